@@ -1,0 +1,1 @@
+"""Executors. Each is registered by name in the entry-point group ``kvtxn.backends``."""

@@ -1,0 +1,58 @@
+"""The torch executor: the specification. Every other executor leaves the same bytes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import attention
+from ..executor import AttentionArgs, Capabilities, Executor, StagedLayer, Txn
+from ..rows import LayerRows, read_layers, write_layers
+
+
+class TorchExecutor(Executor):
+    """Eager torch on any device; several small operations per layer."""
+
+    name: ClassVar[str] = "torch"
+    capabilities: ClassVar[Capabilities] = Capabilities(attention=True, capturable=True)
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """It runs wherever torch does."""
+        return None
+
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        """Copies of all rows of the group; padding reads slot 0 and is never put back."""
+        return read_layers((ref for ref in self.layers if ref.group == group), txn.slots)
+
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        """Settled rows under ``deferred``, else all rows."""
+        draft = txn.layout.is_draft
+        now = ~draft if txn.policy == "deferred" else torch.ones_like(draft)
+        slots = {layer.ref.group: txn.slots[layer.ref.group]}
+        write_layers([layer.ref], {layer.ref.name: layer.rows}, slots, txn.permit(now))
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        """Write the kept rows, or put the rejected ones back; then count."""
+        kept = txn.kept(accepted)
+        if txn.policy == "deferred":
+            rows = {name: layer.rows for name, layer in txn.staged.items()}
+            write_layers(self.layers, rows, txn.slots, kept)
+        elif txn.policy == "undo":
+            rejected = txn.permit(txn.layout.is_draft) & ~kept
+            write_layers(self.layers, txn.saved, txn.slots, rejected)
+        txn.count(kept)
+
+    def restore(self, txn: Txn) -> None:
+        """Put back what was there before every draft row whose group was saved."""
+        saved = [ref for ref in self.layers if ref.name in txn.saved]
+        write_layers(saved, txn.saved, txn.slots, txn.permit(txn.layout.is_draft))
+
+    def attend(
+        self, txn: Txn, layer: StagedLayer, query: Tensor, attention_args: AttentionArgs
+    ) -> Tensor:
+        """The reference attention; a deferred window's rows come from the staged tensors."""
+        fresh = layer.rows if txn.policy == "deferred" else None
+        return attention.attend(txn.layout, layer.ref.planes, fresh, query, attention_args)

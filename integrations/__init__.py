@@ -1,0 +1,1 @@
+"""kvtxn inside inference engines."""

@@ -1,0 +1,40 @@
+"""Transactions for the KV cache of LLM inference."""
+
+from .config import TxnConfig
+from .errors import (
+    AcceptanceError,
+    BackendUnavailableError,
+    CapacityError,
+    ConfigError,
+    IncompleteWindowError,
+    KVTxnError,
+    LayerError,
+    SlotMappingError,
+    UnresolvedWindowError,
+    WindowStateError,
+)
+from .layers import LayerRef
+from .manager import TransactionManager, kv_window
+from .states import WindowState
+from .window import Window
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AcceptanceError",
+    "BackendUnavailableError",
+    "CapacityError",
+    "ConfigError",
+    "IncompleteWindowError",
+    "KVTxnError",
+    "LayerError",
+    "LayerRef",
+    "SlotMappingError",
+    "TransactionManager",
+    "TxnConfig",
+    "UnresolvedWindowError",
+    "Window",
+    "WindowState",
+    "WindowStateError",
+    "kv_window",
+]

@@ -1,0 +1,120 @@
+"""Attention that reads the window's own writes: the reference, in float32.
+
+For the rows of a window it is exact to split softmax attention in two parts,
+the prefix in the paged cache and the window's own rows, and to merge them by
+their log-sum-exp (Rabe and Staats, 2021, arXiv:2112.05682, as used by
+FlashAttention and FlashInfer's cascade). Then drafts need not be in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .executor import AttentionArgs
+from .layers import Plane
+from .layout import RowLayout
+
+
+def attend(
+    layout: RowLayout,
+    planes: tuple[Plane, ...],
+    fresh: tuple[Tensor, ...] | None,
+    query: Tensor,
+    args: AttentionArgs,
+) -> Tensor:
+    """Causal attention of a batch's rows; see ``Window.attend`` for shapes.
+
+    Args:
+        layout: which rows are whose.
+        planes: the layer's key and value planes.
+        fresh: the rows' own keys and values as the cache would store them, words
+            ``[num_rows, *row_shape]`` each; None where the cache has them already.
+        query: ``[num_rows, num_q_heads, head_size]``.
+        args: block table, sequence lengths and the rest.
+    """
+    out = query.new_empty(*query.shape[:2], planes[1].row_shape[1])
+    for request in range(layout.num_requests):
+        first, last = layout.starts[request : request + 2]
+        rows = slice(first, last)
+        length = args.seq_lens[request].to(torch.int64)
+        position = length - (last - first) + torch.arange(last - first, device=query.device)
+        slots, where = _prefix(args.block_table[request], planes[0].block_size, length)
+        key, value = (_decoded(plane, slots) for plane in planes)
+        visible = where < (length if fresh is None else length - (last - first))
+        parts = [partial_attention(query[rows], key, value, position, where, visible, args)]
+        if fresh is not None:
+            key, value = (
+                plane.format.decode(stored[rows])
+                for plane, stored in zip(planes, fresh, strict=True)
+            )
+            visible = torch.ones_like(position, dtype=torch.bool)
+            parts.append(
+                partial_attention(query[rows], key, value, position, position, visible, args)
+            )
+        out[rows] = merge(parts).to(out.dtype)
+    return out
+
+
+def _prefix(blocks: Tensor, block_size: int, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots and positions of a request's tokens; trimmed only where the host knows how."""
+    capacity = blocks.numel() * block_size
+    limit = min(int(length), capacity) if length.device.type == "cpu" else capacity
+    where = torch.arange(limit, device=blocks.device)
+    slots = blocks[where // block_size].to(torch.int64) * block_size + where % block_size
+    return slots, where
+
+
+def _decoded(plane: Plane, slots: Tensor) -> Tensor:
+    """Rows as float32. Slots past the request's length may be stale: masked by the caller."""
+    inside = slots.clamp(0, plane.num_slots - 1)
+    return plane.format.decode(plane.cells[plane.index(inside)])
+
+
+def partial_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_position: Tensor,
+    key_position: Tensor,
+    visible: Tensor,
+    args: AttentionArgs,
+) -> tuple[Tensor, Tensor]:
+    """Attention over some of the keys, with its log-sum-exp.
+
+    Args:
+        query: ``[num_rows, num_q_heads, head_size]``.
+        key: float32 ``[num_keys, num_kv_heads, head_size]``.
+        value: float32 ``[num_keys, num_kv_heads, value_head_size]``.
+        query_position: int ``[num_rows]``, positions in the sequence.
+        key_position: int ``[num_keys]``.
+        visible: bool ``[num_keys]``, keys that belong to this part.
+        args: scale, sliding window, soft cap.
+
+    Returns:
+        Output ``[num_q_heads, num_rows, value_head_size]`` and log-sum-exp
+        ``[num_q_heads, num_rows]``; a row that sees no key has output 0 and -inf.
+    """
+    groups = query.shape[1] // key.shape[1]
+    heads = query.to(torch.float32).transpose(0, 1)
+    keys = key.transpose(0, 1).repeat_interleave(groups, 0)
+    values = value.masked_fill(~visible.view(-1, 1, 1), 0.0).transpose(0, 1)
+    scores = heads @ keys.transpose(1, 2) * args.scale
+    if args.soft_cap is not None:
+        scores = args.soft_cap * torch.tanh(scores / args.soft_cap)
+    mask = visible & (key_position <= query_position.view(-1, 1))
+    if args.sliding_window is not None:
+        mask &= key_position > query_position.view(-1, 1) - args.sliding_window
+    scores = scores.masked_fill(~mask, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1))
+    return weights @ values.repeat_interleave(groups, 0), lse
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Merge partial attentions by log-sum-exp; ``[num_rows, num_q_heads, value_head_size]``."""
+    lse = torch.stack([part[1] for part in parts])
+    total = torch.logsumexp(lse, 0).nan_to_num(neginf=0.0)
+    weights = torch.exp(lse - total).unsqueeze(-1)
+    outputs = torch.stack([part[0] for part in parts])
+    return (outputs * weights).sum(0).transpose(0, 1)

@@ -1,0 +1,186 @@
+"""What an executor is: the one interface between the transaction and the bytes.
+
+The window decides *what* has to happen and in which order; an executor makes
+it happen. It never validates user input (the window has), never changes a
+state label, and never waits for the device.
+
+The contract, which ``kvtxn.testing.ExecutorConformance`` tests:
+
+- ``stage`` writes the settled rows under ``deferred`` and all rows under
+  ``undo`` and ``direct``; padding (slot -1) is never written, by anything.
+- ``commit`` writes exactly the kept draft rows (``deferred``) or restores
+  exactly the rejected ones (``undo``), in every layer, then counts.
+- ``restore`` puts every draft row back (``undo``).
+- Where ``txn.in_range`` is given and False on the device, nothing is written.
+- A method that raises may be followed by any other; the window then repairs
+  with the reference in ``kvtxn.rows``. An executor whose ``atomic`` capability
+  is set promises that a raise means that nothing was written.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from .config import TxnConfig
+from .layers import LayerRef
+from .layout import RowLayout
+from .rows import LayerRows
+
+
+@attrs.frozen(kw_only=True)
+class Capabilities:
+    """What an executor can do; the kit fails one that can do what it denies.
+
+    Attributes:
+        policies: policies it can carry out.
+        attention: ``attend`` works, so ``deferred`` windows can read their own writes.
+        atomic: a raising method has written nothing (one launch for all layers).
+        checks_range: checks on the device that slots lie inside their caches before any
+            write; else the window does, with a few small operations.
+        no_host_sync: nothing waits for the device from begin to the end of commit.
+        capturable: ``commit`` may be captured in a CUDA graph.
+    """
+
+    policies: frozenset[str] = frozenset({"deferred", "undo", "direct"})
+    attention: bool = False
+    atomic: bool = False
+    checks_range: bool = False
+    no_host_sync: bool = True
+    capturable: bool = False
+
+
+@attrs.frozen(eq=False)
+class StagedLayer:
+    """One layer's rows in the cache's own format.
+
+    Attributes:
+        ref: the layer.
+        rows: ``[num_rows, *row_shape]`` words per plane; by reference where the
+            caller's tensors had the cache's dtype already.
+    """
+
+    ref: LayerRef
+    rows: tuple[Tensor, ...]
+
+
+@attrs.define(eq=False)
+class Txn:
+    """A window as its executor sees it.
+
+    Attributes:
+        policy: ``"deferred"``, ``"undo"`` or ``"direct"``.
+        layers: every layer of the manager.
+        layout: which row is whose.
+        slots: int64 ``[num_rows]`` by group; the window's own copies.
+        staged: the layers staged so far, by name, in staging order.
+        saved: under ``undo``, the rows the caches held before, by layer name.
+        in_range: bool scalar on the device, False where a slot lies outside its cache
+            and nothing may be written; None where the host checked.
+        counters: int64 ``[num_counts, 3]`` on the device; see ``count``.
+    """
+
+    policy: str
+    layers: tuple[LayerRef, ...]
+    layout: RowLayout
+    counters: Tensor
+    slots: dict[str, Tensor] = attrs.Factory(dict)
+    staged: dict[str, StagedLayer] = attrs.Factory(dict)
+    saved: dict[str, tuple[Tensor, ...]] = attrs.Factory(dict)
+    in_range: Tensor | None = None
+
+    def permit(self, mask: Tensor) -> Tensor:
+        """``mask``, or nothing at all where a slot is out of range."""
+        return mask if self.in_range is None else mask & self.in_range
+
+    def kept(self, accepted: Tensor) -> Tensor:
+        """The draft rows a commit keeps, bool ``[num_rows]``."""
+        return self.permit(self.layout.kept(accepted))
+
+    def count(self, kept: Tensor) -> None:
+        """Add this window to the counters: drafts staged, committed, rejected.
+
+        One line per group, and before them one for the window itself, where a
+        row counts if any group has a slot for it; with one group they are one line.
+        """
+        real = [slots >= 0 for slots in self.slots.values()]
+        if len(real) > 1:
+            real.insert(0, torch.stack(real).any(0))
+        staged = torch.stack(real) & self.layout.is_draft
+        committed = (staged & kept).sum(1)
+        totals = staged.sum(1)
+        self.counters += torch.stack([totals, committed, totals - committed], dim=1)
+
+
+class Executor(abc.ABC):
+    """Moves the bytes of one manager's windows; one window at a time.
+
+    Args:
+        layers: every layer of the manager, in its order.
+        config: the manager's settings; ``max_rows`` sizes fixed buffers.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, layers: Sequence[LayerRef], config: TxnConfig) -> None:
+        self.layers = tuple(layers)
+        self.config = config
+
+    @classmethod
+    @abc.abstractmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Why this executor cannot run on ``device``, in a sentence; None if it can."""
+
+    @abc.abstractmethod
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        """Under ``undo``: the present rows of ``txn.slots[group]`` in each layer of the group."""
+
+    @abc.abstractmethod
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        """Write one layer's settled rows (``deferred``) or all its rows (else)."""
+
+    @abc.abstractmethod
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        """Make the accepted draft rows durable in all layers, then ``count``.
+
+        Args:
+            txn: the window; every layer is staged (or, under ``undo``, written by the caller).
+            accepted: int ``[num_requests]``, possibly out of range, or bool ``[num_rows]``.
+        """
+
+    @abc.abstractmethod
+    def restore(self, txn: Txn) -> None:
+        """Under ``undo``: put every draft row of ``txn.saved`` back."""
+
+    def attend(
+        self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
+    ) -> Tensor:
+        """Attention of the window's rows over the cache and the window itself.
+
+        Args:
+            txn: the window.
+            layer: the layer, staged.
+            query: ``[num_rows, num_q_heads, head_size]``.
+            attention: the rest of the call.
+
+        Returns:
+            ``[num_rows, num_q_heads, value_head_size]`` in the query's dtype.
+        """
+        raise NotImplementedError(f"the {self.name} executor has no attention")
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class AttentionArgs:
+    """Arguments of ``Window.attend``; see there."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None

@@ -1,0 +1,138 @@
+"""How a row is stored: the cache's own format, and the way in and out of it.
+
+A row is quantised exactly once, when it is staged. From there on only bytes
+move, as integer views, so NaN payloads, negative zero and 8-bit codes survive.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from .errors import LayerError
+
+#: Integer dtype of the same width: byte-exact views of any cache dtype.
+WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FP8: Final = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+KV_DTYPES: Final = ("auto", *_FP8, "int8")
+
+
+def words(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same width, any strides."""
+    return tensor.view(WORDS[tensor.dtype.itemsize])
+
+
+@attrs.frozen(eq=False)
+class RowFormat:
+    """The number format of one plane.
+
+    Attributes:
+        dtype: what a stored element means.
+        scale: stored = value / scale, as a float32 tensor that broadcasts against
+            ``[num_rows, *row_shape]``; None for formats that are not quantised.
+    """
+
+    dtype: torch.dtype
+    scale: Tensor | None = None
+
+    @property
+    def quantised(self) -> bool:
+        """True for the 8-bit formats."""
+        return self.scale is not None
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Rows as the cache stores them, as integers of the cache's width.
+
+        Rows that have the cache's dtype already are taken as they are and share memory
+        with the result, 8-bit codes included; quantising saturates (NaN stays NaN in fp8).
+        """
+        if rows.dtype is self.dtype:
+            return words(rows)
+        if self.scale is None:
+            return words(rows.to(self.dtype))
+        scaled = rows.to(torch.float32) / self.scale
+        if self.dtype is torch.int8:
+            return words(scaled.round().clamp(-128, 127).to(torch.int8))
+        limit = torch.finfo(self.dtype).max
+        return words(scaled.clamp(-limit, limit).to(self.dtype))
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """What a reader of the cache sees, in float32. Inverse of ``encode`` up to rounding."""
+        values = stored.view(self.dtype).to(torch.float32)
+        return values if self.scale is None else values * self.scale
+
+
+def row_format(
+    layer: str, cache: Tensor, kv_dtype: str, scale: float | Tensor | None, heads: int | None
+) -> RowFormat:
+    """The format of a cache tensor.
+
+    Args:
+        layer: the layer's name, for messages.
+        cache: the cache; 8-bit caches may come as uint8 or as their own dtype.
+        kv_dtype: ``"auto"`` (the tensor's own dtype), or one of ``KV_DTYPES``.
+        scale: a number or one number per KV head, for 8-bit formats only; None is 1.
+        heads: number of KV heads, None for latent rows.
+
+    Raises:
+        LayerError: dtype, ``kv_dtype`` and scale do not go together.
+    """
+    dtype = _stored_dtype(layer, cache, kv_dtype)
+    if dtype in _FLOATS:
+        if scale is not None:
+            raise LayerError(
+                "LayerRef",
+                f"{layer!r} has a scale, but {dtype} rows are not quantised",
+                hint="leave the scale out, or set kv_dtype to the 8-bit format of the cache",
+            )
+        return RowFormat(dtype)
+    factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32)
+    factor = factor.to(cache.device)
+    if factor.numel() == 1:
+        return RowFormat(dtype, factor.reshape(()))
+    if heads is None or factor.numel() != heads:
+        raise LayerError(
+            "LayerRef",
+            f"the scale of {layer!r} has the wrong shape",
+            expected="one number" + (f" or [{heads}]" if heads else ""),
+            got=list(factor.shape),
+        )
+    return RowFormat(dtype, factor.reshape(heads, 1))
+
+
+def _stored_dtype(layer: str, cache: Tensor, kv_dtype: str) -> torch.dtype:
+    """What the elements of ``cache`` mean under ``kv_dtype``."""
+    if kv_dtype not in KV_DTYPES:
+        raise LayerError(
+            "LayerRef",
+            f"kv_dtype of {layer!r} is unknown",
+            expected=f"one of {', '.join(map(repr, KV_DTYPES))}",
+            got=repr(kv_dtype),
+        )
+    known = (*_FLOATS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    if kv_dtype == "auto":
+        if cache.dtype not in known:
+            raise LayerError(
+                "LayerRef",
+                f"the cache of {layer!r} is {cache.dtype}, which does not say what it holds",
+                hint="name the format: kv_dtype='fp8_e4m3', 'fp8_e5m2' or 'int8'",
+            )
+        return cache.dtype
+    dtype = _FP8.get(kv_dtype, torch.int8)
+    if cache.dtype not in (dtype, torch.uint8):
+        raise LayerError(
+            "LayerRef",
+            f"kv_dtype {kv_dtype!r} of {layer!r} does not fit its cache",
+            expected=f"{dtype} or torch.uint8",
+            got=cache.dtype,
+        )
+    return dtype

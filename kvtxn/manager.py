@@ -1,0 +1,282 @@
+"""``TransactionManager``: the layers, the executor, and one window at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from types import MappingProxyType
+
+from torch import Tensor
+
+from . import registry
+from .acceptance import Acceptance
+from .config import TxnConfig
+from .errors import BackendUnavailableError, ConfigError, LayerError, WindowStateError
+from .executor import Capabilities, Txn
+from .layers import LayerRef
+from .layout import RowLayout
+from .log import get_logger
+from .metrics import Metrics
+from .slots import Lengths, SlotMappings
+from .staging import Stager
+from .window import Window, WrittenBy
+
+log = get_logger()
+
+_active: ContextVar[TransactionManager | None] = ContextVar("kvtxn_active_manager", default=None)
+
+
+class TransactionManager:
+    """Opens windows over a fixed set of layers. Not thread-safe; one per model runner.
+
+    Args:
+        layers: every layer that a window covers, on one device, with distinct names.
+        config: see ``TxnConfig``; the default chooses everything.
+
+    Attributes:
+        layers: the layers by name.
+        groups: slots in the smallest cache of each group.
+        policy: the resolved policy; ``policy_reason`` says why "auto" took it.
+        executor: who moves the bytes.
+        metrics: the counters; see ``snapshot``.
+        acceptance: turns token ids into accepted counts, in the configured mode.
+
+    Raises:
+        LayerError: no layers, equal names, mixed devices, block sizes that differ within a
+            group, or two layers over the same memory.
+        BackendUnavailableError: the backend asked for cannot run here, or not this policy.
+    """
+
+    def __init__(self, layers: Iterable[LayerRef], config: TxnConfig | None = None) -> None:
+        self.config = config if config is not None else TxnConfig()
+        self.layers: Mapping[str, LayerRef] = MappingProxyType(_by_name(layers))
+        refs = tuple(self.layers.values())
+        self.device = refs[0].device
+        self.groups: Mapping[str, int] = MappingProxyType(_limits(refs))
+        backend = registry.resolve(self.config.backend, self.device)
+        self.policy, self.policy_reason = choose_policy(self.config.policy, backend.capabilities)
+        self.executor = backend(refs, self.config)
+        self.metrics = Metrics.build(self.policy, refs, self.device)
+        self.acceptance = Acceptance(self.config.acceptance, self.device)
+        self.stager = Stager(self.config, deferred=self.policy == "deferred")
+        self.needs_guard = self.config.debug or (
+            self.config.on_error == "raise" and not backend.capabilities.atomic
+        )
+        self._layout = lru_cache(maxsize=256)(
+            lambda draft_len, settled: RowLayout.build(draft_len, settled, self.device)
+        )
+        self._open: Window | None = None
+        self._opened = 0
+        log.info(
+            "manager.ready",
+            layers=len(refs),
+            groups=len(self.groups),
+            device=str(self.device),
+            backend=backend.name,
+            policy=self.policy,
+            why=self.policy_reason,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<TransactionManager {len(self.layers)} layers on {self.device}, "
+            f"policy {self.policy}, backend {self.executor.name}>"
+        )
+
+    @property
+    def current(self) -> Window | None:
+        """The window that is open, if any."""
+        return self._open
+
+    def window(
+        self,
+        draft_len: Lengths,
+        slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None = None,
+        settled: Lengths = 1,
+        *,
+        written_by: WrittenBy = "window",
+    ) -> Window:
+        """Begin a window.
+
+        Args:
+            draft_len: draft rows per request: an int for all (the number of slots then says
+                how many requests there are), or one int per request.
+            slots: int ``[num_rows]``, -1 is padding; or one such tensor per group; may be
+                left out and given with the first ``stage`` of each group. Copied.
+            settled: rows per request that come before its drafts and are known good.
+            written_by: ``"caller"`` where other code writes the rows through by itself
+                between begin and commit (``undo`` and ``direct`` only); there is no staging
+                then, and all slots have to be given here.
+
+        Raises:
+            WindowStateError: another window is open.
+            SlotMappingError: lengths and slots do not fit together.
+            CapacityError: more rows than ``max_rows``.
+        """
+        if self._open is not None:
+            raise WindowStateError(
+                "window",
+                f"window {self._open.number} is still {self._open.state.name}",
+                hint="commit or abort it first; a manager has one window at a time",
+            )
+        if written_by not in ("window", "caller") or (
+            written_by == "caller" and self.policy == "deferred"
+        ):
+            raise ConfigError(
+                "window",
+                f"written_by={written_by!r} does not go with policy {self.policy!r}",
+                expected="'window', or 'caller' under undo or direct",
+                got=repr(written_by),
+            )
+        mappings = SlotMappings(
+            self.groups,
+            self.device,
+            self.config.max_rows,
+            draft_len,
+            settled,
+            self._layout,
+            not self.executor.capabilities.checks_range,
+        )
+        window = Window(self, self._opened, mappings, written_by)
+        self._open = window
+        try:
+            window.begin(slots)
+        except BaseException:
+            self._open = None
+            raise
+        self._opened += 1
+        log.debug("window.begin", window=window.number, rows=window.num_rows, policy=self.policy)
+        return window
+
+    @contextmanager
+    def activate(self) -> Iterator[TransactionManager]:
+        """Make this the manager that ``kv_window`` uses, in this context."""
+        token = _active.set(self)
+        try:
+            yield self
+        finally:
+            _active.reset(token)
+
+    def bypass(self, reason: str) -> None:
+        """Count a step that could have had a window and, for ``reason``, has none."""
+        self.metrics.bypassed[reason] += 1
+
+    def snapshot(self) -> dict[str, float]:
+        """All counters by Prometheus name. Waits for the device; never call it in a step."""
+        return self.metrics.snapshot()
+
+    # -- for windows --------------------------------------------------------------
+
+    def new_txn(self, layout: RowLayout) -> Txn:
+        """The executor's side of a new window."""
+        return Txn(self.policy, tuple(self.layers.values()), layout, self.metrics.rows[0])
+
+    def note_fallback(self, window: Window, operation: str, error: Exception) -> None:
+        """Count a fallback; say it once per reason, then at debug level."""
+        self.metrics.fallbacks[operation] += 1
+        say = log.warning if self.metrics.fallbacks[operation] == 1 else log.debug
+        say("window.fell_back", window=window.number, operation=operation, error=repr(error))
+
+    def close(self, window: Window, accepted: object) -> None:
+        """A window reached its final state."""
+        self.metrics.windows[window.state.value] += 1
+        self.stager.reset()
+        if self._open is window:
+            self._open = None
+        if log.is_enabled_for(10):
+            shown = accepted.tolist() if isinstance(accepted, Tensor) else accepted
+            log.debug("window.end", window=window.number, state=window.state.value, accepted=shown)
+
+
+def kv_window(
+    draft_len: Lengths,
+    slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None = None,
+    settled: Lengths = 1,
+) -> Window:
+    """``TransactionManager.window`` of the active manager.
+
+    Raises:
+        WindowStateError: no manager is active in this context.
+    """
+    manager = _active.get()
+    if manager is None:
+        raise WindowStateError(
+            "kv_window",
+            "no manager is active",
+            hint="wrap the call in `with manager.activate():`",
+        )
+    return manager.window(draft_len, slots, settled)
+
+
+def choose_policy(wanted: str, capabilities: Capabilities) -> tuple[str, str]:
+    """The policy to use and the reason; raises BackendUnavailableError where it cannot be."""
+    if wanted != "auto":
+        if wanted not in capabilities.policies:
+            raise BackendUnavailableError(
+                "TransactionManager",
+                f"this backend cannot carry out policy {wanted!r}",
+                expected=f"one of {sorted(capabilities.policies)}",
+                got=repr(wanted),
+                hint="choose another backend, or policy='auto'",
+            )
+        return wanted, "asked for"
+    if capabilities.attention and "deferred" in capabilities.policies:
+        return "deferred", "attention can read the window"
+    if "undo" in capabilities.policies:
+        return "undo", "attention cannot read the window, so rows are written and taken back"
+    return "direct", "the backend can neither defer nor undo"
+
+
+def _by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
+    by_name: dict[str, LayerRef] = {}
+    memory: dict[tuple[object, ...], str] = {}
+    for ref in layers:
+        if not isinstance(ref, LayerRef):
+            raise LayerError(
+                "TransactionManager", "layers must be LayerRef objects", got=type(ref).__name__
+            )
+        if ref.name in by_name:
+            raise LayerError(
+                "TransactionManager", f"two layers are named {ref.name!r}", hint="names are keys"
+            )
+        for plane in ref.planes:
+            place = (plane.cells.data_ptr(), plane.part if plane.offsets is not None else "")
+            if memory.setdefault(place, ref.name) != ref.name:
+                raise LayerError(
+                    "TransactionManager",
+                    f"layers {memory[place]!r} and {ref.name!r} share one cache",
+                    hint="list a shared cache once, under the layer that writes it",
+                )
+        by_name[ref.name] = ref
+    if not by_name:
+        raise LayerError("TransactionManager", "no layers", expected="at least one", got=0)
+    devices = {ref.device for ref in by_name.values()}
+    if len(devices) > 1:
+        raise LayerError(
+            "TransactionManager",
+            "layers are on several devices",
+            expected="one device",
+            got=sorted(map(str, devices)),
+            hint="make one manager per device",
+        )
+    return by_name
+
+
+def _limits(refs: Sequence[LayerRef]) -> dict[str, int]:
+    """Slots that every cache of a group has."""
+    limits: dict[str, int] = {}
+    block_sizes: dict[str, int] = {}
+    for ref in refs:
+        limits[ref.group] = min(ref.num_slots, limits.get(ref.group, ref.num_slots))
+        size = ref.planes[0].block_size
+        if block_sizes.setdefault(ref.group, size) != size:
+            raise LayerError(
+                "TransactionManager",
+                f"block sizes differ within group {ref.group!r}",
+                expected=block_sizes[ref.group],
+                got=f"{size} in {ref.name!r}",
+                hint="a slot number means block x block_size + offset: use one group per size",
+            )
+    return limits

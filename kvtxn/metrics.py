@@ -1,0 +1,101 @@
+"""Counters: rows on the device, everything else on the host, read lazily.
+
+A row here is a draft row of a window, counted once and not once per layer;
+settled rows and padding are not counted. ``kvtxn_stage_operations_total``
+counts rows x layers. Reading a snapshot waits for the device; nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from .layers import LayerRef
+from .states import WindowState
+
+OUTCOMES: Final = (
+    WindowState.COMMITTED,
+    WindowState.ABORTED,
+    WindowState.FELL_BACK,
+    WindowState.FAILED,
+)
+
+#: How often each row of a kind crosses into the cache, per policy: (committed, rejected).
+_WRITES: Final = {"deferred": (1, 0), "undo": (1, 2), "direct": (1, 1)}
+
+
+@attrs.define(eq=False)
+class Metrics:
+    """One manager's counters.
+
+    Attributes:
+        policy: the manager's resolved policy; decides what a row costs in bytes.
+        windows: windows by outcome.
+        fallbacks: windows that went to direct writes, by reason.
+        bypassed: steps that could have had a window and did not, by reason.
+        layer_calls: rows x layers staged, padding included.
+        rows: int64 ``[2, num_counts, 3]`` on the device: staged, committed and rejected
+            rows of windows under the policy [0] and of those written through [1].
+    """
+
+    policy: str
+    row_bytes: tuple[int, ...]
+    rows: Tensor
+    windows: Counter[str] = attrs.Factory(Counter)
+    fallbacks: Counter[str] = attrs.Factory(Counter)
+    bypassed: Counter[str] = attrs.Factory(Counter)
+    layer_calls: int = 0
+
+    @classmethod
+    def build(cls, policy: str, layers: Sequence[LayerRef], device: torch.device) -> Metrics:
+        """Counters at zero, for these layers."""
+        groups = dict.fromkeys(ref.group for ref in layers)
+        row_bytes = tuple(
+            sum(ref.row_bytes for ref in layers if ref.group == group) for group in groups
+        )
+        lines = 1 if len(groups) == 1 else len(groups) + 1
+        return cls(policy, row_bytes, torch.zeros(2, lines, 3, dtype=torch.int64, device=device))
+
+    def snapshot(self) -> dict[str, float]:
+        """Everything, flat, by Prometheus name; labels are folded into the name.
+
+        Waits for the device.
+        """
+        rows = self.rows.cpu()
+        staged, committed, rejected = (int(n) for n in rows[:, 0].sum(0))
+        written, avoided = self._bytes(rows)
+        flat: dict[str, float] = {}
+        windows = {state.value: self.windows[state.value] for state in OUTCOMES}
+        for name, labelled in (
+            ("kvtxn_windows_total", windows),
+            ("kvtxn_fallbacks_total", self.fallbacks),
+            ("kvtxn_bypassed_windows_total", self.bypassed),
+        ):
+            flat[name] = sum(labelled.values())
+            flat.update({f"{name}_{label}": count for label, count in labelled.items()})
+        flat |= {
+            "kvtxn_rows_staged_total": staged,
+            "kvtxn_rows_committed_total": committed,
+            "kvtxn_rows_rejected_total": rejected,
+            "kvtxn_stage_operations_total": self.layer_calls,
+            "kvtxn_bytes_written_total": written,
+            "kvtxn_bytes_avoided_total": avoided,
+            "kvtxn_acceptance_rate": committed / staged if staged else 0.0,
+        }
+        return flat
+
+    def _bytes(self, rows: Tensor) -> tuple[int, int]:
+        """Bytes of draft rows written to the caches, and bytes stock would have on top."""
+        written = avoided = 0
+        groups = rows if rows.shape[1] == 1 else rows[:, 1:]
+        for policy, counts in zip((self.policy, "direct"), groups.tolist(), strict=True):
+            per_committed, per_rejected = _WRITES[policy]
+            for row_bytes, (_, committed, rejected) in zip(self.row_bytes, counts, strict=True):
+                written += row_bytes * (per_committed * committed + per_rejected * rejected)
+                avoided += row_bytes * rejected if per_rejected == 0 else 0
+        return written, avoided

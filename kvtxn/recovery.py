@@ -1,0 +1,70 @@
+"""What happens after an executor failed: the reference finishes its work, or takes it back.
+
+Everything here is idempotent and built on ``kvtxn.rows`` alone, so it does not
+matter how far the executor got, nor why it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .executor import StagedLayer, Txn
+from .rows import LayerRows, read_layers, write_layers
+
+
+def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
+    return {layer.ref.name: layer.rows for layer in layers}
+
+
+def write_through(txn: Txn, layers: Iterable[StagedLayer]) -> None:
+    """Write all rows of these layers, as stock would: settled, accepted and rejected alike."""
+    layers = tuple(layers)
+    everything = torch.ones_like(txn.layout.is_draft)
+    refs = [layer.ref for layer in layers]
+    write_layers(refs, _staged_rows(layers), txn.slots, txn.permit(everything))
+
+
+def finish_commit(txn: Txn, accepted: Tensor) -> None:
+    """Bring the caches to where the commit should have brought them."""
+    kept = txn.kept(accepted)
+    if txn.policy == "deferred":
+        refs = [layer.ref for layer in txn.staged.values()]
+        write_layers(refs, _staged_rows(txn.staged.values()), txn.slots, kept)
+    put_back(txn, txn.saved, txn.permit(txn.layout.is_draft) & ~kept)
+
+
+def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
+    """Write rows read earlier back to their slots: the masked ones, or every draft row."""
+    if before:
+        draft = txn.permit(txn.layout.is_draft) if mask is None else mask
+        refs = [ref for ref in txn.layers if ref.name in before]
+        write_layers(refs, before, txn.slots, draft)
+
+
+def read_back(txn: Txn) -> LayerRows:
+    """Copies of the window's rows as the caches hold them now, for the staged layers."""
+    return read_layers((layer.ref for layer in txn.staged.values()), txn.slots)
+
+
+def differences(txn: Txn, accepted: Tensor, before: LayerRows) -> list[str]:
+    """Layers whose caches are not what a commit must leave. Waits for the device.
+
+    Args:
+        txn: the window, deferred, after its executor's commit.
+        accepted: what was committed.
+        before: the rows the caches held before the commit.
+    """
+    kept = txn.kept(accepted)
+    now = read_back(txn)
+    wrong = []
+    for name, layer in txn.staged.items():
+        real = (txn.slots[layer.ref.group] >= 0) & txn.layout.is_draft
+        for old, new, rows in zip(before[name], now[name], layer.rows, strict=True):
+            expected = torch.where(kept.view(-1, *[1] * (old.ndim - 1)), rows, old)
+            if not torch.equal(expected[real], new[real]):
+                wrong.append(name)
+                break
+    return wrong

@@ -1,0 +1,88 @@
+"""Row addressing in plain torch: what reading and writing a slot *means*.
+
+Short and slow on purpose. The torch executor is built on it, every fallback
+ends in it, and every other executor must leave the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import attrs
+import torch
+from torch import Tensor
+
+from .layers import LayerRef, Plane
+
+
+@attrs.frozen(eq=False)
+class Selection:
+    """Which rows of a window go to which slots.
+
+    Attributes:
+        source: int64, rows to take.
+        target: int64, the slot of each; distinct, except that on a device one pair may repeat.
+        live: bool scalar on the device, False where nothing was selected at all and the
+            pairs are placeholders; None where every pair is real (host tensors).
+    """
+
+    source: Tensor
+    target: Tensor
+    live: Tensor | None
+
+
+def select(slots: Tensor, mask: Tensor) -> Selection:
+    """Select the rows where ``mask`` holds and the slot is not padding.
+
+    Args:
+        slots: int64 ``[num_rows]``, -1 is padding.
+        mask: bool ``[num_rows]``.
+
+    On a device the shape must not depend on the data (that would wait for the device), so an
+    unselected row repeats the first selected one: the same bytes to the same place.
+    """
+    wanted = mask & (slots >= 0)
+    if slots.device.type == "cpu":
+        source = wanted.nonzero().squeeze(1)
+        return Selection(source, slots[source], None)
+    rows = torch.arange(slots.numel(), device=slots.device)
+    source = torch.where(wanted, rows, wanted.to(torch.uint8).argmax())
+    live = wanted.any()
+    return Selection(source, torch.where(live, slots[source], 0), live)
+
+
+def read(plane: Plane, slots: Tensor) -> Tensor:
+    """The stored rows of ``slots``, ``[num_rows, *row_shape]`` words; padding reads slot 0."""
+    return plane.cells[plane.index(slots.clamp(min=0))]
+
+
+def write(plane: Plane, rows: Tensor, selection: Selection) -> None:
+    """Write the selected ``rows`` (words, ``[num_rows, *row_shape]``); touch nothing else."""
+    if selection.source.numel() == 0:
+        return
+    index = plane.index(selection.target)
+    payload = rows[selection.source]
+    if selection.live is not None:
+        payload = torch.where(selection.live, payload, plane.cells[index])
+    plane.cells.index_put_(index, payload)
+
+
+#: Rows of some layers, by layer name: one ``[num_rows, *row_shape]`` tensor of words per plane.
+LayerRows = Mapping[str, tuple[Tensor, ...]]
+
+
+def read_layers(layers: Iterable[LayerRef], slots: Mapping[str, Tensor]) -> LayerRows:
+    """Copies of the rows that ``slots`` (by group) name, for every layer."""
+    return {
+        ref.name: tuple(read(plane, slots[ref.group]) for plane in ref.planes) for ref in layers
+    }
+
+
+def write_layers(
+    layers: Iterable[LayerRef], rows: LayerRows, slots: Mapping[str, Tensor], mask: Tensor
+) -> None:
+    """Write ``rows`` of every layer where ``mask`` holds; ``slots`` are by group."""
+    chosen = {group: select(tensor, mask) for group, tensor in slots.items()}
+    for ref in layers:
+        for plane, part in zip(ref.planes, rows[ref.name], strict=True):
+            write(plane, part, chosen[ref.group])

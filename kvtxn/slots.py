@@ -1,0 +1,227 @@
+"""Slot mappings of one window: where its rows go, one mapping per group, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import CapacityError, SlotMappingError
+from .layout import RowLayout, as_lengths, to_device
+
+Lengths = int | Sequence[int] | Tensor
+
+
+class SlotMappings:
+    """The slots of a window, by group, and the row layout that follows from them.
+
+    Args:
+        limits: slots in the smallest cache of each group.
+        device: where the caches are.
+        max_rows: most rows a window may have.
+        draft_len: an int for every request, or one per request.
+        settled: likewise.
+        build: makes (or remembers) a layout from lengths.
+        check_range: whether device slots have to be checked here.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[str, int],
+        device: torch.device,
+        max_rows: int,
+        draft_len: Lengths,
+        settled: Lengths,
+        build: Callable[[tuple[int, ...], tuple[int, ...]], RowLayout],
+        check_range: bool,
+    ) -> None:
+        self._limits = limits
+        self._device = device
+        self._max_rows = max_rows
+        self._lengths = (draft_len, settled)
+        self._build = build
+        self._check_range = check_range
+        self._given: dict[str, Tensor | Sequence[int]] = {}
+        self._own: dict[str, Tensor] = {}
+        self._layout: RowLayout | None = None
+        self.in_range: Tensor | None = None
+        fixed = [n for n in (self._count(draft_len), self._count(settled)) if n is not None]
+        if fixed:
+            self._layout = self._resolve(fixed[0])
+
+    @staticmethod
+    def _count(lengths: Lengths) -> int | None:
+        """How many requests ``lengths`` speaks of; None where it is one int for all."""
+        if hasattr(lengths, "__len__") and not (isinstance(lengths, Tensor) and not lengths.ndim):
+            return len(lengths)
+        return None
+
+    def _resolve(self, num_requests: int) -> RowLayout:
+        draft_len = as_lengths("draft_len", self._lengths[0], num_requests)
+        settled = as_lengths("settled", self._lengths[1], num_requests)
+        rows = sum(draft_len) + sum(settled)
+        if rows > self._max_rows:
+            raise CapacityError(
+                "window",
+                "more rows than the manager has room for",
+                expected=f"at most max_rows={self._max_rows}",
+                got=rows,
+                hint="raise TxnConfig.max_rows, or split the batch",
+            )
+        return self._build(draft_len, settled)
+
+    @property
+    def layout(self) -> RowLayout:
+        """The row layout; known once a mapping is."""
+        assert self._layout is not None
+        return self._layout
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._own
+
+    def by_group(
+        self, slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None
+    ) -> Mapping[str, Tensor | Sequence[int]]:
+        """What ``window`` was given, by group. Raises SlotMappingError for unknown groups."""
+        if slots is None:
+            return {}
+        if isinstance(slots, Mapping):
+            return slots
+        if len(self._limits) > 1:
+            raise SlotMappingError(
+                "window",
+                "one slot mapping for several groups",
+                expected=f"a mapping with {', '.join(map(repr, self._limits))}",
+                got="a single tensor",
+                hint="groups have block tables of their own: pass {group: slots}",
+            )
+        return {next(iter(self._limits)): slots}
+
+    def add(self, group: str, slots: Tensor | Sequence[int]) -> Tensor:
+        """Check a group's mapping; returns the window's own int64 copy.
+
+        Raises:
+            SlotMappingError: unknown group, wrong shape or dtype, or, on the host, out of
+                range or a slot named twice.
+            CapacityError: more rows than ``max_rows``.
+        """
+        if group not in self._limits:
+            raise SlotMappingError(
+                "window",
+                f"no layer is in group {group!r}",
+                expected=f"one of {', '.join(map(repr, self._limits))}",
+                got=repr(group),
+            )
+        tensor = self._as_tensor(group, slots)
+        if self._layout is None:
+            self._layout = self._resolve(self._requests_in(tensor.numel()))
+        if tensor.numel() != self._layout.num_rows:
+            raise SlotMappingError(
+                "window",
+                f"slots of group {group!r} do not fit the rows of the window",
+                expected=f"{self._layout.num_rows} rows (draft_len + settled per request)",
+                got=tensor.numel(),
+                hint="one slot per row, -1 for padding",
+            )
+        if tensor.device.type == "cpu":
+            self._check_host(group, tensor.tolist())
+            own = to_device(tensor, self._device, torch.int64)
+            own = own.clone() if own is slots or own is tensor else own
+        else:
+            own = tensor.to(torch.int64, copy=True)
+            if self._check_range:
+                inside = ((own >= -1) & (own < self._limits[group])).all()
+                self.in_range = inside if self.in_range is None else self.in_range & inside
+        self._given[group] = slots
+        self._own[group] = own
+        return own
+
+    def _as_tensor(self, group: str, slots: Tensor | Sequence[int]) -> Tensor:
+        tensor = slots if isinstance(slots, Tensor) else torch.tensor(slots, dtype=torch.int64)
+        if tensor.ndim != 1 or tensor.dtype not in (torch.int64, torch.int32):
+            raise SlotMappingError(
+                "window",
+                f"slots of group {group!r} are malformed",
+                expected="int32 or int64 [num_rows]",
+                got=f"{tensor.dtype} {list(tensor.shape)}",
+            )
+        if tensor.device.type != "cpu" and tensor.device != self._device:
+            raise SlotMappingError(
+                "window",
+                f"slots of group {group!r} are on another device",
+                expected=f"{self._device} or the host",
+                got=tensor.device,
+            )
+        return tensor
+
+    def _requests_in(self, num_rows: int) -> int:
+        """How many requests ``num_rows`` rows are, where draft_len and settled are ints."""
+        draft_len = as_lengths("draft_len", self._lengths[0], None)[0]
+        settled = as_lengths("settled", self._lengths[1], None)[0]
+        per_request = draft_len + settled
+        if (num_rows % per_request if per_request else num_rows) != 0:
+            raise SlotMappingError(
+                "window",
+                "the number of slots is not a whole number of requests",
+                expected=f"a multiple of {per_request} (draft_len {draft_len} + settled {settled})",
+                got=num_rows,
+                hint="pass draft_len as one int per request if they differ",
+            )
+        return num_rows // per_request if per_request else 0
+
+    def _check_host(self, group: str, values: list[int]) -> None:
+        used = [slot for slot in values if slot != -1]
+        limit = self._limits[group]
+        if used and (min(used) < 0 or max(used) >= limit):
+            bad = next(slot for slot in used if not 0 <= slot < limit)
+            raise SlotMappingError(
+                "window",
+                f"a slot of group {group!r} is outside its cache",
+                expected=f"-1 (padding) or 0 to {limit - 1}",
+                got=bad,
+            )
+        if len(set(used)) != len(used):
+            twice = next(slot for slot in used if used.count(slot) > 1)
+            raise SlotMappingError(
+                "window",
+                f"group {group!r} maps two rows to one slot",
+                expected="distinct slots",
+                got=f"slot {twice} {used.count(twice)} times",
+            )
+
+    def check_same(self, group: str, slots: Tensor | Sequence[int]) -> None:
+        """Refuse a second mapping that differs from the first; never merge.
+
+        Device mappings are compared by memory, not content: comparing would wait.
+        """
+        first = self._given[group]
+        if slots is first:
+            return
+        second = self._as_tensor(group, slots)
+        own = self._own[group]
+        if own.device.type == "cpu":
+            same = torch.equal(second.to(torch.int64), own)
+        else:
+            same = (
+                isinstance(first, Tensor)
+                and second.data_ptr() == first.data_ptr()
+                and second.shape == first.shape
+                and second.dtype == first.dtype
+            )
+        if not same:
+            raise SlotMappingError(
+                "stage",
+                f"a second, different slot mapping for group {group!r}",
+                expected="the mapping given before",
+                got="another one",
+                hint="layers with block tables of their own belong in a group of their own",
+            )
+
+    def missing(self, group: str) -> SlotMappingError:
+        """The error for a group without slots."""
+        return SlotMappingError(
+            "stage",
+            f"group {group!r} has no slot mapping",
+            hint="give slots to window(), or to the first stage() of the group",
+        )

@@ -1,0 +1,120 @@
+"""Taking a layer's rows in: checked, in the cache's own format, and sure to last.
+
+By reference where that can be checked: a held tensor keeps its memory, and
+torch's version counter tells whether somebody wrote into it before commit.
+Tensors made in inference mode have no such counter, so ``"auto"`` copies them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import TxnConfig
+from .errors import LayerError, WindowStateError
+from .executor import StagedLayer
+from .layers import LayerRef, Plane
+
+
+class Stager:
+    """Turns key and value tensors into staged rows, for one manager.
+
+    Args:
+        config: ``staging`` says how, ``max_rows`` sizes the buffers of copies.
+        deferred: whether rows have to last until commit; if not, nothing is kept.
+    """
+
+    def __init__(self, config: TxnConfig, *, deferred: bool) -> None:
+        self._mode = config.staging
+        self._max_rows = config.max_rows
+        self._deferred = deferred
+        self._buffers: dict[Plane, Tensor] = {}
+        self._held: list[tuple[str, Tensor, int]] = []
+
+    def reset(self) -> None:
+        """Forget the tensors of the last window."""
+        self._held.clear()
+
+    def take(self, ref: LayerRef, num_rows: int, key: Tensor, value: Tensor | None) -> StagedLayer:
+        """One layer's rows, encoded. Raises LayerError where they do not fit the cache."""
+        parts = _parts(ref, key, value)
+        rows = []
+        for plane, part in zip(ref.planes, parts, strict=True):
+            _check(ref, plane, num_rows, part)
+            rows.append(self._keep(ref, plane, part) if self._deferred else _encode(plane, part))
+        return StagedLayer(ref, tuple(rows))
+
+    def check_unchanged(self) -> None:
+        """Refuse the commit if a tensor staged by reference was written to since.
+
+        Raises:
+            WindowStateError: it was; nothing has been written.
+        """
+        for name, tensor, version in self._held:
+            if tensor._version != version:
+                raise WindowStateError(
+                    "commit",
+                    f"the rows staged for {name!r} were modified in place after stage()",
+                    hint="abort, and set TxnConfig(staging='copy') if the buffer must be reused",
+                )
+
+    def _keep(self, ref: LayerRef, plane: Plane, part: Tensor) -> Tensor:
+        if part.dtype is not plane.format.dtype or self._mode == "reference":
+            return _encode(plane, part)
+        if self._mode == "auto" and not part.is_inference():
+            self._held.append((ref.name, part, part._version))
+            return _encode(plane, part)
+        buffer = self._buffers.get(plane)
+        if buffer is None:
+            shape = (self._max_rows, *plane.row_shape)
+            buffer = torch.empty(shape, dtype=plane.cells.dtype, device=plane.cells.device)
+            self._buffers[plane] = buffer
+        return buffer[: part.shape[0]].copy_(_encode(plane, part))
+
+
+def _encode(plane: Plane, part: Tensor) -> Tensor:
+    return plane.format.encode(part.detach())
+
+
+def _parts(ref: LayerRef, key: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
+    """One tensor per plane. A latent may come whole, or as the two halves MLA code has."""
+    if not ref.is_latent:
+        if value is None:
+            raise LayerError(
+                "stage",
+                f"layer {ref.name!r} needs a value tensor",
+                expected=f"[num_rows, {', '.join(map(str, ref.planes[1].row_shape))}]",
+                got=None,
+                hint="only latent layers are staged with one tensor",
+            )
+        return key, value
+    return (key if value is None else torch.cat([key, value], dim=-1),)
+
+
+def _check(ref: LayerRef, plane: Plane, num_rows: int, part: Tensor) -> None:
+    if not isinstance(part, Tensor):
+        raise LayerError(
+            "stage", f"{plane.part} of {ref.name!r} must be a tensor", got=type(part).__name__
+        )
+    if part.shape != (num_rows, *plane.row_shape):
+        raise LayerError(
+            "stage",
+            f"{plane.part} of {ref.name!r} has the wrong shape",
+            expected=[num_rows, *plane.row_shape],
+            got=list(part.shape),
+            hint="stage every row of the window, request by request, in one call",
+        )
+    if part.device != plane.cells.device:
+        raise LayerError(
+            "stage",
+            f"{plane.part} of {ref.name!r} is on the wrong device",
+            expected=plane.cells.device,
+            got=part.device,
+        )
+    if not part.is_floating_point() and part.dtype is not plane.format.dtype:
+        raise LayerError(
+            "stage",
+            f"{plane.part} of {ref.name!r} has a dtype that cannot be stored",
+            expected=f"a floating dtype or {plane.format.dtype}",
+            got=part.dtype,
+        )
