@@ -1,0 +1,55 @@
+"""TxnConfig is checked when it is built."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from kvtxn import BackendUnavailableError, TxnConfig
+from kvtxn.errors import ConfigError
+
+
+def test_defaults_choose_everything():
+    """The contract's defaults."""
+    config = TxnConfig()
+    assert (config.policy, config.backend, config.max_rows) == ("auto", "auto", 512)
+    assert (config.acceptance, config.on_error, config.debug) == ("auto", "fallback", False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("policy", "optimistic"),
+        ("policy", None),
+        ("max_rows", 0),
+        ("max_rows", True),
+        ("max_rows", 1.5),
+        ("acceptance", "fast"),
+        ("on_error", "ignore"),
+        ("staging", "borrow"),
+        ("debug", 1),
+    ],
+)
+def test_bad_values_are_refused_by_name(field, value):
+    """The message names the field and what came."""
+    with pytest.raises(ConfigError, match=field) as caught:
+        TxnConfig(**{field: value})
+    assert caught.value.got == repr(value)
+
+
+def test_unknown_backend_is_unavailable():
+    """Only "auto" chooses; a name that does not exist is refused."""
+    with pytest.raises(BackendUnavailableError, match="'quantum'"):
+        TxnConfig(backend="quantum")
+
+
+def test_unknown_setting_is_refused():
+    """No setting is silently ignored."""
+    with pytest.raises(TypeError, match="polcy"):
+        TxnConfig(polcy="undo")  # type: ignore[call-arg]
+
+
+def test_frozen():
+    """A manager's settings cannot change under it."""
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        TxnConfig().policy = "undo"  # type: ignore[misc]

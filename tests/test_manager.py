@@ -1,0 +1,153 @@
+"""TransactionManager: what it is built from, what it chooses, and who is active."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+
+from conftest import make_layers, noise, rows
+from kvtxn import (
+    BackendUnavailableError,
+    ConfigError,
+    LayerError,
+    LayerRef,
+    TransactionManager,
+    TxnConfig,
+    WindowStateError,
+    kv_window,
+)
+from kvtxn.executor import Capabilities
+from kvtxn.manager import choose_policy
+
+
+def test_auto_defers_where_attention_reads_the_window(layers):
+    """And says why."""
+    manager = TransactionManager(layers)
+    assert manager.policy == "deferred"
+    assert "attention can read" in manager.policy_reason
+    assert manager.executor.name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "policy"),
+    [
+        (Capabilities(attention=True), "deferred"),
+        (Capabilities(), "undo"),
+        (Capabilities(attention=True, policies=frozenset({"undo"})), "undo"),
+        (Capabilities(policies=frozenset({"direct"})), "direct"),
+    ],
+)
+def test_auto_policy_follows_capabilities(capabilities, policy):
+    """deferred, else undo, else direct."""
+    assert choose_policy("auto", capabilities)[0] == policy
+
+
+def test_a_named_policy_never_falls_back():
+    """Only "auto" chooses."""
+    with pytest.raises(BackendUnavailableError, match="undo"):
+        choose_policy("undo", Capabilities(policies=frozenset({"direct"})))
+
+
+def test_layers_must_fit_together():
+    """Equal names, shared caches, mixed block sizes, no layers: each is refused."""
+    one = make_layers(1)[0]
+    key, value = noise(3, 8, 2, 8), noise(3, 8, 2, 8)
+    for layers, message in [
+        ([], "no layers"),
+        ([one, one], "named 'layer.0'"),
+        (["layer.0"], "LayerRef objects"),
+        ([one, LayerRef("b", one.key_cache, one.value_cache)], "share one cache"),
+        ([one, LayerRef("b", key, value)], "block sizes differ"),
+    ]:
+        with pytest.raises(LayerError, match=message):
+            TransactionManager(layers)
+    TransactionManager([one, LayerRef("b", key, value, group="other")])
+
+
+def test_one_window_at_a_time(layers):
+    """The second is refused until the first is resolved."""
+    manager = TransactionManager(layers)
+    first = manager.window(1, torch.tensor([0, 1]))
+    with pytest.raises(WindowStateError, match="window 0 is still OPEN"):
+        manager.window(1, torch.tensor([2, 3]))
+    assert manager.current is first
+    first.abort()
+    second = manager.window(1, torch.tensor([2, 3]))
+    assert second.number == 1
+    second.abort()
+
+
+def test_the_caller_cannot_write_deferred_rows(layers):
+    """Foreign writes and deferral contradict each other."""
+    manager = TransactionManager(layers, TxnConfig(policy="deferred"))
+    with pytest.raises(ConfigError, match="written_by"):
+        manager.window(1, torch.tensor([0, 1]), written_by="caller")
+
+
+def test_kv_window_uses_the_active_manager(layers):
+    """The innermost activation counts, and it ends with its block."""
+    outer, inner = TransactionManager(layers), TransactionManager(make_layers(1))
+    with outer.activate():
+        with inner.activate() as active:
+            assert active is inner
+            with kv_window(1, torch.tensor([0, 1])) as w:
+                assert inner.current is w
+                w.abort()
+        with kv_window(1, torch.tensor([0, 1])) as w:
+            assert outer.current is w
+            w.abort()
+    with pytest.raises(WindowStateError, match=r"manager\.activate"):
+        kv_window(1, torch.tensor([0, 1]))
+
+
+def test_activation_is_per_context(layers):
+    """Concurrent tasks do not see each other's manager."""
+
+    async def task(manager, started, done):
+        with manager.activate():
+            started.set()
+            await done.wait()
+            with kv_window(0, torch.tensor([0])) as w:
+                found = manager.current is w
+                w.abort()
+            return found
+
+    async def both():
+        one, two = TransactionManager(layers), TransactionManager(make_layers(1))
+        events = [asyncio.Event() for _ in range(3)]
+        tasks = [
+            asyncio.create_task(task(one, events[0], events[2])),
+            asyncio.create_task(task(two, events[1], events[2])),
+        ]
+        await events[0].wait()
+        await events[1].wait()
+        events[2].set()
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(both()) == [True, True]
+
+
+def test_events_are_logged_under_one_name(layers, caplog):
+    """Nothing above debug in the hot path; the life of a window at debug."""
+    with caplog.at_level(logging.DEBUG, logger="kvtxn"):
+        manager = TransactionManager(layers)
+        with manager.window(1, torch.tensor([0, 1])) as w:
+            for ref in layers:
+                w.stage(ref, *rows(2))
+            w.commit([1])
+    events = [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert events[0][0] == "INFO"
+    assert "manager.ready" in events[0][1]
+    assert "policy='deferred'" in events[0][1]
+    assert [level for level, _ in events[1:]] == ["DEBUG", "DEBUG"]
+    assert "window.begin" in events[1][1]
+    assert "accepted=[1]" in events[2][1]
+
+
+def test_repr(layers):
+    """For the debugger's sake."""
+    text = repr(TransactionManager(layers))
+    assert text == "<TransactionManager 3 layers on cpu, policy deferred, backend torch>"

@@ -1,0 +1,72 @@
+"""Counters: draft rows once per window, bytes by policy, everything adds up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import HEAD_SIZE, HEADS, make_layers, rows
+from kvtxn import TransactionManager, TxnConfig
+
+ROW_BYTES = 2 * HEADS * HEAD_SIZE * 4
+
+
+def run(manager, layers, accepted):
+    with manager.window(2, torch.tensor([0, 1, 2, 10, 11, -1])) as w:
+        for ref in layers:
+            w.stage(ref, *rows(6))
+        w.abort() if accepted is None else w.commit(accepted)
+
+
+@pytest.mark.parametrize(
+    ("policy", "written", "avoided"), [("deferred", 1, 2), ("undo", 1 + 2 * 2, 0), ("direct", 3, 0)]
+)
+def test_rows_and_bytes(layers, policy, written, avoided):
+    """One committed and two rejected rows; padding and settled rows do not count."""
+    manager = TransactionManager(layers, TxnConfig(policy=policy))
+    run(manager, layers, [1, 0])
+    counts = manager.snapshot()
+    assert counts["kvtxn_rows_staged_total"] == 3
+    assert counts["kvtxn_rows_committed_total"] == 1
+    assert counts["kvtxn_rows_rejected_total"] == 2
+    assert counts["kvtxn_stage_operations_total"] == 18
+    assert counts["kvtxn_bytes_written_total"] == written * 3 * ROW_BYTES
+    assert counts["kvtxn_bytes_avoided_total"] == avoided * 3 * ROW_BYTES
+    assert counts["kvtxn_acceptance_rate"] == pytest.approx(1 / 3)
+
+
+def test_outcomes_and_bypasses_have_labels(layers):
+    """Labels are folded into the name, beside the sum."""
+    manager = TransactionManager(layers)
+    run(manager, layers, [1, 1])
+    run(manager, layers, None)
+    manager.bypass("cascade")
+    counts = manager.snapshot()
+    assert counts["kvtxn_windows_total"] == 2
+    assert counts["kvtxn_windows_total_committed"] == 1
+    assert counts["kvtxn_windows_total_aborted"] == 1
+    assert counts["kvtxn_bypassed_windows_total"] == 1
+    assert counts["kvtxn_bypassed_windows_total_cascade"] == 1
+    assert counts["kvtxn_rows_staged_total"] == 6
+    assert counts["kvtxn_rows_rejected_total"] == 4
+
+
+def test_groups_count_a_row_once():
+    """Two groups of different padding: rows once per window, bytes per group."""
+    layers = make_layers(2, groups=("a", "b"))
+    manager = TransactionManager(layers, TxnConfig(policy="deferred"))
+    slots = {"a": torch.tensor([0, 1, 2]), "b": torch.tensor([0, 1, -1])}
+    with manager.window(2, slots) as w:
+        for ref in layers:
+            w.stage(ref, *rows(3))
+        w.commit(2)
+    counts = manager.snapshot()
+    assert counts["kvtxn_rows_staged_total"] == 2
+    assert counts["kvtxn_rows_committed_total"] == 2
+    assert counts["kvtxn_bytes_written_total"] == (2 + 1) * ROW_BYTES
+
+
+def test_nothing_yet(layers):
+    """A fresh manager divides by nothing."""
+    counts = TransactionManager(layers).snapshot()
+    assert set(counts.values()) == {0}

@@ -1,0 +1,150 @@
+"""Slot mappings: shapes, ranges, padding, groups, and when they may come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import changed_slots, copies, make_layers, rows
+from kvtxn import CapacityError, SlotMappingError, TransactionManager, TxnConfig
+
+
+@pytest.fixture
+def manager(layers):
+    return TransactionManager(layers, TxnConfig(policy="deferred", max_rows=12))
+
+
+@pytest.mark.parametrize(
+    ("draft_len", "slots", "settled", "message"),
+    [
+        (2, [0, 1, 2, 3], 1, "whole number of requests"),
+        ([2, 2], [0, 1, 2, 3, 4], 1, "do not fit the rows"),
+        ([2], [0, 1, 2], [1, 1], "settled has the wrong length"),
+        (-1, [0], 1, "at least 0"),
+        ([1, -2], [0, 1], 1, "at least 0"),
+        (1.5, [0, 1], 1, "draft_len"),
+        ([1.5], [0, 1], 1, "draft_len"),
+        ("2", [0, 1, 2], 1, "draft_len"),
+        (True, [0, 1], 1, "draft_len"),
+        (1, [0, 24], 1, "outside its cache.*23.*got 24"),
+        (1, [0, -2], 1, "outside its cache"),
+        (2, [5, 3, 5], 1, "two rows to one slot.*slot 5 2 times"),
+        (0, [1], 0, "whole number"),
+        (torch.tensor([1.0]), [0, 1], 1, "draft_len"),
+    ],
+)
+def test_misfits_are_refused(manager, draft_len, slots, settled, message):
+    """Before any layer is staged, and the manager is free for the next window."""
+    with pytest.raises(SlotMappingError, match=message):
+        manager.window(draft_len, torch.tensor(slots), settled=settled)
+    assert manager.current is None
+    manager.window(1, torch.tensor([0, 1])).abort()
+
+
+@pytest.mark.parametrize(
+    "slots", [torch.tensor([0.0, 1.0]), torch.tensor([[0, 1]]), torch.tensor([0, 1]).to(torch.int16)]
+)
+def test_malformed_slots_are_refused(manager, slots):
+    """int32 or int64, one dimension."""
+    with pytest.raises(SlotMappingError, match="malformed"):
+        manager.window(1, slots)
+
+
+def test_capacity(manager):
+    """max_rows sizes every buffer, so it is a limit and not a hint."""
+    with pytest.raises(CapacityError, match=r"max_rows=12, got 13"):
+        manager.window([12], torch.arange(13))
+    manager.window([11], torch.arange(12)).abort()
+
+
+@pytest.mark.parametrize("spelling", [torch.int64, torch.int32, list, torch.Size])
+def test_spellings_of_draft_len_and_slots(manager, layers, stage_all, spelling):
+    """Tensors of ints, lists and tuples mean the same."""
+    before = copies(layers)
+    make = (lambda v: torch.tensor(v, dtype=spelling)) if "torch.int" in str(spelling) else spelling
+    with manager.window(make([1, 2]), make([4, 5, 8, 9, 10])) as w:
+        stage_all(w, layers)
+        w.commit(make([1, 1]))
+    assert changed_slots(layers, before) == [{4, 5, 8, 9}] * 6
+
+
+def test_padding_is_never_written(manager, layers, stage_all):
+    """-1 anywhere, settled or draft."""
+    before = copies(layers)
+    with manager.window(2, torch.tensor([-1, 3, -1, 7, -1, 9])) as w:
+        stage_all(w, layers)
+        w.commit(2)
+    assert changed_slots(layers, before) == [{3, 7, 9}] * 6
+    counts = manager.snapshot()
+    assert (counts["kvtxn_rows_staged_total"], counts["kvtxn_rows_committed_total"]) == (2, 2)
+
+
+def test_slots_may_come_with_the_first_stage(manager, layers, stage_all):
+    """The number of rows is then known from there."""
+    before = copies(layers)
+    with manager.window(1) as w:
+        assert w.num_rows is None
+        with pytest.raises(SlotMappingError, match="no slot mapping"):
+            w.stage(layers[0], *rows(2))
+        w.stage(layers[0], *rows(2), torch.tensor([3, 4]))
+        assert w.num_rows == 2
+        stage_all(w, layers[1:])
+        w.commit(1)
+    assert changed_slots(layers, before) == [{3, 4}] * 6
+
+
+def test_a_second_mapping_must_be_the_same(manager, layers):
+    """A different one is an error, never a merge."""
+    with manager.window(1, torch.tensor([3, 4])) as w:
+        w.stage(layers[0], *rows(2), torch.tensor([3, 4], dtype=torch.int32))
+        with pytest.raises(SlotMappingError, match="second, different"):
+            w.stage(layers[1], *rows(2), torch.tensor([3, 5]))
+        assert len(w.missing) == 2
+        w.abort()
+
+
+def test_the_window_owns_its_slots(manager, layers, stage_all):
+    """A buffer that the engine reuses after begin does not redirect the commit."""
+    before, slots = copies(layers), torch.tensor([3, 4])
+    with manager.window(1, slots) as w:
+        stage_all(w, layers)
+        slots.fill_(20)
+        w.commit(1)
+    assert changed_slots(layers, before) == [{3, 4}] * 6
+
+
+def test_groups_have_slots_of_their_own():
+    """One mapping per group, each applied to its own layers."""
+    layers = make_layers(4, groups=("full", "sliding"))
+    manager, before = TransactionManager(layers, TxnConfig(policy="deferred")), copies(layers)
+    slots = {"full": torch.tensor([1, 2]), "sliding": torch.tensor([20, 21])}
+    with manager.window(1, slots) as w:
+        for ref in layers:
+            w.stage(ref, *rows(2))
+        w.commit(1)
+    assert changed_slots(layers, before) == [{1, 2}, {1, 2}, {20, 21}, {20, 21}] * 2
+
+
+def test_one_tensor_for_two_groups_is_refused():
+    """Which group it would be for is not a thing to guess."""
+    manager = TransactionManager(make_layers(2, groups=("a", "b")))
+    with pytest.raises(SlotMappingError, match="several groups"):
+        manager.window(1, torch.tensor([1, 2]))
+    with pytest.raises(SlotMappingError, match="no layer is in group 'c'"):
+        manager.window(1, {"c": torch.tensor([1, 2])})
+
+
+def test_groups_must_agree_on_the_number_of_rows():
+    """A window has one shape."""
+    manager = TransactionManager(make_layers(2, groups=("a", "b")))
+    with pytest.raises(SlotMappingError, match="do not fit the rows"):
+        manager.window(1, {"a": torch.tensor([1, 2]), "b": torch.tensor([1, 2, 3, 4])})
+
+
+def test_the_caller_who_writes_must_name_every_group():
+    """There is no staging at which slots could still come."""
+    layers = make_layers(2, groups=("a", "b"))
+    manager = TransactionManager(layers, TxnConfig(policy="undo"))
+    with pytest.raises(SlotMappingError, match="group 'b' has no slot mapping"):
+        manager.window(1, {"a": torch.tensor([1, 2])}, written_by="caller")
+    assert manager.current is None
