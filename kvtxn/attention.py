@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .errors import LayerError
 from .executor import AttentionArgs
-from .layers import Plane
+from .layers import LayerRef, Plane
 from .layout import RowLayout
 
 
@@ -54,6 +55,34 @@ def attend(
             )
         out[rows] = merge(parts).to(out.dtype)
     return out
+
+
+def check_query(
+    ref: LayerRef, layout: RowLayout, query: Tensor, block_table: Tensor, seq_lens: Tensor
+) -> None:
+    """Refuse, with a LayerError, arguments that do not fit the layer or the window."""
+    row_shape, requests = ref.planes[0].row_shape, layout.num_requests
+    fits = (
+        not ref.is_latent
+        and query.ndim == 3
+        and query.shape[0] == layout.num_rows
+        and query.shape[1] % row_shape[0] == 0
+        and query.shape[2] == row_shape[1]
+    )
+    if not fits:
+        raise LayerError(
+            "attend",
+            f"query does not fit layer {ref.name!r}",
+            expected=f"[{layout.num_rows}, n x {row_shape[0]}, {row_shape[-1]}], no latent layer",
+            got=list(query.shape),
+        )
+    if block_table.ndim != 2 or block_table.shape[0] != requests or seq_lens.shape != (requests,):
+        raise LayerError(
+            "attend",
+            "block_table or seq_lens does not fit the window",
+            expected=f"[{requests}, max_blocks] and [{requests}]",
+            got=f"{list(block_table.shape)} and {list(seq_lens.shape)}",
+        )
 
 
 def _prefix(blocks: Tensor, block_size: int, length: Tensor) -> tuple[Tensor, Tensor]:

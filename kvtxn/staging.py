@@ -7,6 +7,8 @@ Tensors made in inference mode have no such counter, so ``"auto"`` copies them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -70,6 +72,29 @@ class Stager:
             buffer = torch.empty(shape, dtype=plane.cells.dtype, device=plane.cells.device)
             self._buffers[plane] = buffer
         return buffer[: part.shape[0]].copy_(_encode(plane, part))
+
+
+def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[str, object]) -> None:
+    """Refuse a layer the manager does not know, or one that is in the window already.
+
+    Args:
+        ref: what was passed to ``stage``.
+        layers: the manager's layers by name.
+        missing: names of the layers that are not staged yet.
+    """
+    name = getattr(ref, "name", None)
+    if layers.get(name or "") is not ref:
+        raise LayerError(
+            "stage",
+            f"{name or ref!r} is not a layer of this manager",
+            expected=f"one of its {len(layers)} LayerRef objects",
+            got=type(ref).__name__ if name is None else f"another object named {name!r}",
+            hint="pass the LayerRef that the TransactionManager was built with",
+        )
+    if name not in missing:
+        raise LayerError(
+            "stage", f"layer {name!r} is in this window already", hint="stage each layer once"
+        )
 
 
 def _encode(plane: Plane, part: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from .layers import LayerRef
 from .layout import as_accepted
 from .rows import LayerRows
 from .slots import SlotMappings
+from .staging import check_ref
 from .states import Event, WindowState, after, allowed
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Window:
         """
         if not allowed(self._state, Event.STAGE):
             self._refuse("stage", f"layer={getattr(ref, 'name', ref)!r}")
-        self._check_ref(ref)
+        check_ref(ref, self._manager.layers, self._missing)
         if slots is not None or ref.group not in self._mappings:
             if slots is None:
                 raise self._mappings.missing(ref.group)
@@ -148,22 +149,6 @@ class Window:
         self._manager.metrics.layer_calls += txn.layout.num_rows
         del self._missing[ref.name]
         self._state = after(self._state, Event.STAGE if self._missing else Event.STAGE_LAST)
-
-    def _check_ref(self, ref: LayerRef) -> None:
-        name = getattr(ref, "name", None)
-        if name in self._missing and self._manager.layers[name] is ref:
-            return
-        if self._manager.layers.get(name or "") is not ref:
-            raise LayerError(
-                "stage",
-                f"{name or ref!r} is not a layer of this manager",
-                expected=f"one of its {len(self._manager.layers)} LayerRef objects",
-                got=type(ref).__name__ if name is None else f"another object named {name!r}",
-                hint="pass the LayerRef that the TransactionManager was built with",
-            )
-        raise LayerError(
-            "stage", f"layer {name!r} is in this window already", hint="stage each layer once"
-        )
 
     def _write_staged(self, txn: Txn, layer: StagedLayer) -> None:
         """Let the executor write what is written at staging, and remember the layer."""
@@ -221,7 +206,7 @@ class Window:
             raise LayerError(
                 "attend", f"layer {ref.name!r} is not staged", hint="stage it before it attends"
             )
-        self._check_query(ref, query, block_table, seq_lens, txn.layout.num_requests)
+        attention.check_query(ref, txn.layout, query, block_table, seq_lens)
         args = AttentionArgs(
             block_table=block_table,
             seq_lens=seq_lens,
@@ -236,32 +221,6 @@ class Window:
         except Exception as error:
             self._on_failure("attend", error, tuple(txn.staged.values()))
         return attention.attend(txn.layout, ref.planes, None, query, args)
-
-    def _check_query(
-        self, ref: LayerRef, query: Tensor, table: Tensor, seq_lens: Tensor, requests: int
-    ) -> None:
-        row_shape = ref.planes[0].row_shape
-        fits = (
-            not ref.is_latent
-            and query.ndim == 3
-            and query.shape[0] == self.num_rows
-            and query.shape[1] % row_shape[0] == 0
-            and query.shape[2] == row_shape[1]
-        )
-        if not fits:
-            raise LayerError(
-                "attend",
-                f"query does not fit layer {ref.name!r}",
-                expected=f"[{self.num_rows}, n x {row_shape[0]}, {row_shape[-1]}], no latent layer",
-                got=list(query.shape),
-            )
-        if table.ndim != 2 or table.shape[0] != requests or seq_lens.shape != (requests,):
-            raise LayerError(
-                "attend",
-                "block_table or seq_lens does not fit the window",
-                expected=f"[{requests}, max_blocks] and [{requests}]",
-                got=f"{list(table.shape)} and {list(seq_lens.shape)}",
-            )
 
     # -- commit and abort ---------------------------------------------------------
 

@@ -42,7 +42,8 @@ def test_misfits_are_refused(manager, draft_len, slots, settled, message):
 
 
 @pytest.mark.parametrize(
-    "slots", [torch.tensor([0.0, 1.0]), torch.tensor([[0, 1]]), torch.tensor([0, 1]).to(torch.int16)]
+    "slots",
+    [torch.tensor([0.0, 1.0]), torch.tensor([[0, 1]]), torch.tensor([0, 1]).to(torch.int16)],
 )
 def test_malformed_slots_are_refused(manager, slots):
     """int32 or int64, one dimension."""
