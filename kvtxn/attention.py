@@ -29,7 +29,7 @@ def attend(
     Args:
         layout: which rows are whose.
         planes: the layer's key and value planes.
-        fresh: the rows' own keys and values as the cache would store them, words
+        fresh: the rows' own keys and values as the cache would store them,
             ``[num_rows, *row_shape]`` each; None where the cache has them already.
         query: ``[num_rows, num_q_heads, head_size]``.
         args: block table, sequence lengths and the rest.

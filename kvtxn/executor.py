@@ -61,8 +61,8 @@ class StagedLayer:
 
     Attributes:
         ref: the layer.
-        rows: ``[num_rows, *row_shape]`` words per plane; by reference where the
-            caller's tensors had the cache's dtype already.
+        rows: ``[num_rows, *row_shape]`` per plane, any strides, in the plane's dtype;
+            the caller's own tensors where they had it already.
     """
 
     ref: LayerRef

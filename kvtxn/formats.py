@@ -50,20 +50,20 @@ class RowFormat:
         return self.scale is not None
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Rows as the cache stores them, as integers of the cache's width.
+        """Rows as the cache stores them, in ``dtype``.
 
-        Rows that have the cache's dtype already are taken as they are and share memory
-        with the result, 8-bit codes included; quantising saturates (NaN stays NaN in fp8).
+        Rows that have the cache's dtype already are taken as they are, by reference, 8-bit
+        codes included; quantising saturates (NaN stays NaN in fp8).
         """
         if rows.dtype is self.dtype:
-            return words(rows)
+            return rows
         if self.scale is None:
-            return words(rows.to(self.dtype))
+            return rows.to(self.dtype)
         scaled = rows.to(torch.float32) / self.scale
         if self.dtype is torch.int8:
-            return words(scaled.round().clamp(-128, 127).to(torch.int8))
+            return scaled.round().clamp(-128, 127).to(torch.int8)
         limit = torch.finfo(self.dtype).max
-        return words(scaled.clamp(-limit, limit).to(self.dtype))
+        return scaled.clamp(-limit, limit).to(self.dtype)
 
     def decode(self, stored: Tensor) -> Tensor:
         """What a reader of the cache sees, in float32. Inverse of ``encode`` up to rounding."""

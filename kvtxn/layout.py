@@ -37,6 +37,8 @@ class RowLayout:
         draft_len: draft rows per request.
         settled: settled rows per request.
         starts: the first row of each request, and one past the last: ``num_requests + 1``.
+        num_rows: rows of the window.
+        has_settled: whether any row is settled.
         request: int64 ``[num_rows]``, the request of each row.
         position: int64 ``[num_rows]``, 0, 1, ... for draft rows, -1 for settled rows.
         is_draft: bool ``[num_rows]``.
@@ -48,6 +50,12 @@ class RowLayout:
     request: Tensor
     position: Tensor
     is_draft: Tensor
+    num_rows: int = attrs.field(init=False)
+    has_settled: bool = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "num_rows", self.starts[-1])
+        object.__setattr__(self, "has_settled", any(self.settled))
 
     @classmethod
     def build(
@@ -70,16 +78,6 @@ class RowLayout:
             where,
             where >= 0,
         )
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the window."""
-        return self.starts[-1]
-
-    @property
-    def has_settled(self) -> bool:
-        """Whether any row is settled."""
-        return self.num_rows > sum(self.draft_len)
 
     @property
     def num_requests(self) -> int:

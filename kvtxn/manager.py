@@ -45,7 +45,7 @@ class TransactionManager:
 
     Raises:
         LayerError: no layers, equal names, mixed devices, block sizes that differ within a
-            group, or two layers over the same memory.
+            group, or two layers of a group over the same memory.
         BackendUnavailableError: the backend asked for cannot run here, or not this policy.
     """
 
@@ -173,11 +173,15 @@ class TransactionManager:
         """The executor's side of a new window."""
         return Txn(self.policy, tuple(self.layers.values()), layout, self.metrics.rows[0])
 
-    def note_fallback(self, window: Window, operation: str, error: Exception) -> None:
-        """Count a fallback; say it once per reason, then at debug level."""
+    def note_fallback(self, window: Window | None, operation: str, error: Exception) -> None:
+        """Count a fallback; say it once per reason, then at debug level.
+
+        Without a window: one that should have begun, and did not.
+        """
         self.metrics.fallbacks[operation] += 1
         say = log.warning if self.metrics.fallbacks[operation] == 1 else log.debug
-        say("window.fell_back", window=window.number, operation=operation, error=repr(error))
+        number = None if window is None else window.number
+        say("window.fell_back", window=number, operation=operation, error=repr(error))
 
     def close(self, window: Window, accepted: object) -> None:
         """A window reached its final state."""
@@ -242,7 +246,9 @@ def _by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
                 "TransactionManager", f"two layers are named {ref.name!r}", hint="names are keys"
             )
         for plane in ref.planes:
-            place = (plane.cells.data_ptr(), plane.part if plane.offsets is not None else "")
+            # Groups may share memory: an engine's allocator gives each block to one of them.
+            part = plane.part if plane.offsets is not None else ""
+            place = (ref.group, plane.cells.data_ptr(), part)
             if memory.setdefault(place, ref.name) != ref.name:
                 raise LayerError(
                     "TransactionManager",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .executor import StagedLayer, Txn
+from .formats import words
 from .rows import LayerRows, read_layers, write_layers
 
 
@@ -63,7 +64,7 @@ def differences(txn: Txn, accepted: Tensor, before: LayerRows) -> list[str]:
     for name, layer in txn.staged.items():
         real = (txn.slots[layer.ref.group] >= 0) & txn.layout.is_draft
         for old, new, rows in zip(before[name], now[name], layer.rows, strict=True):
-            expected = torch.where(kept.view(-1, *[1] * (old.ndim - 1)), rows, old)
+            expected = torch.where(kept.view(-1, *[1] * (old.ndim - 1)), words(rows), old)
             if not torch.equal(expected[real], new[real]):
                 wrong.append(name)
                 break

@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from .formats import words
 from .layers import LayerRef, Plane
 
 
@@ -57,17 +58,18 @@ def read(plane: Plane, slots: Tensor) -> Tensor:
 
 
 def write(plane: Plane, rows: Tensor, selection: Selection) -> None:
-    """Write the selected ``rows`` (words, ``[num_rows, *row_shape]``); touch nothing else."""
+    """Write the selected ``rows`` (``[num_rows, *row_shape]``, the cache's width); nothing else."""
     if selection.source.numel() == 0:
         return
     index = plane.index(selection.target)
-    payload = rows[selection.source]
+    payload = words(rows)[selection.source]
     if selection.live is not None:
         payload = torch.where(selection.live, payload, plane.cells[index])
     plane.cells.index_put_(index, payload)
 
 
-#: Rows of some layers, by layer name: one ``[num_rows, *row_shape]`` tensor of words per plane.
+#: Rows of some layers, by layer name: one ``[num_rows, *row_shape]`` tensor per plane, in the
+#: cache's dtype or as words.
 LayerRows = Mapping[str, tuple[Tensor, ...]]
 
 

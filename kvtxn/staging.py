@@ -39,11 +39,15 @@ class Stager:
 
     def take(self, ref: LayerRef, num_rows: int, key: Tensor, value: Tensor | None) -> StagedLayer:
         """One layer's rows, encoded. Raises LayerError where they do not fit the cache."""
-        parts = _parts(ref, key, value)
         rows = []
-        for plane, part in zip(ref.planes, parts, strict=True):
-            _check(ref, plane, num_rows, part)
-            rows.append(self._keep(ref, plane, part) if self._deferred else _encode(plane, part))
+        for plane, part in zip(ref.planes, _parts(ref, key, value), strict=True):
+            number = plane.format
+            check_rows(ref, plane, num_rows, part)
+            if part.dtype is not number.dtype:
+                part = number.encode(part)  # a new tensor: nobody else can write to it
+            elif self._deferred and self._mode != "reference":
+                part = self._keep(ref, plane, part)
+            rows.append(part)
         return StagedLayer(ref, tuple(rows))
 
     def check_unchanged(self) -> None:
@@ -61,17 +65,16 @@ class Stager:
                 )
 
     def _keep(self, ref: LayerRef, plane: Plane, part: Tensor) -> Tensor:
-        if part.dtype is not plane.format.dtype or self._mode == "reference":
-            return _encode(plane, part)
+        """The tensor itself where an in-place write would be noticed, else a copy."""
         if self._mode == "auto" and not part.is_inference():
             self._held.append((ref.name, part, part._version))
-            return _encode(plane, part)
+            return part
         buffer = self._buffers.get(plane)
         if buffer is None:
             shape = (self._max_rows, *plane.row_shape)
-            buffer = torch.empty(shape, dtype=plane.cells.dtype, device=plane.cells.device)
+            buffer = torch.empty(shape, dtype=part.dtype, device=part.device)
             self._buffers[plane] = buffer
-        return buffer[: part.shape[0]].copy_(_encode(plane, part))
+        return buffer[: part.shape[0]].copy_(part.detach())
 
 
 def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[str, object]) -> None:
@@ -97,10 +100,6 @@ def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[st
         )
 
 
-def _encode(plane: Plane, part: Tensor) -> Tensor:
-    return plane.format.encode(part.detach())
-
-
 def _parts(ref: LayerRef, key: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
     """One tensor per plane. A latent may come whole, or as the two halves MLA code has."""
     if not ref.is_latent:
@@ -116,7 +115,8 @@ def _parts(ref: LayerRef, key: Tensor, value: Tensor | None) -> tuple[Tensor, ..
     return (key if value is None else torch.cat([key, value], dim=-1),)
 
 
-def _check(ref: LayerRef, plane: Plane, num_rows: int, part: Tensor) -> None:
+def check_rows(ref: LayerRef, plane: Plane, num_rows: int, part: Tensor) -> None:
+    """Refuse, with a LayerError, a tensor that does not fit the plane."""
     if not isinstance(part, Tensor):
         raise LayerError(
             "stage", f"{plane.part} of {ref.name!r} must be a tensor", got=type(part).__name__
@@ -136,7 +136,7 @@ def _check(ref: LayerRef, plane: Plane, num_rows: int, part: Tensor) -> None:
             expected=plane.cells.device,
             got=part.device,
         )
-    if not part.is_floating_point() and part.dtype is not plane.format.dtype:
+    if part.dtype is not plane.format.dtype and not part.is_floating_point():
         raise LayerError(
             "stage",
             f"{plane.part} of {ref.name!r} has a dtype that cannot be stored",

@@ -25,6 +25,8 @@ from typing import Final
 class WindowState(Enum):
     """Where a window stands."""
 
+    __hash__ = object.__hash__  # members are unique; Enum hashes their names, slowly
+
     OPEN = "open"
     STAGED = "staged"
     DIRECT = "direct"
@@ -41,6 +43,8 @@ class WindowState(Enum):
 
 class Event(Enum):
     """What can happen to a window."""
+
+    __hash__ = object.__hash__
 
     STAGE = "stage"  # a layer came in, others are missing
     STAGE_LAST = "stage_last"  # the last missing layer came in

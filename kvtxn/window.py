@@ -332,6 +332,13 @@ class Window:
 
     # -- failures -----------------------------------------------------------------
 
+    def fall_back(self, operation: str, error: Exception) -> None:
+        """The caller failed: write what is staged; other rows are its own, commit only counts."""
+        if not allowed(self._state, Event.FALL_BACK) or self._txn is None:
+            self._refuse("fall_back")
+        self._on_failure(operation, error, tuple(self._txn.staged.values()))
+        self._missing.clear()
+
     def _on_failure(
         self, operation: str, error: Exception, layers: Sequence[StagedLayer] = ()
     ) -> None:
@@ -343,7 +350,8 @@ class Window:
         self._enter_direct(operation, error)
         txn.policy, txn.counters = "direct", self._manager.metrics.rows[1]
         if self._written_by == "window":
-            self._or_fail(lambda: recovery.write_through(txn, layers))
+            waiting = [layer for layer in layers if layer.rows]  # under undo they are written
+            self._or_fail(lambda: recovery.write_through(txn, waiting))
 
     def _enter_direct(self, operation: str, error: Exception) -> None:
         self._state = after(self._state, Event.FALL_BACK)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-
 from conftest import noise
+
 from kvtxn import LayerError, LayerRef
 from kvtxn.rows import read
 

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 import torch
-
 from conftest import make_layers, noise, rows
+
 from kvtxn import (
     BackendUnavailableError,
     ConfigError,

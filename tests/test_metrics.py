@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from conftest import HEAD_SIZE, HEADS, make_layers, rows
+
 from kvtxn import TransactionManager, TxnConfig
 
 ROW_BYTES = 2 * HEADS * HEAD_SIZE * 4

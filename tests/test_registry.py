@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtxn.backends.torch_executor import TorchExecutor
 
 from kvtxn import BackendUnavailableError, TransactionManager, TxnConfig, registry
-from kvtxn.backends.torch_executor import TorchExecutor
 
 CPU = torch.device("cpu")
 

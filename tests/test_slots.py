@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from conftest import changed_slots, copies, make_layers, rows
+
 from kvtxn import CapacityError, SlotMappingError, TransactionManager, TxnConfig
 
 

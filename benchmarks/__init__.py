@@ -1,0 +1,1 @@
+"""Measurements: ``kvtxn bench``. Results are JSON in ``results/``; tables are made from them."""

@@ -1,0 +1,130 @@
+"""Host time of an idle window: begin, stage every layer by reference, commit.
+
+Nothing settled and nothing accepted, so hardly a byte moves: what is left is
+the price of asking. ``--profile`` says where it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+
+from .. import LayerRef, TransactionManager, TxnConfig
+from . import machine
+
+help: Final = "host time of an idle window, by policy and number of requests"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the suite's arguments."""
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--draft-len", type=int, default=4)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--policies", nargs="+", default=["deferred", "undo", "direct"])
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--windows", type=int, default=300, help="windows per measurement")
+    parser.add_argument("--profile", action="store_true", help="show where the time goes")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every combination and print a table."""
+    rows = [
+        measure(args, policy, requests) for policy in args.policies for requests in args.requests
+    ]
+    results = {"suite": "host", "layers": args.layers, "rows": rows}
+    if args.save:
+        machine.write(args.save, results)
+    if args.json:
+        print(json.dumps({"machine": machine.describe(), **results}, indent=1))
+        return 0
+    print(f"{args.layers} layers, median of {args.windows} windows, microseconds on the host")
+    print(
+        f"{'policy':<10}{'requests':>9}{'rows':>6}{'begin':>8}{'stage':>8}{'commit':>8}{'all':>8}"
+    )
+    for row in rows:
+        parts = "".join(f"{row[part]:8.1f}" for part in ("begin", "stage", "commit", "all"))
+        print(f"{row['policy']:<10}{row['requests']:>9}{row['rows']:>6}{parts}")
+    if args.profile:
+        print(profile(args))
+    return 0
+
+
+def window_runner(
+    args: argparse.Namespace, policy: str, requests: int
+) -> Callable[[], list[float]]:
+    """A function that runs one idle window and returns the four times at its joints, in seconds."""
+    device = torch.device(args.device)
+    rows = requests * args.draft_len
+    shape = (max(1, -(-rows // 16)), 16, 8, 128)
+    refs = [
+        LayerRef(
+            name=f"model.layers.{i}",
+            key_cache=torch.zeros(shape, dtype=torch.bfloat16, device=device),
+            value_cache=torch.zeros(shape, dtype=torch.bfloat16, device=device),
+        )
+        for i in range(args.layers)
+    ]
+    config = TxnConfig(policy=policy, backend=args.backend, max_rows=max(rows, 1))  # type: ignore[arg-type]
+    manager = TransactionManager(refs, config)
+    slots = torch.arange(rows, device=device)
+    nothing = torch.zeros(requests, dtype=torch.int64, device=device)
+    key = torch.randn(rows, 8, 128, dtype=torch.bfloat16, device=device)
+    accepted: Any = nothing if device.type == "cuda" else [0] * requests
+
+    def once() -> list[float]:
+        times = [time.perf_counter()]
+        with manager.window(args.draft_len, slots, settled=0) as w:
+            times.append(time.perf_counter())
+            for ref in refs:
+                w.stage(ref, key, key)
+            times.append(time.perf_counter())
+            w.commit(accepted)
+            times.append(time.perf_counter())
+        return times
+
+    return once
+
+
+def measure(args: argparse.Namespace, policy: str, requests: int) -> dict[str, Any]:
+    """Median host microseconds of begin, all stages, commit, and the whole."""
+    once = window_runner(args, policy, requests)
+    for _ in range(20):
+        once()
+    samples = []
+    for _ in range(args.windows):
+        if args.device != "cpu":
+            torch.cuda.synchronize()  # a full queue would make the host wait
+        samples.append(once())
+    steps = [[(b - a) * 1e6 for a, b in pairwise(s)] for s in samples]
+    begin, stage, commit = (statistics.median(column) for column in zip(*steps, strict=True))
+    whole = statistics.median((s[-1] - s[0]) * 1e6 for s in samples)
+    row = {"policy": policy, "requests": requests, "rows": requests * args.draft_len}
+    times = {"begin": begin, "stage": stage, "commit": commit, "all": whole}
+    return {**row, **{name: round(value, 2) for name, value in times.items()}}
+
+
+def profile(args: argparse.Namespace) -> str:
+    """The functions that an idle window spends its time in."""
+    once = window_runner(args, args.policies[0], args.requests[0])
+    once()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(args.windows):
+        once()
+    profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(16)
+    return text.getvalue()

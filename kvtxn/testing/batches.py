@@ -1,0 +1,148 @@
+"""What one window carries: whose rows go to which slots, and what is in them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from .caches import TestCache, noise
+from .number_formats import NumberFormat
+from .oracle import Row
+
+#: Settled and draft rows per request, by the name of what is odd about them.
+SHAPES: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "one": ((1,), (3,)),
+    "uneven": ((1, 1, 1, 1), (3, 0, 5, 1)),
+    "none-settled": ((0, 0), (2, 4)),
+    "many-settled": ((3, 1, 0), (2, 2, 3)),
+    "only-settled": ((1, 1, 2), (0, 0, 0)),
+    "an-empty-request": ((0, 1, 0), (0, 2, 1)),
+    "no-rows": ((0, 0), (0, 0)),
+    "no-requests": ((), ()),
+    "seventeen-rows": ((1, 1, 1), (7, 6, 1)),
+}
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """The rows of one window.
+
+    Attributes:
+        settled: settled rows per request.
+        draft_len: draft rows per request.
+        slots: by group, one slot per row; -1 is padding.
+        tensors: by layer, what ``stage`` is given: key and value, or one latent.
+        rows: by layer and row, the words the cache must hold if the row is written.
+    """
+
+    settled: tuple[int, ...]
+    draft_len: tuple[int, ...]
+    slots: Mapping[str, list[int]]
+    tensors: Mapping[str, tuple[Tensor, ...]]
+    rows: Mapping[str, list[Row]]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the window."""
+        return sum(self.settled) + sum(self.draft_len)
+
+    @property
+    def drafts(self) -> list[bool]:
+        """Per row, whether it is a draft."""
+        return [draft is not None for _, draft in self.owners]
+
+    @property
+    def owners(self) -> list[tuple[int, int | None]]:
+        """Per row, its request, and its place among the request's drafts (None: settled)."""
+        owners: list[tuple[int, int | None]] = []
+        for request, (known, drafts) in enumerate(zip(self.settled, self.draft_len, strict=True)):
+            owners += [(request, None)] * known
+            owners += [(request, draft) for draft in range(drafts)]
+        return owners
+
+    def kept(self, accepted: Sequence[int]) -> list[bool]:
+        """Per row, whether accepting that many drafts per request keeps it."""
+        return [draft is not None and draft < accepted[request] for request, draft in self.owners]
+
+    def count(self, kept: Sequence[bool], groups: Sequence[str]) -> tuple[int, int]:
+        """Drafts staged and committed, once per row that has a slot in any of ``groups``."""
+        real = [any(self.slots[g][row] != -1 for g in groups) for row in range(self.num_rows)]
+        staged = [draft and there for draft, there in zip(self.drafts, real, strict=True)]
+        return sum(staged), sum(map(all, zip(staged, kept, strict=True)))
+
+
+def make_batch(
+    caches: Sequence[TestCache],
+    shape: tuple[Sequence[int], Sequence[int]],
+    device: torch.device,
+    rng: random.Random,
+    *,
+    padding: float = 0.2,
+    payload: str = "native",
+    avoid: Sequence[int] = (),
+) -> Batch:
+    """Random slots and payload for a window of this shape.
+
+    Args:
+        caches: the layers.
+        shape: settled and draft rows per request.
+        device: where the payload goes.
+        rng: decides everything.
+        padding: how likely a row has no slot.
+        payload: ``"native"``, bit patterns in the cache's own dtype, or ``"cast"``, numbers
+            in another floating dtype.
+        avoid: slots not to use.
+    """
+    settled, draft_len = tuple(shape[0]), tuple(shape[1])
+    num_rows = sum(settled) + sum(draft_len)
+    limits: dict[str, int] = {}
+    for cache in caches:
+        group = cache.spec.group
+        limits[group] = min(cache.num_slots, limits.get(group, cache.num_slots))
+    slots = {}
+    for group, limit in limits.items():
+        free = rng.sample([slot for slot in range(limit) if slot not in avoid], num_rows)
+        slots[group] = [-1 if rng.random() < padding else slot for slot in free]
+    tensors: dict[str, tuple[Tensor, ...]] = {}
+    rows: dict[str, list[Row]] = {}
+    for cache in caches:
+        parts, words = [], []
+        for plane, scales in zip(cache.planes, cache.scales, strict=True):
+            make = native if payload == "native" else cast
+            part = make(cache.spec.fmt, num_rows, plane.heads, plane.size, rng)
+            words.append(cache.spec.fmt.encode(part, scales))
+            latent = len(cache.planes) == 1
+            parts.append((part.squeeze(1) if latent else part).to(device).clone())
+        tensors[cache.name] = tuple(parts)
+        rows[cache.name] = [list(row) for row in zip(*words, strict=True)]
+    return Batch(settled, draft_len, slots, tensors, rows)
+
+
+def native(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random) -> Tensor:
+    """Rows in the cache's own dtype: any bits at all, so NaN, infinities and -0.0 as well."""
+    words = noise(rows * heads * size, fmt.word, rng)
+    return words.view(fmt.dtype).view(rows, heads, size)
+
+
+def cast(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random) -> Tensor:
+    """Rows in a wider dtype, which the library has to store: ties, overflow, odd values."""
+    count = rows * heads * size
+    odd = [0.0, -0.0, 1e-9, -1e-9, 3e38, -3e38, float("inf"), float("-inf"), 0.4375, 2.5, -3.5]
+    if fmt.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        odd.append(float("nan"))
+    values = [
+        rng.choice(odd) if rng.random() < 0.25 else rng.gauss(0, 1) * 10 ** rng.randint(-3, 3)
+        for _ in range(count)
+    ]
+    dtype = torch.float64 if fmt.dtype is torch.float32 else torch.float32
+    return torch.tensor(values, dtype=dtype).view(rows, heads, size)
+
+
+def random_counts(batch: Batch, rng: random.Random) -> list[int]:
+    """Some number of accepted drafts per request."""
+    return [rng.randint(0, drafts) for drafts in batch.draft_len]

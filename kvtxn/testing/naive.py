@@ -1,0 +1,185 @@
+"""Attention over a cache with all rows written: sums of products, in Python floats."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from .batches import Batch
+from .caches import TestCache
+from .oracle import Replay
+from .rig import Rig
+
+
+@attrs.frozen(eq=False)
+class Sequences:
+    """Requests that have a past: tokens in the cache, and this window's rows after them.
+
+    Attributes:
+        batch: the window's rows, with finite payload and slots that follow the block table.
+        block_table: by group, blocks per request; what a request does not use is stale.
+        seq_lens: tokens per request, the window's included.
+    """
+
+    batch: Batch
+    block_table: dict[str, list[list[int]]]
+    seq_lens: list[int]
+
+    def slot(self, cache: TestCache, request: int, position: int) -> int:
+        """Where a token of a request lies."""
+        block, offset = divmod(position, cache.spec.block_size)
+        return self.block_table[cache.spec.group][request][block] * cache.spec.block_size + offset
+
+
+def make_sequences(
+    rig: Rig, shape: tuple[Sequence[int], Sequence[int]], prefixes: Sequence[int], payload: str
+) -> Sequences:
+    """Write prefixes of these lengths into the caches, and make a window that continues them.
+
+    Only the prefixes become numbers; every other slot keeps its noise, NaN included, so that
+    reading what is not there shows.
+    """
+    plain = rig.batch(shape, padding=0.0)
+    lengths = [
+        prefix + known + drafts
+        for prefix, known, drafts in zip(prefixes, *map(list, shape), strict=True)
+    ]
+    tables: dict[str, list[list[int]]] = {}
+    for cache in rig.caches:
+        if cache.spec.group not in tables:
+            tables[cache.spec.group] = _blocks(cache, lengths, rig.rng)
+    tensors, rows = {}, {}
+    for cache in rig.caches:
+        parts = [
+            _finite(cache, plane, plain.num_rows, rig.rng, payload)
+            for plane in range(len(cache.planes))
+        ]
+        words = [
+            cache.spec.fmt.encode(part, scales)
+            for part, scales in zip(parts, cache.scales, strict=True)
+        ]
+        tensors[cache.name] = tuple(part.to(rig.device) for part in parts)
+        rows[cache.name] = [list(row) for row in zip(*words, strict=True)]
+    sequences = Sequences(plain, tables, lengths)
+    slots: dict[str, list[int]] = {}
+    for cache in rig.caches:
+        slots[cache.spec.group] = [
+            sequences.slot(cache, request, position)
+            for request, length in enumerate(lengths)
+            for position in range(prefixes[request], length)
+        ]
+        _write_prefixes(rig, cache, sequences, prefixes)
+    batch = attrs.evolve(plain, slots=slots, tensors=tensors, rows=rows)
+    return attrs.evolve(sequences, batch=batch)
+
+
+def _blocks(cache: TestCache, lengths: Sequence[int], rng: random.Random) -> list[list[int]]:
+    size = cache.spec.block_size
+    free = rng.sample(range(cache.spec.num_blocks), cache.spec.num_blocks)
+    needed = [-(-length // size) for length in lengths]
+    widest = max(needed, default=0) + 2
+    table = []
+    for count in needed:
+        own = [free.pop() for _ in range(count)]
+        stale = [rng.randrange(cache.spec.num_blocks) for _ in range(widest - count)]
+        table.append(own + stale)
+    return table
+
+
+def _finite(
+    cache: TestCache, plane: int, rows: int, rng: random.Random, payload: str = "native"
+) -> Tensor:
+    """Numbers of ordinary size, in the cache's dtype or, to be stored by the library, wider."""
+    where, scales = cache.planes[plane], cache.scales[plane]
+    shape = (rows, where.heads, where.size)
+    count = rows * where.heads * where.size
+    numbers = torch.tensor([rng.gauss(0, 1) for _ in range(count)]).view(shape)
+    fmt = cache.spec.fmt
+    if payload == "cast" and fmt.quantised:
+        return numbers
+    if not fmt.quantised:
+        return numbers.to(fmt.dtype)
+    scale = torch.tensor(scales).view(-1, 1)
+    if fmt.dtype is torch.int8:
+        return (numbers / scale).round().clamp(-128, 127).to(torch.int8)
+    return (numbers / scale).clamp(-400, 400).to(fmt.dtype)
+
+
+def _write_prefixes(
+    rig: Rig, cache: TestCache, sequences: Sequences, prefixes: Sequence[int]
+) -> None:
+    """Into the caches, word by word, and into the oracle."""
+    for request, prefix in enumerate(prefixes):
+        parts = [_finite(cache, plane, prefix, rig.rng) for plane in range(len(cache.planes))]
+        encoded = [
+            cache.spec.fmt.encode(part, scales)
+            for part, scales in zip(parts, cache.scales, strict=True)
+        ]
+        for position in range(prefix):
+            slot = sequences.slot(cache, request, position)
+            row = [words[position] for words in encoded]
+            rig.truth.write(cache.name, slot, row)
+            for plane, words in zip(cache.planes, row, strict=True):
+                places = torch.tensor(plane.words(slot), device=rig.device)
+                memory = cache.memories[plane.memory]
+                memory[places] = torch.tensor(words, dtype=memory.dtype, device=rig.device)
+
+
+def attention(
+    truth: Replay,
+    cache: TestCache,
+    sequences: Sequences,
+    query: Tensor,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """What attention must return, if ``truth`` is a cache with all rows written.
+
+    Returns:
+        float64 ``[num_rows, num_q_heads, value_size]`` on the host.
+    """
+    queries = query.double().tolist()
+    groups = query.shape[1] // cache.planes[0].heads
+    factor = query.shape[2] ** -0.5 if scale is None else scale
+    out: list[list[list[float]]] = []
+    batch = sequences.batch
+    for request, length in enumerate(sequences.seq_lens):
+        rows = batch.settled[request] + batch.draft_len[request]
+        stored = [
+            truth.read(cache.name, sequences.slot(cache, request, position))
+            for position in range(length)
+        ]
+        keys = [cache.spec.fmt.decode(row[0], cache.scales[0]) for row in stored]
+        values = [cache.spec.fmt.decode(row[1], cache.scales[1]) for row in stored]
+        for position in range(length - rows, length):
+            first = 0 if sliding_window is None else max(0, position + 1 - sliding_window)
+            seen = range(first, position + 1)
+            line = []
+            for head, vector in enumerate(queries[len(out)]):
+                kv = head // groups
+                scores = [factor * _dot(vector, keys[at][kv]) for at in seen]
+                if soft_cap is not None:
+                    scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
+                line.append(_mix(scores, [values[at][kv] for at in seen]))
+            out.append(line)
+    shape = (len(out), query.shape[1], cache.planes[1].size)
+    return torch.tensor(out, dtype=torch.float64).view(shape)
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))
+
+
+def _mix(scores: Sequence[float], vectors: Sequence[Sequence[float]]) -> list[float]:
+    """Softmax of the scores, times the vectors."""
+    top = max(scores)
+    weights = [math.exp(score - top) for score in scores]
+    total = sum(weights)
+    return [_dot(weights, column) / total for column in zip(*vectors, strict=True)]

@@ -1,0 +1,156 @@
+"""What a number looks like in a cache, worked out without the library.
+
+The oracle needs a truth of its own: 8-bit codes are found here by searching a
+table that is built from the format's definition, not by torch's cast.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+#: Exponent bits, mantissa bits, bias, first code that is no finite number.
+_FP8: Final = {
+    torch.float8_e4m3fn: (4, 3, 7, 0x7F),
+    torch.float8_e5m2: (5, 2, 15, 0x7C),
+}
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@attrs.frozen
+class NumberFormat:
+    """How the rows of a layer are stored.
+
+    Attributes:
+        name: for test ids.
+        dtype: what a stored element means.
+        kv_dtype: what ``LayerRef`` is told.
+        scaling: ``"none"``, ``"tensor"`` (one number) or ``"head"`` (one per KV head).
+        raw: whether the cache tensor is plain uint8, as engines allocate 8-bit caches.
+    """
+
+    name: str
+    dtype: torch.dtype
+    kv_dtype: str = "auto"
+    scaling: str = "none"
+    raw: bool = False
+
+    @property
+    def word(self) -> torch.dtype:
+        """The integer dtype of one stored element."""
+        return _WORDS[self.dtype.itemsize]
+
+    @property
+    def quantised(self) -> bool:
+        """True for 8-bit formats."""
+        return self.dtype.itemsize == 1
+
+    def encode(self, rows: Tensor, scales: Sequence[float]) -> list[list[int]]:
+        """The words a cache holds after ``rows`` were written: one list per row.
+
+        Args:
+            rows: ``[num_rows, num_heads, size]`` on the host, any dtype that may be staged.
+            scales: one number per head.
+        """
+        if rows.dtype is self.dtype or not self.quantised:
+            stored = rows.to(self.dtype).contiguous().view(self.word)
+            return [row.reshape(-1).tolist() for row in stored]
+        code = encode_int8 if self.dtype is torch.int8 else _fp8_encoder(self.dtype)
+        return [
+            [code(_divide(x, scales[head])) for head, values in enumerate(row) for x in values]
+            for row in rows.to(torch.float32).tolist()
+        ]
+
+    def decode(self, words: Sequence[int], scales: Sequence[float]) -> list[list[float]]:
+        """What a reader of the stored words sees: ``[num_heads][size]`` floats."""
+        size = len(words) // len(scales)
+        if self.dtype in _FP8:
+            flat = [_fp8_value(self.dtype, word) for word in words]
+        else:
+            flat = torch.tensor(words, dtype=self.word).view(self.dtype).double().tolist()
+        heads = [flat[head * size : (head + 1) * size] for head in range(len(scales))]
+        if not self.quantised:
+            return heads
+        return [[x * scale for x in head] for head, scale in zip(heads, scales, strict=True)]
+
+
+FORMATS: Final[dict[str, NumberFormat]] = {
+    fmt.name: fmt
+    for fmt in (
+        NumberFormat("fp16", torch.float16),
+        NumberFormat("bf16", torch.bfloat16),
+        NumberFormat("fp32", torch.float32),
+        NumberFormat("fp8_e4m3", torch.float8_e4m3fn, "auto", "none"),
+        NumberFormat("fp8_e4m3-tensor", torch.float8_e4m3fn, "fp8_e4m3", "tensor", raw=True),
+        NumberFormat("fp8_e4m3-head", torch.float8_e4m3fn, "fp8", "head"),
+        NumberFormat("fp8_e5m2-tensor", torch.float8_e5m2, "fp8_e5m2", "tensor"),
+        NumberFormat("fp8_e5m2-head", torch.float8_e5m2, "fp8_e5m2", "head", raw=True),
+        NumberFormat("int8-tensor", torch.int8, "int8", "tensor"),
+        NumberFormat("int8-head", torch.int8, "int8", "head", raw=True),
+    )
+}
+
+
+def _divide(value: float, scale: float) -> float:
+    """value / scale as float32 division rounds it (exact in double, then rounded once)."""
+    if not math.isfinite(value):
+        return value
+    try:
+        return float(struct.unpack("f", struct.pack("f", value / scale))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def encode_int8(value: float) -> int:
+    """The byte of the nearest int8, ties to even, saturating."""
+    if math.isinf(value):
+        return 127 if value > 0 else 128
+    return max(-128, min(127, round(value))) & 0xFF
+
+
+def _fp8_value(dtype: torch.dtype, code: int) -> float:
+    """A number from its code, by the definition of the format."""
+    _, mantissa_bits, bias, limit = _FP8[dtype]
+    magnitude = code & 0x7F
+    sign = -1.0 if code & 0x80 else 1.0
+    if magnitude >= limit:
+        infinite = dtype is torch.float8_e5m2 and magnitude == limit
+        return sign * math.inf if infinite else math.nan
+    exponent, mantissa = magnitude >> mantissa_bits, magnitude & ((1 << mantissa_bits) - 1)
+    if exponent == 0:
+        return sign * math.ldexp(mantissa, 1 - bias - mantissa_bits)
+    return sign * math.ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits)
+
+
+@cache
+def _fp8_encoder(dtype: torch.dtype) -> _Fp8Encoder:
+    return _Fp8Encoder(dtype)
+
+
+class _Fp8Encoder:
+    """Nearest code, ties to the even one, saturating; NaN stays NaN."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._values = [_fp8_value(dtype, code) for code in range(_FP8[dtype][3])]
+
+    def __call__(self, value: float) -> int:
+        if math.isnan(value):
+            return 0x7F
+        sign = 0x80 if math.copysign(1.0, value) < 0 else 0
+        magnitude, values = abs(value), self._values
+        if magnitude >= values[-1]:
+            return sign | (len(values) - 1)
+        above = bisect.bisect_right(values, magnitude)
+        below = above - 1
+        gap = (magnitude - values[below]) - (values[above] - magnitude)
+        up = gap > 0 or (gap == 0 and above % 2 == 0)
+        return sign | (above if up else below)

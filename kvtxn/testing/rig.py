@@ -1,0 +1,175 @@
+"""A manager over caches full of noise, with the oracle beside it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .. import registry
+from ..config import TxnConfig
+from ..executor import Executor
+from ..manager import TransactionManager
+from ..window import Window
+from .batches import Batch, make_batch
+from .caches import LayerSpec, build_cache
+from .number_formats import FORMATS
+from .oracle import Replay
+
+#: Five layers that have nothing in common but their number format.
+VARIED: Final = (
+    LayerSpec("plain"),
+    LayerSpec("packed", value_size=3),
+    LayerSpec("hnd", group="sliding", block_size=5, num_blocks=6),
+    LayerSpec("gapped", heads=1, size=7),
+    LayerSpec("latent", group="sliding", size=9, block_size=5, num_blocks=7),
+)
+
+#: Three equal layers, where the layout is not the question.
+SIMPLE: Final = (LayerSpec(), LayerSpec(), LayerSpec(fmt=FORMATS["bf16"], heads=1))
+
+Backend = str | type[Executor]
+
+_serial = itertools.count()
+
+
+@contextmanager
+def registered(backend: Backend) -> Iterator[str]:
+    """The name a backend goes by; a class is registered for as long as the block lasts."""
+    if isinstance(backend, str):
+        yield backend
+        return
+    name = f"{backend.name}-under-test-{next(_serial)}"
+    registry.register(name, backend)
+    try:
+        yield name
+    finally:
+        registry.unregister(name)
+
+
+class Rig:
+    """One manager under test.
+
+    Args:
+        backend: a registered name.
+        policy: the policy to run.
+        device: where the caches are.
+        specs: its layers.
+        seed: decides noise, slots and payload.
+        config: further ``TxnConfig`` fields.
+
+    Attributes:
+        caches: the layers with their memories.
+        refs: the same, as the library knows them.
+        manager: the manager.
+        truth: the oracle; what the tests write into it is what must be in the caches.
+        rng: for everything random.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        policy: str,
+        device: torch.device,
+        specs: Sequence[LayerSpec] = VARIED,
+        seed: int = 0,
+        **config: Any,
+    ) -> None:
+        self.policy = policy
+        self.device = device
+        self.rng = random.Random(seed)
+        self.caches = [
+            build_cache(f"layer.{i}", spec, device, self.rng) for i, spec in enumerate(specs)
+        ]
+        self.refs = [cache.ref for cache in self.caches]
+        settings = {"max_rows": 64, "on_error": "raise"} | config
+        self.manager = TransactionManager(
+            self.refs,
+            TxnConfig(policy=policy, backend=backend, **settings),  # type: ignore[arg-type]
+        )
+        self.truth = Replay(self.caches)
+
+    def batch(
+        self, shape: tuple[Sequence[int], Sequence[int]] = ((1, 1), (3, 2)), **kwargs: Any
+    ) -> Batch:
+        """Rows for a window; see ``make_batch``."""
+        return make_batch(self.caches, shape, self.device, self.rng, **kwargs)
+
+    def slots(self, batch: Batch) -> dict[str, Tensor]:
+        """The slots of a batch, as tensors on the device, by group."""
+        return {
+            group: torch.tensor(slots, dtype=torch.int64).to(self.device)
+            for group, slots in batch.slots.items()
+        }
+
+    def open(self, batch: Batch) -> Window:
+        """Begin a window for a batch, all slots given."""
+        return self.manager.window(batch.draft_len, self.slots(batch), batch.settled)
+
+    def stage(self, window: Window, batch: Batch, order: Sequence[int] | None = None) -> None:
+        """Stage layers, all in their order or those named by ``order``."""
+        for index in range(len(self.refs)) if order is None else order:
+            window.stage(self.refs[index], *batch.tensors[self.refs[index].name])
+
+    def accepted(self, counts: Sequence[int]) -> Tensor:
+        """Counts as a tensor on the device."""
+        return torch.tensor(counts, dtype=torch.int64).to(self.device)
+
+    def run(self, batch: Batch, counts: Sequence[int]) -> Window:
+        """A whole window, committed."""
+        with self.open(batch) as window:
+            self.stage(window, batch)
+            window.commit(self.accepted(counts))
+        return window
+
+    # -- what must be in the caches afterwards --------------------------------------
+
+    def write(
+        self, batch: Batch, mask: Sequence[bool], layers: Sequence[int] | None = None
+    ) -> None:
+        """Let the oracle write the masked rows of some layers, of all where None."""
+        for index in range(len(self.caches)) if layers is None else layers:
+            cache = self.caches[index]
+            slots = batch.slots[cache.spec.group]
+            for row, slot, wanted in zip(batch.rows[cache.name], slots, mask, strict=True):
+                if wanted:
+                    self.truth.write(cache.name, slot, row)
+
+    def expect_settled(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
+        """The settled rows are in the caches."""
+        self.write(batch, [not draft for draft in batch.drafts], layers)
+
+    def expect_staged(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
+        """What staging writes at once: settled rows, and all of them unless they wait."""
+        if self.policy == "deferred":
+            self.expect_settled(batch, layers)
+        else:
+            self.write(batch, [True] * batch.num_rows, layers)
+
+    def expect_committed(self, batch: Batch, kept: Sequence[bool]) -> None:
+        """What a commit leaves; stock (``direct``) leaves everything."""
+        self.expect_settled(batch)
+        direct = self.policy == "direct"
+        self.write(batch, [direct or keep for keep in kept])
+
+    def check(self, when: str = "") -> None:
+        """Every word of every memory is what the oracle says.
+
+        Raises:
+            AssertionError: it is not; the message says where.
+        """
+        found = self.truth.differences()
+        if found:
+            raise AssertionError(f"{when or 'caches differ'}: " + "; ".join(found))
+
+    def rows(self) -> tuple[int, int, int]:
+        """Draft rows staged, committed and rejected so far, as the manager counts them."""
+        flat = self.manager.snapshot()
+        names = ("staged", "committed", "rejected")
+        staged, committed, rejected = (int(flat[f"kvtxn_rows_{name}_total"]) for name in names)
+        return staged, committed, rejected
