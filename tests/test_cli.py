@@ -1,0 +1,85 @@
+"""The command line: what it prints, how it refuses, and that it needs no engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from kvtxn import __version__, doctor
+from kvtxn.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging():
+    logger = logging.getLogger("kvtxn")
+    before = logger.level, logger.handlers[:], logger.propagate
+    yield
+    logger.level, logger.handlers, logger.propagate = before
+
+
+def test_doctor_prints_versions_backends_and_the_choice(capsys):
+    """For people."""
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert f"kvtxn {__version__}" in text
+    assert "backend   torch on cpu: deferred, direct, undo; attention reads the window" in text
+    assert "auto      on cpu: backend" in text
+
+
+def test_doctor_prints_json(capsys):
+    """For programs."""
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["auto"]["cpu"]["policy"] == "deferred"
+    assert {"name": "torch", "device": "cpu", "runs": True}.items() <= next(
+        row for row in report["backends"] if row["name"] == "torch"
+    ).items()
+
+
+def test_doctor_says_why_a_backend_cannot_run():
+    """Each that cannot has a reason, each that can has policies."""
+    for row in doctor.examine()["backends"]:
+        assert row["policies"] if row["runs"] else row["why_not"]
+
+
+def test_a_broken_integration_does_not_hide_the_report(monkeypatch):
+    """Its section says what is wrong, the rest stands."""
+
+    class Broken:
+        name = "engine"
+
+        def load(self):
+            raise RuntimeError("no such engine")
+
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [Broken()])
+    report = doctor.examine()
+    assert report["engine"] == {"unavailable": "RuntimeError: no such engine"}
+    assert "engine    unavailable: RuntimeError: no such engine" in doctor.as_text(report)
+
+
+def test_errors_of_use_end_with_two(capsys):
+    """A KVTxnError is a sentence on stderr, not a traceback."""
+    assert main(["doctor", "--engine-args", "[1]"]) == 2
+    assert "kvtxn doctor: doctor: --engine-args is not a JSON object" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["heal"])
+    assert caught.value.code == 2
+
+
+def test_version(capsys):
+    """--version prints it."""
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == f"kvtxn {__version__}"
+
+
+def test_bench_host_measures(capsys):
+    """A tiny run: every policy, its parts, and the machine it ran on."""
+    args = ["bench", "host", "--layers", "2", "--requests", "1", "--windows", "3", "--json"]
+    assert main(args) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in result["rows"]] == ["deferred", "undo", "direct"]
+    assert all(row["all"] > row["stage"] > 0 for row in result["rows"])
+    assert result["machine"]["kvtxn"] == __version__

@@ -1,0 +1,80 @@
+"""What the wheel holds, and what an import costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from building import ROOT, build_wheel, sources
+
+
+def python(code: str, cwd: Path) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("wheel")))
+
+
+def test_wheel_holds_every_source_file_and_nothing_else(wheel):
+    """backends/, benchmarks/ and integrations/ are inside kvtxn/."""
+    names = {n for n in wheel.namelist() if ".dist-info/" not in n}
+    assert all(name.startswith("kvtxn/") for name in names)
+    expected = set()
+    for path in sources():
+        inside = path.relative_to(ROOT).as_posix()
+        expected.add(inside if inside.startswith("kvtxn/") else f"kvtxn/{inside}")
+    assert {n for n in names if n.endswith(".py")} == expected
+    assert "kvtxn/py.typed" in names
+
+
+def test_wheel_holds_the_demo_model(wheel):
+    """The demo works from an installed package; its corpus stays in the repository."""
+    model = [i for i in wheel.infolist() if i.filename.startswith("kvtxn/integrations/demo/model/")]
+    assert "model.safetensors" in {Path(i.filename).name for i in model}
+    assert sum(i.file_size for i in model) < 6 * 2**20
+    assert not any("corpus" in name for name in wheel.namelist())
+
+
+def test_entry_points_are_declared(wheel):
+    """Commands, backends, reports and the vLLM plug-in are found by name."""
+    (name,) = (n for n in wheel.namelist() if n.endswith("entry_points.txt"))
+    text = wheel.read(name).decode()
+    for line in (
+        "kvtxn = kvtxn.cli:main",
+        "kvtxn = kvtxn.integrations.vllm_plugin:register",
+        "torch = kvtxn.backends.torch_executor:TorchExecutor",
+        "doctor = kvtxn.doctor",
+    ):
+        assert line in text
+
+
+def test_importing_the_library_is_light(tmp_path):
+    """No engine, no kernels, no test tools."""
+    heavy = "{'vllm', 'triton', 'pytest', 'hypothesis', 'transformers'}"
+    code = f"import kvtxn, kvtxn.cli, sys; print(sorted({heavy} & set(sys.modules)))"
+    assert python(code, tmp_path).strip() == "[]"
+
+
+def test_top_level_folders_are_no_second_copy():
+    """`import backends.x` fails at once instead of making another module."""
+    out = python("import backends.torch_executor", ROOT)
+    assert "attempted relative import beyond top-level package" in out
+
+
+def test_no_stale_metadata_hides_entry_points():
+    """An egg-info folder in the root would shadow the installed entry points there."""
+    code = (
+        "from importlib.metadata import entry_points as e;"
+        "print(len(e(group='vllm.general_plugins', name='kvtxn')), len(e(group='kvtxn.backends')))"
+    )
+    plugins, backends = map(int, python(code, ROOT).split())
+    assert plugins >= 1
+    assert backends >= 1
