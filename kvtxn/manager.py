@@ -138,6 +138,7 @@ class TransactionManager:
             settled,
             self._layout,
             not self.executor.capabilities.checks_range,
+            self.executor.own_slots,
         )
         window = Window(self, self._opened, mappings, written_by)
         self._open = window

@@ -1,0 +1,319 @@
+"""Everything that kvtxn takes from vLLM's inside, one small function per thing.
+
+No other file here imports vLLM's modules or reads the attributes of its
+objects. Checked against the releases in ``vllm_policy.SUPPORTED``; a method
+that looks different is noticed when the runner is hooked (``check_methods``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from .vllm_policy import Facts
+
+#: Methods that are overridden or called, with the parameters they have to have.
+RUNNER_METHODS: Final = {
+    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    "_update_states": ("scheduler_output",),
+    "_prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
+    "_model_forward": (
+        *("input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"),
+    ),
+    "_sample": ("logits", "spec_decode_metadata"),
+}
+ATTENTION_METHODS: Final = {
+    "do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
+    "forward": (
+        *("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        *("output_scale", "output_block_scale"),
+    ),
+}
+
+
+# -- the package ------------------------------------------------------------------
+
+
+def version() -> str:
+    """The release, without a build suffix such as ``+cpu``."""
+    import vllm
+
+    return str(vllm.__version__).partition("+")[0]
+
+
+def show_log() -> None:
+    """Let kvtxn's events appear where vLLM's do, at vLLM's level, unless configured already."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvtxn")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = not theirs.handlers
+
+
+def hook_workers(
+    after_init_device: Callable[[Any], None], methods: Mapping[str, Callable[[Any], Any]]
+) -> Callable[[], None]:
+    """Run something in every worker once it has a model runner, and add methods for RPC.
+
+    Args:
+        after_init_device: gets the worker's wrapper.
+        methods: by name; each gets the worker's wrapper.
+
+    Returns:
+        Undoes it.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase as Wrapper
+
+    original = Wrapper.init_device
+
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        after_init_device(self)
+        return result
+
+    Wrapper.init_device = init_device
+    for name, method in methods.items():
+        setattr(Wrapper, name, method)
+
+    def undo() -> None:
+        Wrapper.init_device = original
+        for name in methods:
+            delattr(Wrapper, name)
+
+    return undo
+
+
+# -- the configuration ------------------------------------------------------------
+
+
+def engine_config(wrapper: Any) -> Any:
+    """A worker's ``VllmConfig``."""
+    return wrapper.vllm_config
+
+
+def additional_config(config: Any) -> object:
+    """What the user gave as ``additional_config``."""
+    return config.additional_config
+
+
+def most_draft_rows(config: Any) -> int:
+    """The most draft rows that one step can have."""
+    speculation = config.speculative_config
+    drafts = int(speculation.num_speculative_tokens) if speculation is not None else 0
+    return max(1, drafts * int(config.scheduler_config.max_num_seqs))
+
+
+def config_facts(config: Any) -> Facts:
+    """What a ``VllmConfig`` says; the layers are known later, see ``layer_facts``."""
+    parallel, model = config.parallel_config, config.model_config
+    speculation = config.speculative_config
+    context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    return Facts(
+        version=version(),
+        device=config.device_config.device_type,
+        runner="v2" if config.use_v2_model_runner else "v1",
+        method=None if speculation is None else speculation.method,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        context_parallel=context,
+        connector=config.kv_transfer_config is not None,
+        mla=model.use_mla,
+        recurrent=model.is_hybrid,
+        microbatches=parallel.use_ubatching,
+    )
+
+
+# -- the runner -------------------------------------------------------------------
+
+
+def runner_of(wrapper: Any) -> Any:
+    """A worker's model runner."""
+    return wrapper.worker.model_runner
+
+
+def rank_of(wrapper: Any) -> int:
+    """A worker's rank among the engine's."""
+    return int(wrapper.rpc_rank)
+
+
+def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | None:
+    """What about ``owner`` is not as expected, in a sentence; None if it all is."""
+    for name, parameters in methods.items():
+        method = inspect.getattr_static(owner, name, None)
+        if not inspect.isfunction(method):
+            return f"{owner.__name__}.{name} is not there"
+        found = tuple(inspect.signature(method).parameters)[1:]
+        if found != tuple(parameters):
+            return f"{owner.__name__}.{name} takes {found}, not {tuple(parameters)}"
+    return None
+
+
+@attrs.frozen(eq=False)
+class TargetLayer:
+    """An attention layer of the target model.
+
+    Attributes:
+        name: as vLLM knows it.
+        group: of its KV cache, as a name.
+        module: the layer; ``impl`` carries out its attention.
+        impl: writes rows and attends.
+        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        head_size: of keys and of values.
+    """
+
+    name: str
+    group: str
+    module: Any
+    impl: Any
+    cache: Tensor
+    head_size: int
+
+
+def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
+    """Layers whose rows belong into windows, and what the layers say about the engine."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    drafter = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", None) or set()
+    not_ours = set(drafter) | set(runner.shared_kv_cache_layers)
+    modules = {id(module) for module in runner.get_model().modules()}
+    by_name = runner.compilation_config.static_forward_context
+    layers, foreign = [], None
+    for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        for name in group.layer_names:
+            module = by_name.get(name)
+            if name in not_ours:
+                continue
+            plain = type(module) is Attention and module.attn_type == AttentionType.DECODER
+            if not plain or id(module) not in modules or module.head_size != module.head_size_v:
+                foreign = name
+                continue
+            layers.append(
+                TargetLayer(
+                    name, f"group.{gid}", module, module.impl, module.kv_cache, module.head_size
+                )
+            )
+    odd = any(
+        layer.impl.sinks is not None or layer.impl.alibi_slopes is not None for layer in layers
+    )
+    facts = attrs.evolve(
+        config_facts(runner.vllm_config),
+        foreign_layer=foreign,
+        kv_sharing=bool(runner.shared_kv_cache_layers),
+        sinks=odd,
+    )
+    return layers, facts
+
+
+def vocab_size(runner: Any) -> int:
+    """Ids at or above it are no tokens."""
+    return int(runner.input_batch.vocab_size)
+
+
+def drafts_and_ends(runner: Any, prepared: Any) -> tuple[list[int], list[int]]:
+    """Drafts per request of the batch, and one past the last row of each request.
+
+    Args:
+        runner: after ``_prepare_inputs``.
+        prepared: what that returned.
+    """
+    metadata = prepared[1]
+    if metadata is None:
+        return [], []
+    drafts = list(metadata.num_draft_tokens)
+    return drafts, runner.query_start_loc.np[1 : len(drafts) + 1].tolist()
+
+
+def sampled_ids(output: Any) -> Tensor:
+    """Sampled token ids ``[num_requests, drafts + 1]``, -1 where there is none."""
+    ids: Tensor = output.sampled_token_ids
+    return ids
+
+
+def step_slots(layers: Mapping[str, str], *, causal: bool) -> dict[str, Tensor] | str:
+    """The slots of the forward that is about to run, or why it cannot have a window.
+
+    Args:
+        layers: one layer's name for each group.
+        causal: refuse a batch whose attention is not causal throughout.
+    """
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    if not isinstance(context.slot_mapping, dict) or not isinstance(context.attn_metadata, dict):
+        return "microbatches"
+    for name in layers.values():
+        metadata = context.attn_metadata[name]
+        if causal and (metadata.causal is not True or metadata.dynamic_causal is not None):
+            return "not_causal"
+    return {group: context.slot_mapping[name] for group, name in layers.items()}
+
+
+# -- the attention ----------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """The batch that a layer attends for.
+
+    Attributes:
+        starts: int ``[num_requests + 1]``, the first row of each request, and the end.
+        seq_lens: int ``[num_requests]``.
+        block_table: int ``[num_requests, max_blocks]``.
+        num_rows: rows that are no padding.
+    """
+
+    starts: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    num_rows: int
+
+
+def batch_of(metadata: Any) -> Batch:
+    """The batch in a backend's attention metadata."""
+    return Batch(
+        metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+        int(metadata.num_actual_tokens),
+    )  # fmt: skip
+
+
+@attrs.frozen
+class Scores:
+    """How a layer turns queries and keys into scores; None is "no limit"."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+
+def scores_of(impl: Any) -> Scores:
+    """A layer's settings; vLLM says -1 and 0 where there is no window and no cap."""
+    window, cap = int(impl.sliding_window), float(impl.logits_soft_cap)
+    return Scores(float(impl.scale), window if window > 0 else None, cap if cap > 0 else None)
+
+
+def stored_scales(module: Any) -> tuple[float, float]:
+    """Scales of 8-bit keys and values."""
+    return float(module._k_scale_float), float(module._v_scale_float)
+
+
+def model_dtype(module: Any) -> torch.dtype:
+    """Of a layer's keys and values before they are stored."""
+    dtype: torch.dtype = module.dtype
+    return dtype
+
+
+def kernel_of(module: Any) -> str:
+    """Which instruction set's packing the rows of a layer have."""
+    return str(module.isa)
+
+
+def scratch_block(cache: Tensor) -> Tensor:
+    """A zeroed cache of one block with the layout of ``cache``."""
+    return torch.zeros_like(cache[:1], memory_format=torch.contiguous_format)

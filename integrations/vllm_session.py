@@ -1,0 +1,200 @@
+"""``Session``: one model runner's steps as windows, with every failure kept inside.
+
+Knows nothing of vLLM. A step goes ``plan`` (which rows of the batch are
+drafts), ``begin`` (before the target's forward), ``commit`` (after sampling).
+Whatever fails on the way, the step ends as stock would end it, is counted by
+reason, and the next step starts afresh; unless ``on_error="raise"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..errors import CapacityError
+from ..layers import LayerRef
+from ..layout import RowLayout
+from ..log import get_logger
+from ..manager import TransactionManager
+from ..states import WindowState
+from ..window import Window
+
+log = get_logger()
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """The draft rows of one step. Requests without drafts are left out.
+
+    Attributes:
+        requests: int64, places of the speculating requests in the batch.
+        draft_len: drafts of each of them.
+        rows: int64 ``[sum(draft_len)]``, rows of the batch: the last of each request.
+    """
+
+    requests: Tensor
+    draft_len: tuple[int, ...]
+    rows: Tensor
+
+    @classmethod
+    def build(cls, drafts: Sequence[int], ends: Sequence[int], device: torch.device) -> Plan | None:
+        """The plan for ``drafts`` per request, whose rows end before ``ends``; None without any."""
+        requests = [r for r, count in enumerate(drafts) if count > 0]
+        if not requests:
+            return None
+        rows = [row for r in requests for row in range(ends[r] - drafts[r], ends[r])]
+        return cls(
+            torch.tensor(requests, device=device),
+            tuple(drafts[r] for r in requests),
+            torch.tensor(rows, device=device),
+        )
+
+
+class Session:
+    """The transactions of one model runner.
+
+    Args:
+        manager: over the target's layers; one group per KV-cache group.
+        vocab_size: sampled ids at or above it are no tokens.
+
+    Attributes:
+        manager: as given.
+        window: the step's window while it is open.
+    """
+
+    def __init__(self, manager: TransactionManager, vocab_size: int) -> None:
+        self.manager = manager
+        self.window: Window | None = None
+        self._vocab_size = vocab_size
+        self._plan: Plan | None = None
+        self._masked: dict[str, Tensor] = {}
+        self._batch: RowLayout | None = None
+
+    # -- the runner's side --------------------------------------------------------
+
+    def plan(self, rows: Callable[[], tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Take the step's drafts per request, and where each request's rows end."""
+        self._plan = None
+        with self._guard("begin"):
+            self._plan = Plan.build(*rows(), self.manager.device)
+
+    def begin(self, find: Callable[[], Mapping[str, Tensor] | str]) -> None:
+        """Open the window of a planned step.
+
+        Args:
+            find: the batch's slots by group, or why the step cannot have a window.
+        """
+        plan = self._plan
+        if plan is None:
+            return
+        with self._guard("begin"):
+            slots = find()
+            if isinstance(slots, str):
+                self.manager.bypass(slots)
+                return
+            deferred = self.manager.policy == "deferred"
+            try:
+                self.window = self.manager.window(
+                    plan.draft_len,
+                    {group: slots[group][plan.rows] for group in self.manager.groups},
+                    settled=0,
+                    written_by="window" if deferred else "caller",
+                )
+            except CapacityError:
+                self.manager.bypass("max_rows")
+
+    def commit(self, sampled: Callable[[], Tensor]) -> None:
+        """Commit what was accepted; ``sampled``: ids, -1 where none, ``[num_requests, n]``."""
+        window, plan = self.window, self._plan
+        if window is None or plan is None:
+            return
+        try:
+            with self._guard("commit"):
+                accepted = self.manager.acceptance.from_ids(
+                    sampled()[plan.requests], plan.draft_len, vocab_size=self._vocab_size
+                )
+                window.commit(accepted)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the step; a window that is still open is aborted."""
+        window, self.window, self._plan = self.window, None, None
+        self._masked.clear()
+        self._batch = None
+        if window is not None and not window.state.is_final:
+            with self._guard("abort"):
+                window.abort()
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Abort the step's window if vLLM's own code fails; its exception always wins."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self.abandon()
+            except Exception as failure:
+                error.add_note(f"kvtxn: aborting the window failed as well: {failure!r}")
+            raise
+
+    # -- the attention's side (deferred) ------------------------------------------
+
+    @property
+    def deferring(self) -> bool:
+        """Whether draft rows are kept out of the cache right now."""
+        return (
+            self.window is not None
+            and self.manager.policy == "deferred"
+            and self.window.state in (WindowState.OPEN, WindowState.STAGED)
+        )
+
+    def without_drafts(self, group: str, slots: Tensor) -> Tensor:
+        """A copy of the batch's slots where draft rows are padding; others need the original."""
+        if group not in self._masked:
+            assert self._plan is not None
+            masked = slots.clone()
+            masked[self._plan.rows] = -1
+            self._masked[group] = masked
+        return self._masked[group]
+
+    def stage(self, ref: LayerRef, key: Tensor, value: Tensor) -> None:
+        """Stage the draft rows of a batch's keys and values; they are copied out of it."""
+        assert self.window is not None
+        assert self._plan is not None
+        rows = self._plan.rows
+        self.window.stage(ref, key.index_select(0, rows), value.index_select(0, rows))
+
+    def batch_layout(self, starts: Tensor) -> RowLayout:
+        """The whole batch as a layout: every row of every request is fresh."""
+        if self._batch is None:
+            lengths = tuple(starts.diff().tolist())
+            self._batch = RowLayout.build((0,) * len(lengths), lengths, self.manager.device)
+        return self._batch
+
+    # -- failures -----------------------------------------------------------------
+
+    def fail(self, operation: str, error: Exception) -> None:
+        """Fall back for this step: count, say it once, and let rows go straight through."""
+        window = self.window
+        if window is None:
+            if self.manager.config.on_error == "raise":
+                raise error
+            self.manager.note_fallback(None, operation, error)
+        elif window.state in (WindowState.OPEN, WindowState.STAGED):
+            window.fall_back(operation, error)
+        elif self.manager.config.on_error == "raise" or window.state is WindowState.FAILED:
+            raise error  # the bytes are unknown: going on could mean wrong tokens
+        else:
+            log.debug("window.failed_again", operation=operation, error=repr(error))
+
+    @contextmanager
+    def _guard(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.fail(operation, error)
