@@ -108,7 +108,11 @@ class Txn:
         One line per group, and before them one for the window itself, where a
         row counts if any group has a slot for it; with one group they are one line.
         """
-        real = [slots >= 0 for slots in self.slots.values()]
+        nowhere = torch.zeros_like(self.layout.is_draft)
+        real = [
+            self.slots[group] >= 0 if group in self.slots else nowhere
+            for group in dict.fromkeys(ref.group for ref in self.layers)
+        ]
         if len(real) > 1:
             real.insert(0, torch.stack(real).any(0))
         staged = torch.stack(real) & self.layout.is_draft
@@ -137,9 +141,16 @@ class Executor(abc.ABC):
     def unavailable(cls, device: torch.device) -> str | None:
         """Why this executor cannot run on ``device``, in a sentence; None if it can."""
 
+    def own_slots(self, group: str, slots: Tensor) -> Tensor:
+        """The window's own int64 copy of a group's slots; may be a fixed buffer."""
+        return slots.to(torch.int64, copy=True)
+
     @abc.abstractmethod
     def save(self, txn: Txn, group: str) -> LayerRows:
-        """Under ``undo``: the present rows of ``txn.slots[group]`` in each layer of the group."""
+        """Under ``undo``: the present rows of ``txn.slots[group]`` in each layer of the group.
+
+        Only draft rows are ever put back; what is returned for the others is never read.
+        """
 
     @abc.abstractmethod
     def stage(self, txn: Txn, layer: StagedLayer) -> None:

@@ -24,6 +24,7 @@ class SlotMappings:
         settled: likewise.
         build: makes (or remembers) a layout from lengths.
         check_range: whether device slots have to be checked here.
+        keep: makes the window's own int64 copy of a group's slots, on the device.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class SlotMappings:
         settled: Lengths,
         build: Callable[[tuple[int, ...], tuple[int, ...]], RowLayout],
         check_range: bool,
+        keep: Callable[[str, Tensor], Tensor],
     ) -> None:
         self._limits = limits
         self._device = device
@@ -42,6 +44,7 @@ class SlotMappings:
         self._lengths = (draft_len, settled)
         self._build = build
         self._check_range = check_range
+        self._keep = keep
         self._given: dict[str, Tensor | Sequence[int]] = {}
         self._own: dict[str, Tensor] = {}
         self._layout: RowLayout | None = None
@@ -126,10 +129,9 @@ class SlotMappings:
             )
         if tensor.device.type == "cpu":
             self._check_host(group, tensor.tolist())
-            own = to_device(tensor, self._device, torch.int64)
-            own = own.clone() if own is slots or own is tensor else own
+            own = self._keep(group, to_device(tensor, self._device, torch.int64))
         else:
-            own = tensor.to(torch.int64, copy=True)
+            own = self._keep(group, tensor)
             if self._check_range:
                 inside = ((own >= -1) & (own < self._limits[group])).all()
                 self.in_range = inside if self.in_range is None else self.in_range & inside
