@@ -1,0 +1,60 @@
+"""How much one program of ``move_rows`` moves: chosen from the shape, never from the data."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+
+from .pointer_table import Plan
+
+#: Fewest units a step of a program covers, so that neighbouring threads read whole sectors.
+_MIN_COLS: Final = 8
+_MAX_COLS: Final = 128
+
+
+@attrs.frozen
+class Tile:
+    """A launch's shape.
+
+    Attributes:
+        programs: programs per plane.
+        rows: rows per step of a program.
+        cols: 16-byte units (or narrow words) per step.
+        chunk: slots per step of the range check.
+        warps: warps per program.
+    """
+
+    programs: int
+    rows: int
+    cols: int
+    chunk: int
+    warps: int
+
+
+def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
+    """The tile for a window.
+
+    Args:
+        plan: the planes; None where a launch only counts.
+        num_rows: rows of the window.
+        programs: how many programs fill the device.
+    """
+    chunk = 128 if num_rows <= 128 else 1024
+    if plan is None:
+        return Tile(1, 1, _MIN_COLS, chunk, 4)
+    cols = _columns(plan)
+    per_thread = 1 if num_rows * plan.num_planes <= programs else 4
+    rows = max(1, 128 * per_thread // cols)
+    steps = -(-num_rows // rows)
+    return Tile(max(1, min(steps, programs // plan.num_planes)), rows, cols, chunk, 4)
+
+
+def _columns(plan: Plan) -> int:
+    """Units per step: a power of two that wastes few lanes on this row size."""
+    if not plan.wide or not plan.row_units:
+        return _MAX_COLS
+    whole = plan.row_units & -plan.row_units
+    if whole >= _MIN_COLS:
+        return min(whole, _MAX_COLS)
+    return min(_MAX_COLS, 1 << (plan.row_units - 1).bit_length())

@@ -1,0 +1,131 @@
+"""Copying tiles of rows: in 16-byte words where addresses allow it, else in smaller ones.
+
+Both functions take addresses as int64 and mask by row, so that a row that is not wanted is
+neither read nor written. What is outside the caches is always ``[num_rows, *row_shape]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide_pointer(address: Any) -> Any:
+    """Addresses ``[ROWS, 2 x COLS]`` of int64 words as pointers that move in pairs."""
+    words = address.to(tl.pointer_type(tl.int64))
+    return tl.max_contiguous(tl.multiple_of(words, (1, 16)), (1, 2))
+
+
+@triton.jit
+def copy_wide(
+    cache: Any,
+    outside: Any,
+    wanted: Any,
+    cache_run: Any,
+    rows_run: Any,
+    run_units: Any,
+    row_units: Any,
+    TO_CACHE: tl.constexpr,
+    COLS: tl.constexpr,
+    UNITS: tl.constexpr,
+    RUN: tl.constexpr,
+) -> None:
+    """Move rows in 16-byte units: two int64 words that one thread moves at once.
+
+    Args:
+        cache: int64 ``[ROWS]``, addresses of the rows in the cache, multiples of 16.
+        outside: likewise, the staged rows.
+        wanted: bool ``[ROWS]``.
+        cache_run: bytes between runs; a multiple of 16.
+        rows_run: likewise, outside.
+        run_units: units per run.
+        row_units: units per row.
+        TO_CACHE: direction.
+        COLS: units per step.
+        UNITS: ``row_units`` where known when compiled, else 0.
+        RUN: ``run_units`` likewise.
+    """
+    per_row = UNITS if UNITS > 0 else row_units
+    per_run = RUN if RUN > 0 else run_units
+    lanes = tl.arange(0, COLS * 2)
+    for start in range(0, per_row, COLS):
+        word = start * 2 + lanes
+        run = word // (per_run * 2)
+        within = (word - run * (per_run * 2)) * 8
+        here = cache[:, None] + (run * cache_run + within)[None, :]
+        there = outside[:, None] + (run * rows_run + within)[None, :]
+        here = wide_pointer(here)
+        there = wide_pointer(there)
+        inside = wanted[:, None] & (lanes >= 0)[None, :]
+        if UNITS % COLS != 0 or UNITS == 0:
+            inside = wanted[:, None] & (word < per_row * 2)[None, :]
+        if TO_CACHE:
+            tl.store(here, tl.load(there, mask=inside), mask=inside)
+        else:
+            tl.store(there, tl.load(here, mask=inside), mask=inside)
+
+
+@triton.jit
+def copy_narrow(
+    cache: Any,
+    outside: Any,
+    wanted: Any,
+    line: Any,
+    block_offset: Any,
+    TO_CACHE: tl.constexpr,
+    COLS: tl.constexpr,
+    NARROW: tl.constexpr,
+) -> None:
+    """Move rows element by element, any strides, in words of ``NARROW`` bytes.
+
+    Args:
+        cache: int64 ``[ROWS]``, addresses of the rows; with an offset table, of their blocks.
+        outside: int64 ``[ROWS]``, addresses of the staged rows.
+        wanted: bool ``[ROWS]``.
+        line: the plane's line of the plan.
+        block_offset: int64 ``[ROWS]``, the rows' places in their blocks.
+        TO_CACHE: direction.
+        COLS: words per step.
+        NARROW: 1, 2, 4 or 8; divides every unit.
+    """
+    cache_run = tl.load(line + 3)
+    rows_run = tl.load(line + 5)
+    run_units = tl.load(line + 6)
+    row_units = tl.load(line + 7)
+    offsets = tl.load(line + 10)
+    cache_step = tl.load(line + 12)
+    rows_step = tl.load(line + 13)
+    unit_bytes = tl.load(line + 14)
+    words = unit_bytes // NARROW
+    for start in range(0, row_units * words, COLS):
+        word = start + tl.arange(0, COLS)
+        unit = word // words
+        within = (word - unit * words) * NARROW
+        run = unit // run_units
+        step = unit - run * run_units
+        inside = wanted[:, None] & (unit < row_units)[None, :]
+        there = outside[:, None] + (run * rows_run + step * rows_step + within)[None, :]
+        here = cache[:, None] + (run * cache_run + step * cache_step + within)[None, :]
+        if offsets != 0:
+            entry = offsets.to(tl.pointer_type(tl.int64)) + block_offset[:, None] * row_units
+            element = tl.load(entry + unit[None, :], mask=inside, other=0)
+            here = cache[:, None] + element * unit_bytes + within[None, :]
+        if NARROW == 8:
+            source = there.to(tl.pointer_type(tl.int64))
+            target = here.to(tl.pointer_type(tl.int64))
+        elif NARROW == 4:
+            source = there.to(tl.pointer_type(tl.int32))
+            target = here.to(tl.pointer_type(tl.int32))
+        elif NARROW == 2:
+            source = there.to(tl.pointer_type(tl.int16))
+            target = here.to(tl.pointer_type(tl.int16))
+        else:
+            source = there.to(tl.pointer_type(tl.int8))
+            target = here.to(tl.pointer_type(tl.int8))
+        if TO_CACHE:
+            tl.store(target, tl.load(source, mask=inside), mask=inside)
+        else:
+            tl.store(source, tl.load(target, mask=inside), mask=inside)

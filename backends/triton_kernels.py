@@ -1,0 +1,295 @@
+"""The kernel that moves rows: commit, save, restore and write-through are one kernel.
+
+Memory contract of ``move_rows``:
+
+- ``plan`` holds one line per plane, columns as in ``pointer_table.FIELDS``; every address and
+  stride in bytes, every address computed in int64.
+- A slot is written only if it is in ``[0, limit)`` of its group; -1 is padding and is skipped.
+  Any other slot outside its cache, in any known group, stops the whole launch: each program
+  checks all slots before it writes anything, and as slots do not change, all reach one verdict.
+- Distinct rows of a window have distinct slots, planes share no memory: the window and the
+  manager guarantee it. So no two programs write one byte, and no order among them matters.
+- Rows that are not selected are neither read nor written.
+- ``verdict`` = [programs done, launches done, launches refused]: the program that finishes last
+  publishes, after all writes of all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+
+from .triton_copy import copy_narrow, copy_wide
+
+#: Which rows a launch moves.
+ALL: Final = 0
+SETTLED: Final = 1
+DRAFT: Final = 2
+KEPT: Final = 3
+REJECTED: Final = 4
+
+#: What ``accepted`` is.
+NOTHING: Final = 0
+COUNTS: Final = 1
+MASK: Final = 2
+
+
+@triton.jit
+def selected(
+    rows: Any,
+    live: Any,
+    request: Any,
+    position: Any,
+    accepted: Any,
+    SELECT: tl.constexpr,
+    ACCEPT: tl.constexpr,
+) -> Any:
+    """Which of ``rows`` a launch moves; counts out of range clamp by comparison."""
+    where = tl.load(position + rows, mask=live, other=-1)
+    chosen = live
+    if SELECT == 1:
+        chosen = live & (where < 0)
+    if SELECT >= 2:
+        chosen = live & (where >= 0)
+    if SELECT >= 3:
+        if ACCEPT == 1:
+            owner = tl.load(request + rows, mask=live, other=0)
+            kept = where < tl.load(accepted + owner, mask=live, other=0)
+        else:
+            kept = tl.load(accepted + rows, mask=live, other=0) != 0
+        chosen = chosen & kept if SELECT == 3 else chosen & (kept == 0)
+    return chosen
+
+
+@triton.jit
+def slots_in_range(
+    slots: Any,
+    limits: Any,
+    slot_stride: Any,
+    known: Any,
+    num_rows: Any,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> Any:
+    """1 if every slot of every known group is -1 or inside its caches, else 0."""
+    lanes = tl.arange(0, CHUNK)
+    bad = tl.zeros([CHUNK], dtype=tl.int32)
+    for group in tl.static_range(GROUPS):
+        limit = tl.load(limits + group)
+        count = num_rows * ((known >> group) & 1)
+        for start in range(0, count, CHUNK):
+            inside = start + lanes < count
+            slot = tl.load(slots + group * slot_stride + start + lanes, mask=inside, other=-1)
+            bad = bad | ((slot < -1) | (slot >= limit)).to(tl.int32)
+    return 1 - tl.max(bad, axis=0)
+
+
+@triton.jit
+def count_rows(
+    slots: Any,
+    request: Any,
+    position: Any,
+    accepted: Any,
+    counters: Any,
+    num_rows: Any,
+    slot_stride: Any,
+    allowed: Any,
+    GROUPS: tl.constexpr,
+    ACCEPT: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Add drafts staged, committed and rejected to int64 ``counters`` ``[lines, 3]``.
+
+    One line per group; with several groups a first line for the window, in which a row counts
+    once if any group has a slot for it. Only one program of a launch runs this.
+    """
+    lanes = tl.arange(0, CHUNK)
+    for line in tl.static_range(GROUPS if GROUPS == 1 else GROUPS + 1):
+        staged = tl.zeros([CHUNK], dtype=tl.int64)
+        committed = tl.zeros([CHUNK], dtype=tl.int64)
+        for start in range(0, num_rows, CHUNK):
+            rows = start + lanes
+            live = rows < num_rows
+            if GROUPS == 1 or line > 0:
+                group = 0 if GROUPS == 1 else line - 1
+                slot = tl.load(slots + group * slot_stride + rows, mask=live, other=-1)
+            else:
+                slot = tl.full([CHUNK], -1, dtype=tl.int64)
+                for group in tl.static_range(GROUPS):
+                    each = tl.load(slots + group * slot_stride + rows, mask=live, other=-1)
+                    slot = tl.maximum(slot, each)
+            real = live & (slot >= 0)
+            draft = selected(rows, live, request, position, accepted, 2, 0)
+            kept = selected(rows, live, request, position, accepted, 3, ACCEPT)
+            staged += (real & draft).to(tl.int64)
+            committed += (real & kept).to(tl.int64)
+        total = tl.sum(staged, axis=0)
+        done = tl.sum(committed, axis=0) * allowed
+        place = counters + line * 3
+        tl.store(place, tl.load(place) + total)
+        tl.store(place + 1, tl.load(place + 1) + done)
+        tl.store(place + 2, tl.load(place + 2) + total - done)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_planes",
+        "slot_stride",
+        "known",
+        "first",
+        "second",
+    ]
+)
+def move_rows(
+    plan: Any,
+    addresses: Any,
+    first: tl.int64,
+    second: tl.int64,
+    slots: Any,
+    limits: Any,
+    request: Any,
+    position: Any,
+    accepted: Any,
+    counters: Any,
+    verdict: Any,
+    num_rows: tl.int32,
+    num_planes: tl.int32,
+    slot_stride: tl.int32,
+    known: tl.int64,
+    SELECT: tl.constexpr,
+    ACCEPT: tl.constexpr,
+    TO_CACHE: tl.constexpr,
+    COUNT: tl.constexpr,
+    DIRECT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+    UNITS: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Move the selected rows of all planes between the caches and the staged rows.
+
+    Grid: (programs per plane, planes, and one more row of programs that counts if ``COUNT``).
+
+    Args:
+        plan: int64 ``[num_planes, 15]``.
+        addresses: int64 ``[num_planes]``, addresses of the staged rows of each plane; unused
+            if ``DIRECT``.
+        first: if ``DIRECT``, the address for plane 0 ...
+        second: ... and for plane 1.
+        slots: int64 ``[GROUPS, slot_stride]``, -1 is padding.
+        limits: int64 ``[GROUPS]``, slots in the smallest cache of each group.
+        request: int64 ``[num_rows]``.
+        position: int64 ``[num_rows]``, -1 for settled rows.
+        accepted: int ``[num_requests]`` (``COUNTS``), uint8 ``[num_rows]`` (``MASK``), or unread.
+        counters: int64 ``[lines, 3]``, added to if ``COUNT``.
+        verdict: int64 ``[3]``, 0 in the first place between launches.
+        num_rows: rows of the window.
+        num_planes: lines of the plan.
+        slot_stride: elements between groups in ``slots``.
+        known: bit g is set where group g has its slots.
+        SELECT: which rows.
+        ACCEPT: what ``accepted`` is.
+        TO_CACHE: True writes caches, False reads them.
+        COUNT: add to the counters.
+        DIRECT: at most two planes, addresses as arguments.
+        GROUPS: number of groups.
+        WIDE: some plane moves in 16-byte units.
+        NARROW: bytes of a word for planes that do not; 0 without any.
+        UNITS: units per row, if all planes agree, else 0.
+        RUN: units per run, likewise.
+        BLOCK: slots per block, likewise.
+        ROWS: rows per step of a program.
+        COLS: units per step.
+        CHUNK: slots per step of the check.
+    """
+    plane = tl.program_id(1)
+    allowed = slots_in_range(slots, limits, slot_stride, known, num_rows, GROUPS, CHUNK)
+    if COUNT and plane == num_planes:
+        if tl.program_id(0) == 0:
+            count_rows(
+                slots,
+                request,
+                position,
+                accepted,
+                counters,
+                num_rows,
+                slot_stride,
+                allowed,
+                GROUPS,
+                ACCEPT,
+                CHUNK,
+            )
+    else:
+        line = plan + plane * 15
+        base = tl.load(line)
+        block_stride = tl.load(line + 1)
+        slot_stride_bytes = tl.load(line + 2)
+        rows_stride = tl.load(line + 4)
+        group = 0
+        if GROUPS > 1:
+            group = tl.load(line + 9).to(tl.int32)
+        block_size = tl.load(line + 8)
+        outside = tl.where(plane == 0, first, second) if DIRECT else tl.load(addresses + plane)
+        blocks = tl.cdiv(num_rows, ROWS)
+        for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            rows = index * ROWS + tl.arange(0, ROWS)
+            live = rows < num_rows * allowed
+            slot = tl.load(slots + group * slot_stride + rows, mask=live, other=-1)
+            chosen = selected(rows, live, request, position, accepted, SELECT, ACCEPT)
+            wanted = chosen & (slot >= 0)
+            slot = tl.where(wanted, slot, 0)
+            if BLOCK > 0:
+                block = slot // BLOCK
+                inside = slot % BLOCK
+            else:
+                block = slot // block_size
+                inside = slot % block_size
+            there = outside + rows.to(tl.int64) * rows_stride
+            here = base + block * block_stride + inside * slot_stride_bytes
+            if WIDE and NARROW == 0:
+                copy_wide(
+                    here,
+                    there,
+                    wanted,
+                    tl.load(line + 3),
+                    tl.load(line + 5),
+                    tl.load(line + 6),
+                    tl.load(line + 7),
+                    TO_CACHE,
+                    COLS,
+                    UNITS,
+                    RUN,
+                )
+            elif WIDE:
+                if tl.load(line + 11) != 0:
+                    copy_wide(
+                        here,
+                        there,
+                        wanted,
+                        tl.load(line + 3),
+                        tl.load(line + 5),
+                        tl.load(line + 6),
+                        tl.load(line + 7),
+                        TO_CACHE,
+                        COLS,
+                        UNITS,
+                        RUN,
+                    )
+                else:
+                    copy_narrow(here, there, wanted, line, inside, TO_CACHE, COLS, NARROW)
+            else:
+                copy_narrow(here, there, wanted, line, inside, TO_CACHE, COLS, NARROW)
+    tl.debug_barrier()
+    everyone = tl.num_programs(0) * tl.num_programs(1)
+    if tl.atomic_add(verdict, 1, sem="acq_rel") == everyone - 1:
+        tl.store(verdict, 0)
+        tl.store(verdict + 1, tl.load(verdict + 1) + 1)
+        tl.store(verdict + 2, tl.load(verdict + 2) + (1 - allowed))
