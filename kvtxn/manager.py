@@ -61,8 +61,10 @@ class TransactionManager:
         self.metrics = Metrics.build(self.policy, refs, self.device)
         self.acceptance = Acceptance(self.config.acceptance, self.device)
         self.stager = Stager(self.config, deferred=self.policy == "deferred")
-        self.needs_guard = self.config.debug or (
-            self.config.on_error == "raise" and not backend.capabilities.atomic
+        # A commit that can fail after it did something is undone from what was there before.
+        self.may_stop_halfway = self.config.debug or not backend.capabilities.atomic
+        self.needs_guard = self.may_stop_halfway and (
+            self.config.debug or self.config.on_error == "raise"
         )
         self._layout = lru_cache(maxsize=256)(
             lambda draft_len, settled: RowLayout.build(draft_len, settled, self.device)

@@ -260,6 +260,7 @@ class Window:
         """The executor's commit; on failure finish it, or restore and raise."""
         before: LayerRows = txn.saved
         config = self._manager.config
+        counted = txn.counters.clone() if self._manager.may_stop_halfway else None
         try:
             if txn.policy == "deferred" and self._manager.needs_guard:
                 before = recovery.read_back(txn)
@@ -269,6 +270,8 @@ class Window:
                 if wrong:
                     raise RuntimeError(f"commit left wrong bytes in {wrong}")
         except Exception as error:
+            if counted is not None:
+                txn.counters.copy_(counted)  # a window counts once, however often it is tried
             if config.on_error == "raise":
                 self._take_back_and_raise("commit", error, before)
             self._enter_direct("commit", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -31,12 +32,14 @@ class Faults:
     Attributes:
         error: what to raise.
         fired: the faults that went off, as ``(operation, moment)``.
+        calls: how often each method was called.
     """
 
     error: Callable[[], BaseException] = attrs.field(
         default=lambda: InjectedFault("injected by the conformance kit")
     )
     fired: list[tuple[str, str]] = attrs.Factory(list)
+    calls: Counter[str] = attrs.Factory(Counter)
     _armed: dict[str, tuple[str, int]] = attrs.Factory(dict)
 
     def arm(self, at: str, when: str = "before", nth: int = 1) -> None:
@@ -61,6 +64,7 @@ class Faults:
 
     def due(self, operation: str) -> str | None:
         """Count a call; the moment at which this one has to fail, or None."""
+        self.calls[operation] += 1
         if operation not in self._armed:
             return None
         when, nth = self._armed[operation]
@@ -83,19 +87,23 @@ class FaultyExecutor(Executor):
 
     def save(self, txn: Txn, group: str) -> LayerRows:
         """Fails at ``"save"``."""
-        return self._run("save", txn, lambda: super(FaultyExecutor, self).save(txn, group))
+        inner = super().save  # type: ignore[safe-super]  # the class it is mixed into
+        return self._run("save", txn, lambda: inner(txn, group))
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
         """Fails at ``"stage"``."""
-        self._run("stage", txn, lambda: super(FaultyExecutor, self).stage(txn, layer))
+        inner = super().stage  # type: ignore[safe-super]
+        self._run("stage", txn, lambda: inner(txn, layer))
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
         """Fails at ``"commit"``."""
-        self._run("commit", txn, lambda: super(FaultyExecutor, self).commit(txn, accepted))
+        inner = super().commit  # type: ignore[safe-super]
+        self._run("commit", txn, lambda: inner(txn, accepted))
 
     def restore(self, txn: Txn) -> None:
         """Fails at ``"restore"``."""
-        self._run("restore", txn, lambda: super(FaultyExecutor, self).restore(txn))
+        inner = super().restore  # type: ignore[safe-super]
+        self._run("restore", txn, lambda: inner(txn))
 
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs

@@ -30,6 +30,11 @@ class Sequences:
     block_table: dict[str, list[list[int]]]
     seq_lens: list[int]
 
+    def table(self, cache: TestCache) -> Tensor:
+        """The block table of a layer, int32 ``[num_requests, max_blocks]`` on the host."""
+        rows = self.block_table[cache.spec.group]
+        return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), len(rows[0]) if rows else 2)
+
     def slot(self, cache: TestCache, request: int, position: int) -> int:
         """Where a token of a request lies."""
         block, offset = divmod(position, cache.spec.block_size)

@@ -101,7 +101,7 @@ FORMATS: Final[dict[str, NumberFormat]] = {
 
 
 def _divide(value: float, scale: float) -> float:
-    """value / scale as float32 division rounds it (exact in double, then rounded once)."""
+    """The quotient as float32 division rounds it (exact in double, then rounded once)."""
     if not math.isfinite(value):
         return value
     try:

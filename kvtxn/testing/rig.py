@@ -19,7 +19,7 @@ from ..window import Window
 from .batches import Batch, make_batch
 from .caches import LayerSpec, build_cache
 from .number_formats import FORMATS
-from .oracle import Replay
+from .oracle import Replay, Row
 
 #: Five layers that have nothing in common but their number format.
 VARIED: Final = (
@@ -93,6 +93,7 @@ class Rig:
             TxnConfig(policy=policy, backend=backend, **settings),  # type: ignore[arg-type]
         )
         self.truth = Replay(self.caches)
+        self._old: list[tuple[str, int, Row]] = []
 
     def batch(
         self, shape: tuple[Sequence[int], Sequence[int]] = ((1, 1), (3, 2)), **kwargs: Any
@@ -109,12 +110,22 @@ class Rig:
 
     def open(self, batch: Batch) -> Window:
         """Begin a window for a batch, all slots given."""
-        return self.manager.window(batch.draft_len, self.slots(batch), batch.settled)
+        window = self.manager.window(batch.draft_len, self.slots(batch), batch.settled)
+        self._old.clear()
+        return window
 
     def stage(self, window: Window, batch: Batch, order: Sequence[int] | None = None) -> None:
         """Stage layers, all in their order or those named by ``order``."""
         for index in range(len(self.refs)) if order is None else order:
             window.stage(self.refs[index], *batch.tensors[self.refs[index].name])
+
+    def hand_in(
+        self, window: Window, batch: Batch, index: int, slots: Tensor | list[int] | None
+    ) -> None:
+        """Stage one layer, with slots where they are not None."""
+        ref = self.refs[index]
+        key, *value = batch.tensors[ref.name]
+        window.stage(ref, key, value[0] if value else None, slots)
 
     def accepted(self, counts: Sequence[int]) -> Tensor:
         """Counts as a tensor on the device."""
@@ -146,13 +157,21 @@ class Rig:
 
     def expect_staged(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
         """What staging writes at once: settled rows, and all of them unless they wait."""
+        self.expect_settled(batch, layers)
         if self.policy == "deferred":
-            self.expect_settled(batch, layers)
-        else:
-            self.write(batch, [True] * batch.num_rows, layers)
+            return
+        for index in range(len(self.caches)) if layers is None else layers:
+            cache = self.caches[index]
+            for slot, draft in zip(batch.slots[cache.spec.group], batch.drafts, strict=True):
+                if draft and slot != -1:
+                    self._old.append((cache.name, slot, self.truth.read(cache.name, slot)))
+        self.write(batch, batch.drafts, layers)
 
     def expect_committed(self, batch: Batch, kept: Sequence[bool]) -> None:
-        """What a commit leaves; stock (``direct``) leaves everything."""
+        """What a commit leaves: the kept rows, over what was there; stock leaves everything."""
+        for layer, slot, row in self._old:
+            self.truth.write(layer, slot, row)
+        self._old.clear()
         self.expect_settled(batch)
         direct = self.policy == "direct"
         self.write(batch, [direct or keep for keep in kept])
@@ -166,6 +185,10 @@ class Rig:
         found = self.truth.differences()
         if found:
             raise AssertionError(f"{when or 'caches differ'}: " + "; ".join(found))
+
+    def truth_now(self) -> Replay:
+        """An oracle that takes the caches as they are; to show that they stay so."""
+        return Replay(self.caches)
 
     def rows(self) -> tuple[int, int, int]:
         """Draft rows staged, committed and rejected so far, as the manager counts them."""

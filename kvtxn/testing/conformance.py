@@ -1,0 +1,42 @@
+"""The class a backend author subclasses: all promises, one fixture to supply."""
+
+from __future__ import annotations
+
+from .honesty import Honesty
+from .program import RandomProgram
+from .promise_counts import Counts
+from .promise_device import Device
+from .promise_discipline import Discipline
+from .promise_exactness import Exactness
+from .promise_fallback import Fallback
+from .promise_isolation import AllOrNothing, Isolation
+from .promise_own_writes import OwnWrites
+from .state_walk import StateTable
+
+
+class ExecutorConformance(
+    Honesty,
+    Exactness,
+    AllOrNothing,
+    Isolation,
+    OwnWrites,
+    Discipline,
+    StateTable,
+    Device,
+    Fallback,
+    Counts,
+    RandomProgram,
+):
+    """Everything an executor promises, as tests.
+
+    Subclass it under a name that pytest collects, and supply ``backend``::
+
+        class TestMine(ExecutorConformance):
+            @pytest.fixture
+            def backend(self):
+                return "mine"  # a registered name, or the Executor subclass itself
+
+    The other fixtures have defaults, and may be overridden likewise: ``device`` ("cpu"),
+    ``attention_tolerance`` (1e-4, for float32) and ``program_settings`` (Hypothesis
+    settings of the random program).
+    """

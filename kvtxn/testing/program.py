@@ -1,0 +1,290 @@
+"""One random program drives the executor under test and the model, faults included.
+
+Hypothesis chooses layers, windows, orders, faults and misuse, and shrinks
+what goes wrong to the shortest program that shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor
+
+from ..errors import (
+    AcceptanceError,
+    IncompleteWindowError,
+    LayerError,
+    SlotMappingError,
+    WindowStateError,
+)
+from ..states import WindowState
+from ..window import Window
+from .caches import LAYOUTS, LayerSpec
+from .faults import MOMENTS, InjectedFault
+from .kit import Kit, KitBase
+from .model import Model
+from .number_formats import FORMATS
+
+_BLOCK_SIZES: Final = {"a": 3, "b": 4}
+
+
+@st.composite
+def _layers(draw: st.DrawFn) -> LayerSpec:
+    group = draw(st.sampled_from(sorted(_BLOCK_SIZES)))
+    return LayerSpec(
+        draw(st.sampled_from(LAYOUTS)),
+        FORMATS[draw(st.sampled_from(sorted(FORMATS)))],
+        group,
+        heads=draw(st.integers(1, 3)),
+        size=draw(st.integers(1, 6)),
+        value_size=draw(st.none() | st.integers(1, 6)),
+        block_size=_BLOCK_SIZES[group],
+        num_blocks=draw(st.integers(9, 11)),
+    )
+
+
+_SHAPES: Final = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=4).map(
+    lambda pairs: (tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+)
+
+#: When in a call the executor fails, and at which of its calls; mostly it does not.
+_FAULTS: Final = (
+    st.none() | st.none() | st.tuples(st.sampled_from(MOMENTS), st.sampled_from([1, 2]))
+)
+
+Shape = tuple[tuple[int, ...], tuple[int, ...]]
+Fault = tuple[str, int] | None
+
+_is_open = precondition(lambda self: self.model.state is not None)
+_none_open = precondition(lambda self: self.model.state is None)
+_all_staged = precondition(lambda self: self.model.state is not None and not self.model.missing)
+_some_missing = precondition(lambda self: self.model.state is not None and self.model.missing)
+
+
+class Program(RuleBasedStateMachine):
+    """The rules; a subclass names the backend under test, ``kit``."""
+
+    kit: ClassVar[Kit]
+    window: Window | None = None
+
+    @initialize(
+        specs=st.lists(_layers(), min_size=1, max_size=4),
+        policy=st.data(),
+        on_error=st.sampled_from(["fallback", "raise"]),
+        staging=st.sampled_from(["auto", "reference", "copy"]),
+        seed=st.integers(0, 2**20),
+    )
+    def build(
+        self, specs: list[LayerSpec], policy: st.DataObject, on_error: str, staging: str, seed: int
+    ) -> None:
+        """A manager of the backend's, whose executor fails when told to."""
+        chosen = policy.draw(st.sampled_from(sorted(self.kit.capabilities.policies)), "policy")
+        self.rig, self.faults = self.kit.faulty_rig(
+            chosen, specs, seed=seed, on_error=on_error, staging=staging
+        )
+        self.model = Model(self.rig, on_error)
+        self.attends = self.rig.manager.executor.capabilities.attention
+
+    def call(self, action: Callable[[], object], at: str, fault: Fault) -> bool:
+        """Make a call that is allowed, and may fail at a method; whether it did."""
+        before = len(self.faults.fired)
+        if fault is not None:
+            self.faults.arm(at, *fault)
+        try:
+            action()
+        except InjectedFault:
+            assert self.rig.manager.config.on_error == "raise", "a fallback raised"
+            assert len(self.faults.fired) > before
+        self.faults.disarm()
+        return len(self.faults.fired) > before
+
+    # -- what a caller does -------------------------------------------------------------
+
+    @_none_open
+    @rule(
+        shape=_SHAPES,
+        late=st.booleans(),
+        padding=st.sampled_from([0.0, 0.3, 1.0]),
+        fault=_FAULTS,
+        data=st.data(),
+    )
+    def begin(
+        self, shape: Shape, late: bool, padding: float, fault: Fault, data: st.DataObject
+    ) -> None:
+        """Open a window, with the slots of all groups, of some, or of none."""
+        payload = data.draw(st.sampled_from(["native", "cast"]), "payload")
+        batch = self.rig.batch(shape, padding=padding, payload=payload)
+        groups = data.draw(st.permutations(sorted(batch.slots)), "groups")
+        given = groups[: data.draw(st.integers(0, len(groups) - 1), "known")] if late else groups
+        slots = self.rig.slots(batch)
+        saves = self.faults.calls["save"]
+
+        def action() -> None:
+            self.window = self.rig.manager.window(
+                batch.draft_len, {group: slots[group] for group in given}, batch.settled
+            )
+
+        failed = self.call(action, "save", fault)
+        if failed and self.rig.manager.config.on_error == "raise":
+            given = given[: self.faults.calls["save"] - saves]
+        self.model.begin(batch, given, failed)
+
+    @_some_missing
+    @rule(which=st.integers(0, 9), again=st.booleans(), saving=st.booleans(), fault=_FAULTS)
+    def stage(self, which: int, again: bool, saving: bool, fault: Fault) -> None:
+        """Hand in any layer that is missing, with slots where its group has none yet."""
+        model, batch = self.model, self.model.batch
+        index = model.missing[which % len(model.missing)]
+        ref = self.rig.refs[index]
+        late = ref.group not in model.mapped
+        repeat = again and self.rig.device.type == "cpu"  # by content; a device compares memory
+        slots = batch.slots[ref.group] if late or repeat else None
+        at = "save" if saving else "stage"
+        failed = self.call(lambda: self._stage(index, slots), at, fault)
+        if late:
+            model.map(ref.group, failed and saving)
+        if model.state is not None:
+            model.stage(index, failed and not saving)
+
+    @_some_missing
+    @rule(fault=_FAULTS)
+    def stage_the_rest(self, fault: Fault) -> None:
+        """Hand in all layers that are missing, in their order; the fault may hit any."""
+        while self.model.state is not None and self.model.missing:
+            self.stage(0, False, False, fault)
+
+    def _stage(self, index: int, slots: list[int] | Tensor | None = None) -> None:
+        self.rig.hand_in(self._open, self.model.batch, index, slots)
+
+    @property
+    def _open(self) -> Window:
+        assert self.window is not None
+        return self.window
+
+    @precondition(lambda self: self.model.state is not None and self.attends)
+    @rule(which=st.integers(0, 9), fault=_FAULTS)
+    def attend(self, which: int, fault: Fault) -> None:
+        """Look at a staged layer; promise 4 tests what comes out, this that nothing changes."""
+        staged = [i for i in self.model.staged if not self.rig.refs[i].is_latent]
+        if not staged:
+            return
+        ref, batch = self.rig.refs[staged[which % len(staged)]], self.model.batch
+        heads, size = ref.planes[0].row_shape
+        query = torch.zeros(batch.num_rows, heads, size, device=self.rig.device)
+        requests = len(batch.settled)
+        table = torch.zeros(requests, 3, dtype=torch.int64, device=self.rig.device)
+        lengths = self.rig.accepted([6] * requests)
+        failed = self.call(lambda: self._open.attend(ref, query, table, lengths), "attend", fault)
+        self.model.attend(failed)
+
+    @_all_staged
+    @rule(data=st.data(), form=st.sampled_from(["device", "list", "mask"]), fault=_FAULTS)
+    def commit(self, data: st.DataObject, form: str, fault: Fault) -> None:
+        """Accept some drafts, said in one of the ways."""
+        batch = self.model.batch
+        counts = [data.draw(st.integers(0, drafts), "accepted") for drafts in batch.draft_len]
+        kept = batch.kept(counts)
+        given: list[int] | Tensor = counts if form == "list" else self.rig.accepted(counts)
+        if form == "mask":  # any rows may be kept, not only prefixes
+            mask = [data.draw(st.booleans(), "kept") for _ in range(batch.num_rows)]
+            kept = [both == (True, True) for both in zip(mask, batch.drafts, strict=True)]
+            given = torch.tensor(mask, dtype=torch.bool).to(self.rig.device)
+        self.model.commit(kept, self.call(lambda: self._open.commit(given), "commit", fault))
+
+    @_is_open
+    @rule(fault=_FAULTS)
+    def abort(self, fault: Fault) -> None:
+        """Give the window up, wherever it stands."""
+        self.model.abort(self.call(self._open.abort, "restore", fault))
+
+    # -- what a caller must not do --------------------------------------------------------
+
+    @_some_missing
+    @rule()
+    def go_wrong_while_open(self) -> None:
+        """Commit too early, stage a layer twice or misshapen, map a group again, open another."""
+        model, rig = self.model, self.rig
+        with pytest.raises(IncompleteWindowError):
+            self._open.commit(0)
+        with pytest.raises(WindowStateError):
+            rig.manager.window([1], [-1, -1])
+        if model.staged:
+            with pytest.raises(LayerError):
+                self._stage(model.staged[0])
+        ref = rig.refs[model.missing[0]]
+        parts, slots = model.batch.tensors[ref.name], list(model.batch.slots[ref.group])
+        if ref.group not in model.mapped:
+            with pytest.raises(SlotMappingError):
+                self._open.stage(ref, *parts)
+            return
+        with pytest.raises(LayerError):
+            self._open.stage(ref, *(part[..., :0] for part in parts))
+        if slots:
+            slots[0] = -1 if slots[0] >= 0 else next(s for s in range(30) if s not in slots)
+            with pytest.raises(SlotMappingError):
+                self._stage(model.missing[0], torch.tensor(slots).to(rig.device))
+
+    @_all_staged
+    @rule(excess=st.integers(1, 3))
+    def go_wrong_at_commit(self, excess: int) -> None:
+        """Accept more than there is, for too many requests, or in no form at all."""
+        batch = self.model.batch
+        too_many = [drafts + excess for drafts in batch.draft_len] or [0]
+        wrong: tuple[Any, ...] = (too_many, [*batch.draft_len, 0], "all")
+        for accepted in wrong:
+            with pytest.raises(AcceptanceError):
+                self._open.commit(accepted)
+        with pytest.raises((LayerError, WindowStateError)):
+            self._stage(0)
+
+    @precondition(lambda self: self.model.state is None and self.window is not None)
+    @rule()
+    def use_it_again(self) -> None:
+        """A window is single-use."""
+        ref = self.rig.refs[0]
+        calls: tuple[Callable[[], None], ...] = (
+            lambda: self._open.commit(0),
+            lambda: self._open.abort(),
+            lambda: self._open.stage(ref, torch.zeros(0)),
+        )
+        for call in calls:
+            with pytest.raises(WindowStateError):
+                call()
+
+    # -- what must hold after every step --------------------------------------------------
+
+    @invariant()
+    def agrees(self) -> None:
+        """States, counters and every word of every cache are as the model says."""
+        self.rig.check()
+        flat, model = self.rig.manager.snapshot(), self.model
+        assert self.rig.rows() == tuple(model.rows)
+        ended = {state: flat[f"kvtxn_windows_total_{state.value}"] for state in _FINAL}
+        assert ended == {state: model.outcomes[state] for state in _FINAL}
+        current = self.rig.manager.current
+        assert (current.state if current is not None else None) is model.state
+
+
+_FINAL: Final = tuple(state for state in WindowState if state.is_final)
+
+
+class RandomProgram(KitBase):
+    """Whatever is done in whatever order, the model agrees."""
+
+    def test_random_program(self, kit: Kit, program_settings: settings) -> None:
+        """Begin, stage, attend, commit, abort, faults and misuse in any order."""
+        bound = type("Program", (Program,), {"kit": kit})
+        run_state_machine_as_test(bound, settings=program_settings)

@@ -1,0 +1,95 @@
+"""Promise 6: the host never waits for the device, and commit can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import pytest
+import torch
+
+from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .rig import Rig
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Any operation that waits for the device raises (torch's sync debug mode)."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def window_without_sync(rig: Rig, attend: bool) -> None:
+    """A warm-up window, then one of another shape under sync debug mode, compared afterwards."""
+    _whole_window(rig, ((1, 1), (3, 2)), attend, nullcontext())
+    _whole_window(rig, ((1, 1, 1), (4, 2, 1)), attend, no_host_sync())
+    rig.check("a window that never waited")
+
+
+def _whole_window(
+    rig: Rig,
+    shape: tuple[Sequence[int], Sequence[int]],
+    attend: bool,
+    watch: AbstractContextManager[None],
+) -> None:
+    """Begin, stage, attend and commit inside ``watch``; everything it needs is made before."""
+    batch = rig.batch(shape)
+    requests = len(batch.settled)
+    slots, counts = rig.slots(batch), rig.accepted(batch.draft_len) - 1
+    query = torch.zeros(batch.num_rows, 2, 5, device=rig.device)
+    table = torch.zeros(requests, 2, dtype=torch.int64, device=rig.device)
+    seq_lens = rig.accepted([4] * requests)
+    with watch:
+        window = rig.manager.window(batch.draft_len, slots, batch.settled)
+        for ref in rig.refs:
+            window.stage(ref, *batch.tensors[ref.name])
+            if attend and ref.planes[0].row_shape == (2, 5):
+                window.attend(ref, query, table, seq_lens)
+        window.commit(counts)
+    rig.expect_committed(batch, batch.kept([drafts - 1 for drafts in batch.draft_len]))
+
+
+def replayed_commit(rig: Rig) -> None:
+    """Capture a commit, change the counts, replay, and compare."""
+    rig.run(warm := rig.batch(), [1, 1])
+    rig.expect_committed(warm, warm.kept([1, 1]))
+    batch = rig.batch()
+    counts = rig.accepted([0, 0])
+    window = rig.open(batch)
+    rig.stage(window, batch)
+    rig.expect_staged(batch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        window.commit(counts)
+    rig.check("captured, not run")
+    counts.copy_(rig.accepted([3, 1]))
+    graph.replay()
+    torch.cuda.synchronize()
+    rig.expect_committed(batch, batch.kept([3, 1]))
+    rig.check("replayed with other counts")
+
+
+class Device(KitBase):
+    """Nothing waits from begin to the end of commit."""
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_no_host_sync(self, kit: Kit, policy: str) -> None:
+        """Checked by torch's sync debug mode, with a layout that was never seen before."""
+        kit.need_cuda()
+        if not kit.capabilities.no_host_sync:
+            pytest.skip(f"{kit.name} declares that it waits for the device")
+        window_without_sync(kit.rig(policy), kit.capabilities.attention)
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_commit_in_a_graph(self, kit: Kit, policy: str) -> None:
+        """A captured commit reads its counts when it is replayed."""
+        kit.need_cuda()
+        if not kit.capabilities.capturable:
+            pytest.skip(f"{kit.name} declares that commit cannot be captured")
+        replayed_commit(kit.rig(policy))

@@ -1,0 +1,281 @@
+"""Promises 1 and 9: the caches hold exactly the kept rows, whoever moved the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from .. import registry
+from .batches import SHAPES, Batch, random_counts
+from .caches import LAYOUTS, LayerSpec
+from .kit import POLICIES, Kit, KitBase
+from .number_formats import FORMATS
+from .rig import VARIED, Rig
+
+#: Ways to say how many drafts were accepted, given one count per request.
+FORMS: Final[dict[str, Callable[[list[int], Batch], Any]]] = {
+    "list": lambda counts, batch: counts,
+    "tuple": lambda counts, batch: tuple(counts),
+    "int64": lambda counts, batch: torch.tensor(counts),
+    "int32": lambda counts, batch: torch.tensor(counts, dtype=torch.int32),
+    "mask": lambda counts, batch: torch.tensor(batch.kept(counts)),
+    "mask-list": lambda counts, batch: batch.kept(counts),
+}
+
+EXTREMES: Final[dict[str, Callable[[Batch, Rig], list[int]]]] = {
+    "none": lambda batch, rig: [0] * len(batch.draft_len),
+    "some": lambda batch, rig: random_counts(batch, rig.rng),
+    "all": lambda batch, rig: list(batch.draft_len),
+}
+
+
+class Exactness(KitBase):
+    """After commit, every byte of every cache is what replaying the kept rows leaves."""
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("fmt", FORMATS)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_every_layout_and_format(self, kit: Kit, policy: str, fmt: str, layout: str) -> None:
+        """Any strides, any number format: bit patterns survive, numbers are stored once."""
+        kind = FORMATS[fmt]
+        specs = [LayerSpec(layout, kind), LayerSpec(layout, kind, heads=3, size=4, value_size=6)]
+        rig = kit.rig(policy, specs)
+        for payload in ("native", "cast"):
+            _commit(rig, rig.batch(payload=payload), f"{payload} payload")
+
+    @pytest.mark.parametrize("accepting", EXTREMES)
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_every_shape(self, kit: Kit, policy: str, shape: str, accepting: str) -> None:
+        """Uneven, empty and settled-only requests; layers and groups with nothing in common."""
+        rig = kit.rig(policy)
+        for _ in range(2):  # the second window finds buffers that the first one used
+            batch = rig.batch(SHAPES[shape])
+            _commit(rig, batch, shape, EXTREMES[accepting](batch, rig))
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_sizes_from_one_to_odd(self, kit: Kit, policy: str) -> None:
+        """One block, one head, one element; widths that no vector load divides."""
+        specs = [
+            LayerSpec(heads=1, size=1, block_size=1, num_blocks=20, group="a"),
+            LayerSpec(heads=7, size=33, block_size=20, num_blocks=1, group="b"),
+            LayerSpec(heads=1, size=129, block_size=16, num_blocks=3, group="c"),
+            LayerSpec("latent", size=577, block_size=5, num_blocks=5, group="d"),
+            LayerSpec(heads=2, size=64, value_size=128, block_size=16, num_blocks=2, group="e"),
+        ]
+        rig = kit.rig(policy, specs)
+        for _ in range(3):
+            _commit(rig, rig.batch())
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_chain_of_windows(self, kit: Kit, policy: str) -> None:
+        """Windows that come back to the slots of earlier ones, accepted, rejected, aborted."""
+        rig = kit.rig(policy, seed=5)
+        shapes = list(SHAPES.values())
+        for step in range(12):
+            batch = rig.batch(shapes[step % len(shapes)])
+            if step % 4 == 3 and policy != "direct":
+                with rig.open(batch) as window:
+                    rig.stage(window, batch)
+                    window.abort()
+                rig.expect_settled(batch)
+                rig.check(f"aborted window {step}")
+            else:
+                _commit(rig, batch, f"window {step}")
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_forms_of_acceptance(self, kit: Kit, policy: str, form: str) -> None:
+        """Counts or masks, as sequences or tensors, all mean the same."""
+        rig = kit.rig(policy)
+        batch = rig.batch(((1, 2, 0), (3, 0, 4)))
+        counts = [2, 0, 1]
+        _commit(rig, batch, form, counts, FORMS[form](counts, batch))
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_one_count_for_all_requests(self, kit: Kit, policy: str) -> None:
+        """An int, or a tensor without dimensions, counts for every request."""
+        rig = kit.rig(policy)
+        for accepted in (2, torch.tensor(1), 0):
+            batch = rig.batch(((1, 1, 1), (2, 3, 2)))
+            _commit(rig, batch, repr(accepted), [int(accepted)] * 3, accepted)
+
+    @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_masks_that_are_no_prefix(self, kit: Kit, policy: str, on_device: bool) -> None:
+        """A tree of drafts keeps any rows; what a mask says of settled rows is ignored."""
+        rig = kit.rig(policy)
+        for _ in range(3):
+            batch = rig.batch(((1, 2, 1), (5, 0, 6)))
+            mask = [rig.rng.random() < 0.5 for _ in range(batch.num_rows)]
+            given = torch.tensor(mask).to(kit.device if on_device else "cpu")
+            with rig.open(batch) as window:
+                rig.stage(window, batch)
+                window.commit(given)
+            kept = [keep and draft for keep, draft in zip(mask, batch.drafts, strict=True)]
+            rig.expect_committed(batch, kept)
+            rig.check("mask")
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_device_counts_out_of_range(self, kit: Kit, policy: str) -> None:
+        """Counts that only the device knows clamp to the drafts there are."""
+        kit.need_cuda()
+        rig = kit.rig(policy)
+        batch = rig.batch(((1, 1, 1), (3, 2, 4)))
+        _commit(rig, batch, "clamped", [0, 2, 4], rig.accepted([-7, 99, 2**40]))
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_device_slots_out_of_range(self, kit: Kit, policy: str) -> None:
+        """A slot that only the device knows to be outside its cache: nothing is written."""
+        kit.need_cuda()
+        for bad in (-2, 10**6, -(2**33), 2**33):
+            rig = kit.rig(policy)
+            batch = rig.batch()
+            batch.slots["sliding"][1] = bad
+            rig.run(batch, [1, 1])
+            rig.check(f"slot {bad}")
+
+    @pytest.mark.parametrize("staging", ["auto", "reference", "copy"])
+    @pytest.mark.parametrize("fmt", ["bf16", "fp32", "fp8_e4m3-head"])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_ways_to_stage(self, kit: Kit, policy: str, fmt: str, staging: str) -> None:
+        """By reference or by copy, with or without a version counter, from strided tensors."""
+        specs = [LayerSpec(fmt=FORMATS[fmt]), LayerSpec("hnd", FORMATS[fmt])]
+        rig = kit.rig(policy, specs, staging=staging)
+        for strided in (False, True):
+            batch = rig.batch()
+            with torch.inference_mode(), rig.open(batch) as window:
+                for ref in rig.refs:
+                    parts = batch.tensors[ref.name]
+                    window.stage(ref, *map(_spread, parts) if strided else parts)
+                window.commit([2, 1])
+            rig.expect_committed(batch, batch.kept([2, 1]))
+            rig.check("strided tensors" if strided else "dense tensors")
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_latent_in_two_halves(self, kit: Kit, policy: str) -> None:
+        """Code for latent attention has the latent in two tensors; together they are one row."""
+        rig = kit.rig(policy, [LayerSpec("latent", size=9), LayerSpec("latent-gapped", size=4)])
+        batch = rig.batch()
+        with rig.open(batch) as window:
+            for ref in rig.refs:
+                (latent,) = batch.tensors[ref.name]
+                window.stage(ref, latent[:, :3], latent[:, 3:])
+            window.commit([1, 2])
+        rig.expect_committed(batch, batch.kept([1, 2]))
+        rig.check()
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_debug_finds_nothing(self, kit: Kit, policy: str) -> None:
+        """The library's own check of each commit agrees."""
+        rig = kit.rig(policy, debug=True)
+        _commit(rig, rig.batch(SHAPES["uneven"]))
+
+    @pytest.mark.parametrize("policy", ["undo", "direct"])
+    def test_rows_written_by_the_caller(self, kit: Kit, policy: str) -> None:
+        """An engine that writes its rows itself: the window only takes rejected ones back."""
+        rig = kit.rig(policy)
+        batch = rig.batch(((1, 2), (4, 3)))
+        slots = rig.slots(batch)
+        window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
+        _write_as_an_engine(rig, batch)
+        window.commit(rig.accepted([1, 3]))
+        rig.expect_committed(batch, batch.kept([1, 3]))
+        rig.check()
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_the_same_bytes_as_torch(self, kit: Kit, policy: str) -> None:
+        """The torch executor, given the same program, leaves the same memory word for word."""
+        if "torch" not in registry.names():
+            pytest.skip("the torch executor is not installed")
+        rigs = [kit.rig(policy, seed=9), Rig("torch", policy, kit.device, VARIED, seed=9)]
+        for shape in SHAPES.values():
+            for rig in rigs:
+                batch = rig.batch(shape)
+                rig.run(batch, random_counts(batch, rig.rng))
+        for ours, theirs in zip(rigs[0].caches, rigs[1].caches, strict=True):
+            for mine, other in zip(ours.memories, theirs.memories, strict=True):
+                assert mine.tolist() == other.tolist(), f"{ours.name} differs from torch"
+        assert rigs[0].rows() == rigs[1].rows()
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_addresses_beyond_32_bits(self, kit: Kit, policy: str) -> None:
+        """A cache of more than 2**31 elements: rows at its end land there, and nowhere else."""
+        kit.need_cuda()
+        spec = LayerSpec(fmt=FORMATS["fp8_e4m3"], heads=2, size=64, block_size=16)
+        blocks = 2**31 // (spec.heads * spec.size * spec.block_size) + 9
+        size = 2 * blocks * spec.heads * spec.size * spec.block_size
+        if torch.cuda.mem_get_info(kit.device)[0] < 4 * size:
+            pytest.skip(f"{4 * size >> 30} GiB of free device memory are needed")
+        _commit_far_out(kit, policy, spec, blocks)
+
+
+def _commit(
+    rig: Rig,
+    batch: Batch,
+    when: str = "",
+    counts: Sequence[int] | None = None,
+    given: Any = None,
+) -> None:
+    """Run a window, accept ``counts`` drafts (said as ``given``), and compare everything."""
+    counts = random_counts(batch, rig.rng) if counts is None else counts
+    with rig.open(batch) as window:
+        rig.stage(window, batch)
+        window.commit(rig.accepted(counts) if given is None else given)
+    rig.expect_committed(batch, batch.kept(counts))
+    rig.check(f"{when} after commit of {list(counts)}")
+
+
+def _spread(part: Tensor) -> Tensor:
+    """The same rows as a view with gaps, as a slice of a fused projection is."""
+    wide = part.new_zeros(part.shape[0], *part.shape[1:-1], part.shape[-1] * 2 + 1)
+    view = wide[..., 1::2]
+    view.copy_(part)
+    return view
+
+
+def _write_as_an_engine(rig: Rig, batch: Batch) -> None:
+    """Write all rows into the caches without the library."""
+    rig.expect_staged(batch)
+    for cache in rig.caches:
+        for slot, row in zip(batch.slots[cache.spec.group], batch.rows[cache.name], strict=True):
+            if slot != -1:
+                for plane, words in zip(cache.planes, row, strict=True):
+                    memory = cache.memories[plane.memory]
+                    places = torch.tensor(plane.words(slot), device=memory.device)
+                    memory[places] = torch.tensor(words, dtype=memory.dtype, device=memory.device)
+    rig.check("the kit's own writes")
+
+
+def _commit_far_out(kit: Kit, policy: str, spec: LayerSpec, blocks: int) -> None:
+    """One window at the end of one huge cache; compared on the device, as integers."""
+    from ..config import TxnConfig
+    from ..layers import LayerRef
+    from ..manager import TransactionManager
+
+    if policy not in kit.capabilities.policies:
+        pytest.skip(f"{kit.name} does not declare {policy!r}")
+    shape = (2, blocks, spec.block_size, spec.heads, spec.size)
+    memory = torch.zeros(shape, dtype=torch.uint8, device=kit.device)
+    ref = LayerRef("far", memory[0], memory[1], kv_dtype="fp8_e4m3")
+    manager = TransactionManager(
+        [ref],
+        TxnConfig(policy=policy, backend=kit.name, max_rows=8),  # type: ignore[arg-type]
+    )
+    last = blocks * spec.block_size - 1
+    slots = torch.tensor([last - 3, last, -1, last - 40], device=kit.device)
+    rows = torch.arange(1, 5, dtype=torch.uint8, device=kit.device).view(4, 1, 1)
+    rows = rows.expand(4, spec.heads, spec.size).contiguous().view(torch.float8_e4m3fn)
+    with manager.window([3], slots, [1]) as window:
+        window.stage(ref, rows, rows)
+        window.commit(torch.tensor([2], device=kit.device))
+    kept = {last - 3: 1, last: 2} | ({last - 40: 4} if policy == "direct" else {})
+    flat = memory.view(2, -1, spec.heads * spec.size)
+    for slot, code in kept.items():
+        assert flat[:, slot].eq(code).all(), f"slot {slot} does not hold its row"
+        flat[:, slot] = 0
+    assert not memory.any(), "a row went somewhere else"

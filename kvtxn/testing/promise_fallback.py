@@ -1,0 +1,182 @@
+"""Promise 7: whatever fails, wherever, the accepted rows end up in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+import torch
+
+from ..errors import WindowStateError
+from ..states import WindowState
+from ..window import Window
+from .batches import Batch
+from .faults import MOMENTS, OPERATIONS, InjectedFault
+from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .promise_isolation import leave_by
+from .rig import VARIED, Rig
+
+#: Calls of each method in one window over ``VARIED``: five layers in two groups.
+_CALLS: Final = {
+    "save": (1, 2),
+    "stage": (1, 3, 5),
+    "commit": (1,),
+    "restore": (1,),
+    "attend": (1,),
+}
+
+_FAULTS: Final = [(at, when, nth) for at in OPERATIONS for when in MOMENTS for nth in _CALLS[at]]
+
+_named = pytest.mark.parametrize(
+    ("at", "when", "nth"), _FAULTS, ids=[f"{at}-{when}-{nth}" for at, when, nth in _FAULTS]
+)
+
+
+class Fallback(KitBase):
+    """An executor may fail at any point; a token never does."""
+
+    @_named
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_nothing_accepted_is_lost(
+        self, kit: Kit, policy: str, at: str, when: str, nth: int
+    ) -> None:
+        """on_error="fallback": nothing is raised, accepted and settled rows are in the caches."""
+        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        batch = rig.batch(((1, 2, 0), (3, 0, 4)))
+        counts = [2, 0, 1]
+        faults.arm(at, when, nth)
+        window = _drive(rig, batch, counts if at != "restore" else None)
+        if not faults.fired:
+            assert window.state in (WindowState.COMMITTED, WindowState.ABORTED)
+            pytest.skip(f"{policy} does not call {at} so often")
+        assert faults.fired == [(at, when)]
+        assert window.state is WindowState.FELL_BACK
+        assert window.fallback_reason is not None
+        rig.expect_settled(batch)
+        kept = batch.kept(counts) if at != "restore" else [False] * batch.num_rows
+        rig.write(batch, kept)
+        if at != "restore":  # rejected rows may be there, as in stock
+            _either(rig, batch)
+        rig.check(f"{at} failed")
+        staged, committed = batch.count(kept, list(batch.slots))
+        assert rig.rows() == (staged, committed, staged - committed)
+        flat = rig.manager.snapshot()
+        assert flat["kvtxn_fallbacks_total"] == 1
+        assert flat["kvtxn_windows_total_fell_back"] == 1
+
+    @_named
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_an_error_surfaces_after_restoring(
+        self, kit: Kit, policy: str, at: str, when: str, nth: int
+    ) -> None:
+        """on_error="raise": the executor's own error comes out, and no draft is in the caches."""
+        rig, faults = kit.faulty_rig(policy, on_error="raise")
+        batch = rig.batch(((1, 2, 0), (3, 0, 4)))
+        faults.arm(at, when, nth)
+        settled = [not draft for draft in batch.drafts]
+        try:
+            window = _drive(rig, batch, [2, 0, 1] if at != "restore" else None)
+        except InjectedFault:
+            assert faults.fired == [(at, when)]
+        else:
+            assert not faults.fired, "an error was swallowed"
+            assert window.state in (WindowState.COMMITTED, WindowState.ABORTED)
+            pytest.skip(f"{policy} does not call {at} so often")
+        assert rig.manager.current is None
+        _either(rig, batch, settled)
+        rig.check(f"{at} failed")
+        staged, committed, rejected = rig.rows()
+        assert (staged, committed) == (rejected, 0)
+        assert rig.manager.snapshot()["kvtxn_windows_total_aborted"] == 1
+
+    @pytest.mark.parametrize("on_error", ["fallback", "raise"])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_the_next_window_is_sound(self, kit: Kit, policy: str, on_error: str) -> None:
+        """A window that failed leaves nothing behind for the one after it."""
+        rig, faults = kit.faulty_rig(policy, on_error=on_error)
+        for at in OPERATIONS:
+            faults.arm(at, "middle")
+            try:
+                _drive(rig, rig.batch(), [2, 1] if at != "restore" else None)
+            except InjectedFault:
+                assert on_error == "raise"
+            faults.disarm()
+            rig.truth = rig.truth_now()
+            batch = rig.batch()
+            assert rig.run(batch, [1, 2]).state is WindowState.COMMITTED
+            rig.expect_committed(batch, batch.kept([1, 2]))
+            rig.check(f"the window after one that failed at {at}")
+
+    @pytest.mark.parametrize("layer", range(len(VARIED)))
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_abort_after_a_fallback(self, kit: Kit, policy: str, layer: int) -> None:
+        """Settled rows are kept, other slots untouched, and the label claims no more."""
+        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        batch = rig.batch()
+        with rig.open(batch) as window:
+            rig.stage(window, batch, range(layer))
+            faults.arm("stage", "middle")
+            rig.stage(window, batch, [layer])
+            window.abort()
+        assert window.state is WindowState.FELL_BACK
+        rig.expect_settled(batch, range(layer + 1))
+        _either(rig, batch, layers=layer + 1)
+        rig.check("aborted after a fallback")
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_the_exception_of_the_body_wins_over_a_failing_abort(
+        self, kit: Kit, policy: str
+    ) -> None:
+        """What the executor had to say is attached as a note."""
+        rig, faults = kit.faulty_rig(policy, on_error="raise")
+        batch = rig.batch()
+        faults.arm("restore", "middle")
+        window = rig.open(batch)
+        with pytest.raises(KeyError) as caught:
+            leave_by(KeyError("from the body"), rig, window, batch, len(rig.refs))
+        assert bool(faults.fired) == bool(getattr(caught.value, "__notes__", []))
+        assert window.state is WindowState.ABORTED
+        rig.expect_settled(batch)
+        rig.check("left by an exception, abort failing")
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_an_interrupt_claims_nothing(self, kit: Kit, policy: str) -> None:
+        """A commit cut off half-way by what is no error ends in FAILED, and comes through."""
+        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        faults.error = KeyboardInterrupt
+        faults.arm("commit", "middle")
+        batch = rig.batch()
+        window = rig.open(batch)
+        rig.stage(window, batch)
+        with pytest.raises(KeyboardInterrupt):
+            window.commit(1)
+        assert window.state is WindowState.FAILED
+        with pytest.raises(WindowStateError):
+            window.commit(1)
+
+
+def _drive(rig: Rig, batch: Batch, counts: Sequence[int] | None) -> Window:
+    """A whole window with one look at it; committed, or aborted where ``counts`` is None."""
+    window = rig.open(batch)
+    rig.stage(window, batch)
+    if rig.manager.executor.capabilities.attention:
+        query = torch.zeros(batch.num_rows, 2, 5, device=rig.device)
+        table = torch.zeros(len(batch.settled), 3, dtype=torch.int64, device=rig.device)
+        window.attend(rig.refs[0], query, table, rig.accepted([6] * len(batch.settled)))
+    if counts is None:
+        window.abort()
+    else:
+        window.commit(rig.accepted(counts))
+    return window
+
+
+def _either(
+    rig: Rig, batch: Batch, mask: Sequence[bool] | None = None, layers: int | None = None
+) -> None:
+    """Let the oracle accept, word by word, what was there before or what was staged."""
+    for cache in rig.caches[:layers]:
+        slots = batch.slots[cache.spec.group]
+        for number, row in enumerate(batch.rows[cache.name]):
+            if mask is None or mask[number]:
+                rig.truth.adopt(cache.name, slots[number], row)

@@ -1,0 +1,207 @@
+"""Promises 2 and 3: all or nothing, and no draft in the cache before its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+
+from ..errors import AcceptanceError, IncompleteWindowError, UnresolvedWindowError, WindowStateError
+from ..states import WindowState
+from ..window import Window
+from .batches import SHAPES, Batch
+from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .rig import SIMPLE, VARIED, Rig
+
+#: What commit must refuse for two requests with 3 and 2 drafts, seven rows in all.
+REFUSED: Final[dict[str, Callable[[], Any]]] = {
+    "too-many": lambda: [4, 0],
+    "too-many-for-all": lambda: 3,
+    "negative": lambda: [0, -1],
+    "negative-for-all": lambda: -1,
+    "too-few-requests": lambda: [1],
+    "too-many-requests": lambda: torch.tensor([1, 1, 1]),
+    "floats": lambda: torch.tensor([1.0, 1.0]),
+    "a-float": lambda: 1.0,
+    "a-bool": lambda: True,
+    "two-dimensions": lambda: torch.tensor([[1, 1]]),
+    "short-mask": lambda: torch.tensor([True] * 6),
+    "none": lambda: None,
+    "text": lambda: "all",
+}
+
+
+class AllOrNothing(KitBase):
+    """A commit that may not happen writes nothing; an abort leaves the caches as they were."""
+
+    @pytest.mark.parametrize("missing", range(len(VARIED)))
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_layer_is_missing(self, kit: Kit, policy: str, missing: int) -> None:
+        """Commit is refused and nothing written; the layer may still come, and commit pass."""
+        rig = kit.rig(policy)
+        batch = rig.batch()
+        others = [index for index in range(len(rig.refs)) if index != missing]
+        with rig.open(batch) as window:
+            rig.stage(window, batch, others)
+            rig.expect_staged(batch, others)
+            with pytest.raises(IncompleteWindowError):
+                window.commit(1)
+            assert window.state is WindowState.OPEN
+            assert window.missing == (rig.refs[missing].name,)
+            rig.check("after the refused commit")
+            rig.stage(window, batch, [missing])
+            window.commit([2, 1])
+        rig.expect_committed(batch, batch.kept([2, 1]))
+        rig.check("after the commit that was allowed")
+
+    @pytest.mark.parametrize("wrong", REFUSED)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_acceptance_that_does_not_fit(self, kit: Kit, policy: str, wrong: str) -> None:
+        """It is refused, nothing changes, and the right one is accepted afterwards."""
+        rig = kit.rig(policy, SIMPLE)
+        batch = rig.batch(((1, 1), (3, 2)))
+        with rig.open(batch) as window:
+            rig.stage(window, batch)
+            rig.expect_staged(batch)
+            with pytest.raises(AcceptanceError):
+                window.commit(REFUSED[wrong]())
+            assert window.state is WindowState.STAGED
+            rig.check("after the refused commit")
+            window.commit([3, 0])
+        rig.expect_committed(batch, batch.kept([3, 0]))
+        rig.check("after the commit that was allowed")
+
+    @pytest.mark.parametrize("staged", range(len(VARIED) + 1))
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_abort_at_any_point(self, kit: Kit, policy: str, staged: int) -> None:
+        """After so many layers: drafts are gone without a trace, settled rows stay."""
+        rig = kit.rig(policy)
+        for shape in SHAPES.values():
+            batch = rig.batch(shape)
+            with rig.open(batch) as window:
+                rig.stage(window, batch, range(staged))
+                window.abort()
+            assert window.state is WindowState.ABORTED
+            rig.expect_settled(batch, range(staged))
+            rig.check(f"aborted after {staged} layers")
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_abort_before_all_slots_are_known(self, kit: Kit, policy: str) -> None:
+        """Slots of no group, of one, of some: what was never mapped is never touched."""
+        specs = [*SIMPLE[:1], *VARIED[2:3], *_in_groups("third", "fourth")]
+        rig = kit.rig(policy, specs)
+        for known in range(len(specs) + 1):
+            batch = rig.batch()
+            slots = rig.slots(batch)
+            with rig.manager.window(batch.draft_len, settled=batch.settled) as window:
+                for index, ref in enumerate(rig.refs[:known]):
+                    rig.hand_in(window, batch, index, slots[ref.group])
+                window.abort()
+            rig.expect_settled(batch, range(known))
+            rig.check(f"aborted with {known} groups mapped")
+
+    @pytest.mark.parametrize("staged", [0, 2, len(VARIED)])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_the_exception_of_the_body_wins(self, kit: Kit, policy: str, staged: int) -> None:
+        """Leaving the block by an exception aborts, and the same exception comes out."""
+        rig = kit.rig(policy)
+        batch = rig.batch()
+        ours, window = KeyError("from the body"), rig.open(batch)
+        with pytest.raises(KeyError) as caught:
+            leave_by(ours, rig, window, batch, staged)
+        assert caught.value is ours
+        assert window.state is WindowState.ABORTED
+        rig.expect_settled(batch, range(staged))
+        rig.check("left by an exception")
+
+    @pytest.mark.parametrize("staged", [0, len(VARIED)])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_a_block_without_a_verdict(self, kit: Kit, policy: str, staged: int) -> None:
+        """Leaving the block without commit or abort aborts, and says so."""
+        rig = kit.rig(policy)
+        batch = rig.batch()
+        with pytest.raises(UnresolvedWindowError), rig.open(batch) as window:
+            rig.stage(window, batch, range(staged))
+        assert window.state is WindowState.ABORTED
+        assert rig.manager.current is None
+        rig.expect_settled(batch, range(staged))
+        rig.check("left without a verdict")
+
+    @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+    def test_a_staged_tensor_was_modified(self, kit: Kit, part: int) -> None:
+        """What is held by reference and written to meanwhile is noticed, and nothing committed."""
+        rig = kit.rig("deferred", SIMPLE, staging="auto")
+        batch = rig.batch()
+        with rig.open(batch) as window:
+            rig.stage(window, batch)
+            rig.expect_staged(batch)
+            batch.tensors[rig.refs[1].name][part].zero_()
+            with pytest.raises(WindowStateError):
+                window.commit(1)
+            assert window.state is WindowState.STAGED
+            rig.check("after the refused commit")
+            window.abort()
+        rig.check("aborted afterwards")
+
+    def test_a_copied_tensor_may_be_modified(self, kit: Kit) -> None:
+        """With staging='copy' the caller may use its buffers again at once."""
+        rig = kit.rig("deferred", SIMPLE, staging="copy")
+        batch = rig.batch()
+        with rig.open(batch) as window:
+            for ref in rig.refs:
+                rig.stage(window, batch, [rig.refs.index(ref)])
+                for tensor in batch.tensors[ref.name]:
+                    tensor.zero_()
+            window.commit([1, 2])
+        rig.expect_committed(batch, batch.kept([1, 2]))
+        rig.check("buffers overwritten before commit")
+
+
+class Isolation(KitBase):
+    """Under deferred, drafts are nowhere before commit, and settled rows at once."""
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_only_settled_rows_are_written_by_staging(self, kit: Kit, shape: str) -> None:
+        """Looked at after every single call."""
+        rig = kit.rig("deferred")
+        batch = rig.batch(SHAPES[shape])
+        with rig.open(batch) as window:
+            rig.check("after begin")
+            for index in range(len(rig.refs)):
+                rig.stage(window, batch, [index])
+                rig.expect_settled(batch, [index])
+                rig.check(f"after staging layer {index}")
+            window.commit(rig.accepted(batch.draft_len))
+        rig.expect_committed(batch, batch.kept(batch.draft_len))
+        rig.check("after commit")
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("policy", ["undo", "direct"])
+    def test_written_through_at_once(self, kit: Kit, policy: str, shape: str) -> None:
+        """The other policies let every reader of the cache see the rows from staging on."""
+        rig = kit.rig(policy)
+        batch = rig.batch(SHAPES[shape])
+        with rig.open(batch) as window:
+            rig.check("after begin")
+            for index in range(len(rig.refs)):
+                rig.stage(window, batch, [index])
+                rig.expect_staged(batch, [index])
+                rig.check(f"after staging layer {index}")
+            window.commit(rig.accepted([0] * len(batch.draft_len)))
+        if policy == "direct":
+            rig.check("stock keeps what it wrote")
+
+
+def leave_by(error: Exception, rig: Rig, window: Window, batch: Batch, staged: int) -> None:
+    """Stage some layers in a block, and leave it by an exception."""
+    with window:
+        rig.stage(window, batch, range(staged))
+        raise error
+
+
+def _in_groups(*groups: str) -> list[Any]:
+    import attrs
+
+    return [attrs.evolve(SIMPLE[0], group=group) for group in groups]

@@ -1,0 +1,146 @@
+"""Promise 4: attention through the window is attention over a cache with all rows written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+
+from .caches import KEY_VALUE, LayerSpec
+from .kit import POLICIES, Kit, KitBase
+from .naive import attention, make_sequences
+from .number_formats import FORMATS
+from .rig import Rig
+
+#: Settled and draft rows, and tokens before them: empty prefixes, full blocks, odd ends.
+PASTS: Final[dict[str, tuple[tuple[Sequence[int], Sequence[int]], Sequence[int]]]] = {
+    "one": (((1,), (3,)), (6,)),
+    "from-nothing": (((1, 1), (2, 0)), (0, 0)),
+    "uneven": (((1, 1, 1), (4, 0, 2)), (7, 1, 12)),
+    "none-settled": (((0, 0), (3, 1)), (0, 9)),
+    "many-settled": (((4, 2), (1, 3)), (3, 5)),
+    "an-empty-request": (((0, 1), (0, 2)), (4, 4)),
+    "nothing": (((), ()), ()),
+}
+
+#: Arguments of attention beside query, table and lengths.
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "scale": {"scale": 0.7},
+    "window-1": {"sliding_window": 1},
+    "window-3": {"sliding_window": 3},
+    "window-wide": {"sliding_window": 99},
+    "soft-cap": {"soft_cap": 1.5},
+    "all": {"scale": 0.9, "sliding_window": 4, "soft_cap": 2.0},
+}
+
+
+def _spec(layout: str = "plain", fmt: str = "bf16", **rest: Any) -> LayerSpec:
+    return LayerSpec(layout, FORMATS[fmt], **({"block_size": 4, "num_blocks": 20} | rest))
+
+
+class OwnWrites(KitBase):
+    """A verify pass sees its own drafts, exactly as if they were in the cache."""
+
+    @pytest.mark.parametrize("how", SETTINGS)
+    @pytest.mark.parametrize("past", PASTS)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_lengths_and_settings(
+        self, kit: Kit, attention_tolerance: float, policy: str, past: str, how: str
+    ) -> None:
+        """Grouped queries over mixed lengths, with sliding windows and soft caps."""
+        kit.need_attention()
+        specs = [
+            _spec(fmt="fp32", size=8),
+            _spec(fmt="fp32", heads=1, size=8, value_size=4),
+        ]
+        rig = kit.rig(policy, specs)
+        _attend(rig, *PASTS[past], attention_tolerance, SETTINGS[how])
+
+    @pytest.mark.parametrize("layout", KEY_VALUE)
+    @pytest.mark.parametrize("fmt", FORMATS)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_layouts_and_formats(
+        self, kit: Kit, attention_tolerance: float, policy: str, fmt: str, layout: str
+    ) -> None:
+        """Own rows are read as the cache would store them: quantised once, scaled back."""
+        kit.need_attention()
+        specs = [
+            _spec(layout, fmt, size=8),
+            _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=40),
+        ]
+        rig = kit.rig(policy, specs)
+        for payload in ("native", "cast"):
+            _attend(rig, *PASTS["uneven"], attention_tolerance, {}, payload)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_half_precision_queries(self, kit: Kit, policy: str, dtype: torch.dtype) -> None:
+        """The output has the query's dtype, and is right to its precision."""
+        kit.need_attention()
+        rig = kit.rig(policy, [_spec(size=16)])
+        _attend(rig, *PASTS["uneven"], 2e-2, {}, dtype=dtype)
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_reading_writes_nothing(self, kit: Kit, policy: str) -> None:
+        """Attention between the stagings leaves caches, commit and counters alone."""
+        kit.need_attention()
+        rig = kit.rig(policy, [_spec(), _spec("hnd")])
+        sequences = make_sequences(rig, *PASTS["uneven"], "native")
+        batch = sequences.batch
+        with rig.open(batch) as window:
+            for index, ref in enumerate(rig.refs):
+                rig.stage(window, batch, [index])
+                rig.expect_staged(batch, [index])
+                query = torch.ones(batch.num_rows, 2, 5, device=kit.device)
+                table = sequences.table(rig.caches[index]).to(kit.device)
+                window.attend(ref, query, table, rig.accepted(sequences.seq_lens))
+                rig.check(f"after attention to layer {index}")
+            window.commit([2, 0, 1])
+        rig.expect_committed(batch, batch.kept([2, 0, 1]))
+        rig.check("after commit")
+
+
+def _attend(
+    rig: Rig,
+    shape: tuple[Sequence[int], Sequence[int]],
+    prefixes: Sequence[int],
+    tolerance: float,
+    settings: dict[str, Any],
+    payload: str = "native",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Stage, attend and compare, layer by layer as a forward does."""
+    sequences = make_sequences(rig, shape, prefixes, payload)
+    batch = sequences.batch
+    full = rig.truth.copy()
+    for cache in rig.caches:
+        slots = batch.slots[cache.spec.group]
+        for slot, row in zip(slots, batch.rows[cache.name], strict=True):
+            full.write(cache.name, slot, row)
+    with rig.open(batch) as window:
+        for index, cache in enumerate(rig.caches):
+            rig.stage(window, batch, [index])
+            heads = cache.spec.heads * 2
+            query = torch.randn(
+                batch.num_rows,
+                heads,
+                cache.spec.size,
+                generator=torch.Generator().manual_seed(index),
+            ).to(dtype)
+            table = sequences.table(cache).to(rig.device)
+            lengths = torch.tensor(sequences.seq_lens, dtype=torch.int32).to(rig.device)
+            out = window.attend(cache.ref, query.to(rig.device), table, lengths, **settings)
+            expected = attention(full, cache, sequences, query, **settings)
+            assert out.dtype is dtype
+            assert out.shape == expected.shape
+            wrong = (out.double().cpu() - expected).abs()
+            scale = expected.abs().max().clamp(min=1.0) if expected.numel() else 1.0
+            assert bool((wrong <= tolerance * scale).all()), (
+                f"{cache.name} ({cache.spec.layout}, {cache.spec.fmt.name}) is off by "
+                f"{float(wrong.max()):.3g} where {tolerance * float(scale):.3g} is allowed"
+            )
+        assert window.fallback_reason is None
+        window.abort()
