@@ -59,6 +59,7 @@ def changed_slots(layers: list[LayerRef], before: list[Tensor]) -> list[set[int]
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # tensors here are tiny: a second thread only adds waiting
 
 
 @pytest.fixture

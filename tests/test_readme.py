@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from kvtxn import states
+from kvtxn.benchmarks import tables
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -18,16 +17,16 @@ PYTHON = [code for language, code in BLOCKS if language == "python"]
 SHELL = "".join(code for language, code in BLOCKS if language == "bash")
 
 
-def between(marker: str) -> str:
-    """What stands between a pair of markers."""
-    found = re.search(rf"<!-- {marker} -->\n(.*?)\n?<!-- /{marker} -->", README, re.DOTALL)
-    assert found, f"the README has no <!-- {marker} --> section"
-    return found[1]
+def test_generated_parts_are_current():
+    """`python -m kvtxn.benchmarks.tables README.md` changes nothing, and every part is there."""
+    for name in tables.SECTIONS:
+        assert f"<!-- {name} -->" in README
+    assert tables.fill(README) == README
 
 
-def test_state_table_is_generated():
-    """`python -m kvtxn.states` prints it."""
-    assert between("states") == states.as_markdown()
+def test_a_stale_part_is_noticed():
+    """The test above can fail."""
+    assert tables.fill(README.replace("| STAGED |", "| READY |")) == README
 
 
 @pytest.mark.parametrize("code", [c for c in PYTHON if "from vllm" not in c])

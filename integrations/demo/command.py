@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from .engine import Job, Result
+from .engine import MODEL, Job, Result
 from .engine import run as run_engine
 
 help: Final = "speculative decoding in a real vLLM with kvtxn off, undo and deferred, compared"
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", action="append", metavar="TEXT", help="continue this text; may be repeated"
     )
     parser.add_argument("--count", type=int, default=8, help="prompts to use without --prompt")
+    parser.add_argument("--model", default=str(MODEL), help="a model's folder (the shipped one)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate each")
     parser.add_argument("--draft-tokens", type=int, default=4, help="most drafts per verify pass")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -47,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
     results: dict[str, Result] = {}
     columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TextColumn("prompts"), TimeElapsedColumn(), console=console) as bar:
-        for policy in POLICIES:
+        for policy in POLICIES:  # each in a process of its own, one after the other
             task = bar.add_task(policy, total=len(prompts))
             level = "debug" if args.log_level == "debug" else "error"
-            job = Job(policy, prompts, args.max_tokens, args.draft_tokens, level)
+            job = Job(policy, prompts, args.model, args.max_tokens, args.draft_tokens, level)
             results[policy] = run_engine(job, partial(_advance, bar, task))
     verdict = compare(results)
     if args.json:

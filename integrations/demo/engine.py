@@ -6,10 +6,12 @@ and reports back over a pipe: progress first, then its result.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,15 @@ class Job:
     Attributes:
         policy: a kvtxn policy, or "off" for stock vLLM without the plugin's windows.
         prompts: the texts to continue.
+        model: a model's folder, with its tokenizer.
         max_tokens: tokens to generate per prompt.
         draft_tokens: most draft tokens per verify pass, by n-gram lookup.
-        log_level: level of kvtxn's and vLLM's logs in the engine's process.
+        log_level: of kvtxn and vLLM in the engine's process; "debug" shows them.
     """
 
     policy: str
     prompts: tuple[str, ...]
+    model: str
     max_tokens: int
     draft_tokens: int
     log_level: str = "error"
@@ -63,46 +67,50 @@ def run(job: Job, progress: Callable[[int], None]) -> Result:
     """Generate in a fresh process; ``progress`` is told how many prompts are done.
 
     Raises:
-        RuntimeError: the engine's process failed; its own output says why.
+        RuntimeError: the engine's process failed; the message ends with its last words.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(job, theirs))
-    process.start()
-    theirs.close()
-    result: Result | None = None
-    try:
-        while result is None:
-            message = ours.recv()
-            if isinstance(message, int):
-                progress(message)
-            else:
-                result = message
-    except EOFError:
-        pass
-    finally:
-        process.join()
-    if result is None:
-        raise RuntimeError(
-            f"the engine for policy {job.policy!r} ended with exit code {process.exitcode}; "
-            "run with --log-level debug to see its log"
-        )
+    with tempfile.NamedTemporaryFile("r", suffix=".log", errors="replace") as log:
+        process = context.Process(target=_work, args=(job, theirs, log.name))
+        process.start()
+        theirs.close()
+        result: Result | None = None
+        try:
+            while result is None:
+                message = ours.recv()
+                if isinstance(message, int):
+                    progress(message)
+                else:
+                    result = message
+        except EOFError:
+            pass
+        finally:
+            process.join()
+        if result is None:
+            last_words = "".join(log.readlines()[-15:])
+            raise RuntimeError(
+                f"the engine for policy {job.policy!r} ended with exit code {process.exitcode}:\n"
+                f"{last_words}"
+            )
     return result
 
 
-def _work(job: Job, pipe: Connection) -> None:
+def _work(job: Job, pipe: Connection, log: str) -> None:
     """The engine's process: settings for a small CPU engine, then generate and report."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["VLLM_LOGGING_LEVEL"] = job.log_level.upper()
-    if job.log_level == "error":
-        _quiet()
+    if job.log_level != "debug":  # the engine's chatter would drown the progress bar
+        sink = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(sink, 1)
+        os.dup2(sink, 2)
     from vllm import LLM, SamplingParams
 
     settings = {} if job.policy == "off" else {"kvtxn": {"policy": job.policy}}
     llm = LLM(
-        model=str(MODEL),
+        model=job.model,
         dtype="float32",
         max_model_len=1024,
         enforce_eager=True,
@@ -137,29 +145,19 @@ def _work(job: Job, pipe: Connection) -> None:
 def _counters(llm: Any) -> dict[str, float]:
     from ..vllm_plugin import snapshots
 
-    return dict(next(iter(snapshots(llm).values())))
-
-
-def _quiet() -> None:
-    """Send the engine's own chatter to nowhere; errors still surface as exceptions."""
-    sink = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(sink, 1)
+    return snapshots(llm)[0]
 
 
 def _progress_class(pipe: Connection) -> Any:
-    """A tqdm that draws nothing and tells the parent how far it is."""
+    """A tqdm that draws nowhere and tells the parent how many prompts are done."""
     from tqdm import tqdm
 
     class Reporter(tqdm):  # type: ignore[misc]  # untyped base
-        def __init__(self, iterable: Iterable[Any] | None = None, **settings: Any) -> None:
-            self._pipe, self._done = pipe, 0
-            super().__init__(iterable, **{**settings, "disable": True})
-
-        def __iter__(self) -> Iterator[Any]:
-            yield from self.iterable
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{**settings, "file": io.StringIO()})
 
         def update(self, n: float | None = 1) -> None:
-            self._done += int(n or 0)
-            self._pipe.send(self._done)
+            super().update(n)
+            pipe.send(int(self.n))
 
     return Reporter

@@ -1,0 +1,79 @@
+"""The README's generated parts: ``python -m kvtxn.benchmarks.tables README.md``.
+
+Each stands between a pair of markers, ``<!-- name -->`` and ``<!-- /name -->``,
+and is made from the code or from a result file. Nothing between them is typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from .. import states
+from .machine import RESULTS
+
+
+def load(name: str) -> dict[str, Any]:
+    """A result file."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table; the first column is text, the others are numbers."""
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def machine_line(machine: Mapping[str, Any]) -> str:
+    """Where, with what, and at which commit a result was measured."""
+    where = machine.get("gpu") or machine.get("processor")
+    parts = [f"{where}", f"torch {machine['torch']}"]
+    if "triton" in machine and "gpu" in machine:
+        parts.append(f"Triton {machine['triton']}")
+    return ", ".join([*parts, f"commit {machine['commit']}", f"`{machine['command']}`"])
+
+
+def host() -> str:
+    """Host time of an idle window."""
+    found = load("host-cpu")
+    rows = [
+        [
+            r["policy"],
+            str(r["requests"]),
+            *(f"{r[p]:.0f}" for p in ("begin", "stage", "commit", "all")),
+        ]
+        for r in found["rows"]
+    ]
+    header = ["policy", "requests", "begin", f"stage, {found['layers']} layers", "commit", "all"]
+    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+#: Marker -> what stands there.
+SECTIONS: Final[dict[str, Callable[[], str]]] = {"states": states.as_markdown, "host": host}
+
+
+def fill(text: str) -> str:
+    """``text`` with every marked part made anew; parts without a marker are left out."""
+    for name, make in SECTIONS.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if pattern.search(text):
+            part = make()
+            text = pattern.sub(lambda m, part=part: f"{m[1]}{part}\n{m[2]}", text)
+    return text
+
+
+def main() -> None:
+    """Rewrite the files named on the command line."""
+    parser = argparse.ArgumentParser(description="fill the generated parts of a document")
+    parser.add_argument("documents", type=Path, nargs="+")
+    for path in parser.parse_args().documents:
+        path.write_text(fill(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
