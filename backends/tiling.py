@@ -38,12 +38,14 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
     Args:
         plan: the planes; None where a launch only counts.
         num_rows: rows of the window.
-        programs: how many programs fill the device.
+        programs: how many programs fill the device; 1 where there is none.
     """
     chunk = 128 if num_rows <= 128 else 1024
     if plan is None:
         return Tile(1, 1, _MIN_COLS, chunk, 4)
     cols = _columns(plan)
+    if programs == 1:  # interpreted: every step costs the same, whatever its size
+        return Tile(1, min(64, 1 << max(0, num_rows - 1).bit_length()), cols, chunk, 4)
     per_thread = 1 if num_rows * plan.num_planes <= programs else 4
     rows = max(1, 128 * per_thread // cols)
     steps = -(-num_rows // rows)

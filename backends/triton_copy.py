@@ -6,14 +6,12 @@ neither read nor written. What is outside the caches is always ``[num_rows, *row
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def wide_pointer(address: Any) -> Any:
+def wide_pointer(address: tl.tensor) -> tl.tensor:
     """Addresses ``[ROWS, 2 x COLS]`` of int64 words as pointers that move in pairs."""
     words = address.to(tl.pointer_type(tl.int64))
     return tl.max_contiguous(tl.multiple_of(words, (1, 16)), (1, 2))
@@ -21,13 +19,13 @@ def wide_pointer(address: Any) -> Any:
 
 @triton.jit
 def copy_wide(
-    cache: Any,
-    outside: Any,
-    wanted: Any,
-    cache_run: Any,
-    rows_run: Any,
-    run_units: Any,
-    row_units: Any,
+    cache: tl.tensor,
+    outside: tl.tensor,
+    wanted: tl.tensor,
+    cache_run: tl.tensor,
+    rows_run: tl.tensor,
+    run_units: tl.tensor,
+    row_units: tl.tensor,
     TO_CACHE: tl.constexpr,
     COLS: tl.constexpr,
     UNITS: tl.constexpr,
@@ -70,11 +68,11 @@ def copy_wide(
 
 @triton.jit
 def copy_narrow(
-    cache: Any,
-    outside: Any,
-    wanted: Any,
-    line: Any,
-    block_offset: Any,
+    cache: tl.tensor,
+    outside: tl.tensor,
+    wanted: tl.tensor,
+    line: tl.tensor,
+    block_offset: tl.tensor,
     TO_CACHE: tl.constexpr,
     COLS: tl.constexpr,
     NARROW: tl.constexpr,

@@ -53,7 +53,7 @@ class TritonExecutor(Executor):
         self._saved_views: dict[tuple[str, int], LayerRows] = {}
         #: [programs done, launches done, launches refused for a slot out of range]
         self.verdict = torch.zeros(3, dtype=torch.int64, device=device)
-        self._programs = 64
+        self._programs = 1
         if device.type == "cuda":
             self._programs = 16 * torch.cuda.get_device_properties(device).multi_processor_count
 

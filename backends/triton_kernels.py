@@ -16,7 +16,7 @@ Memory contract of ``move_rows``:
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -38,14 +38,14 @@ MASK: Final = 2
 
 @triton.jit
 def selected(
-    rows: Any,
-    live: Any,
-    request: Any,
-    position: Any,
-    accepted: Any,
+    rows: tl.tensor,
+    live: tl.tensor,
+    request: tl.tensor,
+    position: tl.tensor,
+    accepted: tl.tensor,
     SELECT: tl.constexpr,
     ACCEPT: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Which of ``rows`` a launch moves; counts out of range clamp by comparison."""
     where = tl.load(position + rows, mask=live, other=-1)
     chosen = live
@@ -65,14 +65,14 @@ def selected(
 
 @triton.jit
 def slots_in_range(
-    slots: Any,
-    limits: Any,
-    slot_stride: Any,
-    known: Any,
-    num_rows: Any,
+    slots: tl.tensor,
+    limits: tl.tensor,
+    slot_stride: tl.tensor,
+    known: tl.tensor,
+    num_rows: tl.tensor,
     GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """1 if every slot of every known group is -1 or inside its caches, else 0."""
     lanes = tl.arange(0, CHUNK)
     bad = tl.zeros([CHUNK], dtype=tl.int32)
@@ -88,14 +88,14 @@ def slots_in_range(
 
 @triton.jit
 def count_rows(
-    slots: Any,
-    request: Any,
-    position: Any,
-    accepted: Any,
-    counters: Any,
-    num_rows: Any,
-    slot_stride: Any,
-    allowed: Any,
+    slots: tl.tensor,
+    request: tl.tensor,
+    position: tl.tensor,
+    accepted: tl.tensor,
+    counters: tl.tensor,
+    num_rows: tl.tensor,
+    slot_stride: tl.tensor,
+    allowed: tl.tensor,
     GROUPS: tl.constexpr,
     ACCEPT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -144,17 +144,17 @@ def count_rows(
     ]
 )
 def move_rows(
-    plan: Any,
-    addresses: Any,
+    plan: tl.tensor,
+    addresses: tl.tensor,
     first: tl.int64,
     second: tl.int64,
-    slots: Any,
-    limits: Any,
-    request: Any,
-    position: Any,
-    accepted: Any,
-    counters: Any,
-    verdict: Any,
+    slots: tl.tensor,
+    limits: tl.tensor,
+    request: tl.tensor,
+    position: tl.tensor,
+    accepted: tl.tensor,
+    counters: tl.tensor,
+    verdict: tl.tensor,
     num_rows: tl.int32,
     num_planes: tl.int32,
     slot_stride: tl.int32,

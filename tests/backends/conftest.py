@@ -1,0 +1,55 @@
+"""Kernels run on the GPU where there is one, else through Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+ON_GPU = torch.cuda.is_available()
+
+if not ON_GPU:  # must be set when Triton and the kernels are imported, and only then
+    os.environ["TRITON_INTERPRET"] = "1"
+try:
+    from kvtxn.backends.triton_executor import TritonExecutor
+finally:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+class InterpretedTriton(TritonExecutor):
+    """The same kernels, run by Triton's interpreter; for tests only."""
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """It runs anywhere."""
+        return None
+
+
+@pytest.fixture
+def kernel_device() -> str:
+    """Where the kernels run."""
+    return "cuda" if ON_GPU else "cpu"
+
+
+@pytest.fixture
+def triton_executor() -> type[TritonExecutor]:
+    """The Triton executor that runs here."""
+    return TritonExecutor if ON_GPU else InterpretedTriton
+
+
+@pytest.fixture
+def kernel_program_settings() -> Any:
+    """A short random program: an interpreted launch takes a tenth of a second."""
+    return hypothesis.settings(
+        max_examples=30 if ON_GPU else 2,
+        stateful_step_count=20 if ON_GPU else 8,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
