@@ -118,6 +118,7 @@ class KitBase:
             deadline=None,
             derandomize=True,
             database=None,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         )
 

@@ -79,6 +79,7 @@ def make_sequences(
             for position in range(prefixes[request], length)
         ]
         _write_prefixes(rig, cache, sequences, prefixes)
+    rig.truth.impose()
     batch = attrs.evolve(plain, slots=slots, tensors=tensors, rows=rows)
     return attrs.evolve(sequences, batch=batch)
 
@@ -118,7 +119,7 @@ def _finite(
 def _write_prefixes(
     rig: Rig, cache: TestCache, sequences: Sequences, prefixes: Sequence[int]
 ) -> None:
-    """Into the caches, word by word, and into the oracle."""
+    """Tokens of the past, into the oracle."""
     for request, prefix in enumerate(prefixes):
         parts = [_finite(cache, plane, prefix, rig.rng) for plane in range(len(cache.planes))]
         encoded = [
@@ -127,12 +128,7 @@ def _write_prefixes(
         ]
         for position in range(prefix):
             slot = sequences.slot(cache, request, position)
-            row = [words[position] for words in encoded]
-            rig.truth.write(cache.name, slot, row)
-            for plane, words in zip(cache.planes, row, strict=True):
-                places = torch.tensor(plane.words(slot), device=rig.device)
-                memory = cache.memories[plane.memory]
-                memory[places] = torch.tensor(words, dtype=memory.dtype, device=rig.device)
+            rig.truth.write(cache.name, slot, [words[position] for words in encoded])
 
 
 def attention(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from .caches import TestCache
@@ -76,6 +77,12 @@ class Replay:
                         f"{layer}: slot {slot} holds neither its old nor its staged row"
                     )
                 memory[place] = now
+
+    def impose(self) -> None:
+        """Copy what must be in the memories into them: how a test makes up a past."""
+        for name, cache in self._caches.items():
+            for memory, words in zip(cache.memories, self._memory[name], strict=True):
+                memory.copy_(torch.tensor(words, dtype=memory.dtype))
 
     def differences(self) -> list[str]:
         """Where the real memories are not what they must be; empty is what passes."""

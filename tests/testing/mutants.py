@@ -1,0 +1,387 @@
+"""Executors with one defect each, of kinds that real ones have had or easily could.
+
+Every class is the torch executor but for a few lines. ``CAUGHT_BY`` names the
+test of the kit that has to see the defect.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvtxn import attention
+from kvtxn.backends.torch_executor import TorchExecutor
+from kvtxn.executor import AttentionArgs, Capabilities, StagedLayer, Txn
+from kvtxn.layers import LayerRef
+from kvtxn.rows import LayerRows, write_layers
+
+
+class Sound(TorchExecutor):
+    """No defect: the control."""
+
+
+class _AtCommit(TorchExecutor):
+    """A deferred commit in the hands of a subclass; the rest is sound."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        kept = txn.kept(accepted)
+        if txn.policy == "deferred":
+            rows = {name: layer.rows for name, layer in txn.staged.items()}
+            self.write(self.layers, rows, txn.slots, kept, txn)
+            txn.count(kept)
+        else:
+            super().commit(txn, accepted)
+
+    def write(
+        self,
+        layers: Iterable[LayerRef],
+        rows: LayerRows,
+        slots: Mapping[str, Tensor],
+        kept: Tensor,
+        txn: Txn,
+    ) -> None:
+        raise NotImplementedError
+
+
+class WritesRejectedRows(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        write_layers(layers, rows, slots, txn.layout.is_draft)
+
+
+class DropsTheLastRow(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        kept = kept.clone()
+        kept[kept.nonzero()[-1:]] = False
+        write_layers(layers, rows, slots, kept)
+
+
+class SkipsOneLayer(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        write_layers(list(layers)[:-1], rows, slots, kept)
+
+
+class WritesPaddingAtSlotZero(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        write_layers(layers, rows, {g: s.clamp(min=0) for g, s in slots.items()}, kept)
+
+
+class WrapsPaddingAround(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        for ref in layers:
+            own = {ref.group: slots[ref.group] % ref.num_slots}
+            write_layers([ref], rows, own, kept)
+
+
+class AcceptsOneMore(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        one_more = kept.clone()
+        one_more[1:] |= kept[:-1]
+        write_layers(layers, rows, slots, one_more & txn.layout.is_draft)
+
+
+class IgnoresTheValues(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        for ref in layers:
+            half = attrs.evolve(ref.planes[0])
+            only_key = LayerRef.__new__(LayerRef)
+            object.__setattr__(only_key, "name", ref.name)
+            object.__setattr__(only_key, "group", ref.group)
+            object.__setattr__(only_key, "planes", (half,))
+            write_layers([only_key], {ref.name: rows[ref.name][:1]}, slots, kept)
+
+
+class UsesOneGroupForAll(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        first = next(iter(slots.values()))
+        write_layers(layers, rows, dict.fromkeys(slots, first), kept)
+
+
+class TrustsTheStagingOrder(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        layers = list(layers)
+        in_order = dict(zip((ref.name for ref in layers), rows.values(), strict=True))
+        if all(a[0].shape == rows[name][0].shape for name, a in in_order.items()):
+            rows = in_order
+        write_layers(layers, rows, slots, kept)
+
+
+class KeepsTheFirstRowsItSaw(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        mine = self.__dict__.setdefault("mine", {})
+        old = mine.setdefault(txn.layout.num_rows, {n: tuple(p) for n, p in rows.items()})
+        write_layers(layers, old, slots, kept)
+
+
+class MakesTheCacheContiguous(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        for ref in layers:
+            planes = tuple(
+                attrs.evolve(plane, cells=plane.cells.contiguous()) for plane in ref.planes
+            )
+            copy = LayerRef.__new__(LayerRef)
+            for name, value in (("name", ref.name), ("group", ref.group), ("planes", planes)):
+                object.__setattr__(copy, name, value)
+            write_layers([copy], rows, slots, kept)
+
+
+class TouchesTheWordBefore(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        write_layers(layers, rows, slots, kept)
+        cells = next(iter(layers)).planes[0].cells
+        if kept.any():
+            cells.as_strided((1,), (1,), cells.storage_offset() - 1).bitwise_xor_(1)
+
+
+class QuantisesTwice(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        twice = {
+            ref.name: tuple(
+                plane.format.encode(part.view(plane.format.dtype).float())
+                for plane, part in zip(ref.planes, rows[ref.name], strict=True)
+            )
+            for ref in layers
+        }
+        write_layers(layers, twice, slots, kept)
+
+
+class LosesNegativeZero(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        def plus_zero(part: Tensor, dtype: torch.dtype) -> Tensor:
+            return (part.view(dtype) + 0.0).view(part.dtype) if dtype.itemsize > 1 else part
+
+        added = {
+            ref.name: tuple(
+                plus_zero(part, plane.format.dtype)
+                for plane, part in zip(ref.planes, rows[ref.name], strict=True)
+            )
+            for ref in layers
+        }
+        write_layers(layers, added, slots, kept)
+
+
+class TakesMasksForPrefixes(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        if accepted.dtype is torch.bool:
+            drafts = accepted & txn.layout.is_draft
+            counts = torch.zeros(txn.layout.num_requests, dtype=torch.int64)
+            accepted = counts.index_add(0, txn.layout.request, drafts.long())
+        super().commit(txn, accepted)
+
+
+class ForgetsSettledRows(TorchExecutor):
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        if txn.policy != "deferred":
+            super().stage(txn, layer)
+
+
+class WritesDraftsAtStage(TorchExecutor):
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        rows = {layer.ref.name: layer.rows}
+        write_layers([layer.ref], rows, txn.slots, torch.ones_like(txn.layout.is_draft))
+
+
+class SettlesAtCommit(TorchExecutor):
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        if txn.policy != "deferred":
+            super().stage(txn, layer)
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        super().commit(txn, accepted)
+        if txn.policy == "deferred":
+            rows = {name: layer.rows for name, layer in txn.staged.items()}
+            write_layers(self.layers, rows, txn.slots, ~txn.layout.is_draft)
+
+
+class RestoresTooMuch(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        super().commit(txn, accepted)
+        if txn.policy == "undo":
+            write_layers(self.layers, txn.saved, txn.slots, ~txn.kept(accepted))
+
+
+class RestoresNothing(TorchExecutor):
+    def restore(self, txn: Txn) -> None:
+        pass
+
+
+class RestoresSettledRows(TorchExecutor):
+    def restore(self, txn: Txn) -> None:
+        saved = [ref for ref in self.layers if ref.name in txn.saved]
+        write_layers(saved, txn.saved, txn.slots, torch.ones_like(txn.layout.is_draft))
+
+
+class SavesNothing(TorchExecutor):
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        saved = super().save(txn, group)
+        return {name: tuple(torch.zeros_like(p) for p in parts) for name, parts in saved.items()}
+
+
+class SavesViews(TorchExecutor):
+    """Under undo the first row of a layer is kept by reference, and changes with the cache."""
+
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        saved = dict(super().save(txn, group))
+        for ref in self.layers:
+            slots = txn.slots[group]
+            if ref.group == group and ref.planes[0].offsets is None and slots.numel() == 1:
+                block, offset = divmod(max(int(slots[0]), 0), ref.planes[0].block_size)
+                saved[ref.name] = tuple(
+                    plane.cells[block, offset].unsqueeze(0) for plane in ref.planes
+                )
+        return saved
+
+
+class NeverCounts(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        counters = txn.counters.clone()
+        super().commit(txn, accepted)
+        txn.counters.copy_(counters)
+
+
+class CountsTwice(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        super().commit(txn, accepted)
+        txn.count(txn.kept(accepted))
+
+
+class CountsEveryLayer(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        before = txn.counters.clone()
+        super().commit(txn, accepted)
+        txn.counters.add_((txn.counters - before) * (len(self.layers) - 1))
+
+
+class _Attention(TorchExecutor):
+    """Attention in the hands of a subclass; the rest is sound."""
+
+    def fresh(self, txn: Txn, layer: StagedLayer) -> tuple[Tensor, ...] | None:
+        return layer.rows if txn.policy == "deferred" else None
+
+    def attend(self, txn, layer, query, attention_args):
+        rows = self.fresh(txn, layer)
+        return attention.attend(txn.layout, layer.ref.planes, rows, query, attention_args)
+
+
+class DoesNotSeeItsOwnWrites(_Attention):
+    def fresh(self, txn, layer):
+        return None
+
+
+class ReadsUnscaledRows(_Attention):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        planes = tuple(
+            attrs.evolve(plane, format=attrs.evolve(plane.format, scale=None))
+            for plane in layer.ref.planes
+        )
+        return attention.attend(txn.layout, planes, self.fresh(txn, layer), query, args)
+
+
+class SeesTheFuture(_Attention):
+    """Every query is taken for the last of its request."""
+
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        out = super().attend(txn, layer, query, args)
+        for row in range(query.shape[0]):
+            request = int(txn.layout.request[row])
+            last = txn.layout.starts[request + 1] - 1
+            swapped = query.clone()
+            swapped[last] = query[row]
+            out[row] = super().attend(txn, layer, swapped, args)[last]
+        return out
+
+
+class IgnoresTheSlidingWindow(_Attention):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        return super().attend(txn, layer, query, attrs.evolve(args, sliding_window=None))
+
+
+class SlidesOneTooFar(_Attention):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        if args.sliding_window is not None:
+            args = attrs.evolve(args, sliding_window=args.sliding_window + 1)
+        return super().attend(txn, layer, query, args)
+
+
+class IgnoresTheSoftCap(_Attention):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        return super().attend(txn, layer, query, attrs.evolve(args, soft_cap=None))
+
+
+class MixesUpQueryGroups(_Attention):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        return super().attend(txn, layer, query.flip(1), args).flip(1)
+
+
+class DeniesUndo(TorchExecutor):
+    capabilities: ClassVar = Capabilities(
+        policies=frozenset({"deferred", "direct"}), attention=True, capturable=True
+    )
+
+
+class DeniesAttention(TorchExecutor):
+    capabilities: ClassVar = Capabilities(attention=False, capturable=True)
+
+
+class ClaimsAttention(TorchExecutor):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        raise NotImplementedError
+
+
+class CannotGoOnAfterAFault(TorchExecutor):
+    """Takes a lock at staging that only a commit gives back."""
+
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        held = self.__dict__.setdefault("held", txn)
+        if held is not txn and txn.policy != "direct":
+            raise RuntimeError("still busy with another window")
+        super().stage(txn, layer)
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        super().commit(txn, accepted)
+        self.__dict__.pop("held", None)
+
+
+#: The defect, and the test of the kit that must go red for it.
+CAUGHT_BY: dict[type[TorchExecutor], str] = {
+    WritesRejectedRows: "test_every_shape",
+    DropsTheLastRow: "test_every_shape",
+    SkipsOneLayer: "test_every_shape",
+    AcceptsOneMore: "test_every_shape",
+    IgnoresTheValues: "test_every_shape",
+    UsesOneGroupForAll: "test_every_shape",
+    WritesPaddingAtSlotZero: "test_padding_anywhere",
+    WrapsPaddingAround: "test_padding_anywhere",
+    TrustsTheStagingOrder: "test_any_order_of_layers",
+    KeepsTheFirstRowsItSaw: "test_a_chain_of_windows",
+    MakesTheCacheContiguous: "test_every_layout_and_format",
+    TouchesTheWordBefore: "test_every_layout_and_format",
+    QuantisesTwice: "test_every_layout_and_format",
+    LosesNegativeZero: "test_every_layout_and_format",
+    TakesMasksForPrefixes: "test_masks_that_are_no_prefix",
+    ForgetsSettledRows: "test_only_settled_rows_are_written_by_staging",
+    WritesDraftsAtStage: "test_only_settled_rows_are_written_by_staging",
+    SettlesAtCommit: "test_only_settled_rows_are_written_by_staging",
+    RestoresTooMuch: "test_every_shape",
+    RestoresNothing: "test_abort_at_any_point",
+    RestoresSettledRows: "test_abort_at_any_point",
+    SavesNothing: "test_every_shape",
+    NeverCounts: "test_per_window",
+    CountsTwice: "test_per_window",
+    CountsEveryLayer: "test_per_window",
+    DoesNotSeeItsOwnWrites: "test_lengths_and_settings",
+    ReadsUnscaledRows: "test_layouts_and_formats",
+    SeesTheFuture: "test_lengths_and_settings",
+    IgnoresTheSlidingWindow: "test_lengths_and_settings",
+    SlidesOneTooFar: "test_lengths_and_settings",
+    IgnoresTheSoftCap: "test_lengths_and_settings",
+    MixesUpQueryGroups: "test_lengths_and_settings",
+    DeniesUndo: "test_policies",
+    DeniesAttention: "test_attention",
+    ClaimsAttention: "test_lengths_and_settings",
+    CannotGoOnAfterAFault: "test_the_next_window_is_sound",
+}
+
+#: Defects that the random program has to find by itself.
+FOUND_BY_CHANCE = (WritesRejectedRows, ForgetsSettledRows, RestoresNothing, CountsTwice)
