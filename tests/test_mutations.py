@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import kvtxn.testing  # noqa: F401  (imported once here, and not by each run again)
+
 sys.path.insert(0, str(Path(__file__).parent / "testing"))
 
 import mutants
@@ -37,9 +39,9 @@ _MODULE = """
 def run_kit(pytester: pytest.Pytester, executor: type, names: list[str]) -> pytest.RunResult:
     """The named tests of the kit for one executor, as its author would run them."""
     folder = str(Path(mutants.__file__).parent)
-    pytester.makepyfile(_MODULE.format(folder=folder, name=executor.__name__))
-    args = ("-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-k", " or ".join(names))
-    return pytester.runpytest_inprocess(*args)
+    path = pytester.makepyfile(_MODULE.format(folder=folder, name=executor.__name__))
+    tests = [f"{path}::TestMutant::{name}" for name in names]
+    return pytester.runpytest_inprocess("-q", "-x", "--tb=no", "-p", "no:cacheprovider", *tests)
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,25 @@ from typing import ClassVar
 
 import attrs
 import torch
+from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
 from kvtxn import attention
-from kvtxn.backends.torch_executor import TorchExecutor
 from kvtxn.executor import AttentionArgs, Capabilities, StagedLayer, Txn
-from kvtxn.layers import LayerRef
+from kvtxn.layers import LayerRef, Plane
 from kvtxn.rows import LayerRows, write_layers
 
 
 class Sound(TorchExecutor):
     """No defect: the control."""
+
+
+def with_planes(ref: LayerRef, planes: tuple[Plane, ...]) -> LayerRef:
+    """A layer of the same name and group with other planes, as no constructor would make it."""
+    other = LayerRef.__new__(LayerRef)
+    for name, value in (("name", ref.name), ("group", ref.group), ("planes", planes)):
+        object.__setattr__(other, name, value)
+    return other
 
 
 class _AtCommit(TorchExecutor):
@@ -84,12 +92,8 @@ class AcceptsOneMore(_AtCommit):
 class IgnoresTheValues(_AtCommit):
     def write(self, layers, rows, slots, kept, txn):
         for ref in layers:
-            half = attrs.evolve(ref.planes[0])
-            only_key = LayerRef.__new__(LayerRef)
-            object.__setattr__(only_key, "name", ref.name)
-            object.__setattr__(only_key, "group", ref.group)
-            object.__setattr__(only_key, "planes", (half,))
-            write_layers([only_key], {ref.name: rows[ref.name][:1]}, slots, kept)
+            only_key = {ref.name: rows[ref.name][:1]}
+            write_layers([with_planes(ref, ref.planes[:1])], only_key, slots, kept)
 
 
 class UsesOneGroupForAll(_AtCommit):
@@ -120,10 +124,7 @@ class MakesTheCacheContiguous(_AtCommit):
             planes = tuple(
                 attrs.evolve(plane, cells=plane.cells.contiguous()) for plane in ref.planes
             )
-            copy = LayerRef.__new__(LayerRef)
-            for name, value in (("name", ref.name), ("group", ref.group), ("planes", planes)):
-                object.__setattr__(copy, name, value)
-            write_layers([copy], rows, slots, kept)
+            write_layers([with_planes(ref, planes)], rows, slots, kept)
 
 
 class TouchesTheWordBefore(_AtCommit):
@@ -216,21 +217,6 @@ class SavesNothing(TorchExecutor):
     def save(self, txn: Txn, group: str) -> LayerRows:
         saved = super().save(txn, group)
         return {name: tuple(torch.zeros_like(p) for p in parts) for name, parts in saved.items()}
-
-
-class SavesViews(TorchExecutor):
-    """Under undo the first row of a layer is kept by reference, and changes with the cache."""
-
-    def save(self, txn: Txn, group: str) -> LayerRows:
-        saved = dict(super().save(txn, group))
-        for ref in self.layers:
-            slots = txn.slots[group]
-            if ref.group == group and ref.planes[0].offsets is None and slots.numel() == 1:
-                block, offset = divmod(max(int(slots[0]), 0), ref.planes[0].block_size)
-                saved[ref.name] = tuple(
-                    plane.cells[block, offset].unsqueeze(0) for plane in ref.planes
-                )
-        return saved
 
 
 class NeverCounts(TorchExecutor):
