@@ -9,11 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import attention as reference
 from ..config import TxnConfig
-from ..executor import Capabilities, Executor, StagedLayer, Txn
+from ..executor import AttentionArgs, Capabilities, Executor, StagedLayer, Txn
 from ..layers import LayerRef
 from ..rows import LayerRows
 from . import triton_kernels as kernels
+from .attention_launch import AttentionLauncher
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan
 from .tiling import tile_for
 
@@ -29,7 +31,7 @@ class TritonExecutor(Executor):
 
     name: ClassVar[str] = "triton"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        atomic=True, checks_range=True, capturable=True
+        attention=True, atomic=True, checks_range=True, capturable=True
     )
 
     def __init__(self, layers: Sequence[LayerRef], config: TxnConfig) -> None:
@@ -51,6 +53,7 @@ class TritonExecutor(Executor):
         self._plans: dict[_Key, Plan] = {}
         self._arena: dict[str, tuple[Tensor, ...]] = {}
         self._saved_views: dict[tuple[str, int], LayerRows] = {}
+        self.attention = AttentionLauncher(device)
         #: [programs done, launches done, launches refused for a slot out of range]
         self.verdict = torch.zeros(3, dtype=torch.int64, device=device)
         self._programs = 1
@@ -106,6 +109,24 @@ class TritonExecutor(Executor):
         saved = tuple(ref for ref in self.layers if ref.name in txn.saved)
         if saved:
             self._move(txn, saved, txn.saved, kernels.DRAFT)
+
+    def attend(
+        self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
+    ) -> Tensor:
+        """The paged prefix in splits, then the window kernel, which merges: two launches.
+
+        Rows behind an offset table, which no GPU engine has, go through the reference.
+        """
+        deferred = txn.policy == "deferred"
+        fresh = layer.rows if deferred else None
+        if layer.ref.planes[0].offsets is not None:
+            return reference.attend(txn.layout, layer.ref.planes, fresh, query, attention)
+        if query.shape[0] == 0:
+            return query.new_empty(0, query.shape[1], layer.ref.planes[1].row_shape[1])
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        launch = self.attention
+        prefix = launch.prefix(txn.layout, layer.ref, query, attention, fresh=deferred)
+        return launch.merge(txn.layout, layer.ref, query, fresh, prefix, attention)
 
     # -- fixed buffers ------------------------------------------------------------
 

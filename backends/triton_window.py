@@ -1,0 +1,212 @@
+"""The window kernel: attention over the fresh rows, merged with the prefix, in one launch.
+
+It may also write settled rows into the cache and copy all rows to a staging buffer, so that
+it takes the place of the cache-write kernel of each layer.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_attention import fold
+
+
+@triton.jit
+def keep_rows(
+    words: tl.tensor,
+    cache: tl.tensor,
+    buffer: tl.tensor,
+    slots: tl.tensor,
+    position: tl.tensor,
+    rows: tl.tensor,
+    inside: tl.tensor,
+    columns: tl.tensor,
+    head: tl.tensor,
+    limit: tl.tensor,
+    c_block: tl.tensor,
+    c_slot: tl.tensor,
+    c_head: tl.tensor,
+    WRITE: tl.constexpr,
+    COPY: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    """Write one head of settled rows to the cache, and of all rows to the staging buffer.
+
+    Only slots in ``[0, limit)`` are written; slots of distinct rows are distinct (the window
+    guarantees it), and each head is one program's alone.
+    """
+    if WRITE:
+        slot = tl.load(slots + rows, mask=inside, other=-1)
+        settled = tl.load(position + rows, mask=inside, other=0) < 0
+        good = inside & settled & (slot >= 0) & (slot < limit)
+        slot = tl.where(good, slot, 0).to(tl.int64)
+        place = (slot // BLOCK_SIZE) * c_block + (slot % BLOCK_SIZE) * c_slot + head * c_head
+        mask = good[:, None] & (columns < WIDTH)[None, :]
+        tl.store(cache + place[:, None] + columns[None, :], words, mask=mask)
+    if COPY:
+        place = (rows * HEADS + head) * WIDTH
+        mask = inside[:, None] & (columns < WIDTH)[None, :]
+        tl.store(buffer + place[:, None] + columns[None, :], words, mask=mask)
+
+
+@triton.jit(do_not_specialize=["window", "limit", "splits"])
+def window_attention(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    prefix_out: tl.tensor,
+    prefix_lse: tl.tensor,
+    output: tl.tensor,
+    starts: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    key_buffer: tl.tensor,
+    value_buffer: tl.tensor,
+    slots: tl.tensor,
+    position: tl.tensor,
+    q_row: tl.int64,
+    q_head: tl.int64,
+    k_row: tl.int64,
+    k_head: tl.int64,
+    k_step: tl.int64,
+    v_row: tl.int64,
+    v_head: tl.int64,
+    v_step: tl.int64,
+    p_split: tl.int64,
+    p_row: tl.int64,
+    p_head: tl.int64,
+    l_split: tl.int64,
+    l_row: tl.int64,
+    l_head: tl.int64,
+    o_row: tl.int64,
+    o_head: tl.int64,
+    kc_block: tl.int64,
+    kc_slot: tl.int64,
+    kc_head: tl.int64,
+    vc_block: tl.int64,
+    vc_slot: tl.int64,
+    vc_head: tl.int64,
+    limit: tl.int64,
+    splits: tl.int32,
+    scale: tl.float32,
+    cap: tl.float32,
+    window: tl.int32,
+    FRESH: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SLIDING: tl.constexpr,
+    WRITE: tl.constexpr,
+    COPY: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    COMPUTE: tl.constexpr,
+) -> None:
+    """Causal attention over the window's fresh rows, merged with the prefix by log-sum-exp.
+
+    Grid: (requests, KV heads, row blocks of ``BLOCK_R``).
+
+    Pointers and lengths:
+        query: ``[num_rows, HEADS x GROUP, D]``, innermost contiguous.
+        key: ``[num_rows, HEADS, D]`` as the cache stores it, any strides; if ``FRESH``.
+        value: ``[num_rows, HEADS, DV]``, likewise.
+        prefix_out: ``[splits, num_rows, HEADS x GROUP, DV]``, innermost contiguous.
+        prefix_lse: float32 ``[splits, num_rows, HEADS x GROUP]``, any strides; natural
+            logarithm; -inf or +inf where a row sees no key.
+        output: ``[num_rows, HEADS x GROUP, DV]``, innermost contiguous; may be ``prefix_out``.
+        starts: int32 ``[requests + 1]``, first row of each request.
+        k_scale: float32 ``[K_SCALES]``, one or ``HEADS``; stored x scale = value.
+        v_scale: likewise.
+        key_cache: ``[num_blocks, BLOCK_SIZE, HEADS, D]``, innermost contiguous; if ``WRITE``,
+            settled rows are written to it.
+        value_cache: likewise.
+        key_buffer: ``[max_rows, HEADS, D]``, contiguous; if ``COPY``, all rows are written.
+        value_buffer: likewise.
+        slots: int ``[num_rows]``, -1 is padding and is never written; if ``WRITE``.
+        position: int64 ``[num_rows]``, -1 for settled rows; if ``WRITE``.
+        limit: slots of the cache.
+        FRESH: False merges the prefix's splits only.
+    """
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    base = tl.program_id(2) * BLOCK_R
+    first = tl.load(starts + request).to(tl.int64)
+    count = tl.load(starts + request + 1).to(tl.int64) - first
+    if base < count:
+        m = tl.arange(0, BLOCK_M)
+        row = base + m // GROUP
+        q_head_index = head * GROUP + m % GROUP
+        real = (m < BLOCK_R * GROUP) & (row < count)
+        d = tl.arange(0, BLOCK_D)
+        dv = tl.arange(0, BLOCK_DV)
+        wide = real[:, None] & (dv < DV)[None, :]
+        top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        out = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+        if FRESH:
+            q_at = query + ((first + row) * q_row + q_head_index * q_head)[:, None] + d[None, :]
+            q = tl.load(q_at, mask=real[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+            k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
+            for start in range(0, tl.minimum(count, base + BLOCK_R), BLOCK_N):
+                n = start + tl.arange(0, BLOCK_N)
+                inside = n < count
+                k_at = ((first + n) * k_row + head * k_head)[:, None] + (d * k_step)[None, :]
+                v_at = ((first + n) * v_row + head * v_head)[:, None] + (dv * v_step)[None, :]
+                k = tl.load(key + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+                v = tl.load(value + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+                if WRITE or COPY:
+                    mine = inside & (n >= base) & (n < base + BLOCK_R)
+                    keep_rows(
+                        k, key_cache, key_buffer, slots, position, first + n, mine, d, head,
+                        limit, kc_block, kc_slot, kc_head, WRITE, COPY, HEADS, D, BLOCK_SIZE,
+                    )  # fmt: skip
+                    keep_rows(
+                        v, value_cache, value_buffer, slots, position, first + n, mine, dv, head,
+                        limit, vc_block, vc_slot, vc_head, WRITE, COPY, HEADS, DV, BLOCK_SIZE,
+                    )  # fmt: skip
+                allowed = inside[None, :] & real[:, None] & (n[None, :] <= row[:, None])
+                if SLIDING:
+                    allowed = allowed & (n[None, :] > row[:, None] - window)
+                top, total, out = fold(
+                    q,
+                    k.to(tl.float32).to(COMPUTE),
+                    v.to(tl.float32).to(COMPUTE),
+                    allowed,
+                    top,
+                    total,
+                    out,
+                    k_scaled,
+                    cap,
+                    CAPPED,
+                )
+            out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
+        for split in range(splits):
+            lse_at = prefix_lse + split * l_split + (first + row) * l_row + q_head_index * l_head
+            lse = tl.load(lse_at, mask=real, other=float("-inf"))
+            lse = tl.where(lse == float("inf"), float("-inf"), lse)
+            part_at = prefix_out + split * p_split + (first + row) * p_row + q_head_index * p_head
+            part = tl.load(part_at[:, None] + dv[None, :], mask=wide, other=0.0).to(tl.float32)
+            part = tl.where((lse == float("-inf"))[:, None], 0.0, part)
+            higher = tl.maximum(top, lse)
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            shrink = tl.exp(top - safe)
+            weight = tl.exp(lse - safe)
+            total = total * shrink + weight
+            out = out * shrink[:, None] + part * weight[:, None]
+            top = higher
+        out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+        place = (first + row) * o_row + q_head_index * o_head
+        tl.store(output + place[:, None] + dv[None, :], out.to(output.dtype.element_ty), mask=wide)
