@@ -1,0 +1,109 @@
+"""Real vLLM: with kvtxn every token and every count is stock's, and no rejected row is left.
+
+The oracle (``vllm_oracle``) reads the caches around every verify step; it does
+not know kvtxn, and in the stock engine it finds what it looks for.
+"""
+
+from __future__ import annotations
+
+import pytest
+from vllm_jobs import FAULTS, JOBS, POLICIES
+
+CELLS = [
+    pytest.param(job, policy, scenario, id=f"{job}-{policy}-{scenario}")
+    for job, what in JOBS.items()
+    if job != "faults"
+    for policy in POLICIES
+    for scenario in what["engines"][policy][1]
+]
+
+
+@pytest.mark.parametrize(("job", "policy", "scenario"), CELLS)
+def test_equals_stock(reports, job, policy, scenario):
+    """Tokens, acceptance and preemptions are stock's; rejected rows are never left behind."""
+    report = reports(job)
+    stock, ours = report["stock"][scenario], report[policy][scenario]
+    assert ours["tokens"] == stock["tokens"]
+    assert ours["stats"] == stock["stats"]
+    assert ours["stats"]["accepted"] > 0
+    rejected = ours["stats"]["drafted"] - ours["stats"]["accepted"]
+    assert rejected > 0
+    for counts, seen in zip(ours["kvtxn"], ours["oracle"], strict=True):
+        assert counts["kvtxn_fallbacks_total"] == 0
+        assert counts["kvtxn_rows_rejected_total"] >= 0.9 * rejected
+        assert counts["kvtxn_windows_total_committed"] == seen["windows"]
+        assert counts["kvtxn_rows_committed_total"] == seen["kept"]
+        assert counts["kvtxn_rows_rejected_total"] == seen["rejected"]
+        assert seen["rejected_written"] == 0
+        assert seen["strays"] == 0
+        assert seen["kept_unwritten"] <= 0.1 * seen["kept"]
+        if policy == "deferred":
+            assert seen["early"] == 0
+
+
+@pytest.mark.parametrize("job", [name for name in JOBS if name != "faults"])
+def test_the_oracle_sees_rejected_rows_in_stock(reports, job):
+    """It can fail: without kvtxn every rejected row is found written."""
+    for scenario, result in reports(job)["stock"].items():
+        if scenario != "idle":
+            for seen in result["oracle"]:
+                assert seen["rejected_written"] > 0.5 * seen["rejected"] > 0
+                assert seen["strays"] > 0
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_active_in_every_worker_and_idle_before_the_first_step(reports, job):
+    """The plugin says so, and warm-up, profiling and compilation open no window."""
+    report = reports(job)
+    workers = 2 if job == "tp2" else 1
+    assert report["stock"]["idle"] == [{"kvtxn_active": 0.0}] * workers
+    for policy in POLICIES:
+        assert len(report[policy]["idle"]) == workers
+        for counts in report[policy]["idle"]:
+            assert counts["kvtxn_active"] == 1
+            assert counts["kvtxn_windows_total"] == 0
+            assert counts["kvtxn_bypassed_windows_total"] == 0
+        assert report["log"].count(f"policy='{policy}' why='asked for' backend") >= workers
+
+
+@pytest.mark.parametrize("job", ["llama", "qwen3", "gemma3", "mistral"])
+def test_scenarios_are_what_they_say(reports, job):
+    """Preemption, prompt chunks beside drafts, prefix hits and same-step hits do happen."""
+    stock = reports(job)["stock"]
+    assert stock["preempted"]["stats"]["preemptions"] > 0
+    assert stock["chunked"]["oracle"][0]["mixed"] > 0
+    assert stock["prefix"]["cached"] > 0
+    assert stock["same_step"]["hits"] > 0
+    assert stock["sampled"]["tokens"] != stock["one"]["tokens"]
+
+
+@pytest.mark.parametrize("job", ["faults"])
+@pytest.mark.parametrize(
+    ("policy", "fault", "reason"),
+    [
+        (policy, fault, reason)
+        for policy, found in FAULTS.items()
+        for fault, reason in found.items()
+    ],
+)
+def test_a_fault_changes_no_token(reports, job, policy, fault, reason):
+    """Whatever fails inside kvtxn, the output is stock's, and the fallback is counted."""
+    report = reports(job)
+    stock, ours = report["stock"]["eight"], report[policy][f"eight@{fault}"]
+    assert ours["tokens"] == stock["tokens"]
+    assert ours["stats"] == stock["stats"]
+    counts = ours["kvtxn"][0]
+    assert counts[f"kvtxn_fallbacks_total_{reason}"] > 0
+    assert counts["kvtxn_windows_total_committed"] > 0
+    assert counts["kvtxn_windows_total_failed"] == 0
+    staged = counts["kvtxn_rows_committed_total"] + counts["kvtxn_rows_rejected_total"]
+    assert counts["kvtxn_rows_staged_total"] == staged
+    if fault in ("commit", "half"):  # finished by the reference: nothing is left behind
+        assert ours["oracle"][0]["rejected_written"] == 0
+        assert ours["oracle"][0]["strays"] == 0
+
+
+@pytest.mark.parametrize("job", ["faults"])
+def test_on_error_raise_surfaces_it(reports, job):
+    """The engine stops with the error itself."""
+    assert "InjectedFault" in reports(job)["raise"]["eight@stage"]["error"]

@@ -1,0 +1,60 @@
+"""The layout probe, against writers whose packing is known; no engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvtxn.integrations.vllm_cpu import probe
+
+from kvtxn import LayerError
+
+SHAPE = (8, 2, 16)  # block size, heads, head size
+SIZE, HEADS, WIDTH = SHAPE
+
+
+def transposed(block, key, value):
+    """K as ``[heads, head_size, block_size]``, V as plain rows: vLLM's vec kernels."""
+    block[:, : SIZE * WIDTH] = key.permute(1, 2, 0).reshape(HEADS, -1).to(block.dtype)
+    block[:, SIZE * WIDTH :] = value.permute(1, 0, 2).reshape(HEADS, -1).to(block.dtype)
+
+
+def interleaved(block, key, value):
+    """Pairs of elements of several rows next to each other, as matrix units want them."""
+    both = torch.stack([key, value]).view(2, SIZE, HEADS, WIDTH // 2, 2)
+    block.copy_(both.permute(2, 0, 3, 1, 4).reshape(HEADS, -1))
+
+
+@pytest.mark.parametrize("writer", [transposed, interleaved])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_finds_every_element(writer, dtype):
+    """What is read through the table is what the writer wrote."""
+    block = torch.zeros(HEADS, 2 * SIZE * WIDTH, dtype=torch.float32).to(dtype)
+
+    def write(key, value):
+        filled = torch.zeros(block.shape)
+        writer(filled, key, value)
+        block.copy_(filled.to(dtype))
+
+    table = probe(write, block, SHAPE, torch.float32)
+    numbers = torch.randint(0, 9, (2, *SHAPE)).float()
+    write(*numbers)
+    assert torch.equal(block.view(-1)[table].float(), numbers)
+    assert sorted(table.flatten().tolist()) == list(range(block.numel()))
+
+
+@pytest.mark.parametrize("fault", ["lost", "twice", "shared"])
+def test_refuses_what_is_no_bijection(fault):
+    """Rows that share elements, or have some nowhere or twice, cannot be addressed."""
+    block = torch.zeros(HEADS, 2 * SIZE * WIDTH + 4)
+
+    def write(key, value):
+        transposed(block[:, : 2 * SIZE * WIDTH], key, value)
+        if fault == "lost":
+            block[0, 5] = 0
+        elif fault == "twice":
+            block[0, -1] = block[0, 0]
+        else:
+            block[0, 5] = block[0, 6]
+
+    with pytest.raises(LayerError, match="one element per place"):
+        probe(write, block, SHAPE, torch.float32)

@@ -1,0 +1,129 @@
+"""One process: builds engines one after another, puts them through scenarios, reports as JSON.
+
+python vllm_child.py job.json result.json
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_models import write
+from vllm_scenarios import SCENARIOS, Engine
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+COUNTERS = {
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+    "preemptions": "vllm:num_preemptions",
+}
+
+
+def build(job: dict[str, Any], kvtxn: dict[str, Any] | None, folder: Path) -> Any:
+    """The engine of a job, with or without kvtxn."""
+    from vllm import LLM
+
+    speculation: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4,
+                                   "prompt_lookup_max": 3, "prompt_lookup_min": 1}  # fmt: skip
+    if job.get("draft"):
+        path = write(job["draft"], folder, seed=1)
+        speculation = {"method": "draft_model", "model": path, "num_speculative_tokens": 3}
+    options: dict[str, Any] = {
+        "enforce_eager": True,
+        "block_size": 32,
+        "num_gpu_blocks_override": 26,
+        "max_model_len": 288,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    return LLM(
+        model=write(job["model"], folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        seed=0,
+        disable_log_stats=False,
+        speculative_config=speculation,
+        additional_config={} if kvtxn is None else {"kvtxn": kvtxn},
+        worker_extension_cls="vllm_faults.Probe",
+        **(options | job.get("options", {})),
+    )
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """vLLM's own numbers."""
+    found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return {name: found.get(metric, 0) for name, metric in COUNTERS.items()}
+
+
+def run(llm: Any, names: list[str]) -> dict[str, Any]:
+    """Every scenario; counters are those of the scenario alone.
+
+    ``scenario@fault`` runs it with a fault at random steps. An error ends the engine.
+    """
+    from kvtxn.integrations.vllm_plugin import snapshots
+
+    results = {"idle": snapshots(llm)}
+    llm.collective_rpc("oracle_install")
+    for name in names:
+        llm.reset_prefix_cache()
+        engine, stats, snaps = Engine(llm), counters(llm), snapshots(llm)
+        scenario, _, fault = name.partition("@")
+        if fault:
+            llm.collective_rpc("fault_install", args=(fault,))
+        try:
+            tokens = SCENARIOS[scenario](engine)
+        except Exception as error:
+            results[name] = {"error": repr(error)}
+            return results
+        if fault:
+            llm.collective_rpc("fault_remove")
+        results[name] = {
+            "tokens": tokens,
+            "cached": engine.cached,
+            "hits": engine.hits,
+            "stats": {key: value - stats[key] for key, value in counters(llm).items()},
+            "oracle": llm.collective_rpc("oracle_take"),
+            "kvtxn": [
+                {key: value - old.get(key, 0) for key, value in new.items()}
+                for new, old in zip(snapshots(llm), snaps, strict=True)
+            ],
+        }
+    return results
+
+
+def close(llm: Any) -> None:
+    """Free an in-process engine, so that the next one can be built."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    # Done once per process; vLLM 0.32's second scan of all modules trips over a torch object.
+    type(current_platform).register_triton_kernel_overrides = lambda *_: None
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    """Carry out the job."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    os.environ.update(ENVIRONMENT | job.get("environment", {}))
+    results = {}
+    for name, (kvtxn, scenarios) in job["engines"].items():
+        llm = build(job, kvtxn, Path(sys.argv[1]).parent)
+        results[name] = run(llm, scenarios)
+        close(llm)
+        del llm
+    Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Faults inside kvtxn, in a worker of a real engine, at random steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+from kvtxn.integrations import vllm_session
+from vllm_oracle import CacheOracle
+
+import kvtxn.attention
+
+
+class InjectedFault(Exception):
+    """Not one of kvtxn's own errors."""
+
+
+class Probe(CacheOracle):
+    """The worker extension of these tests: the oracle, and faults."""
+
+    def fault_install(self, kind: str) -> None:
+        """Make ``kind`` fail now and then, until ``fault_remove``."""
+        session = self.model_runner.kvtxn  # type: ignore[attr-defined]
+        manager, executor = session.manager, session.manager.executor
+        chance = random.Random(5)
+
+        def sometimes(real: Callable[..., Any], when: Callable[..., bool] = lambda *_: True,
+                      first: Callable[..., Any] | None = None) -> Callable[..., Any]:  # fmt: skip
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if when(*args) and chance.random() < 0.4:
+                    if first is not None:
+                        first(*args, **kwargs)
+                    raise InjectedFault(kind)
+                return real(*args, **kwargs)
+
+            return call
+
+        middle = list(manager.layers)[len(manager.layers) // 2]
+        commit = executor.commit
+
+        def half(txn: Any, accepted: Any) -> None:
+            """Commit only some layers, and count nothing."""
+            everything = executor.layers
+            executor.layers = everything[:2]
+            commit(attrs.evolve(txn, counters=torch.zeros_like(txn.counters)), accepted)
+            executor.layers = everything
+
+        places: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+            "plan": (vllm_session.Plan, "build", sometimes(vllm_session.Plan.build)),
+            "window": (manager, "window", sometimes(manager.window)),
+            "save": (executor, "save", sometimes(executor.save)),
+            "stage": (
+                manager.stager,
+                "take",
+                sometimes(manager.stager.take, lambda ref, *_: ref.name == middle),
+            ),
+            "attend": (kvtxn.attention, "attend", sometimes(kvtxn.attention.attend)),
+            "accept": (manager.acceptance, "from_ids", sometimes(manager.acceptance.from_ids)),
+            "commit": (executor, "commit", sometimes(commit)),
+            "half": (executor, "commit", sometimes(commit, first=half)),
+        }
+        self.fault = mock.patch.object(*places[kind])
+        self.fault.start()
+
+    def fault_remove(self) -> None:
+        """Everything works again."""
+        self.fault.stop()

@@ -1,0 +1,158 @@
+"""Reads the KV cache itself, inside vLLM's workers, and judges every verify step.
+
+Injected with ``worker_extension_cls``. It shares nothing with kvtxn: drafts
+come from vLLM's own metadata, acceptance from the sampled ids, and rows are
+found by the layout that vLLM's x86 kernels write. It works the same in a stock
+engine, where it finds every rejected row written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def planes(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of a packed cache as ``[blocks, block_size, heads * head_size]`` integers."""
+    blocks, heads, size, both = cache.shape
+    halves = cache.view(blocks, heads, 2, size * both // 2).view(torch.int32)
+    key = halves[:, :, 0].view(blocks, heads, both // 2, size).permute(0, 3, 1, 2)
+    value = halves[:, :, 1].view(blocks, heads, size, both // 2).permute(0, 2, 1, 3)
+    return key, value
+
+
+class Step:
+    """One forward with drafts: the caches before it, and which row is what."""
+
+    def __init__(self, caches: dict[str, Tensor], slots: dict[str, Tensor], drafts: list[int],
+                 ends: list[int]) -> None:  # fmt: skip
+        self.before = {cache.data_ptr(): cache.clone() for cache in caches.values()}
+        self.caches, self.slots = caches, {name: s.clone() for name, s in slots.items()}
+        self.drafts, self.ends = drafts, ends
+
+    def rows(self, accepted: list[int]) -> tuple[list[int], list[int]]:
+        """Draft rows that are kept, and draft rows that are not."""
+        kept, rejected = [], []
+        for drafts, end, count in zip(self.drafts, self.ends, accepted, strict=True):
+            kept += range(end - drafts, end - drafts + count)
+            rejected += range(end - drafts + count, end)
+        return kept, rejected
+
+    def changed(self, rows: list[int]) -> int:
+        """How many rows differ from before, in whichever layer."""
+        if not rows:
+            return 0
+        found = []
+        for name, cache in self.caches.items():
+            slot = self.slots[name][rows]
+            for now, then in zip(planes(cache), planes(self.before[cache.data_ptr()]), strict=True):
+                size = now.shape[1]
+                block, offset = slot // size, slot % size
+                found.append((now[block, offset] != then[block, offset]).flatten(1).any(1))
+        return int(torch.stack(found).any(0).sum())
+
+    def strays(self, allowed: list[int]) -> int:
+        """Layers that changed anywhere but in the rows that may be written."""
+        expected = {pointer: cache.clone() for pointer, cache in self.before.items()}
+        for name, cache in self.caches.items():
+            slot = self.slots[name][allowed]
+            for now, then in zip(planes(cache), planes(expected[cache.data_ptr()]), strict=True):
+                size = now.shape[1]
+                then[slot // size, slot % size] = now[slot // size, slot % size]
+        return sum(
+            not torch.equal(cache.view(torch.int32), expected[cache.data_ptr()].view(torch.int32))
+            for cache in self.caches.values()
+        )
+
+
+class CacheOracle:
+    """Methods for ``collective_rpc``; ``self`` is vLLM's worker."""
+
+    def oracle_install(self) -> None:
+        """Watch every step from now on."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        mine = {id(module) for module in runner.get_model().modules()}
+        found = runner.compilation_config.static_forward_context
+        names = [
+            name
+            for group in runner.kv_cache_config.kv_cache_groups
+            for name in group.layer_names
+            if id(found[name]) in mine
+        ]
+        assert names
+        assert {found[name].isa for name in names} <= {"vec", "vec16"}, "another packing"
+        self.oracle_counts = Counter[str]()
+        counts, plan, step = self.oracle_counts, [], []
+        prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner._sample
+
+        def prepared(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+            result = prepare(scheduler_output, num_scheduled_tokens)
+            plan[:] = [list(result[1].num_draft_tokens)]
+            ends = runner.query_start_loc.np[1 : len(plan[0]) + 1].tolist()
+            lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+            plan.append(ends)
+            mixed = any(n > d + 1 for n, d in zip(lengths, plan[0], strict=True))
+            counts["steps"] += 1
+            counts["mixed"] += mixed and any(plan[0])
+            return result
+
+        def forwarded(*args: Any, **kwargs: Any) -> Any:
+            from vllm.forward_context import get_forward_context
+
+            step.clear()
+            if plan and any(plan[0]):
+                slots = get_forward_context().slot_mapping
+                caches = {name: found[name].kv_cache for name in names}
+                step.append(Step(caches, {name: slots[name] for name in names}, *plan))
+            result = forward(*args, **kwargs)
+            if step:
+                kept, rejected = step[0].rows([0] * len(step[0].drafts))
+                counts["early"] += step[0].changed(kept + rejected)
+            return result
+
+        def sampled(logits: Any, metadata: Any) -> Any:
+            output = sample(logits, metadata)
+            if step:
+                ids = output.sampled_token_ids
+                accepted = ((ids != -1).sum(1) - 1).clamp(min=0).tolist()
+                kept, rejected = step[0].rows(accepted)
+                others = set(range(step[0].ends[-1])) - set(kept) - set(rejected)
+                counts["windows"] += 1
+                counts["kept"] += len(kept)
+                counts["rejected"] += len(rejected)
+                counts["rejected_written"] += step[0].changed(rejected)
+                counts["kept_unwritten"] += len(kept) - step[0].changed(kept)
+                counts["strays"] += step[0].strays([*others, *kept])
+                step.clear()
+            return output
+
+        runner._prepare_inputs, runner._model_forward = prepared, forwarded
+        runner._sample = sampled
+
+    def oracle_take(self) -> dict[str, int]:
+        """The counts since the last call."""
+        taken = dict(self.oracle_counts)
+        self.oracle_counts.clear()
+        return taken
+
+    def oracle_seed(self, seed: int) -> None:
+        """Seed the sampler, and make it deterministic.
+
+        vLLM 0.32's CPU replacement of ``expand_kernel`` writes floats into a copy and loses
+        them: with speculation, the temperature is whatever the memory held before, and stock
+        does not even agree with itself. In every engine of these tests it is repeated by torch.
+        """
+        from vllm.v1.sample import rejection_sampler
+
+        def expand(
+            x: Tensor, ends: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+        ) -> Tensor:
+            counts = torch.diff(ends, prepend=ends.new_zeros(1))
+            replaced = torch.where(x == replace_from, replace_to, x).to(x.dtype)
+            return replaced.repeat_interleave(counts)
+
+        rejection_sampler.expand_batch_to_tokens = expand
+        torch.manual_seed(seed)
