@@ -43,6 +43,8 @@ def select(slots: Tensor, mask: Tensor) -> Selection:
     unselected row repeats the first selected one: the same bytes to the same place.
     """
     wanted = mask & (slots >= 0)
+    if slots.numel() == 0:
+        return Selection(slots, slots, None)
     if slots.device.type == "cpu":
         source = wanted.nonzero().squeeze(1)
         return Selection(source, slots[source], None)
@@ -53,8 +55,11 @@ def select(slots: Tensor, mask: Tensor) -> Selection:
 
 
 def read(plane: Plane, slots: Tensor) -> Tensor:
-    """The stored rows of ``slots``, ``[num_rows, *row_shape]`` words; padding reads slot 0."""
-    return plane.cells[plane.index(slots.clamp(min=0))]
+    """The stored rows of ``slots``, ``[num_rows, *row_shape]`` words.
+
+    Padding reads slot 0 and a slot beyond the cache the last one: nobody writes those back.
+    """
+    return plane.cells[plane.index(slots.clamp(0, plane.num_slots - 1))]
 
 
 def write(plane: Plane, rows: Tensor, selection: Selection) -> None:

@@ -25,9 +25,10 @@ def no_host_sync() -> Iterator[None]:
 
 
 def window_without_sync(rig: Rig, attend: bool) -> None:
-    """A warm-up window, then one of another shape under sync debug mode, compared afterwards."""
+    """A warm-up window, then others, one without rows, under sync debug mode; all compared."""
     _whole_window(rig, ((1, 1), (3, 2)), attend, nullcontext())
-    _whole_window(rig, ((1, 1, 1), (4, 2, 1)), attend, no_host_sync())
+    for shape in (((1, 1, 1), (4, 2, 1)), ((0,), (0,))):
+        _whole_window(rig, shape, attend, no_host_sync())
     rig.check("a window that never waited")
 
 
