@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvtxn.testing  # noqa: F401  (imported once here, and not by each run again)
 
@@ -28,6 +29,10 @@ _MODULE = """
             return mutants.{name}
 
         @pytest.fixture
+        def device(self):
+            return {device!r}
+
+        @pytest.fixture
         def program_settings(self):
             return settings(
                 max_examples=60, stateful_step_count=25, deadline=None, derandomize=True,
@@ -36,10 +41,12 @@ _MODULE = """
 """
 
 
-def run_kit(pytester: pytest.Pytester, executor: type, names: list[str]) -> pytest.RunResult:
+def run_kit(
+    pytester: pytest.Pytester, executor: type, names: list[str], device: str = "cpu"
+) -> pytest.RunResult:
     """The named tests of the kit for one executor, as its author would run them."""
     folder = str(Path(mutants.__file__).parent)
-    path = pytester.makepyfile(_MODULE.format(folder=folder, name=executor.__name__))
+    path = pytester.makepyfile(_MODULE.format(folder=folder, name=executor.__name__, device=device))
     tests = [f"{path}::TestMutant::{name}" for name in names]
     return pytester.runpytest_inprocess("-q", "-x", "--tb=no", "-p", "no:cacheprovider", *tests)
 
@@ -55,6 +62,19 @@ def test_a_defect_is_seen(pytester: pytest.Pytester, executor: type, test: str) 
     assert result.ret is pytest.ExitCode.TESTS_FAILED
     assert result.parseoutcomes().get("failed") == 1
     assert f"TestMutant::{test}" in result.stdout.str()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="shows on a GPU only")
+@pytest.mark.parametrize(
+    ("executor", "test"),
+    mutants.CAUGHT_ON_CUDA.items(),
+    ids=[executor.__name__ for executor in mutants.CAUGHT_ON_CUDA],
+)
+def test_a_defect_is_seen_on_a_gpu(pytester: pytest.Pytester, executor: type, test: str) -> None:
+    """Promise 6 can fail as well, in both directions."""
+    assert run_kit(pytester, mutants.Sound, [test], "cuda").ret is pytest.ExitCode.OK
+    result = run_kit(pytester, executor, [test], "cuda")
+    assert result.parseoutcomes().get("failed") == 1
 
 
 @pytest.mark.parametrize("executor", mutants.FOUND_BY_CHANCE, ids=lambda mutant: mutant.__name__)

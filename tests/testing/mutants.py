@@ -329,6 +329,27 @@ class CannotGoOnAfterAFault(TorchExecutor):
         self.__dict__.pop("held", None)
 
 
+class WaitsAtCommit(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        if int(accepted.sum()) >= 0:
+            super().commit(txn, accepted)
+
+
+class IgnoresTheCounts(TorchExecutor):
+    """Does not read the counts when it is replayed."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        super().commit(txn, torch.zeros_like(accepted))
+
+
+class DeniesCapture(TorchExecutor):
+    capabilities: ClassVar = Capabilities(attention=True, capturable=False)
+
+
+class PretendsToWait(TorchExecutor):
+    capabilities: ClassVar = Capabilities(attention=True, capturable=True, no_host_sync=False)
+
+
 #: The defect, and the test of the kit that must go red for it.
 CAUGHT_BY: dict[type[TorchExecutor], str] = {
     WritesRejectedRows: "test_every_shape",
@@ -367,6 +388,14 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     DeniesAttention: "test_attention",
     ClaimsAttention: "test_lengths_and_settings",
     CannotGoOnAfterAFault: "test_the_next_window_is_sound",
+}
+
+#: Defects that only a GPU can show.
+CAUGHT_ON_CUDA: dict[type[TorchExecutor], str] = {
+    WaitsAtCommit: "test_no_host_sync",
+    IgnoresTheCounts: "test_commit_in_a_graph",
+    DeniesCapture: "test_capture",
+    PretendsToWait: "test_waiting",
 }
 
 #: Defects that the random program has to find by itself.
