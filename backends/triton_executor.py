@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -13,13 +15,35 @@ from .. import attention as reference
 from ..config import TxnConfig
 from ..executor import AttentionArgs, Capabilities, Executor, StagedLayer, Txn
 from ..layers import LayerRef
+from ..layout import RowLayout
 from ..rows import LayerRows
 from . import triton_kernels as kernels
 from .attention_launch import AttentionLauncher
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan
 from .tiling import tile_for
 
-_Key = tuple[object, ...]
+PUBLISH = 2
+
+_Strides = list[tuple[int, ...]]
+
+
+@attrs.frozen(eq=False)
+class Job:
+    """One launch, planned: which rows go where.
+
+    Attributes:
+        plan: the planes; None where the launch only counts.
+        table: int64 ``[num_planes]``, addresses of the staged rows; unused if ``direct``.
+        select: which rows, as ``triton_kernels`` numbers them.
+        to_cache: the direction.
+        direct: the addresses themselves, for at most two planes.
+    """
+
+    plan: Plan | None
+    table: Tensor
+    select: int
+    to_cache: bool = True
+    direct: tuple[int, int] | None = None
 
 
 class TritonExecutor(Executor):
@@ -50,7 +74,10 @@ class TritonExecutor(Executor):
         self._places = [line.data_ptr() for line in self._slots]
         self._slot_views: dict[tuple[str, int], Tensor] = {}
         self._book = AddressBook(sum(len(ref.planes) for ref in self.layers), device)
-        self._plans: dict[_Key, Plan] = {}
+        self._shapes: WeakKeyDictionary[RowLayout, tuple[int, int]] = WeakKeyDictionary()
+        self._filled = dict.fromkeys(self._groups, 0)
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._latest: dict[str, tuple[_Strides, Plan]] = {}
         self._arena: dict[str, tuple[Tensor, ...]] = {}
         self._saved_views: dict[tuple[str, int], LayerRows] = {}
         self.attention = AttentionLauncher(device)
@@ -58,7 +85,7 @@ class TritonExecutor(Executor):
         self.verdict = torch.zeros(3, dtype=torch.int64, device=device)
         self._programs = 1
         if device.type == "cuda":
-            self._programs = 16 * torch.cuda.get_device_properties(device).multi_processor_count
+            self._programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -72,12 +99,15 @@ class TritonExecutor(Executor):
     # -- the protocol -------------------------------------------------------------
 
     def own_slots(self, group: str, slots: Tensor) -> Tensor:
-        """The window's copy of a mapping, in the fixed buffer."""
-        key = (group, slots.numel())
+        """The window's copy of a mapping, in the fixed buffer; what follows it there is -1."""
+        count = slots.shape[0]
+        key = (group, count)
         view = self._slot_views.get(key)
         if view is None:
-            view = self._slots[self._number[group], : slots.numel()]
-            self._slot_views[key] = view
+            view = self._slot_views[key] = self._slots[self._number[group], :count]
+        if self._filled[group] > count:
+            self._slots[self._number[group], count : self._filled[group]].fill_(-1)
+        self._filled[group] = count
         return view.copy_(slots)
 
     def save(self, txn: Txn, group: str) -> LayerRows:
@@ -86,29 +116,28 @@ class TritonExecutor(Executor):
         Settled rows and padding are never put back, so they are not read either.
         """
         rows = self._saved_rows(group, txn.layout.num_rows)
-        self._move(txn, self._members[group], rows, kernels.DRAFT, to_cache=False)
+        members = self._members[group]
+        parts = [part for ref in members for part in rows[ref.name]]
+        self._move(txn, self._job(f"save:{group}", members, parts, kernels.DRAFT, to_cache=False))
         return rows
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
         """Settled rows under ``deferred``, else all rows."""
         select = kernels.SETTLED if txn.policy == "deferred" else kernels.ALL
-        self._move(txn, (layer.ref,), {layer.ref.name: layer.rows}, select)
+        scope = f"layer:{layer.ref.name}"
+        self._move(txn, self._job(scope, (layer.ref,), layer.rows, select, direct=True))
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
         """Write the kept rows or put the rejected ones back, and count, in one launch."""
-        if txn.policy == "deferred":
-            rows = {name: layer.rows for name, layer in txn.staged.items()}
-            self._move(txn, self.layers, rows, kernels.KEPT, accepted)
-        elif txn.policy == "undo":
-            self._move(txn, self.layers, txn.saved, kernels.REJECTED, accepted)
-        else:
-            self._move(txn, (), {}, kernels.KEPT, accepted)
+        self._move(txn, self.prepare(txn), accepted)
 
     def restore(self, txn: Txn) -> None:
         """Put back what was there before every draft row whose group was saved."""
         saved = tuple(ref for ref in self.layers if ref.name in txn.saved)
         if saved:
-            self._move(txn, saved, txn.saved, kernels.DRAFT)
+            parts = [part for ref in saved for part in txn.saved[ref.name]]
+            scope = "saved:" + ",".join(dict.fromkeys(ref.group for ref in saved))
+            self._move(txn, self._job(scope, saved, parts, kernels.DRAFT))
 
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
@@ -128,6 +157,154 @@ class TritonExecutor(Executor):
         prefix = launch.prefix(txn.layout, layer.ref, query, attention, fresh=deferred)
         return launch.merge(txn.layout, layer.ref, query, fresh, prefix, attention)
 
+    # -- for executors that wrap this one ---------------------------------------------
+
+    def prepare(self, txn: Txn) -> Job:
+        """The host's part of a commit: what to launch; addresses are on their way."""
+        if txn.policy == "deferred":
+            staged = txn.staged
+            parts = [part for ref in self.layers for part in staged[ref.name].rows]
+            return self._job("all", self.layers, parts, kernels.KEPT)
+        if txn.policy == "undo":
+            parts = [part for ref in self.layers for part in txn.saved[ref.name]]
+            return self._job("all", self.layers, parts, kernels.REJECTED)
+        return Job(None, self._limits, kernels.KEPT)
+
+    def known_slots(self, txn: Txn) -> int:
+        """Bits of the groups that have slots; slots that came another way are copied in."""
+        known = 0
+        for group, slots in txn.slots.items():
+            number = self._number[group]
+            if slots.data_ptr() != self._places[number]:
+                self.own_slots(group, slots)
+            known |= 1 << number
+        return known
+
+    def launch(
+        self,
+        job: Job,
+        known: int,
+        layout: RowLayout,
+        counters: Tensor,
+        accepted: Tensor | None,
+    ) -> None:
+        """The device's part: one launch; with ``accepted`` it counts.
+
+        Args:
+            job: what to move.
+            known: bits of the groups that have slots.
+            layout: the rows; only ``num_rows``, ``request`` and ``position`` are read.
+            counters: int64 ``[lines, 3]``.
+            accepted: contiguous counts or mask.
+        """
+        num_rows = layout.num_rows
+        if num_rows == 0:
+            return
+        accept, counts = kernels.NOTHING, layout.position
+        if accepted is not None:
+            mask = accepted.dtype is torch.bool
+            accept = kernels.MASK if mask else kernels.COUNTS
+            counts = accepted.view(torch.uint8) if mask else accepted
+        plan = job.plan
+        num_planes = 0 if plan is None else plan.num_planes
+        tile = tile_for(plan, num_rows, self._programs)
+        first, second = job.direct or (0, 0)
+        uniform = self._uniform(layout)
+        kernels.move_rows[(tile.programs, num_planes + (accepted is not None))](
+            self._limits if plan is None else plan.table,
+            job.table,
+            first,
+            second,
+            self._slots,
+            self._limits,
+            layout.request,
+            layout.position,
+            counts,
+            counters,
+            self.verdict,
+            num_rows,
+            num_planes,
+            self._slots.shape[1],
+            known,
+            max(1, sum(uniform)),
+            uniform[1],
+            UNIFORM=uniform != (0, 0),
+            PUBLISH=PUBLISH,
+            SELECT=job.select,
+            ACCEPT=accept,
+            TO_CACHE=job.to_cache,
+            COUNT=accepted is not None,
+            DIRECT=job.direct is not None,
+            GROUPS=len(self._groups),
+            WIDE=plan is not None and plan.wide,
+            NARROW=1 if plan is None else plan.narrow,
+            UNITS=0 if plan is None else plan.row_units,
+            RUN=0 if plan is None else plan.run_units,
+            BLOCK=0 if plan is None else plan.block_size,
+            ROWS=tile.rows,
+            COLS=tile.cols,
+            CHUNK=tile.chunk,
+            num_warps=tile.warps,
+        )
+
+    def _uniform(self, layout: RowLayout) -> tuple[int, int]:
+        """Draft and settled rows of every request, where all are alike; else zeros."""
+        found = self._shapes.get(layout)
+        if found is None:
+            alike = len({*zip(layout.draft_len, layout.settled, strict=True)}) == 1
+            found = (layout.draft_len[0], layout.settled[0]) if alike else (0, 0)
+            self._shapes[layout] = found
+        return found
+
+    # -- planning -----------------------------------------------------------------
+
+    def _move(self, txn: Txn, job: Job, accepted: Tensor | None = None) -> None:
+        if accepted is not None:
+            accepted = accepted.contiguous()
+        self.launch(job, self.known_slots(txn), txn.layout, txn.counters, accepted)
+
+    def _job(
+        self,
+        scope: str,
+        refs: tuple[LayerRef, ...],
+        parts: Sequence[Tensor],
+        select: int,
+        *,
+        to_cache: bool = True,
+        direct: bool = False,
+    ) -> Job:
+        """Plan a launch over the planes of ``refs``; ``scope`` names them."""
+        addresses = [part.data_ptr() for part in parts]
+        plan = self._plan(scope, refs, parts, addresses)
+        if direct and len(parts) <= 2:
+            return Job(plan, self._limits, select, to_cache, (addresses[0], addresses[-1]))
+        return Job(plan, self._book.write(addresses), select, to_cache)
+
+    def _plan(
+        self, scope: str, refs: tuple[LayerRef, ...], parts: Sequence[Tensor], addresses: list[int]
+    ) -> Plan:
+        """The plan for these layers and rows; built at the first window that looks like this."""
+        together = 0
+        for address in addresses:
+            together |= address
+        strides = [part.stride() for part in parts]
+        aligned = together % 16 == 0
+        if aligned and scope in self._latest:
+            latest, plan = self._latest[scope]
+            if latest == strides:
+                return plan
+        each = [aligned or address % 16 == 0 for address in addresses]
+        key = (scope, *strides, *each)
+        found = self._plans.get(key)
+        if found is None:
+            planes = [plane for ref in refs for plane in ref.planes]
+            rows = [RowsAt(*pair) for pair in zip(strides, each, strict=True)]
+            groups = [self._number[ref.group] for ref in refs for _ in ref.planes]
+            found = self._plans[key] = build_plan(planes, rows, groups)
+        if aligned:
+            self._latest[scope] = (strides, found)
+        return found
+
     # -- fixed buffers ------------------------------------------------------------
 
     def _saved_rows(self, group: str, num_rows: int) -> LayerRows:
@@ -145,113 +322,6 @@ class TritonExecutor(Executor):
                 _room(self.config.max_rows, plane.row_shape, plane.cells) for plane in ref.planes
             )
         return self._arena[ref.name]
-
-    def _known_slots(self, txn: Txn) -> int:
-        """Bits of the groups that have slots; slots that came another way are copied in."""
-        known = 0
-        for group, slots in txn.slots.items():
-            number = self._number[group]
-            if slots.data_ptr() != self._places[number]:
-                self.own_slots(group, slots)
-            known |= 1 << number
-        return known
-
-    # -- launching ----------------------------------------------------------------
-
-    def _plan(
-        self, refs: Iterable[LayerRef], parts: Sequence[Tensor], addresses: list[int]
-    ) -> Plan:
-        """The plan for these layers and rows; built at the first window that looks like this."""
-        together = 0
-        for address in addresses:
-            together |= address
-        aligned = [True] * len(parts) if together % 16 == 0 else [a % 16 == 0 for a in addresses]
-        planes = [plane for ref in refs for plane in ref.planes]
-        key = (id(planes[0]), len(planes), *[part.stride() for part in parts], *aligned)
-        plan = self._plans.get(key)
-        if plan is None:
-            rows = [RowsAt(p.stride(), a) for p, a in zip(parts, aligned, strict=True)]
-            groups = [self._number[ref.group] for ref in refs for _ in ref.planes]
-            plan = self._plans[key] = build_plan(planes, rows, groups)
-        return plan
-
-    def _move(
-        self,
-        txn: Txn,
-        refs: tuple[LayerRef, ...],
-        rows: LayerRows,
-        select: int,
-        accepted: Tensor | None = None,
-        *,
-        to_cache: bool = True,
-    ) -> None:
-        """One launch of ``move_rows`` over the planes of ``refs``; with ``accepted`` it counts."""
-        num_rows = txn.layout.num_rows
-        if num_rows == 0:
-            return
-        parts = [part for ref in refs for part in rows[ref.name]]
-        addresses = [part.data_ptr() for part in parts]
-        plan = self._plan(refs, parts, addresses) if parts else None
-        direct = 0 < len(parts) <= 2
-        table = self._limits if direct or not parts else self._book.write(addresses)
-        first, second = (addresses[0], addresses[-1]) if direct else (0, 0)
-        accept, counts = kernels.NOTHING, txn.layout.position
-        if accepted is not None:
-            mask = accepted.dtype is torch.bool
-            accept = kernels.MASK if mask else kernels.COUNTS
-            counts = accepted.contiguous()
-            counts = counts.view(torch.uint8) if mask else counts
-        self._launch(
-            txn, plan, table, (first, second), counts, select, accept, to_cache, direct, num_rows
-        )
-
-    def _launch(
-        self,
-        txn: Txn,
-        plan: Plan | None,
-        table: Tensor,
-        direct: tuple[int, int],
-        counts: Tensor,
-        select: int,
-        accept: int,
-        to_cache: bool,
-        is_direct: bool,
-        num_rows: int,
-    ) -> None:
-        count = accept != kernels.NOTHING
-        num_planes = plan.num_planes if plan is not None else 0
-        tile = tile_for(plan, num_rows, self._programs)
-        kernels.move_rows[(tile.programs, num_planes + count)](
-            plan.table if plan is not None else self._limits,
-            table,
-            *direct,
-            self._slots,
-            self._limits,
-            txn.layout.request,
-            txn.layout.position,
-            counts,
-            txn.counters,
-            self.verdict,
-            num_rows,
-            num_planes,
-            self._slots.shape[1],
-            self._known_slots(txn),
-            SELECT=select,
-            ACCEPT=accept,
-            TO_CACHE=to_cache,
-            COUNT=count,
-            DIRECT=is_direct,
-            GROUPS=len(self._groups),
-            WIDE=plan is not None and plan.wide,
-            NARROW=plan.narrow if plan is not None else 1,
-            UNITS=plan.row_units if plan is not None else 0,
-            RUN=plan.run_units if plan is not None else 0,
-            BLOCK=plan.block_size if plan is not None else 0,
-            ROWS=tile.rows,
-            COLS=tile.cols,
-            CHUNK=tile.chunk,
-            num_warps=tile.warps,
-        )
 
 
 def _room(max_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:

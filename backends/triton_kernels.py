@@ -43,11 +43,17 @@ def selected(
     request: tl.tensor,
     position: tl.tensor,
     accepted: tl.tensor,
+    per_request: tl.tensor,
+    settled: tl.tensor,
     SELECT: tl.constexpr,
     ACCEPT: tl.constexpr,
+    UNIFORM: tl.constexpr,
 ) -> tl.tensor:
     """Which of ``rows`` a launch moves; counts out of range clamp by comparison."""
-    where = tl.load(position + rows, mask=live, other=-1)
+    owner = rows // per_request
+    where = rows - owner * per_request - settled
+    if not UNIFORM:
+        where = tl.load(position + rows, mask=live, other=-1)
     chosen = live
     if SELECT == 1:
         chosen = live & (where < 0)
@@ -55,7 +61,8 @@ def selected(
         chosen = live & (where >= 0)
     if SELECT >= 3:
         if ACCEPT == 1:
-            owner = tl.load(request + rows, mask=live, other=0)
+            if not UNIFORM:
+                owner = tl.load(request + rows, mask=live, other=0)
             kept = where < tl.load(accepted + owner, mask=live, other=0)
         else:
             kept = tl.load(accepted + rows, mask=live, other=0) != 0
@@ -96,8 +103,11 @@ def count_rows(
     num_rows: tl.tensor,
     slot_stride: tl.tensor,
     allowed: tl.tensor,
+    per_request: tl.tensor,
+    settled: tl.tensor,
     GROUPS: tl.constexpr,
     ACCEPT: tl.constexpr,
+    UNIFORM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Add drafts staged, committed and rejected to int64 ``counters`` ``[lines, 3]``.
@@ -121,8 +131,12 @@ def count_rows(
                     each = tl.load(slots + group * slot_stride + rows, mask=live, other=-1)
                     slot = tl.maximum(slot, each)
             real = live & (slot >= 0)
-            draft = selected(rows, live, request, position, accepted, 2, 0)
-            kept = selected(rows, live, request, position, accepted, 3, ACCEPT)
+            draft = selected(
+                rows, live, request, position, accepted, per_request, settled, 2, 0, UNIFORM
+            )
+            kept = selected(
+                rows, live, request, position, accepted, per_request, settled, 3, ACCEPT, UNIFORM
+            )
             staged += (real & draft).to(tl.int64)
             committed += (real & kept).to(tl.int64)
         total = tl.sum(staged, axis=0)
@@ -139,6 +153,8 @@ def count_rows(
         "num_planes",
         "slot_stride",
         "known",
+        "per_request",
+        "settled",
         "first",
         "second",
     ]
@@ -159,10 +175,14 @@ def move_rows(
     num_planes: tl.int32,
     slot_stride: tl.int32,
     known: tl.int64,
+    per_request: tl.int32,
+    settled: tl.int32,
     SELECT: tl.constexpr,
     ACCEPT: tl.constexpr,
     TO_CACHE: tl.constexpr,
     COUNT: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    PUBLISH: tl.constexpr,
     DIRECT: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -186,7 +206,7 @@ def move_rows(
         second: ... and for plane 1.
         slots: int64 ``[GROUPS, slot_stride]``, -1 is padding.
         limits: int64 ``[GROUPS]``, slots in the smallest cache of each group.
-        request: int64 ``[num_rows]``.
+        request: int64 ``[num_rows]``; unread if ``UNIFORM``, as is the next.
         position: int64 ``[num_rows]``, -1 for settled rows.
         accepted: int ``[num_requests]`` (``COUNTS``), uint8 ``[num_rows]`` (``MASK``), or unread.
         counters: int64 ``[lines, 3]``, added to if ``COUNT``.
@@ -195,10 +215,13 @@ def move_rows(
         num_planes: lines of the plan.
         slot_stride: elements between groups in ``slots``.
         known: bit g is set where group g has its slots.
+        per_request: if ``UNIFORM``, rows of each request ...
+        settled: ... and how many of them come first and are settled.
         SELECT: which rows.
         ACCEPT: what ``accepted`` is.
         TO_CACHE: True writes caches, False reads them.
         COUNT: add to the counters.
+        UNIFORM: all requests are alike; ``request`` and ``position`` are not read.
         DIRECT: at most two planes, addresses as arguments.
         GROUPS: number of groups.
         WIDE: some plane moves in 16-byte units.
@@ -223,8 +246,11 @@ def move_rows(
                 num_rows,
                 slot_stride,
                 allowed,
+                per_request,
+                settled,
                 GROUPS,
                 ACCEPT,
+                UNIFORM,
                 CHUNK,
             )
     else:
@@ -243,7 +269,18 @@ def move_rows(
             rows = index * ROWS + tl.arange(0, ROWS)
             live = rows < num_rows * allowed
             slot = tl.load(slots + group * slot_stride + rows, mask=live, other=-1)
-            chosen = selected(rows, live, request, position, accepted, SELECT, ACCEPT)
+            chosen = selected(
+                rows,
+                live,
+                request,
+                position,
+                accepted,
+                per_request,
+                settled,
+                SELECT,
+                ACCEPT,
+                UNIFORM,
+            )
             wanted = chosen & (slot >= 0)
             slot = tl.where(wanted, slot, 0)
             if BLOCK > 0:
@@ -287,9 +324,16 @@ def move_rows(
                     copy_narrow(here, there, wanted, line, inside, TO_CACHE, COLS, NARROW)
             else:
                 copy_narrow(here, there, wanted, line, inside, TO_CACHE, COLS, NARROW)
-    tl.debug_barrier()
-    everyone = tl.num_programs(0) * tl.num_programs(1)
-    if tl.atomic_add(verdict, 1, sem="acq_rel") == everyone - 1:
-        tl.store(verdict, 0)
-        tl.store(verdict + 1, tl.load(verdict + 1) + 1)
-        tl.store(verdict + 2, tl.load(verdict + 2) + (1 - allowed))
+    if PUBLISH == 2:
+        tl.debug_barrier()
+        everyone = tl.num_programs(0) * tl.num_programs(1)
+        if tl.atomic_add(verdict, 1, sem="acq_rel") == everyone - 1:
+            tl.store(verdict, 0)
+            tl.store(verdict + 1, tl.load(verdict + 1) + 1)
+            tl.store(verdict + 2, tl.load(verdict + 2) + (1 - allowed))
+    if PUBLISH == 1:
+        everyone = tl.num_programs(0) * tl.num_programs(1)
+        if tl.atomic_add(verdict, 1, sem="relaxed") == everyone - 1:
+            tl.store(verdict, 0)
+            tl.store(verdict + 1, tl.load(verdict + 1) + 1)
+            tl.store(verdict + 2, tl.load(verdict + 2) + (1 - allowed))

@@ -1,0 +1,79 @@
+"""Rows captured by reference: held, checked, and copied where the check fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvtxn.backends.captured_rows import CapturedRows
+
+from kvtxn import LayerRef, WindowStateError
+
+
+def _layer(name="layer"):
+    return LayerRef(name, torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8))
+
+
+def _rows():
+    return torch.randn(3, 1, 8), torch.randn(3, 1, 8)
+
+
+def test_intact_rows_stay_by_reference():
+    held, rows = CapturedRows(), _rows()
+    held.stage(_layer(), *rows)
+    assert held.verify() == []
+    assert held.by_reference
+    assert held.layers["layer"].rows[0].data_ptr() == rows[0].data_ptr()
+
+
+def test_overwritten_rows_fail_over_to_copies():
+    held, (key, value) = CapturedRows(), _rows()
+    held.stage(_layer(), key, value)
+    before = value.clone()
+    value.fill_(7.0)
+    assert held.verify() == ["layer"]
+    assert not held.by_reference
+    assert torch.equal(held.layers["layer"].rows[1], before)
+
+
+def test_nothing_is_trusted_before_the_check():
+    held = CapturedRows()
+    held.stage(_layer(), *_rows())
+    with pytest.raises(WindowStateError, match="verify"):
+        _ = held.layers
+    trusting = CapturedRows(check=False)
+    trusting.stage(_layer(), *_rows())
+    assert list(trusting.layers) == ["layer"]
+
+
+def test_a_layer_is_captured_once():
+    held = CapturedRows()
+    held.stage(_layer(), *_rows())
+    with pytest.raises(WindowStateError, match="already"):
+        held.stage(_layer(), *_rows())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_held_tensors_survive_a_replay():
+    """Without a reference the graph's pool reuses the memory; with one it does not."""
+    layers = [
+        LayerRef(
+            f"layer.{i}",
+            torch.zeros(2, 4, 1, 8, device="cuda"),
+            torch.zeros(2, 4, 1, 8, device="cuda"),
+        )
+        for i in range(8)
+    ]
+    hidden = torch.randn(3, 8, device="cuda")
+    held, graph = CapturedRows(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state = hidden
+        for ref in layers:
+            state = state * 1.5 + 1
+            held.stage(ref, (state + 1).view(3, 1, 8), (state - 1).view(3, 1, 8))
+    hidden.copy_(torch.randn(3, 8, device="cuda"))
+    graph.replay()
+    assert held.verify() == []
+    state = hidden
+    for ref in layers:
+        state = state * 1.5 + 1
+        assert torch.equal(held.layers[ref.name].rows[0], (state + 1).view(3, 1, 8))
