@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=8, help="prompts to use without --prompt")
     parser.add_argument("--model", default=str(MODEL), help="a model's folder (the shipped one)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate each")
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.1, help="of greedy decoding; 1 is none"
+    )
     parser.add_argument("--draft-tokens", type=int, default=4, help="most drafts per verify pass")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -51,8 +54,20 @@ def run(args: argparse.Namespace) -> int:
         for policy in POLICIES:  # each in a process of its own, one after the other
             task = bar.add_task(policy, total=len(prompts))
             level = "debug" if args.log_level == "debug" else "error"
-            job = Job(policy, prompts, args.model, args.max_tokens, args.draft_tokens, level)
-            results[policy] = run_engine(job, partial(_advance, bar, task))
+            job = Job(
+                policy=policy,
+                prompts=prompts,
+                model=args.model,
+                max_tokens=args.max_tokens,
+                repetition_penalty=args.repetition_penalty,
+                draft_tokens=args.draft_tokens,
+                log_level=level,
+            )
+            try:
+                results[policy] = run_engine(job, partial(_advance, bar, task))
+            except RuntimeError as error:
+                console.print(f"[bold red]{error}", highlight=False)
+                return 1
     verdict = compare(results)
     if args.json:
         runs = {policy: attrs.asdict(result) for policy, result in results.items()}

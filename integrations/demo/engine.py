@@ -21,7 +21,7 @@ import attrs
 MODEL = Path(__file__).parent / "model"
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Job:
     """What to generate, and how.
 
@@ -30,6 +30,7 @@ class Job:
         prompts: the texts to continue.
         model: a model's folder, with its tokenizer.
         max_tokens: tokens to generate per prompt.
+        repetition_penalty: of greedy decoding; above 1 it avoids loops.
         draft_tokens: most draft tokens per verify pass, by n-gram lookup.
         log_level: of kvtxn and vLLM in the engine's process; "debug" shows them.
     """
@@ -38,6 +39,7 @@ class Job:
     prompts: tuple[str, ...]
     model: str
     max_tokens: int
+    repetition_penalty: float
     draft_tokens: int
     log_level: str = "error"
 
@@ -123,7 +125,12 @@ def _work(job: Job, pipe: Connection, log: str) -> None:
             "prompt_lookup_min": 2,
         },
     )
-    sampling = SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True)
+    sampling = SamplingParams(
+        temperature=0.0,
+        repetition_penalty=job.repetition_penalty,
+        max_tokens=job.max_tokens,
+        ignore_eos=True,
+    )
     bar = _progress_class(pipe)
     begin = time.perf_counter()
     outputs = llm.generate(list(job.prompts), sampling, use_tqdm=bar)
