@@ -120,4 +120,5 @@ def _attend_once(rig: Rig) -> None:
         )
         window.abort()
     expected = attention(full, cache, sequences, query)
-    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-3, atol=1e-3)
+    if not bool(((out.double().cpu() - expected).abs() <= 1e-3).all()):
+        raise AssertionError("attention is there, but wrong")

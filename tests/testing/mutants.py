@@ -10,10 +10,19 @@ from typing import ClassVar
 import attrs
 import torch
 from kvtxn.backends.torch_executor import TorchExecutor
+from mutants_attention import (
+    ClaimsAttention,
+    DoesNotSeeItsOwnWrites,
+    IgnoresTheSlidingWindow,
+    IgnoresTheSoftCap,
+    MixesUpQueryGroups,
+    ReadsUnscaledRows,
+    SeesTheFuture,
+    SlidesOneTooFar,
+)
 from torch import Tensor
 
-from kvtxn import attention
-from kvtxn.executor import AttentionArgs, Capabilities, StagedLayer, Txn
+from kvtxn.executor import Capabilities, StagedLayer, Txn
 from kvtxn.layers import LayerRef, Plane
 from kvtxn.rows import LayerRows, write_layers
 
@@ -239,67 +248,6 @@ class CountsEveryLayer(TorchExecutor):
         txn.counters.add_((txn.counters - before) * (len(self.layers) - 1))
 
 
-class _Attention(TorchExecutor):
-    """Attention in the hands of a subclass; the rest is sound."""
-
-    def fresh(self, txn: Txn, layer: StagedLayer) -> tuple[Tensor, ...] | None:
-        return layer.rows if txn.policy == "deferred" else None
-
-    def attend(self, txn, layer, query, attention_args):
-        rows = self.fresh(txn, layer)
-        return attention.attend(txn.layout, layer.ref.planes, rows, query, attention_args)
-
-
-class DoesNotSeeItsOwnWrites(_Attention):
-    def fresh(self, txn, layer):
-        return None
-
-
-class ReadsUnscaledRows(_Attention):
-    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
-        planes = tuple(
-            attrs.evolve(plane, format=attrs.evolve(plane.format, scale=None))
-            for plane in layer.ref.planes
-        )
-        return attention.attend(txn.layout, planes, self.fresh(txn, layer), query, args)
-
-
-class SeesTheFuture(_Attention):
-    """Every query is taken for the last of its request."""
-
-    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
-        out = super().attend(txn, layer, query, args)
-        for row in range(query.shape[0]):
-            request = int(txn.layout.request[row])
-            last = txn.layout.starts[request + 1] - 1
-            swapped = query.clone()
-            swapped[last] = query[row]
-            out[row] = super().attend(txn, layer, swapped, args)[last]
-        return out
-
-
-class IgnoresTheSlidingWindow(_Attention):
-    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
-        return super().attend(txn, layer, query, attrs.evolve(args, sliding_window=None))
-
-
-class SlidesOneTooFar(_Attention):
-    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
-        if args.sliding_window is not None:
-            args = attrs.evolve(args, sliding_window=args.sliding_window + 1)
-        return super().attend(txn, layer, query, args)
-
-
-class IgnoresTheSoftCap(_Attention):
-    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
-        return super().attend(txn, layer, query, attrs.evolve(args, soft_cap=None))
-
-
-class MixesUpQueryGroups(_Attention):
-    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
-        return super().attend(txn, layer, query.flip(1), args).flip(1)
-
-
 class DeniesUndo(TorchExecutor):
     capabilities: ClassVar = Capabilities(
         policies=frozenset({"deferred", "direct"}), attention=True, capturable=True
@@ -308,11 +256,6 @@ class DeniesUndo(TorchExecutor):
 
 class DeniesAttention(TorchExecutor):
     capabilities: ClassVar = Capabilities(attention=False, capturable=True)
-
-
-class ClaimsAttention(TorchExecutor):
-    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
-        raise NotImplementedError
 
 
 class CannotGoOnAfterAFault(TorchExecutor):
