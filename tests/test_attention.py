@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import BLOCK_SIZE, HEAD_SIZE, HEADS, make_layers, noise, rows
+from small_caches import BLOCK_SIZE, HEAD_SIZE, HEADS, make_layers, noise, rows
 
 from kvtxn import LayerError, LayerRef, TransactionManager, TxnConfig
 from kvtxn.attention import merge, partial_attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import noise
+from small_caches import noise
 
 from kvtxn.formats import row_format, words
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from conftest import noise
+from small_caches import noise
 
 from kvtxn import LayerError, LayerRef
 from kvtxn.rows import read

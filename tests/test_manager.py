@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from conftest import make_layers, noise, rows
+from small_caches import make_layers, noise, rows
 
 from kvtxn import (
     BackendUnavailableError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import HEAD_SIZE, HEADS, make_layers, rows
+from small_caches import HEAD_SIZE, HEADS, make_layers, rows
 
 from kvtxn import TransactionManager, TxnConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import changed_slots, copies, make_layers, rows
+from small_caches import changed_slots, copies, make_layers, rows
 
 from kvtxn import (
     AcceptanceError,
