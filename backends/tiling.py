@@ -14,10 +14,7 @@ _MAX_COLS: Final = 128
 
 
 #: Loads that each thread has under way at once.
-_UNITS_PER_THREAD: Final = 4
-
-#: Up to here, small programs: what counts is how soon the last one starts.
-_FEW_ROWS: Final = 32
+_UNITS_PER_THREAD: Final = 8
 
 
 @attrs.frozen
@@ -45,7 +42,7 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
     Args:
         plan: the planes; None where a launch only counts.
         num_rows: rows of the window.
-        programs: how many programs of 8 warps fill the device; 1 where there is none.
+        programs: how many programs fill the device; 1 where there is none.
     """
     chunk = 128 if num_rows <= 128 else 1024
     if plan is None:
@@ -53,10 +50,10 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
     cols = _columns(plan)
     if programs == 1:  # interpreted: every step costs the same, whatever its size
         return Tile(1, min(64, 1 << max(0, num_rows - 1).bit_length()), cols, chunk, 4)
-    warps = 2 if num_rows <= _FEW_ROWS else 8
+    warps = 2
     rows = max(1, 32 * warps * _UNITS_PER_THREAD // cols)
     steps = -(-num_rows // rows)
-    at_once = programs * 8 // (warps * plan.num_planes)
+    at_once = programs // plan.num_planes
     return Tile(max(1, min(steps, at_once)), rows, cols, chunk, warps)
 
 

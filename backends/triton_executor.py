@@ -22,8 +22,6 @@ from .attention_launch import AttentionLauncher
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan
 from .tiling import tile_for
 
-PUBLISH = 2
-
 _Strides = list[tuple[int, ...]]
 
 
@@ -81,11 +79,11 @@ class TritonExecutor(Executor):
         self._arena: dict[str, tuple[Tensor, ...]] = {}
         self._saved_views: dict[tuple[str, int], LayerRows] = {}
         self.attention = AttentionLauncher(device)
-        #: [programs done, launches done, launches refused for a slot out of range]
-        self.verdict = torch.zeros(3, dtype=torch.int64, device=device)
+        #: Programs done, programs started, launches, launches refused for a slot out of range.
+        self.verdict = torch.zeros(4, dtype=torch.int64, device=device)
         self._programs = 1
         if device.type == "cuda":
-            self._programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+            self._programs = 10 * torch.cuda.get_device_properties(device).multi_processor_count
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -170,6 +168,15 @@ class TritonExecutor(Executor):
             return self._job("all", self.layers, parts, kernels.REJECTED)
         return Job(None, self._limits, kernels.KEPT)
 
+    def use_slots(self, slots: Tensor) -> None:
+        """Read slots from a caller's fixed buffer from now on: int64 ``[max_rows]``, one group.
+
+        For code that captures launches and fills the buffer itself.
+        """
+        self._slots = slots.view(1, -1)
+        self._places = [slots.data_ptr()]
+        self._slot_views.clear()
+
     def known_slots(self, txn: Txn) -> int:
         """Bits of the groups that have slots; slots that came another way are copied in."""
         known = 0
@@ -229,7 +236,6 @@ class TritonExecutor(Executor):
             max(1, sum(uniform)),
             uniform[1],
             UNIFORM=uniform != (0, 0),
-            PUBLISH=PUBLISH,
             SELECT=job.select,
             ACCEPT=accept,
             TO_CACHE=job.to_cache,

@@ -10,8 +10,9 @@ Memory contract of ``move_rows``:
 - Distinct rows of a window have distinct slots, planes share no memory: the window and the
   manager guarantee it. So no two programs write one byte, and no order among them matters.
 - Rows that are not selected are neither read nor written.
-- ``verdict`` = [programs done, launches done, launches refused]: the program that finishes last
-  publishes, after all writes of all others.
+- ``verdict`` = [programs done, programs started, launches, launches refused]. A program counts
+  itself done after its last write, so the verdict of a launch stands when the first two are
+  equal. The additions order nothing: other streams see the bytes by stream order, as ever.
 """
 
 from __future__ import annotations
@@ -182,7 +183,6 @@ def move_rows(
     TO_CACHE: tl.constexpr,
     COUNT: tl.constexpr,
     UNIFORM: tl.constexpr,
-    PUBLISH: tl.constexpr,
     DIRECT: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -210,7 +210,7 @@ def move_rows(
         position: int64 ``[num_rows]``, -1 for settled rows.
         accepted: int ``[num_requests]`` (``COUNTS``), uint8 ``[num_rows]`` (``MASK``), or unread.
         counters: int64 ``[lines, 3]``, added to if ``COUNT``.
-        verdict: int64 ``[3]``, 0 in the first place between launches.
+        verdict: int64 ``[4]``, added to.
         num_rows: rows of the window.
         num_planes: lines of the plan.
         slot_stride: elements between groups in ``slots``.
@@ -324,16 +324,9 @@ def move_rows(
                     copy_narrow(here, there, wanted, line, inside, TO_CACHE, COLS, NARROW)
             else:
                 copy_narrow(here, there, wanted, line, inside, TO_CACHE, COLS, NARROW)
-    if PUBLISH == 2:
-        tl.debug_barrier()
-        everyone = tl.num_programs(0) * tl.num_programs(1)
-        if tl.atomic_add(verdict, 1, sem="acq_rel") == everyone - 1:
-            tl.store(verdict, 0)
-            tl.store(verdict + 1, tl.load(verdict + 1) + 1)
-            tl.store(verdict + 2, tl.load(verdict + 2) + (1 - allowed))
-    if PUBLISH == 1:
-        everyone = tl.num_programs(0) * tl.num_programs(1)
-        if tl.atomic_add(verdict, 1, sem="relaxed") == everyone - 1:
-            tl.store(verdict, 0)
-            tl.store(verdict + 1, tl.load(verdict + 1) + 1)
-            tl.store(verdict + 2, tl.load(verdict + 2) + (1 - allowed))
+    if tl.program_id(0) == 0 and plane == 0:
+        tl.atomic_add(verdict + 1, tl.num_programs(0) * tl.num_programs(1), sem="relaxed")
+        tl.atomic_add(verdict + 2, 1, sem="relaxed")
+        tl.atomic_add(verdict + 3, 1 - allowed, sem="relaxed")
+    tl.debug_barrier()
+    tl.atomic_add(verdict, 1, sem="relaxed")

@@ -6,10 +6,10 @@ import argparse
 from importlib import import_module
 from typing import Final
 
-help: Final = "measure: host (cost of an idle window)"
+help: Final = "measure: host (cost of an idle window), kernels, attention"
 
 #: What can be measured -> the module that does it, imported only when asked for.
-SUITES: Final = {"host": "host"}
+SUITES: Final = {"host": "host", "kernels": "kernels", "attention": "kernels_attention"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,160 @@
+"""Shapes of real models, as caches and windows for the kernel benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from .. import LayerRef, TxnConfig
+from ..backends.triton_executor import Job, TritonExecutor
+from ..executor import StagedLayer, Txn
+from ..layout import RowLayout
+from .kernel_timer import sets_needed
+
+BLOCK_SIZE: Final = 16
+
+
+@attrs.frozen
+class Model:
+    """What a model stores per token, on one GPU.
+
+    Attributes:
+        layers: number of layers.
+        kv_heads: KV heads on this GPU; 0 for latents.
+        head_size: elements per head, or of the latent.
+        q_heads: query heads on this GPU.
+    """
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    q_heads: int
+
+
+MODELS: Final[Mapping[str, Model]] = {
+    "llama3-8b": Model(32, 8, 128, 32),
+    "llama3-70b-tp8": Model(80, 1, 128, 8),
+    "qwen3-32b-tp2": Model(64, 4, 128, 32),
+    "llama3-1b": Model(16, 8, 64, 32),
+    "deepseek-v3-mla": Model(61, 0, 576, 128),
+}
+
+
+@attrs.frozen
+class Case:
+    """One point of the benchmark.
+
+    Attributes:
+        model: a name in ``MODELS``.
+        requests: requests of the batch.
+        drafts: draft rows per request; one settled row comes on top.
+        accepted: share of the draft rows that is kept.
+    """
+
+    model: str
+    requests: int
+    drafts: int
+    accepted: float
+
+    @property
+    def rows(self) -> int:
+        """Rows of the window."""
+        return self.requests * (self.drafts + 1)
+
+
+@attrs.frozen(eq=False)
+class Window:
+    """Staged rows, slots and acceptance of one window."""
+
+    slots: Tensor
+    staged: dict[str, StagedLayer]
+    accepted: Tensor
+
+
+class Workload:
+    """A case on the GPU: caches, and enough windows that each finds its data cold.
+
+    Args:
+        case: what to measure.
+        blocks: blocks per cache; several times what a window needs where None.
+        windows: how many; as many as make every one find its data cold where None.
+
+    Attributes:
+        refs: the layers; K and V side by side per head, as vLLM lays them out.
+        executor: the executor under test.
+        windows: windows over distinct slots, rows and counts.
+        kept_bytes: bytes that a commit of the average window writes.
+        all_bytes: bytes of all its rows.
+    """
+
+    def __init__(self, case: Case, blocks: int | None = None, windows: int | None = None) -> None:
+        self.case = case
+        model = MODELS[case.model]
+        rows = case.rows
+        device = torch.device("cuda")
+        blocks = blocks or max(512, 4 * rows // BLOCK_SIZE)
+        self.refs = [_layer(f"layer.{i}", model, blocks, device) for i in range(model.layers)]
+        self.executor = TritonExecutor(self.refs, TxnConfig(max_rows=max(rows, 8)))
+        self.layout = RowLayout.build((case.drafts,) * case.requests, (1,) * case.requests, device)
+        self.counters = torch.zeros(1, 3, dtype=torch.int64, device=device)
+        row_bytes = sum(ref.row_bytes for ref in self.refs)
+        self.all_bytes = row_bytes * rows
+        cold = sets_needed(int(self.all_bytes * max(0.2, case.accepted)))
+        count = windows or min(64, cold)
+        generator = torch.Generator().manual_seed(1)
+        self.windows = [
+            self._window(model, blocks * BLOCK_SIZE, generator, device) for _ in range(count)
+        ]
+        kept = sum(int(window.accepted.sum()) for window in self.windows) / count
+        self.kept_bytes = int(kept * row_bytes)
+
+    def _window(
+        self, model: Model, slots: int, generator: torch.Generator, device: torch.device
+    ) -> Window:
+        case, rows = self.case, self.case.rows
+        staged = {}
+        for ref in self.refs:
+            if model.kv_heads:
+                fused = (rows, model.kv_heads * 2, model.head_size)
+                both = torch.randn(fused, device=device, dtype=torch.bfloat16)
+                parts = both.split(model.kv_heads, dim=1)
+            else:
+                parts = (torch.randn(rows, model.head_size, device=device, dtype=torch.bfloat16),)
+            staged[ref.name] = StagedLayer(ref, tuple(parts))
+        # The share is exact over the batch, the rows it falls on are random.
+        drafts = case.requests * case.drafts
+        total = round(case.accepted * drafts)
+        kept = torch.zeros(drafts, dtype=torch.int64)
+        kept[torch.randperm(drafts, generator=generator)[:total]] = 1
+        counts = kept.view(case.requests, case.drafts).sum(1)
+        chosen = torch.randperm(slots, generator=generator)[:rows]
+        return Window(chosen.to(device), staged, counts.to(device))
+
+    def txn(self, window: Window, policy: str = "deferred") -> Txn:
+        """A window as executors see it."""
+        return Txn(
+            policy,
+            tuple(self.refs),
+            self.layout,
+            self.counters,
+            slots={"default": window.slots},
+            staged=dict(window.staged),
+        )
+
+    def job(self, window: Window) -> Job:
+        """A planned commit whose addresses stay on the device, ready to be captured."""
+        job = self.executor.prepare(self.txn(window))
+        return attrs.evolve(job, table=job.table.clone())
+
+
+def _layer(name: str, model: Model, blocks: int, device: torch.device) -> LayerRef:
+    if not model.kv_heads:
+        shape: tuple[int, ...] = (blocks, BLOCK_SIZE, model.head_size)
+        return LayerRef.latent(name, torch.zeros(shape, device=device, dtype=torch.bfloat16))
+    shape = (blocks, model.kv_heads, BLOCK_SIZE, 2 * model.head_size)
+    cache = torch.zeros(shape, device=device, dtype=torch.bfloat16).permute(0, 2, 1, 3)
+    return LayerRef(name, cache[..., : model.head_size], cache[..., model.head_size :])

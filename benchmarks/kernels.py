@@ -1,0 +1,157 @@
+"""GPU time of commits against stock writes, a plain copy, and undo.
+
+Every figure is the median over graph replays with cold L2, candidates in turn. The
+gate comes first: each workload's commit is compared with the reference, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from ..rows import write_layers
+from . import machine
+from .kernel_cases import MODELS, Case, Workload
+from .kernel_timer import COLD_BYTES, medians
+
+help: Final = "GPU time of commits, next to stock writes and a plain copy"
+
+Step = Callable[[], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the suite's arguments."""
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama3-8b"])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 16, 64, 128])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[4])
+    parser.add_argument("--accepted", type=float, nargs="+", default=[0.0, 0.1, 0.3, 0.7, 1.0])
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every combination and print a table."""
+    if not torch.cuda.is_available():
+        print("the kernel benchmark needs a CUDA device")
+        return 1
+    rows = []
+    print(f"{'model':<16}{'rows':>6}{'accepted':>9}  microseconds")
+    for point in itertools.product(args.models, args.requests, args.drafts, args.accepted):
+        row = measure(Case(*point))
+        rows.append(row)
+        shown = "  ".join(f"{name} {value:.2f}" for name, value in row["us"].items())
+        print(f"{row['model']:<16}{row['rows']:>6}{row['accepted']:>9.0%}  {shown}", flush=True)
+        torch.cuda.empty_cache()
+    if args.save:
+        print(machine.write(args.save, {"suite": "kernels", "rows": rows}))
+    return 0
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One case: gate, then time."""
+    load = Workload(case)
+    gate(load)
+    candidates = {"commit": commits(load), "undo": undos(load), "floor": copies(load.kept_bytes)}
+    stock = stock_writes(load)
+    if stock:
+        candidates["stock"] = stock
+        candidates["floor-all"] = copies(load.all_bytes)
+    times = medians({name: steps for name, steps in candidates.items() if steps})
+    return {
+        "model": case.model,
+        "requests": case.requests,
+        "rows": case.rows,
+        "accepted": case.accepted,
+        "kept_bytes": load.kept_bytes,
+        "us": {name: round(value, 3) for name, value in times.items()},
+    }
+
+
+def gate(load: Workload) -> None:
+    """One commit leaves the bytes of the reference, in the whole of every cache.
+
+    Raises:
+        AssertionError: it does not; nothing is timed then.
+    """
+    window = load.windows[0]
+    planes = [plane for ref in load.refs for plane in ref.planes]
+    load.executor.commit(load.txn(window), window.accepted)
+    found = [plane.cells.clone() for plane in planes]
+    for plane in planes:
+        plane.cells.zero_()
+    rows = {name: layer.rows for name, layer in window.staged.items()}
+    kept = load.layout.kept(window.accepted)
+    write_layers(load.refs, rows, {"default": window.slots}, kept)
+    for plane, cells in zip(planes, found, strict=True):
+        if not torch.equal(plane.cells, cells):
+            raise AssertionError(f"commit differs from the reference at {load.case}")
+
+
+def commits(load: Workload) -> list[Step]:
+    """One launch per window, addresses on the device already."""
+    executor = load.executor
+    steps = []
+    for window in load.windows:
+        job = load.job(window)
+
+        def step(window: Any = window, job: Any = job) -> None:
+            executor.use_slots(window.slots)
+            executor.launch(job, 1, load.layout, load.counters, window.accepted)
+
+        steps.append(step)
+    return steps
+
+
+def undos(load: Workload) -> list[Step]:
+    """Save and restore of the rejected rows: what undo adds to stock's own writes."""
+    executor = load.executor
+    steps = []
+    for window in load.windows:
+
+        def step(window: Any = window) -> None:
+            txn = load.txn(window, "undo")
+            executor.use_slots(window.slots)
+            txn.saved.update(executor.save(txn, "default"))
+            executor.commit(txn, window.accepted)
+
+        steps.append(step)
+    steps[0]()  # uploads the addresses of the fixed buffers, once
+    return steps
+
+
+def copies(size: int) -> list[Step]:
+    """A plain copy of as many bytes, as one contiguous piece."""
+    if size == 0:
+        return []
+    count = max(2, min(64, -(-COLD_BYTES // size)))
+    pairs = [
+        (
+            torch.empty(size, dtype=torch.uint8, device="cuda"),
+            torch.ones(size, device="cuda").byte(),
+        )
+        for _ in range(count)
+    ]
+    return [lambda pair=pair: pair[0].copy_(pair[1]) for pair in pairs]  # type: ignore[misc]
+
+
+def stock_writes(load: Workload) -> list[Step]:
+    """The write of all rows as vLLM does it, layer by layer; empty without vLLM."""
+    if load.refs[0].is_latent:
+        return []
+    try:
+        from vllm import _custom_ops as ops
+    except ImportError:
+        return []
+    one = torch.ones(1, device="cuda")
+
+    def step(window: Any) -> None:
+        for ref in load.refs:
+            key, value = window.staged[ref.name].rows
+            ops.reshape_and_cache_flash(
+                key, value, ref.key_cache, ref.value_cache, window.slots, "auto", one, one
+            )
+
+    return [lambda window=window: step(window) for window in load.windows]  # type: ignore[misc]

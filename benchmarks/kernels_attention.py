@@ -1,0 +1,197 @@
+"""Attention of a verify pass: stock write and attention, against split attention and commit.
+
+All layers of a model, FlashAttention 3 from vLLM's wheel for stock and for the prefix, over
+caches larger than the L2. ``attention`` alone, with no write at all, is the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from ..backends.attention_launch import Keep, Prefix
+from ..executor import AttentionArgs
+from . import machine
+from .kernel_cases import BLOCK_SIZE, MODELS, Case, Workload
+from .kernel_timer import medians
+
+help: Final = "GPU time of a verify pass's attention with its writes"
+
+#: Requests and tokens of context.
+SHAPES: Final = ((1, 2048), (8, 2048), (16, 2048), (64, 2048), (128, 1024))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the suite's arguments."""
+    parser.add_argument("--model", choices=MODELS, default="llama3-8b")
+    parser.add_argument("--accepted", type=float, default=0.3)
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every shape and print a table."""
+    if not torch.cuda.is_available():
+        print("the attention benchmark needs a CUDA device")
+        return 1
+    rows = []
+    for requests, context in SHAPES:
+        row = measure(Case(args.model, requests, 4, args.accepted), context)
+        rows.append(row)
+        us = row["us"]
+        print(
+            f"{requests:>4} x {context}: "
+            + "  ".join(f"{name} {value:.1f}" for name, value in us.items())
+            + f"  split/stock {us['split'] / us['stock']:.3f}"
+            + f"  split/attention {us['split'] / us['attention']:.3f}",
+            flush=True,
+        )
+        torch.cuda.empty_cache()
+    if args.save:
+        print(machine.write(args.save, {"suite": "attention", "rows": rows}))
+    return 0
+
+
+class Pass:
+    """One verify pass over all layers, every way.
+
+    Args:
+        case: the window.
+        context: tokens of each request before the window.
+    """
+
+    def __init__(self, case: Case, context: int) -> None:
+        from vllm import _custom_ops as ops
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+        self._ops, self._flash = ops, flash_attn_varlen_func
+        length = context + case.drafts + 1
+        per_request = -(-length // BLOCK_SIZE)
+        self.load = Workload(case, blocks=case.requests * per_request, windows=1)
+        model, device = MODELS[case.model], torch.device("cuda")
+        rows, requests = case.rows, case.requests
+        self.window = self.load.windows[0]
+        table = torch.randperm(requests * per_request, device=device).view(requests, per_request)
+        at = context + torch.arange(case.drafts + 1, device=device)
+        slots = table[:, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+        self.window.slots.copy_(slots.reshape(-1))
+        self.table = table.to(torch.int32)
+        size = (rows, model.q_heads, model.head_size)
+        self.query = torch.randn(size, device=device, dtype=torch.bfloat16)
+        self.out = torch.empty_like(self.query)
+        self.starts = torch.arange(requests + 1, device=device, dtype=torch.int32) * (
+            case.drafts + 1
+        )
+        self.lengths = torch.full((requests,), length, device=device, dtype=torch.int32)
+        self.before = self.lengths - case.drafts - 1
+        self._longest = length
+        self._plans = {
+            causal: get_scheduler_metadata(
+                requests,
+                case.drafts + 1,
+                length,
+                model.q_heads,
+                model.kv_heads,
+                model.head_size,
+                used,
+                cu_seqlens_q=self.starts,
+                page_size=BLOCK_SIZE,
+                causal=causal,
+            )
+            for causal, used in ((True, self.lengths), (False, self.before))
+        }
+        self.args = AttentionArgs(
+            block_table=self.table, seq_lens=self.lengths, scale=model.head_size**-0.5
+        )
+        self.job = self.load.job(self.window)
+        self._one = torch.ones(1, device=device)
+
+    def _attend(self, ref: Any, *, causal: bool) -> Any:
+        return self._flash(
+            self.query,
+            ref.key_cache,
+            ref.value_cache,
+            self.load.case.drafts + 1,
+            self.starts,
+            self._longest,
+            seqused_k=self.lengths if causal else self.before,
+            softmax_scale=self.args.scale,
+            causal=causal,
+            block_table=self.table,
+            return_softmax_lse=not causal,
+            out=self.out,
+            scheduler_metadata=self._plans[causal],
+            fa_version=3,
+        )
+
+    def attention(self) -> None:
+        """Attention alone: what was written before is read."""
+        for ref in self.load.refs:
+            self._attend(ref, causal=True)
+
+    def stock(self) -> None:
+        """Write all rows, then attend, layer by layer."""
+        for ref in self.load.refs:
+            key, value = self.window.staged[ref.name].rows
+            self._ops.reshape_and_cache_flash(
+                key,
+                value,
+                ref.key_cache,
+                ref.value_cache,
+                self.window.slots,
+                "auto",
+                self._one,
+                self._one,
+            )
+            self._attend(ref, causal=True)
+
+    def split(self) -> None:
+        """The prefix, the window kernel (which writes settled rows), and one commit."""
+        launcher, layout = self.load.executor.attention, self.load.layout
+        keep = Keep(self.window.slots, layout.position)
+        for ref in self.load.refs:
+            out, lse = self._attend(ref, causal=False)[:2]
+            rows = self.window.staged[ref.name].rows
+            launcher.merge(
+                layout,
+                ref,
+                self.query,
+                rows,
+                Prefix.single(out, lse),
+                self.args,
+                keep,
+                output=self.out,
+            )
+        self.commit()
+
+    def commit(self) -> None:
+        """The accepted rows, all layers, one launch."""
+        executor = self.load.executor
+        executor.use_slots(self.window.slots)
+        executor.launch(self.job, 1, self.load.layout, self.load.counters, self.window.accepted)
+
+
+def measure(case: Case, context: int) -> dict[str, Any]:
+    """One shape: compare both ways once, then time them in turn."""
+    work = Pass(case, context)
+    work.stock()
+    expected = work.out.float()
+    work.split()
+    difference = (work.out.float() - expected).abs().max().item()
+    if not difference < 0.02:
+        raise AssertionError(f"split attention is off by {difference} at {case}")
+    candidates: dict[str, list[Callable[[], None]]] = {
+        "attention": [work.attention] * 2,
+        "stock": [work.stock] * 2,
+        "split": [work.split] * 2,
+    }
+    times = medians(candidates, rounds=25)
+    return {
+        "requests": case.requests,
+        "context": context,
+        "accepted": case.accepted,
+        "difference": difference,
+        "us": {name: round(value, 2) for name, value in times.items()},
+    }
