@@ -8,8 +8,10 @@ replay, always: a cache or a staged row that moved means another graph, never a 
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Final
 
 import attrs
@@ -167,7 +169,7 @@ class CudaGraphExecutor(Executor):
         # Compiles what is not compiled: every position is -1, so that no row is a draft.
         self._inner.launch(job, known, layout, counters, accepted)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._inner.launch(job, known, layout, counters, accepted)
         self.captures += 1
         return _Captured(graph, request, position, accepted, job)
@@ -183,6 +185,18 @@ class CudaGraphExecutor(Executor):
         self._in_place[shared] = self._in_place.get(shared, 0) + in_place
         if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Freeing somebody's dead graph or event in the middle would invalidate the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def bucket_of(rows: int, max_rows: int) -> int:

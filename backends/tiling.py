@@ -17,6 +17,10 @@ _MAX_COLS: Final = 128
 _UNITS_PER_THREAD: Final = 8
 
 
+#: Up to here, smaller programs: what counts is how soon the last one starts.
+_FEW_ROWS: Final = 128
+
+
 @attrs.frozen
 class Tile:
     """A launch's shape.
@@ -50,7 +54,7 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
     cols = _columns(plan)
     if programs == 1:  # interpreted: every step costs the same, whatever its size
         return Tile(1, min(64, 1 << max(0, num_rows - 1).bit_length()), cols, chunk, 4)
-    warps = 2
+    warps = 2 if num_rows <= _FEW_ROWS else 4
     rows = max(1, 32 * warps * _UNITS_PER_THREAD // cols)
     steps = -(-num_rows // rows)
     at_once = programs // plan.num_planes
