@@ -65,6 +65,17 @@ class WindowStateError(KVTxnError, RuntimeError):
     """The call is not allowed in the window's (or the manager's) present state."""
 
 
+def not_allowed(operation: str, state: str, final: bool, detail: str = "") -> WindowStateError:
+    """The error for an event that the state table does not have."""
+    return WindowStateError(
+        operation,
+        f"{detail + ' ' if detail else ''}is not allowed in state {state}",
+        hint="a window is single-use: open a new one"
+        if final
+        else "every layer is staged: commit or abort",
+    )
+
+
 class IncompleteWindowError(WindowStateError):
     """Commit was asked for while layers are still missing; nothing was written."""
 

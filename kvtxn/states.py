@@ -7,7 +7,8 @@ Rules, on top of the table they explain:
 3. COMMITTED and ABORTED are claims about bytes: exactly the accepted rows are
    durable; no draft row is. A window that ends any other way is FELL_BACK
    (every accepted row is in the cache, rejected ones may be too, as in stock)
-   or FAILED (the bytes are unknown).
+   or FAILED (the bytes are unknown). The policy ``direct`` is the control: it
+   holds nothing back, so there the two labels only say how the window ended.
 4. DIRECT is where every fallback goes: rows are written straight through from
    there on. It can only end in FELL_BACK or FAILED.
 

@@ -19,7 +19,7 @@ from .errors import (
     IncompleteWindowError,
     LayerError,
     UnresolvedWindowError,
-    WindowStateError,
+    not_allowed,
 )
 from .executor import AttentionArgs, StagedLayer, Txn
 from .layers import LayerRef
@@ -392,11 +392,4 @@ class Window:
             self._txn.staged.clear()
 
     def _refuse(self, operation: str, detail: str = "") -> NoReturn:
-        final = self._state.is_final
-        raise WindowStateError(
-            operation,
-            f"{detail + ' ' if detail else ''}is not allowed in state {self._state.name}",
-            hint="a window is single-use: open a new one"
-            if final
-            else "every layer is staged: commit or abort",
-        )
+        raise not_allowed(operation, self._state.name, self._state.is_final, detail)
