@@ -1,9 +1,9 @@
 """Train the demo model: a byte-level BPE tokenizer and a tiny Llama, from ``corpus.txt.gz``.
 
-    python train.py --out model --steps 4000
+    python train.py --device cuda
 
-The same seed, thread count and library versions give the same files. The last part of the text
-is held out: neither the tokenizer nor the model sees it, and ``prompts.json`` is cut from it.
+A seed fixes tokenizer, prompts and batches; weights also depend on the device, its rounding and the
+library versions. The last part of the text is held out from all training; prompts come from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 END_OF_TEXT = "<|endoftext|>"
 MAX_POSITIONS = 1024
 VOCABULARY = 2048
-DEMO_PROMPTS = 8  # the first ones of prompts.json
+NUM_PROMPTS, DEMO_PROMPTS = 240, 8  # the demo prompts come first
 
 
 def read_corpus(path: Path, held_out: float) -> tuple[str, str]:
@@ -94,8 +94,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> floa
 @torch.no_grad()
 def mean_loss(model: LlamaForCausalLM, tokens: torch.Tensor, length: int = 512) -> float:
     """Cross-entropy over ``tokens`` [num_tokens] in rows of ``length``, in nats per token."""
-    rows = tokens[: len(tokens) // length * length].view(-1, length)
-    rows = rows.to(model.device)
+    rows = tokens[: len(tokens) // length * length].view(-1, length).to(model.device)
     losses = [model(input_ids=part, labels=part).loss.item() * len(part) for part in rows.split(8)]
     return float(sum(losses) / len(rows))
 
@@ -163,7 +162,6 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=HERE / "corpus.txt.gz")
     parser.add_argument("--out", type=Path, default=HERE / "model", help="folder for the model")
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.json")
-    parser.add_argument("--num-prompts", type=int, default=240)
     parser.add_argument("--held-out", type=float, default=0.04, help="share of the text, 0 to 1")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens per step")
@@ -180,7 +178,7 @@ def main() -> None:
     seen_text, unseen_text = read_corpus(args.corpus, args.held_out)
     tokenizer = train_tokenizer(seen_text)
     seen, unseen = encode(seen_text, tokenizer), encode(unseen_text, tokenizer)
-    prompts = cut_prompts(unseen_text, tokenizer, args.num_prompts, args.seed)
+    prompts = cut_prompts(unseen_text, tokenizer, NUM_PROMPTS, args.seed)
     model = build_model().to(args.device)
     print(f"{model.num_parameters():,} parameters, {len(seen):,} + {len(unseen):,} tokens")
 
