@@ -85,7 +85,8 @@ def build_plan(planes: Sequence[Plane], rows: Sequence[RowsAt], groups: Sequence
     """
     lines = [_line(*each) for each in zip(planes, rows, groups, strict=True)]
     device = planes[0].cells.device
-    table = to_device([[line[name] for name in FIELDS] for line in lines], device, torch.int64)
+    facts = torch.tensor([[line[name] for name in FIELDS] for line in lines])
+    table = to_device(facts, device, torch.int64)
     narrow = [line["unit_bytes"] for line in lines if not line["wide"]]
     return Plan(
         table,
@@ -225,7 +226,7 @@ class _Page:
         return self._sent is not None and not self._sent.query()
 
     def send(self, addresses: tuple[int, ...], table: Tensor) -> None:
-        self._cells[: len(addresses)] = addresses
+        self._cells[: len(addresses)] = list(addresses)
         table.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()

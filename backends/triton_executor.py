@@ -336,4 +336,5 @@ def _room(max_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
     per_word = 16 // like.dtype.itemsize
     padded = -(-elements // per_word) * per_word
     flat = torch.empty(max_rows, padded, dtype=like.dtype, device=like.device)
-    return flat[:, :elements].unflatten(1, row_shape)
+    rows: Tensor = flat[:, :elements].unflatten(1, row_shape)
+    return rows

@@ -93,7 +93,7 @@ def gate(load: Workload) -> None:
 def commits(load: Workload) -> list[Step]:
     """One launch per window, addresses on the device already."""
     executor = load.executor
-    steps = []
+    steps: list[Step] = []
     for window in load.windows:
         job = load.job(window)
 
@@ -108,7 +108,7 @@ def commits(load: Workload) -> list[Step]:
 def undos(load: Workload) -> list[Step]:
     """Save and restore of the rejected rows: what undo adds to stock's own writes."""
     executor = load.executor
-    steps = []
+    steps: list[Step] = []
     for window in load.windows:
 
         def step(window: Any = window) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -60,10 +59,10 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {"states": states.as_markdown, "
 def fill(text: str) -> str:
     """``text`` with every marked part made anew; parts without a marker are left out."""
     for name, make in SECTIONS.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if pattern.search(text):
-            part = make()
-            text = pattern.sub(lambda m, part=part: f"{m[1]}{part}\n{m[2]}", text)
+        if f"<!-- {name} -->" in text:
+            before, _, rest = text.partition(f"<!-- {name} -->\n")
+            rest = rest.partition(f"<!-- /{name} -->")[2]
+            text = f"{before}<!-- {name} -->\n{make()}\n<!-- /{name} -->{rest}"
     return text
 
 
