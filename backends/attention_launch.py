@@ -29,10 +29,12 @@ class Requests:
     Attributes:
         starts: int32 ``[num_requests + 1]`` on the device.
         longest: rows of the longest request.
+        each: rows of every request, where all are alike and few; else 0.
     """
 
     starts: Tensor
     longest: int
+    each: int
 
 
 _requests: WeakKeyDictionary[RowLayout, Requests] = WeakKeyDictionary()
@@ -43,8 +45,10 @@ def requests_of(layout: RowLayout, device: torch.device) -> Requests:
     found = _requests.get(layout)
     if found is None:
         lengths = [b - a for a, b in zip(layout.starts, layout.starts[1:], strict=False)]
+        longest = max(lengths, default=0)
+        each = longest if len({*lengths}) == 1 and longest <= 32 else 0
         starts = to_device(layout.starts, device, torch.int32)
-        found = _requests[layout] = Requests(starts, max(lengths, default=0))
+        found = _requests[layout] = Requests(starts, longest, each)
     return found
 
 
@@ -108,11 +112,6 @@ class Keep:
     buffers: tuple[Tensor, Tensor] | None = None
 
 
-def _scales(plane: Plane, ones: Tensor) -> Tensor:
-    scale = plane.format.scale
-    return ones if scale is None else scale.reshape(-1)
-
-
 def _typed(plane: Plane) -> Tensor:
     return plane.cells.view(plane.format.dtype)
 
@@ -137,6 +136,10 @@ class AttentionLauncher:
         if device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
+    def _scales(self, plane: Plane) -> Tensor:
+        scale = plane.format.scale
+        return self._ones if scale is None else scale.reshape(-1)
+
     def prefix(
         self,
         layout: RowLayout,
@@ -158,7 +161,7 @@ class AttentionLauncher:
         shape = (splits, query.shape[0], query.shape[1])
         out = query.new_empty(*shape, dv, dtype=torch.float32)
         lse = query.new_empty(shape, dtype=torch.float32)
-        k_scale, v_scale = _scales(key, self._ones), _scales(value, self._ones)
+        k_scale, v_scale = self._scales(key), self._scales(value)
         paged_partial[(layout.num_requests, heads, splits * slices)](
             query,
             _typed(key),
@@ -244,7 +247,7 @@ class AttentionLauncher:
         k, v = fresh if fresh is not None else (query, query)
         write = keep is not None and keep.slots is not None
         copies = keep.buffers if keep is not None else None
-        k_scale, v_scale = _scales(key, self._ones), _scales(value, self._ones)
+        k_scale, v_scale = self._scales(key), self._scales(value)
         slices = -(-rows.longest // blocks.rows)
         window_attention[(layout.num_requests, heads, slices)](
             query,
@@ -282,8 +285,8 @@ class AttentionLauncher:
             SLIDING=args.sliding_window is not None,
             WRITE=write,
             COPY=copies is not None,
-            K_SCALES=k_scale.numel(),
-            V_SCALES=v_scale.numel(),
+            K_SCALES=k_scale.numel() if key.format.quantised else 0,
+            V_SCALES=v_scale.numel() if value.format.quantised else 0,
             GROUP=group,
             HEADS=heads,
             D=d,
@@ -295,6 +298,7 @@ class AttentionLauncher:
             BLOCK_D=blocks.d,
             BLOCK_DV=blocks.dv,
             COMPUTE=_compute(query, key),
-            num_warps=blocks.warps,
+            EACH=rows.each,
+            num_warps=2 if blocks.queries <= 32 else 4,
         )
         return output

@@ -23,7 +23,8 @@ from ..executor import AttentionArgs, Capabilities, Executor, StagedLayer, Txn
 from ..layers import LayerRef
 from ..layout import RowLayout
 from ..rows import LayerRows
-from .triton_executor import Job, TritonExecutor
+from .jobs import Job
+from .triton_executor import TritonExecutor
 
 #: Graphs kept; the one not used for longest is dropped.
 _MAX_GRAPHS: Final = 64
@@ -67,8 +68,10 @@ class CudaGraphExecutor(Executor):
         super().__init__(layers, config)
         self._inner = self.inner(layers, config)
         self._device = self.layers[0].device
-        self._caches = tuple(plane.cells for ref in self.layers for plane in ref.planes)
-        self._addresses = [cells.data_ptr() for cells in self._caches]
+        cells = (plane.cells for ref in self.layers for plane in ref.planes)
+        # Planes of one storage move together: one of them is enough.
+        self._caches = tuple({c.untyped_storage().data_ptr(): c for c in cells}.values())
+        self._addresses = [cache.data_ptr() for cache in self._caches]
         self._graphs: OrderedDict[tuple[object, ...], _Captured] = OrderedDict()
         self._in_place: dict[tuple[object, ...], int] = {}
         #: Graphs captured and replayed so far.
@@ -140,7 +143,7 @@ class CudaGraphExecutor(Executor):
 
     def _check_caches(self) -> None:
         """Always, not only when debugging: a replay writes to addresses, not to tensors."""
-        if [cells.data_ptr() for cells in self._caches] != self._addresses:
+        if [cache.data_ptr() for cache in self._caches] != self._addresses:
             raise RuntimeError("a KV cache moved since this executor was made; make a new manager")
 
     def _buffer(self, bucket: int, dtype: torch.dtype) -> Tensor:

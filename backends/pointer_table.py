@@ -186,6 +186,8 @@ class AddressBook:
         self._pages = [_Page(size, self._cuda) for _ in range(self._PAGES if self._cuda else 1)]
         self._kept: list[_Page] = []
         self._last: tuple[int, ...] | None = None
+        #: Counts uploads; a table is as it was for as long as this is.
+        self.version = 0
 
     def write(self, addresses: Sequence[int]) -> Tensor:
         """The device table that holds ``addresses`` for launches made from now on."""
@@ -195,6 +197,7 @@ class AddressBook:
         if wanted != self._last:
             self._page().send(wanted, self.table)
             self._last = wanted
+            self.version += 1
         return self.table
 
     def _page(self) -> _Page:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -19,29 +18,11 @@ from ..layout import RowLayout
 from ..rows import LayerRows
 from . import triton_kernels as kernels
 from .attention_launch import AttentionLauncher
+from .jobs import Job, Recurring
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan
 from .tiling import tile_for
 
 _Strides = list[tuple[int, ...]]
-
-
-@attrs.frozen(eq=False)
-class Job:
-    """One launch, planned: which rows go where.
-
-    Attributes:
-        plan: the planes; None where the launch only counts.
-        table: int64 ``[num_planes]``, addresses of the staged rows; unused if ``direct``.
-        select: which rows, as ``triton_kernels`` numbers them.
-        to_cache: the direction.
-        direct: the addresses themselves, for at most two planes.
-    """
-
-    plan: Plan | None
-    table: Tensor
-    select: int
-    to_cache: bool = True
-    direct: tuple[int, int] | None = None
 
 
 class TritonExecutor(Executor):
@@ -76,6 +57,7 @@ class TritonExecutor(Executor):
         self._filled = dict.fromkeys(self._groups, 0)
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._latest: dict[str, tuple[_Strides, Plan]] = {}
+        self._again = Recurring()
         self._arena: dict[str, tuple[Tensor, ...]] = {}
         self._saved_views: dict[tuple[str, int], LayerRows] = {}
         self.attention = AttentionLauncher(device)
@@ -160,9 +142,13 @@ class TritonExecutor(Executor):
     def prepare(self, txn: Txn) -> Job:
         """The host's part of a commit: what to launch; addresses are on their way."""
         if txn.policy == "deferred":
-            staged = txn.staged
-            parts = [part for ref in self.layers for part in staged[ref.name].rows]
-            return self._job("all", self.layers, parts, kernels.KEPT)
+            job = self._again.find(txn.staged, self._book.version)
+            if job is None:
+                parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
+                job = self._job("all", self.layers, parts, kernels.KEPT)
+                if job.table is self._book.table:
+                    self._again.remember(txn.staged, self._book.version, job)
+            return job
         if txn.policy == "undo":
             parts = [part for ref in self.layers for part in txn.saved[ref.name]]
             return self._job("all", self.layers, parts, kernels.REJECTED)

@@ -114,6 +114,7 @@ def window_attention(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     COMPUTE: tl.constexpr,
+    EACH: tl.constexpr,
 ) -> None:
     """Causal attention over the window's fresh rows, merged with the prefix by log-sum-exp.
 
@@ -128,7 +129,7 @@ def window_attention(
             logarithm; -inf or +inf where a row sees no key.
         output: ``[num_rows, HEADS x GROUP, DV]``, innermost contiguous; may be ``prefix_out``.
         starts: int32 ``[requests + 1]``, first row of each request.
-        k_scale: float32 ``[K_SCALES]``, one or ``HEADS``; stored x scale = value.
+        k_scale: float32 ``[K_SCALES]``, one or ``HEADS``, unread if 0; stored x scale = value.
         v_scale: likewise.
         key_cache: ``[num_blocks, BLOCK_SIZE, HEADS, D]``, innermost contiguous; if ``WRITE``,
             settled rows are written to it.
@@ -138,13 +139,17 @@ def window_attention(
         slots: int ``[num_rows]``, -1 is padding and is never written; if ``WRITE``.
         position: int64 ``[num_rows]``, -1 for settled rows; if ``WRITE``.
         limit: slots of the cache.
+        EACH: rows of every request where all are alike, else 0; ``starts`` is not read then.
         FRESH: False merges the prefix's splits only.
     """
     request = tl.program_id(0)
     head = tl.program_id(1)
     base = tl.program_id(2) * BLOCK_R
-    first = tl.load(starts + request).to(tl.int64)
-    count = tl.load(starts + request + 1).to(tl.int64) - first
+    first = request.to(tl.int64) * EACH
+    count = EACH
+    if EACH == 0:
+        first = tl.load(starts + request).to(tl.int64)
+        count = tl.load(starts + request + 1) - first.to(tl.int32)
     if base < count:
         m = tl.arange(0, BLOCK_M)
         row = base + m // GROUP
@@ -156,10 +161,18 @@ def window_attention(
         top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         out = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+        lse_at = prefix_lse + (first + row) * l_row + q_head_index * l_head
+        part_at = prefix_out + ((first + row) * p_row + q_head_index * p_head)[:, None]
+        part_at = part_at + dv[None, :]
+        # Loaded before they are needed: their way from memory overlaps with the products.
+        lse = tl.load(lse_at, mask=real, other=float("-inf"))
+        part = tl.load(part_at, mask=wide, other=0.0)
         if FRESH:
             q_at = query + ((first + row) * q_row + q_head_index * q_head)[:, None] + d[None, :]
             q = tl.load(q_at, mask=real[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
-            k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
+            k_scaled = scale
+            if K_SCALES > 0:
+                k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
             for start in range(0, tl.minimum(count, base + BLOCK_R), BLOCK_N):
                 n = start + tl.arange(0, BLOCK_N)
                 inside = n < count
@@ -167,16 +180,6 @@ def window_attention(
                 v_at = ((first + n) * v_row + head * v_head)[:, None] + (dv * v_step)[None, :]
                 k = tl.load(key + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
                 v = tl.load(value + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
-                if WRITE or COPY:
-                    mine = inside & (n >= base) & (n < base + BLOCK_R)
-                    keep_rows(
-                        k, key_cache, key_buffer, slots, position, first + n, mine, d, head,
-                        limit, kc_block, kc_slot, kc_head, WRITE, COPY, HEADS, D, BLOCK_SIZE,
-                    )  # fmt: skip
-                    keep_rows(
-                        v, value_cache, value_buffer, slots, position, first + n, mine, dv, head,
-                        limit, vc_block, vc_slot, vc_head, WRITE, COPY, HEADS, DV, BLOCK_SIZE,
-                    )  # fmt: skip
                 allowed = inside[None, :] & real[:, None] & (n[None, :] <= row[:, None])
                 if SLIDING:
                     allowed = allowed & (n[None, :] > row[:, None] - window)
@@ -192,20 +195,31 @@ def window_attention(
                     cap,
                     CAPPED,
                 )
-            out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
+                if WRITE or COPY:
+                    mine = inside & (n >= base) & (n < base + BLOCK_R)
+                    keep_rows(
+                        k, key_cache, key_buffer, slots, position, first + n, mine, d, head,
+                        limit, kc_block, kc_slot, kc_head, WRITE, COPY, HEADS, D, BLOCK_SIZE,
+                    )  # fmt: skip
+                    keep_rows(
+                        v, value_cache, value_buffer, slots, position, first + n, mine, dv, head,
+                        limit, vc_block, vc_slot, vc_head, WRITE, COPY, HEADS, DV, BLOCK_SIZE,
+                    )  # fmt: skip
+            if V_SCALES > 0:
+                out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
         for split in range(splits):
-            lse_at = prefix_lse + split * l_split + (first + row) * l_row + q_head_index * l_head
-            lse = tl.load(lse_at, mask=real, other=float("-inf"))
+            if split > 0:
+                lse = tl.load(lse_at + split * l_split, mask=real, other=float("-inf"))
+                part = tl.load(part_at + split * p_split, mask=wide, other=0.0)
             lse = tl.where(lse == float("inf"), float("-inf"), lse)
-            part_at = prefix_out + split * p_split + (first + row) * p_row + q_head_index * p_head
-            part = tl.load(part_at[:, None] + dv[None, :], mask=wide, other=0.0).to(tl.float32)
-            part = tl.where((lse == float("-inf"))[:, None], 0.0, part)
+            weighed = part.to(tl.float32)
+            weighed = tl.where((lse == float("-inf"))[:, None], 0.0, weighed)
             higher = tl.maximum(top, lse)
             safe = tl.where(higher == float("-inf"), 0.0, higher)
             shrink = tl.exp(top - safe)
             weight = tl.exp(lse - safe)
             total = total * shrink + weight
-            out = out * shrink[:, None] + part * weight[:, None]
+            out = out * shrink[:, None] + weighed * weight[:, None]
             top = higher
         out = out / tl.where(total == 0.0, 1.0, total)[:, None]
         place = (first + row) * o_row + q_head_index * o_head

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import LayerRef, TxnConfig
-from ..backends.triton_executor import Job, TritonExecutor
+from ..backends.jobs import Job
+from ..backends.triton_executor import TritonExecutor
 from ..executor import StagedLayer, Txn
 from ..layout import RowLayout
 from .kernel_timer import sets_needed
