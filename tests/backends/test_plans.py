@@ -1,0 +1,92 @@
+"""What the host works out before a launch: word widths, tiles, and rows that recur."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvtxn.backends.jobs import Job, Recurring
+from kvtxn.backends.pointer_table import FIELDS, AddressBook, RowsAt, build_plan
+from kvtxn.backends.tiling import tile_for
+
+from kvtxn import LayerRef
+from kvtxn.executor import StagedLayer
+
+
+def _plan(ref, stride, aligned=True):
+    rows = [RowsAt(stride, aligned)] * len(ref.planes)
+    return build_plan(ref.planes, rows, [0] * len(ref.planes))
+
+
+def _field(plan, name):
+    return plan.table[:, FIELDS.index(name)].tolist()
+
+
+def test_whole_rows_move_in_wide_words_as_one_run():
+    """Contiguous on both sides: heads do not matter."""
+    cache = torch.zeros(2, 4, 8, 16, 128, dtype=torch.bfloat16)
+    plan = _plan(LayerRef("layer", cache[0], cache[1]), (16 * 128, 128, 1))
+    assert (plan.wide, plan.narrow) == (True, 0)
+    assert plan.row_units == plan.run_units == 16 * 128 * 2 // 16
+
+
+def test_heads_apart_are_runs():
+    """K and V side by side per head, as engines pack them."""
+    cache = torch.zeros(4, 2, 8, 32, dtype=torch.bfloat16).permute(0, 2, 1, 3)
+    plan = _plan(LayerRef("layer", cache[..., :16], cache[..., 16:]), (6 * 16, 16, 1))
+    assert plan.wide
+    assert (plan.row_units, plan.run_units) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "aligned", "word"),
+    [(16, 16, False, 2), (16, 17, True, 2), (7, 7, True, 2), (20, 20, True, 8), (6, 6, True, 4)],
+)
+def test_words_shrink_to_what_is_aligned(size, stride, aligned, word):
+    cache = torch.zeros(4, 8, 1, size, dtype=torch.bfloat16)
+    ref = LayerRef("layer", cache, cache.clone())
+    plan = _plan(ref, (stride, stride, 1), aligned)
+    assert not plan.wide
+    assert plan.narrow == word
+    assert set(_field(plan, "unit_bytes")) == {word}
+
+
+def test_one_plan_for_layers_that_differ():
+    """What they do not share is read from the table."""
+    wide = LayerRef("a", torch.zeros(4, 8, 1, 32), torch.zeros(4, 8, 1, 32))
+    odd = LayerRef.latent("b", torch.zeros(4, 4, 9))
+    rows = [RowsAt((32, 32, 1), True)] * 2 + [RowsAt((9, 1), True)]
+    plan = build_plan([*wide.planes, *odd.planes], rows, [0, 0, 1])
+    assert (plan.num_planes, plan.wide, plan.narrow) == (3, True, 4)
+    assert (plan.row_units, plan.block_size) == (0, 0)
+    assert _field(plan, "group") == [0, 0, 1]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 80, 320, 5120])
+def test_tiles_cover_every_row(rows):
+    cache = torch.zeros(2, 4, 8, 8, 128, dtype=torch.bfloat16)
+    plan = _plan(LayerRef("layer", cache[0], cache[1]), (1024, 128, 1))
+    tile = tile_for(plan, rows, 1320)
+    assert tile.programs >= 1
+    assert tile.rows & (tile.rows - 1) == 0
+    assert (tile.programs - 1) * tile.rows < rows
+
+
+def test_the_address_book_uploads_only_what_changed():
+    book = AddressBook(4, torch.device("cpu"))
+    assert book.write([1, 2, 3])[:3].tolist() == [1, 2, 3]
+    assert book.write([1, 2, 3]) is book.table
+    assert book.version == 1
+    book.write([1, 2, 4])
+    assert book.version == 2
+
+
+def test_recurring_rows_are_known_by_identity():
+    """Equal is not enough: only the very same objects have the same addresses."""
+    ref = LayerRef("layer", torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8))
+    staged = {"layer": StagedLayer(ref, (torch.zeros(1, 1, 8),))}
+    known, job = Recurring(), Job(None, torch.zeros(1), 3)
+    assert known.find(staged, 1) is None
+    known.remember(staged, 1, job)
+    assert known.find(staged, 1) is job
+    assert known.find(staged, 2) is None
+    assert known.find({"layer": StagedLayer(ref, staged["layer"].rows)}, 1) is None
