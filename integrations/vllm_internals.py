@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .vllm_policy import Facts
+from .vllm_policy import SUPPORTED, Facts
 
 #: Methods that are overridden or called, with the parameters they have to have.
 RUNNER_METHODS: Final = {
@@ -92,6 +92,20 @@ def hook_workers(
 # -- the configuration ------------------------------------------------------------
 
 
+def device_type() -> str:
+    """The device that vLLM would run on here."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def config_from(engine_args: Mapping[str, Any]) -> Any:
+    """The ``VllmConfig`` of an engine with these arguments; reads the model's configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**engine_args).create_engine_config()
+
+
 def engine_config(wrapper: Any) -> Any:
     """A worker's ``VllmConfig``."""
     return wrapper.vllm_config
@@ -110,7 +124,12 @@ def most_draft_rows(config: Any) -> int:
 
 
 def config_facts(config: Any) -> Facts:
-    """What a ``VllmConfig`` says; the layers are known later, see ``layer_facts``."""
+    """What a ``VllmConfig`` says; the layers are known later, see ``target_layers``.
+
+    Of a release that was not checked nothing but its number is read.
+    """
+    if version() not in SUPPORTED:
+        return Facts(version=version())
     parallel, model = config.parallel_config, config.model_config
     speculation = config.speculative_config
     context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
