@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ..rows import write_layers
 from . import machine
-from .kernel_cases import MODELS, Case, Workload
 from .kernel_timer import COLD_BYTES, medians
+from .models import MODELS, Case
+
+if TYPE_CHECKING:
+    from .kernel_cases import Workload  # needs Triton, which the command line does not
 
 help: Final = "GPU time of commits, next to stock writes and a plain copy"
 
@@ -52,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(case: Case) -> dict[str, Any]:
     """One case: gate, then time."""
+    from .kernel_cases import Workload
+
     load = Workload(case)
     gate(load)
     candidates = {"commit": commits(load), "undo": undos(load), "floor": copies(load.kept_bytes)}

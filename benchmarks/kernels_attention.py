@@ -12,11 +12,10 @@ from typing import Any, Final
 
 import torch
 
-from ..backends.attention_launch import Keep, Prefix
 from ..executor import AttentionArgs
 from . import machine
-from .kernel_cases import BLOCK_SIZE, MODELS, Case, Workload
 from .kernel_timer import medians
+from .models import BLOCK_SIZE, MODELS, Case
 
 help: Final = "GPU time of a verify pass's attention with its writes"
 
@@ -65,6 +64,8 @@ class Pass:
     def __init__(self, case: Case, context: int) -> None:
         from vllm import _custom_ops as ops
         from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+        from .kernel_cases import Workload
 
         self._ops, self._flash = ops, flash_attn_varlen_func
         length = context + case.drafts + 1
@@ -149,6 +150,8 @@ class Pass:
 
     def split(self) -> None:
         """The prefix, the window kernel (which writes settled rows), and one commit."""
+        from ..backends.attention_launch import Keep, Prefix
+
         launcher, layout = self.load.executor.attention, self.load.layout
         keep = Keep(self.window.slots, layout.position)
         for ref in self.load.refs:
