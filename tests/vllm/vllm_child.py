@@ -34,7 +34,7 @@ def build(job: dict[str, Any], kvtxn: dict[str, Any] | None, folder: Path) -> An
     speculation: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4,
                                    "prompt_lookup_max": 3, "prompt_lookup_min": 1}  # fmt: skip
     if job.get("draft"):
-        path = write(job["draft"], folder, seed=1)
+        path = write(job["draft"], folder)
         speculation = {"method": "draft_model", "model": path, "num_speculative_tokens": 3}
     options: dict[str, Any] = {
         "enforce_eager": True,
@@ -112,17 +112,29 @@ def close(llm: Any) -> None:
     cleanup_dist_env_and_memory()
 
 
-def main() -> None:
-    """Carry out the job."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    os.environ.update(ENVIRONMENT | job.get("environment", {}))
-    results = {}
+def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One job: a report per engine."""
+    changed = job.get("environment", {})
+    before = {name: os.environ.get(name, "") for name in changed}
+    os.environ.update(changed)
+    report = {}
     for name, (kvtxn, scenarios) in job["engines"].items():
-        llm = build(job, kvtxn, Path(sys.argv[1]).parent)
-        results[name] = run(llm, scenarios)
+        print(f"kvtxn tests: engine {name!r} of {job['model']}", flush=True)
+        llm = build(job, kvtxn, folder)
+        report[name] = run(llm, scenarios)
         close(llm)
         del llm
-    Path(sys.argv[2]).write_text(json.dumps(results))
+    os.environ.update(before)
+    return report
+
+
+def main() -> None:
+    """Carry out the jobs."""
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    os.environ.update(ENVIRONMENT)
+    folder = Path(sys.argv[1]).parent
+    reports = {name: carry_out(job, folder) for name, job in jobs.items()}
+    Path(sys.argv[2]).write_text(json.dumps(reports))
 
 
 if __name__ == "__main__":

@@ -22,16 +22,17 @@ COMMON: dict[str, Any] = {
 
 
 def write(name: str, folder: Path, seed: int = 0) -> str:
-    """Write the model called ``name`` into ``folder``; returns the path."""
+    """Write the model called ``name`` into ``folder``; returns the path.
+
+    ``draft`` is ``llama`` with noise on its weights: right often, not always.
+    """
     import torch
     import transformers as hf
 
     torch.manual_seed(seed)
     layers = {"num_hidden_layers": 3}
-    if name == "llama":
+    if name in ("llama", "draft"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON, **layers))
-    elif name == "draft":
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON, num_hidden_layers=1))
     elif name == "mistral":
         model = hf.MistralForCausalLM(hf.MistralConfig(**COMMON, **layers, sliding_window=None))
     elif name == "qwen3":
@@ -49,6 +50,9 @@ def write(name: str, folder: Path, seed: int = 0) -> str:
     else:
         raise ValueError(name)
     model.lm_head.weight.data.mul_(8.0)  # sharp enough that sampling accepts some drafts, too
+    if name == "draft":
+        for weight in model.parameters():
+            weight.data.add_(torch.randn_like(weight) * weight.std() * 0.1)
     path = folder / name
     model.save_pretrained(path)
     return str(path)

@@ -44,7 +44,7 @@ def text(seed: int, length: int) -> list[int]:
 
 def one(engine: Engine) -> Tokens:
     """A single request."""
-    return engine.run([text(1, 30)], 64)
+    return engine.run([text(1, 30)], 48)
 
 
 def eight(engine: Engine) -> Tokens:
@@ -60,7 +60,7 @@ def chunked(engine: Engine) -> Tokens:
 
 def preempted(engine: Engine) -> Tokens:
     """More tokens than there are blocks."""
-    return engine.run([text(40 + i, 24) for i in range(8)], 84)
+    return engine.run([text(40 + i, 50) for i in range(8)], 70)
 
 
 def prefix(engine: Engine) -> Tokens:

@@ -1,0 +1,189 @@
+"""Hooking and unhooking, on stand-ins for vLLM's worker and runner."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from kvtxn.integrations import vllm_internals, vllm_plugin, vllm_runner
+from vllm_jobs import missing
+
+from kvtxn import ConfigError
+
+needs_vllm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+class Runner:
+    """Looks like vLLM's, from outside."""
+
+    def initialize_kv_cache(
+        self, kv_cache_config, is_profiling=False, kv_cache_allocation_context=None
+    ):
+        """Nothing to allocate."""
+
+    def _update_states(self, scheduler_output):
+        return "updated"
+
+    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
+        return ("indices", None, 1)
+
+    def _model_forward(
+        self, input_ids=None, positions=None, intermediate_tensors=None, inputs_embeds=None,
+        **model_kwargs,
+    ):  # fmt: skip
+        return "hidden"
+
+    def _sample(self, logits, spec_decode_metadata):
+        return "sampled"
+
+
+class OtherRunner(Runner):
+    """A release later."""
+
+    def _sample(self, logits, spec_decode_metadata, something_new):
+        return "sampled"
+
+
+def wrapper(kvtxn=None, runner=None, **changes):
+    """A worker's wrapper with a configuration that asks for ``kvtxn``."""
+    config = SimpleNamespace(
+        additional_config={} if kvtxn is None else {"kvtxn": kvtxn},
+        speculative_config=SimpleNamespace(num_speculative_tokens=4, method="ngram"),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+        ),
+        model_config=SimpleNamespace(use_mla=False, is_hybrid=False),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type="cpu"),
+        kv_transfer_config=None,
+        use_v2_model_runner=False,
+    )
+    vars(config).update(changes)
+    worker = SimpleNamespace(model_runner=runner or Runner())
+    return SimpleNamespace(vllm_config=config, worker=worker, rpc_rank=0)
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What the ``kvtxn`` logger says."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("kvtxn")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(vllm_internals, "version", lambda: "0.32.0")
+    return said
+
+
+def test_a_worker_that_asks_is_hooked_and_can_be_unhooked(lines):
+    worker = wrapper({"policy": "undo"})
+    runner = worker.worker.model_runner
+    vllm_plugin._on_worker(worker)
+    hooked = type(runner)
+    assert hooked is not Runner
+    assert isinstance(runner, Runner)
+    vllm_plugin._on_worker(worker)
+    assert type(runner) is hooked  # never twice
+    assert runner.kvtxn_config.max_rows == 32
+    assert (runner._update_states(None), runner._sample(None, None)) == ("updated", "sampled")
+    assert runner._model_forward() == "hidden"
+    assert vllm_plugin._snapshot(worker) == {"kvtxn_active": 0.0}
+    vllm_runner.detach(runner)
+    assert type(runner) is Runner
+
+
+def test_nothing_happens_unasked(lines):
+    worker = wrapper()
+    vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is Runner
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "why"),
+    [
+        ({"policy": "undoo"}, {}, "policy is not valid"),
+        ({"polcy": "undo"}, {}, "has no setting 'polcy'"),
+        ({"policy": "undo"}, {"use_v2_model_runner": True}, "runner v2 is not supported"),
+        ({"policy": "undo"}, {"speculative_config": None}, "does not speculate"),
+        ({"policy": "deferred"}, {"kv_transfer_config": object()}, "KV connector"),
+    ],
+)
+def test_refusals_are_said_and_the_engine_runs_stock(lines, settings, changes, why):
+    worker = wrapper(settings, **changes)
+    vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is Runner
+    assert len(lines) == 1
+    assert "vllm.inactive" in lines[0]
+    assert why in lines[0]
+
+
+def test_bad_settings_surface_where_errors_shall(lines):
+    with pytest.raises(ConfigError, match="policy is not valid"):
+        vllm_plugin._on_worker(wrapper({"policy": "undoo", "on_error": "raise"}))
+
+
+def test_an_unknown_release_is_refused_before_anything_is_read(lines, monkeypatch):
+    monkeypatch.setattr(vllm_internals, "version", lambda: "0.99.0")
+    worker = wrapper({"policy": "undo"}, parallel_config=None, model_config=None)
+    vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is Runner
+    assert "vLLM 0.99.0 was not checked; supported: 0.32.0" in lines[0]
+
+
+def test_a_runner_that_looks_different_is_refused(lines):
+    worker = wrapper({"policy": "undo"}, OtherRunner())
+    vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is OtherRunner
+    assert "OtherRunner._sample takes" in lines[0]
+
+
+@pytest.mark.parametrize("on_error", ["fallback", "raise"])
+def test_a_cache_that_cannot_be_understood_leaves_stock(lines, on_error):
+    """The first thing that needs vLLM itself fails here: there is no model."""
+    worker = wrapper({"policy": "undo", "on_error": on_error})
+    vllm_plugin._on_worker(worker)
+    runner = worker.worker.model_runner
+    if on_error == "raise":
+        with pytest.raises((AttributeError, ImportError)):
+            runner.initialize_kv_cache(None)
+        return
+    runner.initialize_kv_cache(None, is_profiling=True)
+    assert lines == []
+    runner.initialize_kv_cache(None)
+    assert "vllm.inactive" in lines[0]
+    assert runner.kvtxn is None
+    assert runner._sample(None, None) == "sampled"
+
+
+def test_register_never_raises(monkeypatch):
+    """An exception in a plugin would end vLLM's process."""
+
+    def failing(*_):
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(vllm_plugin, "_undo", None)
+    monkeypatch.setattr(vllm_internals, "hook_workers", failing)
+    vllm_plugin.register()
+    assert vllm_plugin._undo is None
+
+
+@needs_vllm
+def test_register_hooks_once_and_unregister_undoes_it(monkeypatch):
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    monkeypatch.setattr(vllm_plugin, "_undo", None)
+    original = WorkerWrapperBase.init_device
+    vllm_plugin.register()
+    hooked = WorkerWrapperBase.init_device
+    vllm_plugin.register()
+    assert WorkerWrapperBase.init_device is hooked is not original
+    vllm_plugin.unregister()
+    assert WorkerWrapperBase.init_device is original
+    assert "kvtxn_snapshot" not in vars(WorkerWrapperBase)
