@@ -52,8 +52,49 @@ def host() -> str:
     return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
+def kernels() -> str:
+    """GPU time of one commit for all layers, against stock's writes and a plain copy."""
+    found = load("h200-kernels")
+    by_rows: dict[int, dict[float, dict[str, float]]] = {}
+    for row in found["rows"]:
+        by_rows.setdefault(row["rows"], {})[row["accepted"]] = row["us"]
+    rows = [
+        [
+            str(count),
+            f"{at[1.0]['stock']:.0f}",
+            f"{at[1.0]['commit']:.1f}",
+            f"{at[1.0]['floor']:.1f}",
+            f"{at[0.3]['commit']:.1f}",
+            f"{at[0.0]['commit']:.1f}",
+            f"{at[0.3]['undo']:.0f}",
+        ]
+        for count, at in sorted(by_rows.items())
+    ]
+    header = ["rows", "stock, 32 writes", "commit all drafts", "copy of equal bytes"]
+    header += ["commit 30 %", "commit none", "undo 30 %, on top of stock"]
+    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+def attention() -> str:
+    """GPU time of 32 layers of attention that reads the window, against stock."""
+    found = load("h200-attention")
+    rows = []
+    for row in found["rows"]:
+        alone, stock, split = (row["us"][name] for name in ("attention", "stock", "split"))
+        times = [f"{alone:.0f}", f"{stock:.0f}", f"{split:.0f}", f"{split / stock:.2f}"]
+        rows.append([f"{row['requests']}, {row['context']}", *times])
+    header = ["requests, context", "attention alone", "stock: write + attention"]
+    header += ["split attention + commit", "of stock"]
+    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
 #: Marker -> what stands there.
-SECTIONS: Final[dict[str, Callable[[], str]]] = {"states": states.as_markdown, "host": host}
+SECTIONS: Final[dict[str, Callable[[], str]]] = {
+    "states": states.as_markdown,
+    "host": host,
+    "kernels": kernels,
+    "attention": attention,
+}
 
 
 def fill(text: str) -> str:

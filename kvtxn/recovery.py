@@ -20,8 +20,19 @@ def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
     return {layer.ref.name: layer.rows for layer in layers}
 
 
+def _check_range(txn: Txn) -> None:
+    """Refuse slots outside their caches, on a device, where the executor was to check them."""
+    if txn.in_range is None and txn.layout.is_draft.device.type != "cpu" and txn.slots:
+        inside = []
+        for group, slots in txn.slots.items():
+            limit = min(ref.num_slots for ref in txn.layers if ref.group == group)
+            inside.append(((slots >= -1) & (slots < limit)).all())
+        txn.in_range = torch.stack(inside).all()
+
+
 def write_through(txn: Txn, layers: Iterable[StagedLayer]) -> None:
     """Write all rows of these layers, as stock would: settled, accepted and rejected alike."""
+    _check_range(txn)
     layers = tuple(layers)
     everything = torch.ones_like(txn.layout.is_draft)
     refs = [layer.ref for layer in layers]
@@ -30,6 +41,7 @@ def write_through(txn: Txn, layers: Iterable[StagedLayer]) -> None:
 
 def finish_commit(txn: Txn, accepted: Tensor) -> None:
     """Bring the caches to where the commit should have brought them."""
+    _check_range(txn)
     kept = txn.kept(accepted)
     if txn.policy == "deferred":
         refs = [layer.ref for layer in txn.staged.values()]
@@ -40,6 +52,7 @@ def finish_commit(txn: Txn, accepted: Tensor) -> None:
 def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
     """Write rows read earlier back to their slots: the masked ones, or every draft row."""
     if before:
+        _check_range(txn)
         draft = txn.permit(txn.layout.is_draft) if mask is None else mask
         refs = [ref for ref in txn.layers if ref.name in before]
         write_layers(refs, before, txn.slots, draft)

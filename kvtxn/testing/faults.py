@@ -88,31 +88,31 @@ class FaultyExecutor(Executor):
     def save(self, txn: Txn, group: str) -> LayerRows:
         """Fails at ``"save"``."""
         inner = super().save  # type: ignore[safe-super]  # the class it is mixed into
-        return self._run("save", txn, lambda: inner(txn, group))
+        return self._inject("save", txn, lambda: inner(txn, group))
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
         """Fails at ``"stage"``."""
         inner = super().stage  # type: ignore[safe-super]
-        self._run("stage", txn, lambda: inner(txn, layer))
+        self._inject("stage", txn, lambda: inner(txn, layer))
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
         """Fails at ``"commit"``."""
         inner = super().commit  # type: ignore[safe-super]
-        self._run("commit", txn, lambda: inner(txn, accepted))
+        self._inject("commit", txn, lambda: inner(txn, accepted))
 
     def restore(self, txn: Txn) -> None:
         """Fails at ``"restore"``."""
         inner = super().restore  # type: ignore[safe-super]
-        self._run("restore", txn, lambda: inner(txn))
+        self._inject("restore", txn, lambda: inner(txn))
 
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
     ) -> Tensor:
         """Fails at ``"attend"``."""
         inner = super().attend
-        return self._run("attend", txn, lambda: inner(txn, layer, query, attention))
+        return self._inject("attend", txn, lambda: inner(txn, layer, query, attention))
 
-    def _run(self, operation: str, txn: Txn, work: Callable[[], T]) -> T:
+    def _inject(self, operation: str, txn: Txn, work: Callable[[], T]) -> T:
         moment = self.faults.due(operation)
         if moment == "before":
             raise self.faults.error()
