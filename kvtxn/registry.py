@@ -17,8 +17,9 @@ from .executor import Executor
 
 GROUP: Final = "kvtxn.backends"
 
-#: "auto" takes the first of these that can run; others only by name.
-PREFERENCE: Final = ("cudagraph", "triton", "torch")
+#: "auto" takes the first of these that can run; others only by name. Not "cudagraph": capturing
+#: a graph in the middle of a program that uses several threads or streams is the user's choice.
+PREFERENCE: Final = ("triton", "torch")
 
 _registered: dict[str, type[Executor]] = {}
 
