@@ -10,6 +10,7 @@ from .errors import (
     KVTxnError,
     LayerError,
     SlotMappingError,
+    StagedTwiceError,
     UnresolvedWindowError,
     WindowStateError,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "LayerError",
     "LayerRef",
     "SlotMappingError",
+    "StagedTwiceError",
     "TransactionManager",
     "TxnConfig",
     "UnresolvedWindowError",

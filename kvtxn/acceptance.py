@@ -27,6 +27,8 @@ _LOOP_UP_TO: Final = 64
 #: Shapes that keep a captured graph each; beyond, ``auto`` stays vectorized.
 _MAX_GRAPHS: Final = 64
 
+_INTS: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
+
 Lengths = int | Sequence[int] | Tensor
 
 
@@ -116,12 +118,15 @@ class Acceptance:
 
     def kept_rows(self, accepted: Tensor, layout: RowLayout) -> Tensor:
         """The draft rows that counts keep, bool ``[num_rows]``; out-of-range counts clamp."""
-        if accepted.shape != (layout.num_requests,) or accepted.is_floating_point():
+        fits = isinstance(accepted, Tensor) and accepted.dtype in _INTS
+        if not fits or accepted.shape != (layout.num_requests,):
             raise AcceptanceError(
                 "kept_rows",
                 "accepted counts do not fit the layout",
                 expected=f"int [{layout.num_requests}]",
-                got=f"{accepted.dtype} {list(accepted.shape)}",
+                got=f"{accepted.dtype} {list(accepted.shape)}"
+                if isinstance(accepted, Tensor)
+                else type(accepted).__name__,
             )
         return self._run(
             "rows",
@@ -132,12 +137,8 @@ class Acceptance:
         )
 
     def _limit(self, draft_len: Lengths, num_requests: int) -> Tensor:
-        if (
-            isinstance(draft_len, Tensor)
-            and draft_len.ndim == 1
-            and draft_len.device == self.device
-        ):
-            if draft_len.shape[0] != num_requests or draft_len.is_floating_point():
+        if isinstance(draft_len, Tensor) and draft_len.device.type != "cpu":
+            if draft_len.shape != (num_requests,) or draft_len.dtype not in _INTS:
                 raise AcceptanceError(
                     "acceptance",
                     "draft_len does not fit the ids",
@@ -149,7 +150,11 @@ class Acceptance:
             lengths = as_lengths("draft_len", draft_len, num_requests)
         except SlotMappingError as error:
             raise AcceptanceError(
-                "acceptance", error.problem, expected=error.expected, got=error.got
+                "acceptance",
+                error.problem,
+                expected=error.expected,
+                got=error.got,
+                hint="pass drafts per request, as an int or one int each",
             ) from None
         return to_device(lengths, self.device, torch.int64)
 
@@ -266,11 +271,11 @@ def _rows_vector(accepted: Tensor, request: Tensor, position: Tensor) -> Tensor:
 
 def _check_ids(operation: str, ids: Tensor) -> None:
     shaped = isinstance(ids, Tensor) and ids.ndim == 2
-    if not shaped or ids.is_floating_point() or ids.dtype is torch.bool:
+    if not shaped or ids.dtype not in _INTS:
         raise AcceptanceError(
             operation,
             "token ids are malformed",
-            expected="int [num_requests, num_columns]",
+            expected="signed int [num_requests, num_columns]",
             got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__,
             hint="add the request dimension, or pass counts to commit() directly",
         )

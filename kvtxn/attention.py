@@ -60,29 +60,85 @@ def attend(
 def check_query(
     ref: LayerRef, layout: RowLayout, query: Tensor, block_table: Tensor, seq_lens: Tensor
 ) -> None:
-    """Refuse, with a LayerError, arguments that do not fit the layer or the window."""
+    """Refuse, with a LayerError, arguments that do not fit the layer or the window.
+
+    Values are looked at where they are on the host; a device is never waited for.
+    """
     row_shape, requests = ref.planes[0].row_shape, layout.num_requests
     fits = (
         not ref.is_latent
+        and isinstance(query, Tensor)
         and query.ndim == 3
         and query.shape[0] == layout.num_rows
         and query.shape[1] % row_shape[0] == 0
         and query.shape[2] == row_shape[1]
+        and query.is_floating_point()
+        and query.device == ref.device
     )
     if not fits:
         raise LayerError(
             "attend",
             f"query does not fit layer {ref.name!r}",
-            expected=f"[{layout.num_rows}, n x {row_shape[0]}, {row_shape[-1]}], no latent layer",
-            got=list(query.shape),
+            expected=f"floating [{layout.num_rows}, n x {row_shape[0]}, {row_shape[-1]}] on "
+            f"{ref.device}, and no latent layer",
+            got=_describe(query),
         )
-    if block_table.ndim != 2 or block_table.shape[0] != requests or seq_lens.shape != (requests,):
-        raise LayerError(
-            "attend",
-            "block_table or seq_lens does not fit the window",
-            expected=f"[{requests}, max_blocks] and [{requests}]",
-            got=f"{list(block_table.shape)} and {list(seq_lens.shape)}",
+    for name, tensor, ndim in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
+        fits = (
+            isinstance(tensor, Tensor)
+            and tensor.ndim == ndim
+            and tensor.shape[0] == requests
+            and tensor.dtype in (torch.int32, torch.int64)
+            and tensor.device == ref.device
         )
+        if not fits:
+            shape = f"[{requests}, max_blocks]" if ndim == 2 else f"[{requests}]"
+            raise LayerError(
+                "attend",
+                f"{name} does not fit the window",
+                expected=f"int32 or int64 {shape} on {ref.device}",
+                got=_describe(tensor),
+            )
+    if ref.device.type == "cpu":
+        _check_lengths(layout, block_table.shape[1] * ref.planes[0].block_size, seq_lens.tolist())
+
+
+def _check_lengths(layout: RowLayout, capacity: int, lengths: list[int]) -> None:
+    for request, length in enumerate(lengths):
+        own = layout.starts[request + 1] - layout.starts[request]
+        if not own <= length <= capacity:
+            raise LayerError(
+                "attend",
+                f"seq_lens of request {request} is out of range",
+                expected=f"{own} (rows of the window) to {capacity} (slots of the block table)",
+                got=length,
+                hint="count every token of the request, this window's rows included",
+            )
+
+
+def check_scores(scale: object, sliding_window: object, soft_cap: object) -> None:
+    """Refuse, with a LayerError, settings that mean nothing; None is always fine."""
+    for name, value, least in (
+        ("scale", scale, None),
+        ("sliding_window", sliding_window, 1),
+        ("soft_cap", soft_cap, 0),
+    ):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        whole = name != "sliding_window" or isinstance(value, int)
+        positive = least is None or (number and value > 0)  # type: ignore[operator]
+        if value is not None and not (number and whole and positive):
+            raise LayerError(
+                "attend",
+                f"{name} is not valid",
+                expected="a number" if least is None else "a positive number, or None",
+                got=repr(value),
+            )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}"
+    return type(value).__name__
 
 
 def _prefix(blocks: Tensor, block_size: int, length: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,8 +80,8 @@ class TxnConfig:
             and the error surfaces. Misuse raises either way.
         staging: how rows wait for a deferred commit. ``"reference"``: the caller's tensors
             are held, and the caller promises not to write into them. ``"copy"``: into a
-            fixed buffer. ``"auto"``: by reference where an in-place write would be
-            noticed at commit (torch's version counter), else by copy.
+            fixed buffer. ``"auto"``: by reference where torch's version counter would notice
+            an in-place write by commit, else by copy.
         debug: check every commit against the reference, row by row. Slow, and it
             waits for the device; for hunting a bug, not for serving.
 

@@ -7,6 +7,8 @@ that callers never parse text.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class KVTxnError(Exception):
     """Base of every error raised by kvtxn.
@@ -16,8 +18,11 @@ class KVTxnError(Exception):
         problem: what is wrong, in a few words.
         expected: what the call wanted; None where nothing can be compared.
         got: what it was given.
-        hint: the next step for the caller.
+        state: the window's state, where the error is about one.
+        hint: the next step for the caller; every class has one to fall back on.
     """
+
+    default_hint: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -27,12 +32,14 @@ class KVTxnError(Exception):
         expected: object = None,
         got: object = None,
         hint: str = "",
+        state: str | None = None,
     ) -> None:
         self.operation = operation
         self.problem = problem
         self.expected = expected
         self.got = got
-        self.hint = hint
+        self.state = state
+        self.hint = hint or self.default_hint
         super().__init__(self._sentence())
 
     def _sentence(self) -> str:
@@ -45,7 +52,12 @@ class KVTxnError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process borders (tensor-parallel workers): rebuild from fields.
-        fields = {"expected": self.expected, "got": self.got, "hint": self.hint}
+        fields = {
+            "expected": self.expected,
+            "got": self.got,
+            "hint": self.hint,
+            "state": self.state,
+        }
         return (_rebuild, (type(self), self.operation, self.problem, fields))
 
 
@@ -60,16 +72,25 @@ def _rebuild(
 class ConfigError(KVTxnError, ValueError):
     """A ``TxnConfig`` value is not one of the values it may take."""
 
+    default_hint = "see TxnConfig for the values each setting may take"
+
 
 class WindowStateError(KVTxnError, RuntimeError):
     """The call is not allowed in the window's (or the manager's) present state."""
 
+    default_hint = "open a new window"
 
-def not_allowed(operation: str, state: str, final: bool, detail: str = "") -> WindowStateError:
+
+def not_allowed(
+    operation: str, state: str, wanted: str, final: bool, detail: str = ""
+) -> WindowStateError:
     """The error for an event that the state table does not have."""
     return WindowStateError(
         operation,
         f"{detail + ' ' if detail else ''}is not allowed in state {state}",
+        expected=wanted,
+        got=state,
+        state=state,
         hint="a window is single-use: open a new one"
         if final
         else "every layer is staged: commit or abort",
@@ -80,6 +101,18 @@ class IncompleteWindowError(WindowStateError):
     """Commit was asked for while layers are still missing; nothing was written."""
 
 
+def incomplete(state: str, missing: list[str], total: int) -> IncompleteWindowError:
+    """The error for a commit while ``missing`` of ``total`` layers are not staged."""
+    return IncompleteWindowError(
+        "commit",
+        f"{len(missing)} of {total} layers are missing in state {state}, first {missing[0]!r}",
+        expected=f"{total} layers",
+        got=total - len(missing),
+        state=state,
+        hint="stage every layer, or abort; nothing was written",
+    )
+
+
 class UnresolvedWindowError(WindowStateError):
     """The ``with`` block ended without commit or abort; the window was aborted."""
 
@@ -87,18 +120,34 @@ class UnresolvedWindowError(WindowStateError):
 class SlotMappingError(KVTxnError, ValueError):
     """A slot mapping is missing, malformed, out of range, or a second, different one."""
 
+    default_hint = "pass one int slot per row, request by request, -1 for padding"
+
 
 class LayerError(KVTxnError, ValueError):
     """A layer is unknown, staged twice, or its tensors do not fit its cache."""
+
+    default_hint = "see LayerRef for the shapes, dtypes and scales that go together"
+
+
+class StagedTwiceError(LayerError, WindowStateError):
+    """A layer was staged a second time; the first rows stand."""
+
+    default_hint = "stage each layer once"
 
 
 class CapacityError(KVTxnError, ValueError):
     """The window has more rows than ``TxnConfig.max_rows``."""
 
+    default_hint = "raise TxnConfig.max_rows, or split the batch"
+
 
 class AcceptanceError(KVTxnError, ValueError):
     """Accepted counts, masks or token ids do not fit the window."""
 
+    default_hint = "pass accepted draft rows per request, or one bool per row"
+
 
 class BackendUnavailableError(KVTxnError, RuntimeError):
     """A backend was asked for by name and cannot run here; the message says why."""
+
+    default_hint = "run `kvtxn doctor` to see what can run here"

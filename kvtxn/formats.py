@@ -23,7 +23,8 @@ _FP8: Final = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-KV_DTYPES: Final = ("auto", *_FP8, "int8")
+_PLAIN: Final = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
+KV_DTYPES: Final = ("auto", *_PLAIN, *_FP8, "int8")
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def row_format(
     """
     dtype = _stored_dtype(layer, cache, kv_dtype)
     if dtype in _FLOATS:
-        if scale is not None:
+        if scale is not None and not bool((torch.as_tensor(scale) == 1).all()):
             raise LayerError(
                 "LayerRef",
                 f"{layer!r} has a scale, but {dtype} rows are not quantised",
@@ -96,6 +97,13 @@ def row_format(
             )
         return RowFormat(dtype)
     factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32)
+    if not bool((factor.isfinite() & (factor > 0)).all()):
+        raise LayerError(
+            "LayerRef",
+            f"a scale of {layer!r} is not valid",
+            expected="positive, finite numbers",
+            got=factor.tolist(),
+        )
     factor = factor.to(cache.device)
     if factor.numel() == 1:
         return RowFormat(dtype, factor.reshape(()))
@@ -127,12 +135,12 @@ def _stored_dtype(layer: str, cache: Tensor, kv_dtype: str) -> torch.dtype:
                 hint="name the format: kv_dtype='fp8_e4m3', 'fp8_e5m2' or 'int8'",
             )
         return cache.dtype
-    dtype = _FP8.get(kv_dtype, torch.int8)
-    if cache.dtype not in (dtype, torch.uint8):
+    dtype = _PLAIN.get(kv_dtype) or _FP8.get(kv_dtype, torch.int8)
+    if cache.dtype not in ((dtype,) if kv_dtype in _PLAIN else (dtype, torch.uint8)):
         raise LayerError(
             "LayerRef",
             f"kv_dtype {kv_dtype!r} of {layer!r} does not fit its cache",
-            expected=f"{dtype} or torch.uint8",
+            expected=dtype if kv_dtype in _PLAIN else f"{dtype} or torch.uint8",
             got=cache.dtype,
         )
     return dtype

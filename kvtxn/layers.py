@@ -8,6 +8,7 @@ of planes, so a new kind of cache is a new way to build one.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 import torch
@@ -74,7 +75,8 @@ class LayerRef:
         k_scale: for 8-bit caches, stored = value / scale: a number, or a tensor of one
             or ``num_kv_heads`` elements.
         v_scale: likewise for V.
-        kv_dtype: ``"auto"``, ``"fp8"`` (= ``"fp8_e4m3"``), ``"fp8_e5m2"`` or ``"int8"``.
+        kv_dtype: ``"auto"``, ``"fp8"`` (= ``"fp8_e4m3"``), ``"fp8_e5m2"``, ``"int8"``, or the
+            cache's own floating dtype by name.
         key_offsets: for a cache whose rows are no strided view, such as a CPU kernel's
             packing: int ``[block_size, num_kv_heads, head_size]``, the element of a block
             that holds each part of the row at each block offset. Both caches are then
@@ -113,7 +115,19 @@ class LayerRef:
                     expected=_shape(self.key_cache),
                     got=_shape(self.value_cache),
                 )
+            if plane.offsets is None and plane.cells.data_ptr() == first.data_ptr():
+                raise LayerError(
+                    "LayerRef",
+                    f"key_cache and value_cache of {self.name!r} are the same memory",
+                    expected="distinct memory for K and V",
+                    got="one tensor twice",
+                )
         object.__setattr__(self, "planes", planes)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Planes are views of the caches; taken apart they would be memory of their own.
+        fields = {f.name: getattr(self, f.name) for f in attrs.fields(LayerRef) if f.init}
+        return (_rebuild, (fields,))
 
     @classmethod
     def latent(
@@ -157,6 +171,10 @@ class LayerRef:
         return sum(plane.row_bytes for plane in self.planes)
 
 
+def _rebuild(fields: dict[str, Any]) -> LayerRef:
+    return LayerRef(**fields)
+
+
 def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
     """The planes of a layer that is being built; raises LayerError on any misfit."""
     if (ref.key_offsets is None) != (ref.value_offsets is None):
@@ -195,7 +213,9 @@ def _plane(
     scale: float | Tensor | None,
     offsets: Tensor | None = None,
 ) -> Plane:
-    if scale is not None and not isinstance(scale, (int, float, Tensor)):
+    if scale is not None and (
+        not isinstance(scale, (int, float, Tensor)) or isinstance(scale, bool)
+    ):
         raise LayerError("LayerRef", "a scale must be a number or a tensor", got=repr(scale))
     shape = tuple((cache if offsets is None else offsets).shape)
     block_size, row_shape = (shape[1], shape[2:]) if offsets is None else (shape[0], shape[1:])

@@ -104,6 +104,8 @@ def as_lengths(
     Raises:
         SlotMappingError: not ints, negative, or not one per request.
     """
+    if hasattr(value, "__array__") and not isinstance(value, Tensor):
+        value = torch.as_tensor(value)  # numpy: arrays have an __index__ that they do not mean
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or value.is_floating_point() or value.dtype is torch.bool:
             raise SlotMappingError(
@@ -168,6 +170,8 @@ def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Te
 
 def _host_accepted(accepted: object, layout: RowLayout) -> Tensor:
     """Counts or a mask on the host, in range; an int counts for every request."""
+    if hasattr(accepted, "__array__") and not isinstance(accepted, Tensor):
+        accepted = torch.as_tensor(accepted)
     if hasattr(accepted, "__index__") and not isinstance(accepted, (bool, Tensor)):
         accepted = [accepted.__index__()] * layout.num_requests
     try:

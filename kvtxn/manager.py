@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from . import registry
@@ -51,13 +53,18 @@ class TransactionManager:
 
     def __init__(self, layers: Iterable[LayerRef], config: TxnConfig | None = None) -> None:
         self.config = config if config is not None else TxnConfig()
+        if not isinstance(self.config, TxnConfig):
+            raise ConfigError(
+                "TransactionManager", "config is no TxnConfig", got=type(config).__name__
+            )
         self.layers: Mapping[str, LayerRef] = MappingProxyType(_by_name(layers))
         refs = tuple(self.layers.values())
         self.device = refs[0].device
         self.groups: Mapping[str, int] = MappingProxyType(_limits(refs))
         backend = registry.resolve(self.config.backend, self.device)
         self.policy, self.policy_reason = choose_policy(self.config.policy, backend.capabilities)
-        self.executor = backend(refs, self.config)
+        with torch.inference_mode(False):  # its buffers outlive the mode they are made in
+            self.executor = backend(refs, self.config)
         self.metrics = Metrics.build(self.policy, refs, self.device)
         self.acceptance = Acceptance(self.config.acceptance, self.device)
         self.stager = Stager(self.config, deferred=self.policy == "deferred")
@@ -121,7 +128,8 @@ class TransactionManager:
             raise WindowStateError(
                 "window",
                 f"window {self._open.number} is still {self._open.state.name}",
-                hint="commit or abort it first; a manager has one window at a time",
+                state=self._open.state.name,
+                hint="commit it or call manager.current.abort(); one window at a time",
             )
         if written_by not in ("window", "caller") or (
             written_by == "caller" and self.policy == "deferred"
@@ -145,7 +153,7 @@ class TransactionManager:
         window = Window(self, self._opened, mappings, written_by)
         self._open = window
         try:
-            window.begin(slots)
+            window._begin(slots)
         except BaseException:
             self._open = None
             raise
@@ -164,7 +172,7 @@ class TransactionManager:
 
     def bypass(self, reason: str) -> None:
         """Count a step that could have had a window and, for ``reason``, has none."""
-        self.metrics.bypassed[reason] += 1
+        self.metrics.bypassed[re.sub(r"\W+", "_", reason)] += 1
 
     def snapshot(self) -> dict[str, float]:
         """All counters by Prometheus name. Waits for the device; never call it in a step."""
@@ -184,7 +192,11 @@ class TransactionManager:
         self.metrics.fallbacks[operation] += 1
         say = log.warning if self.metrics.fallbacks[operation] == 1 else log.debug
         number = None if window is None else window.number
-        say("window.fell_back", window=number, operation=operation, error=repr(error))
+        try:
+            what = repr(error)
+        except Exception:  # an error that cannot be shown must not stop the recovery
+            what = type(error).__name__
+        say("window.fell_back", window=number, operation=operation, error=what)
 
     def close(self, window: Window, accepted: object) -> None:
         """A window reached its final state."""
@@ -239,6 +251,8 @@ def choose_policy(wanted: str, capabilities: Capabilities) -> tuple[str, str]:
 def _by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
     by_name: dict[str, LayerRef] = {}
     memory: dict[tuple[object, ...], str] = {}
+    if not isinstance(layers, Iterable):
+        raise LayerError("TransactionManager", "layers is no iterable", got=type(layers).__name__)
     for ref in layers:
         if not isinstance(ref, LayerRef):
             raise LayerError(

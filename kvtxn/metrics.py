@@ -59,7 +59,9 @@ class Metrics:
             sum(ref.row_bytes for ref in layers if ref.group == group) for group in groups
         )
         lines = 1 if len(groups) == 1 else len(groups) + 1
-        return cls(policy, row_bytes, torch.zeros(2, lines, 3, dtype=torch.int64, device=device))
+        with torch.inference_mode(False):  # counted in later, in whatever mode
+            rows = torch.zeros(2, lines, 3, dtype=torch.int64, device=device)
+        return cls(policy, row_bytes, rows)
 
     def snapshot(self) -> dict[str, float]:
         """Everything, flat, by Prometheus name; labels are folded into the name.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .executor import StagedLayer, Txn
 from .formats import words
-from .rows import LayerRows, read_layers, write_layers
+from .rows import LayerRows, read, read_layers, write_layers
 
 
 def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
@@ -39,14 +39,20 @@ def write_through(txn: Txn, layers: Iterable[StagedLayer]) -> None:
     write_layers(refs, _staged_rows(layers), txn.slots, txn.permit(everything))
 
 
-def finish_commit(txn: Txn, accepted: Tensor) -> None:
-    """Bring the caches to where the commit should have brought them."""
+def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
+    """Bring the caches to where the commit should have brought them.
+
+    Args:
+        txn: the window.
+        accepted: what was to be committed.
+        before: rows read before the commit, or saved at begin, as far as there are any.
+    """
     _check_range(txn)
     kept = txn.kept(accepted)
     if txn.policy == "deferred":
         refs = [layer.ref for layer in txn.staged.values()]
         write_layers(refs, _staged_rows(txn.staged.values()), txn.slots, kept)
-    put_back(txn, txn.saved, txn.permit(txn.layout.is_draft) & ~kept)
+    put_back(txn, before, txn.permit(txn.layout.is_draft) & ~kept)
 
 
 def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
@@ -63,22 +69,32 @@ def read_back(txn: Txn) -> LayerRows:
     return read_layers((layer.ref for layer in txn.staged.values()), txn.slots)
 
 
-def differences(txn: Txn, accepted: Tensor, before: LayerRows) -> list[str]:
-    """Layers whose caches are not what a commit must leave. Waits for the device.
+def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
+    """Compare the caches with what a commit must leave. Waits for the device.
+
+    Under ``undo`` the kept rows are the caller's, so only the rejected ones are compared.
 
     Args:
-        txn: the window, deferred, after its executor's commit.
+        txn: the window, after its executor's commit.
         accepted: what was committed.
-        before: the rows the caches held before the commit.
+        before: the rows the caches held before the window wrote drafts.
+
+    Raises:
+        RuntimeError: they differ; names the layers.
     """
-    kept = txn.kept(accepted)
-    now = read_back(txn)
-    wrong = []
-    for name, layer in txn.staged.items():
-        real = (txn.slots[layer.ref.group] >= 0) & txn.layout.is_draft
-        for old, new, rows in zip(before[name], now[name], layer.rows, strict=True):
-            expected = torch.where(kept.view(-1, *[1] * (old.ndim - 1)), words(rows), old)
-            if not torch.equal(expected[real], new[real]):
-                wrong.append(name)
-                break
-    return wrong
+    kept, wrong = txn.kept(accepted), []
+    for ref in txn.layers:
+        if ref.name not in before:
+            continue
+        layer = txn.staged.get(ref.name)
+        real = (txn.slots[ref.group] >= 0) & txn.layout.is_draft
+        rejected, written = real & ~kept, real & kept
+        for i, (plane, old) in enumerate(zip(ref.planes, before[ref.name], strict=True)):
+            now = words(read(plane, txn.slots[ref.group]))
+            good = torch.equal(now[rejected], words(old)[rejected])
+            if txn.policy == "deferred" and layer is not None:
+                good &= torch.equal(now[written], words(layer.rows[i])[written])
+            if not good and ref.name not in wrong:
+                wrong.append(ref.name)
+    if wrong:
+        raise RuntimeError(f"commit left wrong bytes in {', '.join(wrong)}")

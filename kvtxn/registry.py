@@ -65,7 +65,7 @@ def load(name: str) -> type[Executor]:
         )
     try:
         loaded: type[Executor] = _installed()[name].load()
-    except ImportError as error:
+    except Exception as error:
         raise BackendUnavailableError(
             "backend",
             f"{name!r} cannot be imported: {error}",
@@ -80,6 +80,8 @@ def why_not(name: str, device: torch.device) -> str | None:
         return load(name).unavailable(device)
     except BackendUnavailableError as error:
         return error.problem
+    except Exception as error:  # somebody else's code: a reason not to use it
+        return f"asking whether it can run failed: {error!r}"
 
 
 def resolve(name: str, device: torch.device) -> type[Executor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,6 +12,14 @@ from .errors import CapacityError, SlotMappingError
 from .layout import RowLayout, as_lengths, to_device
 
 Lengths = int | Sequence[int] | Tensor
+
+
+def count_of(slots: object) -> int | None:
+    """How many rows ``slots`` speak of; None where they are no slots at all."""
+    shape = getattr(slots, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) == 1 else None
+    return len(slots) if isinstance(slots, Sequence) else None
 
 
 class SlotMappings:
@@ -25,6 +34,9 @@ class SlotMappings:
         build: makes (or remembers) a layout from lengths.
         check_range: whether device slots have to be checked here.
         keep: makes the window's own int64 copy of a group's slots, on the device.
+
+    Attributes:
+        failure: what ``keep`` raised, if it did.
     """
 
     def __init__(
@@ -49,6 +61,9 @@ class SlotMappings:
         self._own: dict[str, Tensor] = {}
         self._layout: RowLayout | None = None
         self.in_range: Tensor | None = None
+        as_lengths("draft_len", draft_len, None)  # refuse what can never fit, at once
+        as_lengths("settled", settled, None)
+        self.failure: Exception | None = None
         fixed = [n for n in (self._count(draft_len), self._count(settled)) if n is not None]
         if fixed:
             self._layout = self._resolve(fixed[0])
@@ -117,30 +132,48 @@ class SlotMappings:
                 got=repr(group),
             )
         tensor = self._as_tensor(group, slots)
-        if self._layout is None:
-            self._layout = self._resolve(self._requests_in(tensor.numel()))
-        if tensor.numel() != self._layout.num_rows:
+        layout = self._layout or self._resolve(self._requests_in(tensor.numel()))
+        if tensor.numel() != layout.num_rows:
             raise SlotMappingError(
                 "window",
                 f"slots of group {group!r} do not fit the rows of the window",
-                expected=f"{self._layout.num_rows} rows (draft_len + settled per request)",
+                expected=f"{layout.num_rows} rows (draft_len + settled per request)",
                 got=tensor.numel(),
                 hint="one slot per row, -1 for padding",
             )
         if tensor.device.type == "cpu":
             self._check_host(group, tensor.tolist())
-            own = self._keep(group, to_device(tensor, self._device, torch.int64))
+            own = self._copy(group, to_device(tensor, self._device, torch.int64))
         else:
-            own = self._keep(group, tensor)
+            own = self._copy(group, tensor)
             if self._check_range:
                 inside = ((own >= -1) & (own < self._limits[group])).all()
                 self.in_range = inside if self.in_range is None else self.in_range & inside
+        self._layout = layout
         self._given[group] = slots
         self._own[group] = own
         return own
 
+    def _copy(self, group: str, slots: Tensor) -> Tensor:
+        """The window's own copy; where the executor cannot make it, a plain one."""
+        try:
+            return self._keep(group, slots)
+        except Exception as error:
+            self.failure = error
+            return slots.to(torch.int64, copy=True)
+
     def _as_tensor(self, group: str, slots: Tensor | Sequence[int]) -> Tensor:
-        tensor = slots if isinstance(slots, Tensor) else torch.tensor(slots, dtype=torch.int64)
+        try:
+            tensor = torch.as_tensor(slots)
+        except (TypeError, ValueError, RuntimeError):
+            raise SlotMappingError(
+                "window",
+                f"slots of group {group!r} are malformed",
+                expected="int32 or int64 [num_rows]",
+                got=type(slots).__name__,
+            ) from None
+        if tensor.shape == (0,) and not isinstance(slots, Tensor):
+            tensor = tensor.to(torch.int64)  # torch's guess for an empty list is a float
         if tensor.ndim != 1 or tensor.dtype not in (torch.int64, torch.int32):
             raise SlotMappingError(
                 "window",
@@ -184,12 +217,12 @@ class SlotMappings:
                 got=bad,
             )
         if len(set(used)) != len(used):
-            twice = next(slot for slot in used if used.count(slot) > 1)
+            twice, times = Counter(used).most_common(1)[0]
             raise SlotMappingError(
                 "window",
                 f"group {group!r} maps two rows to one slot",
                 expected="distinct slots",
-                got=f"slot {twice} {used.count(twice)} times",
+                got=f"slot {twice} {times} times",
             )
 
     def check_same(self, group: str, slots: Tensor | Sequence[int]) -> None:
@@ -198,8 +231,6 @@ class SlotMappings:
         Device mappings are compared by memory, not content: comparing would wait.
         """
         first = self._given[group]
-        if slots is first:
-            return
         second = self._as_tensor(group, slots)
         own = self._own[group]
         if own.device.type == "cpu":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import TxnConfig
-from .errors import LayerError, WindowStateError
+from .errors import LayerError, StagedTwiceError, WindowStateError
 from .executor import StagedLayer
 from .layers import LayerRef, Plane
 
@@ -37,14 +37,12 @@ class Stager:
         """Forget the tensors of the last window."""
         self._held.clear()
 
-    def take(self, ref: LayerRef, num_rows: int, key: Tensor, value: Tensor | None) -> StagedLayer:
-        """One layer's rows, encoded. Raises LayerError where they do not fit the cache."""
+    def take(self, ref: LayerRef, parts: tuple[Tensor, ...]) -> StagedLayer:
+        """One layer's rows, encoded; ``parts`` come from ``check_parts``."""
         rows = []
-        for plane, part in zip(ref.planes, _parts(ref, key, value), strict=True):
-            number = plane.format
-            check_rows(ref, plane, num_rows, part)
-            if part.dtype is not number.dtype:
-                part = number.encode(part)  # a new tensor: nobody else can write to it
+        for plane, part in zip(ref.planes, parts, strict=True):
+            if part.dtype is not plane.format.dtype:
+                part = plane.format.encode(part)  # a new tensor: nobody else can write to it
             elif self._deferred and self._mode != "reference":
                 part = self._keep(ref, plane, part)
             rows.append(part)
@@ -61,7 +59,8 @@ class Stager:
                 raise WindowStateError(
                     "commit",
                     f"the rows staged for {name!r} were modified in place after stage()",
-                    hint="abort, and set TxnConfig(staging='copy') if the buffer must be reused",
+                    hint="abort; with TxnConfig(staging='copy') rows may share a buffer that is "
+                    "written to, as slices of one tensor do",
                 )
 
     def _keep(self, ref: LayerRef, plane: Plane, part: Tensor) -> Tensor:
@@ -72,7 +71,8 @@ class Stager:
         buffer = self._buffers.get(plane)
         if buffer is None:
             shape = (self._max_rows, *plane.row_shape)
-            buffer = torch.empty(shape, dtype=part.dtype, device=part.device)
+            with torch.inference_mode(False):  # it outlives the mode it is made in
+                buffer = torch.empty(shape, dtype=part.dtype, device=part.device)
             self._buffers[plane] = buffer
         return buffer[: part.shape[0]].copy_(part.detach())
 
@@ -86,7 +86,7 @@ def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[st
         missing: names of the layers that are not staged yet.
     """
     name = getattr(ref, "name", None)
-    if layers.get(name or "") is not ref:
+    if not isinstance(ref, LayerRef) or layers.get(ref.name) is not ref:
         raise LayerError(
             "stage",
             f"{name or ref!r} is not a layer of this manager",
@@ -95,37 +95,59 @@ def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[st
             hint="pass the LayerRef that the TransactionManager was built with",
         )
     if name not in missing:
+        raise StagedTwiceError("stage", f"layer {name!r} is in this window already")
+
+
+def check_parts(
+    ref: LayerRef, num_rows: int | None, key: Tensor, value: Tensor | None
+) -> tuple[Tensor, ...]:
+    """One tensor per plane, known to fit it; nothing has been taken yet.
+
+    Args:
+        ref: the layer. A latent may come whole, or as the two halves MLA code has.
+        num_rows: rows of the window; None where the slots do not say, to be refused with them.
+        key: see ``Window.stage``.
+        value: likewise.
+
+    Raises:
+        LayerError: a tensor is missing or does not fit.
+    """
+    for part, tensor in (("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) and not (tensor is None and part == "value"):
+            raise LayerError(
+                "stage", f"{part} of {ref.name!r} must be a tensor", got=type(tensor).__name__
+            )
+    if value is None and not ref.is_latent:
         raise LayerError(
-            "stage", f"layer {name!r} is in this window already", hint="stage each layer once"
+            "stage",
+            f"layer {ref.name!r} needs a value tensor",
+            expected=f"[num_rows, {', '.join(map(str, ref.planes[1].row_shape))}]",
+            got=None,
+            hint="only latent layers are staged with one tensor",
         )
-
-
-def _parts(ref: LayerRef, key: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
-    """One tensor per plane. A latent may come whole, or as the two halves MLA code has."""
-    if not ref.is_latent:
-        if value is None:
+    if ref.is_latent and value is not None:
+        if key.shape[:-1] != value.shape[:-1] or key.device != value.device:
             raise LayerError(
                 "stage",
-                f"layer {ref.name!r} needs a value tensor",
-                expected=f"[num_rows, {', '.join(map(str, ref.planes[1].row_shape))}]",
-                got=None,
-                hint="only latent layers are staged with one tensor",
+                f"the two halves of latent {ref.name!r} do not fit together",
+                expected=list(key.shape[:-1]),
+                got=list(value.shape[:-1]),
             )
-        return key, value
-    return (key if value is None else torch.cat([key, value], dim=-1),)
+        key, value = torch.cat([key, value], dim=-1), None
+    parts = (key,) if value is None else (key, value)
+    return tuple(
+        _checked(ref, plane, num_rows, part) for plane, part in zip(ref.planes, parts, strict=True)
+    )
 
 
-def check_rows(ref: LayerRef, plane: Plane, num_rows: int, part: Tensor) -> None:
-    """Refuse, with a LayerError, a tensor that does not fit the plane."""
-    if not isinstance(part, Tensor):
-        raise LayerError(
-            "stage", f"{plane.part} of {ref.name!r} must be a tensor", got=type(part).__name__
-        )
-    if part.shape != (num_rows, *plane.row_shape):
+def _checked(ref: LayerRef, plane: Plane, num_rows: int | None, part: Tensor) -> Tensor:
+    """The tensor, known to fit the plane; bytes of an 8-bit format come in its own dtype."""
+    number = plane.format
+    if part.shape != (part.shape[0] if num_rows is None else num_rows, *plane.row_shape):
         raise LayerError(
             "stage",
             f"{plane.part} of {ref.name!r} has the wrong shape",
-            expected=[num_rows, *plane.row_shape],
+            expected=["num_rows" if num_rows is None else num_rows, *plane.row_shape],
             got=list(part.shape),
             hint="stage every row of the window, request by request, in one call",
         )
@@ -136,10 +158,23 @@ def check_rows(ref: LayerRef, plane: Plane, num_rows: int, part: Tensor) -> None
             expected=plane.cells.device,
             got=part.device,
         )
-    if part.dtype is not plane.format.dtype and not part.is_floating_point():
+    if part.dtype is number.dtype:
+        pass
+    elif number.quantised and part.dtype is torch.uint8:
+        part = part.view(number.dtype)  # stored codes, as engines keep them
+    elif not part.is_floating_point():
         raise LayerError(
             "stage",
             f"{plane.part} of {ref.name!r} has a dtype that cannot be stored",
-            expected=f"a floating dtype or {plane.format.dtype}",
+            expected=f"a floating dtype or {number.dtype}",
             got=part.dtype,
         )
+    if part.layout is not torch.strided or part.is_neg():
+        raise LayerError(
+            "stage",
+            f"{plane.part} of {ref.name!r} is sparse or a lazy view",
+            expected="a strided tensor",
+            got=part.layout,
+            hint="materialise it first: tensor.to_dense() or tensor.resolve_neg()",
+        )
+    return part

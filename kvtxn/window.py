@@ -15,18 +15,13 @@ import torch
 from torch import Tensor
 
 from . import attention, recovery
-from .errors import (
-    IncompleteWindowError,
-    LayerError,
-    UnresolvedWindowError,
-    not_allowed,
-)
+from .errors import LayerError, UnresolvedWindowError, incomplete, not_allowed
 from .executor import AttentionArgs, StagedLayer, Txn
 from .layers import LayerRef
 from .layout import as_accepted
 from .rows import LayerRows
-from .slots import SlotMappings
-from .staging import check_ref
+from .slots import SlotMappings, count_of
+from .staging import check_parts, check_ref
 from .states import Event, WindowState, after, allowed
 
 if TYPE_CHECKING:
@@ -83,7 +78,7 @@ class Window:
 
     # -- begin --------------------------------------------------------------------
 
-    def begin(self, slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None) -> None:
+    def _begin(self, slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None) -> None:
         """Take the slot mappings known so far; the manager calls this, once."""
         for group, tensor in self._mappings.by_group(slots).items():
             self._map(group, tensor)
@@ -103,6 +98,9 @@ class Window:
         txn = self._txn
         txn.slots[group] = tensor
         txn.in_range = self._mappings.in_range
+        failure = self._mappings.failure
+        if failure is not None and self._state is not WindowState.DIRECT:
+            self._on_failure("begin", failure)
         if txn.policy == "undo" and self._state is not WindowState.DIRECT:
             try:
                 txn.saved.update(self._executor.save(txn, group))
@@ -132,19 +130,21 @@ class Window:
             LayerError: unknown layer, staged before, or tensors that do not fit.
             SlotMappingError: no mapping, a malformed one, or a second, different one.
         """
-        if not allowed(self._state, Event.STAGE):
-            self._refuse("stage", f"layer={getattr(ref, 'name', ref)!r}")
+        if self._state is not WindowState.STAGED and not allowed(self._state, Event.STAGE):
+            self._refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
         check_ref(ref, self._manager.layers, self._missing)
-        if slots is not None or ref.group not in self._mappings:
-            if slots is None:
-                raise self._mappings.missing(ref.group)
+        if slots is None and ref.group not in self._mappings:
+            raise self._mappings.missing(ref.group)
+        rows = self.num_rows if self._txn is not None else count_of(slots)
+        parts = check_parts(ref, rows, key, value)
+        if slots is not None:
             if ref.group in self._mappings:
                 self._mappings.check_same(ref.group, slots)
             else:
                 self._map(ref.group, slots)
         txn = self._txn
         assert txn is not None  # a group has its slots from here on
-        layer = self._manager.stager.take(ref, txn.layout.num_rows, key, value)
+        layer = self._manager.stager.take(ref, parts)
         self._write_staged(txn, layer)
         self._manager.metrics.layer_calls += txn.layout.num_rows
         del self._missing[ref.name]
@@ -201,12 +201,14 @@ class Window:
         """
         txn = self._txn
         if self._state.is_final or txn is None:
-            self._refuse("attend", f"layer={ref.name!r}")
-        if ref.name in self._missing or self._manager.layers.get(ref.name) is not ref:
+            self._refuse("attend", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
+        name = str(getattr(ref, "name", ref))
+        if name in self._missing or self._manager.layers.get(name) is not ref:
             raise LayerError(
-                "attend", f"layer {ref.name!r} is not staged", hint="stage it before it attends"
+                "attend", f"layer {name!r} is not staged", hint="stage it before it attends"
             )
         attention.check_query(ref, txn.layout, query, block_table, seq_lens)
+        attention.check_scores(scale, sliding_window, soft_cap)
         args = AttentionArgs(
             block_table=block_table,
             seq_lens=seq_lens,
@@ -238,19 +240,14 @@ class Window:
             AcceptanceError: ``accepted`` does not fit; the window stays as it is.
         """
         if self._missing and not self._state.is_final:
-            raise IncompleteWindowError(
-                "commit",
-                f"{len(self._missing)} of {len(self._manager.layers)} layers are missing "
-                f"in state {self._state.name}, first {next(iter(self._missing))!r}",
-                hint="stage every layer, or abort; nothing was written",
-            )
+            raise incomplete(self._state.name, list(self._missing), len(self._manager.layers))
         if not allowed(self._state, Event.COMMIT):
-            self._refuse("commit")
+            self._refuse("commit", Event.COMMIT)
         txn = self._txn
         assert txn is not None  # every layer is staged, so some group has slots
         counts = as_accepted(accepted, txn.layout, self._manager.device)
         if self._state is WindowState.DIRECT:
-            txn.count(txn.kept(counts))
+            self._or_fail(lambda: txn.count(txn.kept(counts)))
         else:
             self._manager.stager.check_unchanged()
             self._act_commit(txn, counts)
@@ -265,18 +262,16 @@ class Window:
             if txn.policy == "deferred" and self._manager.needs_guard:
                 before = recovery.read_back(txn)
             self._executor.commit(txn, counts)
-            if config.debug and txn.policy == "deferred":
-                wrong = recovery.differences(txn, counts, before)
-                if wrong:
-                    raise RuntimeError(f"commit left wrong bytes in {wrong}")
+            if config.debug:
+                recovery.verify(txn, counts, before)
         except Exception as error:
             if counted is not None:
                 txn.counters.copy_(counted)  # a window counts once, however often it is tried
             if config.on_error == "raise":
                 self._take_back_and_raise("commit", error, before)
             self._enter_direct("commit", error)
-            self._or_fail(lambda: recovery.finish_commit(txn, counts))
-            txn.count(txn.kept(counts))
+            self._or_fail(lambda: recovery.finish_commit(txn, counts, before))
+            self._or_fail(lambda: txn.count(txn.kept(counts)))
         except BaseException:
             self._finish(Event.FAIL)  # interrupted half-way: nothing can be promised
             raise
@@ -290,12 +285,12 @@ class Window:
             WindowStateError: the window is over.
         """
         if not allowed(self._state, Event.ABORT):
-            self._refuse("abort")
+            self._refuse("abort", Event.ABORT)
         txn = self._txn
         if txn is not None:
             if txn.saved and self._state is not WindowState.DIRECT:
                 self._act_restore(txn)
-            txn.count(torch.zeros_like(txn.layout.is_draft))
+            self._or_fail(lambda: txn.count(torch.zeros_like(txn.layout.is_draft)))
         self._finish(Event.ABORT)
 
     def _act_restore(self, txn: Txn) -> None:
@@ -307,8 +302,14 @@ class Window:
                 self._take_back_and_raise("abort", error, txn.saved)
             self._enter_direct("abort", error)
             self._or_fail(lambda: recovery.put_back(txn, txn.saved))
+        except BaseException:  # interrupted: finish, since putting back twice does no harm
+            self._or_fail(lambda: recovery.put_back(txn, txn.saved))
+            self._finish(Event.ABORT)
+            raise
 
     def __enter__(self) -> Self:
+        if self._state.is_final:
+            self._refuse("with", Event.ABORT)
         return self
 
     def __exit__(
@@ -330,6 +331,7 @@ class Window:
         raise UnresolvedWindowError(
             "with",
             f"the block ended in state {state.name} without commit or abort",
+            state=state.name,
             hint="call commit(accepted) or abort(); the window was aborted",
         )
 
@@ -338,7 +340,7 @@ class Window:
     def fall_back(self, operation: str, error: Exception) -> None:
         """The caller failed: write what is staged; other rows are its own, commit only counts."""
         if not allowed(self._state, Event.FALL_BACK) or self._txn is None:
-            self._refuse("fall_back")
+            self._refuse("fall_back", Event.FALL_BACK)
         self._on_failure(operation, error, tuple(self._txn.staged.values()))
         self._missing.clear()
 
@@ -375,11 +377,11 @@ class Window:
         assert txn is not None
         try:
             recovery.put_back(txn, before)
+            txn.count(torch.zeros_like(txn.layout.is_draft))
         except BaseException as failure:
             self._finish(Event.FAIL)
             error.add_note(f"kvtxn: {operation} failed, and so did restoring: {failure!r}")
         else:
-            txn.count(torch.zeros_like(txn.layout.is_draft))
             self._finish(Event.ABORT)
             error.add_note(f"kvtxn: {operation} failed; the caches were restored")
         raise error
@@ -391,5 +393,6 @@ class Window:
         if self._txn is not None:
             self._txn.staged.clear()
 
-    def _refuse(self, operation: str, detail: str = "") -> NoReturn:
-        raise not_allowed(operation, self._state.name, self._state.is_final, detail)
+    def _refuse(self, operation: str, event: Event, detail: str = "") -> NoReturn:
+        wanted = " or ".join(state.name for state in WindowState if allowed(state, event))
+        raise not_allowed(operation, self._state.name, wanted, self._state.is_final, detail)

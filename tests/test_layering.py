@@ -91,6 +91,7 @@ def test_public_surface_is_a_list():
         "LayerError",
         "LayerRef",
         "SlotMappingError",
+        "StagedTwiceError",
         "TransactionManager",
         "TxnConfig",
         "UnresolvedWindowError",

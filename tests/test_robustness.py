@@ -1,0 +1,309 @@
+"""Hostile callers and failing executors: nothing leaks, nothing lies, nothing gets stuck."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from kvtxn.backends.torch_executor import TorchExecutor
+from small_caches import changed_slots, copies, make_layers, noise, rows
+
+from kvtxn import (
+    ConfigError,
+    LayerError,
+    LayerRef,
+    SlotMappingError,
+    StagedTwiceError,
+    TransactionManager,
+    TxnConfig,
+    WindowState,
+    WindowStateError,
+    registry,
+)
+
+SLOTS = [0, 1, 2]
+
+
+@pytest.fixture
+def manager_with(layers):
+    """A manager whose executor has some methods replaced."""
+
+    def build(policy="deferred", on_error="fallback", debug=False, **methods):
+        executor = type("Replaced", (TorchExecutor,), methods)
+        registry.register("replaced", executor)
+        try:
+            config = TxnConfig(policy=policy, backend="replaced", on_error=on_error, debug=debug)
+            return TransactionManager(layers, config)
+        finally:
+            registry.unregister("replaced")
+
+    return build
+
+
+def stage_all(window, layers):
+    for ref in layers:
+        window.stage(ref, *rows(window.num_rows))
+
+
+def boom(*_, **__):
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+def test_a_manager_made_in_inference_mode_works_outside(layers, policy):
+    """Its counters and buffers outlive the mode they were made in, both ways."""
+    with torch.inference_mode():
+        manager = TransactionManager(layers, TxnConfig(policy=policy, staging="copy"))
+        with manager.window(2, SLOTS) as w:
+            stage_all(w, layers)
+            w.commit(1)
+    with manager.window(2, SLOTS) as w:
+        stage_all(w, layers)
+        w.commit(1)
+    assert manager.snapshot()["kvtxn_windows_total_committed"] == 2
+
+
+def test_a_failing_count_ends_the_window(manager_with, monkeypatch):
+    """Whatever fails, the manager is free again and the label claims nothing."""
+    manager = manager_with(commit=boom)
+    w = manager.window(2, SLOTS)
+    stage_all(w, manager.layers.values())
+    monkeypatch.setattr("kvtxn.executor.Txn.count", boom)
+    with pytest.raises(RuntimeError, match="boom"):
+        w.commit(1)
+    assert w.state is WindowState.FAILED
+    assert manager.current is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seq_lens": torch.tensor([-5])},
+        {"seq_lens": torch.tensor([2])},
+        {"seq_lens": torch.tensor([99])},
+        {"seq_lens": torch.tensor([3.0])},
+        {"seq_lens": [3]},
+        {"block_table": [[0]]},
+        {"block_table": torch.tensor([[0.0]])},
+        {"block_table": None},
+        {"query": np.zeros((3, 2, 8))},
+        {"query": torch.zeros(3, 2, 8, dtype=torch.int64)},
+        {"scale": "x"},
+        {"soft_cap": 0.0},
+        {"sliding_window": 0},
+        {"sliding_window": 1.5},
+        {"ref": "layer.0"},
+    ],
+    ids=str,
+)
+def test_a_mistake_in_attend_is_no_executor_failure(layers, wrong):
+    """It is refused, and no rejected row is written because of it."""
+    manager, before = TransactionManager(layers, TxnConfig(policy="deferred")), copies(layers)
+    call = {
+        "ref": layers[0],
+        "query": noise(3, 2, 8),
+        "block_table": torch.tensor([[0]]),
+        "seq_lens": torch.tensor([3]),
+        **wrong,
+    }
+    with manager.window(2, SLOTS) as w:
+        stage_all(w, layers)
+        with pytest.raises(LayerError):
+            w.attend(**call)
+        w.commit(0)
+    assert w.state is WindowState.COMMITTED
+    assert changed_slots(layers, before) == [{0}] * 6
+    assert manager.snapshot()["kvtxn_fallbacks_total"] == 0
+
+
+def test_a_refused_stage_leaves_the_window_as_it_was(layers):
+    """Neither rows nor slots of a refused call are remembered."""
+    manager = TransactionManager(layers, TxnConfig(policy="deferred"))
+    key, value = rows(2)
+    with manager.window(1) as w:
+        with pytest.raises(LayerError, match="wrong shape"):
+            w.stage(layers[0], key, value, [0, 1, 2, 3])
+        with pytest.raises(LayerError, match="wrong shape"):
+            w.stage(layers[0], key, value[:1], [0, 1])
+        key.add_(1)
+        w.stage(layers[0], key, value, [0, 1])
+        stage_all(w, layers[1:])
+        w.commit(1)
+    assert torch.equal(layers[0].key_cache[0, :2], key)
+
+
+def test_a_pickled_layer_is_still_one_memory(layers):
+    """Its planes are views of its caches, as before."""
+    copy = pickle.loads(pickle.dumps(layers[0]))
+    manager = TransactionManager([copy], TxnConfig(policy="deferred"))
+    key, value = rows(1)
+    with manager.window(0, [5]) as w:
+        w.stage(copy, key, value)
+        w.commit(0)
+    assert torch.equal(copy.key_cache.flatten(0, 1)[5], key[0])
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_a_failing_slot_copy_falls_back(manager_with, policy):
+    """Nothing is lost, and it is counted."""
+    manager = manager_with(policy, own_slots=boom)
+    layers = list(manager.layers.values())
+    with manager.window(2, SLOTS) as w:
+        stage_all(w, layers)
+        w.commit(1)
+    assert w.state is WindowState.FELL_BACK
+    assert manager.snapshot()["kvtxn_fallbacks_total_begin"] == 1
+
+
+def test_numpy_is_welcome(layers):
+    """Engines hold counts and slots as arrays."""
+    manager, before = TransactionManager(layers, TxnConfig(policy="deferred")), copies(layers)
+    with manager.window(np.array([1, 1]), np.array([0, 1, 4, 5]), settled=np.int64(1)) as w:
+        stage_all(w, layers)
+        w.commit(np.array([1, 0]))
+    assert changed_slots(layers, before) == [{0, 1, 4}] * 6
+
+
+@pytest.mark.parametrize(
+    "slots", [[0.0, 1.7], [True, False], ["a", "b"], [[0], [1]], [2**70, 1], {0, 1}, object()]
+)
+def test_slots_are_never_guessed(layers, slots):
+    """Floats are not cut off, and nothing leaks an error of torch's."""
+    with pytest.raises(SlotMappingError):
+        TransactionManager(layers).window(1, slots)
+
+
+def test_a_mapping_changed_in_place_is_another_mapping(layers):
+    """The same tensor with other numbers is refused."""
+    slots = torch.tensor([0, 1])
+    with TransactionManager(layers).window(1, slots) as w:
+        slots += 4
+        with pytest.raises(SlotMappingError, match="second, different"):
+            w.stage(layers[0], *rows(2), slots)
+        w.abort()
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_debug_finds_and_repairs_a_wrong_commit(manager_with, policy):
+    """An executor that lies is caught, and the reference finishes its work."""
+
+    def sloppy(self, txn, accepted):
+        TorchExecutor.commit(self, txn, torch.full_like(accepted, 2))
+
+    manager = manager_with(policy, debug=True, commit=sloppy)
+    layers = list(manager.layers.values())
+    before = copies(layers)
+    with manager.window(2, SLOTS) as w:
+        stage_all(w, layers)
+        w.commit(1)
+    assert w.state is WindowState.FELL_BACK
+    assert changed_slots(layers, before) == [{0, 1}] * 6
+    assert manager.snapshot()["kvtxn_rows_committed_total"] == 1
+
+
+def test_an_interrupt_while_restoring_still_restores(manager_with):
+    """The bytes are back, the manager is free, the interrupt surfaces."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    manager = manager_with("undo", restore=interrupted)
+    layers = list(manager.layers.values())
+    before = copies(layers)
+    w = manager.window(2, SLOTS)
+    stage_all(w, layers)
+    with pytest.raises(KeyboardInterrupt):
+        w.abort()
+    assert w.state is WindowState.ABORTED
+    assert changed_slots(layers, before) == [{0}] * 6
+    assert manager.current is None
+
+
+def test_staging_twice_is_one_error_whenever_it_happens():
+    """While layers are missing and after the last one."""
+    layers = make_layers(2)
+    with TransactionManager(layers).window(1, [0, 1]) as w:
+        w.stage(layers[0], *rows(2))
+        with pytest.raises(StagedTwiceError):
+            w.stage(layers[0], *rows(2))
+        w.stage(layers[1], *rows(2))
+        with pytest.raises(StagedTwiceError):
+            w.stage(layers[1], *rows(2))
+        w.abort()
+
+
+def test_a_finished_window_cannot_be_entered(layers):
+    """Single-use; and the error has the facts as attributes."""
+    w = TransactionManager(layers).window(1, [0, 1])
+    w.abort()
+    with pytest.raises(WindowStateError) as caught, w:
+        pass
+    assert (caught.value.state, caught.value.got) == ("ABORTED", "ABORTED")
+    assert "OPEN" in caught.value.expected
+
+
+def test_lengths_are_checked_before_slots_come(layers):
+    """What can never fit is refused at once."""
+    manager = TransactionManager(layers)
+    for draft_len, settled in ((-1, 1), (1.0, 1), (None, 1), (1, -1)):
+        with pytest.raises(SlotMappingError):
+            manager.window(draft_len, settled=settled)
+    assert manager.current is None
+
+
+def test_managers_refuse_what_is_no_layer_and_no_config(layers):
+    """With errors of their own."""
+    with pytest.raises(ConfigError):
+        TransactionManager(layers, {"policy": "undo"})
+    for bad in (None, layers[0]):
+        with pytest.raises(LayerError):
+            TransactionManager(bad)
+
+
+def test_neutral_scales_and_names_are_fine():
+    """Engines pass a scale of one and the dtype's name for plain caches."""
+    key, value = noise(2, 4, 2, 8), noise(2, 4, 2, 8)
+    ref = LayerRef("a", key, value, k_scale=1.0, v_scale=torch.ones(1), kv_dtype="float32")
+    assert not ref.planes[0].format.quantised
+    with pytest.raises(LayerError, match="does not fit"):
+        LayerRef("a", key, value, kv_dtype="bfloat16")
+
+
+def test_stored_codes_may_come_as_bytes():
+    """A uint8 cache takes uint8 rows as they are."""
+    cache = torch.zeros(2, 4, 2, 8, dtype=torch.uint8)
+    ref = LayerRef("a", cache, cache.clone(), kv_dtype="fp8", k_scale=2.0)
+    codes = torch.randint(0, 127, (1, 2, 8), dtype=torch.uint8)
+    with TransactionManager([ref], TxnConfig(policy="deferred")).window(0, [3]) as w:
+        w.stage(ref, codes, codes)
+        w.commit(0)
+    assert torch.equal(cache[0, 3], codes[0])
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), True])
+def test_scales_that_mean_nothing_are_refused(scale):
+    """Division by them would."""
+    cache = torch.zeros(2, 4, 2, 8, dtype=torch.int8)
+    with pytest.raises(LayerError, match="scale"):
+        LayerRef("a", cache, cache.clone(), k_scale=scale)
+
+
+def test_key_and_value_are_not_one_memory():
+    """The second would overwrite the first."""
+    cache = noise(2, 4, 2, 8)
+    with pytest.raises(LayerError, match="same memory"):
+        LayerRef("a", cache, cache)
+
+
+def test_every_refusal_has_a_next_step(layers):
+    """Even where nothing special can be said."""
+    for call in (
+        lambda: TransactionManager(layers).window(1, [0, 99]),
+        lambda: LayerRef("", noise(2, 4, 2, 8), noise(2, 4, 2, 8)),
+        lambda: TxnConfig(debug=1),
+    ):
+        with pytest.raises(ValueError, match=";") as caught:
+            call()
+        assert caught.value.hint
