@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,24 @@ def run(llm: Any, names: list[str]) -> dict[str, Any]:
 def close(llm: Any) -> None:
     """Free an in-process engine, so that the next one can be built."""
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.platforms import current_platform
 
-    # Done once per process; vLLM 0.32's second scan of all modules trips over a torch object.
-    type(current_platform).register_triton_kernel_overrides = lambda *_: None
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
+
+
+def replace_kernels_once() -> None:
+    """Let vLLM do this for the process's first engine only.
+
+    It scans every module for Triton kernels; the second time, in 0.32, it trips over an object
+    of torch's.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    replace = cache(platform.register_triton_kernel_overrides)
+    platform.register_triton_kernel_overrides = classmethod(lambda _: replace())
 
 
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -132,6 +143,7 @@ def main() -> None:
     """Carry out the jobs."""
     jobs = json.loads(Path(sys.argv[1]).read_text())
     os.environ.update(ENVIRONMENT)
+    replace_kernels_once()
     folder = Path(sys.argv[1]).parent
     reports = {name: carry_out(job, folder) for name, job in jobs.items()}
     Path(sys.argv[2]).write_text(json.dumps(reports))
