@@ -91,7 +91,8 @@ def resolve(name: str, device: torch.device) -> type[Executor]:
         BackendUnavailableError: it cannot run here; the message says why.
     """
     if name == "auto":
-        name = next(n for n in PREFERENCE if n in names() and why_not(n, device) is None)
+        able = (n for n in PREFERENCE if n in names() and why_not(n, device) is None)
+        name = next(able, "torch")  # missing only where the package is not installed properly
     executor = load(name)
     reason = executor.unavailable(device)
     if reason is not None:

@@ -57,7 +57,7 @@ class SlotMappings:
         self._build = build
         self._check_range = check_range
         self._keep = keep
-        self._given: dict[str, Tensor | Sequence[int]] = {}
+        self._given: dict[str, Tensor | list[int]] = {}
         self._own: dict[str, Tensor] = {}
         self._layout: RowLayout | None = None
         self.in_range: Tensor | None = None
@@ -141,8 +141,10 @@ class SlotMappings:
                 got=tensor.numel(),
                 hint="one slot per row, -1 for padding",
             )
+        given: Tensor | list[int] = tensor
         if tensor.device.type == "cpu":
-            self._check_host(group, tensor.tolist())
+            given = host = tensor.tolist()
+            self._check_host(group, host)
             own = self._copy(group, to_device(tensor, self._device, torch.int64))
         else:
             own = self._copy(group, tensor)
@@ -150,7 +152,7 @@ class SlotMappings:
                 inside = ((own >= -1) & (own < self._limits[group])).all()
                 self.in_range = inside if self.in_range is None else self.in_range & inside
         self._layout = layout
-        self._given[group] = slots
+        self._given[group] = given
         self._own[group] = own
         return own
 
@@ -230,17 +232,14 @@ class SlotMappings:
 
         Device mappings are compared by memory, not content: comparing would wait.
         """
-        first = self._given[group]
-        second = self._as_tensor(group, slots)
-        own = self._own[group]
-        if own.device.type == "cpu":
-            same = torch.equal(second.to(torch.int64), own)
+        first, second = self._given[group], self._as_tensor(group, slots)
+        if isinstance(first, list):  # came from the host, so its numbers are known here
+            same = second.device.type == "cpu" and second.tolist() == first
         else:
-            same = (
-                isinstance(first, Tensor)
-                and second.data_ptr() == first.data_ptr()
-                and second.shape == first.shape
-                and second.dtype == first.dtype
+            same = (second.data_ptr(), second.shape, second.dtype) == (
+                first.data_ptr(),
+                first.shape,
+                first.dtype,
             )
         if not same:
             raise SlotMappingError(
