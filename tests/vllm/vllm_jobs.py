@@ -9,6 +9,7 @@ from typing import Any
 
 GRID = ["one", "eight", "chunked", "preempted", "prefix", "sampled", "same_step"]
 MODELS = ("llama", "qwen3", "gemma3", "mistral")
+SLIDING = ("gemma3", "mistral")
 POLICIES = ("undo", "deferred")
 
 #: Faults that each policy can meet, and the reason under which they are counted.
@@ -70,7 +71,7 @@ JOBS: dict[str, dict[str, Any]] = {
             "model": model,
             "engines": engines(GRID),
             # Or else blocks that decoding fills are not hashed where some layers slide.
-            "options": {"prefix_cache_retention_interval": None} if model == "gemma3" else {},
+            "options": {"prefix_cache_retention_interval": None} if model in SLIDING else {},
         }
         for model in MODELS
     },

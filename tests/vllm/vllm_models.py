@@ -34,7 +34,8 @@ def write(name: str, folder: Path, seed: int = 0) -> str:
     if name in ("llama", "draft"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON, **layers))
     elif name == "mistral":
-        model = hf.MistralForCausalLM(hf.MistralConfig(**COMMON, **layers, sliding_window=None))
+        torch.manual_seed(seed + 1)  # or else it is the same model as llama
+        model = hf.MistralForCausalLM(hf.MistralConfig(**COMMON, **layers, sliding_window=96))
     elif name == "qwen3":
         model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**COMMON, **layers))
     elif name == "gemma3":
