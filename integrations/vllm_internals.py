@@ -138,6 +138,7 @@ def config_facts(config: Any) -> Facts:
         device=config.device_config.device_type,
         runner="v2" if config.use_v2_model_runner else "v1",
         method=None if speculation is None else speculation.method,
+        dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=config.cache_config.cache_dtype,
         pipeline_parallel=parallel.pipeline_parallel_size,
         context_parallel=context,

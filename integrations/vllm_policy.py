@@ -28,6 +28,7 @@ class Facts:
         device: ``"cpu"``, ``"cuda"``, ...
         runner: ``"v1"`` or ``"v2"``, vLLM's model runner.
         method: of speculation, such as ``"ngram"``; None without speculation.
+        dtype: of the model's activations.
         kv_cache_dtype: ``"auto"`` or an 8-bit format.
         pipeline_parallel: number of pipeline stages.
         context_parallel: ranks that share one sequence's cache.
@@ -44,6 +45,7 @@ class Facts:
     device: str = "cpu"
     runner: str = "v1"
     method: str | None = "ngram"
+    dtype: str = "float32"
     kv_cache_dtype: str = "auto"
     pipeline_parallel: int = 1
     context_parallel: int = 1
@@ -91,6 +93,12 @@ _NOT_DEFERRED: Final[tuple[_Rule, ...]] = (
     (lambda f: f.sinks, "the window attention has no sinks and no ALiBi"),
 )
 
+#: Where deferring works, but sums in another order than the stock attention: near-ties between
+#: two tokens can fall the other way. "auto" promises stock's tokens; by name it can be had.
+_AUTO_NOT_DEFERRED: Final[tuple[_Rule, ...]] = (
+    (lambda f: f.dtype != "float32", "in {dtype} another order of sums can tip a near-tie"),
+)
+
 
 def decide(asked: str, facts: Facts) -> Decision:
     """The policy for this engine, and why.
@@ -108,7 +116,8 @@ def decide(asked: str, facts: Facts) -> Decision:
             return Decision("off", _fill(reason, facts))
     if asked in ("undo", "direct"):
         return Decision(asked, "asked for")
-    obstacles = [_fill(reason, facts) for applies, reason in _NOT_DEFERRED if applies(facts)]
+    rules = _NOT_DEFERRED + (_AUTO_NOT_DEFERRED if asked == "auto" else ())
+    obstacles = [_fill(reason, facts) for applies, reason in rules if applies(facts)]
     if not obstacles:
         why = "asked for" if asked == "deferred" else "the window attention can read the window"
         return Decision("deferred", why)

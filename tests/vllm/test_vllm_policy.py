@@ -53,6 +53,14 @@ def test_auto_takes_undo_where_attention_cannot_read_the_window(change):
     assert "cannot work here" in off.reason
 
 
+def test_auto_defers_only_where_tokens_stay_stocks():
+    facts = attrs.evolve(Facts(), dtype="bfloat16")
+    auto = decide("auto", facts)
+    assert auto.policy == "undo"
+    assert "in bfloat16 another order of sums" in auto.reason
+    assert decide("deferred", facts).policy == "deferred"  # by name it can be had
+
+
 @pytest.mark.parametrize("given", [{}, None, {"other": 1}, {"kvtxn": None}, "text"])
 def test_inactive_unless_asked_for(given):
     assert settings(given, 8) is None
