@@ -18,11 +18,12 @@ from .config import TxnConfig
 from .errors import BackendUnavailableError, ConfigError, LayerError, WindowStateError
 from .executor import Capabilities, Txn
 from .layers import LayerRef
-from .layout import RowLayout
+from .layout import RowLayout, as_accepted
 from .log import get_logger
 from .metrics import Metrics
 from .slots import Lengths, SlotMappings
 from .staging import Stager
+from .states import WindowState
 from .window import Window, WrittenBy
 
 log = get_logger()
@@ -205,8 +206,24 @@ class TransactionManager:
         if self._open is window:
             self._open = None
         if log.is_enabled_for(10):
-            shown = accepted.tolist() if isinstance(accepted, Tensor) else accepted
-            log.debug("window.end", window=window.number, state=window.state.value, accepted=shown)
+            log.debug(
+                "window.end",
+                window=window.number,
+                state=window.state.value,
+                accepted=accepted.tolist() if isinstance(accepted, Tensor) else accepted,
+                saved=self._saved(window, accepted),
+            )
+
+    def _saved(self, window: Window, accepted: object) -> int:
+        """Draft rows that were never written. Waits for the device: for debug events only."""
+        txn = window._txn
+        if txn is None or txn.policy != "deferred":
+            return 0
+        drafts = sum(txn.layout.draft_len)
+        if window.state is not WindowState.COMMITTED:
+            return drafts if window.state is WindowState.ABORTED else 0
+        kept = txn.layout.kept(as_accepted(accepted, txn.layout, self.device))
+        return drafts - int(kept.sum())
 
 
 def kv_window(

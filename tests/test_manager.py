@@ -137,14 +137,14 @@ def test_events_are_logged_under_one_name(layers, caplog):
         with manager.window(1, torch.tensor([0, 1])) as w:
             for ref in layers:
                 w.stage(ref, *rows(2))
-            w.commit([1])
+            w.commit([0])
     events = [(r.levelname, r.getMessage()) for r in caplog.records]
     assert events[0][0] == "INFO"
     assert "manager.ready" in events[0][1]
     assert "policy='deferred'" in events[0][1]
     assert [level for level, _ in events[1:]] == ["DEBUG", "DEBUG"]
     assert "window.begin" in events[1][1]
-    assert "accepted=[1]" in events[2][1]
+    assert "accepted=[0] saved=1" in events[2][1]
 
 
 def test_repr(layers):

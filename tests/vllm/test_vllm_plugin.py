@@ -57,7 +57,7 @@ def wrapper(kvtxn=None, runner=None, **changes):
             prefill_context_parallel_size=1,
             use_ubatching=False,
         ),
-        model_config=SimpleNamespace(use_mla=False, is_hybrid=False),
+        model_config=SimpleNamespace(use_mla=False, dtype="torch.float32", is_hybrid=False),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
         kv_transfer_config=None,
