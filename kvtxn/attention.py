@@ -57,6 +57,32 @@ def attend(
     return out
 
 
+def arguments(
+    ref: LayerRef,
+    layout: RowLayout,
+    query: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float | None,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> AttentionArgs:
+    """What ``Window.attend`` was given, checked and complete; see there.
+
+    Raises:
+        LayerError: an argument does not fit the layer or the window, or means nothing.
+    """
+    check_query(ref, layout, query, block_table, seq_lens)
+    check_scores(scale, sliding_window, soft_cap)
+    return AttentionArgs(
+        block_table=block_table,
+        seq_lens=seq_lens,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+
+
 def check_query(
     ref: LayerRef, layout: RowLayout, query: Tensor, block_table: Tensor, seq_lens: Tensor
 ) -> None:

@@ -24,7 +24,8 @@ from .metrics import Metrics
 from .slots import Lengths, SlotMappings
 from .staging import Stager
 from .states import WindowState
-from .window import Window, WrittenBy
+from .window import Window
+from .window_life import WindowLife, WrittenBy
 
 log = get_logger()
 
@@ -185,7 +186,7 @@ class TransactionManager:
         """The executor's side of a new window."""
         return Txn(self.policy, tuple(self.layers.values()), layout, self.metrics.rows[0])
 
-    def note_fallback(self, window: Window | None, operation: str, error: Exception) -> None:
+    def note_fallback(self, window: WindowLife | None, operation: str, error: Exception) -> None:
         """Count a fallback; say it once per reason, then at debug level.
 
         Without a window: one that should have begun, and did not.
@@ -199,7 +200,7 @@ class TransactionManager:
             what = type(error).__name__
         say("window.fell_back", window=number, operation=operation, error=what)
 
-    def close(self, window: Window, accepted: object) -> None:
+    def close(self, window: WindowLife, accepted: object) -> None:
         """A window reached its final state."""
         self.metrics.windows[window.state.value] += 1
         self.stager.reset()
@@ -214,7 +215,7 @@ class TransactionManager:
                 saved=self._saved(window, accepted),
             )
 
-    def _saved(self, window: Window, accepted: object) -> int:
+    def _saved(self, window: WindowLife, accepted: object) -> int:
         """Draft rows that were never written. Waits for the device: for debug events only."""
         txn = window._txn
         if txn is None or txn.policy != "deferred":

@@ -1,80 +1,37 @@
 """``Window``: one transaction, from begin to commit or abort.
 
 Every call here goes the same way: validate, let the executor act, then change
-the label. A window that cannot keep its promise any more goes DIRECT, and the
-reference in ``kvtxn.recovery`` finishes what the executor left.
+the label. What a failure does to a window, and how it ends, is in ``kvtxn.window_life``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from . import attention, recovery
-from .errors import LayerError, UnresolvedWindowError, incomplete, not_allowed
-from .executor import AttentionArgs, StagedLayer, Txn
+from .errors import LayerError, UnresolvedWindowError, incomplete
+from .executor import StagedLayer, Txn
 from .layers import LayerRef
 from .layout import as_accepted
 from .rows import LayerRows
-from .slots import SlotMappings, count_of
+from .slots import count_of
 from .staging import check_parts, check_ref
 from .states import Event, WindowState, after, allowed
-
-if TYPE_CHECKING:
-    from .manager import TransactionManager
-
-#: Who writes rows through under ``undo``: ``stage``, or the caller's own code.
-WrittenBy = Literal["window", "caller"]
+from .window_life import WindowLife
 
 
-class Window:
+class Window(WindowLife):
     """One transaction; made by ``TransactionManager.window``, used once.
 
     Attributes:
         number: counts the manager's windows from 0.
         fallback_reason: the operation whose failure made the window DIRECT, or None.
     """
-
-    def __init__(
-        self,
-        manager: TransactionManager,
-        number: int,
-        mappings: SlotMappings,
-        written_by: WrittenBy,
-    ) -> None:
-        self.number = number
-        self.fallback_reason: str | None = None
-        self._manager = manager
-        self._executor = manager.executor
-        self._mappings = mappings
-        self._written_by = written_by
-        self._state = WindowState.OPEN
-        self._missing = dict.fromkeys(manager.layers)
-        self._txn: Txn | None = None
-
-    # -- what it is ---------------------------------------------------------------
-
-    @property
-    def state(self) -> WindowState:
-        """Where the window stands."""
-        return self._state
-
-    @property
-    def num_rows(self) -> int | None:
-        """Rows of the window; None until the first slot mapping, if ``draft_len`` is an int."""
-        return None if self._txn is None else self._txn.layout.num_rows
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Names of the layers that are not staged yet."""
-        return tuple(self._missing)
-
-    def __repr__(self) -> str:
-        return f"<Window {self.number} {self._state.name}, {len(self._missing)} layers missing>"
 
     # -- begin --------------------------------------------------------------------
 
@@ -207,14 +164,8 @@ class Window:
             raise LayerError(
                 "attend", f"layer {name!r} is not staged", hint="stage it before it attends"
             )
-        attention.check_query(ref, txn.layout, query, block_table, seq_lens)
-        attention.check_scores(scale, sliding_window, soft_cap)
-        args = AttentionArgs(
-            block_table=block_table,
-            seq_lens=seq_lens,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
+        args = attention.arguments(
+            ref, txn.layout, query, block_table, seq_lens, scale, sliding_window, soft_cap
         )
         layer = txn.staged.get(ref.name) or StagedLayer(ref, ())
         try:
@@ -307,6 +258,13 @@ class Window:
             self._finish(Event.ABORT)
             raise
 
+    def fall_back(self, operation: str, error: Exception) -> None:
+        """The caller failed: write what is staged; other rows are its own, commit only counts."""
+        if not allowed(self._state, Event.FALL_BACK) or self._txn is None:
+            self._refuse("fall_back", Event.FALL_BACK)
+        self._on_failure(operation, error, tuple(self._txn.staged.values()))
+        self._missing.clear()
+
     def __enter__(self) -> Self:
         if self._state.is_final:
             self._refuse("with", Event.ABORT)
@@ -334,65 +292,3 @@ class Window:
             state=state.name,
             hint="call commit(accepted) or abort(); the window was aborted",
         )
-
-    # -- failures -----------------------------------------------------------------
-
-    def fall_back(self, operation: str, error: Exception) -> None:
-        """The caller failed: write what is staged; other rows are its own, commit only counts."""
-        if not allowed(self._state, Event.FALL_BACK) or self._txn is None:
-            self._refuse("fall_back", Event.FALL_BACK)
-        self._on_failure(operation, error, tuple(self._txn.staged.values()))
-        self._missing.clear()
-
-    def _on_failure(
-        self, operation: str, error: Exception, layers: Sequence[StagedLayer] = ()
-    ) -> None:
-        """An executor failed before commit: go direct and lose nothing, or restore and raise."""
-        txn = self._txn
-        assert txn is not None
-        if self._manager.config.on_error == "raise":
-            self._take_back_and_raise(operation, error, txn.saved)
-        self._enter_direct(operation, error)
-        txn.policy, txn.counters = "direct", self._manager.metrics.rows[1]
-        if self._written_by == "window":
-            waiting = [layer for layer in layers if layer.rows]  # under undo they are written
-            self._or_fail(lambda: recovery.write_through(txn, waiting))
-
-    def _enter_direct(self, operation: str, error: Exception) -> None:
-        self._state = after(self._state, Event.FALL_BACK)
-        self.fallback_reason = operation
-        self._manager.note_fallback(self, operation, error)
-
-    def _or_fail(self, repair: Callable[[], None]) -> None:
-        """Run a repair; where even that fails, the bytes are unknown and the label says so."""
-        try:
-            repair()
-        except BaseException:
-            self._finish(Event.FAIL)
-            raise
-
-    def _take_back_and_raise(self, operation: str, error: Exception, before: LayerRows) -> NoReturn:
-        """``on_error="raise"``: restore the caches, then let the executor's error surface."""
-        txn = self._txn
-        assert txn is not None
-        try:
-            recovery.put_back(txn, before)
-            txn.count(torch.zeros_like(txn.layout.is_draft))
-        except BaseException as failure:
-            self._finish(Event.FAIL)
-            error.add_note(f"kvtxn: {operation} failed, and so did restoring: {failure!r}")
-        else:
-            self._finish(Event.ABORT)
-            error.add_note(f"kvtxn: {operation} failed; the caches were restored")
-        raise error
-
-    def _finish(self, event: Event, accepted: object = None) -> None:
-        """Label the end, and let go of everything the window held."""
-        self._state = after(self._state, event)
-        self._manager.close(self, accepted)
-        if self._txn is not None:
-            self._txn.staged.clear()
-
-    def _refuse(self, operation: str, event: Event, detail: str = "") -> NoReturn:
-        wanted = " or ".join(state.name for state in WindowState if allowed(state, event))
-        raise not_allowed(operation, self._state.name, wanted, self._state.is_final, detail)

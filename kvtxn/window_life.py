@@ -1,0 +1,127 @@
+"""What becomes of a window: its state, what a failure does to it, and its end.
+
+``Window`` acts; this is what it acts on. A window that cannot keep its promise
+any more goes DIRECT, and the reference in ``kvtxn.recovery`` finishes what the
+executor left; where even that fails, the label says FAILED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import torch
+
+from . import recovery
+from .errors import not_allowed
+from .executor import StagedLayer, Txn
+from .rows import LayerRows
+from .slots import SlotMappings
+from .states import Event, WindowState, after, allowed
+
+if TYPE_CHECKING:
+    from .manager import TransactionManager
+
+#: Who writes rows through under ``undo``: ``stage``, or the caller's own code.
+WrittenBy = Literal["window", "caller"]
+
+
+class WindowLife:
+    """The state of one window, and every way in which it changes outside the plain path.
+
+    Attributes:
+        number: counts the manager's windows from 0.
+        fallback_reason: the operation whose failure made the window DIRECT, or None.
+    """
+
+    def __init__(
+        self,
+        manager: TransactionManager,
+        number: int,
+        mappings: SlotMappings,
+        written_by: WrittenBy,
+    ) -> None:
+        self.number = number
+        self.fallback_reason: str | None = None
+        self._manager = manager
+        self._executor = manager.executor
+        self._mappings = mappings
+        self._written_by = written_by
+        self._state = WindowState.OPEN
+        self._missing = dict.fromkeys(manager.layers)
+        self._txn: Txn | None = None
+
+    # -- what it is ---------------------------------------------------------------
+
+    @property
+    def state(self) -> WindowState:
+        """Where the window stands."""
+        return self._state
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the window; None until the first slot mapping, if ``draft_len`` is an int."""
+        return None if self._txn is None else self._txn.layout.num_rows
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the layers that are not staged yet."""
+        return tuple(self._missing)
+
+    def __repr__(self) -> str:
+        return f"<Window {self.number} {self._state.name}, {len(self._missing)} layers missing>"
+
+    # -- failures and the end ------------------------------------------------------
+
+    def _on_failure(
+        self, operation: str, error: Exception, layers: Sequence[StagedLayer] = ()
+    ) -> None:
+        """An executor failed before commit: go direct and lose nothing, or restore and raise."""
+        txn = self._txn
+        assert txn is not None
+        if self._manager.config.on_error == "raise":
+            self._take_back_and_raise(operation, error, txn.saved)
+        self._enter_direct(operation, error)
+        txn.policy, txn.counters = "direct", self._manager.metrics.rows[1]
+        if self._written_by == "window":
+            waiting = [layer for layer in layers if layer.rows]  # under undo they are written
+            self._or_fail(lambda: recovery.write_through(txn, waiting))
+
+    def _enter_direct(self, operation: str, error: Exception) -> None:
+        self._state = after(self._state, Event.FALL_BACK)
+        self.fallback_reason = operation
+        self._manager.note_fallback(self, operation, error)
+
+    def _or_fail(self, repair: Callable[[], None]) -> None:
+        """Run a repair; where even that fails, the bytes are unknown and the label says so."""
+        try:
+            repair()
+        except BaseException:
+            self._finish(Event.FAIL)
+            raise
+
+    def _take_back_and_raise(self, operation: str, error: Exception, before: LayerRows) -> NoReturn:
+        """``on_error="raise"``: restore the caches, then let the executor's error surface."""
+        txn = self._txn
+        assert txn is not None
+        try:
+            recovery.put_back(txn, before)
+            txn.count(torch.zeros_like(txn.layout.is_draft))
+        except BaseException as failure:
+            self._finish(Event.FAIL)
+            error.add_note(f"kvtxn: {operation} failed, and so did restoring: {failure!r}")
+        else:
+            self._finish(Event.ABORT)
+            error.add_note(f"kvtxn: {operation} failed; the caches were restored")
+        raise error
+
+    def _finish(self, event: Event, accepted: object = None) -> None:
+        """Label the end, and let go of everything the window held."""
+        self._state = after(self._state, event)
+        self._manager.close(self, accepted)
+        if self._txn is not None:
+            self._txn.staged.clear()
+
+    def _refuse(self, operation: str, event: Event, detail: str = "") -> NoReturn:
+        wanted = " or ".join(state.name for state in WindowState if allowed(state, event))
+        raise not_allowed(operation, self._state.name, wanted, self._state.is_final, detail)
