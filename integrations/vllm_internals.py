@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .vllm_policy import SUPPORTED, Facts
+from .vllm_policy import ATTENTION, SUPPORTED, Facts
 
 #: Methods that are overridden or called, with the parameters they have to have.
 RUNNER_METHODS: Final = {
@@ -140,6 +140,7 @@ def config_facts(config: Any) -> Facts:
         method=None if speculation is None else speculation.method,
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=config.cache_config.cache_dtype,
+        tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         context_parallel=context,
         connector=config.kv_transfer_config is not None,
@@ -219,14 +220,16 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
                     name, f"group.{gid}", module, module.impl, module.kv_cache, module.head_size
                 )
             )
-    odd = any(
-        layer.impl.sinks is not None or layer.impl.alibi_slopes is not None for layer in layers
-    )
+    known = config_facts(runner.vllm_config)
+    backends = [layer.module.get_attn_backend().get_name() for layer in layers]
+    backends.sort(key=lambda name: name in ATTENTION.get(known.device, ()))
     facts = attrs.evolve(
-        config_facts(runner.vllm_config),
+        known,
         foreign_layer=foreign,
         kv_sharing=bool(runner.shared_kv_cache_layers),
-        sinks=odd,
+        attention=next(iter(backends), None),
+        sinks=any(layer.impl.sinks is not None for layer in layers),
+        alibi=any(layer.impl.alibi_slopes is not None for layer in layers),
     )
     return layers, facts
 

@@ -70,8 +70,9 @@ def _snapshot(wrapper: Any) -> dict[str, float]:
 def _on_worker(wrapper: Any) -> None:
     """A worker has its runner: hook it if the configuration asks for that."""
     from . import vllm_internals as internals
-    from .vllm_policy import decide, settings, surfaces_errors
+    from .vllm_policy import decide
     from .vllm_runner import attach
+    from .vllm_settings import settings, surfaces_errors
 
     config = internals.engine_config(wrapper)
     asked = internals.additional_config(config)

@@ -1,20 +1,25 @@
-"""What to do for a given vLLM configuration: the settings asked for, the facts, the decision.
+"""What to do for a given vLLM engine: the facts, the rules, the decision.
 
-One table decides; the plugin and ``kvtxn doctor`` read the same one.
+``RULES`` is the one table: the plugin decides by it, and ``kvtxn doctor``
+prints what it says for every kind of engine (``vllm_matrix``). A new rule is a
+new row with an example of an engine that it concerns; the tests walk the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import attrs
 
-from ..config import POLICIES, TxnConfig
-from ..errors import ConfigError
-
 #: vLLM releases whose internals were checked, one by one.
 SUPPORTED: Final = ("0.32.0",)
+
+#: Model runners that can be hooked, per device.
+RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",)}
+
+#: Attention backends whose rows can be addressed, per device.
+ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("CPU_ATTN",)}
 
 
 @attrs.frozen(kw_only=True)
@@ -30,15 +35,19 @@ class Facts:
         method: of speculation, such as ``"ngram"``; None without speculation.
         dtype: of the model's activations.
         kv_cache_dtype: ``"auto"`` or an 8-bit format.
+        tensor_parallel: ranks that share every layer's heads.
         pipeline_parallel: number of pipeline stages.
         context_parallel: ranks that share one sequence's cache.
         connector: a KV connector moves rows in and out of the cache.
         mla: multi-head latent attention.
         recurrent: some layers keep a state instead of rows.
         microbatches: the batch is cut into overlapping halves.
+        attention: backend of the target's layers, such as ``"CPU_ATTN"``; None before they are
+            known. Of several, one that is not in ``ATTENTION``, if there is any.
         foreign_layer: a layer of the target with rows in a cache that is not plain attention.
         kv_sharing: some layers read another layer's rows.
-        sinks: attention sinks or ALiBi slopes.
+        sinks: attention sinks.
+        alibi: ALiBi slopes.
     """
 
     version: str = SUPPORTED[-1]
@@ -47,6 +56,7 @@ class Facts:
     method: str | None = "ngram"
     dtype: str = "float32"
     kv_cache_dtype: str = "auto"
+    tensor_parallel: int = 1
     pipeline_parallel: int = 1
     context_parallel: int = 1
     connector: bool = False
@@ -54,9 +64,11 @@ class Facts:
     recurrent: bool = False
     microbatches: bool = False
 
+    attention: str | None = None
     foreign_layer: str | None = None
     kv_sharing: bool = False
     sinks: bool = False
+    alibi: bool = False
 
 
 class Decision(NamedTuple):
@@ -66,37 +78,153 @@ class Decision(NamedTuple):
     reason: str
 
 
-_Rule = tuple[Callable[[Facts], bool], str]
+@attrs.frozen
+class Rule:
+    """One row of the table.
 
-#: Where kvtxn stays out altogether.
-_OFF: Final[tuple[_Rule, ...]] = (
-    (
+    Attributes:
+        name: short, unique.
+        forbids: ``"windows"``: kvtxn stays out altogether. ``"deferred"``: the attention cannot
+            read the window, so drafts have to be in the cache. ``"auto"``: deferring works and
+            can be had by name, but "auto", which promises stock's tokens, does not take it.
+        applies: whether it concerns an engine.
+        reason: one sentence; ``{names}`` are facts.
+        example: how an engine that it concerns differs from the plainest one.
+    """
+
+    name: str
+    forbids: Literal["windows", "deferred", "auto"]
+    applies: Callable[[Facts], bool]
+    reason: str
+    example: Mapping[str, object]
+
+    def says(self, facts: Facts) -> str:
+        """The reason, for this engine."""
+        return self.reason.format_map(attrs.asdict(facts))
+
+
+#: In order of precedence: of several reasons the first one is given.
+RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        "version",
+        "windows",
         lambda f: f.version not in SUPPORTED,
         "vLLM {version} was not checked; supported: " + ", ".join(SUPPORTED),
+        {"version": "0.26.0"},
     ),
-    (lambda f: f.method is None, "the engine does not speculate, so no row is ever rejected"),
-    (lambda f: f.runner != "v1", "model runner {runner} is not supported yet"),
-    (lambda f: f.device != "cpu", "device {device} is not supported yet"),
-    (lambda f: f.pipeline_parallel > 1, "pipeline parallelism is not supported yet"),
-    (lambda f: f.context_parallel > 1, "context parallelism is not supported yet"),
-    (lambda f: f.microbatches, "overlapping microbatches are not supported yet"),
-    (lambda f: f.mla, "latent attention is not supported yet"),
-    (lambda f: f.recurrent, "recurrent state cannot be in a window"),
-    (lambda f: f.foreign_layer is not None, "layer {foreign_layer} is no plain attention"),
-)
-
-#: Where the attention cannot read the window, so drafts have to be in the cache.
-_NOT_DEFERRED: Final[tuple[_Rule, ...]] = (
-    (lambda f: f.kv_cache_dtype != "auto", "vLLM quantises {kv_cache_dtype} rows by itself"),
-    (lambda f: f.connector, "a KV connector may read rows before they are committed"),
-    (lambda f: f.kv_sharing, "some layers read the rows of others within the forward"),
-    (lambda f: f.sinks, "the window attention has no sinks and no ALiBi"),
-)
-
-#: Where deferring works, but sums in another order than the stock attention: near-ties between
-#: two tokens can fall the other way. "auto" promises stock's tokens; by name it can be had.
-_AUTO_NOT_DEFERRED: Final[tuple[_Rule, ...]] = (
-    (lambda f: f.dtype != "float32", "in {dtype} another order of sums can tip a near-tie"),
+    Rule(
+        "no speculation",
+        "windows",
+        lambda f: f.method is None,
+        "the engine does not speculate, so no row is ever rejected",
+        {"method": None},
+    ),
+    Rule(
+        "device",
+        "windows",
+        lambda f: f.device not in RUNNERS,
+        "device {device} is not supported yet",
+        {"device": "xpu"},
+    ),
+    Rule(
+        "runner",
+        "windows",
+        lambda f: f.device in RUNNERS and f.runner not in RUNNERS[f.device],
+        "model runner {runner} is not supported yet on device {device}",
+        {"runner": "v2"},
+    ),
+    Rule(
+        "pipeline",
+        "windows",
+        lambda f: f.pipeline_parallel > 1,
+        "pipeline parallelism is not supported yet",
+        {"pipeline_parallel": 2},
+    ),
+    Rule(
+        "context",
+        "windows",
+        lambda f: f.context_parallel > 1,
+        "context parallelism is not supported yet",
+        {"context_parallel": 2},
+    ),
+    Rule(
+        "microbatches",
+        "windows",
+        lambda f: f.microbatches,
+        "overlapping microbatches are not supported yet",
+        {"microbatches": True},
+    ),
+    Rule(
+        "latent",
+        "windows",
+        lambda f: f.mla,
+        "latent attention is not supported yet",
+        {"mla": True},
+    ),
+    Rule(
+        "recurrent",
+        "windows",
+        lambda f: f.recurrent,
+        "recurrent state cannot be in a window",
+        {"recurrent": True},
+    ),
+    Rule(
+        "foreign layer",
+        "windows",
+        lambda f: f.foreign_layer is not None,
+        "layer {foreign_layer} is no plain attention",
+        {"foreign_layer": "model.layers.3"},
+    ),
+    Rule(
+        "attention",
+        "windows",
+        lambda f: f.attention is not None and f.attention not in ATTENTION.get(f.device, ()),
+        "how attention backend {attention} keeps its rows was not checked",
+        {"attention": "FLEX_ATTENTION"},
+    ),
+    Rule(
+        "quantised",
+        "deferred",
+        lambda f: f.kv_cache_dtype != "auto",
+        "vLLM quantises {kv_cache_dtype} rows by itself",
+        {"kv_cache_dtype": "fp8"},
+    ),
+    Rule(
+        "connector",
+        "deferred",
+        lambda f: f.connector,
+        "a KV connector may read rows before they are committed",
+        {"connector": True},
+    ),
+    Rule(
+        "shared rows",
+        "deferred",
+        lambda f: f.kv_sharing,
+        "some layers read the rows of others within the forward",
+        {"kv_sharing": True},
+    ),
+    Rule(
+        "sinks",
+        "deferred",
+        lambda f: f.sinks,
+        "the window attention has no sinks",
+        {"sinks": True},
+    ),
+    Rule(
+        "alibi",
+        "deferred",
+        lambda f: f.alibi,
+        "the window attention has no ALiBi",
+        {"alibi": True},
+    ),
+    Rule(
+        # Near-ties between two tokens can fall the other way.
+        "order of sums",
+        "auto",
+        lambda f: f.dtype != "float32",
+        "in {dtype} another order of sums can tip a near-tie",
+        {"dtype": "bfloat16"},
+    ),
 )
 
 
@@ -111,63 +239,16 @@ def decide(asked: str, facts: Facts) -> Decision:
         A policy that is safe here, or ``"off"``; a policy asked for by name is never swapped
         for another one.
     """
-    for applies, reason in _OFF:
-        if applies(facts):
-            return Decision("off", _fill(reason, facts))
+    found = [rule for rule in RULES if rule.applies(facts)]
+    for rule in found:
+        if rule.forbids == "windows":
+            return Decision("off", rule.says(facts))
     if asked in ("undo", "direct"):
         return Decision(asked, "asked for")
-    rules = _NOT_DEFERRED + (_AUTO_NOT_DEFERRED if asked == "auto" else ())
-    obstacles = [_fill(reason, facts) for applies, reason in rules if applies(facts)]
-    if not obstacles:
-        why = "asked for" if asked == "deferred" else "the window attention can read the window"
-        return Decision("deferred", why)
-    if asked == "deferred":
-        return Decision("off", f"policy 'deferred' cannot work here: {obstacles[0]}")
-    return Decision("undo", f"rows cannot be deferred here: {obstacles[0]}")
-
-
-def _fill(reason: str, facts: Facts) -> str:
-    return reason.format_map(attrs.asdict(facts))
-
-
-def settings(additional_config: object, max_rows: int) -> TxnConfig | None:
-    """What ``additional_config={"kvtxn": {...}}`` asks for; None where it asks for nothing.
-
-    Args:
-        additional_config: vLLM's, as the user gave it.
-        max_rows: the default for ``max_rows``.
-
-    Raises:
-        ConfigError: a key or value is not valid.
-        BackendUnavailableError: no backend of that name is registered.
-    """
-    given = additional_config.get("kvtxn") if isinstance(additional_config, Mapping) else None
-    if given is None:
-        return None
-    known = [field.name for field in attrs.fields(TxnConfig)]
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            "kvtxn", "additional_config['kvtxn'] is not valid", expected="a dict", got=repr(given)
-        )
-    unknown = sorted(map(str, given.keys() - set(known)))
-    if unknown:
-        raise ConfigError(
-            "kvtxn",
-            f"additional_config['kvtxn'] has no setting {unknown[0]!r}",
-            expected=f"one of {', '.join(known)}",
-            got=", ".join(unknown),
-        )
-    if given.get("policy") is None:
-        raise ConfigError(
-            "kvtxn",
-            "additional_config['kvtxn'] names no policy",
-            expected=f"policy: one of {', '.join(map(repr, POLICIES))}",
-            got=dict(given),
-        )
-    return TxnConfig(**{"max_rows": max_rows, **given})
-
-
-def surfaces_errors(additional_config: object) -> bool:
-    """Whether ``on_error="raise"`` was asked for, even if other settings are invalid."""
-    given = additional_config.get("kvtxn") if isinstance(additional_config, Mapping) else None
-    return isinstance(given, Mapping) and given.get("on_error") == "raise"
+    for rule in found:
+        if rule.forbids == "deferred" and asked == "deferred":
+            return Decision("off", f"policy 'deferred' cannot work here: {rule.says(facts)}")
+        if asked == "auto":
+            return Decision("undo", f"rows cannot be deferred here: {rule.says(facts)}")
+    why = "asked for" if asked == "deferred" else "the window attention can read the window"
+    return Decision("deferred", why)

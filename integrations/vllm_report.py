@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from ..config import POLICIES
+from .vllm_matrix import matrix
 from .vllm_policy import SUPPORTED, Facts, decide
 
 
@@ -19,7 +20,8 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             speculating engine on this machine.
 
     Returns:
-        The release, the engine that is judged, and each policy's outcome with its reason.
+        The release, the engine that is judged, each policy's outcome with its reason, and
+        what "auto" comes to for every kind of engine on this device.
         What only a loaded model can tell (sinks, shared caches) is assumed to be absent.
     """
     from . import vllm_internals as internals
@@ -44,4 +46,5 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             f"{asked} -> {decision.policy} ({decision.reason})"
             for asked, decision in decisions.items()
         ],
+        "matrix": [str(row) for row in matrix(facts)],
     }

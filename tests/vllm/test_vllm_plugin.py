@@ -52,6 +52,7 @@ def wrapper(kvtxn=None, runner=None, **changes):
         speculative_config=SimpleNamespace(num_speculative_tokens=4, method="ngram"),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
@@ -110,7 +111,11 @@ def test_nothing_happens_unasked(lines):
     [
         ({"policy": "undoo"}, {}, "policy is not valid"),
         ({"polcy": "undo"}, {}, "has no setting 'polcy'"),
-        ({"policy": "undo"}, {"use_v2_model_runner": True}, "runner v2 is not supported"),
+        (
+            {"policy": "undo"},
+            {"use_v2_model_runner": True},
+            "runner v2 is not supported",
+        ),
         ({"policy": "undo"}, {"speculative_config": None}, "does not speculate"),
         ({"policy": "deferred"}, {"kv_transfer_config": object()}, "KV connector"),
     ],

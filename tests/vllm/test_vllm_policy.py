@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from kvtxn.integrations.vllm_policy import Facts, decide, settings, surfaces_errors
+from kvtxn.integrations.vllm_policy import RULES, Facts, decide
+from kvtxn.integrations.vllm_settings import settings, surfaces_errors
 
 from kvtxn import ConfigError
+from kvtxn.config import POLICIES
 from kvtxn.errors import BackendUnavailableError
 
 
@@ -18,39 +20,46 @@ def test_a_plain_engine_gets_what_is_asked_for(asked, policy):
     assert decide(asked, Facts()).policy == policy
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"version": "0.26.0"}, "vLLM 0.26.0 was not checked; supported: 0.32.0"),
-        ({"method": None}, "does not speculate"),
-        ({"runner": "v2"}, "runner v2"),
-        ({"device": "cuda"}, "device cuda"),
-        ({"pipeline_parallel": 2}, "pipeline"),
-        ({"context_parallel": 2}, "context"),
-        ({"microbatches": True}, "microbatches"),
-        ({"mla": True}, "latent"),
-        ({"recurrent": True}, "recurrent"),
-        ({"foreign_layer": "model.layers.3"}, "model.layers.3 is no plain attention"),
-    ],
-)
-@pytest.mark.parametrize("asked", ["auto", "deferred", "undo", "direct"])
-def test_what_is_not_supported_is_refused_with_a_reason(asked, change, reason):
-    policy, why = decide(asked, attrs.evolve(Facts(), **change))
-    assert policy == "off"
-    assert reason in why
+def examples(forbids):
+    return [pytest.param(rule, id=rule.name) for rule in RULES if rule.forbids == forbids]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"kv_cache_dtype": "fp8"}, {"connector": True}, {"kv_sharing": True}, {"sinks": True}],
-)
-def test_auto_takes_undo_where_attention_cannot_read_the_window(change):
-    facts = attrs.evolve(Facts(), **change)
+def test_rules_have_names_of_their_own():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert not any(rule.applies(Facts()) for rule in RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_an_example_concerns_its_rule_and_no_other(rule):
+    """So the tests below see each row of the table by itself."""
+    facts = attrs.evolve(Facts(), **rule.example)
+    assert [other.name for other in RULES if other.applies(facts)] == [rule.name]
+    assert "{" not in rule.says(facts)
+
+
+@pytest.mark.parametrize("rule", examples("windows"))
+@pytest.mark.parametrize("asked", POLICIES)
+def test_what_is_not_supported_is_refused_with_a_reason(asked, rule):
+    facts = attrs.evolve(Facts(), **rule.example)
+    assert decide(asked, facts) == ("off", rule.says(facts))
+
+
+@pytest.mark.parametrize("rule", examples("deferred"))
+def test_auto_takes_undo_where_attention_cannot_read_the_window(rule):
+    facts = attrs.evolve(Facts(), **rule.example)
     assert decide("auto", facts).policy == "undo"
+    assert rule.says(facts) in decide("auto", facts).reason
     assert decide("undo", facts).policy == "undo"
     off = decide("deferred", facts)
     assert off.policy == "off"  # a policy asked for by name is never swapped
     assert "cannot work here" in off.reason
+
+
+@pytest.mark.parametrize("rule", examples("auto"))
+def test_auto_takes_undo_where_tokens_may_not_be_stocks(rule):
+    facts = attrs.evolve(Facts(), **rule.example)
+    assert decide("auto", facts).policy == "undo"
+    assert decide("deferred", facts).policy == "deferred"
 
 
 def test_auto_defers_only_where_tokens_stay_stocks():

@@ -1,0 +1,138 @@
+"""What kvtxn does with every kind of engine, as ``kvtxn doctor`` prints it.
+
+Nothing is decided here: every row asks ``vllm_policy.decide``, as the plugin does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+
+from .vllm_policy import Decision, Facts, decide
+
+Changes = Mapping[str, object]
+
+#: What a family of models has that the plainest does not.
+FAMILIES: Final[Mapping[str, Changes]] = {
+    "Llama, Qwen3, Mistral, Gemma2, Gemma3": {},
+    "DeepSeek-V2, -V3 (latent)": {"mla": True},
+    "Bloom, MPT (ALiBi)": {"alibi": True},
+    "gpt-oss (sinks)": {"sinks": True},
+    "Gemma3n (layers share rows)": {"kv_sharing": True},
+    "Mamba, Qwen3-Next (recurrent)": {"recurrent": True},
+}
+
+FORMATS: Final[Mapping[str, Changes]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"kv_cache_dtype": "fp8"},
+}
+
+PARALLELISM: Final[Mapping[str, Changes]] = {
+    "one worker": {},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "context": {"context_parallel": 2},
+}
+
+#: Attention backends of a device: for rows of keys and values, and for latent rows.
+BACKENDS: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "cpu": (("CPU_ATTN",), ("CPU_MLA", "AMX_MLA")),
+    "cuda": (
+        ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
+        ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA"),
+    ),
+}
+
+ANY: Final = "any"
+POLICIES: Final = ("deferred", "undo", "direct")
+
+
+@attrs.frozen
+class Row:
+    """One line of the matrix: engines that fare alike.
+
+    Attributes:
+        kinds: pairs of a family and an attention backend.
+        formats: of ``FORMATS``.
+        parallelism: of ``PARALLELISM``.
+        auto: what the policy "auto" comes to: a policy, or "off", and why.
+        named: policies that can be had by name.
+        facts: each engine that the row stands for.
+    """
+
+    kinds: tuple[tuple[str, str], ...]
+    formats: tuple[str, ...]
+    parallelism: tuple[str, ...]
+    auto: Decision
+    named: tuple[str, ...]
+    facts: tuple[Facts, ...] = attrs.field(repr=False)
+
+    def __str__(self) -> str:
+        """One line of text; "any" where a column makes no difference."""
+        families: dict[str, list[str]] = {}
+        for family, backend in self.kinds:
+            families.setdefault(family, []).append(backend)
+        kinds = [f"{family} on {', '.join(found)}" for family, found in families.items()]
+        columns = (
+            ANY if len(families) == len(FAMILIES) else "; ".join(kinds),
+            ANY if len(self.formats) == len(FORMATS) else ", ".join(self.formats),
+            ANY if len(self.parallelism) == len(PARALLELISM) else ", ".join(self.parallelism),
+        )
+        also = [name for name in self.named if name not in (self.auto.policy, "direct")]
+        by_name = f", {', '.join(also)} by name" if also else ""
+        return f"{' | '.join(columns)}: {self.auto.policy}{by_name} ({self.auto.reason})"
+
+
+def matrix(facts: Facts) -> list[Row]:
+    """Every kind of engine on this machine and with this vLLM.
+
+    Args:
+        facts: the plainest speculating engine here; only version, device and runner are taken.
+
+    Returns:
+        Rows that together name every kind once; those with one outcome are drawn together.
+    """
+    here = Facts(version=facts.version, device=facts.device, runner=facts.runner)
+    attention, latent = BACKENDS.get(here.device, ((ANY,), (ANY,)))
+    rows = [
+        _row(here, (family, backend), number, parallelism)
+        for parallelism in PARALLELISM
+        for family, changes in FAMILIES.items()
+        for backend in (latent if "mla" in changes else attention)
+        for number in FORMATS
+    ]
+    for column in ("formats", "kinds", "parallelism"):
+        rows = _drawn_together(rows, column)
+    return rows
+
+
+def _row(here: Facts, kind: tuple[str, str], number: str, parallelism: str) -> Row:
+    family, backend = kind
+    changes: dict[str, Any] = {
+        **PARALLELISM[parallelism],
+        **FAMILIES[family],
+        **FORMATS[number],
+        "attention": None if backend == ANY else backend,
+    }
+    facts = attrs.evolve(here, **changes)
+    named = tuple(policy for policy in POLICIES if decide(policy, facts).policy == policy)
+    return Row((kind,), (number,), (parallelism,), decide("auto", facts), named, (facts,))
+
+
+def _drawn_together(rows: list[Row], column: str) -> list[Row]:
+    """Rows that differ in ``column`` alone as one."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        same = {**attrs.asdict(row, recurse=False), column: None, "facts": None}
+        groups.setdefault(tuple(same.values()), []).append(row)
+    drawn = []
+    for group in groups.values():
+        together: dict[str, Any] = {
+            name: tuple(value for row in group for value in getattr(row, name))
+            for name in (column, "facts")
+        }
+        drawn.append(attrs.evolve(group[0], **together))
+    return drawn

@@ -1,0 +1,53 @@
+"""What a user asks of kvtxn in vLLM's ``additional_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from ..config import POLICIES, TxnConfig
+from ..errors import ConfigError
+
+
+def settings(additional_config: object, max_rows: int) -> TxnConfig | None:
+    """What ``additional_config={"kvtxn": {...}}`` asks for; None where it asks for nothing.
+
+    Args:
+        additional_config: vLLM's, as the user gave it.
+        max_rows: the default for ``max_rows``.
+
+    Raises:
+        ConfigError: a key or value is not valid.
+        BackendUnavailableError: no backend of that name is registered.
+    """
+    given = additional_config.get("kvtxn") if isinstance(additional_config, Mapping) else None
+    if given is None:
+        return None
+    known = [field.name for field in attrs.fields(TxnConfig)]
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "kvtxn", "additional_config['kvtxn'] is not valid", expected="a dict", got=repr(given)
+        )
+    unknown = sorted(map(str, given.keys() - set(known)))
+    if unknown:
+        raise ConfigError(
+            "kvtxn",
+            f"additional_config['kvtxn'] has no setting {unknown[0]!r}",
+            expected=f"one of {', '.join(known)}",
+            got=", ".join(unknown),
+        )
+    if given.get("policy") is None:
+        raise ConfigError(
+            "kvtxn",
+            "additional_config['kvtxn'] names no policy",
+            expected=f"policy: one of {', '.join(map(repr, POLICIES))}",
+            got=dict(given),
+        )
+    return TxnConfig(**{"max_rows": max_rows, **given})
+
+
+def surfaces_errors(additional_config: object) -> bool:
+    """Whether ``on_error="raise"`` was asked for, even if other settings are invalid."""
+    given = additional_config.get("kvtxn") if isinstance(additional_config, Mapping) else None
+    return isinstance(given, Mapping) and given.get("on_error") == "raise"
