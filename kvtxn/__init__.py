@@ -14,6 +14,7 @@ from .errors import (
     UnresolvedWindowError,
     WindowStateError,
 )
+from .hooks import EndedWindow
 from .layers import LayerRef
 from .manager import TransactionManager, kv_window
 from .states import WindowState
@@ -26,6 +27,7 @@ __all__ = [
     "BackendUnavailableError",
     "CapacityError",
     "ConfigError",
+    "EndedWindow",
     "IncompleteWindowError",
     "KVTxnError",
     "LayerError",

@@ -77,7 +77,8 @@ class TxnConfig:
         acceptance: how token ids become accepted counts; see ``kvtxn.acceptance``.
         on_error: what an executor's own failure does. ``"fallback"``: the window goes on
             with direct writes and nothing is lost. ``"raise"``: the caches are restored
-            and the error surfaces. Misuse raises either way.
+            and the error surfaces. Misuse raises either way. A hook's error is logged
+            and counted, or surfaces likewise; the window it was told of stands.
         staging: how rows wait for a deferred commit. ``"reference"``: the caller's tensors
             are held, and the caller promises not to write into them. ``"copy"``: into a
             fixed buffer. ``"auto"``: by reference where torch's version counter would notice

@@ -17,6 +17,7 @@ from .acceptance import Acceptance
 from .config import TxnConfig
 from .errors import BackendUnavailableError, ConfigError, LayerError, WindowStateError
 from .executor import Capabilities, Txn
+from .hooks import Callback, Hook, Hooks
 from .layers import LayerRef
 from .layout import RowLayout, as_accepted
 from .log import get_logger
@@ -46,6 +47,7 @@ class TransactionManager:
         executor: who moves the bytes.
         metrics: the counters; see ``snapshot``.
         acceptance: turns token ids into accepted counts, in the configured mode.
+        hooks: what ``on_commit`` and ``on_abort`` registered.
 
     Raises:
         LayerError: no layers, equal names, mixed devices, block sizes that differ within a
@@ -69,6 +71,7 @@ class TransactionManager:
             self.executor = backend(refs, self.config)
         self.metrics = Metrics.build(self.policy, refs, self.device)
         self.acceptance = Acceptance(self.config.acceptance, self.device)
+        self.hooks = Hooks()
         self.stager = Stager(self.config, deferred=self.policy == "deferred")
         # A commit that can fail after it did something is undone from what was there before.
         self.may_stop_halfway = self.config.debug or not backend.capabilities.atomic
@@ -172,6 +175,30 @@ class TransactionManager:
         finally:
             _active.reset(token)
 
+    def on_commit(self, callback: Callback) -> Hook:
+        """Call ``callback`` with an ``EndedWindow`` after each commit; ``remove()`` ends it.
+
+        It is called on the committing thread once the commit's work is enqueued: what it
+        enqueues on that stream sees the accepted rows, and no rejected one. A window that
+        fell back to direct writes is told of likewise; one that FAILED is not. Inside a
+        CUDA-graph capture it is called once, and what it enqueues is captured.
+
+        A hook that raises changes neither bytes nor label, and the other hooks are called:
+        ``on_error="fallback"`` logs and counts it, ``"raise"`` lets the first error surface
+        from ``commit`` when everything is done.
+
+        Raises:
+            ConfigError: not callable, or registered already.
+        """
+        return self.hooks.add("on_commit", callback)
+
+    def on_abort(self, callback: Callback) -> Hook:
+        """Call ``callback`` after each abort, explicit or not; else as ``on_commit``.
+
+        No draft row is accepted then. A window that ends before it has any slots is not told.
+        """
+        return self.hooks.add("on_abort", callback)
+
     def bypass(self, reason: str) -> None:
         """Count a step that could have had a window and, for ``reason``, has none."""
         self.metrics.bypassed[re.sub(r"\W+", "_", reason)] += 1
@@ -194,11 +221,13 @@ class TransactionManager:
         self.metrics.fallbacks[operation] += 1
         say = log.warning if self.metrics.fallbacks[operation] == 1 else log.debug
         number = None if window is None else window.number
-        try:
-            what = repr(error)
-        except Exception:  # an error that cannot be shown must not stop the recovery
-            what = type(error).__name__
-        say("window.fell_back", window=number, operation=operation, error=what)
+        say("window.fell_back", window=number, operation=operation, error=_shown(error))
+
+    def note_hook_error(self, window: WindowLife, moment: str, error: Exception) -> None:
+        """Count a hook that raised; say it once per moment, then at debug level."""
+        self.metrics.hook_errors[moment] += 1
+        say = log.warning if self.metrics.hook_errors[moment] == 1 else log.debug
+        say("hook.failed", window=window.number, hook=moment, error=_shown(error))
 
     def close(self, window: WindowLife, accepted: object) -> None:
         """A window reached its final state."""
@@ -225,6 +254,13 @@ class TransactionManager:
             return drafts if window.state is WindowState.ABORTED else 0
         kept = txn.layout.kept(as_accepted(accepted, txn.layout, self.device))
         return drafts - int(kept.sum())
+
+
+def _shown(error: Exception) -> str:
+    try:
+        return repr(error)
+    except Exception:  # an error that cannot be shown must not stop the recovery
+        return type(error).__name__
 
 
 def kv_window(

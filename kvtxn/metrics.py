@@ -37,6 +37,7 @@ class Metrics:
         policy: the manager's resolved policy; decides what a row costs in bytes.
         windows: windows by outcome.
         fallbacks: windows that went to direct writes, by reason.
+        hook_errors: hooks that raised, by the moment they were called at.
         bypassed: steps that could have had a window and did not, by reason.
         layer_calls: rows x layers staged, padding included.
         rows: int64 ``[2, num_counts, 3]`` on the device: staged, committed and rejected
@@ -48,6 +49,7 @@ class Metrics:
     rows: Tensor
     windows: Counter[str] = attrs.Factory(Counter)
     fallbacks: Counter[str] = attrs.Factory(Counter)
+    hook_errors: Counter[str] = attrs.Factory(Counter)
     bypassed: Counter[str] = attrs.Factory(Counter)
     layer_calls: int = 0
 
@@ -76,6 +78,7 @@ class Metrics:
         for name, labelled in (
             ("kvtxn_windows_total", windows),
             ("kvtxn_fallbacks_total", self.fallbacks),
+            ("kvtxn_hook_errors_total", self.hook_errors),
             ("kvtxn_bypassed_windows_total", self.bypassed),
         ):
             flat[name] = sum(labelled.values())

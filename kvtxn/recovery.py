@@ -20,7 +20,7 @@ def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
     return {layer.ref.name: layer.rows for layer in layers}
 
 
-def _check_range(txn: Txn) -> None:
+def check_range(txn: Txn) -> None:
     """Refuse slots outside their caches, on a device, where the executor was to check them."""
     if txn.in_range is None and txn.layout.is_draft.device.type != "cpu" and txn.slots:
         inside = []
@@ -32,7 +32,7 @@ def _check_range(txn: Txn) -> None:
 
 def write_through(txn: Txn, layers: Iterable[StagedLayer]) -> None:
     """Write all rows of these layers, as stock would: settled, accepted and rejected alike."""
-    _check_range(txn)
+    check_range(txn)
     layers = tuple(layers)
     everything = torch.ones_like(txn.layout.is_draft)
     refs = [layer.ref for layer in layers]
@@ -47,7 +47,7 @@ def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
         accepted: what was to be committed.
         before: rows read before the commit, or saved at begin, as far as there are any.
     """
-    _check_range(txn)
+    check_range(txn)
     kept = txn.kept(accepted)
     if txn.policy == "deferred":
         refs = [layer.ref for layer in txn.staged.values()]
@@ -58,7 +58,7 @@ def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
 def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
     """Write rows read earlier back to their slots: the masked ones, or every draft row."""
     if before:
-        _check_range(txn)
+        check_range(txn)
         draft = txn.permit(txn.layout.is_draft) if mask is None else mask
         refs = [ref for ref in txn.layers if ref.name in before]
         write_layers(refs, before, txn.slots, draft)

@@ -189,6 +189,8 @@ class Window(WindowLife):
             IncompleteWindowError: a layer is missing; the window stays open.
             WindowStateError: the window is over, or staged rows were modified.
             AcceptanceError: ``accepted`` does not fit; the window stays as it is.
+            Exception: whatever an ``on_commit`` hook raised, under ``on_error="raise"``; the
+                window is committed.
         """
         if self._missing and not self._state.is_final:
             raise incomplete(self._state.name, list(self._missing), len(self._manager.layers))
@@ -202,7 +204,9 @@ class Window(WindowLife):
         else:
             self._manager.stager.check_unchanged()
             self._act_commit(txn, counts)
+        self._accepted = counts
         self._finish(Event.COMMIT, accepted)
+        self._surface()
 
     def _act_commit(self, txn: Txn, counts: Tensor) -> None:
         """The executor's commit; on failure finish it, or restore and raise."""
@@ -234,6 +238,8 @@ class Window(WindowLife):
 
         Raises:
             WindowStateError: the window is over.
+            Exception: whatever an ``on_abort`` hook raised, under ``on_error="raise"``; the
+                window is aborted.
         """
         if not allowed(self._state, Event.ABORT):
             self._refuse("abort", Event.ABORT)
@@ -243,6 +249,7 @@ class Window(WindowLife):
                 self._act_restore(txn)
             self._or_fail(lambda: txn.count(torch.zeros_like(txn.layout.is_draft)))
         self._finish(Event.ABORT)
+        self._surface()
 
     def _act_restore(self, txn: Txn) -> None:
         """The executor's restore; on failure the reference does it."""
@@ -283,7 +290,7 @@ class Window(WindowLife):
             try:
                 self.abort()
             except Exception as failure:  # the body's exception always wins
-                error.add_note(f"kvtxn: aborting the window failed as well: {failure!r}")
+                error.add_note(f"kvtxn: abort raised as well: {failure!r}")
             return
         self.abort()
         raise UnresolvedWindowError(

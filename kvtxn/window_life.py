@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
+from torch import Tensor
 
 from . import recovery
 from .errors import not_allowed
 from .executor import StagedLayer, Txn
+from .hooks import Moment, ended
 from .rows import LayerRows
 from .slots import SlotMappings
 from .states import Event, WindowState, after, allowed
@@ -50,6 +52,8 @@ class WindowLife:
         self._state = WindowState.OPEN
         self._missing = dict.fromkeys(manager.layers)
         self._txn: Txn | None = None
+        self._accepted: Tensor | None = None
+        self._hook_error: Exception | None = None
 
     # -- what it is ---------------------------------------------------------------
 
@@ -116,11 +120,34 @@ class WindowLife:
         raise error
 
     def _finish(self, event: Event, accepted: object = None) -> None:
-        """Label the end, and let go of everything the window held."""
+        """Label the end, tell whoever listens, and let go of everything the window held."""
         self._state = after(self._state, event)
-        self._manager.close(self, accepted)
-        if self._txn is not None:
-            self._txn.staged.clear()
+        try:
+            if event is not Event.FAIL:
+                self._tell("on_commit" if event is Event.COMMIT else "on_abort")
+        finally:
+            self._manager.close(self, accepted)
+            if self._txn is not None:
+                self._txn.staged.clear()
+
+    def _tell(self, moment: Moment) -> None:
+        """Call the hooks; whatever they do, the caches are right and the label stands."""
+        callbacks = self._manager.hooks[moment]
+        if not callbacks or self._txn is None:
+            return
+        window = ended(self.number, self._state, self._txn, self._accepted, not self._missing)
+        for callback in callbacks:
+            try:
+                callback(window)
+            except Exception as error:
+                error.add_note(f"kvtxn: from an {moment} hook; the window is {self._state.name}")
+                self._manager.note_hook_error(self, moment, error)
+                self._hook_error = self._hook_error or error
+
+    def _surface(self) -> None:
+        """``on_error="raise"``: a hook's error comes out, once everything is done."""
+        if self._hook_error is not None and self._manager.config.on_error == "raise":
+            raise self._hook_error
 
     def _refuse(self, operation: str, event: Event, detail: str = "") -> NoReturn:
         wanted = " or ".join(state.name for state in WindowState if allowed(state, event))

@@ -86,6 +86,7 @@ def test_public_surface_is_a_list():
         "BackendUnavailableError",
         "CapacityError",
         "ConfigError",
+        "EndedWindow",
         "IncompleteWindowError",
         "KVTxnError",
         "LayerError",

@@ -9,6 +9,7 @@ from .promise_device import Device
 from .promise_discipline import Discipline
 from .promise_exactness import Exactness
 from .promise_fallback import Fallback
+from .promise_hooks import Hooks
 from .promise_isolation import AllOrNothing, Isolation
 from .promise_own_writes import OwnWrites
 from .state_walk import StateTable
@@ -25,6 +26,7 @@ class ExecutorConformance(
     Device,
     Fallback,
     Counts,
+    Hooks,
     RandomProgram,
 ):
     """Everything an executor promises, as tests.

@@ -1,0 +1,145 @@
+"""Nothing leaves before commit: what an offload connector sees through the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ..hooks import EndedWindow
+from ..rows import read
+from ..states import WindowState
+from .batches import SHAPES, Batch, random_counts
+from .faults import OPERATIONS
+from .kit import POLICIES, Kit, KitBase
+from .oracle import Row
+from .promise_device import window_without_sync
+from .rig import Rig
+
+
+class Offloader:
+    """A connector that copies every durable row, on the stream, as soon as it is told of it.
+
+    Args:
+        rig: the manager whose hooks it registers with.
+
+    Attributes:
+        committed: numbers of the windows whose commit it was told of.
+        aborted: likewise, aborts.
+    """
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.committed: list[int] = []
+        self.aborted: list[int] = []
+        self._copies: list[tuple[str, list[int], list[list[list[int]]]]] = []
+        rig.manager.on_commit(self.store)
+        rig.manager.on_abort(lambda window: self.aborted.append(window.number))
+
+    def store(self, window: EndedWindow) -> None:
+        """Copy what is durable, as it is in the caches now."""
+        self.committed.append(window.number)
+        for ref in self._rig.refs:
+            slots = window.stored(ref.group)
+            rows = [read(plane, slots) for plane in ref.planes]
+            words = [part.flatten(1).tolist() for part in rows]
+            self._copies.append((ref.name, slots.tolist(), words))
+
+    def seen(self) -> dict[tuple[str, int], Row]:
+        """By layer and slot, the row that it copied last; empties the store."""
+        store = {
+            (layer, slot): [plane[row] for plane in planes]
+            for layer, slots, planes in self._copies
+            for row, slot in enumerate(slots)
+            if slot != -1
+        }
+        self._copies.clear()
+        return store
+
+
+def durable(rig: Rig, batch: Batch, kept: Sequence[bool]) -> dict[tuple[str, int], Row]:
+    """What an offloader must have seen of a committed window, and nothing else."""
+    return {
+        (cache.name, slot): batch.rows[cache.name][row]
+        for cache in rig.caches
+        for row, slot in enumerate(batch.slots[cache.spec.group])
+        if slot != -1 and (kept[row] or not batch.drafts[row])
+    }
+
+
+class Hooks(KitBase):
+    """A connector that stores what it is told of stores accepted rows, whatever happens."""
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_an_offloader_sees_accepted_rows_only(self, kit: Kit, policy: str, shape: str) -> None:
+        """Exactly the settled and accepted rows, with the bytes that were staged."""
+        rig = kit.rig(policy)
+        offloader = Offloader(rig)
+        for _ in range(3):
+            batch = rig.batch(SHAPES[shape])
+            counts = random_counts(batch, rig.rng)
+            rig.run(batch, counts)
+            assert offloader.seen() == durable(rig, batch, batch.kept(counts))
+        assert offloader.committed == [0, 1, 2]
+        assert offloader.aborted == []
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_it_is_told_of_nothing_before_commit(self, kit: Kit, policy: str) -> None:
+        """Neither at begin nor by staging; and of an abort, that it was one."""
+        rig = kit.rig(policy)
+        offloader = Offloader(rig)
+        for end in ("commit", "abort"):
+            batch = rig.batch()
+            with rig.open(batch) as window:
+                for index in range(len(rig.refs)):
+                    rig.stage(window, batch, [index])
+                    assert offloader.seen() == {}
+                if end == "commit":
+                    window.commit(rig.accepted([2, 1]))
+                else:
+                    window.abort()
+            expected = durable(rig, batch, batch.kept([2, 1])) if end == "commit" else {}
+            assert offloader.seen() == expected
+        assert (offloader.committed, offloader.aborted) == ([0], [1])
+
+    @pytest.mark.parametrize("at", OPERATIONS)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_fallback_tells_of_accepted_rows_only(self, kit: Kit, policy: str, at: str) -> None:
+        """Rejected rows may be in the cache then, as in stock; a connector still skips them."""
+        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        offloader = Offloader(rig)
+        for when in ("before", "middle", "after"):
+            batch = rig.batch(((1, 2, 0), (3, 0, 4)))
+            faults.arm(at, when)
+            with rig.open(batch) as window:
+                rig.stage(window, batch)
+                window.commit(rig.accepted([2, 0, 1]))
+            fell_back = (at, when) in faults.fired
+            assert (window.state is WindowState.FELL_BACK) == fell_back
+            assert offloader.seen() == durable(rig, batch, batch.kept([2, 0, 1]))
+            faults.disarm()
+        assert offloader.committed == [0, 1, 2]
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_device_slots_out_of_range(self, kit: Kit, policy: str) -> None:
+        """Where only the device knows that nothing was written, the hook is told so there."""
+        kit.need_cuda()
+        rig = kit.rig(policy)
+        offloader = Offloader(rig)
+        batch = rig.batch()
+        batch.slots["sliding"][1] = 10**6
+        rig.run(batch, [2, 1])
+        assert offloader.seen() == {}
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_hooks_do_not_wait(self, kit: Kit, policy: str) -> None:
+        """What a hook is told is made without a host sync."""
+        kit.need_cuda()
+        if not kit.capabilities.no_host_sync:
+            pytest.skip(f"{kit.name} declares that it waits for the device")
+        rig = kit.rig(policy)
+        stored = []
+        rig.manager.on_commit(lambda window: stored.append(window.stored()))
+        window_without_sync(rig, attend=False)
+        assert len(stored) == 3
