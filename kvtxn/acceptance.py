@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import AcceptanceError, BackendUnavailableError, ConfigError, SlotMappingError
-from .layout import RowLayout, as_lengths, to_device
+from .layout import as_lengths, to_device
 
 #: On the host a Python loop beats torch's dispatch up to about this many ids.
 _LOOP_UP_TO: Final = 64
@@ -115,26 +115,6 @@ class Acceptance:
         limit = self._limit(draft_len, draft_ids.shape[0])
         tensors = (draft_ids, target_ids, limit)
         return self._run("match", _match_loop, _match_vector, tensors, ())
-
-    def kept_rows(self, accepted: Tensor, layout: RowLayout) -> Tensor:
-        """The draft rows that counts keep, bool ``[num_rows]``; out-of-range counts clamp."""
-        fits = isinstance(accepted, Tensor) and accepted.dtype in _INTS
-        if not fits or accepted.shape != (layout.num_requests,):
-            raise AcceptanceError(
-                "kept_rows",
-                "accepted counts do not fit the layout",
-                expected=f"int [{layout.num_requests}]",
-                got=f"{accepted.dtype} {list(accepted.shape)}"
-                if isinstance(accepted, Tensor)
-                else type(accepted).__name__,
-            )
-        return self._run(
-            "rows",
-            _rows_loop,
-            _rows_vector,
-            (accepted, layout.request, layout.position),
-            (),
-        )
 
     def _limit(self, draft_len: Lengths, num_requests: int) -> Tensor:
         if isinstance(draft_len, Tensor) and draft_len.device.type != "cpu":
@@ -254,19 +234,6 @@ def _match_vector(draft_ids: Tensor, target_ids: Tensor, draft_len: Tensor) -> T
     same = draft_ids[:, :columns] == target_ids[:, :columns]
     prefix = same.to(torch.int64).cumprod(1).sum(1)
     return torch.minimum(prefix, draft_len).clamp(min=0)
-
-
-def _rows_loop(accepted: Tensor, request: Tensor, position: Tensor) -> Tensor:
-    counts = accepted.tolist()
-    kept = [
-        0 <= where < counts[owner]
-        for owner, where in zip(request.tolist(), position.tolist(), strict=True)
-    ]
-    return torch.tensor(kept, dtype=torch.bool, device=accepted.device)
-
-
-def _rows_vector(accepted: Tensor, request: Tensor, position: Tensor) -> Tensor:
-    return (position >= 0) & (position < accepted[request])
 
 
 def _check_ids(operation: str, ids: Tensor) -> None:

@@ -55,7 +55,7 @@ class Capabilities:
     capturable: bool = False
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False, on_setattr=attrs.setters.frozen)  # frozen, and cheaper to make
 class StagedLayer:
     """One layer's rows in the cache's own format.
 
@@ -82,7 +82,9 @@ class Txn:
         saved: under ``undo``, the rows the caches held before, by layer name.
         in_range: bool scalar on the device, False where a slot lies outside its cache
             and nothing may be written; None where the host checked.
-        counters: int64 ``[num_counts, 3]`` on the device; see ``count``.
+        pattern: where not None, the staged rows have the strides of every other window with
+            this very object, layer by layer.
+        counters: int64 ``[num_counts, 4]`` on the device; see ``count``.
     """
 
     policy: str
@@ -93,6 +95,7 @@ class Txn:
     staged: dict[str, StagedLayer] = attrs.Factory(dict)
     saved: dict[str, tuple[Tensor, ...]] = attrs.Factory(dict)
     in_range: Tensor | None = None
+    pattern: object | None = None
 
     def permit(self, mask: Tensor) -> Tensor:
         """``mask``, or nothing at all where a slot is out of range."""
@@ -102,11 +105,12 @@ class Txn:
         """The draft rows a commit keeps, bool ``[num_rows]``."""
         return self.permit(self.layout.kept(accepted))
 
-    def count(self, kept: Tensor) -> None:
-        """Add this window to the counters: drafts staged, committed, rejected.
+    def count(self, kept: Tensor, *, aborted: bool = False) -> None:
+        """Add this window to the counters: drafts staged, committed, rejected, and refusals.
 
         One line per group, and before them one for the window itself, where a
-        row counts if any group has a slot for it; with one group they are one line.
+        row counts if any group has a slot for it; with one group they are one line. A commit
+        that the device refused, for a slot outside its cache, counts 1 in every line.
         """
         nowhere = torch.zeros_like(self.layout.is_draft)
         real = [
@@ -118,7 +122,10 @@ class Txn:
         staged = torch.stack(real) & self.layout.is_draft
         committed = (staged & kept).sum(1)
         totals = staged.sum(1)
-        self.counters += torch.stack([totals, committed, totals - committed], dim=1)
+        refused = torch.zeros_like(totals)
+        if self.in_range is not None and not aborted:
+            refused += ~self.in_range
+        self.counters += torch.stack([totals, committed, totals - committed, refused], dim=1)
 
 
 class Executor(abc.ABC):

@@ -19,10 +19,18 @@ _PROCESSORS: list[Any] = [
 ]
 
 
+_standard = logging.getLogger("kvtxn")
+
+
+def debugging() -> bool:
+    """Whether debug events are shown: asked before one is built, since a step has many."""
+    return _standard.isEnabledFor(logging.DEBUG)
+
+
 def get_logger() -> structlog.stdlib.BoundLogger:
     """The logger of the package; filtered by the standard library's level."""
     logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
-        logging.getLogger("kvtxn"),
+        _standard,
         processors=_PROCESSORS,
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
@@ -36,9 +44,8 @@ def configure(level: str = "info") -> None:
     Raises:
         ValueError: no such level.
     """
-    logger = logging.getLogger("kvtxn")
-    logger.setLevel(level.upper())
+    _standard.setLevel(level.upper())
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s kvtxn %(message)s"))
-    logger.handlers = [handler]
-    logger.propagate = False
+    _standard.handlers = [handler]
+    _standard.propagate = False

@@ -20,7 +20,7 @@ from .executor import Capabilities, Txn
 from .hooks import Callback, Hook, Hooks
 from .layers import LayerRef
 from .layout import RowLayout, as_accepted
-from .log import get_logger
+from .log import debugging, get_logger
 from .metrics import Metrics
 from .slots import Lengths, SlotMappings
 from .staging import Stager
@@ -163,7 +163,8 @@ class TransactionManager:
             self._open = None
             raise
         self._opened += 1
-        log.debug("window.begin", window=window.number, rows=window.num_rows, policy=self.policy)
+        if debugging():
+            log.debug("window.begin", window=window.number, rows=window.num_rows, policy=self.policy)
         return window
 
     @contextmanager
@@ -235,7 +236,7 @@ class TransactionManager:
         self.stager.reset()
         if self._open is window:
             self._open = None
-        if log.is_enabled_for(10):
+        if debugging():
             log.debug(
                 "window.end",
                 window=window.number,

@@ -40,8 +40,8 @@ class Metrics:
         hook_errors: hooks that raised, by the moment they were called at.
         bypassed: steps that could have had a window and did not, by reason.
         layer_calls: rows x layers staged, padding included.
-        rows: int64 ``[2, num_counts, 3]`` on the device: staged, committed and rejected
-            rows of windows under the policy [0] and of those written through [1].
+        rows: int64 ``[2, num_counts, 4]`` on the device: staged, committed and rejected rows,
+            and refused commits, of windows under the policy [0] and of those written through [1].
     """
 
     policy: str
@@ -62,7 +62,7 @@ class Metrics:
         )
         lines = 1 if len(groups) == 1 else len(groups) + 1
         with torch.inference_mode(False):  # counted in later, in whatever mode
-            rows = torch.zeros(2, lines, 3, dtype=torch.int64, device=device)
+            rows = torch.zeros(2, lines, 4, dtype=torch.int64, device=device)
         return cls(policy, row_bytes, rows)
 
     def snapshot(self) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Metrics:
         Waits for the device.
         """
         rows = self.rows.cpu()
-        staged, committed, rejected = (int(n) for n in rows[:, 0].sum(0))
+        staged, committed, rejected, refused = (int(n) for n in rows[:, 0].sum(0))
         written, avoided = self._bytes(rows)
         flat: dict[str, float] = {}
         windows = {state.value: self.windows[state.value] for state in OUTCOMES}
@@ -84,6 +84,7 @@ class Metrics:
             flat[name] = sum(labelled.values())
             flat.update({f"{name}_{label}": count for label, count in labelled.items()})
         flat |= {
+            "kvtxn_windows_refused_total": refused,
             "kvtxn_rows_staged_total": staged,
             "kvtxn_rows_committed_total": committed,
             "kvtxn_rows_rejected_total": rejected,
@@ -100,7 +101,7 @@ class Metrics:
         groups = rows if rows.shape[1] == 1 else rows[:, 1:]
         for policy, counts in zip((self.policy, "direct"), groups.tolist(), strict=True):
             per_committed, per_rejected = _WRITES[policy]
-            for row_bytes, (_, committed, rejected) in zip(self.row_bytes, counts, strict=True):
+            for row_bytes, (_, committed, rejected, _) in zip(self.row_bytes, counts, strict=True):
                 written += row_bytes * (per_committed * committed + per_rejected * rejected)
                 avoided += row_bytes * rejected if per_rejected == 0 else 0
         return written, avoided
