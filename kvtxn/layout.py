@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
 from .errors import AcceptanceError, SlotMappingError
+
+#: dtypes of accepted counts.
+_COUNTS: Final = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def to_device(values: Sequence[int] | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -104,6 +108,8 @@ def as_lengths(
     Raises:
         SlotMappingError: not ints, negative, or not one per request.
     """
+    if type(value) is int and value >= 0:  # the usual case, and the quick one
+        return (value,) * (1 if num_requests is None else num_requests)
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
         value = torch.as_tensor(value)  # numpy: arrays have an __index__ that they do not mean
     if isinstance(value, Tensor):
@@ -158,7 +164,13 @@ def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Te
     Raises:
         AcceptanceError: wrong shape, dtype or, on the host, range.
     """
-    if isinstance(accepted, Tensor) and accepted.device.type != "cpu":
+    if isinstance(accepted, Tensor) and not accepted.is_cpu:
+        if (
+            accepted.dtype in _COUNTS
+            and accepted.shape == (layout.num_requests,)
+            and accepted.device == device
+        ):
+            return accepted
         _check_shape(accepted, layout)
         if accepted.device != device:
             raise AcceptanceError(

@@ -164,7 +164,9 @@ class TransactionManager:
             raise
         self._opened += 1
         if debugging():
-            log.debug("window.begin", window=window.number, rows=window.num_rows, policy=self.policy)
+            log.debug(
+                "window.begin", window=window.number, rows=window.num_rows, policy=self.policy
+            )
         return window
 
     @contextmanager
@@ -212,6 +214,7 @@ class TransactionManager:
 
     def new_txn(self, layout: RowLayout) -> Txn:
         """The executor's side of a new window."""
+        self.stager.begin(layout.num_rows)
         return Txn(self.policy, tuple(self.layers.values()), layout, self.metrics.rows[0])
 
     def note_fallback(self, window: WindowLife | None, operation: str, error: Exception) -> None:

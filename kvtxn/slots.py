@@ -142,7 +142,7 @@ class SlotMappings:
                 hint="one slot per row, -1 for padding",
             )
         given: Tensor | list[int] = tensor
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             given = host = tensor.tolist()
             self._check_host(group, host)
             own = self._copy(group, to_device(tensor, self._device, torch.int64))
@@ -166,7 +166,7 @@ class SlotMappings:
 
     def _as_tensor(self, group: str, slots: Tensor | Sequence[int]) -> Tensor:
         try:
-            tensor = torch.as_tensor(slots)
+            tensor = slots if isinstance(slots, Tensor) else torch.as_tensor(slots)
         except (TypeError, ValueError, RuntimeError):
             raise SlotMappingError(
                 "window",
@@ -183,7 +183,7 @@ class SlotMappings:
                 expected="int32 or int64 [num_rows]",
                 got=f"{tensor.dtype} {list(tensor.shape)}",
             )
-        if tensor.device.type != "cpu" and tensor.device != self._device:
+        if not tensor.is_cpu and tensor.device != self._device:
             raise SlotMappingError(
                 "window",
                 f"slots of group {group!r} are on another device",

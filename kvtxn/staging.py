@@ -19,12 +19,11 @@ from .errors import LayerError, StagedTwiceError, WindowStateError
 from .executor import StagedLayer
 from .layers import LayerRef, Plane
 
-
 #: Numbers of rows whose windows are remembered; beyond, all are forgotten.
 _MAX_LOOKS: Final = 64
 
-#: dtype, shape, stride, and whether the negative bit could be set.
-_Facts = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
+#: dtype, shape, stride (None if contiguous), device, and whether the negative bit could be set.
+_Facts = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, torch.device, bool]
 
 
 @attrs.define(eq=False)
@@ -36,7 +35,7 @@ class _Looks:
         pattern: replaced whenever ``layers`` changes.
     """
 
-    layers: dict[LayerRef, tuple[_Facts, _Facts | None]] = attrs.Factory(dict)
+    layers: dict[LayerRef, tuple[_Facts, ...]] = attrs.Factory(dict)
     pattern: object = attrs.Factory(object)
 
 
@@ -53,7 +52,7 @@ class Stager:
         self._max_rows = config.max_rows
         self._deferred = deferred
         self._buffers: dict[Plane, Tensor] = {}
-        self._held: list[tuple[str, Tensor, int]] = []
+        self._held: list[tuple[str, tuple[Tensor, ...], int | tuple[int, int]]] = []
         self._by_rows: dict[int, _Looks] = {}
         self._looks = _Looks()
         self._known = deferred and config.staging != "copy"
@@ -78,55 +77,38 @@ class Stager:
         """For ``Txn.pattern``: what this window's rows, all taken, have in common with others."""
         return self._looks.pattern if self._known else None
 
-    def again(self, ref: LayerRef, key: Tensor, value: Tensor | None) -> StagedLayer | None:
+    def again(
+        self, ref: LayerRef, key: Tensor, value: Tensor | None, missing: Mapping[str, object]
+    ) -> StagedLayer | None:
         """A layer's rows, where they look exactly as rows did that passed every check.
 
-        One comparison per property, in place of the checks that explain; None means only that
-        those are needed. A layer that is known here is one of the manager's.
+        A few comparisons, in place of the checks that explain; None means only that those are
+        needed. A layer that is known here is one of the manager's.
         """
-        facts = self._looks.layers.get(ref)
-        if facts is None:
-            return None
-        of_key, of_value = facts
         try:
-            dtype, shape, stride, signed = of_key
-            if (
-                key.dtype is not dtype
-                or key.shape != shape
-                or key.stride() != stride
-                or key.device != ref.key_cache.device
-                or (signed and key.is_neg())
-            ):
+            facts = self._looks.layers.get(ref)
+            if facts is None or ref.name not in missing or not _alike(key, facts[0]):
                 return None
-            version = key._version if self._watched else 0
-            if of_value is None:
+            if len(facts) == 1:
                 if value is not None:
                     return None
-                if self._watched:
-                    self._held.append((ref.name, key, version))
-                return StagedLayer(ref, (key,))
-            dtype, shape, stride, signed = of_value
-            if (
-                value is None
-                or value.dtype is not dtype
-                or value.shape != shape
-                or value.stride() != stride
-                or value.device != ref.key_cache.device
-                or (signed and value.is_neg())
-            ):
-                return None
+                rows: tuple[Tensor, ...] = (key,)
+            else:
+                if value is None or not _alike(value, facts[1]):
+                    return None
+                rows = (key, value)
             if self._watched:
-                self._held += ((ref.name, value, value._version), (ref.name, key, version))
-        except (AttributeError, TypeError, RuntimeError):  # no tensor, sparse, or no version
+                version = key._version if value is None else (key._version, value._version)
+                self._held.append((ref.name, rows, version))
+        except (AttributeError, TypeError, RuntimeError):  # no tensor or layer; no version
             return None
-        return StagedLayer(ref, (key, value))
+        return StagedLayer(ref, rows)
 
     def take(self, ref: LayerRef, parts: tuple[Tensor, ...]) -> StagedLayer:
         """One layer's rows, encoded; ``parts`` come from ``check_parts``."""
         layer = self._take(ref, parts)
-        if all(a is b for a, b in zip(layer.rows, parts, strict=True)) and self._known:
-            facts = [(p.dtype, p.shape, p.stride(), _may_be_negated(p.dtype)) for p in parts]
-            self._looks.layers[ref] = (facts[0], facts[1] if len(facts) > 1 else None)
+        if self._known and all(a is b for a, b in zip(layer.rows, parts, strict=True)):
+            self._looks.layers[ref] = tuple(_facts(part) for part in parts)
             self._looks.pattern = object()
         else:
             self._known = False
@@ -148,8 +130,8 @@ class Stager:
         Raises:
             WindowStateError: it was; nothing has been written.
         """
-        for name, tensor, version in self._held:
-            if tensor._version != version:
+        for name, rows, versions in self._held:
+            if _versions(rows) != versions:
                 raise WindowStateError(
                     "commit",
                     f"the rows staged for {name!r} were modified in place after stage()",
@@ -160,7 +142,7 @@ class Stager:
     def _keep(self, ref: LayerRef, plane: Plane, part: Tensor) -> Tensor:
         """The tensor itself where an in-place write would be noticed, else a copy."""
         if self._mode == "auto" and not part.is_inference():
-            self._held.append((ref.name, part, part._version))
+            self._held.append((ref.name, (part,), part._version))
             return part
         buffer = self._buffers.get(plane)
         if buffer is None:
@@ -171,9 +153,26 @@ class Stager:
         return buffer[: part.shape[0]].copy_(part.detach())
 
 
-def _may_be_negated(dtype: torch.dtype) -> bool:
-    """Whether a tensor can be a lazily negated view: the imaginary part of a conjugate can."""
-    return dtype in (torch.float16, torch.float32, torch.float64)
+def _versions(rows: tuple[Tensor, ...]) -> int | tuple[int, int]:
+    return rows[0]._version if len(rows) == 1 else (rows[0]._version, rows[1]._version)
+
+
+def _facts(part: Tensor) -> _Facts:
+    # A lazily negated view is the imaginary part of a conjugate: only these dtypes have any.
+    negated = part.dtype in (torch.float16, torch.float32, torch.float64)
+    stride = None if part.is_contiguous() else part.stride()
+    return part.dtype, part.shape, stride, part.device, negated
+
+
+def _alike(part: Tensor, facts: _Facts) -> bool:
+    dtype, shape, stride, device, negated = facts
+    return (
+        part.dtype is dtype
+        and part.shape == shape
+        and (part.is_contiguous() if stride is None else part.stride() == stride)
+        and part.device == device
+        and not (negated and part.is_neg())
+    )
 
 
 def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[str, object]) -> None:

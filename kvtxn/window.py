@@ -51,7 +51,8 @@ class Window(WindowLife):
         """Give a group its slots; under ``undo`` save what they hold."""
         tensor = self._mappings.add(group, slots)
         if self._txn is None:
-            self._txn = self._manager.new_txn(self._mappings.layout)
+            self._txn = self._manager.new_txn(layout := self._mappings.layout)
+            self._waits = self._txn.policy == "deferred" and not layout.has_settled
         txn = self._txn
         txn.slots[group] = tensor
         txn.in_range = self._mappings.in_range
@@ -87,6 +88,12 @@ class Window(WindowLife):
             LayerError: unknown layer, staged before, or tensors that do not fit.
             SlotMappingError: no mapping, a malformed one, or a second, different one.
         """
+        txn = self._txn
+        if txn is not None and slots is None and self._waits and self._state is WindowState.OPEN:
+            layer = self._manager.stager.again(ref, key, value, self._missing)
+            if layer is not None and ref.group in txn.slots:
+                self._remember(txn, layer)
+                return
         if self._state is not WindowState.STAGED and not allowed(self._state, Event.STAGE):
             self._refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
         check_ref(ref, self._manager.layers, self._missing)
@@ -103,12 +110,20 @@ class Window(WindowLife):
         assert txn is not None  # a group has its slots from here on
         layer = self._manager.stager.take(ref, parts)
         self._write_staged(txn, layer)
+        self._remember(txn, layer)
+
+    def _remember(self, txn: Txn, layer: StagedLayer) -> None:
+        """The layer is in."""
+        name = layer.ref.name
+        if self._state is not WindowState.DIRECT:
+            txn.staged[name] = layer if txn.policy == "deferred" else StagedLayer(layer.ref, ())
         self._manager.metrics.layer_calls += txn.layout.num_rows
-        del self._missing[ref.name]
-        self._state = after(self._state, Event.STAGE if self._missing else Event.STAGE_LAST)
+        del self._missing[name]
+        if not self._missing:
+            self._state = after(self._state, Event.STAGE_LAST)
 
     def _write_staged(self, txn: Txn, layer: StagedLayer) -> None:
-        """Let the executor write what is written at staging, and remember the layer."""
+        """Let the executor write what is written at staging."""
         deferred = txn.policy == "deferred"
         if self._state is WindowState.DIRECT:
             self._or_fail(lambda: recovery.write_through(txn, [layer]))
@@ -119,8 +134,6 @@ class Window(WindowLife):
         except Exception as error:
             staged = [*txn.staged.values(), layer] if deferred else [layer]
             self._on_failure("stage", error, staged)
-        else:
-            txn.staged[layer.ref.name] = layer if deferred else StagedLayer(layer.ref, ())
 
     # -- attention ----------------------------------------------------------------
 
@@ -216,6 +229,7 @@ class Window(WindowLife):
         try:
             if txn.policy == "deferred" and self._manager.needs_guard:
                 before = recovery.read_back(txn)
+            txn.pattern = self._manager.stager.pattern
             self._executor.commit(txn, counts)
             if config.debug:
                 recovery.verify(txn, counts, before)
@@ -247,7 +261,8 @@ class Window(WindowLife):
         if txn is not None:
             if txn.saved and self._state is not WindowState.DIRECT:
                 self._act_restore(txn)
-            self._or_fail(lambda: txn.count(torch.zeros_like(txn.layout.is_draft)))
+            nothing = torch.zeros_like(txn.layout.is_draft)
+            self._or_fail(lambda: txn.count(nothing, aborted=True))
         self._finish(Event.ABORT)
         self._surface()
 

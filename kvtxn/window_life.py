@@ -54,6 +54,7 @@ class WindowLife:
         self._txn: Txn | None = None
         self._accepted: Tensor | None = None
         self._hook_error: Exception | None = None
+        self._waits = False  # staging writes nothing: deferred, and no row is settled
 
     # -- what it is ---------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class WindowLife:
         assert txn is not None
         try:
             recovery.put_back(txn, before)
-            txn.count(torch.zeros_like(txn.layout.is_draft))
+            txn.count(torch.zeros_like(txn.layout.is_draft), aborted=True)
         except BaseException as failure:
             self._finish(Event.FAIL)
             error.add_note(f"kvtxn: {operation} failed, and so did restoring: {failure!r}")
