@@ -98,14 +98,14 @@ class TritonExecutor(Executor):
         rows = self._saved_rows(group, txn.layout.num_rows)
         members = self._members[group]
         parts = [part for ref in members for part in rows[ref.name]]
-        self._move(txn, self._job(f"save:{group}", members, parts, kernels.DRAFT, to_cache=False))
+        self._move(txn, self.job(f"save:{group}", members, parts, kernels.DRAFT, to_cache=False))
         return rows
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
         """Settled rows under ``deferred``, else all rows."""
         select = kernels.SETTLED if txn.policy == "deferred" else kernels.ALL
         scope = f"layer:{layer.ref.name}"
-        self._move(txn, self._job(scope, (layer.ref,), layer.rows, select, direct=True))
+        self._move(txn, self.job(scope, (layer.ref,), layer.rows, select, direct=True))
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
         """Write the kept rows or put the rejected ones back, and count, in one launch."""
@@ -117,7 +117,7 @@ class TritonExecutor(Executor):
         if saved:
             parts = [part for ref in saved for part in txn.saved[ref.name]]
             scope = "saved:" + ",".join(dict.fromkeys(ref.group for ref in saved))
-            self._move(txn, self._job(scope, saved, parts, kernels.DRAFT))
+            self._move(txn, self.job(scope, saved, parts, kernels.DRAFT))
 
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
@@ -145,22 +145,26 @@ class TritonExecutor(Executor):
             job = self._again.find(txn.staged, self._book.version)
             if job is None:
                 parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
-                job = self._job("all", self.layers, parts, kernels.KEPT)
+                job = self.job("all", self.layers, parts, kernels.KEPT)
                 if job.table is self._book.table:
                     self._again.remember(txn.staged, self._book.version, job)
             return job
         if txn.policy == "undo":
             parts = [part for ref in self.layers for part in txn.saved[ref.name]]
-            return self._job("all", self.layers, parts, kernels.REJECTED)
+            return self.job("all", self.layers, parts, kernels.REJECTED)
         return Job(None, self._limits, kernels.KEPT)
 
     def use_slots(self, slots: Tensor) -> None:
-        """Read slots from a caller's fixed buffer from now on: int64 ``[max_rows]``, one group.
+        """Read slots from a caller's fixed buffer from now on.
 
         For code that captures launches and fills the buffer itself.
+
+        Args:
+            slots: int64 ``[num_groups, n]``, groups in the order of the layers, or ``[n]`` where
+                there is one group; the last dimension contiguous.
         """
-        self._slots = slots.view(1, -1)
-        self._places = [slots.data_ptr()]
+        self._slots = slots.view(1, -1) if slots.ndim == 1 else slots
+        self._places = [line.data_ptr() for line in self._slots]
         self._slot_views.clear()
 
     def known_slots(self, txn: Txn) -> int:
@@ -180,6 +184,8 @@ class TritonExecutor(Executor):
         layout: RowLayout,
         counters: Tensor,
         accepted: Tensor | None,
+        *,
+        accept: int | None = None,
     ) -> None:
         """The device's part: one launch; with ``accepted`` it counts.
 
@@ -189,14 +195,16 @@ class TritonExecutor(Executor):
             layout: the rows; only ``num_rows``, ``request`` and ``position`` are read.
             counters: int64 ``[lines, 3]``.
             accepted: contiguous counts or mask.
+            accept: what ``accepted`` is, as ``triton_kernels`` numbers it; None: what its
+                dtype says.
         """
         num_rows = layout.num_rows
         if num_rows == 0:
             return
-        accept, counts = kernels.NOTHING, layout.position
+        kind, counts = kernels.NOTHING, layout.position
         if accepted is not None:
             mask = accepted.dtype is torch.bool
-            accept = kernels.MASK if mask else kernels.COUNTS
+            kind = accept or (kernels.MASK if mask else kernels.COUNTS)
             counts = accepted.view(torch.uint8) if mask else accepted
         plan = job.plan
         num_planes = 0 if plan is None else plan.num_planes
@@ -217,13 +225,13 @@ class TritonExecutor(Executor):
             self.verdict,
             num_rows,
             num_planes,
-            self._slots.shape[1],
+            self._slots.stride(0),
             known,
             max(1, sum(uniform)),
             uniform[1],
             UNIFORM=uniform != (0, 0),
             SELECT=job.select,
-            ACCEPT=accept,
+            ACCEPT=kind,
             TO_CACHE=job.to_cache,
             COUNT=accepted is not None,
             DIRECT=job.direct is not None,
@@ -255,7 +263,7 @@ class TritonExecutor(Executor):
             accepted = accepted.contiguous()
         self.launch(job, self.known_slots(txn), txn.layout, txn.counters, accepted)
 
-    def _job(
+    def job(
         self,
         scope: str,
         refs: tuple[LayerRef, ...],

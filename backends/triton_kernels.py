@@ -35,6 +35,8 @@ REJECTED: Final = 4
 NOTHING: Final = 0
 COUNTS: Final = 1
 MASK: Final = 2
+#: Tokens sampled per request: the accepted drafts and one more.
+SAMPLED: Final = 3
 
 
 @triton.jit
@@ -61,10 +63,11 @@ def selected(
     if SELECT >= 2:
         chosen = live & (where >= 0)
     if SELECT >= 3:
-        if ACCEPT == 1:
+        if ACCEPT == 1 or ACCEPT == 3:
             if not UNIFORM:
                 owner = tl.load(request + rows, mask=live, other=0)
-            kept = where < tl.load(accepted + owner, mask=live, other=0)
+            count = tl.load(accepted + owner, mask=live, other=0)
+            kept = where < count - (1 if ACCEPT == 3 else 0)
         else:
             kept = tl.load(accepted + rows, mask=live, other=0) != 0
         chosen = chosen & kept if SELECT == 3 else chosen & (kept == 0)
@@ -208,7 +211,8 @@ def move_rows(
         limits: int64 ``[GROUPS]``, slots in the smallest cache of each group.
         request: int64 ``[num_rows]``; unread if ``UNIFORM``, as is the next.
         position: int64 ``[num_rows]``, -1 for settled rows.
-        accepted: int ``[num_requests]`` (``COUNTS``), uint8 ``[num_rows]`` (``MASK``), or unread.
+        accepted: int ``[num_requests]`` (``COUNTS``, ``SAMPLED``), uint8 ``[num_rows]`` (``MASK``),
+            or unread.
         counters: int64 ``[lines, 3]``, added to if ``COUNT``.
         verdict: int64 ``[4]``, added to.
         num_rows: rows of the window.
