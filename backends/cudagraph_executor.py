@@ -1,16 +1,19 @@
 """The CUDA-graph executor: a commit is one graph launch, over fixed buffers.
 
-It wraps a capture-safe executor and captures its commit once per *bucket* of rows. What a
+It wraps any capture-safe executor and captures its commit once per *bucket* of rows. What a
 replay reads lies in buffers of its own: slots (padded with -1), layout, acceptance; what it
 writes are the caches. Every address that a graph has baked in is compared before each
 replay, always: a cache or a staged row that moved means another graph, never a wild write.
+
+Windows over captured rows need no buffers: everything but the acceptance is where it was, so
+their graphs read it all in place.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Final
 
@@ -19,14 +22,22 @@ import torch
 from torch import Tensor
 
 from ..config import TxnConfig
-from ..executor import AttentionArgs, Capabilities, Executor, StagedLayer, Txn
+from ..executor import (
+    AttentionArgs,
+    Capabilities,
+    Executor,
+    SampledIds,
+    StagedLayer,
+    Standing,
+    Txn,
+)
 from ..layers import LayerRef
 from ..layout import RowLayout
 from ..rows import LayerRows
-from .jobs import Job
+from .graph_recipes import recipe_for
 from .triton_executor import TritonExecutor
 
-#: Graphs kept; the one not used for longest is dropped.
+#: Graphs kept; the one not used for longest is dropped. Of a standing window, likewise.
 _MAX_GRAPHS: Final = 64
 
 #: Graphs of one shape that read the acceptance where the caller has it; beyond, it is copied.
@@ -41,39 +52,40 @@ class _Captured:
     """One graph and the buffers that it reads.
 
     Attributes:
-        graph: the captured launch.
-        request: int64 ``[bucket]``.
-        position: int64 ``[bucket]``, -1 beyond the rows of the window.
-        accepted: counts or mask: a buffer of its own, or what was committed at capture.
-        job: holds the tables that the graph reads.
+        graph: the captured commit.
+        layout: over buffers of ``bucket`` rows, position -1 beyond the rows of the window.
+        accepted: a buffer of its own, or what was committed at capture.
+        held: keeps alive what else the graph reads.
         filled: the layout that the buffers hold now.
     """
 
     graph: torch.cuda.CUDAGraph
-    request: Tensor
-    position: Tensor
+    layout: RowLayout
     accepted: Tensor
-    job: Job
+    held: object
     filled: RowLayout | None = None
 
 
 class CudaGraphExecutor(Executor):
-    """Replays the commit of ``TritonExecutor`` (or a subclass's ``inner``)."""
+    """Replays the commit of the Triton executor; ``replaying`` makes it of any other."""
 
     name: ClassVar[str] = "cudagraph"
-    inner: ClassVar[type[TritonExecutor]] = TritonExecutor
+    inner: ClassVar[type[Executor]] = TritonExecutor
     capabilities: ClassVar[Capabilities] = TritonExecutor.capabilities
 
     def __init__(self, layers: Sequence[LayerRef], config: TxnConfig) -> None:
         super().__init__(layers, config)
         self._inner = self.inner(layers, config)
+        self._recipe = recipe_for(self._inner)
         self._device = self.layers[0].device
         cells = (plane.cells for ref in self.layers for plane in ref.planes)
         # Planes of one storage move together: one of them is enough.
         self._caches = tuple({c.untyped_storage().data_ptr(): c for c in cells}.values())
         self._addresses = [cache.data_ptr() for cache in self._caches]
-        self._graphs: OrderedDict[tuple[object, ...], _Captured] = OrderedDict()
-        self._in_place: dict[tuple[object, ...], int] = {}
+        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._in_place: dict[Hashable, int] = {}
+        groups = {ref.group for ref in self.layers}
+        self._reads_slots_in_place = len(groups) == 1 or not isinstance(self._inner, TritonExecutor)
         #: Graphs captured and replayed so far.
         self.captures = self.replays = 0
 
@@ -98,6 +110,10 @@ class CudaGraphExecutor(Executor):
         """As the inner executor does."""
         self._inner.stage(txn, layer)
 
+    def stage_all(self, txn: Txn, layers: Sequence[StagedLayer]) -> None:
+        """As the inner executor does."""
+        self._inner.stage_all(txn, layers)
+
     def restore(self, txn: Txn) -> None:
         """As the inner executor does."""
         self._inner.restore(txn)
@@ -110,84 +126,157 @@ class CudaGraphExecutor(Executor):
 
     # -- commit -------------------------------------------------------------------
 
-    def commit(self, txn: Txn, accepted: Tensor) -> None:
+    def commit(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Replay the graph of this window's bucket; capture it the first time.
 
         Raises:
             RuntimeError: a cache is no longer where it was when the executor was made.
         """
         self._check_caches()
-        inner = self._inner
+        source = accepted.ids if isinstance(accepted, SampledIds) else accepted
         if txn.layout.num_rows == 0 or torch.cuda.is_current_stream_capturing():
-            inner.commit(txn, accepted)
-            return
+            self._inner.commit(txn, accepted)  # type: ignore[arg-type]
+        elif txn.standing is not None and self._reads_slots_in_place and source.is_contiguous():
+            self._commit_standing(txn.standing, txn, accepted, source)
+        else:
+            self._commit_bucket(txn, accepted, source)
+
+    def _check_caches(self) -> None:
+        """Always, not only when debugging: a replay writes to addresses, not to tensors."""
+        if list(map(Tensor.data_ptr, self._caches)) != self._addresses:
+            raise RuntimeError("a KV cache moved since this executor was made; make a new manager")
+
+    def _commit_standing(
+        self, standing: Standing, txn: Txn, accepted: Tensor | SampledIds, source: Tensor
+    ) -> None:
+        """Nothing moved since the last such window, unless the acceptance did."""
+        graphs: dict[Hashable, _Captured] = standing.kept.setdefault((self, "graphs"), {})
+        kind = _kind(accepted, source)
+        key: Hashable = (source.data_ptr(), kind)
+        captured = graphs.get(key)
+        in_place = captured is not None or len(graphs) < _MAX_IN_PLACE
+        if captured is None and not in_place:
+            key = (0, kind)
+            captured = graphs.get(key)
+        if captured is None:
+            fixed = source if in_place else torch.empty_like(source)
+            nothing = _like(accepted, torch.full_like(source, _nothing(accepted)))
+            dry = attrs.evolve(txn, counters=torch.zeros_like(txn.counters))
+
+            def run(dry_run: bool) -> None:
+                if dry_run:
+                    self._inner.commit(dry, nothing)  # type: ignore[arg-type]
+                else:
+                    self._inner.commit(txn, _like(accepted, fixed))  # type: ignore[arg-type]
+
+            captured = graphs[key] = _Captured(self._capture(run), txn.layout, fixed, txn)
+        if not in_place:
+            captured.accepted.copy_(source)
+        captured.graph.replay()
+        self.replays += 1
+
+    def _commit_bucket(self, txn: Txn, accepted: Tensor | SampledIds, source: Tensor) -> None:
+        """Load the window into its bucket's buffers, and replay the bucket's graph."""
         bucket = bucket_of(txn.layout.num_rows, self.config.max_rows)
-        known = inner.known_slots(txn)
-        job = inner.prepare(txn)
-        shared = (bucket, known, id(job.plan), job.select, txn.counters.data_ptr(), accepted.dtype)
-        in_place = accepted.is_contiguous()
-        key = (*shared, accepted.data_ptr() if in_place else 0)
+        baked = self._recipe.key(txn, bucket)
+        shared = (bucket, baked, txn.counters.data_ptr(), _kind(accepted, source))
+        # A mask ends with the rows of the window, and the graph reads as many as the bucket has.
+        in_place = source.is_contiguous() and source.dtype is not torch.bool
+        key: Hashable = (*shared, source.data_ptr() if in_place else 0)
         captured = self._graphs.get(key)
         if captured is None and in_place and self._in_place.get(shared, 0) >= _MAX_IN_PLACE:
             key, in_place = (*shared, 0), False
             captured = self._graphs.get(key)
         if captured is None:
-            source = accepted if in_place else self._buffer(bucket, accepted.dtype)
-            captured = self._capture(job, known, bucket, txn.counters, source)
-            self._remember(key, shared, captured, in_place)
+            captured = self._capture_bucket(txn, bucket, accepted, source if in_place else None)
+            self._graphs[key] = captured
+            self._in_place[shared] = self._in_place.get(shared, 0) + in_place
+            if len(self._graphs) > _MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._recipe.load(txn)
         self._fill(captured, txn.layout)
         if not in_place:
-            captured.accepted[: accepted.shape[0]].copy_(accepted)
+            captured.accepted[: source.shape[0]].copy_(source)
         captured.graph.replay()
         self.replays += 1
 
-    def _check_caches(self) -> None:
-        """Always, not only when debugging: a replay writes to addresses, not to tensors."""
-        if [cache.data_ptr() for cache in self._caches] != self._addresses:
-            raise RuntimeError("a KV cache moved since this executor was made; make a new manager")
+    def _capture_bucket(
+        self, txn: Txn, bucket: int, accepted: Tensor | SampledIds, source: Tensor | None
+    ) -> _Captured:
+        """Capture the commit over fixed buffers; every position is -1, so nothing moves now."""
+        if source is None:
+            like = as_tensor(accepted)
+            source = torch.zeros(bucket, *like.shape[1:], dtype=like.dtype, device=self._device)
+        request = torch.zeros(bucket, dtype=torch.int64, device=self._device)
+        position = torch.full_like(request, -1)
+        none = (0,) * bucket
+        layout = RowLayout(
+            none, none, tuple(range(bucket + 1)), request, position, torch.zeros_like(request) > 0
+        )
+        fixed, scratch = _like(accepted, source), torch.zeros_like(txn.counters)
 
-    def _buffer(self, bucket: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(bucket, dtype=dtype, device=self._device)
+        def run(dry_run: bool) -> None:
+            self._recipe.run(layout, scratch if dry_run else txn.counters, fixed)
+
+        return _Captured(self._capture(run), layout, source, self._recipe.held())
+
+    def _capture(self, run: Callable[[bool], None]) -> torch.cuda.CUDAGraph:
+        """The graph of ``run(False)``, after ``run(True)`` compiled what it needs."""
+        run(True)
+        graph = torch.cuda.CUDAGraph()
+        with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run(False)
+        self.captures += 1
+        return graph
 
     def _fill(self, captured: _Captured, layout: RowLayout) -> None:
         """Put this window's layout where the graph reads it, unless it is there."""
         if captured.filled is layout:
             return
-        rows = layout.num_rows
-        captured.position[rows:].fill_(-1)
-        captured.position[:rows].copy_(layout.position)
-        captured.request[:rows].copy_(layout.request)
+        rows, into = layout.num_rows, captured.layout
+        into.position[rows:].fill_(-1)
+        into.is_draft[rows:].fill_(False)
+        into.position[:rows].copy_(layout.position)
+        into.is_draft[:rows].copy_(layout.is_draft)
+        into.request[:rows].copy_(layout.request)
         captured.filled = layout
 
-    def _capture(
-        self, job: Job, known: int, bucket: int, counters: Tensor, accepted: Tensor
-    ) -> _Captured:
-        """Capture the launch over fixed buffers; it moves and counts nothing now."""
-        request = self._buffer(bucket, torch.int64)
-        position = torch.full_like(request, -1)
-        nothing = (0,) * bucket
-        layout = RowLayout(
-            nothing, nothing, tuple(range(bucket + 1)), request, position, position >= 0
-        )
-        # Compiles what is not compiled: every position is -1, so that no row is a draft.
-        self._inner.launch(job, known, layout, counters, accepted)
-        graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._inner.launch(job, known, layout, counters, accepted)
-        self.captures += 1
-        return _Captured(graph, request, position, accepted, job)
 
-    def _remember(
-        self,
-        key: tuple[object, ...],
-        shared: tuple[object, ...],
-        captured: _Captured,
-        in_place: bool,
-    ) -> None:
-        self._graphs[key] = captured
-        self._in_place[shared] = self._in_place.get(shared, 0) + in_place
-        if len(self._graphs) > _MAX_GRAPHS:
-            self._graphs.popitem(last=False)
+def replaying(executor: type[Executor]) -> type[CudaGraphExecutor]:
+    """``CudaGraphExecutor`` over another capture-safe executor, ready to be registered.
+
+    Args:
+        executor: declares ``capturable``.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not executor.capabilities.capturable:
+        raise ValueError(f"the {executor.name} executor does not declare that it is capturable")
+    known = {"inner": executor, "capabilities": attrs.evolve(executor.capabilities, takes_ids=True)}
+    return type(f"Replaying{executor.__name__}", (CudaGraphExecutor,), known)
+
+
+def as_tensor(accepted: Tensor | SampledIds) -> Tensor:
+    """Counts, mask or ids."""
+    return accepted.ids if isinstance(accepted, SampledIds) else accepted
+
+
+def _like(accepted: Tensor | SampledIds, source: Tensor) -> Tensor | SampledIds:
+    """``source`` as what ``accepted`` is."""
+    return attrs.evolve(accepted, ids=source) if isinstance(accepted, SampledIds) else source
+
+
+def _nothing(accepted: Tensor | SampledIds) -> int:
+    """A value that accepts nothing wherever it stands."""
+    return accepted.placeholder if isinstance(accepted, SampledIds) else 0
+
+
+def _kind(accepted: Tensor | SampledIds, source: Tensor) -> Hashable:
+    """What a graph bakes in of the acceptance, its address aside."""
+    if isinstance(accepted, SampledIds):
+        return source.dtype, source.shape[1], accepted.placeholder, accepted.vocab_size
+    return source.dtype
 
 
 @contextmanager

@@ -22,10 +22,7 @@ def copy_wide(
     cache: tl.tensor,
     outside: tl.tensor,
     wanted: tl.tensor,
-    cache_run: tl.tensor,
-    rows_run: tl.tensor,
-    run_units: tl.tensor,
-    row_units: tl.tensor,
+    line: tl.tensor,
     TO_CACHE: tl.constexpr,
     COLS: tl.constexpr,
     UNITS: tl.constexpr,
@@ -37,26 +34,25 @@ def copy_wide(
         cache: int64 ``[ROWS]``, addresses of the rows in the cache, multiples of 16.
         outside: likewise, the staged rows.
         wanted: bool ``[ROWS]``.
-        cache_run: bytes between runs; a multiple of 16.
-        rows_run: likewise, outside.
-        run_units: units per run.
-        row_units: units per row.
+        line: the plane's line of the plan; runs are multiples of 16 bytes apart.
         TO_CACHE: direction.
         COLS: units per step.
-        UNITS: ``row_units`` where known when compiled, else 0.
-        RUN: ``run_units`` likewise.
+        UNITS: units per row where known when compiled, else 0.
+        RUN: units per run likewise.
     """
-    per_row = UNITS if UNITS > 0 else row_units
-    per_run = RUN if RUN > 0 else run_units
+    per_run = RUN if RUN > 0 else tl.load(line + 6)
+    per_row = UNITS if UNITS > 0 else tl.load(line + 7)
     lanes = tl.arange(0, COLS * 2)
     for start in range(0, per_row, COLS):
         word = start * 2 + lanes
-        run = word // (per_run * 2)
-        within = (word - run * (per_run * 2)) * 8
-        here = cache[:, None] + (run * cache_run + within)[None, :]
-        there = outside[:, None] + (run * rows_run + within)[None, :]
-        here = wide_pointer(here)
-        there = wide_pointer(there)
+        if UNITS > 0 and UNITS == RUN:  # one run: nothing to look up
+            here = wide_pointer(cache[:, None] + (word * 8)[None, :])
+            there = wide_pointer(outside[:, None] + (word * 8)[None, :])
+        else:
+            run = word // (per_run * 2)
+            within = (word - run * (per_run * 2)) * 8
+            here = wide_pointer(cache[:, None] + (run * tl.load(line + 3) + within)[None, :])
+            there = wide_pointer(outside[:, None] + (run * tl.load(line + 5) + within)[None, :])
         inside = wanted[:, None] & (lanes >= 0)[None, :]
         if UNITS % COLS != 0 or UNITS == 0:
             inside = wanted[:, None] & (word < per_row * 2)[None, :]

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from functools import reduce
+from operator import or_
+from typing import ClassVar, Final
 from weakref import WeakKeyDictionary
 
+import attrs
 import torch
 from torch import Tensor
 
 from .. import attention as reference
 from ..config import TxnConfig
-from ..executor import AttentionArgs, Capabilities, Executor, StagedLayer, Txn
+from ..executor import AttentionArgs, Capabilities, Executor, SampledIds, StagedLayer, Txn
 from ..layers import LayerRef
-from ..layout import RowLayout
+from ..layout import RowLayout, to_device
 from ..rows import LayerRows
 from . import triton_kernels as kernels
 from .attention_launch import AttentionLauncher
-from .jobs import Job, Recurring
+from .jobs import Job
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan
 from .tiling import tile_for
 
 _Strides = list[tuple[int, ...]]
+
+#: A vocabulary that no id is beyond.
+_NO_LIMIT: Final = 2**63 - 1
 
 
 class TritonExecutor(Executor):
@@ -34,7 +40,7 @@ class TritonExecutor(Executor):
 
     name: ClassVar[str] = "triton"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        attention=True, atomic=True, checks_range=True, capturable=True
+        attention=True, atomic=True, checks_range=True, capturable=True, takes_ids=True
     )
 
     def __init__(self, layers: Sequence[LayerRef], config: TxnConfig) -> None:
@@ -57,12 +63,10 @@ class TritonExecutor(Executor):
         self._filled = dict.fromkeys(self._groups, 0)
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._latest: dict[str, tuple[_Strides, Plan]] = {}
-        self._again = Recurring()
+        self._pattern: tuple[object | None, Plan | None] = (None, None)
         self._arena: dict[str, tuple[Tensor, ...]] = {}
         self._saved_views: dict[tuple[str, int], LayerRows] = {}
         self.attention = AttentionLauncher(device)
-        #: Programs done, programs started, launches, launches refused for a slot out of range.
-        self.verdict = torch.zeros(4, dtype=torch.int64, device=device)
         self._programs = 1
         if device.type == "cuda":
             self._programs = 10 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -107,9 +111,19 @@ class TritonExecutor(Executor):
         scope = f"layer:{layer.ref.name}"
         self._move(txn, self.job(scope, (layer.ref,), layer.rows, select, direct=True))
 
-    def commit(self, txn: Txn, accepted: Tensor) -> None:
+    def stage_all(self, txn: Txn, layers: Sequence[StagedLayer]) -> None:
+        """The same in one launch."""
+        select = kernels.SETTLED if txn.policy == "deferred" else kernels.ALL
+        refs = tuple(layer.ref for layer in layers)
+        scope = "all" if refs == self.layers else ",".join(ref.name for ref in refs)
+        self._move(txn, self.job(scope, refs, [p for each in layers for p in each.rows], select))
+
+    def commit(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Write the kept rows or put the rejected ones back, and count, in one launch."""
-        self._move(txn, self.prepare(txn), accepted)
+        standing = txn.standing
+        slots = None if standing is None or len(self._groups) > 1 else txn.slots[self._groups[0]]
+        known = 1 if slots is not None else self.known_slots(txn)
+        self.launch(self.prepare(txn), known, txn.layout, txn.counters, accepted, slots=slots)
 
     def restore(self, txn: Txn) -> None:
         """Put back what was there before every draft row whose group was saved."""
@@ -141,14 +155,17 @@ class TritonExecutor(Executor):
 
     def prepare(self, txn: Txn) -> Job:
         """The host's part of a commit: what to launch; addresses are on their way."""
-        if txn.policy == "deferred":
-            job = self._again.find(txn.staged, self._book.version)
+        if txn.standing is not None:
+            job = txn.standing.kept.get(self)
             if job is None:
                 parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
                 job = self.job("all", self.layers, parts, kernels.KEPT)
-                if job.table is self._book.table:
-                    self._again.remember(txn.staged, self._book.version, job)
+                table = to_device([part.data_ptr() for part in parts], self._device, torch.int64)
+                job = txn.standing.kept[self] = attrs.evolve(job, table=table)
             return job
+        if txn.policy == "deferred":
+            parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
+            return self.job("all", self.layers, parts, kernels.KEPT, pattern=txn.pattern)
         if txn.policy == "undo":
             parts = [part for ref in self.layers for part in txn.saved[ref.name]]
             return self.job("all", self.layers, parts, kernels.REJECTED)
@@ -183,9 +200,10 @@ class TritonExecutor(Executor):
         known: int,
         layout: RowLayout,
         counters: Tensor,
-        accepted: Tensor | None,
+        accepted: Tensor | SampledIds | None,
         *,
         accept: int | None = None,
+        slots: Tensor | None = None,
     ) -> None:
         """The device's part: one launch; with ``accepted`` it counts.
 
@@ -193,19 +211,25 @@ class TritonExecutor(Executor):
             job: what to move.
             known: bits of the groups that have slots.
             layout: the rows; only ``num_rows``, ``request`` and ``position`` are read.
-            counters: int64 ``[lines, 3]``.
-            accepted: contiguous counts or mask.
+            counters: int64 ``[lines, 4]``.
+            accepted: counts, mask or ids.
             accept: what ``accepted`` is, as ``triton_kernels`` numbers it; None: what its
-                dtype says.
+                type says.
+            slots: int64 ``[num_rows]``, to be read instead of the fixed buffer; for one group.
         """
         num_rows = layout.num_rows
         if num_rows == 0:
             return
-        kind, counts = kernels.NOTHING, layout.position
-        if accepted is not None:
+        kind, counts, columns, placeholder, vocabulary = kernels.NOTHING, layout.position, 0, 0, 0
+        if isinstance(accepted, SampledIds):
+            kind, counts, columns = kernels.IDS, accepted.ids.contiguous(), accepted.ids.shape[1]
+            placeholder = accepted.placeholder
+            vocabulary = _NO_LIMIT if accepted.vocab_size is None else accepted.vocab_size
+        elif accepted is not None:
             mask = accepted.dtype is torch.bool
             kind = accept or (kernels.MASK if mask else kernels.COUNTS)
-            counts = accepted.view(torch.uint8) if mask else accepted
+            counts = (accepted.view(torch.uint8) if mask else accepted).contiguous()
+        slots = self._slots if slots is None else slots
         plan = job.plan
         num_planes = 0 if plan is None else plan.num_planes
         tile = tile_for(plan, num_rows, self._programs)
@@ -216,17 +240,19 @@ class TritonExecutor(Executor):
             job.table,
             first,
             second,
-            self._slots,
+            slots,
             self._limits,
             layout.request,
             layout.position,
             counts,
             counters,
-            self.verdict,
             num_rows,
             num_planes,
-            self._slots.stride(0),
+            slots.stride(0),
             known,
+            columns,
+            placeholder,
+            vocabulary,
             max(1, sum(uniform)),
             uniform[1],
             UNIFORM=uniform != (0, 0),
@@ -258,10 +284,8 @@ class TritonExecutor(Executor):
 
     # -- planning -----------------------------------------------------------------
 
-    def _move(self, txn: Txn, job: Job, accepted: Tensor | None = None) -> None:
-        if accepted is not None:
-            accepted = accepted.contiguous()
-        self.launch(job, self.known_slots(txn), txn.layout, txn.counters, accepted)
+    def _move(self, txn: Txn, job: Job) -> None:
+        self.launch(job, self.known_slots(txn), txn.layout, txn.counters, None)
 
     def job(
         self,
@@ -272,26 +296,37 @@ class TritonExecutor(Executor):
         *,
         to_cache: bool = True,
         direct: bool = False,
+        pattern: object | None = None,
     ) -> Job:
-        """Plan a launch over the planes of ``refs``; ``scope`` names them."""
-        addresses = [part.data_ptr() for part in parts]
-        plan = self._plan(scope, refs, parts, addresses)
+        """Plan a launch over the planes of ``refs``; ``scope`` names them.
+
+        ``pattern`` is ``Txn.pattern`` where ``parts`` are all of a window's rows.
+        """
+        addresses = list(map(Tensor.data_ptr, parts))
+        plan = self._plan(scope, refs, parts, addresses, pattern)
         if direct and len(parts) <= 2:
             return Job(plan, self._limits, select, to_cache, (addresses[0], addresses[-1]))
         return Job(plan, self._book.write(addresses), select, to_cache)
 
     def _plan(
-        self, scope: str, refs: tuple[LayerRef, ...], parts: Sequence[Tensor], addresses: list[int]
+        self,
+        scope: str,
+        refs: tuple[LayerRef, ...],
+        parts: Sequence[Tensor],
+        addresses: list[int],
+        pattern: object | None,
     ) -> Plan:
         """The plan for these layers and rows; built at the first window that looks like this."""
-        together = 0
-        for address in addresses:
-            together |= address
+        aligned = reduce(or_, addresses, 0) % 16 == 0
+        if aligned and pattern is not None and pattern is self._pattern[0]:
+            assert self._pattern[1] is not None
+            return self._pattern[1]
         strides = [part.stride() for part in parts]
-        aligned = together % 16 == 0
         if aligned and scope in self._latest:
             latest, plan = self._latest[scope]
             if latest == strides:
+                if pattern is not None:
+                    self._pattern = (pattern, plan)
                 return plan
         each = [aligned or address % 16 == 0 for address in addresses]
         key = (scope, *strides, *each)
@@ -303,6 +338,8 @@ class TritonExecutor(Executor):
             found = self._plans[key] = build_plan(planes, rows, groups)
         if aligned:
             self._latest[scope] = (strides, found)
+            if pattern is not None:
+                self._pattern = (pattern, found)
         return found
 
     # -- fixed buffers ------------------------------------------------------------

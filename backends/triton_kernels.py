@@ -10,9 +10,8 @@ Memory contract of ``move_rows``:
 - Distinct rows of a window have distinct slots, planes share no memory: the window and the
   manager guarantee it. So no two programs write one byte, and no order among them matters.
 - Rows that are not selected are neither read nor written.
-- ``verdict`` = [programs done, programs started, launches, launches refused]. A program counts
-  itself done after its last write, so the verdict of a launch stands when the first two are
-  equal. The additions order nothing: other streams see the bytes by stream order, as ever.
+- One program of a counting launch, and no other, adds to ``counters``, refusal included. What
+  publishes them is the end of the launch: a reader in stream order sees them after every write.
 """
 
 from __future__ import annotations
@@ -37,6 +36,8 @@ COUNTS: Final = 1
 MASK: Final = 2
 #: Tokens sampled per request: the accepted drafts and one more.
 SAMPLED: Final = 3
+#: The sampled ids themselves; those that are no placeholder and below the vocabulary's size.
+IDS: Final = 4
 
 
 @triton.jit
@@ -46,6 +47,9 @@ def selected(
     request: tl.tensor,
     position: tl.tensor,
     accepted: tl.tensor,
+    columns: tl.tensor,
+    placeholder: tl.tensor,
+    vocabulary: tl.tensor,
     per_request: tl.tensor,
     settled: tl.tensor,
     SELECT: tl.constexpr,
@@ -63,13 +67,20 @@ def selected(
     if SELECT >= 2:
         chosen = live & (where >= 0)
     if SELECT >= 3:
-        if ACCEPT == 1 or ACCEPT == 3:
+        if ACCEPT == 2:
+            kept = tl.load(accepted + rows, mask=live, other=0) != 0
+        else:
             if not UNIFORM:
                 owner = tl.load(request + rows, mask=live, other=0)
-            count = tl.load(accepted + owner, mask=live, other=0)
-            kept = where < count - (1 if ACCEPT == 3 else 0)
-        else:
-            kept = tl.load(accepted + rows, mask=live, other=0) != 0
+            if ACCEPT == 4:
+                count = where * 0
+                for column in range(columns):
+                    token = tl.load(accepted + owner * columns + column, mask=live, other=0)
+                    real = (token != placeholder) & (token < vocabulary)
+                    count += real.to(count.dtype)
+            else:
+                count = tl.load(accepted + owner, mask=live, other=0)
+            kept = where < count - (1 if ACCEPT >= 3 else 0)
         chosen = chosen & kept if SELECT == 3 else chosen & (kept == 0)
     return chosen
 
@@ -107,6 +118,9 @@ def count_rows(
     num_rows: tl.tensor,
     slot_stride: tl.tensor,
     allowed: tl.tensor,
+    columns: tl.tensor,
+    placeholder: tl.tensor,
+    vocabulary: tl.tensor,
     per_request: tl.tensor,
     settled: tl.tensor,
     GROUPS: tl.constexpr,
@@ -114,7 +128,7 @@ def count_rows(
     UNIFORM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Add drafts staged, committed and rejected to int64 ``counters`` ``[lines, 3]``.
+    """Add drafts staged, committed, rejected and the refusal to int64 ``counters`` ``[lines, 4]``.
 
     One line per group; with several groups a first line for the window, in which a row counts
     once if any group has a slot for it. Only one program of a launch runs this.
@@ -136,19 +150,22 @@ def count_rows(
                     slot = tl.maximum(slot, each)
             real = live & (slot >= 0)
             draft = selected(
-                rows, live, request, position, accepted, per_request, settled, 2, 0, UNIFORM
-            )
+                rows, live, request, position, accepted, columns, placeholder, vocabulary,
+                per_request, settled, 2, 0, UNIFORM,
+            )  # fmt: skip
             kept = selected(
-                rows, live, request, position, accepted, per_request, settled, 3, ACCEPT, UNIFORM
-            )
+                rows, live, request, position, accepted, columns, placeholder, vocabulary,
+                per_request, settled, 3, ACCEPT, UNIFORM,
+            )  # fmt: skip
             staged += (real & draft).to(tl.int64)
             committed += (real & kept).to(tl.int64)
         total = tl.sum(staged, axis=0)
         done = tl.sum(committed, axis=0) * allowed
-        place = counters + line * 3
+        place = counters + line * 4
         tl.store(place, tl.load(place) + total)
         tl.store(place + 1, tl.load(place + 1) + done)
         tl.store(place + 2, tl.load(place + 2) + total - done)
+        tl.store(place + 3, tl.load(place + 3) + 1 - allowed)
 
 
 @triton.jit(
@@ -157,6 +174,9 @@ def count_rows(
         "num_planes",
         "slot_stride",
         "known",
+        "columns",
+        "placeholder",
+        "vocabulary",
         "per_request",
         "settled",
         "first",
@@ -174,11 +194,13 @@ def move_rows(
     position: tl.tensor,
     accepted: tl.tensor,
     counters: tl.tensor,
-    verdict: tl.tensor,
     num_rows: tl.int32,
     num_planes: tl.int32,
     slot_stride: tl.int32,
     known: tl.int64,
+    columns: tl.int32,
+    placeholder: tl.int64,
+    vocabulary: tl.int64,
     per_request: tl.int32,
     settled: tl.int32,
     SELECT: tl.constexpr,
@@ -212,13 +234,15 @@ def move_rows(
         request: int64 ``[num_rows]``; unread if ``UNIFORM``, as is the next.
         position: int64 ``[num_rows]``, -1 for settled rows.
         accepted: int ``[num_requests]`` (``COUNTS``, ``SAMPLED``), uint8 ``[num_rows]`` (``MASK``),
-            or unread.
-        counters: int64 ``[lines, 3]``, added to if ``COUNT``.
-        verdict: int64 ``[4]``, added to.
+            int ``[num_requests, columns]`` (``IDS``), or unread.
+        counters: int64 ``[lines, 4]``, added to if ``COUNT``.
         num_rows: rows of the window.
         num_planes: lines of the plan.
         slot_stride: elements between groups in ``slots``.
         known: bit g is set where group g has its slots.
+        columns: if ``IDS``, ids per request ...
+        placeholder: ... the one that stands for nothing ...
+        vocabulary: ... and the first that is none.
         per_request: if ``UNIFORM``, rows of each request ...
         settled: ... and how many of them come first and are settled.
         SELECT: which rows.
@@ -250,6 +274,9 @@ def move_rows(
                 num_rows,
                 slot_stride,
                 allowed,
+                columns,
+                placeholder,
+                vocabulary,
                 per_request,
                 settled,
                 GROUPS,
@@ -279,6 +306,9 @@ def move_rows(
                 request,
                 position,
                 accepted,
+                columns,
+                placeholder,
+                vocabulary,
                 per_request,
                 settled,
                 SELECT,
@@ -295,42 +325,14 @@ def move_rows(
                 inside = slot % block_size
             there = outside + rows.to(tl.int64) * rows_stride
             here = base + block * block_stride + inside * slot_stride_bytes
-            if WIDE and NARROW == 0:
-                copy_wide(
-                    here,
-                    there,
-                    wanted,
-                    tl.load(line + 3),
-                    tl.load(line + 5),
-                    tl.load(line + 6),
-                    tl.load(line + 7),
-                    TO_CACHE,
-                    COLS,
-                    UNITS,
-                    RUN,
-                )
-            elif WIDE:
-                if tl.load(line + 11) != 0:
-                    copy_wide(
-                        here,
-                        there,
-                        wanted,
-                        tl.load(line + 3),
-                        tl.load(line + 5),
-                        tl.load(line + 6),
-                        tl.load(line + 7),
-                        TO_CACHE,
-                        COLS,
-                        UNITS,
-                        RUN,
-                    )
-                else:
-                    copy_narrow(here, there, wanted, line, inside, TO_CACHE, COLS, NARROW)
-            else:
-                copy_narrow(here, there, wanted, line, inside, TO_CACHE, COLS, NARROW)
-    if tl.program_id(0) == 0 and plane == 0:
-        tl.atomic_add(verdict + 1, tl.num_programs(0) * tl.num_programs(1), sem="relaxed")
-        tl.atomic_add(verdict + 2, 1, sem="relaxed")
-        tl.atomic_add(verdict + 3, 1 - allowed, sem="relaxed")
-    tl.debug_barrier()
-    tl.atomic_add(verdict, 1, sem="relaxed")
+            # A launch may have planes of both kinds; then each kind's steps skip the other's rows.
+            for_wide = wanted
+            for_narrow = wanted
+            if WIDE and NARROW > 0:
+                is_wide = tl.load(line + 11)
+                for_wide = tl.where(wanted, is_wide, 0) != 0
+                for_narrow = tl.where(wanted, 1 - is_wide, 0) != 0
+            if WIDE:
+                copy_wide(here, there, for_wide, line, TO_CACHE, COLS, UNITS, RUN)
+            if NARROW > 0:
+                copy_narrow(here, there, for_narrow, line, inside, TO_CACHE, COLS, NARROW)

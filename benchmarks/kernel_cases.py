@@ -49,7 +49,7 @@ class Workload:
         self.refs = [_layer(f"layer.{i}", model, blocks, device) for i in range(model.layers)]
         self.executor = TritonExecutor(self.refs, TxnConfig(max_rows=max(rows, 8)))
         self.layout = RowLayout.build((case.drafts,) * case.requests, (1,) * case.requests, device)
-        self.counters = torch.zeros(1, 3, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(1, 4, dtype=torch.int64, device=device)
         row_bytes = sum(ref.row_bytes for ref in self.refs)
         self.all_bytes = row_bytes * rows
         cold = sets_needed(int(self.all_bytes * max(0.2, case.accepted)))

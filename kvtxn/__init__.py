@@ -1,5 +1,6 @@
 """Transactions for the KV cache of LLM inference."""
 
+from .captured import CapturedRows
 from .config import TxnConfig
 from .errors import (
     AcceptanceError,
@@ -14,6 +15,7 @@ from .errors import (
     UnresolvedWindowError,
     WindowStateError,
 )
+from .executor import SampledIds
 from .hooks import EndedWindow
 from .layers import LayerRef
 from .manager import TransactionManager, kv_window
@@ -26,12 +28,14 @@ __all__ = [
     "AcceptanceError",
     "BackendUnavailableError",
     "CapacityError",
+    "CapturedRows",
     "ConfigError",
     "EndedWindow",
     "IncompleteWindowError",
     "KVTxnError",
     "LayerError",
     "LayerRef",
+    "SampledIds",
     "SlotMappingError",
     "StagedTwiceError",
     "TransactionManager",

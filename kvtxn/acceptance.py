@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import attrs
 import torch
 from torch import Tensor
 
 from .errors import AcceptanceError, BackendUnavailableError, ConfigError, SlotMappingError
-from .layout import as_lengths, to_device
+from .executor import SampledIds
+from .layout import RowLayout, as_lengths, to_device
 
 #: On the host a Python loop beats torch's dispatch up to about this many ids.
 _LOOP_UP_TO: Final = 64
@@ -116,6 +118,36 @@ class Acceptance:
         tensors = (draft_ids, target_ids, limit)
         return self._run("match", _match_loop, _match_vector, tensors, ())
 
+    def of_window(
+        self, sampled: SampledIds, layout: RowLayout, *, takes_ids: bool
+    ) -> Tensor | SampledIds:
+        """What ``commit`` hands an executor for ``sampled``: counts, in this mode.
+
+        Ids stay ids for an executor that ``takes_ids``, in its own launch or graph, unless
+        the mode names another way ("loop", "vectorized").
+
+        Raises:
+            AcceptanceError: the ids do not fit the window, or are on another device.
+        """
+        ids = sampled.ids
+        _check_ids("commit", ids)
+        elsewhere = ids.device != self.device
+        if ids.shape[0] != layout.num_requests or (elsewhere and not ids.is_cpu):
+            raise AcceptanceError(
+                "commit",
+                "sampled ids do not fit the window",
+                expected=f"[{layout.num_requests}, num_columns] on {self.device}",
+                got=f"{list(ids.shape)} on {ids.device}",
+                hint="one line of ids per request of the window",
+            )
+        if elsewhere:
+            ids = to_device(ids, self.device, ids.dtype)
+        if takes_ids and self.mode in ("auto", "graph"):
+            return attrs.evolve(sampled, ids=ids) if elsewhere else sampled
+        return self.from_ids(
+            ids, layout.draft_len, placeholder=sampled.placeholder, vocab_size=sampled.vocab_size
+        )
+
     def _limit(self, draft_len: Lengths, num_requests: int) -> Tensor:
         if isinstance(draft_len, Tensor) and draft_len.device.type != "cpu":
             if draft_len.shape != (num_requests,) or draft_len.dtype not in _INTS:
@@ -210,10 +242,8 @@ def _ids_loop(
 def _ids_vector(
     sampled: Tensor, draft_len: Tensor, placeholder: int, vocab_size: int | None
 ) -> Tensor:
-    real = sampled != placeholder
-    if vocab_size is not None:
-        real &= sampled < vocab_size
-    return torch.minimum(real.sum(1) - 1, draft_len).clamp(min=0)
+    counts = SampledIds(sampled, placeholder, vocab_size).counts()
+    return torch.minimum(counts, draft_len).clamp(min=0)
 
 
 def _match_loop(draft_ids: Tensor, target_ids: Tensor, draft_len: Tensor) -> Tensor:

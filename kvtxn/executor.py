@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -45,6 +45,7 @@ class Capabilities:
             write; else the window does, with a few small operations.
         no_host_sync: nothing waits for the device from begin to the end of commit.
         capturable: ``commit`` may be captured in a CUDA graph.
+        takes_ids: ``commit`` takes ``SampledIds`` as well as counts and masks.
     """
 
     policies: frozenset[str] = frozenset({"deferred", "undo", "direct"})
@@ -53,6 +54,7 @@ class Capabilities:
     checks_range: bool = False
     no_host_sync: bool = True
     capturable: bool = False
+    takes_ids: bool = False
 
 
 @attrs.define(eq=False, on_setattr=attrs.setters.frozen)  # frozen, and cheaper to make
@@ -67,6 +69,53 @@ class StagedLayer:
 
     ref: LayerRef
     rows: tuple[Tensor, ...]
+
+
+@attrs.frozen(eq=False)
+class SampledIds:
+    """What a sampler returned, in place of counts: ``window.commit(SampledIds(ids))``.
+
+    Attributes:
+        ids: int ``[num_requests, num_columns]``: each request's accepted drafts, one token of the
+            target's own, then placeholders. Any number of columns.
+        placeholder: the id that stands for nothing.
+        vocab_size: ids at or above it count as nothing, too.
+    """
+
+    ids: Tensor
+    placeholder: int = -1
+    vocab_size: int | None = None
+
+    def counts(self) -> Tensor:
+        """int64 ``[num_requests]``: drafts accepted, not clamped; no wait for the device."""
+        real = self.ids != self.placeholder
+        if self.vocab_size is not None:
+            real &= self.ids < self.vocab_size
+        return real.sum(1) - 1
+
+
+def as_counts(accepted: Tensor | SampledIds) -> Tensor:
+    """Counts or a mask, whatever ``accepted`` is."""
+    return accepted.counts() if isinstance(accepted, SampledIds) else accepted
+
+
+@attrs.define(eq=False)
+class Standing:
+    """Windows that recur over captured rows: one shape, the same places, validated once.
+
+    Attributes:
+        layout: the rows.
+        slots: int64 ``[num_rows]`` by group, on the device, read where the caller keeps them.
+        staged: the rows, by layer name, where the captured forward leaves them.
+        recurs: False where the slots had to be copied, so that this is for one window only.
+        kept: what executors keep for such windows, by keys that name the executor.
+    """
+
+    layout: RowLayout
+    slots: dict[str, Tensor]
+    staged: dict[str, StagedLayer]
+    recurs: bool
+    kept: dict[object, Any] = attrs.Factory(dict)
 
 
 @attrs.define(eq=False)
@@ -84,6 +133,7 @@ class Txn:
             and nothing may be written; None where the host checked.
         pattern: where not None, the staged rows have the strides of every other window with
             this very object, layer by layer.
+        standing: where not None, what this window has in common with others, addresses included.
         counters: int64 ``[num_counts, 4]`` on the device; see ``count``.
     """
 
@@ -96,6 +146,7 @@ class Txn:
     saved: dict[str, tuple[Tensor, ...]] = attrs.Factory(dict)
     in_range: Tensor | None = None
     pattern: object | None = None
+    standing: Standing | None = None
 
     def permit(self, mask: Tensor) -> Tensor:
         """``mask``, or nothing at all where a slot is out of range."""
@@ -163,13 +214,19 @@ class Executor(abc.ABC):
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
         """Write one layer's settled rows (``deferred``) or all its rows (else)."""
 
+    def stage_all(self, txn: Txn, layers: Sequence[StagedLayer]) -> None:
+        """``stage`` for several layers, of all groups."""
+        for layer in layers:
+            self.stage(txn, layer)
+
     @abc.abstractmethod
     def commit(self, txn: Txn, accepted: Tensor) -> None:
         """Make the accepted draft rows durable in all layers, then ``count``.
 
         Args:
             txn: the window; every layer is staged (or, under ``undo``, written by the caller).
-            accepted: int ``[num_requests]``, possibly out of range, or bool ``[num_rows]``.
+            accepted: int ``[num_requests]``, possibly out of range, or bool ``[num_rows]``. An
+                executor that declares ``takes_ids`` is handed ``SampledIds``, too.
         """
 
     @abc.abstractmethod

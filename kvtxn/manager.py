@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import registry
 from .acceptance import Acceptance
+from .captured import CapturedRows
 from .config import TxnConfig
 from .errors import BackendUnavailableError, ConfigError, LayerError, WindowStateError
 from .executor import Capabilities, Txn
@@ -70,6 +71,7 @@ class TransactionManager:
         with torch.inference_mode(False):  # its buffers outlive the mode they are made in
             self.executor = backend(refs, self.config)
         self.metrics = Metrics.build(self.policy, refs, self.device)
+        self._refs, self._counters = refs, self.metrics.rows[0]
         self.acceptance = Acceptance(self.config.acceptance, self.device)
         self.hooks = Hooks()
         self.stager = Stager(self.config, deferred=self.policy == "deferred")
@@ -111,6 +113,7 @@ class TransactionManager:
         settled: Lengths = 1,
         *,
         written_by: WrittenBy = "window",
+        captured: CapturedRows | None = None,
     ) -> Window:
         """Begin a window.
 
@@ -123,11 +126,15 @@ class TransactionManager:
             written_by: ``"caller"`` where other code writes the rows through by itself
                 between begin and commit (``undo`` and ``direct`` only); there is no staging
                 then, and all slots have to be given here.
+            captured: the rows of a captured forward that was just replayed (``deferred`` only):
+                the window is STAGED at once. Settled rows are written now. Slots on the device
+                are read where they are.
 
         Raises:
             WindowStateError: another window is open.
             SlotMappingError: lengths and slots do not fit together.
             CapacityError: more rows than ``max_rows``.
+            LayerError: captured rows do not fit.
         """
         if self._open is not None:
             raise WindowStateError(
@@ -145,20 +152,18 @@ class TransactionManager:
                 expected="'window', or 'caller' under undo or direct",
                 got=repr(written_by),
             )
-        mappings = SlotMappings(
-            self.groups,
-            self.device,
-            self.config.max_rows,
-            draft_len,
-            settled,
-            self._layout,
-            not self.executor.capabilities.checks_range,
-            self.executor.own_slots,
-        )
-        window = Window(self, self._opened, mappings, written_by)
+        if captured is None:
+            mappings = self.mappings(draft_len, settled, self.executor.own_slots)
+            window = Window(self, self._opened, mappings, written_by)
+        else:
+            standing, mappings = captured.standing(self, draft_len, slots, settled)
+            window = Window(self, self._opened, mappings, written_by)
         self._open = window
         try:
-            window._begin(slots)
+            if captured is None:
+                window._begin(slots)
+            else:
+                window._begin_staged(standing)
         except BaseException:
             self._open = None
             raise
@@ -212,10 +217,25 @@ class TransactionManager:
 
     # -- for windows --------------------------------------------------------------
 
+    def mappings(
+        self, draft_len: Lengths, settled: Lengths, keep: Callable[[str, Tensor], Tensor]
+    ) -> SlotMappings:
+        """The slots of a new window, none given yet; ``keep`` makes its own copy of a mapping."""
+        return SlotMappings(
+            self.groups,
+            self.device,
+            self.config.max_rows,
+            draft_len,
+            settled,
+            self._layout,
+            not self.executor.capabilities.checks_range,
+            keep,
+        )
+
     def new_txn(self, layout: RowLayout) -> Txn:
         """The executor's side of a new window."""
         self.stager.begin(layout.num_rows)
-        return Txn(self.policy, tuple(self.layers.values()), layout, self.metrics.rows[0])
+        return Txn(self.policy, self._refs, layout, self._counters)
 
     def note_fallback(self, window: WindowLife | None, operation: str, error: Exception) -> None:
         """Count a fallback; say it once per reason, then at debug level.

@@ -124,8 +124,13 @@ class Stager:
             rows.append(part)
         return StagedLayer(ref, tuple(rows))
 
+    def watch(self, name: str, tensor: Tensor) -> None:
+        """Notice if ``tensor``, which commit is going to read, is written to until then."""
+        if self._watched and not tensor.is_inference():
+            self._held.append((name, (tensor,), tensor._version))
+
     def check_unchanged(self) -> None:
-        """Refuse the commit if a tensor staged by reference was written to since.
+        """Refuse the commit if a tensor taken by reference was written to since.
 
         Raises:
             WindowStateError: it was; nothing has been written.
@@ -134,7 +139,7 @@ class Stager:
             if _versions(rows) != versions:
                 raise WindowStateError(
                     "commit",
-                    f"the rows staged for {name!r} were modified in place after stage()",
+                    f"what was taken for {name!r} was modified in place before commit",
                     hint="abort; with TxnConfig(staging='copy') rows may share a buffer that is "
                     "written to, as slices of one tensor do",
                 )

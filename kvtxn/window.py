@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import attention, recovery
 from .errors import LayerError, UnresolvedWindowError, incomplete
-from .executor import StagedLayer, Txn
+from .executor import SampledIds, StagedLayer, Standing, Txn, as_counts
 from .layers import LayerRef
 from .layout import as_accepted
 from .rows import LayerRows
@@ -46,6 +46,25 @@ class Window(WindowLife):
             self._missing.clear()
             if self._state is WindowState.OPEN:
                 self._state = after(self._state, Event.STAGE_LAST)
+
+    def _begin_staged(self, standing: Standing) -> None:
+        """Every layer's rows are in already; the manager calls this instead, once."""
+        self._txn = txn = self._manager.new_txn(standing.layout)
+        txn.slots, txn.staged = standing.slots.copy(), standing.staged.copy()
+        txn.in_range = self._mappings.in_range
+        txn.standing = standing if standing.recurs else None
+        for group, slots in txn.slots.items():
+            self._manager.stager.watch(group, slots)
+        self._missing.clear()
+        self._manager.metrics.layer_calls += standing.layout.num_rows * len(txn.staged)
+        self._state = after(self._state, Event.STAGE_LAST)
+        if self._mappings.failure is not None:
+            self._on_failure("begin", self._mappings.failure, tuple(txn.staged.values()))
+        elif standing.layout.has_settled:
+            try:
+                self._executor.stage_all(txn, tuple(txn.staged.values()))
+            except Exception as error:
+                self._on_failure("stage", error, tuple(txn.staged.values()))
 
     def _map(self, group: str, slots: Tensor | Sequence[int]) -> None:
         """Give a group its slots; under ``undo`` save what they hold."""
@@ -190,13 +209,18 @@ class Window(WindowLife):
 
     # -- commit and abort ---------------------------------------------------------
 
-    def commit(self, accepted: int | Sequence[int] | Sequence[bool] | Tensor) -> None:
+    def commit(self, accepted: int | Sequence[int] | Sequence[bool] | Tensor | SampledIds) -> None:
         """Make exactly the accepted draft rows durable, in all layers, or change nothing.
 
         Args:
             accepted: draft rows accepted per request, as an int for all, a sequence, an int
                 tensor ``[num_requests]``, or bool ``[num_rows]`` (settled rows ignored). A
                 device tensor is not read by the host; its counts clamp to the draft lengths.
+                Or ``SampledIds``: what the sampler returned, counted by the executor.
+
+        A slot on the device that lies outside its cache makes the commit write nothing. Only the
+        device knows, so the label says COMMITTED all the same: that the commit was handed over
+        whole. ``manager.snapshot()["kvtxn_windows_refused_total"]`` says how many were refused.
 
         Raises:
             IncompleteWindowError: a layer is missing; the window stays open.
@@ -211,9 +235,14 @@ class Window(WindowLife):
             self._refuse("commit", Event.COMMIT)
         txn = self._txn
         assert txn is not None  # every layer is staged, so some group has slots
-        counts = as_accepted(accepted, txn.layout, self._manager.device)
+        counts: Tensor | SampledIds
+        if isinstance(accepted, SampledIds):
+            ids = self._executor.capabilities.takes_ids
+            counts = self._manager.acceptance.of_window(accepted, txn.layout, takes_ids=ids)
+        else:
+            counts = as_accepted(accepted, txn.layout, self._manager.device)
         if self._state is WindowState.DIRECT:
-            self._or_fail(lambda: txn.count(txn.kept(counts)))
+            self._or_fail(lambda: txn.count(txn.kept(as_counts(counts))))
         else:
             self._manager.stager.check_unchanged()
             self._act_commit(txn, counts)
@@ -221,7 +250,7 @@ class Window(WindowLife):
         self._finish(Event.COMMIT, accepted)
         self._surface()
 
-    def _act_commit(self, txn: Txn, counts: Tensor) -> None:
+    def _act_commit(self, txn: Txn, counts: Tensor | SampledIds) -> None:
         """The executor's commit; on failure finish it, or restore and raise."""
         before: LayerRows = txn.saved
         config = self._manager.config
@@ -230,17 +259,18 @@ class Window(WindowLife):
             if txn.policy == "deferred" and self._manager.needs_guard:
                 before = recovery.read_back(txn)
             txn.pattern = self._manager.stager.pattern
-            self._executor.commit(txn, counts)
+            self._executor.commit(txn, counts)  # type: ignore[arg-type]
             if config.debug:
-                recovery.verify(txn, counts, before)
+                recovery.verify(txn, as_counts(counts), before)
         except Exception as error:
             if counted is not None:
                 txn.counters.copy_(counted)  # a window counts once, however often it is tried
             if config.on_error == "raise":
                 self._take_back_and_raise("commit", error, before)
             self._enter_direct("commit", error)
-            self._or_fail(lambda: recovery.finish_commit(txn, counts, before))
-            self._or_fail(lambda: txn.count(txn.kept(counts)))
+            known = as_counts(counts)
+            self._or_fail(lambda: recovery.finish_commit(txn, known, before))
+            self._or_fail(lambda: txn.count(txn.kept(known)))
         except BaseException:
             self._finish(Event.FAIL)  # interrupted half-way: nothing can be promised
             raise

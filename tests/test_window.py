@@ -216,7 +216,7 @@ def test_rows_modified_after_staging_are_refused(layers, stage_all):
     with manager.window(2, SLOTS) as w:
         staged = stage_all(w, layers)
         staged[1][0].zero_()
-        with pytest.raises(WindowStateError, match=r"'layer\.1' were modified in place"):
+        with pytest.raises(WindowStateError, match=r"'layer\.1' was modified in place"):
             w.commit(2)
         w.abort()
     assert changed_slots(layers, before) == [{0, 10}] * 6

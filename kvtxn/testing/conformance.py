@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .honesty import Honesty
 from .program import RandomProgram
+from .promise_captured import CapturedWindows
 from .promise_counts import Counts
 from .promise_device import Device
 from .promise_discipline import Discipline
@@ -27,6 +28,7 @@ class ExecutorConformance(
     Fallback,
     Counts,
     Hooks,
+    CapturedWindows,
     RandomProgram,
 ):
     """Everything an executor promises, as tests.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtxn.backends.jobs import Job, Recurring
 from kvtxn.backends.pointer_table import FIELDS, AddressBook, RowsAt, build_plan
 from kvtxn.backends.tiling import tile_for
 
 from kvtxn import LayerRef
-from kvtxn.executor import StagedLayer
 
 
 def _plan(ref, stride, aligned=True):
@@ -78,15 +76,3 @@ def test_the_address_book_uploads_only_what_changed():
     assert book.version == 1
     book.write([1, 2, 4])
     assert book.version == 2
-
-
-def test_recurring_rows_are_known_by_identity():
-    """Equal is not enough: only the very same objects have the same addresses."""
-    ref = LayerRef("layer", torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8))
-    staged = {"layer": StagedLayer(ref, (torch.zeros(1, 1, 8),))}
-    known, job = Recurring(), Job(None, torch.zeros(1), 3)
-    assert known.find(staged, 1) is None
-    known.remember(staged, 1, job)
-    assert known.find(staged, 1) is job
-    assert known.find(staged, 2) is None
-    assert known.find({"layer": StagedLayer(ref, staged["layer"].rows)}, 1) is None

@@ -54,4 +54,4 @@ def test_an_unsupported_release_is_one_line():
     assert (
         str(row)
         == "any | any | any: off (" + RULES[0].says(attrs.evolve(Facts(), version="0.1.0")) + ")"
-    )  # noqa: E501
+    )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtxn.backends.captured_rows import CapturedRows
 
-from kvtxn import LayerRef, WindowStateError
+from kvtxn import CapturedRows, LayerRef, WindowStateError
 
 
 def _layer(name="layer"):

@@ -1,0 +1,205 @@
+"""Rows that a captured forward leaves at the same places at every replay.
+
+A graph's memory pool may reuse a tensor's memory inside the graph as soon as nothing holds
+the tensor. ``CapturedRows`` holds every key and value until the capture ends; then they
+stay intact through each replay, and the commit reads them where the forward left them. A
+compiler that plans memory by itself does not ask who holds a tensor, so this is checked, not
+assumed: the graph copies the rows as it produces them, and after a replay both must agree.
+Where they do not, the copies take over; they are kept then, and are dropped otherwise.
+
+A window over them, ``manager.window(..., captured=rows)``, is STAGED when it begins. What
+such windows have in common is validated once and looked up afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError, LayerError, WindowStateError
+from .executor import StagedLayer, Standing
+from .formats import words
+from .layers import LayerRef
+from .slots import Lengths, SlotMappings
+from .staging import check_parts
+
+if TYPE_CHECKING:
+    from .manager import TransactionManager
+
+Slots = Tensor | Sequence[int] | Mapping[str, Tensor] | None
+
+#: Shapes and places that are remembered; beyond, all are validated anew.
+_MAX_STANDING: Final = 64
+
+
+class CapturedRows:
+    """The staged rows of one captured forward.
+
+    Args:
+        check: capture copies beside the references, so that ``verify`` has something to
+            compare; without them the references are trusted.
+
+    Attributes:
+        by_reference: False once a check has failed and the copies are in use.
+    """
+
+    def __init__(self, *, check: bool = True) -> None:
+        self.by_reference = True
+        self._check = check
+        self._held: dict[str, StagedLayer] = {}
+        self._copies: dict[str, StagedLayer] = {}
+        self._verified = not check
+        self._standing: dict[tuple[object, ...], tuple[Standing, SlotMappings]] = {}
+
+    def stage(self, ref: LayerRef, *parts: Tensor) -> StagedLayer:
+        """Hold one layer's rows; call it inside the capture, where the rows are made.
+
+        Args:
+            ref: the layer.
+            parts: one tensor per plane, ``[num_rows, *row_shape]``, in the cache's own dtype
+                (``RowFormat.encode`` them in the graph if they are not).
+
+        Raises:
+            WindowStateError: the layer was staged before.
+        """
+        if ref.name in self._held:
+            raise WindowStateError(
+                "stage",
+                f"layer {ref.name!r} is in this capture already",
+                hint="make one CapturedRows for each captured graph",
+            )
+        held = tuple(
+            part if part.dtype is plane.format.dtype else plane.format.encode(part)
+            for plane, part in zip(ref.planes, parts, strict=True)
+        )
+        self._held[ref.name] = StagedLayer(ref, held)
+        self._standing.clear()
+        if self._check:
+            copies = tuple(part.clone() for part in held)
+            self._copies[ref.name] = StagedLayer(ref, copies)
+        return self._held[ref.name]
+
+    def verify(self) -> list[str]:
+        """Compare references and copies after a replay; waits for the device, so do it once.
+
+        Run it after capture and one replay on real inputs. Afterwards ``layers`` are the
+        references if all were intact, else the copies.
+
+        Returns:
+            Layers whose rows had been overwritten by the end of the graph.
+        """
+        overwritten = [
+            name
+            for name, copy in self._copies.items()
+            if not all(
+                torch.equal(words(a), words(b))
+                for a, b in zip(self._held[name].rows, copy.rows, strict=True)
+            )
+        ]
+        self.by_reference = not overwritten
+        self._verified = True
+        self._standing.clear()
+        return overwritten
+
+    @property
+    def layers(self) -> Mapping[str, StagedLayer]:
+        """What a commit after a replay reads.
+
+        Raises:
+            WindowStateError: nothing was verified yet.
+        """
+        if not self._verified:
+            raise WindowStateError(
+                "commit",
+                "rows captured by reference have not been verified",
+                hint="replay the graph once and call verify()",
+            )
+        return self._held if self.by_reference else self._copies
+
+    # -- windows over them -----------------------------------------------------------
+
+    def standing(
+        self, manager: TransactionManager, draft_len: Lengths, slots: Slots, settled: Lengths
+    ) -> tuple[Standing, SlotMappings]:
+        """The window of this shape at these places, validated now or before.
+
+        Slots on the device are read where they are, and so must not be written to before commit;
+        others are copied, as in any window.
+
+        Raises:
+            ConfigError: the manager's policy is not "deferred".
+            LayerError: the rows do not fit the manager's layers or the window.
+            SlotMappingError: see ``TransactionManager.window``.
+        """
+        key = _key(manager, draft_len, slots, settled)
+        found = self._standing.get(key) if key is not None else None
+        if found is not None:
+            return found
+        if manager.policy != "deferred":
+            raise ConfigError(
+                "window",
+                f"captured rows do not go with policy {manager.policy!r}",
+                expected="policy 'deferred'",
+                got=repr(manager.policy),
+                hint="under undo a captured forward writes by itself: written_by='caller'",
+            )
+        in_place: set[str] = set()
+
+        def keep(group: str, tensor: Tensor) -> Tensor:
+            if key is None or tensor.dtype is not torch.int64 or not tensor.is_contiguous():
+                return manager.executor.own_slots(group, tensor)
+            in_place.add(group)
+            return tensor
+
+        mappings = manager.mappings(draft_len, settled, keep)
+        own = {group: mappings.add(group, s) for group, s in mappings.by_group(slots).items()}
+        unmapped = [group for group in manager.groups if group not in own]
+        if unmapped:
+            raise mappings.missing(unmapped[0])
+        rows = mappings.layout.num_rows
+        staged = {ref.name: self._fitting(ref, rows) for ref in manager.layers.values()}
+        recurs = key is not None and in_place == set(own)
+        made = Standing(mappings.layout, own, staged, recurs), mappings
+        if key is not None and recurs:
+            if len(self._standing) >= _MAX_STANDING:
+                self._standing.clear()
+            self._standing[key] = made
+        return made
+
+    def _fitting(self, ref: LayerRef, num_rows: int) -> StagedLayer:
+        """The first ``num_rows`` rows of a layer; a graph may have room for more."""
+        layer = self.layers.get(ref.name)
+        if layer is None or layer.ref is not ref:
+            raise LayerError(
+                "window",
+                f"layer {ref.name!r} is not among the captured rows",
+                expected=f"each of the manager's {ref.group!r} layers, and others of its groups",
+                got=f"{len(self.layers)} layers",
+                hint="stage every layer of the manager while the forward is captured",
+            )
+        key, *value = (part[:num_rows] for part in layer.rows)
+        return StagedLayer(ref, check_parts(ref, num_rows, key, value[0] if value else None))
+
+
+def _key(
+    manager: TransactionManager, draft_len: Lengths, slots: Slots, settled: Lengths
+) -> tuple[object, ...] | None:
+    """What a standing window depends on; None where it cannot recur.
+
+    Slots that are checked or copied by the host or before the launch are new every time.
+    """
+    shape = [tuple(n) if isinstance(n, list) else n for n in (draft_len, settled)]
+    if not manager.executor.capabilities.checks_range or not all(
+        isinstance(n, (int, tuple)) for n in shape
+    ):
+        return None
+    given = slots.items() if isinstance(slots, Mapping) else (("", slots),)
+    places: list[object] = []
+    for group, tensor in given:
+        if not isinstance(tensor, Tensor) or tensor.is_cpu:
+            return None
+        places += (group, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (manager, *shape, *places)
