@@ -17,10 +17,10 @@ from .acceptance import Acceptance
 from .captured import CapturedRows
 from .config import TxnConfig
 from .errors import BackendUnavailableError, ConfigError, LayerError, WindowStateError
-from .executor import Capabilities, Txn
+from .executor import Capabilities, SampledIds, Txn, as_counts
 from .hooks import Callback, Hook, Hooks
 from .layers import LayerRef
-from .layout import RowLayout, as_accepted
+from .layout import RowLayout
 from .log import debugging, get_logger
 from .metrics import Metrics
 from .slots import Lengths, SlotMappings
@@ -264,20 +264,26 @@ class TransactionManager:
                 "window.end",
                 window=window.number,
                 state=window.state.value,
-                accepted=accepted.tolist() if isinstance(accepted, Tensor) else accepted,
-                saved=self._saved(window, accepted),
+                accepted=_shown_counts(accepted),
+                saved=self._saved(window),
             )
 
-    def _saved(self, window: WindowLife, accepted: object) -> int:
+    def _saved(self, window: WindowLife) -> int:
         """Draft rows that were never written. Waits for the device: for debug events only."""
         txn = window._txn
         if txn is None or txn.policy != "deferred":
             return 0
+        accepted = window._accepted
         drafts = sum(txn.layout.draft_len)
-        if window.state is not WindowState.COMMITTED:
+        if window.state is not WindowState.COMMITTED or accepted is None:
             return drafts if window.state is WindowState.ABORTED else 0
-        kept = txn.layout.kept(as_accepted(accepted, txn.layout, self.device))
-        return drafts - int(kept.sum())
+        return drafts - int(txn.layout.kept(as_counts(accepted)).sum())
+
+
+def _shown_counts(accepted: object) -> object:
+    if isinstance(accepted, (Tensor, SampledIds)):
+        return as_counts(accepted).tolist()
+    return accepted
 
 
 def _shown(error: Exception) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import recovery
 from .errors import not_allowed
-from .executor import StagedLayer, Txn
+from .executor import SampledIds, StagedLayer, Txn, as_counts
 from .hooks import Moment, ended
 from .rows import LayerRows
 from .slots import SlotMappings
@@ -52,7 +52,7 @@ class WindowLife:
         self._state = WindowState.OPEN
         self._missing = dict.fromkeys(manager.layers)
         self._txn: Txn | None = None
-        self._accepted: Tensor | None = None
+        self._accepted: Tensor | SampledIds | None = None
         self._hook_error: Exception | None = None
         self._waits = False  # staging writes nothing: deferred, and no row is settled
 
@@ -136,7 +136,8 @@ class WindowLife:
         callbacks = self._manager.hooks[moment]
         if not callbacks or self._txn is None:
             return
-        window = ended(self.number, self._state, self._txn, self._accepted, not self._missing)
+        accepted = None if self._accepted is None else as_counts(self._accepted)
+        window = ended(self.number, self._state, self._txn, accepted, not self._missing)
         for callback in callbacks:
             try:
                 callback(window)

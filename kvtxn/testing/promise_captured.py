@@ -69,7 +69,7 @@ class CapturedWindows(KitBase):
         rig.write(batch, [row < 6 and (keep or not d) for row, (keep, d) in enumerate(kept)])
         rig.check("the rows of two requests of three")
 
-    def test_abort_leaves_no_trace(self, kit: Kit) -> None:
+    def test_an_abort_over_captured_rows(self, kit: Kit) -> None:
         """And the next window over the same rows commits them."""
         rig = kit.rig("deferred")
         batch = rig.batch()
@@ -84,7 +84,7 @@ class CapturedWindows(KitBase):
         rig.check("committed")
         assert rig.rows()[0] == 2 * rig.rows()[1]
 
-    def test_a_layer_is_missing(self, kit: Kit) -> None:
+    def test_a_layer_was_not_captured(self, kit: Kit) -> None:
         """Refused at begin; nothing is open and nothing was written."""
         rig = kit.rig("deferred", SIMPLE)
         batch = rig.batch()
