@@ -1,0 +1,225 @@
+"""``TxnCache``: a Hugging Face transformers cache that is written by transactions.
+
+    cache = TxnCache(model.config, max_tokens=512)
+    model.generate(**inputs, past_key_values=cache, assistant_model=assistant)
+
+transformers says by ``activate_past_recording`` that a ``crop`` follows each
+forward, and by ``crop(-n)`` how many of its tokens were rejected. So a forward
+is a window: until the crop none of its rows is in the cache, then exactly the
+accepted ones are. Without recording a forward is committed with its last layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from ..config import Policy, TxnConfig
+from ..errors import ConfigError, LayerError
+from ..manager import TransactionManager
+from .paged_regions import Shape
+from .paged_sequences import PagedSequences
+
+try:
+    import transformers
+    from transformers import Cache, DynamicCache, PreTrainedConfig
+    from transformers.cache_utils import (
+        CacheLayerMixin,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+    )
+except ImportError as error:
+    raise ImportError(
+        "kvtxn.integrations.transformers_cache needs transformers 5.14 or newer: "
+        "pip install 'kvtxn[transformers]'"
+    ) from error
+if not hasattr(Cache, "activate_past_recording"):  # how generate says that a crop follows
+    raise ImportError(
+        "kvtxn.integrations.transformers_cache needs transformers 5.14 or newer, found "
+        f"{transformers.__version__}: pip install --upgrade 'kvtxn[transformers]'"
+    )
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a ``TxnCache``; what concerns all layers at once is the cache's to do."""
+
+    is_compileable: ClassVar[bool] = False
+    is_croppable: ClassVar[bool] = True
+    supports_early_init: ClassVar[bool] = False
+
+    def __init__(self, sequences: PagedSequences, index: int) -> None:
+        super().__init__()
+        self._sequences = sequences
+        self._index = index
+        self._region = sequences.region(index)
+        self.is_sliding = self._region.window is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: all layers' caches are made together, by the first forward."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stage this forward's rows and return them after the rows that they may see.
+
+        Args:
+            key_states: ``[batch, num_kv_heads, count, head_size]``.
+            value_states: likewise.
+            args: nothing of it is needed.
+            kwargs: likewise.
+        """
+        return self._sequences.take(self._index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys ``update`` will return, and the position of the first."""
+        length = self._sequences.seq_length
+        first = self._region.first_seen(length)
+        return length - first + query_length, first
+
+    def get_seq_length(self) -> int:
+        """Tokens per sequence."""
+        return self._sequences.seq_length
+
+    def get_max_length(self) -> int:
+        """The most tokens a sequence can have here; for a sliding layer its window, as stock's."""
+        return self._region.window or self._sequences.capacity
+
+
+class TxnCache(Cache):  # type: ignore[misc]
+    """A paged cache of fixed size for ``generate``: pass it as ``past_key_values``.
+
+    Args:
+        config: the model's; says which layers slide.
+        max_tokens: tokens per sequence, prompt and new ones.
+        block_size: slots per block of the paged caches.
+        max_drafts: candidates per step; the caches have room for them beside ``max_tokens``,
+            and a sliding layer beside its window.
+        policy: of the ``TransactionManager``.
+        backend: likewise.
+
+    Raises:
+        ConfigError: a size is no positive int.
+        LayerError: a layer is no plain, sliding or chunked attention.
+
+    The memory is taken by the first forward, for its batch size. A cache that is full raises
+    ``CapacityError`` and stays as it is. An exception in the middle of a forward leaves every
+    byte as it was before; the next forward may follow at once.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        max_tokens: int,
+        block_size: int = 16,
+        max_drafts: int = 64,
+        policy: Policy = "deferred",
+        backend: str = "auto",
+    ) -> None:
+        sizes = {"max_tokens": max_tokens, "block_size": block_size, "max_drafts": max_drafts}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(
+                    "TxnCache", f"{name} is not valid", expected="a positive int", got=repr(size)
+                )
+        shape = Shape(layer_windows(config), **sizes)
+        self._over(PagedSequences(shape, TxnConfig(policy=policy, backend=backend)))
+
+    def _over(self, sequences: PagedSequences) -> None:
+        self._sequences = sequences
+        layers = [PagedLayer(sequences, index) for index in range(len(sequences.shape.windows))]
+        super().__init__(layers=layers)
+
+    @property
+    def manager(self) -> TransactionManager | None:
+        """Layers, counters and executor; None until the first forward is complete."""
+        return self._sequences.manager
+
+    def snapshot(self) -> dict[str, float]:
+        """The manager's counters, empty before the first forward.
+
+        Every row of a forward is provisional and counts as staged, the known good ones too:
+        committed rows are the tokens in the cache, rejected rows those that ``crop`` took back.
+        """
+        return {} if self.manager is None else self.manager.snapshot()
+
+    def activate_past_recording(self) -> None:
+        """From now on a forward's rows wait for ``crop``; ``generate`` calls this by itself."""
+        self._sequences.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Commit the last forward without its last ``-tokens_to_remove`` tokens.
+
+        More than the last forward had are taken from the tokens before it. A positive number is
+        the length to keep, as in older versions of transformers.
+
+        Raises:
+            AcceptanceError: there are not that many tokens.
+            CapacityError: a sliding layer no longer has the rows that would be seen.
+        """
+        tokens_to_remove = int(tokens_to_remove)  # generate of some versions passes a tensor
+        length = self._sequences.seq_length
+        keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        self._sequences.crop(max(0, length - keep))
+
+    def commit(self) -> None:
+        """Commit all rows that are waiting for ``crop``, if any."""
+        self._sequences.settle()
+
+    def abort(self) -> None:
+        """Drop the last forward if its rows are waiting for ``crop``, or if it failed."""
+        self._sequences.abort()
+
+    def reset(self) -> None:
+        """Forget every token; the memory and the counters stay."""
+        self._sequences.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """For beam search: sequence i becomes a copy of sequence ``beam_idx[i]``."""
+        self._sequences.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: the memory is for one batch size."""
+        raise _fixed_batch("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refused: the memory is for one batch size."""
+        raise _fixed_batch("batch_select_indices")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """An independent copy, such as of a prompt's cache that several generations start from."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin._over(self._sequences.clone())
+        return twin
+
+
+def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Per layer the tokens that a query sees, itself included; None is all.
+
+    Raises:
+        LayerError: the model has an encoder, or a layer keeps something else than attention rows.
+    """
+    if config.is_encoder_decoder:
+        raise LayerError("TxnCache", "the model has an encoder", expected="a decoder-only model")
+    windows: list[int | None] = []
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise LayerError(
+                "TxnCache",
+                f"layer {index} cannot be kept in pages",
+                expected="full, sliding or chunked attention",
+                got=type(layer).__name__,
+                hint="use transformers' DynamicCache for this model",
+            )
+        windows.append(getattr(layer, "sliding_window", None))
+    return tuple(windows)
+
+
+def _fixed_batch(operation: str) -> LayerError:
+    return LayerError(
+        operation,
+        "the number of sequences cannot change",
+        hint="make a new cache for another batch size",
+    )
