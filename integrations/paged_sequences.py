@@ -107,7 +107,7 @@ class PagedSequences:
         try:
             # Read before staging: under "undo" and "direct" drafts may take the oldest rows' slots.
             keys, values = (
-                torch.cat([*region.rows(cache, *seen), part], dim=2)
+                torch.cat([*region.rows(cache, *seen), part.to(cache.dtype)], dim=2)
                 for cache, part in zip(_caches(ref), (key, value), strict=True)
             )
             window.stage(ref, _as_rows(key), _as_rows(value))

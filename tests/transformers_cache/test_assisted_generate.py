@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from kvtxn.integrations.transformers_cache import TxnCache
+from more_models import FAMILIES
+from more_models import build as build_family
 from tiny_models import NEW_TOKENS, PROMPT, RecordedCache, drafting, run
 
 KINDS = ("llama", "mistral", "gemma3")
@@ -43,6 +45,20 @@ def test_greedy_assisted_equals_stock(models, kind, method):
     assert counts["kvtxn_windows_total"] == len(steps.fed)
 
     # No byte moves before the crop; after it they are those of a cache that saw the kept rows only.
+    assert cache.exact == [(True, True)] * len(steps.fed)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_equal_stock(name):
+    """Whatever the cache holds of them: same tokens and logits, and exact bytes."""
+    model = build_family(name)
+    settings = drafting(model, "assistant") | {"max_new_tokens": 30}
+    stock, stock_steps = run(model, **settings)
+    cache = RecordedCache(model.config, max_tokens=TOKENS, block_size=8, max_drafts=8)
+    ours, steps = run(model, past_key_values=cache, **settings)
+    assert ours.sequences.tolist() == stock.sequences.tolist()
+    assert same_logits(ours.logits, stock.logits)
+    assert steps == stock_steps
     assert cache.exact == [(True, True)] * len(steps.fed)
 
 

@@ -162,14 +162,13 @@ class RecordedCache(TxnCache):
         self.exact.append((before, self.is_exact(self.forwards)))
 
     def is_exact(self, forwards: list[list[tuple[Tensor, Tensor]]]) -> bool:
-        """Whether every byte is as if only these forwards had been, their rows written in turn."""
+        """Whether every byte is as if only these forwards had been, their rows written in order."""
         for cache, rows in zip(self.tensors(), self._rows(forwards), strict=True):
             expected = torch.zeros_like(cache).flatten(0, 1)
             run_length = expected.shape[0] // rows.shape[0]
-            for sequence in range(rows.shape[0]):
-                for position in range(rows.shape[2]):
-                    slot = sequence * run_length + position % run_length
-                    expected[slot] = rows[sequence, :, position]
+            last = torch.arange(rows.shape[2])[-run_length:]  # later rows overwrite earlier ones
+            for sequence, kept in enumerate(rows.transpose(1, 2)):
+                expected[sequence * run_length + last % run_length] = kept[last]
             if not torch.equal(expected.view(torch.int32), cache.flatten(0, 1).view(torch.int32)):
                 return False
         return True
