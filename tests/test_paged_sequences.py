@@ -230,12 +230,23 @@ def test_pending_rows_are_not_copied():
         model.sequences.clone()
 
 
-def test_direct_windows_remember_what_they_overwrote():
-    """Rejected rows that were written count as written: a crop knows which rows are gone."""
-    model = Model("direct", windows=(4,), max_drafts=1)
+@pytest.mark.parametrize("policy", ["direct", "undo"])
+def test_rows_written_through_count_as_written(policy, monkeypatch):
+    """As "direct" does, and a window that fell back to it: a crop knows which rows are gone."""
+    model = Model(policy, windows=(4,), max_drafts=1)
     model.sequences.recording = True
     model.forward(4)
     model.crop(0)
+    if policy == "undo":
+        monkeypatch.setattr(model.sequences.manager.executor, "stage", failing)
     model.forward(4)
     with pytest.raises(CapacityError, match="overwritten"):
         model.sequences.crop(4)
+    model.crop(1)
+    model.forward(1)
+    assert model.sequences.manager.snapshot()["kvtxn_fallbacks_total"] == 2 * (policy == "undo")
+
+
+def failing(*_):
+    """An executor's own failure."""
+    raise RuntimeError("broken")
