@@ -16,7 +16,9 @@ class TorchExecutor(Executor):
     """Eager torch on any device; several small operations per layer."""
 
     name: ClassVar[str] = "torch"
-    capabilities: ClassVar[Capabilities] = Capabilities(attention=True, capturable=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        attention=True, capturable=True, kinds=frozenset({"paged", "ring", "recurrent"})
+    )
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:

@@ -8,6 +8,8 @@ FlashAttention and FlashInfer's cascade). Then drafts need not be in the cache.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -40,9 +42,10 @@ def attend(
         rows = slice(first, last)
         length = args.seq_lens[request].to(torch.int64)
         position = length - (last - first) + torch.arange(last - first, device=query.device)
-        slots, where = _prefix(args.block_table[request], planes[0].block_size, length)
+        end = length if fresh is None else length - (last - first)
+        slots, where = _prefix(args, request, planes[0].block_size, length, end)
         key, value = (_decoded(plane, slots) for plane in planes)
-        visible = where < (length if fresh is None else length - (last - first))
+        visible = (where >= 0) & (where < end)
         parts = [partial_attention(query[rows], key, value, position, where, visible, args)]
         if fresh is not None:
             key, value = (
@@ -66,21 +69,55 @@ def arguments(
     scale: float | None,
     sliding_window: int | None,
     soft_cap: float | None,
+    *,
+    waiting: bool,
 ) -> AttentionArgs:
     """What ``Window.attend`` was given, checked and complete; see there.
+
+    A ring's own window holds where no other is given. ``waiting`` says that draft rows are not
+    in the cache, so that only the settled ones have evicted anything.
 
     Raises:
         LayerError: an argument does not fit the layer or the window, or means nothing.
     """
     check_query(ref, layout, query, block_table, seq_lens)
     check_scores(scale, sliding_window, soft_cap)
+    if ref.ring_size is not None:
+        sliding_window = ref.window if sliding_window is None else sliding_window
+        _check_ring(ref, layout, sliding_window or 1, block_table.shape[1], waiting)
     return AttentionArgs(
         block_table=block_table,
         seq_lens=seq_lens,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        ring_size=ref.ring_size,
     )
+
+
+def _check_ring(ref: LayerRef, layout: RowLayout, window: int, blocks: int, waiting: bool) -> None:
+    """Refuse to attend where rows that a query sees were evicted, or the table ends too soon."""
+    rows = layout.settled if waiting else [b - a for a, b in pairwise(layout.starts)]
+    size, slots = ref.kind.reuse, blocks * ref.planes[0].block_size
+    needed = window + max(rows, default=0) - 1
+    if size < needed:
+        what = "settled rows" if waiting else "rows, written through,"
+        raise LayerError(
+            "attend",
+            f"the {what} of this window evict rows of {ref.name!r} that its first query sees",
+            expected=f"ring_size >= window + rows - 1 = {needed}",
+            got=size,
+            hint="make the ring larger"
+            if waiting
+            else "use policy='deferred', where draft rows wait outside the ring",
+        )
+    if slots < size:
+        raise LayerError(
+            "attend",
+            f"block_table does not name the whole ring of {ref.name!r}",
+            expected=f"blocks of {size} slots per request",
+            got=slots,
+        )
 
 
 def check_query(
@@ -93,6 +130,7 @@ def check_query(
     row_shape, requests = ref.planes[0].row_shape, layout.num_requests
     fits = (
         not ref.is_latent
+        and not ref.states
         and isinstance(query, Tensor)
         and query.ndim == 3
         and query.shape[0] == layout.num_rows
@@ -106,7 +144,7 @@ def check_query(
             "attend",
             f"query does not fit layer {ref.name!r}",
             expected=f"floating [{layout.num_rows}, n x {row_shape[0]}, {row_shape[-1]}] on "
-            f"{ref.device}, and no latent layer",
+            f"{ref.device}, and a layer with keys and values",
             got=_describe(query),
         )
     for name, tensor, ndim in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
@@ -126,7 +164,9 @@ def check_query(
                 got=_describe(tensor),
             )
     if ref.device.type == "cpu":
-        _check_lengths(layout, block_table.shape[1] * ref.planes[0].block_size, seq_lens.tolist())
+        room = block_table.shape[1] * ref.planes[0].block_size
+        lengths = seq_lens.tolist()
+        _check_lengths(layout, room if ref.ring_size is None else max([*lengths, 0]), lengths)
 
 
 def _check_lengths(layout: RowLayout, capacity: int, lengths: list[int]) -> None:
@@ -167,12 +207,23 @@ def _describe(value: object) -> str:
     return type(value).__name__
 
 
-def _prefix(blocks: Tensor, block_size: int, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots and positions of a request's tokens; trimmed only where the host knows how."""
-    capacity = blocks.numel() * block_size
-    limit = min(int(length), capacity) if length.device.type == "cpu" else capacity
-    where = torch.arange(limit, device=blocks.device)
-    slots = blocks[where // block_size].to(torch.int64) * block_size + where % block_size
+def _prefix(
+    args: AttentionArgs, request: int, block_size: int, length: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Slots and positions of a request's tokens; trimmed only where the host knows how.
+
+    In a ring, one position per place: the last one before ``end`` that belongs there; negative
+    where there was none.
+    """
+    blocks = args.block_table[request]
+    if args.ring_size is not None:
+        where = end - 1 - torch.arange(args.ring_size, device=blocks.device)
+        place = where % args.ring_size
+    else:
+        capacity = blocks.numel() * block_size
+        limit = min(int(length), capacity) if length.device.type == "cpu" else capacity
+        place = where = torch.arange(limit, device=blocks.device)
+    slots = blocks[place // block_size].to(torch.int64) * block_size + place % block_size
     return slots, where
 
 

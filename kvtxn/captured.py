@@ -149,7 +149,9 @@ class CapturedRows:
         in_place: set[str] = set()
 
         def keep(group: str, tensor: Tensor) -> Tensor:
-            if key is None or tensor.dtype is not torch.int64 or not tensor.is_contiguous():
+            spread = manager.kinds[group].name == "recurrent"  # made from one slot per request
+            fixed = tensor.dtype is torch.int64 and tensor.is_contiguous() and not spread
+            if key is None or not fixed:
                 return manager.executor.own_slots(group, tensor)
             in_place.add(group)
             return tensor
@@ -181,6 +183,8 @@ class CapturedRows:
                 hint="stage every layer of the manager while the forward is captured",
             )
         key, *value = (part[:num_rows] for part in layer.rows)
+        if ref.states:
+            return StagedLayer(ref, check_parts(ref, num_rows, [key, *value], None))
         return StagedLayer(ref, check_parts(ref, num_rows, key, value[0] if value else None))
 
 

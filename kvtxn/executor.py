@@ -11,6 +11,10 @@ The contract, which ``kvtxn.testing.ExecutorConformance`` tests:
 - ``commit`` writes exactly the kept draft rows (``deferred``) or restores
   exactly the rejected ones (``undo``), in every layer, then counts.
 - ``restore`` puts every draft row back (``undo``).
+- Layers whose ``kind.overwrites`` (rings, states) may have one slot for several rows of a
+  request. Of the rows that a call writes, the last one with a slot is written to it, and the
+  others nowhere: executors that move rows in parallel leave those out. What a call *puts
+  back* has distinct slots, except that under ``undo`` saved copies of one slot are equal.
 - Where ``txn.in_range`` is given and False on the device, nothing is written.
 - A method that raises may be followed by any other; the window then repairs
   with the reference in ``kvtxn.rows``. An executor whose ``atomic`` capability
@@ -30,7 +34,7 @@ from torch import Tensor
 from .config import TxnConfig
 from .layers import LayerRef
 from .layout import RowLayout
-from .rows import LayerRows
+from .rows import LayerRows, latest
 
 
 @attrs.frozen(kw_only=True)
@@ -46,6 +50,7 @@ class Capabilities:
         no_host_sync: nothing waits for the device from begin to the end of commit.
         capturable: ``commit`` may be captured in a CUDA graph.
         takes_ids: ``commit`` takes ``SampledIds`` as well as counts and masks.
+        kinds: names of the ``kvtxn.layers.Kind`` of layers it can hold.
     """
 
     policies: frozenset[str] = frozenset({"deferred", "undo", "direct"})
@@ -55,6 +60,7 @@ class Capabilities:
     no_host_sync: bool = True
     capturable: bool = False
     takes_ids: bool = False
+    kinds: frozenset[str] = frozenset({"paged"})
 
 
 @attrs.define(eq=False, on_setattr=attrs.setters.frozen)  # frozen, and cheaper to make
@@ -160,19 +166,26 @@ class Txn:
         """Add this window to the counters: drafts staged, committed, rejected, and refusals.
 
         One line per group, and before them one for the window itself, where a
-        row counts if any group has a slot for it; with one group they are one line. A commit
+        row counts if any group has a slot for it; with one group they are one line. Where rows
+        may share a slot, the group's own line counts slots, since so much is written. A commit
         that the device refused, for a slot outside its cache, counts 1 in every line.
         """
+        groups = {ref.group: ref.kind.overwrites for ref in self.layers}
         nowhere = torch.zeros_like(self.layout.is_draft)
         real = [
-            self.slots[group] >= 0 if group in self.slots else nowhere
-            for group in dict.fromkeys(ref.group for ref in self.layers)
+            (self.slots[group] >= 0) & self.layout.is_draft if group in self.slots else nowhere
+            for group in groups
         ]
-        if len(real) > 1:
-            real.insert(0, torch.stack(real).any(0))
-        staged = torch.stack(real) & self.layout.is_draft
-        committed = (staged & kept).sum(1)
-        totals = staged.sum(1)
+        staged = torch.stack(real)
+        written = staged & kept
+        for line, (group, overwrites) in enumerate(groups.items()):
+            if overwrites and group in self.slots:
+                written[line] = latest(self.slots[group], real[line] & kept)
+                staged[line] = latest(self.slots[group], real[line])
+        if self.counters.shape[0] > len(groups):
+            window = torch.stack(real).any(0).unsqueeze(0)
+            staged, written = torch.cat([window, staged]), torch.cat([window & kept, written])
+        committed, totals = written.sum(1), staged.sum(1)
         refused = torch.zeros_like(totals)
         if self.in_range is not None and not aborted:
             refused += ~self.in_range
@@ -252,10 +265,15 @@ class Executor(abc.ABC):
 
 @attrs.frozen(eq=False, kw_only=True)
 class AttentionArgs:
-    """Arguments of ``Window.attend``; see there."""
+    """Arguments of ``Window.attend``; see there.
+
+    With ``ring_size`` position p lies at place ``p % ring_size`` of its request's blocks, and
+    ``sliding_window`` is set and hides every position that has been evicted.
+    """
 
     block_table: Tensor
     seq_lens: Tensor
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    ring_size: int | None = None

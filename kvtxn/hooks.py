@@ -18,6 +18,7 @@ from torch import Tensor
 from . import recovery
 from .errors import ConfigError
 from .layout import RowLayout
+from .rows import latest
 from .states import WindowState
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class EndedWindow:
         slots: int64 ``[num_rows]`` by group, -1 is padding; groups that were mapped.
         kept: bool ``[num_rows]``, True where the slot holds an accepted draft row.
         settled: bool ``[num_rows]``, True where it holds a settled row, in every layer.
+        overwriting: groups of rings and states, where a later row may have taken the slot.
     """
 
     number: int
@@ -48,15 +50,19 @@ class EndedWindow:
     slots: Mapping[str, Tensor]
     kept: Tensor
     settled: Tensor
+    overwriting: frozenset[str] = frozenset()
 
     def stored(self, group: str = "default") -> Tensor:
         """The slots of a group that are durable, settled and accepted rows alike.
 
         Returns:
-            int64 ``[num_rows]`` in the order of the rows; -1 for rejected rows and padding.
+            int64 ``[num_rows]`` in the order of the rows; -1 for rejected rows, for padding
+            and, in rings and states, for rows whose slot a later one has taken.
         """
-        slots = self.slots[group]
-        return torch.where(self.kept | self.settled, slots, -1)
+        slots, stored = self.slots[group], self.kept | self.settled
+        if group in self.overwriting:
+            stored = latest(slots, stored)
+        return torch.where(stored, slots, -1)
 
 
 Callback = Callable[[EndedWindow], object]
@@ -129,4 +135,5 @@ def ended(
         slots=dict(txn.slots),
         kept=torch.zeros_like(draft) if accepted is None else txn.kept(accepted),
         settled=txn.permit(~draft) if complete else torch.zeros_like(draft),
+        overwriting=frozenset(ref.group for ref in txn.layers if ref.kind.overwrites),
     )

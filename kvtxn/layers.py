@@ -1,61 +1,46 @@
-"""``LayerRef``: one layer's place in the paged KV cache.
+"""``LayerRef``: one layer's place in the KV cache, and of what kind that cache is.
 
-A layer is one or two *planes* (K and V, or one latent). A plane knows where
-the row of a slot lies, and nothing else; everything that moves bytes speaks
-of planes, so a new kind of cache is a new way to build one.
+A layer is made of *planes* (K and V, one latent, or the tensors of a state). A plane
+knows where the row of a slot lies, and nothing else; everything that moves bytes speaks
+of planes, so a new kind of cache is a new way to build one. What is special about rings
+and states is one thing: rows of one window may have the same slot, and the last kept one
+has to be in it. That is their ``Kind``.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
 from torch import Tensor
 
 from .errors import LayerError
-from .formats import RowFormat, row_format, words
+from .planes import Plane as Plane
+from .planes import check_cache, check_offsets, paged_plane, state_plane
 
 
-@attrs.frozen(eq=False)
-class Plane:
-    """One tensor that holds one part of a layer's rows.
+@attrs.frozen
+class Kind:
+    """What the slots of a layer are.
 
     Attributes:
-        part: ``"key"``, ``"value"`` or ``"latent"``.
-        cells: integer view of the cache, any strides: ``[num_blocks, block_size, *row_shape]``,
-            or ``[num_blocks, block_numel]`` with ``offsets``.
-        row_shape: shape of one row, such as ``(num_kv_heads, head_size)``.
-        block_size: slots per block.
-        format: number format of the stored elements.
-        offsets: int64 ``[block_size, *row_shape]``: where in its block each element
-            of a row lies; None where rows are plain strided views.
+        name: ``"paged"``, ``"ring"`` or ``"recurrent"``.
+        reuse: two rows of a request may have one slot where they lie a multiple of this many
+            rows apart: the size of the ring, 1 for a state; 0 where no two rows ever do.
     """
 
-    part: str
-    cells: Tensor
-    row_shape: tuple[int, ...]
-    block_size: int
-    format: RowFormat
-    offsets: Tensor | None = None
+    name: str
+    reuse: int = 0
 
     @property
-    def num_slots(self) -> int:
-        """Slots in the whole cache: blocks x block size."""
-        return self.cells.shape[0] * self.block_size
+    def overwrites(self) -> bool:
+        """Whether a write evicts what is live, so that a counter cannot take it back."""
+        return self.reuse > 0
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes one row takes."""
-        return math.prod(self.row_shape) * self.cells.dtype.itemsize
 
-    def index(self, slots: Tensor) -> tuple[Tensor, ...]:
-        """Index into ``cells`` that selects ``[num_rows, *row_shape]`` for int64 ``slots``."""
-        block, offset = slots // self.block_size, slots % self.block_size
-        if self.offsets is None:
-            return block, offset
-        return block.view(-1, *[1] * len(self.row_shape)), self.offsets[offset]
+PAGED: Final = Kind("paged")
+RECURRENT: Final = Kind("recurrent", 1)
 
 
 def _shape(cache: Tensor | None) -> str:
@@ -82,12 +67,16 @@ class LayerRef:
             that holds each part of the row at each block offset. Both caches are then
             ``[num_blocks, block_numel]``, and may be the same tensor.
         value_offsets: likewise for V; the two come together.
+        ring_size: slots in each request's ring, for ``LayerRef.ring``; None for paged rows.
+        window: tokens a query of a ring layer sees, itself included.
+        states: the tensors of a recurrent layer, for ``LayerRef.recurrent``.
 
     Attributes:
-        planes: what the layer is made of: K and V, or one latent.
+        planes: what the layer is made of: K and V, one latent, or one plane per state.
+        kind: what its slots are.
 
     Raises:
-        LayerError: shapes, dtypes, devices, scales or offsets do not fit together.
+        LayerError: shapes, dtypes, devices, scales, offsets or sizes do not fit together.
     """
 
     name: str
@@ -99,15 +88,21 @@ class LayerRef:
     kv_dtype: str = attrs.field(default="auto", kw_only=True)
     key_offsets: Tensor | None = attrs.field(default=None, kw_only=True, repr=False)
     value_offsets: Tensor | None = attrs.field(default=None, kw_only=True, repr=False)
+    ring_size: int | None = attrs.field(default=None, kw_only=True)
+    window: int | None = attrs.field(default=None, kw_only=True)
+    states: tuple[Tensor, ...] = attrs.field(default=(), kw_only=True, repr=False)
+    kind: Kind = attrs.field(init=False)
     planes: tuple[Plane, ...] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         for what, value in (("name", self.name), ("group", self.group)):
             if not isinstance(value, str) or not value:
                 raise LayerError("LayerRef", f"{what} must be a non-empty str", got=repr(value))
-        planes = _build_planes(self)
+        planes = _state_planes(self) if self.states else _build_planes(self)
+        object.__setattr__(self, "kind", _kind(self, planes[0].num_slots))
+        object.__setattr__(self, "planes", planes)
         first = planes[0].cells
-        for plane in planes[1:]:
+        for plane in () if self.states else planes[1:]:
             if (plane.cells.dtype, plane.cells.device) != (first.dtype, first.device):
                 raise LayerError(
                     "LayerRef",
@@ -122,7 +117,6 @@ class LayerRef:
                     expected="distinct memory for K and V",
                     got="one tensor twice",
                 )
-        object.__setattr__(self, "planes", planes)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Planes are views of the caches; taken apart they would be memory of their own.
@@ -150,6 +144,72 @@ class LayerRef:
         """
         return cls(name, cache, None, group=group, k_scale=scale, kv_dtype=kv_dtype)
 
+    @classmethod
+    def ring(
+        cls,
+        name: str,
+        key_cache: Tensor,
+        value_cache: Tensor | None,
+        *,
+        window: int,
+        ring_size: int | None = None,
+        group: str = "default",
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+        kv_dtype: str = "auto",
+    ) -> LayerRef:
+        """A sliding-window layer whose cache is a ring: position p lies at place p % ring_size.
+
+        The slots of a window are the ring's own: that of position p is the slot of place
+        ``p % ring_size`` of its request. Rows of one request that lie a whole ring apart share
+        a slot; the last kept one is in it after commit. To *attend* through the window, a ring
+        must have room for what the first query sees beside the rows written before it:
+        ``ring_size >= window + settled - 1`` under ``deferred``, and all rows of a request in
+        place of ``settled`` where drafts are written through.
+
+        Args:
+            name: unique among the manager's layers.
+            key_cache: as for ``LayerRef``; the rings are made of its slots.
+            value_cache: likewise; None for latent rows.
+            window: tokens a query sees, itself included.
+            ring_size: slots in each request's ring, at least ``window``; ``window`` where None.
+            group: layers of one group share one slot mapping, and have equal rings.
+            k_scale: as for ``LayerRef``.
+            v_scale: likewise.
+            kv_dtype: likewise.
+        """
+        size = window if ring_size is None else ring_size
+        return cls(
+            name,
+            key_cache,
+            value_cache,
+            group=group,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_dtype=kv_dtype,
+            ring_size=size,
+            window=window,
+        )
+
+    @classmethod
+    def recurrent(cls, name: str, *states: Tensor, group: str = "default") -> LayerRef:
+        """A layer that keeps one state per request, such as Mamba or gated delta net.
+
+        The slots of its group are one per request, not per row: int ``[num_requests]``, -1 is
+        padding. ``stage`` takes the state after each row, settled rows included. The state
+        after the last settled row is written at staging; commit writes the one after the last
+        accepted draft; without any, and after an abort, the state stays what it was.
+
+        Args:
+            name: unique among the manager's layers.
+            states: ``[num_states, *state_shape]`` each, any strides, any dtype of at most 8
+                bytes per element; such as the state of a convolution and that of the scan.
+            group: layers of one group share one slot mapping.
+        """
+        if not states:
+            raise LayerError("LayerRef", f"{name!r} needs at least one state", got=0)
+        return cls(name, states[0], None, group=group, states=states)
+
     @property
     def device(self) -> torch.device:
         """Where the caches are."""
@@ -157,8 +217,8 @@ class LayerRef:
 
     @property
     def is_latent(self) -> bool:
-        """True for an MLA layer."""
-        return len(self.planes) == 1
+        """True for a layer of one latent per token, as in MLA."""
+        return self.value_cache is None and not self.states
 
     @property
     def num_slots(self) -> int:
@@ -167,12 +227,49 @@ class LayerRef:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes one token takes in this layer, K and V together."""
+        """Bytes one token takes in this layer, K and V together; or one state, all of it."""
         return sum(plane.row_bytes for plane in self.planes)
 
 
 def _rebuild(fields: dict[str, Any]) -> LayerRef:
     return LayerRef(**fields)
+
+
+def _kind(ref: LayerRef, num_slots: int) -> Kind:
+    """What the slots of a layer are; raises LayerError where its sizes make no sense."""
+    if ref.states:
+        return RECURRENT
+    if ref.ring_size is None and ref.window is None:
+        return PAGED
+    sizes = (ref.window, ref.ring_size)
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    if not whole or not 1 <= ref.window <= ref.ring_size <= num_slots:  # type: ignore[operator]
+        raise LayerError(
+            "LayerRef",
+            f"window and ring_size of {ref.name!r} do not fit",
+            expected="1 <= window <= ring_size <= slots of the cache",
+            got=f"window {ref.window!r}, ring_size {ref.ring_size!r}",
+        )
+    return Kind("ring", ref.ring_size)  # type: ignore[arg-type]  # an int, as checked
+
+
+def _state_planes(ref: LayerRef) -> tuple[Plane, ...]:
+    """One plane per state, all of as many slots, on one device, over memory of their own."""
+    planes = tuple(
+        state_plane(f"state {number}", ref.name, state) for number, state in enumerate(ref.states)
+    )
+    first = planes[0]
+    for plane in planes[1:]:
+        if (plane.num_slots, plane.cells.device) != (first.num_slots, first.cells.device):
+            raise LayerError(
+                "LayerRef",
+                f"the states of {ref.name!r} differ in number or device",
+                expected=_shape(ref.states[0]),
+                got=[_shape(state) for state in ref.states[1:]],
+            )
+    if len({plane.cells.data_ptr() for plane in planes}) < len(planes):
+        raise LayerError("LayerRef", f"two states of {ref.name!r} are the same memory")
+    return planes
 
 
 def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
@@ -182,17 +279,18 @@ def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
     if ref.value_cache is None:
         if ref.v_scale is not None or ref.key_offsets is not None:
             raise LayerError("LayerRef", f"{ref.name!r} is latent: it has one plane, one scale")
-        _check_cache(ref.name, ref.key_cache, 3, "[num_blocks, block_size, latent_size]")
-        return (_plane("latent", ref, ref.key_cache, ref.k_scale),)
+        check_cache(ref.name, ref.key_cache, 3, "[num_blocks, block_size, latent_size]")
+        return (paged_plane("latent", ref.name, ref.key_cache, ref.kv_dtype, ref.k_scale),)
     if ref.key_offsets is not None and ref.value_offsets is not None:
-        tables = _check_offsets(ref, ref.key_offsets, ref.value_offsets)
+        caches = [ref.key_cache, ref.value_cache]
+        tables = check_offsets(ref.name, caches, ref.key_offsets, ref.value_offsets)
         return (
-            _plane("key", ref, ref.key_cache, ref.k_scale, tables[0]),
-            _plane("value", ref, ref.value_cache, ref.v_scale, tables[1]),
+            paged_plane("key", ref.name, ref.key_cache, ref.kv_dtype, ref.k_scale, tables[0]),
+            paged_plane("value", ref.name, ref.value_cache, ref.kv_dtype, ref.v_scale, tables[1]),
         )
     for cache in (ref.key_cache, ref.value_cache):
         shape = "[num_blocks, block_size, num_kv_heads, head_size]"
-        _check_cache(ref.name, cache, 4, shape)
+        check_cache(ref.name, cache, 4, shape)
     if ref.key_cache.shape[:3] != ref.value_cache.shape[:3]:
         raise LayerError(
             "LayerRef",
@@ -201,75 +299,6 @@ def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
             got=list(ref.value_cache.shape[:3]),
         )
     return (
-        _plane("key", ref, ref.key_cache, ref.k_scale),
-        _plane("value", ref, ref.value_cache, ref.v_scale),
+        paged_plane("key", ref.name, ref.key_cache, ref.kv_dtype, ref.k_scale),
+        paged_plane("value", ref.name, ref.value_cache, ref.kv_dtype, ref.v_scale),
     )
-
-
-def _plane(
-    part: str,
-    ref: LayerRef,
-    cache: Tensor,
-    scale: float | Tensor | None,
-    offsets: Tensor | None = None,
-) -> Plane:
-    if scale is not None and (
-        not isinstance(scale, (int, float, Tensor)) or isinstance(scale, bool)
-    ):
-        raise LayerError("LayerRef", "a scale must be a number or a tensor", got=repr(scale))
-    shape = tuple((cache if offsets is None else offsets).shape)
-    block_size, row_shape = (shape[1], shape[2:]) if offsets is None else (shape[0], shape[1:])
-    heads = row_shape[0] if len(row_shape) == 2 else None
-    number = row_format(ref.name, cache, ref.kv_dtype, scale, heads)
-    return Plane(part, words(cache), row_shape, block_size, number, offsets)
-
-
-def _check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
-    if not isinstance(cache, Tensor) or cache.ndim != ndim:
-        got = list(cache.shape) if isinstance(cache, Tensor) else type(cache).__name__
-        raise LayerError("LayerRef", f"a cache of {name!r} is misshapen", expected=shape, got=got)
-    strides = zip(cache.stride(), cache.shape, strict=True)
-    aliased = any(stride == 0 and size > 1 for stride, size in strides)
-    if aliased or 0 in cache.shape:
-        raise LayerError(
-            "LayerRef",
-            f"a cache of {name!r} is {'an expanded view' if aliased else 'empty'}",
-            expected="distinct memory for every row",
-            got=f"shape {list(cache.shape)}, strides {list(cache.stride())}",
-        )
-
-
-def _check_offsets(ref: LayerRef, *tables: Tensor) -> list[Tensor]:
-    """The tables as int64 on the caches' device, inside the block and one-to-one."""
-    caches = [cache for cache in (ref.key_cache, ref.value_cache) if cache is not None]
-    for cache in caches:
-        _check_cache(ref.name, cache, 2, "[num_blocks, block_numel]")
-        if cache.stride(1) != 1 and cache.shape[1] > 1:
-            raise LayerError(
-                "LayerRef",
-                f"the elements of a block of {ref.name!r} are not contiguous",
-                expected="stride 1 in the last dimension",
-                got=list(cache.stride()),
-            )
-    if any(table.ndim != 3 or table.shape[:2] != tables[0].shape[:2] for table in tables):
-        raise LayerError(
-            "LayerRef",
-            f"the offset tables of {ref.name!r} are misshapen",
-            expected="[block_size, num_kv_heads, head_size] each",
-            got=[list(table.shape) for table in tables],
-        )
-    flat = [table.reshape(-1).to("cpu", torch.int64) for table in tables]
-    inside = all(
-        bool(((part >= 0) & (part < cache.shape[1])).all())
-        for part, cache in zip(flat, caches, strict=True)
-    )
-    same = caches[0].data_ptr() == caches[1].data_ptr()
-    together = [torch.cat(flat)] if same else flat
-    if not inside or any(part.unique().numel() != part.numel() for part in together):
-        raise LayerError(
-            "LayerRef",
-            f"the offset tables of {ref.name!r} leave the block or name an element twice",
-            expected=f"distinct offsets in [0, {caches[0].shape[1]})",
-            got=f"offsets up to {max(int(part.max()) for part in flat)}",
-        )
-    return [table.to(ref.device, torch.int64) for table in tables]

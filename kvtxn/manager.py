@@ -16,13 +16,15 @@ from . import registry
 from .acceptance import Acceptance
 from .captured import CapturedRows
 from .config import TxnConfig
-from .errors import BackendUnavailableError, ConfigError, LayerError, WindowStateError
-from .executor import Capabilities, SampledIds, Txn, as_counts
+from .errors import ConfigError, WindowStateError
+from .executor import SampledIds, Txn, as_counts
 from .hooks import Callback, Hook, Hooks
-from .layers import LayerRef
+from .layers import Kind, LayerRef
 from .layout import RowLayout
 from .log import debugging, get_logger
 from .metrics import Metrics
+from .resolution import by_name, limits_of
+from .resolution import choose_policy as choose_policy
 from .slots import Lengths, SlotMappings
 from .staging import Stager
 from .states import WindowState
@@ -44,6 +46,7 @@ class TransactionManager:
     Attributes:
         layers: the layers by name.
         groups: slots in the smallest cache of each group.
+        kinds: what the slots of each group are.
         policy: the resolved policy; ``policy_reason`` says why "auto" took it.
         executor: who moves the bytes.
         metrics: the counters; see ``snapshot``.
@@ -51,9 +54,10 @@ class TransactionManager:
         hooks: what ``on_commit`` and ``on_abort`` registered.
 
     Raises:
-        LayerError: no layers, equal names, mixed devices, block sizes that differ within a
-            group, or two layers of a group over the same memory.
-        BackendUnavailableError: the backend asked for cannot run here, or not this policy.
+        LayerError: no layers, equal names, mixed devices, block sizes or kinds that differ within
+            a group, or two layers of a group over the same memory.
+        BackendUnavailableError: the backend asked for cannot run here, not this policy, or not
+            with layers of these kinds.
     """
 
     def __init__(self, layers: Iterable[LayerRef], config: TxnConfig | None = None) -> None:
@@ -62,12 +66,16 @@ class TransactionManager:
             raise ConfigError(
                 "TransactionManager", "config is no TxnConfig", got=type(config).__name__
             )
-        self.layers: Mapping[str, LayerRef] = MappingProxyType(_by_name(layers))
+        self.layers: Mapping[str, LayerRef] = MappingProxyType(by_name(layers))
         refs = tuple(self.layers.values())
         self.device = refs[0].device
-        self.groups: Mapping[str, int] = MappingProxyType(_limits(refs))
-        backend = registry.resolve(self.config.backend, self.device)
-        self.policy, self.policy_reason = choose_policy(self.config.policy, backend.capabilities)
+        self.groups: Mapping[str, int] = MappingProxyType(limits_of(refs))
+        self.kinds: Mapping[str, Kind] = MappingProxyType({ref.group: ref.kind for ref in refs})
+        kinds = frozenset(kind.name for kind in self.kinds.values())
+        backend = registry.resolve(self.config.backend, self.device, kinds)
+        self.policy, self.policy_reason = choose_policy(
+            self.config.policy, backend.capabilities, kinds
+        )
         with torch.inference_mode(False):  # its buffers outlive the mode they are made in
             self.executor = backend(refs, self.config)
         self.metrics = Metrics.build(self.policy, refs, self.device)
@@ -121,7 +129,8 @@ class TransactionManager:
             draft_len: draft rows per request: an int for all (the number of slots then says
                 how many requests there are), or one int per request.
             slots: int ``[num_rows]``, -1 is padding; or one such tensor per group; may be
-                left out and given with the first ``stage`` of each group. Copied.
+                left out and given with the first ``stage`` of each group. Copied. For a group
+                of recurrent layers ``[num_requests]``, the slot of each request's state.
             settled: rows per request that come before its drafts and are known good.
             written_by: ``"caller"`` where other code writes the rows through by itself
                 between begin and commit (``undo`` and ``direct`` only); there is no staging
@@ -133,7 +142,7 @@ class TransactionManager:
         Raises:
             WindowStateError: another window is open.
             SlotMappingError: lengths and slots do not fit together.
-            CapacityError: more rows than ``max_rows``.
+            CapacityError: more rows than ``max_rows``, or, under ``undo``, than a ring has slots.
             LayerError: captured rows do not fit.
         """
         if self._open is not None:
@@ -230,6 +239,8 @@ class TransactionManager:
             self._layout,
             not self.executor.capabilities.checks_range,
             keep,
+            self.kinds,
+            may_share=self.policy != "undo",
         )
 
     def new_txn(self, layout: RowLayout) -> Txn:
@@ -311,79 +322,3 @@ def kv_window(
             hint="wrap the call in `with manager.activate():`",
         )
     return manager.window(draft_len, slots, settled)
-
-
-def choose_policy(wanted: str, capabilities: Capabilities) -> tuple[str, str]:
-    """The policy to use and the reason; raises BackendUnavailableError where it cannot be."""
-    if wanted != "auto":
-        if wanted not in capabilities.policies:
-            raise BackendUnavailableError(
-                "TransactionManager",
-                f"this backend cannot carry out policy {wanted!r}",
-                expected=f"one of {sorted(capabilities.policies)}",
-                got=repr(wanted),
-                hint="choose another backend, or policy='auto'",
-            )
-        return wanted, "asked for"
-    if capabilities.attention and "deferred" in capabilities.policies:
-        return "deferred", "attention can read the window"
-    if "undo" in capabilities.policies:
-        return "undo", "attention cannot read the window, so rows are written and taken back"
-    return "direct", "the backend can neither defer nor undo"
-
-
-def _by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
-    by_name: dict[str, LayerRef] = {}
-    memory: dict[tuple[object, ...], str] = {}
-    if not isinstance(layers, Iterable):
-        raise LayerError("TransactionManager", "layers is no iterable", got=type(layers).__name__)
-    for ref in layers:
-        if not isinstance(ref, LayerRef):
-            raise LayerError(
-                "TransactionManager", "layers must be LayerRef objects", got=type(ref).__name__
-            )
-        if ref.name in by_name:
-            raise LayerError(
-                "TransactionManager", f"two layers are named {ref.name!r}", hint="names are keys"
-            )
-        for plane in ref.planes:
-            # Groups may share memory: an engine's allocator gives each block to one of them.
-            part = plane.part if plane.offsets is not None else ""
-            place = (ref.group, plane.cells.data_ptr(), part)
-            if memory.setdefault(place, ref.name) != ref.name:
-                raise LayerError(
-                    "TransactionManager",
-                    f"layers {memory[place]!r} and {ref.name!r} share one cache",
-                    hint="list a shared cache once, under the layer that writes it",
-                )
-        by_name[ref.name] = ref
-    if not by_name:
-        raise LayerError("TransactionManager", "no layers", expected="at least one", got=0)
-    devices = {ref.device for ref in by_name.values()}
-    if len(devices) > 1:
-        raise LayerError(
-            "TransactionManager",
-            "layers are on several devices",
-            expected="one device",
-            got=sorted(map(str, devices)),
-            hint="make one manager per device",
-        )
-    return by_name
-
-
-def _limits(refs: Sequence[LayerRef]) -> dict[str, int]:
-    """Slots that every cache of a group has."""
-    limits: dict[str, int] = {}
-    block_sizes: dict[str, int] = {}
-    for ref in refs:
-        limits[ref.group] = min(ref.num_slots, limits.get(ref.group, ref.num_slots))
-        size = ref.planes[0].block_size
-        if block_sizes.setdefault(ref.group, size) != size:
-            raise LayerError(
-                "TransactionManager",
-                f"block sizes differ within group {ref.group!r}",
-                expected=block_sizes[ref.group],
-                got=f"{size} in {ref.name!r}",
-                hint="a slot number means block x block_size + offset: use one group per size",
-            )
-    return limits

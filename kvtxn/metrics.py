@@ -40,12 +40,15 @@ class Metrics:
         hook_errors: hooks that raised, by the moment they were called at.
         bypassed: steps that could have had a window and did not, by reason.
         layer_calls: rows x layers staged, padding included.
+        row_bytes: bytes of a row, or of a state, by group.
+        overwrites: by group, whether its lines of ``rows`` count slots and not rows.
         rows: int64 ``[2, num_counts, 4]`` on the device: staged, committed and rejected rows,
             and refused commits, of windows under the policy [0] and of those written through [1].
     """
 
     policy: str
     row_bytes: tuple[int, ...]
+    overwrites: tuple[bool, ...]
     rows: Tensor
     windows: Counter[str] = attrs.Factory(Counter)
     fallbacks: Counter[str] = attrs.Factory(Counter)
@@ -60,10 +63,11 @@ class Metrics:
         row_bytes = tuple(
             sum(ref.row_bytes for ref in layers if ref.group == group) for group in groups
         )
-        lines = 1 if len(groups) == 1 else len(groups) + 1
+        overwrites = {ref.group: ref.kind.overwrites for ref in layers}
+        lines = 1 if list(overwrites.values()) == [False] else len(groups) + 1
         with torch.inference_mode(False):  # counted in later, in whatever mode
             rows = torch.zeros(2, lines, 4, dtype=torch.int64, device=device)
-        return cls(policy, row_bytes, rows)
+        return cls(policy, row_bytes, tuple(overwrites.values()), rows)
 
     def snapshot(self) -> dict[str, float]:
         """Everything, flat, by Prometheus name; labels are folded into the name.
@@ -99,9 +103,13 @@ class Metrics:
         """Bytes of draft rows written to the caches, and bytes stock would have on top."""
         written = avoided = 0
         groups = rows if rows.shape[1] == 1 else rows[:, 1:]
+        sizes = tuple(zip(self.row_bytes, self.overwrites, strict=True))
         for policy, counts in zip((self.policy, "direct"), groups.tolist(), strict=True):
-            per_committed, per_rejected = _WRITES[policy]
-            for row_bytes, (_, committed, rejected, _) in zip(self.row_bytes, counts, strict=True):
+            for (row_bytes, overwrites), (_, committed, rejected, _) in zip(
+                sizes, counts, strict=True
+            ):
+                # What a counter cannot take back is not written through by a fallback either.
+                per_committed, per_rejected = _WRITES[self.policy if overwrites else policy]
                 written += row_bytes * (per_committed * committed + per_rejected * rejected)
                 avoided += row_bytes * rejected if per_rejected == 0 else 0
         return written, avoided

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .executor import StagedLayer, Txn
 from .formats import words
-from .rows import LayerRows, read, read_layers, write_layers
+from .rows import LayerRows, latest, read, read_layers, write_layers
 
 
 def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
@@ -39,6 +39,15 @@ def write_through(txn: Txn, layers: Iterable[StagedLayer]) -> None:
     write_layers(refs, _staged_rows(layers), txn.slots, txn.permit(everything))
 
 
+def write_settled(txn: Txn, layers: Iterable[StagedLayer]) -> None:
+    """Write the settled rows of these layers, as staging does under ``deferred``."""
+    layers = tuple(layers)
+    if layers:
+        check_range(txn)
+        refs = [layer.ref for layer in layers]
+        write_layers(refs, _staged_rows(layers), txn.slots, txn.permit(~txn.layout.is_draft))
+
+
 def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
     """Bring the caches to where the commit should have brought them.
 
@@ -48,11 +57,20 @@ def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
         before: rows read before the commit, or saved at begin, as far as there are any.
     """
     check_range(txn)
-    kept = txn.kept(accepted)
-    if txn.policy == "deferred":
-        refs = [layer.ref for layer in txn.staged.values()]
-        write_layers(refs, _staged_rows(txn.staged.values()), txn.slots, kept)
+    waiting = txn.staged.values() if txn.policy == "deferred" else ()
+    finish(txn, txn.kept(accepted), before, waiting)
+
+
+def finish(txn: Txn, kept: Tensor, before: LayerRows, waiting: Iterable[StagedLayer]) -> None:
+    """Put back what was ``before`` the drafts that are not kept, then write those that are.
+
+    In that order: a kept row and a rejected one may have the same slot.
+    """
+    check_range(txn)
     put_back(txn, before, txn.permit(txn.layout.is_draft) & ~kept)
+    waiting = tuple(waiting)
+    refs = [layer.ref for layer in waiting]
+    write_layers(refs, _staged_rows(waiting), txn.slots, txn.permit(kept))
 
 
 def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
@@ -89,6 +107,10 @@ def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
         layer = txn.staged.get(ref.name)
         real = (txn.slots[ref.group] >= 0) & txn.layout.is_draft
         rejected, written = real & ~kept, real & kept
+        if ref.kind.overwrites:  # what a kept row took is not to be as it was
+            slots = txn.slots[ref.group]
+            rejected &= ~torch.isin(slots, slots[written])
+            written = latest(slots, written)
         for i, (plane, old) in enumerate(zip(ref.planes, before[ref.name], strict=True)):
             now = words(read(plane, txn.slots[ref.group]))
             good = torch.equal(now[rejected], words(old)[rejected])

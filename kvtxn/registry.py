@@ -84,14 +84,23 @@ def why_not(name: str, device: torch.device) -> str | None:
         return f"asking whether it can run failed: {error!r}"
 
 
-def resolve(name: str, device: torch.device) -> type[Executor]:
+def resolve(name: str, device: torch.device, kinds: frozenset[str] = frozenset()) -> type[Executor]:
     """The executor class for ``name`` on ``device``; "auto" chooses, a name never falls back.
+
+    Args:
+        name: a registered name, or "auto".
+        device: where the caches are.
+        kinds: names of the kinds of layers it has to hold.
 
     Raises:
         BackendUnavailableError: it cannot run here; the message says why.
     """
     if name == "auto":
-        able = (n for n in PREFERENCE if n in names() and why_not(n, device) is None)
+        able = (
+            n
+            for n in PREFERENCE
+            if n in names() and why_not(n, device) is None and kinds <= load(n).capabilities.kinds
+        )
         name = next(able, "torch")  # missing only where the package is not installed properly
     executor = load(name)
     reason = executor.unavailable(device)
@@ -100,5 +109,14 @@ def resolve(name: str, device: torch.device) -> type[Executor]:
             "backend",
             f"{name!r} cannot run on {device}: {reason}",
             hint="use backend='auto', or one that `kvtxn doctor` lists as available",
+        )
+    if not kinds <= executor.capabilities.kinds:
+        raise BackendUnavailableError(
+            "backend",
+            f"{name!r} cannot hold {' and '.join(sorted(kinds - executor.capabilities.kinds))} "
+            "layers",
+            expected=f"layers of kind {', '.join(sorted(executor.capabilities.kinds))}",
+            got=sorted(kinds),
+            hint="use backend='auto', or the 'torch' backend, which holds every kind",
         )
     return executor

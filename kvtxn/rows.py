@@ -22,7 +22,8 @@ class Selection:
 
     Attributes:
         source: int64, rows to take.
-        target: int64, the slot of each; distinct, except that on a device one pair may repeat.
+        target: int64, the slot of each; distinct where those of the rows are, except that on a
+            device one pair may repeat.
         live: bool scalar on the device, False where nothing was selected at all and the
             pairs are placeholders; None where every pair is real (host tensors).
     """
@@ -52,6 +53,19 @@ def select(slots: Tensor, mask: Tensor) -> Selection:
     source = torch.where(wanted, rows, wanted.to(torch.uint8).argmax())
     live = wanted.any()
     return Selection(source, torch.where(live, slots[source], 0), live)
+
+
+def latest(slots: Tensor, mask: Tensor) -> Tensor:
+    """``mask`` without the rows whose slot a later masked row has: of those, the last stays.
+
+    Args:
+        slots: int64 ``[num_rows]``, -1 is padding.
+        mask: bool ``[num_rows]``.
+
+    Like ``select`` it is computed on the device, without waiting for it.
+    """
+    later = (slots.unsqueeze(1) == slots).triu(1) & mask
+    return mask & ~later.any(1)
 
 
 def read(plane: Plane, slots: Tensor) -> Tensor:
@@ -88,8 +102,15 @@ def read_layers(layers: Iterable[LayerRef], slots: Mapping[str, Tensor]) -> Laye
 def write_layers(
     layers: Iterable[LayerRef], rows: LayerRows, slots: Mapping[str, Tensor], mask: Tensor
 ) -> None:
-    """Write ``rows`` of every layer where ``mask`` holds; ``slots`` are by group."""
-    chosen = {group: select(tensor, mask) for group, tensor in slots.items()}
+    """Write ``rows`` of every layer where ``mask`` holds; ``slots`` are by group.
+
+    Where rows may share a slot, the last one of those is written, and only that one.
+    """
+    layers = tuple(layers)
+    chosen = {}
+    for group, overwrites in {ref.group: ref.kind.overwrites for ref in layers}.items():
+        tensor = slots[group]
+        chosen[group] = select(tensor, latest(tensor, mask) if overwrites else mask)
     for ref in layers:
         for plane, part in zip(ref.planes, rows[ref.name], strict=True):
             write(plane, part, chosen[ref.group])

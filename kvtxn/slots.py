@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from .errors import CapacityError, SlotMappingError
+from .layers import PAGED, Kind
 from .layout import RowLayout, as_lengths, to_device
 
 Lengths = int | Sequence[int] | Tensor
+
+
+def _laps(slots: list[int], ring_size: int, layout: RowLayout) -> bool:
+    """Whether rows that share a slot are of one request, a whole number of rings apart."""
+    first: dict[int, tuple[int, int]] = {}
+    for request, (start, end) in enumerate(pairwise(layout.starts)):
+        for row in range(start, end):
+            owner, before = first.setdefault(slots[row], (request, row))
+            if slots[row] != -1 and (owner != request or (row - before) % ring_size):
+                return False
+    return True
 
 
 def count_of(slots: object) -> int | None:
@@ -34,6 +47,9 @@ class SlotMappings:
         build: makes (or remembers) a layout from lengths.
         check_range: whether device slots have to be checked here.
         keep: makes the window's own int64 copy of a group's slots, on the device.
+        kinds: what the slots of each group are; all paged where left out.
+        may_share: whether rows of a ring may share a slot; where they are taken back, they
+            must not.
 
     Attributes:
         failure: what ``keep`` raised, if it did.
@@ -49,7 +65,12 @@ class SlotMappings:
         build: Callable[[tuple[int, ...], tuple[int, ...]], RowLayout],
         check_range: bool,
         keep: Callable[[str, Tensor], Tensor],
+        kinds: Mapping[str, Kind] | None = None,
+        *,
+        may_share: bool = True,
     ) -> None:
+        self._kinds = kinds or {}
+        self._may_share = may_share
         self._limits = limits
         self._device = device
         self._max_rows = max_rows
@@ -117,12 +138,12 @@ class SlotMappings:
         return {next(iter(self._limits)): slots}
 
     def add(self, group: str, slots: Tensor | Sequence[int]) -> Tensor:
-        """Check a group's mapping; returns the window's own int64 copy.
+        """Check a group's mapping; returns the window's own int64 copy, one slot per row.
 
         Raises:
             SlotMappingError: unknown group, wrong shape or dtype, or, on the host, out of
                 range or a slot named twice.
-            CapacityError: more rows than ``max_rows``.
+            CapacityError: more rows than ``max_rows``, or than a ring that cannot be lapped.
         """
         if group not in self._limits:
             raise SlotMappingError(
@@ -132,29 +153,59 @@ class SlotMappings:
                 got=repr(group),
             )
         tensor = self._as_tensor(group, slots)
-        layout = self._layout or self._resolve(self._requests_in(tensor.numel()))
-        if tensor.numel() != layout.num_rows:
-            raise SlotMappingError(
-                "window",
-                f"slots of group {group!r} do not fit the rows of the window",
-                expected=f"{layout.num_rows} rows (draft_len + settled per request)",
-                got=tensor.numel(),
-                hint="one slot per row, -1 for padding",
-            )
+        kind = self._kinds.get(group, PAGED)
+        count = tensor.numel()
+        layout = self._layout or self._resolve(
+            count if kind.name == "recurrent" else self._requests_in(count)
+        )
+        self._check_fit(group, kind, layout, count)
         given: Tensor | list[int] = tensor
         if tensor.is_cpu:
             given = host = tensor.tolist()
-            self._check_host(group, host)
-            own = self._copy(group, to_device(tensor, self._device, torch.int64))
-        else:
-            own = self._copy(group, tensor)
-            if self._check_range:
-                inside = ((own >= -1) & (own < self._limits[group])).all()
-                self.in_range = inside if self.in_range is None else self.in_range & inside
+            self._check_host(group, host, kind, layout)
+            tensor = to_device(tensor, self._device, torch.int64)
+        if kind.name == "recurrent":
+            tensor = tensor[layout.request]
+        own = self._copy(group, tensor)
+        if self._check_range and not isinstance(given, list):
+            inside = ((own >= -1) & (own < self._limits[group])).all()
+            self.in_range = inside if self.in_range is None else self.in_range & inside
         self._layout = layout
         self._given[group] = given
         self._own[group] = own
         return own
+
+    def rows_in(self, group: str, slots: object) -> int | None:
+        """Rows of a window that this mapping of a group would make; None where it says nothing."""
+        count = count_of(slots)
+        if count is None or self._kinds.get(group, PAGED).name != "recurrent":
+            return count
+        return (self._layout or self._resolve(count)).num_rows
+
+    def _check_fit(self, group: str, kind: Kind, layout: RowLayout, count: int) -> None:
+        """Refuse a mapping of another length, and laps of a ring that must not be lapped."""
+        expected = layout.num_requests if kind.name == "recurrent" else layout.num_rows
+        if count != expected:
+            per = (
+                "requests" if kind.name == "recurrent" else "rows (draft_len + settled per request)"
+            )
+            one = "request" if kind.name == "recurrent" else "row"
+            raise SlotMappingError(
+                "window",
+                f"slots of group {group!r} do not fit the rows of the window",
+                expected=f"{expected} {per}",
+                got=count,
+                hint=f"one slot per {one}, -1 for padding",
+            )
+        longest = max((b - a for a, b in pairwise(layout.starts)), default=0)
+        if kind.overwrites and not self._may_share and longest > kind.reuse:
+            raise CapacityError(
+                "window",
+                f"a request has more rows than its ring in group {group!r} has slots",
+                expected=f"at most {kind.reuse} rows under policy 'undo'",
+                got=longest,
+                hint="use policy='deferred', where rows of one slot wait side by side",
+            )
 
     def _copy(self, group: str, slots: Tensor) -> Tensor:
         """The window's own copy; where the executor cannot make it, a plain one."""
@@ -207,7 +258,7 @@ class SlotMappings:
             )
         return num_rows // per_request if per_request else 0
 
-    def _check_host(self, group: str, values: list[int]) -> None:
+    def _check_host(self, group: str, values: list[int], kind: Kind, layout: RowLayout) -> None:
         used = [slot for slot in values if slot != -1]
         limit = self._limits[group]
         if used and (min(used) < 0 or max(used) >= limit):
@@ -218,13 +269,18 @@ class SlotMappings:
                 expected=f"-1 (padding) or 0 to {limit - 1}",
                 got=bad,
             )
-        if len(set(used)) != len(used):
+        if len(set(used)) != len(used) and not (
+            kind.name == "ring" and _laps(values, kind.reuse, layout)
+        ):
             twice, times = Counter(used).most_common(1)[0]
             raise SlotMappingError(
                 "window",
                 f"group {group!r} maps two rows to one slot",
                 expected="distinct slots",
                 got=f"slot {twice} {times} times",
+                hint=f"rows of one request may share a slot {kind.reuse} rows apart"
+                if kind.name == "ring"
+                else "",
             )
 
     def check_same(self, group: str, slots: Tensor | Sequence[int]) -> None:

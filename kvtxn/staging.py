@@ -7,7 +7,7 @@ Tensors made in inference mode have no such counter, so ``"auto"`` copies them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -78,7 +78,11 @@ class Stager:
         return self._looks.pattern if self._known else None
 
     def again(
-        self, ref: LayerRef, key: Tensor, value: Tensor | None, missing: Mapping[str, object]
+        self,
+        ref: LayerRef,
+        key: Tensor | Sequence[Tensor],
+        value: Tensor | None,
+        missing: Mapping[str, object],
     ) -> StagedLayer | None:
         """A layer's rows, where they look exactly as rows did that passed every check.
 
@@ -87,14 +91,16 @@ class Stager:
         """
         try:
             facts = self._looks.layers.get(ref)
-            if facts is None or ref.name not in missing or not _alike(key, facts[0]):
+            if facts is None or ref.name not in missing or not isinstance(key, Tensor):
+                return None
+            if not _alike(key, facts[0]):
                 return None
             if len(facts) == 1:
                 if value is not None:
                     return None
                 rows: tuple[Tensor, ...] = (key,)
             else:
-                if value is None or not _alike(value, facts[1]):
+                if value is None or len(facts) > 2 or not _alike(value, facts[1]):
                     return None
                 rows = (key, value)
             if self._watched:
@@ -129,14 +135,17 @@ class Stager:
         if self._watched and not tensor.is_inference():
             self._held.append((name, (tensor,), tensor._version))
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, layers: Container[str] | None = None) -> None:
         """Refuse the commit if a tensor taken by reference was written to since.
+
+        Args:
+            layers: names of those whose rows still wait; all where None.
 
         Raises:
             WindowStateError: it was; nothing has been written.
         """
         for name, rows, versions in self._held:
-            if _versions(rows) != versions:
+            if _versions(rows) != versions and (layers is None or name in layers):
                 raise WindowStateError(
                     "commit",
                     f"what was taken for {name!r} was modified in place before commit",
@@ -202,12 +211,16 @@ def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[st
 
 
 def check_parts(
-    ref: LayerRef, num_rows: int | None, key: Tensor, value: Tensor | None
+    ref: LayerRef,
+    num_rows: int | None,
+    key: Tensor | Sequence[Tensor],
+    value: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """One tensor per plane, known to fit it; nothing has been taken yet.
 
     Args:
-        ref: the layer. A latent may come whole, or as the two halves MLA code has.
+        ref: the layer. A latent may come whole, or as the two halves MLA code has; the states
+            of a recurrent layer as a sequence, or as key and value where there are no more.
         num_rows: rows of the window; None where the slots do not say, to be refused with them.
         key: see ``Window.stage``.
         value: likewise.
@@ -215,6 +228,20 @@ def check_parts(
     Raises:
         LayerError: a tensor is missing or does not fit.
     """
+    if ref.states:
+        states = (key,) if isinstance(key, Tensor) else tuple(key)
+        states = states if value is None else (*states, value)
+        if len(states) != len(ref.planes) or not all(isinstance(s, Tensor) for s in states):
+            raise LayerError(
+                "stage",
+                f"recurrent layer {ref.name!r} is staged with one tensor per state",
+                expected=f"{len(ref.planes)} tensors [num_rows, *state_shape]",
+                got=[type(state).__name__ for state in states],
+            )
+        return tuple(
+            _checked(ref, plane, num_rows, part)
+            for plane, part in zip(ref.planes, states, strict=True)
+        )
     for part, tensor in (("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) and not (tensor is None and part == "value"):
             raise LayerError(
@@ -228,6 +255,7 @@ def check_parts(
             got=None,
             hint="only latent layers are staged with one tensor",
         )
+    assert isinstance(key, Tensor)
     if ref.is_latent and value is not None:
         if key.shape[:-1] != value.shape[:-1] or key.device != value.device:
             raise LayerError(
@@ -246,11 +274,12 @@ def check_parts(
 def _checked(ref: LayerRef, plane: Plane, num_rows: int | None, part: Tensor) -> Tensor:
     """The tensor, known to fit the plane; bytes of an 8-bit format come in its own dtype."""
     number = plane.format
-    if part.shape != (part.shape[0] if num_rows is None else num_rows, *plane.row_shape):
+    shape = plane.staged_shape
+    if part.ndim == 0 or part.shape != (part.shape[0] if num_rows is None else num_rows, *shape):
         raise LayerError(
             "stage",
             f"{plane.part} of {ref.name!r} has the wrong shape",
-            expected=["num_rows" if num_rows is None else num_rows, *plane.row_shape],
+            expected=["num_rows" if num_rows is None else num_rows, *shape],
             got=list(part.shape),
             hint="stage every row of the window, request by request, in one call",
         )
@@ -265,7 +294,7 @@ def _checked(ref: LayerRef, plane: Plane, num_rows: int | None, part: Tensor) ->
         pass
     elif number.quantised and part.dtype is torch.uint8:
         part = part.view(number.dtype)  # stored codes, as engines keep them
-    elif not part.is_floating_point():
+    elif not (part.is_floating_point() and (number.dtype.is_floating_point or number.quantised)):
         raise LayerError(
             "stage",
             f"{plane.part} of {ref.name!r} has a dtype that cannot be stored",
@@ -280,4 +309,4 @@ def _checked(ref: LayerRef, plane: Plane, num_rows: int | None, part: Tensor) ->
             got=part.layout,
             hint="materialise it first: tensor.to_dense() or tensor.resolve_neg()",
         )
-    return part
+    return part if plane.given_shape is None else part.reshape(-1, *plane.row_shape)

@@ -19,7 +19,6 @@ from .executor import SampledIds, StagedLayer, Standing, Txn, as_counts
 from .layers import LayerRef
 from .layout import as_accepted
 from .rows import LayerRows
-from .slots import count_of
 from .staging import check_parts, check_ref
 from .states import Event, WindowState, after, allowed
 from .window_life import WindowLife
@@ -83,13 +82,14 @@ class Window(WindowLife):
                 txn.saved.update(self._executor.save(txn, group))
             except Exception as error:
                 self._on_failure("begin", error)
+        self._save_what_is_evicted(txn, group)
 
     # -- stage --------------------------------------------------------------------
 
     def stage(
         self,
         ref: LayerRef,
-        key: Tensor,
+        key: Tensor | Sequence[Tensor],
         value: Tensor | None = None,
         slots: Tensor | Sequence[int] | None = None,
     ) -> None:
@@ -98,9 +98,12 @@ class Window(WindowLife):
         Args:
             ref: the layer, as the manager knows it.
             key: ``[num_rows, num_kv_heads, head_size]``; for a latent layer
-                ``[num_rows, latent_size]``. A floating dtype, or the cache's own.
+                ``[num_rows, latent_size]``. A floating dtype, or the cache's own. For a
+                recurrent layer the states after each row, ``[num_rows, *state_shape]``: one
+                tensor, or a sequence of them.
             value: likewise; for a latent layer None, or the latent's second half.
-            slots: int ``[num_rows]``, where the group's mapping was not given yet.
+            slots: int ``[num_rows]``, where the group's mapping was not given yet; for
+                recurrent layers ``[num_requests]``.
 
         Raises:
             WindowStateError: the window is over.
@@ -118,7 +121,7 @@ class Window(WindowLife):
         check_ref(ref, self._manager.layers, self._missing)
         if slots is None and ref.group not in self._mappings:
             raise self._mappings.missing(ref.group)
-        rows = self.num_rows if self._txn is not None else count_of(slots)
+        rows = self.num_rows if self._txn is not None else self._mappings.rows_in(ref.group, slots)
         parts = check_parts(ref, rows, key, value)
         if slots is not None:
             if ref.group in self._mappings:
@@ -145,7 +148,7 @@ class Window(WindowLife):
         """Let the executor write what is written at staging."""
         deferred = txn.policy == "deferred"
         if self._state is WindowState.DIRECT:
-            self._or_fail(lambda: recovery.write_through(txn, [layer]))
+            self._or_fail(lambda: self._write_without_executor(txn, [layer]))
             return
         try:
             if not deferred or txn.layout.has_settled:
@@ -197,7 +200,15 @@ class Window(WindowLife):
                 "attend", f"layer {name!r} is not staged", hint="stage it before it attends"
             )
         args = attention.arguments(
-            ref, txn.layout, query, block_table, seq_lens, scale, sliding_window, soft_cap
+            ref,
+            txn.layout,
+            query,
+            block_table,
+            seq_lens,
+            scale,
+            sliding_window,
+            soft_cap,
+            waiting=self._manager.policy == "deferred",
         )
         layer = txn.staged.get(ref.name) or StagedLayer(ref, ())
         try:
@@ -205,7 +216,8 @@ class Window(WindowLife):
                 return self._executor.attend(txn, layer, query, args)
         except Exception as error:
             self._on_failure("attend", error, tuple(txn.staged.values()))
-        return attention.attend(txn.layout, ref.planes, None, query, args)
+        held = layer.rows if self._holds(ref) else None
+        return attention.attend(txn.layout, ref.planes, held, query, args)
 
     # -- commit and abort ---------------------------------------------------------
 
@@ -242,7 +254,10 @@ class Window(WindowLife):
         else:
             counts = as_accepted(accepted, txn.layout, self._manager.device)
         if self._state is WindowState.DIRECT:
-            self._or_fail(lambda: txn.count(txn.kept(as_counts(counts))))
+            kept = txn.kept(as_counts(counts))
+            self._manager.stager.check_unchanged(self._held_layers())
+            self._or_fail(lambda: self._finish_evicting(txn, kept))
+            self._or_fail(lambda: txn.count(kept))
         else:
             self._manager.stager.check_unchanged()
             self._act_commit(txn, counts)
@@ -278,7 +293,8 @@ class Window(WindowLife):
     def abort(self) -> None:
         """Take every draft row back; settled rows stay. The caches are as before the window.
 
-        A window that fell back to direct writes keeps its rows, as stock would.
+        A window that fell back to direct writes keeps its rows, as stock would; but not in
+        rings and states, where that would have evicted what is live.
 
         Raises:
             WindowStateError: the window is over.
@@ -292,6 +308,8 @@ class Window(WindowLife):
             if txn.saved and self._state is not WindowState.DIRECT:
                 self._act_restore(txn)
             nothing = torch.zeros_like(txn.layout.is_draft)
+            if self._state is WindowState.DIRECT:
+                self._or_fail(lambda: self._finish_evicting(txn, nothing))
             self._or_fail(lambda: txn.count(nothing, aborted=True))
         self._finish(Event.ABORT)
         self._surface()

@@ -17,7 +17,8 @@ from . import recovery
 from .errors import not_allowed
 from .executor import SampledIds, StagedLayer, Txn, as_counts
 from .hooks import Moment, ended
-from .rows import LayerRows
+from .layers import LayerRef
+from .rows import LayerRows, read_layers
 from .slots import SlotMappings
 from .states import Event, WindowState, after, allowed
 
@@ -85,12 +86,46 @@ class WindowLife:
         txn = self._txn
         assert txn is not None
         if self._manager.config.on_error == "raise":
-            self._take_back_and_raise(operation, error, txn.saved)
+            self._take_back_and_raise(operation, error, txn.saved, layers)
         self._enter_direct(operation, error)
         txn.policy, txn.counters = "direct", self._manager.metrics.rows[1]
         if self._written_by == "window":
             waiting = [layer for layer in layers if layer.rows]  # under undo they are written
-            self._or_fail(lambda: recovery.write_through(txn, waiting))
+            self._or_fail(lambda: self._write_without_executor(txn, waiting))
+
+    # What a counter cannot take back keeps its policy after a fallback, in the hands of the
+    # reference: written through, a rejected row would have evicted a live one for good.
+
+    def _holds(self, ref: LayerRef) -> bool:
+        """Whether drafts of this layer wait for commit even in a window that fell back."""
+        return ref.kind.overwrites and self._manager.policy == "deferred"
+
+    def _held_layers(self) -> dict[str, StagedLayer]:
+        """Layers whose rows wait in a window that fell back."""
+        staged = {} if self._txn is None else self._txn.staged
+        return {name: layer for name, layer in staged.items() if self._holds(layer.ref)}
+
+    def _save_what_is_evicted(self, txn: Txn, group: str) -> None:
+        """Under ``undo``, where the executor did not: what the slots of a ring hold."""
+        if self._manager.policy == "undo" and self._manager.kinds[group].overwrites:
+            refs = [ref for ref in txn.layers if ref.group == group and ref.name not in txn.saved]
+            self._or_fail(lambda: txn.saved.update(read_layers(refs, txn.slots)))
+
+    def _write_without_executor(self, txn: Txn, layers: Sequence[StagedLayer]) -> None:
+        """Write all rows, but of layers that hold drafts back the settled ones."""
+        held = [layer for layer in layers if self._holds(layer.ref)]
+        recovery.write_through(txn, [layer for layer in layers if layer not in held])
+        recovery.write_settled(txn, held)
+        txn.staged.update({layer.ref.name: layer for layer in held})
+
+    def _finish_evicting(self, txn: Txn, kept: Tensor) -> None:
+        """The end of a window that fell back, for rings and states: commit, or take back."""
+        before = {ref.name: txn.saved[ref.name] for ref in txn.layers if ref.name in txn.saved}
+        before = {name: rows for name, rows in before.items() if self._evicts(name)}
+        recovery.finish(txn, kept, before, self._held_layers().values())
+
+    def _evicts(self, name: str) -> bool:
+        return self._manager.layers[name].kind.overwrites
 
     def _enter_direct(self, operation: str, error: Exception) -> None:
         self._state = after(self._state, Event.FALL_BACK)
@@ -105,11 +140,20 @@ class WindowLife:
             self._finish(Event.FAIL)
             raise
 
-    def _take_back_and_raise(self, operation: str, error: Exception, before: LayerRows) -> NoReturn:
+    def _take_back_and_raise(
+        self,
+        operation: str,
+        error: Exception,
+        before: LayerRows,
+        layers: Sequence[StagedLayer] = (),
+    ) -> NoReturn:
         """``on_error="raise"``: restore the caches, then let the executor's error surface."""
         txn = self._txn
         assert txn is not None
+        evicting = [layer for layer in layers if layer.rows and layer.ref.kind.overwrites]
         try:
+            if self._manager.policy != "direct":  # else half a row could be where one was live
+                recovery.write_settled(txn, evicting)
             recovery.put_back(txn, before)
             txn.count(torch.zeros_like(txn.layout.is_draft), aborted=True)
         except BaseException as failure:

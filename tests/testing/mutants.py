@@ -34,7 +34,8 @@ class Sound(TorchExecutor):
 def with_planes(ref: LayerRef, planes: tuple[Plane, ...]) -> LayerRef:
     """A layer of the same name and group with other planes, as no constructor would make it."""
     other = LayerRef.__new__(LayerRef)
-    for name, value in (("name", ref.name), ("group", ref.group), ("planes", planes)):
+    fields = (("name", ref.name), ("group", ref.group), ("kind", ref.kind), ("planes", planes))
+    for name, value in fields:
         object.__setattr__(other, name, value)
     return other
 

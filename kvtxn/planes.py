@@ -1,0 +1,181 @@
+"""``Plane``: where one part of a layer's rows lies in memory, and how a plane is built.
+
+Everything that moves bytes speaks of planes: K or V of a paged cache, a latent, one
+tensor of a recurrent state. What is built here is checked here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import torch
+from torch import Tensor
+
+from .errors import LayerError
+from .formats import WORDS, RowFormat, row_format, words
+
+
+@attrs.frozen(eq=False)
+class Plane:
+    """One tensor that holds one part of a layer's rows.
+
+    Attributes:
+        part: ``"key"``, ``"value"``, ``"latent"``, or ``"state 0"`` and so on.
+        cells: integer view of the cache, any strides: ``[num_blocks, block_size, *row_shape]``,
+            or ``[num_blocks, block_numel]`` with ``offsets``.
+        row_shape: shape of one row, one or two dimensions, such as ``(num_kv_heads, head_size)``.
+        block_size: slots per block.
+        format: number format of the stored elements.
+        offsets: int64 ``[block_size, *row_shape]``: where in its block each element
+            of a row lies; None where rows are plain strided views.
+        given_shape: shape of one row as it is staged; ``row_shape`` where None.
+    """
+
+    part: str
+    cells: Tensor
+    row_shape: tuple[int, ...]
+    block_size: int
+    format: RowFormat
+    offsets: Tensor | None = None
+    given_shape: tuple[int, ...] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the whole cache: blocks x block size."""
+        return self.cells.shape[0] * self.block_size
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes one row takes."""
+        return math.prod(self.row_shape) * self.cells.dtype.itemsize
+
+    @property
+    def staged_shape(self) -> tuple[int, ...]:
+        """Shape of one row as the caller has it."""
+        return self.row_shape if self.given_shape is None else self.given_shape
+
+    def index(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """Index into ``cells`` that selects ``[num_rows, *row_shape]`` for int64 ``slots``."""
+        block, offset = slots // self.block_size, slots % self.block_size
+        if self.offsets is None:
+            return block, offset
+        return block.view(-1, *[1] * len(self.row_shape)), self.offsets[offset]
+
+
+def paged_plane(
+    part: str,
+    layer: str,
+    cache: Tensor,
+    kv_dtype: str,
+    scale: float | Tensor | None,
+    offsets: Tensor | None = None,
+) -> Plane:
+    """A plane of a paged cache ``[num_blocks, block_size, *row_shape]``, or behind offsets."""
+    if scale is not None and (
+        not isinstance(scale, (int, float, Tensor)) or isinstance(scale, bool)
+    ):
+        raise LayerError("LayerRef", "a scale must be a number or a tensor", got=repr(scale))
+    shape = tuple((cache if offsets is None else offsets).shape)
+    block_size, row_shape = (shape[1], shape[2:]) if offsets is None else (shape[0], shape[1:])
+    heads = row_shape[0] if len(row_shape) == 2 else None
+    number = row_format(layer, cache, kv_dtype, scale, heads)
+    return Plane(part, words(cache), row_shape, block_size, number, offsets)
+
+
+def state_plane(part: str, layer: str, state: Tensor) -> Plane:
+    """A plane of a recurrent state ``[num_states, *state_shape]``: a slot is a whole state.
+
+    Dimensions that lie together in memory count as one. What is left beyond two, which
+    nothing but a permuted state has, is found through a table of offsets.
+    """
+    if not isinstance(state, Tensor) or state.ndim < 2:
+        got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+        raise LayerError(
+            "LayerRef",
+            f"a state of {layer!r} is misshapen",
+            expected="[num_states, *state_shape]",
+            got=got,
+        )
+    check_cache(layer, state, state.ndim, "[num_states, *state_shape]")
+    if state.dtype.itemsize not in WORDS:
+        raise LayerError("LayerRef", f"a state of {layer!r} cannot be {state.dtype}")
+    cells, number = words(state), RowFormat(state.dtype)
+    shape, strides = _together(tuple(state.shape[1:]), state.stride()[1:])
+    given = tuple(state.shape[1:])
+    start, count = cells.storage_offset(), state.shape[0]
+    if len(shape) <= 2:
+        view = cells.as_strided((count, 1, *shape), (state.stride(0), 0, *strides), start)
+        return Plane(part, view, shape, 1, number, None, given)
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    table = places.reshape(1, -1).to(state.device)
+    extent = int(places.max()) + 1
+    view = cells.as_strided((count, extent), (state.stride(0), 1), start)
+    return Plane(part, view, (table.shape[1],), 1, number, table, given)
+
+
+def _together(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides with dimensions of size 1 gone and adjacent ones merged."""
+    dims = [pair for pair in zip(shape, strides, strict=True) if pair[0] != 1]
+    merged: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if merged and merged[-1][1] == size * stride:
+            size *= merged.pop()[0]
+        merged.append((size, stride))
+    merged = merged or [(1, 1)]
+    return tuple(size for size, _ in merged), tuple(stride for _, stride in merged)
+
+
+def check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
+    """Refuse a cache of another rank, without elements, or whose rows share memory."""
+    if not isinstance(cache, Tensor) or cache.ndim != ndim:
+        got = list(cache.shape) if isinstance(cache, Tensor) else type(cache).__name__
+        raise LayerError("LayerRef", f"a cache of {name!r} is misshapen", expected=shape, got=got)
+    strides = zip(cache.stride(), cache.shape, strict=True)
+    aliased = any(stride == 0 and size > 1 for stride, size in strides)
+    if aliased or 0 in cache.shape:
+        raise LayerError(
+            "LayerRef",
+            f"a cache of {name!r} is {'an expanded view' if aliased else 'empty'}",
+            expected="distinct memory for every row",
+            got=f"shape {list(cache.shape)}, strides {list(cache.stride())}",
+        )
+
+
+def check_offsets(layer: str, caches: list[Tensor], *tables: Tensor) -> list[Tensor]:
+    """The tables as int64 on the caches' device, inside the block and one-to-one."""
+    for cache in caches:
+        check_cache(layer, cache, 2, "[num_blocks, block_numel]")
+        if cache.stride(1) != 1 and cache.shape[1] > 1:
+            raise LayerError(
+                "LayerRef",
+                f"the elements of a block of {layer!r} are not contiguous",
+                expected="stride 1 in the last dimension",
+                got=list(cache.stride()),
+            )
+    if any(table.ndim != 3 or table.shape[:2] != tables[0].shape[:2] for table in tables):
+        raise LayerError(
+            "LayerRef",
+            f"the offset tables of {layer!r} are misshapen",
+            expected="[block_size, num_kv_heads, head_size] each",
+            got=[list(table.shape) for table in tables],
+        )
+    flat = [table.reshape(-1).to("cpu", torch.int64) for table in tables]
+    inside = all(
+        bool(((part >= 0) & (part < cache.shape[1])).all())
+        for part, cache in zip(flat, caches, strict=True)
+    )
+    same = caches[0].data_ptr() == caches[1].data_ptr()
+    together = [torch.cat(flat)] if same else flat
+    if not inside or any(part.unique().numel() != part.numel() for part in together):
+        raise LayerError(
+            "LayerRef",
+            f"the offset tables of {layer!r} leave the block or name an element twice",
+            expected=f"distinct offsets in [0, {caches[0].shape[1]})",
+            got=f"offsets up to {max(int(part.max()) for part in flat)}",
+        )
+    return [table.to(caches[0].device, torch.int64) for table in tables]

@@ -1,0 +1,117 @@
+"""What a manager settles once, when it is made: its layers, its groups, its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from .errors import BackendUnavailableError, LayerError
+from .executor import Capabilities
+from .layers import Kind, LayerRef
+
+
+def choose_policy(
+    wanted: str, capabilities: Capabilities, kinds: Collection[str] = ("paged",)
+) -> tuple[str, str]:
+    """The policy to use and the reason; raises BackendUnavailableError where it cannot be.
+
+    Args:
+        wanted: a policy, or "auto".
+        capabilities: of the executor.
+        kinds: names of the kinds of layers it is for.
+    """
+    stateful = "recurrent" in kinds
+    if wanted == "undo" and stateful:
+        raise BackendUnavailableError(
+            "TransactionManager",
+            "policy 'undo' cannot take a recurrent state back to the middle of a window: the "
+            "states in between were never in the cache",
+            expected="deferred",
+            got="'undo'",
+            hint="use policy='deferred', where commit selects among the staged states",
+        )
+    if wanted != "auto":
+        if wanted not in capabilities.policies:
+            raise BackendUnavailableError(
+                "TransactionManager",
+                f"this backend cannot carry out policy {wanted!r}",
+                expected=f"one of {sorted(capabilities.policies)}",
+                got=repr(wanted),
+                hint="choose another backend, or policy='auto'",
+            )
+        return wanted, "asked for"
+    if "deferred" in capabilities.policies:
+        if set(kinds) == {"recurrent"}:
+            return "deferred", "no layer has attention, and commit selects among the states"
+        if capabilities.attention:
+            return "deferred", "attention can read the window"
+    if "undo" in capabilities.policies and not stateful:
+        return "undo", "attention cannot read the window, so rows are written and taken back"
+    return "direct", "the backend can neither defer nor undo"
+
+
+def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
+    """The layers by name; raises LayerError where they do not go together."""
+    by_name: dict[str, LayerRef] = {}
+    memory: dict[tuple[object, ...], str] = {}
+    if not isinstance(layers, Iterable):
+        raise LayerError("TransactionManager", "layers is no iterable", got=type(layers).__name__)
+    for ref in layers:
+        if not isinstance(ref, LayerRef):
+            raise LayerError(
+                "TransactionManager", "layers must be LayerRef objects", got=type(ref).__name__
+            )
+        if ref.name in by_name:
+            raise LayerError(
+                "TransactionManager", f"two layers are named {ref.name!r}", hint="names are keys"
+            )
+        for plane in ref.planes:
+            # Groups may share memory: an engine's allocator gives each block to one of them.
+            part = plane.part if plane.offsets is not None else ""
+            place = (ref.group, plane.cells.data_ptr(), part)
+            if memory.setdefault(place, ref.name) != ref.name:
+                raise LayerError(
+                    "TransactionManager",
+                    f"layers {memory[place]!r} and {ref.name!r} share one cache",
+                    hint="list a shared cache once, under the layer that writes it",
+                )
+        by_name[ref.name] = ref
+    if not by_name:
+        raise LayerError("TransactionManager", "no layers", expected="at least one", got=0)
+    devices = {ref.device for ref in by_name.values()}
+    if len(devices) > 1:
+        raise LayerError(
+            "TransactionManager",
+            "layers are on several devices",
+            expected="one device",
+            got=sorted(map(str, devices)),
+            hint="make one manager per device",
+        )
+    return by_name
+
+
+def limits_of(refs: Sequence[LayerRef]) -> dict[str, int]:
+    """Slots that every cache of a group has."""
+    limits: dict[str, int] = {}
+    block_sizes: dict[str, int] = {}
+    kinds: dict[str, Kind] = {}
+    for ref in refs:
+        limits[ref.group] = min(ref.num_slots, limits.get(ref.group, ref.num_slots))
+        kind = kinds.setdefault(ref.group, ref.kind)
+        if kind != ref.kind:
+            raise LayerError(
+                "TransactionManager",
+                f"kinds of layers differ within group {ref.group!r}",
+                expected=kind,
+                got=f"{ref.kind} in {ref.name!r}",
+                hint="rings of one size, states, and paged rows belong in groups of their own",
+            )
+        size = ref.planes[0].block_size
+        if block_sizes.setdefault(ref.group, size) != size:
+            raise LayerError(
+                "TransactionManager",
+                f"block sizes differ within group {ref.group!r}",
+                expected=block_sizes[ref.group],
+                got=f"{size} in {ref.name!r}",
+                hint="a slot number means block x block_size + offset: use one group per size",
+            )
+    return limits

@@ -1,0 +1,258 @@
+"""Ring and recurrent layers: how they are made, what they refuse, and what one window leaves."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from kvtxn import (
+    BackendUnavailableError,
+    CapacityError,
+    IncompleteWindowError,
+    LayerError,
+    LayerRef,
+    SlotMappingError,
+    TransactionManager,
+    TxnConfig,
+)
+from kvtxn.executor import Capabilities
+from kvtxn.layers import PAGED
+from kvtxn.manager import choose_policy
+
+
+def make_ring(ring_size: int = 4, window: int = 3, name: str = "ring") -> LayerRef:
+    """Two rings of ``ring_size`` slots in a cache of blocks of 4."""
+    caches = torch.zeros(2, 2 * -(-ring_size // 4), 4, 1, 2)
+    return LayerRef.ring(name, *caches, window=window, ring_size=ring_size, group=name)
+
+
+def make_state(name: str = "state", num_states: int = 3) -> LayerRef:
+    """A convolution's state and a permuted scan's."""
+    conv, scan = torch.zeros(num_states, 2, 3), torch.zeros(num_states, 4, 2, 2)
+    return LayerRef.recurrent(name, conv, scan.permute(0, 2, 1, 3), group=name)
+
+
+def numbers(ref: LayerRef, count: int) -> list[torch.Tensor]:
+    """Rows whose every element is 1, 2, 3, ..."""
+    shapes = [plane.staged_shape for plane in ref.planes]
+    return [
+        torch.arange(1.0, count + 1).view(-1, *[1] * len(shape)).expand(count, *shape).clone()
+        for shape in shapes
+    ]
+
+
+def manager(*layers: LayerRef, **config: object) -> TransactionManager:
+    return TransactionManager(layers, TxnConfig(**{"policy": "deferred"} | config))
+
+
+def stage(window, *layers: LayerRef) -> None:
+    """Stage every layer: two tensors where two are enough, else a sequence."""
+    for ref in layers:
+        window.stage(ref, *numbers(ref, window.num_rows))
+
+
+def held(ref: LayerRef) -> list[float]:
+    """The first element of each slot, one number for all planes or it raises."""
+    if ref.states:
+        (one,) = {
+            tuple(state.flatten(1).T.unique(dim=0).flatten().tolist()) for state in ref.states
+        }
+        return list(one)
+    return ref.key_cache[:, :, 0, 0].flatten().tolist()
+
+
+def test_what_they_are():
+    """A ring is K and V, a state one plane per tensor; neither is latent, both overwrite."""
+    ring, state = make_ring(), make_state()
+    assert (ring.kind.name, ring.kind.reuse, ring.is_latent) == ("ring", 4, False)
+    assert (state.kind.name, state.kind.reuse, state.is_latent) == ("recurrent", 1, False)
+    single = LayerRef.recurrent("one", torch.zeros(3, 5))
+    assert not single.is_latent
+    assert LayerRef.latent("mla", torch.zeros(2, 4, 6)).kind is PAGED
+    assert state.num_slots == 3
+    assert state.row_bytes == 4 * (6 + 16)
+    assert pickle.loads(pickle.dumps(state)).kind == state.kind
+    assert pickle.loads(pickle.dumps(ring)).window == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: make_ring(4, 5), "window and ring_size"),
+        (lambda: make_ring(4, 0), "window and ring_size"),
+        (lambda: LayerRef.ring("r", *torch.zeros(2, 1, 4, 1, 2), window=5), "slots of the cache"),
+        (lambda: LayerRef.ring("r", *torch.zeros(2, 1, 4, 1, 2), window=True), "window and ring"),
+        (lambda: LayerRef.recurrent("s"), "at least one state"),
+        (lambda: LayerRef.recurrent("s", torch.zeros(3)), "misshapen"),
+        (lambda: LayerRef.recurrent("s", [1.0]), "misshapen"),
+        (lambda: LayerRef.recurrent("s", torch.zeros(0, 3)), "empty"),
+        (lambda: LayerRef.recurrent("s", torch.zeros(3, 1).expand(3, 4)), "expanded"),
+        (lambda: LayerRef.recurrent("s", torch.zeros(3, 2, dtype=torch.complex128)), "complex128"),
+        (lambda: LayerRef.recurrent("s", torch.zeros(3, 2), torch.zeros(2, 2)), "differ in number"),
+        (lambda: LayerRef.recurrent("s", *[torch.zeros(3, 2)] * 2), "same memory"),
+    ],
+)
+def test_what_cannot_be_built(make, message):
+    with pytest.raises(LayerError, match=message):
+        make()
+
+
+def test_kinds_have_groups_of_their_own():
+    """One group, one kind, one size of ring."""
+    ring = make_ring()
+    larger = LayerRef.ring("b", *torch.zeros(2, 4, 4, 1, 2), window=3, ring_size=5, group="ring")
+    with pytest.raises(LayerError, match="kinds of layers differ"):
+        manager(ring, larger)
+
+
+def test_a_ring_is_lapped_within_one_window():
+    """Positions 6 to 11 of a ring of 4: kept rows in their places, none lost to a rejected one."""
+    ring = make_ring()
+    ring.key_cache.fill_(-1)
+    with manager(ring).window(5, [(6 + i) % 4 for i in range(6)]) as window:
+        stage(window, ring)
+        assert held(ring) == [-1, -1, 1, -1, *[-1] * 4]
+        window.commit(4)
+    assert held(ring) == [3, 4, 5, 2, *[-1] * 4]
+
+
+@pytest.mark.parametrize(("accepted", "left"), [(0, 1), (1, 2), (3, 4)])
+def test_commit_selects_a_state(accepted, left):
+    """The settled state at staging, then the one after the last accepted draft."""
+    state = make_state()
+    with manager(state).window([3, 0], [2, -1], settled=[1, 0]) as window:
+        stage(window, state)
+        assert held(state) == [0, 0, 1]
+        window.commit([accepted, 0])
+    assert held(state) == [0, 0, left]
+
+
+def test_without_settled_rows_an_abort_keeps_the_old_state():
+    state = make_state()
+    with manager(state).window(2, [1, 0], settled=0) as window:
+        stage(window, state)
+        window.abort()
+    assert held(state) == [0, 0, 0]
+
+
+def test_direct_leaves_the_last_state_as_stock_does():
+    state = make_state()
+    with manager(state, policy="direct").window(2, [1], settled=1) as window:
+        stage(window, state)
+        window.commit(0)
+    assert held(state) == [0, 3, 0]
+
+
+def test_bytes_and_rows():
+    """A row counts once per window, a state once per request, a lapped slot once."""
+    ring, state = make_ring(), make_state()
+    owner = manager(ring, state)
+    slots = {"ring": torch.arange(6) % 4, "state": torch.tensor([1])}
+    with owner.window(5, slots) as window:
+        stage(window, ring, state)
+        window.commit(5)
+    flat = owner.snapshot()
+    assert flat["kvtxn_rows_committed_total"] == 5
+    assert flat["kvtxn_bytes_written_total"] == 4 * ring.row_bytes + state.row_bytes
+    assert flat["kvtxn_bytes_avoided_total"] == 0
+
+
+def test_nothing_is_written_where_a_layer_is_missing():
+    """Rings, states and paged rows are one transaction."""
+    caches = torch.zeros(2, 2, 4, 1, 2)
+    layers = LayerRef("rows", *caches), make_ring(), make_state()
+    slots = {"default": [3, 4], "ring": [0, 1], "state": [0]}
+    mapping = {group: torch.tensor(each) for group, each in slots.items()}
+    with manager(*layers).window(2, mapping, settled=0) as window:
+        for index, ref in enumerate(layers):
+            with pytest.raises(IncompleteWindowError):
+                window.commit(1)
+            stage(window, ref)
+            assert not any(held(each)[0] for each in layers[: index + 1])
+        window.commit(1)
+    assert held(layers[0])[3] == held(layers[1])[0] == held(layers[2])[0] == 1
+
+
+def test_slots_of_a_state_are_one_per_request():
+    owner = manager(make_state())
+    with pytest.raises(SlotMappingError, match="2 requests"):
+        owner.window([1, 1], [0, 1, 2, 3])
+    with pytest.raises(SlotMappingError, match="two rows to one slot"):
+        owner.window([1, 1], [2, 2])
+    with owner.window(3) as window:  # how many requests there are follows from the slots
+        ref = next(iter(owner.layers.values()))
+        with pytest.raises(LayerError, match="wrong shape"):
+            window.stage(ref, *numbers(ref, 4), slots=[0, 1])
+        assert window.num_rows is None
+        window.stage(ref, *numbers(ref, 8), slots=[0, 1])
+        window.commit(0)
+    assert held(ref) == [1, 5, 0]
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 0], [0, 1, 2, 3, 1], [0, 1, 2, 3, 0, 1, 2, 1]])
+def test_a_slot_twice_is_a_mistake_unless_a_ring_apart(slots):
+    with pytest.raises(SlotMappingError, match="4 rows apart"):
+        manager(make_ring()).window([len(slots)], slots, settled=0)
+
+
+def test_two_requests_never_share_a_slot():
+    with pytest.raises(SlotMappingError, match="two rows to one slot"):
+        manager(make_ring()).window([4, 4], [0, 1, 2, 3, 0, 5, 6, 7], settled=0)
+
+
+def test_undo_takes_back_no_lap():
+    owner = manager(make_ring(), policy="undo")
+    with pytest.raises(CapacityError, match="more rows than its ring"):
+        owner.window(4, [0, 1, 2, 3, 0])
+    owner.window(3, [0, 1, 2, 3]).abort()
+
+
+def test_undo_keeps_no_state():
+    with pytest.raises(BackendUnavailableError, match="cannot take a recurrent state back"):
+        manager(make_state(), policy="undo")
+
+
+def test_auto_defers_states():
+    """With or without attention; never undo."""
+    blind = Capabilities(attention=False)
+    assert choose_policy("auto", blind, {"recurrent"})[0] == "deferred"
+    assert choose_policy("auto", blind, {"recurrent", "paged"})[0] == "direct"
+    assert choose_policy("auto", blind, {"ring"})[0] == "undo"
+
+
+def test_states_of_other_dtypes_come_as_they_are():
+    """Whole numbers are not rounded into; any dtype is moved as bytes."""
+    state = LayerRef.recurrent("s", torch.zeros(2, 3, dtype=torch.int64))
+    with manager(state).window(1, [1], settled=0) as window:
+        with pytest.raises(LayerError, match="dtype that cannot be stored"):
+            window.stage(state, torch.ones(1, 3))
+        with pytest.raises(LayerError, match="one tensor per state"):
+            window.stage(state, torch.ones(1, 3), torch.ones(1, 3))
+        window.stage(state, [torch.full((1, 3), -(2**40))])
+        window.commit(1)
+    assert state.states[0].tolist() == [[0] * 3, [-(2**40)] * 3]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ring_size", "message"),
+    [("deferred", 3, "settled rows of this window"), ("undo", 5, "written through")],
+)
+def test_attention_wants_what_was_evicted(policy, ring_size, message):
+    """A query would need rows that the window's own writes took: refused, not approximated."""
+    ring = make_ring(ring_size, 3)
+    with manager(ring, policy=policy).window(2, [0, 1, 2, -1], settled=2) as window:
+        stage(window, ring)
+        with pytest.raises(LayerError, match=message):
+            window.attend(ring, torch.zeros(4, 1, 2), torch.zeros(1, 2).int(), torch.tensor([9]))
+        window.abort()
+
+
+def test_attention_wants_the_whole_ring_in_the_table():
+    ring = make_ring(6, 3)
+    with manager(ring).window(1, [0, 1]) as window:
+        stage(window, ring)
+        with pytest.raises(LayerError, match="whole ring"):
+            window.attend(ring, torch.zeros(2, 1, 2), torch.zeros(1, 1).int(), torch.tensor([9]))
+        window.abort()
