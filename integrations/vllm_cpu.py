@@ -1,9 +1,8 @@
-"""vLLM's CPU attention: where its packed rows lie, and attention that reads a window.
+"""vLLM's CPU attention with a window: what is no draft is written, drafts are staged.
 
-The CPU kernels store K transposed or interleaved, differently per instruction
-set, so a row there is no strided view. Instead of knowing each packing, the
-layout is *probed*: the real writer fills one scratch block with bit patterns
-that tell, for every element of the block, which element of which row it holds.
+Two kinds of layers. Over keys and values, the whole batch attends here, over
+cache and window, since the CPU kernels return no log-sum-exp. Latent attention
+needs nothing of that: see ``latent_attention``.
 """
 
 from __future__ import annotations
@@ -24,100 +23,6 @@ from ..layers import LayerRef
 from . import vllm_internals as internals
 from .vllm_session import Session
 
-#: Writes keys and values ``[block_size, heads, head_size]`` to slots 0, 1, ... of a block.
-Writer = Callable[[Tensor, Tensor], None]
-
-
-def probe(write: Writer, block: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """Where a writer puts each element of each row, found by watching it.
-
-    Args:
-        write: the real writer.
-        block: the scratch block it writes to, any shape, contiguous.
-        shape: ``(block_size, num_kv_heads, head_size)``.
-        dtype: of the keys and values it takes.
-
-    Returns:
-        int64 ``[2, block_size, num_kv_heads, head_size]``: offsets in the block, of keys and
-        of values.
-
-    Raises:
-        LayerError: the writer does not put each element in exactly one place of its own.
-    """
-    count = 2 * shape[0] * shape[1] * shape[2]
-    identity = torch.arange(count)
-    cells = words(block.view(-1))
-
-    def places_of(pattern: Tensor) -> Tensor:
-        cells.zero_()
-        write(*pattern.to(dtype).view(2, *shape))
-        return cells != 0
-
-    places = places_of(torch.ones_like(identity)).nonzero().squeeze(1)
-    found = torch.zeros_like(places)
-    for bit in range((count - 1).bit_length()):
-        found |= places_of(identity >> bit & 1)[places].long() << bit
-    table = torch.full((count,), -1)
-    table[found % count] = places
-    if places.numel() != count or bool((table < 0).any()):
-        raise LayerError(
-            "probe",
-            "the cache's layout is not one element per place",
-            expected=f"{count} places for {count} elements",
-            got=f"{places.numel()} places for {int((table >= 0).sum())} elements",
-            hint="kvtxn cannot address rows of this cache",
-        )
-    return table.view(2, *shape)
-
-
-def layer_refs(layers: Sequence[internals.TargetLayer], kv_dtype: str) -> list[LayerRef]:
-    """The target's layers, their packing probed once per kind.
-
-    Raises:
-        LayerError: a layout that cannot be addressed.
-    """
-    tables: dict[tuple[object, ...], Tensor] = {}
-    refs = []
-    for layer in layers:
-        blocks = layer.cache.flatten(1)
-        if blocks.data_ptr() != layer.cache.data_ptr():
-            raise LayerError("vllm", f"the blocks of {layer.name!r} are not contiguous")
-        kind = (internals.kernel_of(layer.module), layer.cache.dtype, *layer.cache.shape[1:])
-        if kind not in tables:
-            tables[kind] = _probe_layer(layer)
-        key_scale, value_scale = (
-            (None, None) if kv_dtype == "auto" else internals.stored_scales(layer.module)
-        )
-        refs.append(
-            LayerRef(
-                layer.name,
-                blocks,
-                blocks,
-                group=layer.group,
-                k_scale=key_scale,
-                v_scale=value_scale,
-                kv_dtype=kv_dtype,
-                key_offsets=tables[kind][0],
-                value_offsets=tables[kind][1],
-            )
-        )
-    return refs
-
-
-def _probe_layer(layer: internals.TargetLayer) -> Tensor:
-    heads, block_size = layer.cache.shape[1:3]
-    scratch = internals.scratch_block(layer.cache)
-    slots = torch.arange(block_size)
-
-    def write(key: Tensor, value: Tensor) -> None:
-        layer.impl.do_kv_cache_update(layer.module, key, value, scratch, slots)
-
-    dtype = internals.model_dtype(layer.module)
-    return probe(write, scratch, (block_size, heads, layer.head_size), dtype)
-
-
-# -- deferred: attention that reads the window ------------------------------------
-
 
 @attrs.frozen(eq=False)
 class LayerHook:
@@ -126,12 +31,38 @@ class LayerHook:
     Attributes:
         session: the runner's.
         ref: the layer.
-        scores: how it attends.
+        scores: how it attends; None where that does not matter.
     """
 
     session: Session
     ref: LayerRef
-    scores: internals.Scores
+    scores: internals.Scores | None
+
+
+def _write(
+    hook: LayerHook | None,
+    write: Callable[[Tensor], None],
+    slots: Tensor,
+    rows: Callable[[], tuple[Tensor, ...]],
+) -> None:
+    """Write what is no draft; stage the drafts.
+
+    Args:
+        hook: the layer's.
+        write: vLLM's own writer of this batch's rows, given the slots.
+        slots: of the batch.
+        rows: gives the batch's keys and values, or both parts of its latent rows.
+    """
+    if hook is None or not hook.session.deferring:
+        write(slots)
+        return
+    session = hook.session
+    try:
+        write(session.without_drafts(hook.ref.group, slots))
+        session.stage(hook.ref, *rows())
+    except Exception as error:
+        session.fail("stage", error)
+        write(slots)
 
 
 @cache
@@ -151,18 +82,27 @@ def window_attention(own: Any) -> Any:
             self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
         ) -> None:
             """Write what is no draft; stage the drafts."""
-            hook = self.kvtxn
-            if hook is None or not hook.session.deferring:
-                super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-                return
-            session = hook.session
-            try:
-                kept = session.without_drafts(hook.ref.group, slot_mapping)
-                super().do_kv_cache_update(layer, key, value, kv_cache, kept)
-                session.stage(hook.ref, key, value)
-            except Exception as error:
-                session.fail("stage", error)
-                super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            write = super().do_kv_cache_update
+            _write(
+                self.kvtxn,
+                lambda slots: write(layer, key, value, kv_cache, slots),
+                slot_mapping,
+                lambda: self._stored(layer, key, value, kv_cache),
+            )
+
+        def _stored(
+            self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor
+        ) -> tuple[Tensor, ...]:
+            """Rows as they are, or quantised by vLLM's own writer, which rounds its own way."""
+            assert self.kvtxn is not None
+            planes = self.kvtxn.ref.planes
+            if not planes[0].format.quantised:
+                return key, value
+            slots = torch.arange(key.shape[0])
+            blocks = internals.scratch_blocks(kv_cache, -(-key.shape[0] // planes[0].block_size))
+            super().do_kv_cache_update(layer, key, value, blocks, slots)
+            cells = words(blocks.flatten(1))
+            return tuple(cells[plane.index(slots)].view(plane.format.dtype) for plane in planes)
 
         def forward(
             self,
@@ -180,7 +120,9 @@ def window_attention(own: Any) -> Any:
             hook = self.kvtxn
             if hook is not None and hook.session.deferring:
                 try:
-                    _attend(hook, query, key, value, internals.batch_of(attn_metadata), output)
+                    batch = internals.batch_of(attn_metadata)
+                    fresh = self._stored(layer, key, value, kv_cache)
+                    _attend(hook, query, fresh, batch, output)
                 except Exception as error:
                     hook.session.fail("attend", error)
                 else:
@@ -195,16 +137,52 @@ def window_attention(own: Any) -> Any:
     return WindowAttention
 
 
+@cache
+def latent_attention(own: Any) -> Any:
+    """A subclass of a latent attention class, whose objects can become ones of this.
+
+    Only writing differs. Rows that a request has beside drafts, and the drafts, attend to each
+    other through the forward's own tensors: vLLM takes every request with more than one row for
+    a prompt, and reads from the cache only what lies before it. ``internals.step_slots`` makes
+    sure of that in every step, so what this computes is bit-equal to stock.
+    """
+
+    class LatentAttention(own):  # type: ignore[misc]
+        """Without a window it is vLLM's, untouched."""
+
+        kvtxn: LayerHook | None = None
+
+        def do_kv_cache_update(
+            self,
+            kv_c_normed: Tensor,
+            k_pe: Tensor,
+            kv_cache: Tensor,
+            slot_mapping: Tensor,
+            kv_cache_dtype: str,
+            k_scale: Tensor,
+        ) -> None:
+            """Write what is no draft; stage the drafts."""
+            write = super().do_kv_cache_update
+            _write(
+                self.kvtxn,
+                lambda s: write(kv_c_normed, k_pe, kv_cache, s, kv_cache_dtype, k_scale),
+                slot_mapping,
+                lambda: (kv_c_normed, k_pe.squeeze(1)),
+            )
+
+    return LatentAttention
+
+
 def _attend(
     hook: LayerHook,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    fresh: tuple[Tensor, ...],
     batch: internals.Batch,
     output: Tensor,
 ) -> None:
     """Attention of a whole batch over cached prefixes and its own rows, into ``output``."""
     planes, rows = hook.ref.planes, slice(batch.num_rows)
+    assert hook.scores is not None
     args = AttentionArgs(
         block_table=batch.block_table,
         seq_lens=batch.seq_lens,
@@ -212,9 +190,9 @@ def _attend(
         sliding_window=hook.scores.sliding_window,
         soft_cap=hook.scores.soft_cap,
     )
-    fresh = (planes[0].format.encode(key[rows]), planes[1].format.encode(value[rows]))
+    own = tuple(p.format.encode(part[rows]) for p, part in zip(planes, fresh, strict=True))
     layout = hook.session.batch_layout(batch.starts)
-    output[rows].copy_(attention.attend(layout, planes, fresh, query[rows], args))
+    output[rows].copy_(attention.attend(layout, planes, own, query[rows], args))
 
 
 def hook_attention(session: Session, layers: Sequence[internals.TargetLayer]) -> None:
@@ -224,15 +202,17 @@ def hook_attention(session: Session, layers: Sequence[internals.TargetLayer]) ->
         LayerError: an attention class is not as expected; nothing was hooked.
     """
     for layer in layers:
-        wrong = internals.check_methods(type(layer.impl), internals.ATTENTION_METHODS)
+        methods = internals.LATENT_METHODS if layer.latent else internals.ATTENTION_METHODS
+        wrong = internals.check_methods(type(layer.impl), methods)
         if wrong is not None:
             raise LayerError("vllm", f"the attention of {layer.name!r} is unknown: {wrong}")
     for layer in layers:
         if not hasattr(layer.impl, "kvtxn"):
             own: Any = type(layer.impl)
-            layer.impl.__class__ = window_attention(own)
+            layer.impl.__class__ = (latent_attention if layer.latent else window_attention)(own)
         ref = session.manager.layers[layer.name]
-        layer.impl.kvtxn = LayerHook(session, ref, internals.scores_of(layer.impl))
+        scores = None if layer.latent else internals.scores_of(layer.impl)
+        layer.impl.kvtxn = LayerHook(session, ref, scores)
 
 
 def unhook_attention(layers: Sequence[internals.TargetLayer]) -> None:

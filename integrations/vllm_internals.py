@@ -35,6 +35,11 @@ ATTENTION_METHODS: Final = {
         *("output_scale", "output_block_scale"),
     ),
 }
+LATENT_METHODS: Final = {
+    "do_kv_cache_update": (
+        *("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
+    ),
+}
 
 
 # -- the package ------------------------------------------------------------------
@@ -184,8 +189,10 @@ class TargetLayer:
         group: of its KV cache, as a name.
         module: the layer; ``impl`` carries out its attention.
         impl: writes rows and attends.
-        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
-        head_size: of keys and of values.
+        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, or of latent rows
+            ``[num_blocks, block_size, latent_size]``.
+        row_shape: ``(num_kv_heads, head_size)``, of keys and of values, or ``(latent_size,)``.
+        dtype: of rows before they are stored.
     """
 
     name: str
@@ -193,12 +200,18 @@ class TargetLayer:
     module: Any
     impl: Any
     cache: Tensor
-    head_size: int
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def latent(self) -> bool:
+        """Whether it keeps latent rows instead of keys and values."""
+        return len(self.row_shape) == 1
 
 
 def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
     """Layers whose rows belong into windows, and what the layers say about the engine."""
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.v1.attention.backend import AttentionType
 
     drafter = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", None) or set()
@@ -211,13 +224,19 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
             module = by_name.get(name)
             if name in not_ours:
                 continue
-            plain = type(module) is Attention and module.attn_type == AttentionType.DECODER
-            if not plain or id(module) not in modules or module.head_size != module.head_size_v:
+            shape: tuple[int, ...] | None = None
+            if type(module) is MLAAttention and not module.use_sparse:
+                shape = (module.kv_cache.shape[-1],)
+            elif type(module) is Attention and module.attn_type == AttentionType.DECODER:
+                even = module.head_size == module.head_size_v
+                shape = (module.num_kv_heads, module.head_size) if even else None
+            if shape is None or id(module) not in modules:
                 foreign = name
                 continue
             layers.append(
                 TargetLayer(
-                    name, f"group.{gid}", module, module.impl, module.kv_cache, module.head_size
+                    *(name, f"group.{gid}", module, module.impl, module.kv_cache, shape),
+                    dtype=runner.dtype,
                 )
             )
     known = config_facts(runner.vllm_config)
@@ -228,8 +247,8 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
         foreign_layer=foreign,
         kv_sharing=bool(runner.shared_kv_cache_layers),
         attention=next(iter(backends), None),
-        sinks=any(layer.impl.sinks is not None for layer in layers),
-        alibi=any(layer.impl.alibi_slopes is not None for layer in layers),
+        sinks=any(getattr(layer.impl, "sinks", None) is not None for layer in layers),
+        alibi=any(getattr(layer.impl, "alibi_slopes", None) is not None for layer in layers),
     )
     return layers, facts
 
@@ -259,21 +278,28 @@ def sampled_ids(output: Any) -> Tensor:
     return ids
 
 
-def step_slots(layers: Mapping[str, str], *, causal: bool) -> dict[str, Tensor] | str:
+def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Tensor] | str:
     """The slots of the forward that is about to run, or why it cannot have a window.
 
     Args:
         layers: one layer's name for each group.
-        causal: refuse a batch whose attention is not causal throughout.
+        reads_window: refuse a batch whose attention cannot read rows that are not in the cache.
     """
     from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 
     context = get_forward_context()
     if not isinstance(context.slot_mapping, dict) or not isinstance(context.attn_metadata, dict):
         return "microbatches"
     for name in layers.values():
         metadata = context.attn_metadata[name]
-        if causal and (metadata.causal is not True or metadata.dynamic_causal is not None):
+        if not reads_window:
+            continue
+        if isinstance(metadata, MLACommonMetadata):
+            # Requests with more than one row read the cache only before their own rows.
+            if metadata.num_decode_tokens != metadata.num_decodes:
+                return "decoded_from_the_cache"
+        elif metadata.causal is not True or metadata.dynamic_causal is not None:
             return "not_causal"
     return {group: context.slot_mapping[name] for group, name in layers.items()}
 
@@ -326,17 +352,24 @@ def stored_scales(module: Any) -> tuple[float, float]:
     return float(module._k_scale_float), float(module._v_scale_float)
 
 
-def model_dtype(module: Any) -> torch.dtype:
-    """Of a layer's keys and values before they are stored."""
-    dtype: torch.dtype = module.dtype
-    return dtype
-
-
 def kernel_of(module: Any) -> str:
     """Which instruction set's packing the rows of a layer have."""
-    return str(module.isa)
+    return str(getattr(module, "isa", ""))
 
 
-def scratch_block(cache: Tensor) -> Tensor:
-    """A zeroed cache of one block with the layout of ``cache``."""
-    return torch.zeros_like(cache[:1], memory_format=torch.contiguous_format)
+def write_rows(layer: TargetLayer, parts: Sequence[Tensor], cache: Tensor, slots: Tensor) -> None:
+    """Let a layer write rows ``[num_rows, *row_shape]``, keys and values or latents, to a cache."""
+    module, impl = layer.module, layer.impl
+    if layer.latent:
+        first, second = parts[0].split(
+            [impl.kv_lora_rank, parts[0].shape[1] - impl.kv_lora_rank], 1
+        )
+        rotary = second.unsqueeze(1)
+        impl.do_kv_cache_update(first, rotary, cache, slots, module.kv_cache_dtype, module._k_scale)
+    else:
+        impl.do_kv_cache_update(module, *parts, cache, slots)
+
+
+def scratch_blocks(cache: Tensor, count: int) -> Tensor:
+    """A zeroed cache of ``count`` blocks with the layout of ``cache``."""
+    return cache.new_zeros(count, *cache.shape[1:])

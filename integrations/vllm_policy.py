@@ -19,7 +19,7 @@ SUPPORTED: Final = ("0.32.0",)
 RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",)}
 
 #: Attention backends whose rows can be addressed, per device.
-ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("CPU_ATTN",)}
+ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("CPU_ATTN", "CPU_MLA")}
 
 
 @attrs.frozen(kw_only=True)
@@ -155,13 +155,6 @@ RULES: Final[tuple[Rule, ...]] = (
         {"microbatches": True},
     ),
     Rule(
-        "latent",
-        "windows",
-        lambda f: f.mla,
-        "latent attention is not supported yet",
-        {"mla": True},
-    ),
-    Rule(
         "recurrent",
         "windows",
         lambda f: f.recurrent,
@@ -181,13 +174,6 @@ RULES: Final[tuple[Rule, ...]] = (
         lambda f: f.attention is not None and f.attention not in ATTENTION.get(f.device, ()),
         "how attention backend {attention} keeps its rows was not checked",
         {"attention": "FLEX_ATTENTION"},
-    ),
-    Rule(
-        "quantised",
-        "deferred",
-        lambda f: f.kv_cache_dtype != "auto",
-        "vLLM quantises {kv_cache_dtype} rows by itself",
-        {"kv_cache_dtype": "fp8"},
     ),
     Rule(
         "connector",
@@ -218,12 +204,19 @@ RULES: Final[tuple[Rule, ...]] = (
         {"alibi": True},
     ),
     Rule(
-        # Near-ties between two tokens can fall the other way.
+        # Near-ties between two tokens can fall the other way. Latent attention stays vLLM's own.
         "order of sums",
         "auto",
-        lambda f: f.dtype != "float32",
+        lambda f: f.dtype != "float32" and not f.mla,
         "in {dtype} another order of sums can tip a near-tie",
         {"dtype": "bfloat16"},
+    ),
+    Rule(
+        "order of sums in fp8",
+        "auto",
+        lambda f: f.kv_cache_dtype != "auto",
+        "over {kv_cache_dtype} rows another order of sums can tip a near-tie",
+        {"kv_cache_dtype": "fp8"},
     ),
 )
 

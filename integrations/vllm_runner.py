@@ -17,7 +17,7 @@ from .. import __version__
 from ..config import Policy, TxnConfig
 from ..log import get_logger
 from ..manager import TransactionManager
-from . import vllm_cpu
+from . import vllm_cpu, vllm_layers
 from . import vllm_internals as internals
 from .vllm_policy import decide
 from .vllm_session import Session
@@ -74,9 +74,9 @@ def window_runner(own: Any) -> Any:
             session = self.kvtxn
             if session is None:
                 return super()._model_forward(*args, **kwargs)
-            causal = session.manager.policy == "deferred"
+            deferred = session.manager.policy == "deferred"
             layers = {ref.group: ref.name for ref in session.manager.layers.values()}
-            session.begin(lambda: internals.step_slots(layers, causal=causal))
+            session.begin(lambda: internals.step_slots(layers, reads_window=deferred))
             with session.aborting():
                 return super()._model_forward(*args, **kwargs)
 
@@ -132,7 +132,7 @@ def open_session(runner: Any) -> Session | None:
         # The attention copies draft rows out of the batch, so nobody else can write into them.
         staging = "reference" if config.staging == "auto" else config.staging
         settings = attrs.evolve(config, policy=cast(Policy, policy), staging=staging)
-        refs = vllm_cpu.layer_refs(layers, facts.kv_cache_dtype)
+        refs = vllm_layers.layer_refs(layers, facts.kv_cache_dtype)
         session = Session(TransactionManager(refs, settings), internals.vocab_size(runner))
         if policy == "deferred":
             vllm_cpu.hook_attention(session, layers)

@@ -162,12 +162,12 @@ class Session:
             self._masked[group] = masked
         return self._masked[group]
 
-    def stage(self, ref: LayerRef, key: Tensor, value: Tensor) -> None:
-        """Stage the draft rows of a batch's keys and values; they are copied out of it."""
+    def stage(self, ref: LayerRef, *parts: Tensor) -> None:
+        """Stage the draft rows of a batch's keys and values (or latents); they are copied."""
         assert self.window is not None
         assert self._plan is not None
         rows = self._plan.rows
-        self.window.stage(ref, key.index_select(0, rows), value.index_select(0, rows))
+        self.window.stage(ref, *(part.index_select(0, rows) for part in parts))
 
     def batch_layout(self, starts: Tensor) -> RowLayout:
         """The whole batch as a layout: every row of every request is fresh."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtxn.integrations.vllm_cpu import probe
+from kvtxn.integrations.vllm_layers import probe
 
 from kvtxn import LayerError
 
-SHAPE = (8, 2, 16)  # block size, heads, head size
-SIZE, HEADS, WIDTH = SHAPE
+SHAPE = (2, 8, 2, 16)  # keys and values, block size, heads, head size
+SIZE, HEADS, WIDTH = SHAPE[1:]
 
 
 def transposed(block, key, value):
@@ -36,7 +36,7 @@ def test_finds_every_element(writer, dtype):
         block.copy_(filled.to(dtype))
 
     table = probe(write, block, SHAPE, torch.float32)
-    numbers = torch.randint(0, 9, (2, *SHAPE)).float()
+    numbers = torch.randint(0, 9, SHAPE).float()
     write(*numbers)
     assert torch.equal(block.view(-1)[table].float(), numbers)
     assert sorted(table.flatten().tolist()) == list(range(block.numel()))

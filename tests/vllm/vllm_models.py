@@ -48,6 +48,77 @@ def write(name: str, folder: Path, seed: int = 0) -> str:
             query_pre_attn_scalar=32,
         )
         model = hf.Gemma3ForCausalLM(config)
+    elif name == "gemma2":
+        config = hf.Gemma2Config(
+            **COMMON | {"tie_word_embeddings": True},
+            num_hidden_layers=4,
+            sliding_window=40,
+            query_pre_attn_scalar=32,
+            attn_logit_softcapping=5.0,  # low enough to bend scores
+            final_logit_softcapping=30.0,
+        )
+        model = hf.Gemma2ForCausalLM(config)
+    elif name == "bloom":
+        config = hf.BloomConfig(
+            vocab_size=VOCAB, hidden_size=128, n_layer=3, n_head=4, initializer_range=0.08,
+        )  # fmt: skip
+        model = hf.BloomForCausalLM(config)
+    elif name == "gptoss":
+        config = hf.GptOssConfig(
+            **COMMON,
+            num_hidden_layers=4,
+            sliding_window=40,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+        model = hf.GptOssForCausalLM(config)
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.normal_()
+    elif name == "gemma3n":
+        config = hf.Gemma3nTextConfig(
+            **COMMON | {"intermediate_size": [96] * 6, "tie_word_embeddings": True},
+            num_hidden_layers=6,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+            sliding_window=40,
+            num_kv_shared_layers=2,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=16,
+            laurel_rank=8,
+            altup_num_inputs=2,
+            activation_sparsity_pattern=[0.0] * 6,
+        )
+        model = hf.Gemma3nForCausalLM(config)
+    elif name == "gemma4":
+        config = hf.Gemma4TextConfig(
+            **COMMON | {"tie_word_embeddings": True},
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=40,
+            global_head_dim=64,
+            num_kv_shared_layers=0,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=0,
+        )
+        model = hf.Gemma4ForCausalLM(config)
+    elif name == "deepseek":
+        # The rank and the rotary size are those that vLLM's CPU kernel is built for.
+        config = hf.DeepseekV2Config(
+            **COMMON | {"num_key_value_heads": 4},
+            **layers,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=64,
+            v_head_dim=32,
+            first_k_dense_replace=2,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+        )
+        model = hf.DeepseekV2ForCausalLM(config)
     else:
         raise ValueError(name)
     model.lm_head.weight.data.mul_(8.0)  # sharp enough that sampling accepts some drafts, too

@@ -15,10 +15,22 @@ import torch
 from torch import Tensor
 
 
-def planes(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of a packed cache as ``[blocks, block_size, heads * head_size]`` integers."""
+def words(cache: Tensor) -> Tensor:
+    """The same memory as integers: bytes count, not numbers."""
+    return cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()])
+
+
+def planes(cache: Tensor) -> tuple[Tensor, ...]:
+    """The parts of a cache's rows as ``[blocks, block_size, ...]`` integers.
+
+    A latent cache has plain rows; else K and V are packed,
+    ``[blocks, heads, size, 2 * head_size]``.
+    """
+    cache = words(cache)
+    if cache.ndim == 3:
+        return (cache,)
     blocks, heads, size, both = cache.shape
-    halves = cache.view(blocks, heads, 2, size * both // 2).view(torch.int32)
+    halves = cache.view(blocks, heads, 2, size * both // 2)
     key = halves[:, :, 0].view(blocks, heads, both // 2, size).permute(0, 3, 1, 2)
     value = halves[:, :, 1].view(blocks, heads, size, both // 2).permute(0, 2, 1, 3)
     return key, value
@@ -48,7 +60,8 @@ class Step:
         found = []
         for name, cache in self.caches.items():
             slot = self.slots[name][rows]
-            for now, then in zip(planes(cache), planes(self.before[cache.data_ptr()]), strict=True):
+            before = self.before[cache.data_ptr()].view(cache.shape)
+            for now, then in zip(planes(cache), planes(before), strict=True):
                 size = now.shape[1]
                 block, offset = slot // size, slot % size
                 found.append((now[block, offset] != then[block, offset]).flatten(1).any(1))
@@ -59,11 +72,12 @@ class Step:
         expected = {pointer: cache.clone() for pointer, cache in self.before.items()}
         for name, cache in self.caches.items():
             slot = self.slots[name][allowed]
-            for now, then in zip(planes(cache), planes(expected[cache.data_ptr()]), strict=True):
+            wanted = expected[cache.data_ptr()].view(cache.shape)  # groups may share memory
+            for now, then in zip(planes(cache), planes(wanted), strict=True):
                 size = now.shape[1]
                 then[slot // size, slot % size] = now[slot // size, slot % size]
         return sum(
-            not torch.equal(cache.view(torch.int32), expected[cache.data_ptr()].view(torch.int32))
+            not torch.equal(words(cache), words(expected[cache.data_ptr()].view(cache.shape)))
             for cache in self.caches.values()
         )
 
@@ -83,7 +97,8 @@ class CacheOracle:
             if id(found[name]) in mine
         ]
         assert names
-        assert {found[name].isa for name in names} <= {"vec", "vec16"}, "another packing"
+        packings = {getattr(found[name], "isa", "latent") for name in names}
+        assert packings <= {"vec", "vec16", "latent"}, "another packing"
         self.oracle_counts = Counter[str]()
         counts, plan, step = self.oracle_counts, [], []
         prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner._sample
