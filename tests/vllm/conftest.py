@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_jobs import JOBS, missing
+from vllm_jobs import missing, wanted
 
 HERE = Path(__file__).parent
 
@@ -45,13 +45,26 @@ def carry_out(folder: Path, jobs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {**report, "log": text} for name, report in reports.items()}
 
 
-def batches(names: set[str], count: int) -> list[dict[str, Any]]:
+def batches(jobs: dict[str, dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """The jobs in ``count`` batches that take about as long; the longest first."""
     found: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name in sorted(names, key=lambda name: -JOBS[name]["weight"]):
+    for name in sorted(jobs, key=lambda name: -jobs[name]["weight"]):
         lightest = min(found, key=lambda batch: sum(job["weight"] for job in batch.values()))
-        lightest[name] = JOBS[name]
+        lightest[name] = jobs[name]
     return [batch for batch in found if batch]
+
+
+def needed(items: list[Any]) -> dict[str, set[str] | None]:
+    """The scenarios of each job that the collected tests need; None: all of them."""
+    found: dict[str, set[str] | None] = {}
+    for item in items:
+        params = getattr(item, "callspec", None)
+        job = None if params is None else params.params.get("job")
+        if job is not None:
+            scenario = params.params.get("scenario")
+            known = found.setdefault(job, set())
+            found[job] = None if scenario is None or known is None else known | {scenario}
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -63,11 +76,10 @@ def reports(
     if reason is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("vllm")
-    params = [getattr(item, "callspec", None) for item in request.session.items]
-    wanted = {spec.params["job"] for spec in params if spec is not None and "job" in spec.params}
+    jobs = wanted(needed(request.session.items))
     with ThreadPoolExecutor() as pool:
         futures: dict[str, Future[dict[str, dict[str, Any]]]] = {}
-        for number, batch in enumerate(batches(wanted, min(4, os.cpu_count() or 1))):
+        for number, batch in enumerate(batches(jobs, min(4, os.cpu_count() or 1))):
             future = pool.submit(carry_out, folder / str(number), batch)
             futures.update(dict.fromkeys(batch, future))
         yield lambda name: futures[name].result()[name]

@@ -7,14 +7,12 @@ not know kvtxn, and in the stock engine it finds what it looks for.
 from __future__ import annotations
 
 import pytest
-from vllm_jobs import FAULTS, JOBS, POLICIES
+from vllm_jobs import COMPARED, FAULTS, JOBS, POLICIES, covered
 
 CELLS = [
     pytest.param(job, policy, scenario, id=f"{job}-{policy}-{scenario}")
-    for job, what in JOBS.items()
-    if job != "faults"
-    for policy in POLICIES
-    for scenario in what["engines"][policy][1]
+    for job in COMPARED
+    for policy, scenario in covered(job)
 ]
 
 
@@ -41,11 +39,11 @@ def test_equals_stock(reports, job, policy, scenario):
             assert seen["early"] == 0
 
 
-@pytest.mark.parametrize("job", [name for name in JOBS if name != "faults"])
+@pytest.mark.parametrize("job", COMPARED)
 def test_the_oracle_sees_rejected_rows_in_stock(reports, job):
     """It can fail: without kvtxn every rejected row is found written."""
-    for scenario, result in reports(job)["stock"].items():
-        if scenario != "idle":
+    for result in reports(job)["stock"].values():
+        if "oracle" in result:
             for seen in result["oracle"]:
                 assert seen["rejected_written"] > 0.5 * seen["rejected"] > 0
                 assert seen["strays"] > 0
@@ -55,15 +53,50 @@ def test_the_oracle_sees_rejected_rows_in_stock(reports, job):
 def test_active_in_every_worker_and_idle_before_the_first_step(reports, job):
     """The plugin says so, and warm-up, profiling and compilation open no window."""
     report = reports(job)
-    workers = 2 if job == "tp2" else 1
+    workers = JOBS[job].get("options", {}).get("tensor_parallel_size", 1)
     assert report["stock"]["idle"] == [{"kvtxn_active": 0.0}] * workers
-    for policy in POLICIES:
+    for policy in dict(covered(job)):
         assert len(report[policy]["idle"]) == workers
         for counts in report[policy]["idle"]:
             assert counts["kvtxn_active"] == 1
             assert counts["kvtxn_windows_total"] == 0
             assert counts["kvtxn_bypassed_windows_total"] == 0
         assert f"event='vllm.active' rank={workers - 1} policy='{policy}'" in report["log"]
+
+
+@pytest.mark.parametrize("job", COMPARED)
+def test_what_is_not_covered_has_a_reason(reports, job):
+    """A policy that a job leaves out stays out by itself, and says why."""
+    for policy in POLICIES:
+        outcome, reason = reports(job)["stock"]["decisions"][policy]
+        assert outcome == (policy if policy in JOBS[job]["engines"] else "off")
+        assert reason
+
+
+@pytest.mark.parametrize("job", ["bloom"])
+def test_a_refused_policy_leaves_stock(reports, job):
+    """Asked for by name and not possible: said in one sentence, and the engine is stock's."""
+    report = reports(job)
+    stock, refused = report["stock"]["one"], report["refused"]["one"]
+    assert report["refused"]["idle"] == [{"kvtxn_active": 0.0}]
+    assert (refused["tokens"], refused["stats"]) == (stock["tokens"], stock["stats"])
+    assert "policy 'deferred' cannot work here: the window attention has no ALiBi" in report["log"]
+
+
+@pytest.mark.parametrize("job", ["requests"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_logprobs_are_stocks(reports, job, policy):
+    """The same tokens in the same order; bit-equal where the attention is vLLM's own."""
+    stock, ours = (reports(job)[name]["logprobs"]["logprobs"] for name in ("stock", policy))
+    assert [token for token, _ in ours] == [token for token, _ in stock]
+    allowed = 0.0 if policy == "undo" else 1e-4
+    assert all(abs(a - b) <= allowed for (_, a), (_, b) in zip(ours, stock, strict=True))
+
+
+@pytest.mark.parametrize("job", ["gemma4"])
+def test_groups_can_have_blocks_of_different_sizes(reports, job):
+    """One engine, two groups, and a block of one is no block of the other."""
+    assert len(set(reports(job)["stock"]["block_sizes"])) == 2
 
 
 @pytest.mark.parametrize("job", ["llama", "qwen3", "gemma3", "mistral"])

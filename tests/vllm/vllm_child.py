@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_models import write
+from vllm_models import write, write_tokenizer
 from vllm_scenarios import SCENARIOS, Engine
 
 ENVIRONMENT = {
@@ -45,9 +45,12 @@ def build(job: dict[str, Any], kvtxn: dict[str, Any] | None, folder: Path) -> An
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
     }
+    model = write(job["model"], folder)
+    if job.get("tokenizer"):
+        write_tokenizer(model)
     return LLM(
-        model=write(job["model"], folder),
-        skip_tokenizer_init=True,
+        model=model,
+        skip_tokenizer_init=not job.get("tokenizer"),
         dtype="float32",
         seed=0,
         disable_log_stats=False,
@@ -71,7 +74,7 @@ def run(llm: Any, names: list[str]) -> dict[str, Any]:
     """
     from kvtxn.integrations.vllm_plugin import snapshots
 
-    results = {"idle": snapshots(llm)}
+    results = {"idle": snapshots(llm)} | llm.collective_rpc("describe")[0]
     llm.collective_rpc("oracle_install")
     for name in names:
         llm.reset_prefix_cache()
@@ -90,6 +93,7 @@ def run(llm: Any, names: list[str]) -> dict[str, Any]:
             "tokens": tokens,
             "cached": engine.cached,
             "hits": engine.hits,
+            "logprobs": engine.logprobs,
             "stats": {key: value - stats[key] for key, value in counters(llm).items()},
             "oracle": llm.collective_rpc("oracle_take"),
             "kvtxn": [

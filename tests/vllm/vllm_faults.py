@@ -9,10 +9,11 @@ from unittest import mock
 
 import attrs
 import torch
-from kvtxn.integrations import vllm_session
+from kvtxn.integrations import vllm_internals, vllm_policy, vllm_session
 from vllm_oracle import CacheOracle
 
 import kvtxn.attention
+from kvtxn.config import POLICIES
 
 
 class InjectedFault(Exception):
@@ -20,7 +21,15 @@ class InjectedFault(Exception):
 
 
 class Probe(CacheOracle):
-    """The worker extension of these tests: the oracle, and faults."""
+    """The worker extension of these tests: the oracle, faults, and what the table says."""
+
+    def describe(self) -> dict[str, Any]:
+        """What each policy comes to here, and why; the block size of each group's rows."""
+        layers, facts = vllm_internals.target_layers(self.model_runner)  # type: ignore[attr-defined]
+        return {
+            "decisions": {asked: list(vllm_policy.decide(asked, facts)) for asked in POLICIES},
+            "block_sizes": list({x.group: x.cache.shape[-2] for x in layers}.values()),
+        }
 
     def fault_install(self, kind: str) -> None:
         """Make ``kind`` fail now and then, until ``fault_remove``."""

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 GRID = ["one", "eight", "chunked", "preempted", "prefix", "sampled", "same_step"]
+REQUESTS = ["structured", "logprobs", "stop", "n2", "abort"]
 MODELS = ("llama", "qwen3", "gemma3", "mistral")
 SLIDING = ("gemma3", "mistral")
 POLICIES = ("undo", "deferred")
@@ -42,17 +43,19 @@ def two_cores() -> list[int]:
     return [cores[0], cores[-1]]
 
 
-def engines(scenarios: list[str]) -> dict[str, Any]:
-    """Stock vLLM and both policies, through the same scenarios."""
+def engines(scenarios: list[str], policies: tuple[str, ...] = POLICIES) -> dict[str, Any]:
+    """Stock vLLM and some policies, through the same scenarios."""
     stock = {"stock": (None, scenarios)}
-    return stock | {policy: ({"policy": policy}, scenarios) for policy in POLICIES}
+    return stock | {policy: ({"policy": policy}, scenarios) for policy in policies}
 
 
-#: By name; ``weight`` is roughly the seconds it takes.
+#: By name; ``weight`` is roughly the seconds it takes. ``covers`` says what a job adds, and so
+#: why it leaves out the scenarios that it leaves out.
 JOBS: dict[str, dict[str, Any]] = {
     "tp2": {
         "weight": 90,
         "model": "llama",
+        "covers": "tensor parallelism, which is the same at every scenario",
         "engines": engines(["one", "eight", "sampled"]),
         "options": {"tensor_parallel_size": 2},
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores()))},
@@ -60,6 +63,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "compile": {
         "weight": 55,
         "model": "llama",
+        "covers": "torch.compile, which changes the forward alone",
         "engines": engines(["one", "eight", "chunked"]),
         "options": {"enforce_eager": False},
     },
@@ -67,6 +71,7 @@ JOBS: dict[str, dict[str, Any]] = {
         model: {
             "weight": 40 if model == "gemma3" else 25,
             "model": model,
+            "covers": "every schedule; requests of other kinds are with llama",
             "engines": engines(GRID),
             # Or else blocks that decoding fills are not hashed where some layers slide.
             "options": {"prefix_cache_retention_interval": None} if model in SLIDING else {},
@@ -77,11 +82,66 @@ JOBS: dict[str, dict[str, Any]] = {
         "weight": 25,
         "model": "llama",
         "draft": "draft",
+        "covers": "drafts from a model, with layers of its own in the cache",
         "engines": engines(["eight", "chunked"]),
+    },
+    "requests": {
+        "weight": 30,
+        "model": "llama",
+        "tokenizer": True,
+        "covers": "what a request can ask for, which no model changes",
+        "engines": engines(REQUESTS),
+    },
+    "deepseek": {
+        "weight": 25,
+        "model": "deepseek",
+        "covers": "latent attention, for which vLLM's CPU backend has neither prompt chunks "
+        "nor prefix hits",
+        "engines": engines(["one", "eight", "preempted", "sampled"]),
+        "options": {"max_num_batched_tokens": 288, "num_gpu_blocks_override": 52},
+    },
+    "fp8": {
+        "weight": 25,
+        "model": "llama",
+        "covers": "rows of 8 bits, which no other schedule treats differently",
+        "engines": engines(["one", "eight", "chunked", "same_step"]),
+        "options": {"kv_cache_dtype": "fp8"},
+    },
+    "gemma2": {
+        "weight": 20,
+        "model": "gemma2",
+        "covers": "a soft cap; gemma3 has the schedules",
+        "engines": engines(["one", "eight"]),
+    },
+    "gemma4": {
+        "weight": 20,
+        "model": "gemma4",
+        "covers": "two groups with different block sizes; gemma3 has the schedules",
+        "engines": engines(["eight", "preempted"]),
+    },
+    "gemma3n": {
+        "weight": 20,
+        "model": "gemma3n",
+        "covers": "layers that share rows; gemma3 has the schedules",
+        "engines": engines(["one", "eight"], ("undo",)),
+    },
+    "bloom": {
+        "weight": 20,
+        "model": "bloom",
+        "covers": "ALiBi; llama has the schedules",
+        "engines": engines(["one", "eight"], ("undo",))
+        | {"refused": ({"policy": "deferred"}, ["one"])},
+    },
+    "gptoss": {
+        "weight": 20,
+        "model": "gptoss",
+        "covers": "attention sinks; gemma3 has the schedules",
+        "engines": engines(["one", "eight"], ("undo",)),
     },
     "faults": {
         "weight": 30,
         "model": "llama",
+        "covers": "failures inside kvtxn",
         "engines": {
             "stock": (None, ["eight"]),
             **{
@@ -92,3 +152,29 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+#: Jobs whose every scenario is compared with stock.
+COMPARED = [name for name in JOBS if name != "faults"]
+
+
+def covered(job: str) -> list[tuple[str, str]]:
+    """The policies that a job puts to the test, each with its scenarios."""
+    found = JOBS[job]["engines"]
+    return [(policy, scenario) for policy in POLICIES if policy in found
+            for scenario in found[policy][1]]  # fmt: skip
+
+
+def wanted(names: dict[str, set[str] | None]) -> dict[str, dict[str, Any]]:
+    """These jobs, with no scenarios but these; None stands for all."""
+    return {
+        name: JOBS[name]
+        if scenarios is None
+        else JOBS[name]
+        | {
+            "engines": {
+                engine: (config, [one for one in all_ if one.partition("@")[0] in scenarios])
+                for engine, (config, all_) in JOBS[name]["engines"].items()
+            }
+        }
+        for name, scenarios in names.items()
+    }

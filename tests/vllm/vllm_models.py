@@ -128,3 +128,16 @@ def write(name: str, folder: Path, seed: int = 0) -> str:
     path = folder / name
     model.save_pretrained(path)
     return str(path)
+
+
+def write_tokenizer(folder: str) -> None:
+    """A tokenizer for those models: every token is one character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(code + 1): code for code in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(1)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chr(1))
+    fast.save_pretrained(folder)

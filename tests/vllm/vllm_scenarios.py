@@ -18,6 +18,7 @@ class Engine:
         self.llm = llm
         self.cached = 0
         self.hits = 0
+        self.logprobs: list[list[float]] = []
 
     def run(self, prompts: Tokens, outputs: int, temperature: float = 0.0) -> Tokens:
         """Generate; sampling uses the worker's global generator."""
@@ -26,10 +27,19 @@ class Engine:
         params = SamplingParams(
             temperature=temperature, max_tokens=outputs, ignore_eos=True, detokenize=False
         )
+        return self.ask(prompts, params)
+
+    def ask(self, prompts: Tokens, params: Any) -> Tokens:
+        """Generate with these parameters; every output of every prompt."""
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         results = self.llm.generate(asked, params, use_tqdm=False)
         self.cached += sum(result.num_cached_tokens or 0 for result in results)
-        return [list(result.outputs[0].token_ids) for result in results]
+        outputs = [output for result in results for output in result.outputs]
+        for output in outputs:
+            for step in output.logprobs or []:
+                ranked = sorted(step.items(), key=lambda item: item[1].rank)
+                self.logprobs += [[token, found.logprob] for token, found in ranked]
+        return [list(output.token_ids) for output in outputs]
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -110,7 +120,81 @@ def same_step(engine: Engine) -> Tokens:
     return results
 
 
+def structured(engine: Engine) -> Tokens:
+    """Output that a grammar shapes; it refuses drafts as well."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=40,
+        structured_outputs=StructuredOutputsParams(regex="(ab|cd|abcd|[x-z]k){16,18}"),
+    )
+    return engine.ask([text(300 + i, 30) for i in range(3)], params)
+
+
+def logprobs(engine: Engine) -> Tokens:
+    """The most likely tokens of every step, not only the sampled one."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=3)
+    return engine.ask([text(10 + i, 20 + 3 * i) for i in range(3)], params)
+
+
+def stop(engine: Engine) -> Tokens:
+    """Requests end in the middle of a window, at a string that spans tokens."""
+    from vllm import SamplingParams
+
+    prompts = [text(10 + i, 20 + 3 * i) for i in range(4)]
+    free = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    whole = engine.ask(prompts, free)
+    found = []
+    for prompt, tokens in zip(prompts, whole, strict=True):
+        string = "".join(chr(token + 1) for token in tokens[20:23])
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop=[string])
+        found += engine.ask([prompt], params)
+    assert all(len(short) < len(long) for short, long in zip(found, whole, strict=True))
+    return whole + found
+
+
+def n2(engine: Engine) -> Tokens:
+    """Two samples of each prompt: two requests that share its blocks."""
+    from vllm import SamplingParams
+
+    engine.llm.collective_rpc("oracle_seed", args=(4321,))
+    params = SamplingParams(temperature=0.8, max_tokens=32, ignore_eos=True, n=2)
+    return engine.ask([text(320 + i, 70) for i in range(2)], params)
+
+
+def abort(engine: Engine) -> Tokens:
+    """Requests that are aborted in the middle; later ones take their blocks."""
+    from vllm import SamplingParams
+
+    inner = engine.llm.llm_engine
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    names = {f"abort-{i}": text(330 + i, 30) for i in range(9)}
+    done: dict[str, list[int]] = {}
+    waiting = list(names)
+    ids = {}
+    for step in range(400):
+        if step in (0, 6, 11):
+            for name in waiting[:3]:
+                ids[name] = inner.add_request(name, {"prompt_token_ids": names[name]}, params)
+            waiting = waiting[3:]
+        if step in (5, 10):
+            inner.abort_request([f"abort-{3 * (step // 5 - 1)}"])
+        if not waiting and not inner.has_unfinished_requests():
+            break
+        for output in inner.step():
+            done[output.request_id] = list(output.outputs[0].token_ids)
+    assert len(done["abort-0"]) < 40 == len(done["abort-1"])
+    return [done[name] for name in names]
+
+
 SCENARIOS: dict[str, Callable[[Engine], Tokens]] = {
     scenario.__name__: scenario
-    for scenario in (one, eight, chunked, preempted, prefix, sampled, same_step)
+    for scenario in (
+        *(one, eight, chunked, preempted, prefix, sampled, same_step),
+        *(structured, logprobs, stop, n2, abort),
+    )
 }
