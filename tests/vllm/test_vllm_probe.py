@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from kvtxn.integrations.vllm_layers import probe
+from kvtxn.integrations.vllm_internals import TargetLayer
+from kvtxn.integrations.vllm_layers import layer_refs, probe
 
 from kvtxn import LayerError
 
@@ -58,3 +61,34 @@ def test_refuses_what_is_no_bijection(fault):
 
     with pytest.raises(LayerError, match="one element per place"):
         probe(write, block, SHAPE, torch.float32)
+
+
+def latent_layer(write, dtype=torch.float32):
+    """A stand-in for a layer of latent rows that ``write(cache, rows, slots)`` stores."""
+    impl = SimpleNamespace(
+        kv_lora_rank=16,
+        do_kv_cache_update=lambda first, second, cache, slots, *_: write(
+            cache, torch.cat([first, second.squeeze(1)], 1), slots
+        ),
+    )
+    module = SimpleNamespace(kv_cache_dtype="auto", _k_scale=None)
+    cache = torch.zeros(3, SIZE, 24, dtype=dtype)
+    return TargetLayer("latent", "group.0", module, impl, cache, (24,), dtype)
+
+
+def test_latent_rows_as_they_are():
+    def plain(cache, rows, slots):
+        cache.view(-1, 24)[slots] = rows
+
+    [ref] = layer_refs([latent_layer(plain)], "auto")
+    assert ref.is_latent
+    assert ref.planes[0].offsets is None
+    assert ref.num_slots == 3 * SIZE
+
+
+def test_packed_latent_rows_are_refused():
+    def packed(cache, rows, slots):
+        cache.view(-1, 24, SIZE)[0].T[slots] = rows
+
+    with pytest.raises(LayerError, match="latent rows of 'latent' are packed"):
+        layer_refs([latent_layer(packed)], "auto")
