@@ -15,7 +15,7 @@ class Job:
     Attributes:
         plan: the planes; None where the launch only counts.
         table: int64 ``[num_planes]``, addresses of the staged rows; unused if ``direct``.
-        select: which rows, as ``triton_kernels`` numbers them.
+        select: which rows, as ``triton_select`` numbers them.
         to_cache: the direction.
         direct: the addresses themselves, for at most two planes.
     """

@@ -42,7 +42,7 @@ def fold(
     return higher, total, out
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "num_blocks"])
+@triton.jit(do_not_specialize=["window", "ring", "table_stride", "num_blocks"])
 def paged_partial(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -70,9 +70,11 @@ def paged_partial(
     scale: tl.float32,
     cap: tl.float32,
     window: tl.int32,
+    ring: tl.int32,
     FRESH: tl.constexpr,
     CAPPED: tl.constexpr,
     SLIDING: tl.constexpr,
+    RING: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -103,6 +105,8 @@ def paged_partial(
         block_table: int ``[requests, max_blocks]``; entries past the length may be anything.
         seq_lens: int ``[requests]``, the window's rows included.
         starts: int32 ``[requests + 1]``, first row of each request.
+        RING: position p lies at place ``p % ring`` of the request's blocks; what is evicted is
+            beyond the sliding window, which is set.
         FRESH: the window's own rows are not in the cache and are left out.
     """
     request = tl.program_id(0)
@@ -139,10 +143,11 @@ def paged_partial(
         for start in range(begin, end, BLOCK_N):
             at = start + tl.arange(0, BLOCK_N)
             inside = at < end
-            entry = block_table + request * table_stride + at // BLOCK_SIZE
+            place = at % ring if RING else at
+            entry = block_table + request * table_stride + place // BLOCK_SIZE
             block = tl.load(entry, mask=inside, other=0).to(tl.int64)
             inside = inside & (block >= 0) & (block < num_blocks)
-            slot = at % BLOCK_SIZE
+            slot = place % BLOCK_SIZE
             k_at = (block * k_block + slot * k_slot + head * k_head)[:, None] + (d * k_step)[
                 None, :
             ]

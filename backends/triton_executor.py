@@ -20,6 +20,7 @@ from ..layers import LayerRef
 from ..layout import RowLayout, to_device
 from ..rows import LayerRows
 from . import triton_kernels as kernels
+from . import triton_select as which
 from .attention_launch import AttentionLauncher
 from .jobs import Job
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan
@@ -40,7 +41,12 @@ class TritonExecutor(Executor):
 
     name: ClassVar[str] = "triton"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        attention=True, atomic=True, checks_range=True, capturable=True, takes_ids=True
+        attention=True,
+        atomic=True,
+        checks_range=True,
+        capturable=True,
+        takes_ids=True,
+        kinds=frozenset({"paged", "ring", "recurrent"}),
     )
 
     def __init__(self, layers: Sequence[LayerRef], config: TxnConfig) -> None:
@@ -53,7 +59,10 @@ class TritonExecutor(Executor):
             group: tuple(ref for ref in self.layers if ref.group == group) for group in self._groups
         }
         limits = [min(ref.num_slots for ref in self._members[group]) for group in self._groups]
-        self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
+        reuses = [self._members[group][0].kind.reuse for group in self._groups]
+        self._overwrites = any(reuses)
+        lines = [limits, reuses] if self._overwrites else limits
+        self._limits = torch.tensor(lines, dtype=torch.int64, device=device)
         shape = (len(self._groups), config.max_rows)
         self._slots = torch.full(shape, -1, dtype=torch.int64, device=device)
         self._places = [line.data_ptr() for line in self._slots]
@@ -102,18 +111,18 @@ class TritonExecutor(Executor):
         rows = self._saved_rows(group, txn.layout.num_rows)
         members = self._members[group]
         parts = [part for ref in members for part in rows[ref.name]]
-        self._move(txn, self.job(f"save:{group}", members, parts, kernels.DRAFT, to_cache=False))
+        self._move(txn, self.job(f"save:{group}", members, parts, which.DRAFT, to_cache=False))
         return rows
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
         """Settled rows under ``deferred``, else all rows."""
-        select = kernels.SETTLED if txn.policy == "deferred" else kernels.ALL
+        select = which.SETTLED if txn.policy == "deferred" else which.ALL
         scope = f"layer:{layer.ref.name}"
         self._move(txn, self.job(scope, (layer.ref,), layer.rows, select, direct=True))
 
     def stage_all(self, txn: Txn, layers: Sequence[StagedLayer]) -> None:
         """The same in one launch."""
-        select = kernels.SETTLED if txn.policy == "deferred" else kernels.ALL
+        select = which.SETTLED if txn.policy == "deferred" else which.ALL
         refs = tuple(layer.ref for layer in layers)
         scope = "all" if refs == self.layers else ",".join(ref.name for ref in refs)
         self._move(txn, self.job(scope, refs, [p for each in layers for p in each.rows], select))
@@ -131,7 +140,7 @@ class TritonExecutor(Executor):
         if saved:
             parts = [part for ref in saved for part in txn.saved[ref.name]]
             scope = "saved:" + ",".join(dict.fromkeys(ref.group for ref in saved))
-            self._move(txn, self.job(scope, saved, parts, kernels.DRAFT))
+            self._move(txn, self.job(scope, saved, parts, which.DRAFT))
 
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
@@ -159,17 +168,17 @@ class TritonExecutor(Executor):
             job = txn.standing.kept.get(self)
             if job is None:
                 parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
-                job = self.job("all", self.layers, parts, kernels.KEPT)
+                job = self.job("all", self.layers, parts, which.KEPT)
                 table = to_device([part.data_ptr() for part in parts], self._device, torch.int64)
                 job = txn.standing.kept[self] = attrs.evolve(job, table=table)
             return job
         if txn.policy == "deferred":
             parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
-            return self.job("all", self.layers, parts, kernels.KEPT, pattern=txn.pattern)
+            return self.job("all", self.layers, parts, which.KEPT, pattern=txn.pattern)
         if txn.policy == "undo":
             parts = [part for ref in self.layers for part in txn.saved[ref.name]]
-            return self.job("all", self.layers, parts, kernels.REJECTED)
-        return Job(None, self._limits, kernels.KEPT)
+            return self.job("all", self.layers, parts, which.REJECTED)
+        return Job(None, self._limits, which.KEPT)
 
     def use_slots(self, slots: Tensor) -> None:
         """Read slots from a caller's fixed buffer from now on.
@@ -213,21 +222,21 @@ class TritonExecutor(Executor):
             layout: the rows; only ``num_rows``, ``request`` and ``position`` are read.
             counters: int64 ``[lines, 4]``.
             accepted: counts, mask or ids.
-            accept: what ``accepted`` is, as ``triton_kernels`` numbers it; None: what its
+            accept: what ``accepted`` is, as ``triton_select`` numbers it; None: what its
                 type says.
             slots: int64 ``[num_rows]``, to be read instead of the fixed buffer; for one group.
         """
         num_rows = layout.num_rows
         if num_rows == 0:
             return
-        kind, counts, columns, placeholder, vocabulary = kernels.NOTHING, layout.position, 0, 0, 0
+        kind, counts, columns, placeholder, vocabulary = which.NOTHING, layout.position, 0, 0, 0
         if isinstance(accepted, SampledIds):
-            kind, counts, columns = kernels.IDS, accepted.ids.contiguous(), accepted.ids.shape[1]
+            kind, counts, columns = which.IDS, accepted.ids.contiguous(), accepted.ids.shape[1]
             placeholder = accepted.placeholder
             vocabulary = _NO_LIMIT if accepted.vocab_size is None else accepted.vocab_size
         elif accepted is not None:
             mask = accepted.dtype is torch.bool
-            kind = accept or (kernels.MASK if mask else kernels.COUNTS)
+            kind = accept or (which.MASK if mask else which.COUNTS)
             counts = (accepted.view(torch.uint8) if mask else accepted).contiguous()
         slots = self._slots if slots is None else slots
         plan = job.plan
@@ -262,6 +271,7 @@ class TritonExecutor(Executor):
             COUNT=accepted is not None,
             DIRECT=job.direct is not None,
             GROUPS=len(self._groups),
+            OVERWRITES=self._overwrites,
             WIDE=plan is not None and plan.wide,
             NARROW=1 if plan is None else plan.narrow,
             UNITS=0 if plan is None else plan.row_units,

@@ -9,6 +9,9 @@ Memory contract of ``move_rows``:
   checks all slots before it writes anything, and as slots do not change, all reach one verdict.
 - Distinct rows of a window have distinct slots, planes share no memory: the window and the
   manager guarantee it. So no two programs write one byte, and no order among them matters.
+  In rings and states (``OVERWRITES``) rows of one request may share a slot, a multiple of the
+  group's ``reuse`` apart; then of those selected only the last is written. Rows that are put
+  back or saved have distinct slots, or are copies of one row.
 - Rows that are not selected are neither read nor written.
 - One program of a counting launch, and no other, adds to ``counters``, refusal included. What
   publishes them is the end of the launch: a reader in stream order sees them after every write.
@@ -16,73 +19,11 @@ Memory contract of ``move_rows``:
 
 from __future__ import annotations
 
-from typing import Final
-
 import triton
 import triton.language as tl
 
 from .triton_copy import copy_narrow, copy_wide
-
-#: Which rows a launch moves.
-ALL: Final = 0
-SETTLED: Final = 1
-DRAFT: Final = 2
-KEPT: Final = 3
-REJECTED: Final = 4
-
-#: What ``accepted`` is.
-NOTHING: Final = 0
-COUNTS: Final = 1
-MASK: Final = 2
-#: Tokens sampled per request: the accepted drafts and one more.
-SAMPLED: Final = 3
-#: The sampled ids themselves; those that are no placeholder and below the vocabulary's size.
-IDS: Final = 4
-
-
-@triton.jit
-def selected(
-    rows: tl.tensor,
-    live: tl.tensor,
-    request: tl.tensor,
-    position: tl.tensor,
-    accepted: tl.tensor,
-    columns: tl.tensor,
-    placeholder: tl.tensor,
-    vocabulary: tl.tensor,
-    per_request: tl.tensor,
-    settled: tl.tensor,
-    SELECT: tl.constexpr,
-    ACCEPT: tl.constexpr,
-    UNIFORM: tl.constexpr,
-) -> tl.tensor:
-    """Which of ``rows`` a launch moves; counts out of range clamp by comparison."""
-    owner = rows // per_request
-    where = rows - owner * per_request - settled
-    if not UNIFORM:
-        where = tl.load(position + rows, mask=live, other=-1)
-    chosen = live
-    if SELECT == 1:
-        chosen = live & (where < 0)
-    if SELECT >= 2:
-        chosen = live & (where >= 0)
-    if SELECT >= 3:
-        if ACCEPT == 2:
-            kept = tl.load(accepted + rows, mask=live, other=0) != 0
-        else:
-            if not UNIFORM:
-                owner = tl.load(request + rows, mask=live, other=0)
-            if ACCEPT == 4:
-                count = where * 0
-                for column in range(columns):
-                    token = tl.load(accepted + owner * columns + column, mask=live, other=0)
-                    real = (token != placeholder) & (token < vocabulary)
-                    count += real.to(count.dtype)
-            else:
-                count = tl.load(accepted + owner, mask=live, other=0)
-            kept = where < count - (1 if ACCEPT >= 3 else 0)
-        chosen = chosen & kept if SELECT == 3 else chosen & (kept == 0)
-    return chosen
+from .triton_select import overtaken, selected
 
 
 @triton.jit
@@ -123,25 +64,29 @@ def count_rows(
     vocabulary: tl.tensor,
     per_request: tl.tensor,
     settled: tl.tensor,
+    limits: tl.tensor,
     GROUPS: tl.constexpr,
     ACCEPT: tl.constexpr,
     UNIFORM: tl.constexpr,
+    OVERWRITES: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Add drafts staged, committed, rejected and the refusal to int64 ``counters`` ``[lines, 4]``.
 
     One line per group; with several groups a first line for the window, in which a row counts
-    once if any group has a slot for it. Only one program of a launch runs this.
+    once if any group has a slot for it. With ``OVERWRITES`` there always is that line, and the
+    lines of rings and states count slots. Only one program of a launch runs this.
     """
     lanes = tl.arange(0, CHUNK)
-    for line in tl.static_range(GROUPS if GROUPS == 1 else GROUPS + 1):
+    ALONE: tl.constexpr = GROUPS == 1 and not OVERWRITES
+    for line in tl.static_range(1 if ALONE else GROUPS + 1):
         staged = tl.zeros([CHUNK], dtype=tl.int64)
         committed = tl.zeros([CHUNK], dtype=tl.int64)
         for start in range(0, num_rows, CHUNK):
             rows = start + lanes
             live = rows < num_rows
-            if GROUPS == 1 or line > 0:
-                group = 0 if GROUPS == 1 else line - 1
+            if ALONE or line > 0:
+                group = 0 if ALONE else line - 1
                 slot = tl.load(slots + group * slot_stride + rows, mask=live, other=-1)
             else:
                 slot = tl.full([CHUNK], -1, dtype=tl.int64)
@@ -159,6 +104,17 @@ def count_rows(
             )  # fmt: skip
             staged += (real & draft).to(tl.int64)
             committed += (real & kept).to(tl.int64)
+            if OVERWRITES and line > 0:
+                own = slots + (line - 1) * slot_stride
+                reuse = tl.load(limits + GROUPS + line - 1)
+                staged -= overtaken(
+                    rows, draft, slot, own, reuse, request, position, accepted, num_rows, columns,
+                    placeholder, vocabulary, per_request, settled, 2, 0, UNIFORM,
+                )  # fmt: skip
+                committed -= overtaken(
+                    rows, kept, slot, own, reuse, request, position, accepted, num_rows, columns,
+                    placeholder, vocabulary, per_request, settled, 3, ACCEPT, UNIFORM,
+                )  # fmt: skip
         total = tl.sum(staged, axis=0)
         done = tl.sum(committed, axis=0) * allowed
         place = counters + line * 4
@@ -210,6 +166,7 @@ def move_rows(
     UNIFORM: tl.constexpr,
     DIRECT: tl.constexpr,
     GROUPS: tl.constexpr,
+    OVERWRITES: tl.constexpr,
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
     UNITS: tl.constexpr,
@@ -230,7 +187,8 @@ def move_rows(
         first: if ``DIRECT``, the address for plane 0 ...
         second: ... and for plane 1.
         slots: int64 ``[GROUPS, slot_stride]``, -1 is padding.
-        limits: int64 ``[GROUPS]``, slots in the smallest cache of each group.
+        limits: int64 ``[GROUPS]``, slots in the smallest cache of each group; if ``OVERWRITES``
+            ``[2, GROUPS]``, each group's ``reuse`` in the second line.
         request: int64 ``[num_rows]``; unread if ``UNIFORM``, as is the next.
         position: int64 ``[num_rows]``, -1 for settled rows.
         accepted: int ``[num_requests]`` (``COUNTS``, ``SAMPLED``), uint8 ``[num_rows]`` (``MASK``),
@@ -252,6 +210,7 @@ def move_rows(
         UNIFORM: all requests are alike; ``request`` and ``position`` are not read.
         DIRECT: at most two planes, addresses as arguments.
         GROUPS: number of groups.
+        OVERWRITES: some group is one of rings or states.
         WIDE: some plane moves in 16-byte units.
         NARROW: bytes of a word for planes that do not; 0 without any.
         UNITS: units per row, if all planes agree, else 0.
@@ -279,9 +238,11 @@ def move_rows(
                 vocabulary,
                 per_request,
                 settled,
+                limits,
                 GROUPS,
                 ACCEPT,
                 UNIFORM,
+                OVERWRITES,
                 CHUNK,
             )
     else:
@@ -316,6 +277,14 @@ def move_rows(
                 UNIFORM,
             )
             wanted = chosen & (slot >= 0)
+            if OVERWRITES and TO_CACHE and (SELECT < 2 or SELECT == 3):
+                taken = overtaken(
+                    rows, wanted, slot, slots + group * slot_stride,
+                    tl.load(limits + GROUPS + group), request, position, accepted, num_rows,
+                    columns, placeholder, vocabulary, per_request, settled,
+                    SELECT, ACCEPT, UNIFORM,
+                )  # fmt: skip
+                wanted = wanted & (taken == 0)
             slot = tl.where(wanted, slot, 0)
             if BLOCK > 0:
                 block = slot // BLOCK
