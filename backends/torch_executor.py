@@ -17,7 +17,10 @@ class TorchExecutor(Executor):
 
     name: ClassVar[str] = "torch"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        attention=True, capturable=True, kinds=frozenset({"paged", "ring", "recurrent"})
+        attention=True,
+        capturable=True,
+        kinds=frozenset({"paged", "ring", "recurrent"}),
+        trees=True,
     )
 
     @classmethod
@@ -37,14 +40,14 @@ class TorchExecutor(Executor):
         write_layers([layer.ref], {layer.ref.name: layer.rows}, slots, txn.permit(now))
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
-        """Write the kept rows, or put the rejected ones back; then count."""
+        """Put back what places held that no row keeps, write the rows that wait or move; count."""
         kept = txn.kept(accepted)
-        if txn.policy == "deferred":
-            rows = {name: layer.rows for name, layer in txn.staged.items()}
-            write_layers(self.layers, rows, txn.slots, kept)
-        elif txn.policy == "undo":
+        if txn.policy == "undo":
             rejected = txn.permit(txn.layout.is_draft) & ~kept
             write_layers(self.layers, txn.saved, txn.slots, rejected)
+        if txn.holds_rows:
+            rows = {name: layer.rows for name, layer in txn.staged.items()}
+            write_layers(self.layers, rows, txn.slots, kept, txn.sources(accepted))
         txn.count(kept)
 
     def restore(self, txn: Txn) -> None:
@@ -55,6 +58,6 @@ class TorchExecutor(Executor):
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention_args: AttentionArgs
     ) -> Tensor:
-        """The reference attention; a deferred window's rows come from the staged tensors."""
-        fresh = layer.rows if txn.policy == "deferred" else None
+        """The reference attention; rows that wait or may move come from the staged tensors."""
+        fresh = layer.rows if txn.holds_rows else None
         return attention.attend(txn.layout, layer.ref.planes, fresh, query, attention_args)

@@ -12,6 +12,7 @@ from .errors import (
     LayerError,
     SlotMappingError,
     StagedTwiceError,
+    TreeError,
     UnresolvedWindowError,
     WindowStateError,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "SlotMappingError",
     "StagedTwiceError",
     "TransactionManager",
+    "TreeError",
     "TxnConfig",
     "UnresolvedWindowError",
     "Window",

@@ -32,7 +32,8 @@ def attend(
         layout: which rows are whose.
         planes: the layer's key and value planes.
         fresh: the rows' own keys and values as the cache would store them,
-            ``[num_rows, *row_shape]`` each; None where the cache has them already.
+            ``[num_rows, *row_shape]`` each; None where the cache has them already. A window
+            with a draft tree has them: there a row sees its ancestors and itself.
         query: ``[num_rows, num_q_heads, head_size]``.
         args: block table, sequence lengths and the rest.
     """
@@ -41,7 +42,10 @@ def attend(
         first, last = layout.starts[request : request + 2]
         rows = slice(first, last)
         length = args.seq_lens[request].to(torch.int64)
-        position = length - (last - first) + torch.arange(last - first, device=query.device)
+        own = torch.arange(last - first, device=query.device)
+        if layout.tree is not None:
+            own = layout.tree.order[rows]
+        position = length - (last - first) + own
         end = length if fresh is None else length - (last - first)
         slots, where = _prefix(args, request, planes[0].block_size, length, end)
         key, value = (_decoded(plane, slots) for plane in planes)
@@ -53,6 +57,8 @@ def attend(
                 for plane, stored in zip(planes, fresh, strict=True)
             )
             visible = torch.ones_like(position, dtype=torch.bool)
+            if layout.tree is not None:
+                visible = layout.tree.visible[rows, : last - first]
             parts.append(
                 partial_attention(query[rows], key, value, position, position, visible, args)
             )
@@ -250,7 +256,8 @@ def partial_attention(
         value: float32 ``[num_keys, num_kv_heads, value_head_size]``.
         query_position: int ``[num_rows]``, positions in the sequence.
         key_position: int ``[num_keys]``.
-        visible: bool ``[num_keys]``, keys that belong to this part.
+        visible: bool ``[num_keys]``, keys that belong to this part; or, under a tree,
+            ``[num_rows, num_keys]``.
         args: scale, sliding window, soft cap.
 
     Returns:
@@ -260,7 +267,8 @@ def partial_attention(
     groups = query.shape[1] // key.shape[1]
     heads = query.to(torch.float32).transpose(0, 1)
     keys = key.transpose(0, 1).repeat_interleave(groups, 0)
-    values = value.masked_fill(~visible.view(-1, 1, 1), 0.0).transpose(0, 1)
+    seen = visible if visible.ndim == 1 else visible.any(0)
+    values = value.masked_fill(~seen.view(-1, 1, 1), 0.0).transpose(0, 1)
     scores = heads @ keys.transpose(1, 2) * args.scale
     if args.soft_cap is not None:
         scores = args.soft_cap * torch.tanh(scores / args.soft_cap)

@@ -123,6 +123,12 @@ class SlotMappingError(KVTxnError, ValueError):
     default_hint = "pass one int slot per row, request by request, -1 for padding"
 
 
+class TreeError(KVTxnError, ValueError):
+    """A draft tree is malformed, or does not fit the drafts of the window."""
+
+    default_hint = "pass the parent of each draft row, parents first; -1 continues the settled rows"
+
+
 class LayerError(KVTxnError, ValueError):
     """A layer is unknown, staged twice, or its tensors do not fit its cache."""
 

@@ -9,7 +9,8 @@ The contract, which ``kvtxn.testing.ExecutorConformance`` tests:
 - ``stage`` writes the settled rows under ``deferred`` and all rows under
   ``undo`` and ``direct``; padding (slot -1) is never written, by anything.
 - ``commit`` writes exactly the kept draft rows (``deferred``) or restores
-  exactly the rejected ones (``undo``), in every layer, then counts.
+  exactly the rejected ones (``undo``), in every layer, then counts. In a tree
+  window it also writes the kept rows to their new places, under every policy.
 - ``restore`` puts every draft row back (``undo``).
 - Layers whose ``kind.overwrites`` (rings, states) may have one slot for several rows of a
   request. Of the rows that a call writes, the last one with a slot is written to it, and the
@@ -51,6 +52,7 @@ class Capabilities:
         capturable: ``commit`` may be captured in a CUDA graph.
         takes_ids: ``commit`` takes ``SampledIds`` as well as counts and masks.
         kinds: names of the ``kvtxn.layers.Kind`` of layers it can hold.
+        trees: commits along a path of a draft tree, and attends under its mask; see ``Txn``.
     """
 
     policies: frozenset[str] = frozenset({"deferred", "undo", "direct"})
@@ -61,6 +63,7 @@ class Capabilities:
     capturable: bool = False
     takes_ids: bool = False
     kinds: frozenset[str] = frozenset({"paged"})
+    trees: bool = False
 
 
 @attrs.define(eq=False, on_setattr=attrs.setters.frozen)  # frozen, and cheaper to make
@@ -128,6 +131,10 @@ class Standing:
 class Txn:
     """A window as its executor sees it.
 
+    In a window with ``layout.tree``, ``accepted`` is a path, and rows move: place ``t`` gets the
+    row ``sources(accepted)[t]``. They come from ``staged`` under every policy, so that no write
+    can destroy a row that is still to be moved; attention reads them there, too.
+
     Attributes:
         policy: ``"deferred"``, ``"undo"`` or ``"direct"``.
         layers: every layer of the manager.
@@ -158,9 +165,18 @@ class Txn:
         """``mask``, or nothing at all where a slot is out of range."""
         return mask if self.in_range is None else mask & self.in_range
 
+    @property
+    def holds_rows(self) -> bool:
+        """Whether ``staged`` has the rows: where they wait for commit, and where they may move."""
+        return self.policy == "deferred" or self.layout.tree is not None
+
     def kept(self, accepted: Tensor) -> Tensor:
-        """The draft rows a commit keeps, bool ``[num_rows]``."""
+        """The draft places that a commit fills, bool ``[num_rows]``."""
         return self.permit(self.layout.kept(accepted))
+
+    def sources(self, accepted: Tensor) -> Tensor | None:
+        """By place, the row that a commit puts there, or -1; None where no row moves."""
+        return self.layout.sources(accepted)
 
     def count(self, kept: Tensor, *, aborted: bool = False) -> None:
         """Add this window to the counters: drafts staged, committed, rejected, and refusals.
@@ -239,7 +255,8 @@ class Executor(abc.ABC):
         Args:
             txn: the window; every layer is staged (or, under ``undo``, written by the caller).
             accepted: int ``[num_requests]``, possibly out of range, or bool ``[num_rows]``. An
-                executor that declares ``takes_ids`` is handed ``SampledIds``, too.
+                executor that declares ``takes_ids`` is handed ``SampledIds``, too; one that
+                declares ``trees``, for those, int ``[num_requests, columns]``, possibly no path.
         """
 
     @abc.abstractmethod

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import torch
 from torch import Tensor
 
 from .errors import AcceptanceError, SlotMappingError
+
+if TYPE_CHECKING:
+    from .tree import Tree
 
 #: dtypes of accepted counts.
 _COUNTS: Final = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -46,6 +49,7 @@ class RowLayout:
         request: int64 ``[num_rows]``, the request of each row.
         position: int64 ``[num_rows]``, 0, 1, ... for draft rows, -1 for settled rows.
         is_draft: bool ``[num_rows]``.
+        tree: how the drafts hang together, where they are no plain sequence.
     """
 
     draft_len: tuple[int, ...]
@@ -54,6 +58,7 @@ class RowLayout:
     request: Tensor
     position: Tensor
     is_draft: Tensor
+    tree: Tree | None = None
     num_rows: int = attrs.field(init=False)
     has_settled: bool = attrs.field(init=False)
 
@@ -88,13 +93,28 @@ class RowLayout:
         """Requests of the window."""
         return len(self.draft_len)
 
+    def sources(self, accepted: Tensor) -> Tensor | None:
+        """By place, the row that a commit puts there, or -1; None where no row moves.
+
+        Args:
+            accepted: as for ``kept``; only paths move rows.
+        """
+        if accepted.ndim != 2:
+            return None
+        assert self.tree is not None  # whoever made a path of it has looked
+        return self.tree.sources(self, accepted)
+
     def kept(self, accepted: Tensor) -> Tensor:
-        """The draft rows that ``accepted`` keeps, bool ``[num_rows]``.
+        """The draft places that ``accepted`` fills, bool ``[num_rows]``.
 
         Args:
             accepted: int ``[num_requests]`` counts, which clamp to ``[0, draft_len]`` by
-                comparison, or bool ``[num_rows]``; what it says of settled rows is ignored.
+                comparison, or bool ``[num_rows]``; what it says of settled rows is ignored. For
+                a tree, int ``[num_requests, columns]``, paths.
         """
+        sources = self.sources(accepted)
+        if sources is not None:
+            return sources >= 0
         if accepted.dtype is torch.bool:
             return accepted & self.is_draft
         return self.is_draft & (self.position < accepted[self.request])

@@ -28,6 +28,7 @@ from .resolution import choose_policy as choose_policy
 from .slots import Lengths, SlotMappings
 from .staging import Stager
 from .states import WindowState
+from .tree import KnownParents, Parents, build_layout, known_tree
 from .window import Window
 from .window_life import WindowLife, WrittenBy
 
@@ -89,7 +90,9 @@ class TransactionManager:
             self.config.debug or self.config.on_error == "raise"
         )
         self._layout = lru_cache(maxsize=256)(
-            lambda draft_len, settled: RowLayout.build(draft_len, settled, self.device)
+            lambda draft_len, settled, parents: build_layout(
+                draft_len, settled, parents, self.device
+            )
         )
         self._open: Window | None = None
         self._opened = 0
@@ -120,6 +123,7 @@ class TransactionManager:
         slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None = None,
         settled: Lengths = 1,
         *,
+        tree: Parents | None = None,
         written_by: WrittenBy = "window",
         captured: CapturedRows | None = None,
     ) -> Window:
@@ -132,6 +136,9 @@ class TransactionManager:
                 left out and given with the first ``stage`` of each group. Copied. For a group
                 of recurrent layers ``[num_requests]``, the slot of each request's state.
             settled: rows per request that come before its drafts and are known good.
+            tree: the parent of each draft row, as the index of an earlier draft row of the same
+                request, or -1 where it continues the settled rows: one sequence for all
+                requests alike, or one per request. ``commit`` then takes a path.
             written_by: ``"caller"`` where other code writes the rows through by itself
                 between begin and commit (``undo`` and ``direct`` only); there is no staging
                 then, and all slots have to be given here.
@@ -143,6 +150,8 @@ class TransactionManager:
             WindowStateError: another window is open.
             SlotMappingError: lengths and slots do not fit together.
             CapacityError: more rows than ``max_rows``, or, under ``undo``, than a ring has slots.
+            TreeError: the tree is malformed, or does not fit ``draft_len``.
+            BackendUnavailableError: the executor cannot do trees.
             LayerError: captured rows do not fit.
         """
         if self._open is not None:
@@ -161,8 +170,12 @@ class TransactionManager:
                 expected="'window', or 'caller' under undo or direct",
                 got=repr(written_by),
             )
+        parents = None
+        if tree is not None:
+            rows = "captured" if captured is not None else written_by
+            parents = known_tree(tree, draft_len, self.executor, rows)
         if captured is None:
-            mappings = self.mappings(draft_len, settled, self.executor.own_slots)
+            mappings = self.mappings(draft_len, settled, self.executor.own_slots, parents)
             window = Window(self, self._opened, mappings, written_by)
         else:
             standing, mappings = captured.standing(self, draft_len, slots, settled)
@@ -227,7 +240,11 @@ class TransactionManager:
     # -- for windows --------------------------------------------------------------
 
     def mappings(
-        self, draft_len: Lengths, settled: Lengths, keep: Callable[[str, Tensor], Tensor]
+        self,
+        draft_len: Lengths,
+        settled: Lengths,
+        keep: Callable[[str, Tensor], Tensor],
+        parents: KnownParents | None = None,
     ) -> SlotMappings:
         """The slots of a new window, none given yet; ``keep`` makes its own copy of a mapping."""
         return SlotMappings(
@@ -236,7 +253,7 @@ class TransactionManager:
             self.config.max_rows,
             draft_len,
             settled,
-            self._layout,
+            lambda *lengths: self._layout(*lengths, parents),
             not self.executor.capabilities.checks_range,
             keep,
             self.kinds,
@@ -245,8 +262,9 @@ class TransactionManager:
 
     def new_txn(self, layout: RowLayout) -> Txn:
         """The executor's side of a new window."""
-        self.stager.begin(layout.num_rows)
-        return Txn(self.policy, self._refs, layout, self._counters)
+        txn = Txn(self.policy, self._refs, layout, self._counters)
+        self.stager.begin(layout.num_rows, holds=txn.holds_rows)
+        return txn
 
     def note_fallback(self, window: WindowLife | None, operation: str, error: Exception) -> None:
         """Count a fallback; say it once per reason, then at debug level.
@@ -308,6 +326,8 @@ def kv_window(
     draft_len: Lengths,
     slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None = None,
     settled: Lengths = 1,
+    *,
+    tree: Parents | None = None,
 ) -> Window:
     """``TransactionManager.window`` of the active manager.
 
@@ -321,4 +341,4 @@ def kv_window(
             "no manager is active",
             hint="wrap the call in `with manager.activate():`",
         )
-    return manager.window(draft_len, slots, settled)
+    return manager.window(draft_len, slots, settled, tree=tree)

@@ -57,20 +57,26 @@ def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
         before: rows read before the commit, or saved at begin, as far as there are any.
     """
     check_range(txn)
-    waiting = txn.staged.values() if txn.policy == "deferred" else ()
-    finish(txn, txn.kept(accepted), before, waiting)
+    waiting = txn.staged.values() if txn.holds_rows else ()
+    finish(txn, accepted, before, waiting)
 
 
-def finish(txn: Txn, kept: Tensor, before: LayerRows, waiting: Iterable[StagedLayer]) -> None:
+def finish(
+    txn: Txn, accepted: Tensor | None, before: LayerRows, waiting: Iterable[StagedLayer]
+) -> None:
     """Put back what was ``before`` the drafts that are not kept, then write those that are.
 
-    In that order: a kept row and a rejected one may have the same slot.
+    In that order: a kept row and a rejected one may have the same slot. Nothing is kept where
+    ``accepted`` is None.
     """
     check_range(txn)
+    nothing = torch.zeros_like(txn.layout.is_draft)
+    kept = nothing if accepted is None else txn.kept(accepted)
+    sources = None if accepted is None else txn.sources(accepted)
     put_back(txn, before, txn.permit(txn.layout.is_draft) & ~kept)
     waiting = tuple(waiting)
     refs = [layer.ref for layer in waiting]
-    write_layers(refs, _staged_rows(waiting), txn.slots, txn.permit(kept))
+    write_layers(refs, _staged_rows(waiting), txn.slots, kept, sources)
 
 
 def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
@@ -90,7 +96,7 @@ def read_back(txn: Txn) -> LayerRows:
 def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
     """Compare the caches with what a commit must leave. Waits for the device.
 
-    Under ``undo`` the kept rows are the caller's, so only the rejected ones are compared.
+    Kept rows are compared where the window has them; under ``undo`` that is in trees only.
 
     Args:
         txn: the window, after its executor's commit.
@@ -100,7 +106,7 @@ def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
     Raises:
         RuntimeError: they differ; names the layers.
     """
-    kept, wrong = txn.kept(accepted), []
+    kept, sources, wrong = txn.kept(accepted), txn.sources(accepted), []
     for ref in txn.layers:
         if ref.name not in before:
             continue
@@ -114,8 +120,9 @@ def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
         for i, (plane, old) in enumerate(zip(ref.planes, before[ref.name], strict=True)):
             now = words(read(plane, txn.slots[ref.group]))
             good = torch.equal(now[rejected], words(old)[rejected])
-            if txn.policy == "deferred" and layer is not None:
-                good &= torch.equal(now[written], words(layer.rows[i])[written])
+            if txn.holds_rows and layer is not None:
+                rows = written if sources is None else sources[written]
+                good &= torch.equal(now[written], words(layer.rows[i])[rows])
             if not good and ref.name not in wrong:
                 wrong.append(ref.name)
     if wrong:

@@ -33,12 +33,14 @@ class Selection:
     live: Tensor | None
 
 
-def select(slots: Tensor, mask: Tensor) -> Selection:
-    """Select the rows where ``mask`` holds and the slot is not padding.
+def select(slots: Tensor, mask: Tensor, sources: Tensor | None = None) -> Selection:
+    """Select the places where ``mask`` holds and the slot is not padding.
 
     Args:
         slots: int64 ``[num_rows]``, -1 is padding.
         mask: bool ``[num_rows]``.
+        sources: int64 ``[num_rows]``, the row that goes to each place, read where ``mask``
+            holds; None where every row stays in its own.
 
     On a device the shape must not depend on the data (that would wait for the device), so an
     unselected row repeats the first selected one: the same bytes to the same place.
@@ -47,12 +49,13 @@ def select(slots: Tensor, mask: Tensor) -> Selection:
     if slots.numel() == 0:
         return Selection(slots, slots, None)
     if slots.device.type == "cpu":
-        source = wanted.nonzero().squeeze(1)
-        return Selection(source, slots[source], None)
+        place = wanted.nonzero().squeeze(1)
+        return Selection(place if sources is None else sources[place], slots[place], None)
     rows = torch.arange(slots.numel(), device=slots.device)
-    source = torch.where(wanted, rows, wanted.to(torch.uint8).argmax())
+    place = torch.where(wanted, rows, wanted.to(torch.uint8).argmax())
     live = wanted.any()
-    return Selection(source, torch.where(live, slots[source], 0), live)
+    source = place if sources is None else sources[place].clamp(min=0)
+    return Selection(source, torch.where(live, slots[place], 0), live)
 
 
 def latest(slots: Tensor, mask: Tensor) -> Tensor:
@@ -100,7 +103,11 @@ def read_layers(layers: Iterable[LayerRef], slots: Mapping[str, Tensor]) -> Laye
 
 
 def write_layers(
-    layers: Iterable[LayerRef], rows: LayerRows, slots: Mapping[str, Tensor], mask: Tensor
+    layers: Iterable[LayerRef],
+    rows: LayerRows,
+    slots: Mapping[str, Tensor],
+    mask: Tensor,
+    sources: Tensor | None = None,
 ) -> None:
     """Write ``rows`` of every layer where ``mask`` holds; ``slots`` are by group.
 
@@ -110,7 +117,7 @@ def write_layers(
     chosen = {}
     for group, overwrites in {ref.group: ref.kind.overwrites for ref in layers}.items():
         tensor = slots[group]
-        chosen[group] = select(tensor, latest(tensor, mask) if overwrites else mask)
+        chosen[group] = select(tensor, latest(tensor, mask) if overwrites else mask, sources)
     for ref in layers:
         for plane, part in zip(ref.planes, rows[ref.name], strict=True):
             write(plane, part, chosen[ref.group])

@@ -50,7 +50,7 @@ class Stager:
     def __init__(self, config: TxnConfig, *, deferred: bool) -> None:
         self._mode = config.staging
         self._max_rows = config.max_rows
-        self._deferred = deferred
+        self._holds = deferred
         self._buffers: dict[Plane, Tensor] = {}
         self._held: list[tuple[str, tuple[Tensor, ...], int | tuple[int, int]]] = []
         self._by_rows: dict[int, _Looks] = {}
@@ -58,15 +58,16 @@ class Stager:
         self._known = deferred and config.staging != "copy"
         self._watched = config.staging == "auto"
 
-    def begin(self, num_rows: int) -> None:
-        """A window of ``num_rows`` rows begins."""
+    def begin(self, num_rows: int, *, holds: bool) -> None:
+        """A window of ``num_rows`` rows begins; ``holds`` says whether they last until commit."""
         looks = self._by_rows.get(num_rows)
         if looks is None:
             if len(self._by_rows) >= _MAX_LOOKS:
                 self._by_rows.clear()
             looks = self._by_rows[num_rows] = _Looks()
         self._looks = looks
-        self._known = self._deferred and self._mode != "copy"
+        self._holds = holds
+        self._known = holds and self._mode != "copy"
 
     def reset(self) -> None:
         """Forget the tensors of the last window."""
@@ -125,7 +126,7 @@ class Stager:
         for plane, part in zip(ref.planes, parts, strict=True):
             if part.dtype is not plane.format.dtype:
                 part = plane.format.encode(part)  # a new tensor: nobody else can write to it
-            elif self._deferred and self._mode != "reference":
+            elif self._holds and self._mode != "reference":
                 part = self._keep(ref, plane, part)
             rows.append(part)
         return StagedLayer(ref, tuple(rows))

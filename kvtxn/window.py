@@ -17,10 +17,10 @@ from . import attention, recovery
 from .errors import LayerError, UnresolvedWindowError, incomplete
 from .executor import SampledIds, StagedLayer, Standing, Txn, as_counts
 from .layers import LayerRef
-from .layout import as_accepted
 from .rows import LayerRows
 from .staging import check_parts, check_ref
 from .states import Event, WindowState, after, allowed
+from .tree import as_acceptance
 from .window_life import WindowLife
 
 
@@ -138,7 +138,7 @@ class Window(WindowLife):
         """The layer is in."""
         name = layer.ref.name
         if self._state is not WindowState.DIRECT:
-            txn.staged[name] = layer if txn.policy == "deferred" else StagedLayer(layer.ref, ())
+            txn.staged[name] = layer if txn.holds_rows else StagedLayer(layer.ref, ())
         self._manager.metrics.layer_calls += txn.layout.num_rows
         del self._missing[name]
         if not self._missing:
@@ -146,15 +146,15 @@ class Window(WindowLife):
 
     def _write_staged(self, txn: Txn, layer: StagedLayer) -> None:
         """Let the executor write what is written at staging."""
-        deferred = txn.policy == "deferred"
+        holds = txn.holds_rows
         if self._state is WindowState.DIRECT:
             self._or_fail(lambda: self._write_without_executor(txn, [layer]))
             return
         try:
-            if not deferred or txn.layout.has_settled:
+            if txn.policy != "deferred" or txn.layout.has_settled:
                 self._executor.stage(txn, layer)
         except Exception as error:
-            staged = [*txn.staged.values(), layer] if deferred else [layer]
+            staged = [*txn.staged.values(), layer] if holds else [layer]
             self._on_failure("stage", error, staged)
 
     # -- attention ----------------------------------------------------------------
@@ -172,7 +172,9 @@ class Window(WindowLife):
     ) -> Tensor:
         """Causal attention of the window's rows that reads the window's own writes.
 
-        Equal to attention over a cache with all rows of the window written.
+        Equal to attention over a cache with all rows of the window written. In a tree a draft
+        row sees what came before the drafts, its ancestors and itself, and is as far from
+        them, for a sliding window, as it is deep.
 
         Args:
             ref: a staged layer with key and value planes.
@@ -216,13 +218,24 @@ class Window(WindowLife):
                 return self._executor.attend(txn, layer, query, args)
         except Exception as error:
             self._on_failure("attend", error, tuple(txn.staged.values()))
-        held = layer.rows if self._holds(ref) else None
-        return attention.attend(txn.layout, ref.planes, held, query, args)
+        held = self._held_layers().get(ref.name)
+        rows = None if held is None else held.rows
+        return attention.attend(txn.layout, ref.planes, rows, query, args)
 
     # -- commit and abort ---------------------------------------------------------
 
-    def commit(self, accepted: int | Sequence[int] | Sequence[bool] | Tensor | SampledIds) -> None:
+    def commit(
+        self,
+        accepted: int
+        | Sequence[int]
+        | Sequence[bool]
+        | Sequence[Sequence[int]]
+        | Tensor
+        | SampledIds,
+    ) -> None:
         """Make exactly the accepted draft rows durable, in all layers, or change nothing.
+
+        In a tree window they move to the request's first draft slots, in the path's order.
 
         Args:
             accepted: draft rows accepted per request, as an int for all, a sequence, an int
@@ -233,6 +246,9 @@ class Window(WindowLife):
         A slot on the device that lies outside its cache makes the commit write nothing. Only the
         device knows, so the label says COMMITTED all the same: that the commit was handed over
         whole. ``manager.snapshot()["kvtxn_windows_refused_total"]`` says how many were refused.
+                For a tree: draft rows along the accepted path from the root on, as int
+                ``[num_requests, depth]`` padded with -1, or one sequence per request; on a
+                device, a path is cut at its first row whose parent is not the one before.
 
         Raises:
             IncompleteWindowError: a layer is missing; the window stays open.
@@ -247,17 +263,18 @@ class Window(WindowLife):
             self._refuse("commit", Event.COMMIT)
         txn = self._txn
         assert txn is not None  # every layer is staged, so some group has slots
+        tree = txn.layout.tree
         counts: Tensor | SampledIds
-        if isinstance(accepted, SampledIds):
+        if isinstance(accepted, SampledIds) and (tree is None or tree.is_chain):
             ids = self._executor.capabilities.takes_ids
             counts = self._manager.acceptance.of_window(accepted, txn.layout, takes_ids=ids)
         else:
-            counts = as_accepted(accepted, txn.layout, self._manager.device)
+            counts = as_acceptance(accepted, txn.layout, self._manager.device)
         if self._state is WindowState.DIRECT:
-            kept = txn.kept(as_counts(counts))
+            known = as_counts(counts)
             self._manager.stager.check_unchanged(self._held_layers())
-            self._or_fail(lambda: self._finish_evicting(txn, kept))
-            self._or_fail(lambda: txn.count(kept))
+            self._or_fail(lambda: self._finish_held(txn, known))
+            self._or_fail(lambda: txn.count(txn.kept(known)))
         else:
             self._manager.stager.check_unchanged()
             self._act_commit(txn, counts)
@@ -309,7 +326,7 @@ class Window(WindowLife):
                 self._act_restore(txn)
             nothing = torch.zeros_like(txn.layout.is_draft)
             if self._state is WindowState.DIRECT:
-                self._or_fail(lambda: self._finish_evicting(txn, nothing))
+                self._or_fail(lambda: self._finish_held(txn, None))
             self._or_fail(lambda: txn.count(nothing, aborted=True))
         self._finish(Event.ABORT)
         self._surface()
@@ -329,9 +346,14 @@ class Window(WindowLife):
             raise
 
     def fall_back(self, operation: str, error: Exception) -> None:
-        """The caller failed: write what is staged; other rows are its own, commit only counts."""
+        """The caller failed: write what is staged; other rows are its own, commit only counts.
+
+        Not for trees: a row that the window does not have it cannot move.
+        """
         if not allowed(self._state, Event.FALL_BACK) or self._txn is None:
             self._refuse("fall_back", Event.FALL_BACK)
+        if self._txn.layout.tree is not None:
+            self._refuse("fall_back", Event.FALL_BACK, "a window with a draft tree")
         self._on_failure(operation, error, tuple(self._txn.staged.values()))
         self._missing.clear()
 

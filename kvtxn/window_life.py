@@ -94,16 +94,20 @@ class WindowLife:
             self._or_fail(lambda: self._write_without_executor(txn, waiting))
 
     # What a counter cannot take back keeps its policy after a fallback, in the hands of the
-    # reference: written through, a rejected row would have evicted a live one for good.
+    # reference: written through, a rejected row would have evicted a live one for good. Rows
+    # of a tree are written through, and kept all the same: commit moves those of the path.
 
     def _holds(self, ref: LayerRef) -> bool:
         """Whether drafts of this layer wait for commit even in a window that fell back."""
         return ref.kind.overwrites and self._manager.policy == "deferred"
 
     def _held_layers(self) -> dict[str, StagedLayer]:
-        """Layers whose rows wait in a window that fell back."""
-        staged = {} if self._txn is None else self._txn.staged
-        return {name: layer for name, layer in staged.items() if self._holds(layer.ref)}
+        """Layers whose rows commit still needs, in a window that fell back."""
+        if self._txn is None:
+            return {}
+        moves = self._txn.layout.tree is not None
+        staged = self._txn.staged.items()
+        return {name: layer for name, layer in staged if moves or self._holds(layer.ref)}
 
     def _save_what_is_evicted(self, txn: Txn, group: str) -> None:
         """Under ``undo``, where the executor did not: what the slots of a ring hold."""
@@ -116,13 +120,14 @@ class WindowLife:
         held = [layer for layer in layers if self._holds(layer.ref)]
         recovery.write_through(txn, [layer for layer in layers if layer not in held])
         recovery.write_settled(txn, held)
-        txn.staged.update({layer.ref.name: layer for layer in held})
+        waiting = held if txn.layout.tree is None else layers
+        txn.staged.update({layer.ref.name: layer for layer in waiting})
 
-    def _finish_evicting(self, txn: Txn, kept: Tensor) -> None:
-        """The end of a window that fell back, for rings and states: commit, or take back."""
+    def _finish_held(self, txn: Txn, accepted: Tensor | None) -> None:
+        """The end of a window that fell back, for rings, states and trees: what was held back."""
         before = {ref.name: txn.saved[ref.name] for ref in txn.layers if ref.name in txn.saved}
         before = {name: rows for name, rows in before.items() if self._evicts(name)}
-        recovery.finish(txn, kept, before, self._held_layers().values())
+        recovery.finish(txn, accepted, before, self._held_layers().values())
 
     def _evicts(self, name: str) -> bool:
         return self._manager.layers[name].kind.overwrites

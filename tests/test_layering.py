@@ -96,6 +96,7 @@ def test_public_surface_is_a_list():
         "SlotMappingError",
         "StagedTwiceError",
         "TransactionManager",
+        "TreeError",
         "TxnConfig",
         "UnresolvedWindowError",
         "Window",

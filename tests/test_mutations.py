@@ -15,7 +15,7 @@ _MODULE = """
     import sys
     sys.path.insert(0, {folder!r})
 
-    import mutants
+    import {module}
     import pytest
     from hypothesis import HealthCheck, Phase, settings
     from kvtxn.testing import ExecutorConformance
@@ -23,7 +23,7 @@ _MODULE = """
     class TestMutant(ExecutorConformance):
         @pytest.fixture
         def backend(self):
-            return mutants.{name}
+            return {module}.{name}
 
         @pytest.fixture
         def device(self):
@@ -35,6 +35,10 @@ _MODULE = """
                 max_examples=60, stateful_step_count=25, deadline=None, derandomize=True,
                 database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck),
             )
+
+        @pytest.fixture
+        def tree_settings(self, program_settings):
+            return settings(program_settings, max_examples=300)
 """
 
 
@@ -57,7 +61,8 @@ def run_kit(folder: Path, executor: type, tests: list[str], device: str = "cpu")
     """The named tests of the kit for one executor, as its author would run them."""
     here = str(Path(mutants.__file__).parent)
     path = folder / f"test_{executor.__name__}.py"
-    path.write_text(dedent(_MODULE.format(folder=here, name=executor.__name__, device=device)))
+    names = {"module": executor.__module__, "name": executor.__name__}
+    path.write_text(dedent(_MODULE.format(folder=here, device=device, **names)))
     outcomes = Outcomes()
     options = ("-q", "-x", "--tb=no", "-p", "no:cacheprovider", f"--rootdir={folder}")
     pytest.main(

@@ -20,6 +20,8 @@ pytest.register_assert_rewrite(
             "promise_hooks",
             "promise_isolation",
             "promise_own_writes",
+            "promise_tree_attention",
+            "promise_trees",
             "state_walk",
         )
     )

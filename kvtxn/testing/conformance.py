@@ -13,6 +13,8 @@ from .promise_fallback import Fallback
 from .promise_hooks import Hooks
 from .promise_isolation import AllOrNothing, Isolation
 from .promise_own_writes import OwnWrites
+from .promise_tree_attention import TreeAttention
+from .promise_trees import Trees
 from .state_walk import StateTable
 
 
@@ -29,6 +31,8 @@ class ExecutorConformance(
     Counts,
     Hooks,
     CapturedWindows,
+    Trees,
+    TreeAttention,
     RandomProgram,
 ):
     """Everything an executor promises, as tests.
@@ -41,6 +45,6 @@ class ExecutorConformance(
                 return "mine"  # a registered name, or the Executor subclass itself
 
     The other fixtures have defaults, and may be overridden likewise: ``device`` ("cpu"),
-    ``attention_tolerance`` (1e-4, for float32) and ``program_settings`` (Hypothesis
-    settings of the random program).
+    ``attention_tolerance`` (1e-4, for float32), ``program_settings`` and ``tree_settings``
+    (Hypothesis settings of the random program and of the random trees).
     """

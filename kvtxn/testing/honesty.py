@@ -17,6 +17,7 @@ from .naive import attention, make_sequences
 from .number_formats import FORMATS
 from .promise_device import replayed_commit, window_without_sync
 from .rig import SIMPLE, Rig, registered
+from .trees import expect_moved, padded
 
 
 class Honesty(KitBase):
@@ -54,6 +55,18 @@ class Honesty(KitBase):
             rig = Rig(name, policy, kit.device, [spec])
             worked = _works(lambda: _attend_once(rig))
         assert not worked, f"{kit.name} declares no attention, and has it"
+
+    def test_trees(self, kit: Kit) -> None:
+        """An executor that declares no draft trees is not asked for one, and has none."""
+        if kit.capabilities.trees:
+            pytest.skip("trees are declared; they are tested by themselves")
+        policy = min(kit.capabilities.policies)
+        with pytest.raises(BackendUnavailableError):
+            kit.rig(policy, SIMPLE).manager.window(2, tree=[-1, -1])
+        executor = _claiming(kit.executor, trees=True)
+        with registered(executor) as name:
+            worked = _works(lambda: _commit_branch(Rig(name, policy, kit.device, SIMPLE)))
+        assert not worked, f"{kit.name} declares that it cannot do draft trees, and can"
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_capture(self, kit: Kit, policy: str) -> None:
@@ -102,6 +115,18 @@ def _commit_two(rig: Rig) -> None:
             window.commit(rig.accepted(counts))
         rig.expect_committed(batch, batch.kept(counts))
         rig.check("committed")
+
+
+def _commit_branch(rig: Rig) -> None:
+    """A path that is not the first rows; raises where it does not end up in its places."""
+    batch = rig.batch(((1, 1), (3, 2)), padding=0.0)
+    forest = [(-1, -1, 1), (-1, 0)]
+    with rig.open(batch, forest) as window:
+        rig.stage(window, batch)
+        rig.expect_staged(batch)
+        window.commit(padded([[1, 2], [0]], rig.device))
+    expect_moved(rig, batch, [[1, 2], [0]])
+    rig.check("committed")
 
 
 def _attend_once(rig: Rig) -> None:

@@ -87,6 +87,11 @@ class Kit:
         if not self.capabilities.attention:
             pytest.skip(f"{self.name} declares no attention")
 
+    def need_trees(self) -> None:
+        """Skip the test for executors that declare no draft trees."""
+        if not self.capabilities.trees:
+            pytest.skip(f"{self.name} declares no draft trees")
+
 
 class KitBase:
     """Fixtures; a subclass supplies ``backend`` and may override the others."""
@@ -119,6 +124,17 @@ class KitBase:
             derandomize=True,
             database=None,
             report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        )
+
+    @pytest.fixture
+    def tree_settings(self) -> settings:
+        """How many random trees are tried; the same ones each time."""
+        return settings(
+            max_examples=2500,
+            deadline=None,
+            derandomize=True,
+            database=None,
             suppress_health_check=list(HealthCheck),
         )
 

@@ -140,8 +140,11 @@ def attention(
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    forest: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """What attention must return, if ``truth`` is a cache with all rows written.
+
+    With ``forest``, the parents of each request's drafts, a draft sees its own branch only.
 
     Returns:
         float64 ``[num_rows, num_q_heads, value_size]`` on the host.
@@ -160,8 +163,12 @@ def attention(
         keys = [cache.spec.fmt.decode(row[0], cache.scales[0]) for row in stored]
         values = [cache.spec.fmt.decode(row[1], cache.scales[1]) for row in stored]
         for position in range(length - rows, length):
-            first = 0 if sliding_window is None else max(0, position + 1 - sliding_window)
-            seen = range(first, position + 1)
+            start = length - batch.draft_len[request]
+            seen = list(range(min(position + 1, start if forest is not None else length)))
+            if forest is not None and position >= start:
+                seen += [start + node for node in _branch(forest[request], position - start)]
+            if sliding_window is not None:  # the last so many of the branch
+                seen = seen[-sliding_window:]
             line = []
             for head, vector in enumerate(queries[len(out)]):
                 kv = head // groups
@@ -172,6 +179,12 @@ def attention(
             out.append(line)
     shape = (len(out), query.shape[1], cache.planes[1].size)
     return torch.tensor(out, dtype=torch.float64).view(shape)
+
+
+def _branch(parents: Sequence[int], node: int) -> list[int]:
+    """A node and its ancestors, from the root down."""
+    above = _branch(parents, parents[node]) if parents[node] >= 0 else []
+    return [*above, node]
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:

@@ -26,10 +26,11 @@ _CALLS: Final = {
     "attend": (1,),
 }
 
-_FAULTS: Final = [(at, when, nth) for at in OPERATIONS for when in MOMENTS for nth in _CALLS[at]]
+#: Every method, failing at every moment, at the calls it gets.
+FAULTS: Final = [(at, when, nth) for at in OPERATIONS for when in MOMENTS for nth in _CALLS[at]]
 
 _named = pytest.mark.parametrize(
-    ("at", "when", "nth"), _FAULTS, ids=[f"{at}-{when}-{nth}" for at, when, nth in _FAULTS]
+    ("at", "when", "nth"), FAULTS, ids=[f"{at}-{when}-{nth}" for at, when, nth in FAULTS]
 )
 
 
@@ -57,7 +58,7 @@ class Fallback(KitBase):
         kept = batch.kept(counts) if at != "restore" else [False] * batch.num_rows
         rig.write(batch, kept)
         if at != "restore":  # rejected rows may be there, as in stock
-            _either(rig, batch)
+            either(rig, batch)
         rig.check(f"{at} failed")
         staged, committed = batch.count(kept, list(batch.slots))
         assert rig.rows() == (staged, committed, staged - committed)
@@ -84,7 +85,7 @@ class Fallback(KitBase):
             assert window.state in (WindowState.COMMITTED, WindowState.ABORTED)
             pytest.skip(f"{policy} does not call {at} so often")
         assert rig.manager.current is None
-        _either(rig, batch, settled)
+        either(rig, batch, settled)
         rig.check(f"{at} failed")
         staged, committed, rejected = rig.rows()
         assert (staged, committed) == (rejected, 0)
@@ -121,7 +122,7 @@ class Fallback(KitBase):
             window.abort()
         assert window.state is WindowState.FELL_BACK
         rig.expect_settled(batch, range(layer + 1))
-        _either(rig, batch, layers=layer + 1)
+        either(rig, batch, layers=layer + 1)
         rig.check("aborted after a fallback")
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
@@ -171,7 +172,7 @@ def _drive(rig: Rig, batch: Batch, counts: Sequence[int] | None) -> Window:
     return window
 
 
-def _either(
+def either(
     rig: Rig, batch: Batch, mask: Sequence[bool] | None = None, layers: int | None = None
 ) -> None:
     """Let the oracle accept, word by word, what was there before or what was staged."""

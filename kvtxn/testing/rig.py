@@ -108,9 +108,11 @@ class Rig:
             for group, slots in batch.slots.items()
         }
 
-    def open(self, batch: Batch) -> Window:
-        """Begin a window for a batch, all slots given."""
-        window = self.manager.window(batch.draft_len, self.slots(batch), batch.settled)
+    def open(
+        self, batch: Batch, forest: Sequence[int] | Sequence[Sequence[int]] | None = None
+    ) -> Window:
+        """Begin a window for a batch, all slots given; with ``forest``, one with draft trees."""
+        window = self.manager.window(batch.draft_len, self.slots(batch), batch.settled, tree=forest)
         self._old.clear()
         return window
 

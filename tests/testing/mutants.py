@@ -20,6 +20,7 @@ from mutants_attention import (
     SeesTheFuture,
     SlidesOneTooFar,
 )
+from mutants_trees import TREES_CAUGHT_BY
 from torch import Tensor
 
 from kvtxn.executor import Capabilities, StagedLayer, Txn
@@ -332,6 +333,7 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     DeniesAttention: "test_attention",
     ClaimsAttention: "test_lengths_and_settings",
     CannotGoOnAfterAFault: "test_the_next_window_is_sound",
+    **TREES_CAUGHT_BY,
 }
 
 #: Defects that only a GPU can show.

@@ -1,0 +1,386 @@
+"""Draft trees: a commit along a path leaves what a cache that only saw the path would hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from .. import window as window_module
+from ..errors import AcceptanceError, TreeError
+from ..layout import RowLayout
+from ..states import WindowState
+from .batches import Batch
+from .caches import LAYOUTS, LayerSpec
+from .faults import InjectedFault
+from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .number_formats import FORMATS
+from .promise_device import no_host_sync
+from .promise_fallback import FAULTS, either
+from .promise_hooks import Offloader
+from .rig import SIMPLE, Rig
+from .trees import (
+    FORESTS,
+    Paths,
+    cut,
+    expect_moved,
+    lengths,
+    moved,
+    padded,
+    random_path,
+    write_moved,
+)
+
+#: Two layers in two groups: enough for a row to be moved differently in each.
+PAIR: Final = (LayerSpec(), LayerSpec("hnd", group="other", block_size=2, num_blocks=14))
+
+Forest = Sequence[Sequence[int]]
+
+_kinds = list(zip(LAYOUTS, itertools.cycle(FORMATS), strict=False))
+_kinds += [("plain", fmt) for fmt in FORMATS]
+
+
+class Trees(KitBase):
+    """Accepted nodes lie where a sequence of only accepted tokens would lie."""
+
+    @pytest.mark.parametrize("name", FORESTS)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_forests(self, kit: Kit, policy: str, name: str) -> None:
+        """Every node of every tree as the end of the path; layers with nothing in common."""
+        kit.need_trees()
+        rig = kit.rig(policy)
+        settled, forest = FORESTS[name]
+        for _ in range(6):
+            batch = rig.batch(lengths(settled, forest), padding=0.1)
+            _run(rig, batch, forest, [random_path(tree, rig.rng) for tree in forest])
+
+    @pytest.mark.parametrize(("layout", "fmt"), _kinds)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_tree_layouts_and_formats(self, kit: Kit, policy: str, layout: str, fmt: str) -> None:
+        """Any strides, any number format; rows that the library stores, too."""
+        kit.need_trees()
+        rig = kit.rig(policy, [LayerSpec(layout, FORMATS[fmt], size=6), LayerSpec(layout)])
+        forest = [(-1, -1, 0, 1, 3), (-1, 0, 0)]
+        for payload, paths in (("native", [[1, 3, 4], [0, 2]]), ("cast", [[0, 2], []])):
+            batch = rig.batch(lengths((1, 1), forest), payload=payload)
+            _run(rig, batch, forest, paths)
+
+    def test_random_trees(
+        self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Any trees, any slots, any numbers as a path, as a device would hand them in unread."""
+        kit.need_trees()
+        monkeypatch.setattr(window_module, "as_acceptance", _unread)
+
+        @tree_settings
+        @given(st.data())
+        def try_one(data: st.DataObject) -> None:
+            policy = data.draw(st.sampled_from(sorted(kit.capabilities.policies)), "policy")
+            rig = kit.rig(policy, PAIR, seed=data.draw(st.integers(0, 2**32), "seed"))
+            for _ in range(data.draw(st.integers(1, 2), "windows")):
+                _one_random_window(rig, data)
+
+        try_one()
+
+    @pytest.mark.parametrize("staged", range(len(SIMPLE) + 1))
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_a_tree_is_aborted(self, kit: Kit, policy: str, staged: int) -> None:
+        """Without a trace, settled rows aside."""
+        kit.need_trees()
+        rig = kit.rig(policy, SIMPLE)
+        for settled, forest in FORESTS.values():
+            batch = rig.batch(lengths(settled, forest))
+            with rig.open(batch, forest) as window:
+                rig.stage(window, batch, range(staged))
+                window.abort()
+            rig.expect_settled(batch, range(staged))
+            rig.check(f"aborted after {staged} layers")
+
+    def test_a_tree_waits(self, kit: Kit) -> None:
+        """Under deferred no node is in the cache before commit, and no rejected one after."""
+        kit.need_trees()
+        rig = kit.rig("deferred")
+        settled, forest = FORESTS["uneven"]
+        batch = rig.batch(lengths(settled, forest))
+        with rig.open(batch, forest) as window:
+            for index in range(len(rig.refs)):
+                rig.stage(window, batch, [index])
+                rig.expect_settled(batch, [index])
+                rig.check(f"after staging layer {index}")
+            window.commit([[0, 2], [1], []])
+        expect_moved(rig, batch, [[0, 2], [1], []])
+        rig.check("after commit")
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_places_without_slots(self, kit: Kit, policy: str) -> None:
+        """A wide tree needs slots for its depth only: what has no slot waits in the window."""
+        kit.need_trees()
+        rig = kit.rig(policy)
+        forest = [(-1, -1, -1, 2, 2, 4)]
+        batch = rig.batch(lengths((1,), forest), padding=0.0)
+        for slots in batch.slots.values():
+            slots[4:] = [-1] * 3
+        _run(rig, batch, forest, [[2, 4, 5]])
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_chains_take_counts(self, kit: Kit, policy: str) -> None:
+        """A tree that is a plain sequence is a plain window, and says so in both ways."""
+        kit.need_trees()
+        rig = kit.rig(policy)
+        mask = [False, True, True, False, False, True]
+        ways: tuple[Any, ...] = (
+            [2, 1],
+            torch.tensor([2, 1]),
+            mask,
+            [[0, 1], [0]],
+            torch.tensor([[0, 1], [0, -1]]),
+        )
+        for accepted in ways:
+            batch = rig.batch(((1, 1), (3, 1)))
+            with rig.open(batch, [(-1, 0, 1), (-1,)]) as window:
+                rig.stage(window, batch)
+                rig.expect_staged(batch)
+                window.commit(accepted)
+            rig.expect_committed(batch, mask)
+            rig.check(repr(accepted))
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_what_trees_refuse(self, kit: Kit, policy: str) -> None:
+        """Counts, masks and, on the host, paths that leave the tree; the right one still works."""
+        kit.need_trees()
+        rig = kit.rig(policy, SIMPLE)
+        forest = [(-1, -1, 0, 1), (-1, 0)]
+        batch = rig.batch(lengths((1, 1), forest))
+        with rig.open(batch, forest) as window:
+            rig.stage(window, batch)
+            rig.expect_staged(batch)
+            for wrong in _no_paths():
+                with pytest.raises(AcceptanceError):
+                    window.commit(wrong)
+                assert window.state is WindowState.STAGED
+                rig.check(f"refused {wrong!r}")
+            window.commit(torch.tensor([[1, 3, -1], [0, -1, -1]]))
+        expect_moved(rig, batch, [[1, 3], [0]])
+        rig.check("the right one")
+        wrong_trees: tuple[Any, ...] = (
+            [(-1, 1), ()],
+            [(-1, -2)],
+            [0, -1],
+            3,
+            "ab",
+            [(-1,), (-1.0,)],
+            [(-1,)],
+        )
+        for tree in wrong_trees:
+            with pytest.raises(TreeError):
+                rig.manager.window([2, 0], [1, 2, 3, 4], tree=tree)
+            assert rig.manager.current is None
+
+    @pytest.mark.parametrize(
+        ("at", "when", "nth"), FAULTS, ids=[f"{at}-{when}-{nth}" for at, when, nth in FAULTS]
+    )
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_tree_survives_a_fallback(
+        self, kit: Kit, policy: str, at: str, when: str, nth: int
+    ) -> None:
+        """Whatever fails, the accepted path ends up in its places, and is counted once."""
+        kit.need_trees()
+        rig, faults = kit.faulty_rig(policy, on_error="fallback")
+        offloader = Offloader(rig)
+        settled, forest = FORESTS["uneven"]
+        batch, paths = rig.batch(lengths(settled, forest)), [[0, 2], [1], [0, 1, 2, 4]]
+        faults.arm(at, when, nth)
+        window = _drive(rig, batch, forest, paths)
+        if not faults.fired:
+            assert window.state is WindowState.COMMITTED
+            pytest.skip(f"{policy} does not call {at} so often")
+        assert window.state is WindowState.FELL_BACK
+        rig.expect_settled(batch)
+        places = [row is not None for row in moved(batch, paths)]
+        either(rig, batch, [not filled for filled in places])
+        write_moved(rig, batch, paths)
+        rig.check(f"{at} failed")
+        staged, committed = batch.count(places, list(batch.slots))
+        assert rig.rows() == (staged, committed, staged - committed)
+        assert offloader.seen() == _stored(rig, batch, paths)
+
+    @pytest.mark.parametrize("at", ["stage", "commit"])
+    @pytest.mark.parametrize("when", ["before", "middle", "after"])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_a_tree_is_restored(self, kit: Kit, policy: str, at: str, when: str) -> None:
+        """on_error="raise": the executor's error comes out, and no node is in the caches."""
+        kit.need_trees()
+        rig, faults = kit.faulty_rig(policy, on_error="raise")
+        settled, forest = FORESTS["uneven"]
+        batch = rig.batch(lengths(settled, forest))
+        faults.arm(at, when)
+        with pytest.raises(InjectedFault):
+            _drive(rig, batch, forest, [[0, 2], [1], [0, 1, 2, 4]])
+        either(rig, batch, [not draft for draft in batch.drafts])
+        rig.check(f"{at} failed")
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_an_offloader_sees_the_path_only(self, kit: Kit, policy: str) -> None:
+        """Where it lies after the move, never where it lay before."""
+        kit.need_trees()
+        rig = kit.rig(policy)
+        offloader = Offloader(rig)
+        for settled, forest in FORESTS.values():
+            batch = rig.batch(lengths(settled, forest))
+            paths = [random_path(tree, rig.rng) for tree in forest]
+            _run(rig, batch, forest, paths)
+            assert offloader.seen() == _stored(rig, batch, paths)
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_debug_checks_trees(self, kit: Kit, policy: str) -> None:
+        """The library's own check of each commit agrees."""
+        kit.need_trees()
+        rig = kit.rig(policy, debug=True)
+        settled, forest = FORESTS["late-branch"]
+        batch = rig.batch(lengths(settled, forest))
+        _run(rig, batch, forest, [[0, 1, 2, 4, 5], [1, 2]])
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_trees_do_not_wait(self, kit: Kit, policy: str) -> None:
+        """A path on the device is not read by the host, and is cut where it stops being one."""
+        kit.need_trees()
+        kit.need_cuda()
+        rig = kit.rig(policy)
+        settled, forest = FORESTS["uneven"]
+        for paths in ([[0, 2], [1], [0, 1, 2, 4]], [[0, 3], [3], [0, 1, 2**40]]):
+            batch = rig.batch(lengths(settled, forest))
+            slots, path = rig.slots(batch), padded(paths, kit.device)
+            with no_host_sync():
+                window = rig.manager.window(batch.draft_len, slots, settled, tree=forest)
+                rig.stage(window, batch)
+                window.commit(path)
+            rig.expect_staged(batch)
+            expect_moved(rig, batch, [cut(t, p) for t, p in zip(forest, paths, strict=True)])
+            rig.check("never waited")
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_a_tree_commit_in_a_graph(self, kit: Kit, policy: str) -> None:
+        """A captured commit reads its path when it is replayed."""
+        kit.need_trees()
+        kit.need_cuda()
+        if not kit.capabilities.capturable:
+            pytest.skip(f"{kit.name} declares that commit cannot be captured")
+        rig = kit.rig(policy)
+        settled, forest = FORESTS["uneven"]
+        warm = rig.batch(lengths(settled, forest))
+        _run(rig, warm, forest, [[0, 1, 3], [0], []])
+        batch = rig.batch(lengths(settled, forest))
+        path = padded([[], [], []], kit.device, columns=4)
+        window = rig.open(batch, forest)
+        rig.stage(window, batch)
+        rig.expect_staged(batch)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            window.commit(path)
+        rig.check("captured, not run")
+        path.copy_(padded([[0, 2], [1], [0, 1, 2, 4]], kit.device))
+        graph.replay()
+        torch.cuda.synchronize()
+        expect_moved(rig, batch, [[0, 2], [1], [0, 1, 2, 4]])
+        rig.check("replayed with another path")
+
+
+def _unread(accepted: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
+    """On a device the library cannot look at a path; on the host it must not, for once."""
+    return accepted
+
+
+def _run(rig: Rig, batch: Batch, forest: Forest, paths: Paths, given: Any = None) -> None:
+    """A whole tree window, compared with the oracle and with the counters."""
+    before = rig.rows()
+    with rig.open(batch, forest) as window:
+        rig.stage(window, batch)
+        rig.expect_staged(batch)
+        window.commit(padded(paths, rig.device) if given is None else given)
+    assert window.state is WindowState.COMMITTED
+    expect_moved(rig, batch, paths)
+    rig.check(f"trees {forest}, paths {paths}")
+    places = [row is not None for row in moved(batch, paths)]
+    staged, committed = batch.count(places, list(batch.slots))
+    added = (staged, committed, staged - committed)
+    assert rig.rows() == tuple(a + b for a, b in zip(before, added, strict=True))
+
+
+def _one_random_window(rig: Rig, data: st.DataObject) -> None:
+    """Up to four requests with up to seven nodes each, and paths that are often none."""
+    requests = data.draw(st.integers(0, 4), "requests")
+    settled = [data.draw(st.integers(0, 2)) for _ in range(requests)]
+    room = 26 - sum(settled)
+    forest, given = [], []
+    for _ in range(requests):
+        nodes = data.draw(st.integers(0, min(7, room)), "nodes")
+        room -= nodes
+        forest.append([data.draw(st.integers(-1, node - 1)) for node in range(nodes)])
+        path = random_path(forest[-1], rig.rng)
+        if data.draw(st.booleans(), "spoil"):
+            odd = st.integers(-3, nodes + 2) | st.sampled_from([-(2**62), 2**40])
+            path += [data.draw(odd) for _ in range(data.draw(st.integers(0, 4)))]
+            path = data.draw(st.permutations(path))
+        given.append(path)
+    padding = data.draw(st.sampled_from([0.0, 0.3, 1.0]), "padding")
+    batch = rig.batch((settled, list(map(len, forest))), padding=padding)
+    paths = [cut(tree, path) for tree, path in zip(forest, given, strict=True)]
+    dtype = data.draw(st.sampled_from([torch.int64, torch.int32]), "dtype")
+    limited = padded(given, rig.device, data.draw(st.integers(0, 9), "columns"))
+    _run(rig, batch, forest, paths, limited.clamp(-(2**31), 2**31 - 1).to(dtype))
+
+
+def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
+    """A tree window with one look at it, committed."""
+    window = rig.open(batch, forest)
+    rig.stage(window, batch)
+    if rig.manager.executor.capabilities.attention:
+        query = torch.zeros(batch.num_rows, 2, 5, device=rig.device)
+        table = torch.zeros(len(forest), 3, dtype=torch.int64, device=rig.device)
+        window.attend(rig.refs[0], query, table, rig.accepted([7] * len(forest)))
+    window.commit(padded(paths, rig.device))
+    return window
+
+
+def _stored(rig: Rig, batch: Batch, paths: Paths) -> dict[tuple[str, int], Any]:
+    """What an offloader must have seen of a window committed along these paths."""
+    rows = [
+        row if row is not None or draft else place
+        for place, (row, draft) in enumerate(zip(moved(batch, paths), batch.drafts, strict=True))
+    ]
+    return {
+        (cache.name, slot): batch.rows[cache.name][row]
+        for cache in rig.caches
+        for slot, row in zip(batch.slots[cache.spec.group], rows, strict=True)
+        if slot != -1 and row is not None
+    }
+
+
+def _no_paths() -> list[Any]:
+    """What commit must refuse for trees (-1, -1, 0, 1) and (-1, 0)."""
+    return [
+        1,
+        [1, 1],
+        torch.tensor([1, 1]),
+        [True] * 8,
+        None,
+        "all",
+        [[0]],
+        [[0], [0], [0]],
+        [[0, 1], []],
+        [[2], []],
+        [[0, -1, 2], []],
+        [[0, 2, 4], []],
+        [[0.0], [0]],
+        [[True], []],
+        torch.tensor([[0.0], [0.0]]),
+        torch.tensor([[0], [2]]),
+        torch.tensor([[[0]], [[0]]]),
+    ]

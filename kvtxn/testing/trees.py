@@ -1,0 +1,91 @@
+"""Draft trees to test with, and what a commit along a path must do, in plain Python.
+
+Independent of the library: paths are followed node by node, rows are moved one by one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .batches import Batch
+from .rig import Rig
+
+#: Parents per request, by the name of what is odd about them; settled rows come with them.
+FORESTS: Final[dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]] = {
+    "one": ((1,), ((-1, -1, 0, 0, 1, 4),)),
+    "uneven": ((1, 1, 1), ((-1, 0, 0, 1), (-1, -1, -1), (-1, 0, 1, 2, 2))),
+    "no-drafts": ((1, 0, 2), ((-1, -1, 1), (), ())),
+    "only-roots": ((0, 1), ((-1, -1, -1), (-1, -1))),
+    "chains": ((1, 2), ((-1, 0, 1), (-1, 0))),
+    "late-branch": ((2, 1), ((-1, 0, 1, 2, 2, 4), (-1, -1, 1, 2, 0, 4))),
+    "nothing": ((1, 1), ((), ())),
+    "no-requests": ((), ()),
+}
+
+#: Per request, nodes of the accepted path.
+Paths = Sequence[Sequence[int]]
+
+
+def lengths(settled: Sequence[int], forest: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """The shape of a window with these trees, as ``Rig.batch`` wants it."""
+    return list(settled), [len(parents) for parents in forest]
+
+
+def random_path(parents: Sequence[int], rng: random.Random) -> list[int]:
+    """From a root down to some node, or to none."""
+    path: list[int] = []
+    node = -1
+    while children := [child for child, parent in enumerate(parents) if parent == node]:
+        if rng.random() < 0.25:
+            break
+        node = rng.choice(children)
+        path.append(node)
+    return path
+
+
+def cut(parents: Sequence[int], path: Sequence[int]) -> list[int]:
+    """What is left of a path that leaves its tree, or ends in padding."""
+    good: list[int] = []
+    for node in path:
+        if not 0 <= node < len(parents) or parents[node] != (good[-1] if good else -1):
+            break
+        good.append(node)
+    return good
+
+
+def padded(paths: Paths, device: torch.device, columns: int = 0) -> Tensor:
+    """Paths as a tensor ``[num_requests, depth]``, -1 behind each; ``columns`` at least."""
+    width = max([columns, *map(len, paths)])
+    lines = [[*path, *[-1] * (width - len(path))] for path in paths]
+    return torch.tensor(lines, dtype=torch.int64).view(len(paths), width).to(device)
+
+
+def moved(batch: Batch, paths: Paths) -> list[int | None]:
+    """By place, the row of the window that a commit along ``paths`` puts there."""
+    rows: list[int | None] = [None] * batch.num_rows
+    first = 0
+    for known, drafts, path in zip(batch.settled, batch.draft_len, paths, strict=True):
+        for place, node in enumerate(path):
+            rows[first + known + place] = first + known + node
+        first += known + drafts
+    return rows
+
+
+def expect_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
+    """What a commit along ``paths`` leaves: the path in the first places, in its order."""
+    rig.expect_committed(batch, [False] * batch.num_rows)
+    write_moved(rig, batch, paths)
+
+
+def write_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
+    """Let the oracle write the rows of the paths to their places."""
+    for cache in rig.caches:
+        slots, rows = batch.slots[cache.spec.group], batch.rows[cache.name]
+        for slot, row in zip(slots, moved(batch, paths), strict=True):
+            if row is not None:
+                rig.truth.write(cache.name, slot, rows[row])
