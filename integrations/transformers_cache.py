@@ -11,6 +11,7 @@ accepted ones are. Without recording a forward is committed with its last layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from .paged_sequences import PagedSequences
 
 try:
     import transformers
-    from transformers import Cache, DynamicCache, PreTrainedConfig
+    from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
     from transformers.cache_utils import (
         CacheLayerMixin,
         DynamicLayer,
@@ -31,12 +32,12 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "kvtxn.integrations.transformers_cache needs transformers 5.14 or newer: "
+        "kvtxn.integrations.transformers_cache needs transformers 5.18 or newer: "
         "pip install 'kvtxn[transformers]'"
     ) from error
 if not hasattr(Cache, "activate_past_recording"):  # how generate says that a crop follows
     raise ImportError(
-        "kvtxn.integrations.transformers_cache needs transformers 5.14 or newer, found "
+        "kvtxn.integrations.transformers_cache needs transformers 5.18 or newer, found "
         f"{transformers.__version__}: pip install --upgrade 'kvtxn[transformers]'"
     )
 
@@ -104,7 +105,8 @@ class TxnCache(Cache):  # type: ignore[misc]
 
     The memory is taken by the first forward, for its batch size. A cache that is full raises
     ``CapacityError`` and stays as it is. An exception in the middle of a forward leaves every
-    byte as it was before; the next forward may follow at once.
+    byte as it was before (under "undo" once the next forward begins, or after ``abort``); the
+    next forward may follow at once. The first one is followed by ``reset``.
     """
 
     def __init__(
@@ -123,13 +125,22 @@ class TxnCache(Cache):  # type: ignore[misc]
                 raise ConfigError(
                     "TxnCache", f"{name} is not valid", expected="a positive int", got=repr(size)
                 )
-        shape = Shape(layer_windows(config), **sizes)
-        self._over(PagedSequences(shape, TxnConfig(policy=policy, backend=backend)))
+        layers = stock_layers(config)
+        windows = tuple(getattr(layer, "sliding_window", None) for layer in filter(_holds, layers))
+        sequences = PagedSequences(
+            Shape(windows, **sizes), TxnConfig(policy=policy, backend=backend)
+        )
+        self._over(sequences, layers)
 
-    def _over(self, sequences: PagedSequences) -> None:
+    def _over(self, sequences: PagedSequences, layers: Sequence[Any]) -> None:
+        """These sequences, in the place of every layer that holds rows."""
         self._sequences = sequences
-        layers = [PagedLayer(sequences, index) for index in range(len(sequences.shape.windows))]
-        super().__init__(layers=layers)
+        number = iter(range(len(layers)))
+        super().__init__(
+            layers=[
+                PagedLayer(sequences, next(number)) if _holds(layer) else layer for layer in layers
+            ]
+        )
 
     @property
     def manager(self) -> TransactionManager | None:
@@ -191,21 +202,21 @@ class TxnCache(Cache):  # type: ignore[misc]
         """An independent copy, such as of a prompt's cache that several generations start from."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin._over(self._sequences.clone())
+        twin._over(self._sequences.clone(), self.layers)
         return twin
 
 
-def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Per layer the tokens that a query sees, itself included; None is all.
+def stock_layers(config: PreTrainedConfig) -> list[Any]:
+    """The layers of transformers' own cache for the model; all of a kind that pages can hold.
 
     Raises:
         LayerError: the model has an encoder, or a layer keeps something else than attention rows.
     """
     if config.is_encoder_decoder:
         raise LayerError("TxnCache", "the model has an encoder", expected="a decoder-only model")
-    windows: list[int | None] = []
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    layers: list[Any] = DynamicCache(config=config).layers
+    for index, layer in enumerate(layers):
+        if _holds(layer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise LayerError(
                 "TxnCache",
                 f"layer {index} cannot be kept in pages",
@@ -213,8 +224,13 @@ def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
                 got=type(layer).__name__,
                 hint="use transformers' DynamicCache for this model",
             )
-        windows.append(getattr(layer, "sliding_window", None))
-    return tuple(windows)
+    return layers
+
+
+def _holds(layer: object) -> bool:
+    """False for the stand-in of a layer that reads another one's rows, or none."""
+    dummy = getattr(cache_utils, "DummyLayer", ())  # older versions leave such layers out
+    return not isinstance(layer, dummy)
 
 
 def _fixed_batch(operation: str) -> LayerError:

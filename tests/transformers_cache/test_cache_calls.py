@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import transformers
-from kvtxn.integrations.transformers_cache import TxnCache, layer_windows
+from kvtxn.integrations.transformers_cache import TxnCache
 from tiny_models import PROMPT, WINDOW, drafting, run
 from transformers import DynamicCache, LlamaConfig, StaticCache, T5Config
 
@@ -234,9 +234,9 @@ def test_refusals(model):
             TxnCache(model.config, max_tokens=size)
     linear = LlamaConfig(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
     with pytest.raises(LayerError, match=r"layer 1 cannot.*DynamicCache"):
-        layer_windows(linear)
+        TxnCache(linear, max_tokens=8)
     with pytest.raises(LayerError, match="encoder"):
-        layer_windows(T5Config())
+        TxnCache(T5Config(), max_tokens=8)
     cache = TxnCache(model.config, max_tokens=8)
     assert cache.snapshot() == {}
     for call, argument in (("repeat_interleave", 2), ("select_indices", torch.tensor([0]))):
@@ -247,11 +247,11 @@ def test_refusals(model):
 @pytest.mark.parametrize(
     ("setup", "says"),
     [
-        ("sys.modules['transformers'] = None", "needs transformers 5.14 or newer: pip install"),
+        ("sys.modules['transformers'] = None", "needs transformers 5.18 or newer: pip install"),
         (
             "from unittest.mock import MagicMock as M; t = M(__version__='5.10.4', Cache=object); "
             "sys.modules |= {'transformers': t, 'transformers.cache_utils': M()}",
-            "5.14 or newer, found 5.10.4: pip install --upgrade",
+            "5.18 or newer, found 5.10.4: pip install --upgrade",
         ),
     ],
 )

@@ -177,7 +177,7 @@ class RecordedCache(TxnCache):
         none = [tuple(part[:, :, :0] for part in layer) for layer in self.forwards[0]]
         return [
             torch.cat([forward[layer][part] for forward in [none, *forwards]], dim=2)
-            for layer in range(len(self))
+            for layer in range(len(none))
             for part in range(2)
         ]
 
