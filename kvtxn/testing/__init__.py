@@ -19,6 +19,7 @@ pytest.register_assert_rewrite(
             "promise_fallback",
             "promise_hooks",
             "promise_isolation",
+            "promise_overwriting",
             "promise_own_writes",
             "promise_tree_attention",
             "promise_trees",

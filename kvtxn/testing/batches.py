@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .caches import TestCache, noise
+from .caches import LayerSpec, TestCache, noise
 from .number_formats import NumberFormat
 from .oracle import Row
 
@@ -104,9 +104,19 @@ def make_batch(
     for cache in caches:
         group = cache.spec.group
         limits[group] = min(cache.num_slots, limits.get(group, cache.num_slots))
+    lengths = [known + drafts for known, drafts in zip(settled, draft_len, strict=True)]
+    specs = {cache.spec.group: cache.spec for cache in caches}
     slots = {}
     for group, limit in limits.items():
-        free = rng.sample([slot for slot in range(limit) if slot not in avoid], num_rows)
+        if specs[group].kind == "recurrent":
+            states = rng.sample(range(limit), len(lengths))
+            states = [-1 if rng.random() < padding else state for state in states]
+            slots[group] = [states[r] for r, rows in enumerate(lengths) for _ in range(rows)]
+            continue
+        if specs[group].kind == "ring":
+            free = _ring_slots(specs[group], limit, lengths, rng)
+        else:
+            free = rng.sample([slot for slot in range(limit) if slot not in avoid], num_rows)
         slots[group] = [-1 if rng.random() < padding else slot for slot in free]
     tensors: dict[str, tuple[Tensor, ...]] = {}
     rows: dict[str, list[Row]] = {}
@@ -116,11 +126,32 @@ def make_batch(
             make = native if payload == "native" else cast
             part = make(cache.spec.fmt, num_rows, plane.heads, plane.size, rng)
             words.append(cache.spec.fmt.encode(part, scales))
-            latent = len(cache.planes) == 1
-            parts.append((part.squeeze(1) if latent else part).to(device).clone())
+            parts.append(as_staged(cache, len(parts), part).to(device).clone())
         tensors[cache.name] = tuple(parts)
         rows[cache.name] = [list(row) for row in zip(*words, strict=True)]
     return Batch(settled, draft_len, slots, tensors, rows)
+
+
+def as_staged(cache: TestCache, plane: int, part: Tensor) -> Tensor:
+    """Rows ``[num_rows, heads, size]`` in the shape in which the layer takes them."""
+    if cache.spec.kind == "recurrent":
+        return part.reshape(part.shape[0], *cache.ref.states[plane].shape[1:])
+    return part.squeeze(1) if len(cache.planes) == 1 else part
+
+
+def _ring_slots(
+    spec: LayerSpec, limit: int, lengths: Sequence[int], rng: random.Random
+) -> list[int]:
+    """A ring of blocks per request, somewhere in its life."""
+    per_ring = -(-spec.ring_size // spec.block_size)
+    blocks = rng.sample(range(limit // spec.block_size), per_ring * len(lengths))
+    slots = []
+    for request, rows in enumerate(lengths):
+        own, first = blocks[request * per_ring :], rng.randrange(3 * spec.ring_size)
+        for position in range(first, first + rows):
+            block, offset = divmod(position % spec.ring_size, spec.block_size)
+            slots.append(own[block] * spec.block_size + offset)
+    return slots
 
 
 def native(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random) -> Tensor:

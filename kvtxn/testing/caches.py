@@ -38,6 +38,11 @@ class LayerSpec:
         value_size: elements per head of a value; ``size`` where None.
         block_size: slots per block.
         num_blocks: blocks of the cache.
+        kind: ``"paged"``, ``"ring"`` or ``"recurrent"``. A state is ``[heads, size]``, and there
+            is a second one of ``value_size`` unless the layout is a latent one; the layout
+            ``"permuted"`` is for states alone, one of three dimensions that do not merge.
+        ring_size: slots in each request's ring.
+        window: tokens a query of a ring layer sees; ``ring_size`` where None.
     """
 
     layout: str = "plain"
@@ -48,6 +53,9 @@ class LayerSpec:
     value_size: int | None = None
     block_size: int = 3
     num_blocks: int = 9
+    kind: str = "paged"
+    ring_size: int = 0
+    window: int | None = None
 
 
 @attrs.frozen
@@ -134,7 +142,21 @@ def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Ra
     held = torch.uint8 if spec.fmt.raw else spec.fmt.dtype
     views = [_view(spec, plane, memories[plane.memory].view(held)) for plane in planes]
     given, scales = zip(*(_scale(spec, plane.heads, device, rng) for plane in planes), strict=True)
-    if spec.layout in LATENT:
+    if spec.kind == "recurrent":
+        ref = LayerRef.recurrent(name, *(view.squeeze(1) for view in views), group=spec.group)
+    elif spec.kind == "ring":
+        ref = LayerRef.ring(
+            name,
+            views[0].squeeze(2) if spec.layout in LATENT else views[0],
+            None if spec.layout in LATENT else views[1],
+            window=spec.window or spec.ring_size,
+            ring_size=spec.ring_size,
+            group=spec.group,
+            k_scale=given[0],
+            v_scale=None if spec.layout in LATENT else given[1],
+            kv_dtype=spec.fmt.kv_dtype,
+        )
+    elif spec.layout in LATENT:
         ref = LayerRef.latent(
             name,
             views[0].squeeze(2),
@@ -225,13 +247,30 @@ def _place(spec: LayerSpec, rng: random.Random) -> tuple[list[int], tuple[PlaneM
         case "latent" | "latent-gapped":
             row = size + (3 if spec.layout == "latent-gapped" else 0)
             return [blocks * slots * row], (plane(0, 0, (slots * row, row, row, 1), size, 1),)
+        case "permuted":  # [states, size, heads, 2], seen as [states, heads, size, 2]
+            each = [
+                2 * (step * heads + head) + last
+                for head in range(heads)
+                for step in range(size)
+                for last in range(2)
+            ]
+            numel = 2 * heads * size
+            strides = (numel, 0, 0, 0)
+            return [blocks * numel], (
+                PlaneMap(0, GUARD, strides, heads, 2 * size, 1, (tuple(each),)),
+            )
     raise ValueError(f"no layout is called {spec.layout!r}; choose one of {LAYOUTS}")
 
 
 def _view(spec: LayerSpec, plane: PlaneMap, memory: Tensor) -> Tensor:
     """The cache as an engine would hold it: a view of its memory."""
+    if spec.layout == "permuted":
+        half = plane.size // 2
+        shape: tuple[int, ...] = (spec.num_blocks, 1, plane.heads, half, 2)
+        strides = (plane.strides[0], 0, 2, 2 * plane.heads, 1)
+        return memory.as_strided(shape, strides, plane.base)
     if plane.table is not None:
-        shape: tuple[int, ...] = (spec.num_blocks, plane.strides[0])
+        shape = (spec.num_blocks, plane.strides[0])
         return memory.as_strided(shape, (plane.strides[0], 1), plane.base)
     shape = (spec.num_blocks, spec.block_size, plane.heads, plane.size)
     return memory.as_strided(shape, plane.strides, plane.base)

@@ -12,6 +12,7 @@ from .promise_exactness import Exactness
 from .promise_fallback import Fallback
 from .promise_hooks import Hooks
 from .promise_isolation import AllOrNothing, Isolation
+from .promise_overwriting import Overwriting
 from .promise_own_writes import OwnWrites
 from .promise_tree_attention import TreeAttention
 from .promise_trees import Trees
@@ -33,6 +34,7 @@ class ExecutorConformance(
     CapturedWindows,
     Trees,
     TreeAttention,
+    Overwriting,
     RandomProgram,
 ):
     """Everything an executor promises, as tests.

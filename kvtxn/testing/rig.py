@@ -102,11 +102,15 @@ class Rig:
         return make_batch(self.caches, shape, self.device, self.rng, **kwargs)
 
     def slots(self, batch: Batch) -> dict[str, Tensor]:
-        """The slots of a batch, as tensors on the device, by group."""
-        return {
-            group: torch.tensor(slots, dtype=torch.int64).to(self.device)
-            for group, slots in batch.slots.items()
-        }
+        """The slots of a batch, as tensors on the device, by group; of states one per request."""
+        given = {}
+        for group, slots in batch.slots.items():
+            if self.manager.kinds[group].name == "recurrent":
+                owners = [request for request, _ in batch.owners]
+                requests = range(len(batch.settled))
+                slots = [slots[owners.index(r)] if r in owners else -1 for r in requests]
+            given[group] = torch.tensor(slots, dtype=torch.int64).to(self.device)
+        return given
 
     def open(
         self, batch: Batch, forest: Sequence[int] | Sequence[Sequence[int]] | None = None
