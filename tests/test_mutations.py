@@ -10,6 +10,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "testing"))
 
 import mutants
+import mutants_overwriting
+
+CAUGHT_BY = mutants.CAUGHT_BY | mutants_overwriting.CAUGHT
 
 _MODULE = """
     import sys
@@ -74,8 +77,8 @@ def run_kit(folder: Path, executor: type, tests: list[str], device: str = "cpu")
 
 @pytest.mark.parametrize(
     ("executor", "test"),
-    mutants.CAUGHT_BY.items(),
-    ids=[executor.__name__ for executor in mutants.CAUGHT_BY],
+    CAUGHT_BY.items(),
+    ids=[executor.__name__ for executor in CAUGHT_BY],
 )
 def test_a_defect_is_seen(tmp_path: Path, executor: type, test: str) -> None:
     """The kit goes red, by the test that is there for it."""
@@ -103,9 +106,18 @@ def test_the_random_program_finds_defects(tmp_path: Path, executor: type) -> Non
     assert "TestMutant::test_random_program" in failed
 
 
+@pytest.mark.parametrize(
+    "executor", mutants_overwriting.BY_CHANCE, ids=lambda mutant: mutant.__name__
+)
+def test_random_histories_find_defects(tmp_path: Path, executor: type) -> None:
+    """Without being told what to look for, either."""
+    (failed,) = run_kit(tmp_path, executor, ["test_random_histories"]).failed
+    assert "TestMutant::test_random_histories" in failed
+
+
 def test_a_sound_executor_passes(tmp_path: Path) -> None:
     """By the same route: what turned the others red was their defect."""
-    tests = sorted({*mutants.CAUGHT_BY.values(), "test_random_program"})
+    tests = sorted({*CAUGHT_BY.values(), "test_random_program"})
     outcomes = run_kit(tmp_path, mutants.Sound, tests)
     assert outcomes.failed == []
     assert len(outcomes.passed) > 400

@@ -17,6 +17,7 @@ pytest.register_assert_rewrite(
             "promise_discipline",
             "promise_exactness",
             "promise_fallback",
+            "promise_histories",
             "promise_hooks",
             "promise_isolation",
             "promise_overwriting",

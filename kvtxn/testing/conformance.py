@@ -10,6 +10,7 @@ from .promise_device import Device
 from .promise_discipline import Discipline
 from .promise_exactness import Exactness
 from .promise_fallback import Fallback
+from .promise_histories import LongRuns
 from .promise_hooks import Hooks
 from .promise_isolation import AllOrNothing, Isolation
 from .promise_overwriting import Overwriting
@@ -35,6 +36,7 @@ class ExecutorConformance(
     Trees,
     TreeAttention,
     Overwriting,
+    LongRuns,
     RandomProgram,
 ):
     """Everything an executor promises, as tests.

@@ -1,0 +1,184 @@
+"""Requests as lists of tokens: what rings and states must hold, worked out from those alone.
+
+A list of tokens knows nothing of windows: an accepted token is appended, a rejected one is
+not. From it follows what every kind of cache must hold, each by its own definition: a paged
+cache all tokens, a ring the last ``ring_size`` of them, a state the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from .batches import Batch
+from .caches import TestCache
+from .naive import _dot, _finite, _mix
+from .oracle import Replay, Row
+from .rig import Rig
+
+#: What one token stores, by layer.
+Token = dict[str, Row]
+
+
+class Histories:
+    """Some requests over the caches of a rig.
+
+    Args:
+        rig: its caches belong to the requests: paged slots and rings are dealt out here.
+        requests: how many.
+
+    Attributes:
+        past: by request, its tokens so far.
+        room: tokens that every request has slots for in the paged layers.
+    """
+
+    def __init__(self, rig: Rig, requests: int) -> None:
+        self._rig = rig
+        self.past: list[list[Token]] = [[] for _ in range(requests)]
+        self._base = rig.truth_now()
+        self._blocks: dict[str, list[int]] = {}
+        specs = {cache.spec.group: cache.spec for cache in rig.caches}
+        self._specs = specs
+        smallest = {
+            g: min(c.spec.num_blocks for c in rig.caches if c.spec.group == g) for g in specs
+        }
+        for group, blocks in smallest.items():
+            self._blocks[group] = rig.rng.sample(range(blocks), blocks)
+        self.room = min(
+            (
+                smallest[group] // requests * spec.block_size
+                for group, spec in specs.items()
+                if spec.kind == "paged"
+            ),
+            default=10**6,
+        )
+
+    def table(self, group: str) -> list[list[int]]:
+        """Blocks per request."""
+        each = len(self._blocks[group]) // len(self.past)
+        return [self._blocks[group][r * each : (r + 1) * each] for r in range(len(self.past))]
+
+    def slot(self, group: str, request: int, position: int) -> int:
+        """Where a token of a request lies, by the definition of the group's kind."""
+        spec, blocks = self._specs[group], self.table(group)[request]
+        if spec.kind == "recurrent":
+            return blocks[0]
+        place = position % spec.ring_size if spec.kind == "ring" else position
+        return blocks[place // spec.block_size] * spec.block_size + place % spec.block_size
+
+    def batch(self, shape: tuple[Sequence[int], Sequence[int]], *, finite: bool = False) -> Batch:
+        """Rows that continue every request by so many settled and draft tokens."""
+        plain = self._rig.batch(shape, padding=0.0)
+        if finite:
+            plain = self._with_numbers(plain)
+        slots: dict[str, list[int]] = {}
+        for group in self._specs:
+            slots[group] = [
+                self.slot(group, request, len(self.past[request]) + row)
+                for request, pair in enumerate(zip(*shape, strict=True))
+                for row in range(sum(pair))
+            ]
+        return attrs.evolve(plain, slots=slots)
+
+    def _with_numbers(self, batch: Batch) -> Batch:
+        """The same rows with numbers of ordinary size, for attention."""
+        tensors, rows = {}, {}
+        for cache in self._rig.caches:
+            parts = [
+                _finite(cache, plane, batch.num_rows, self._rig.rng)
+                for plane in range(len(cache.planes))
+            ]
+            words = [
+                cache.spec.fmt.encode(part, scales)
+                for part, scales in zip(parts, cache.scales, strict=True)
+            ]
+            tensors[cache.name] = tuple(part.to(self._rig.device) for part in parts)
+            rows[cache.name] = [list(row) for row in zip(*words, strict=True)]
+        return attrs.evolve(batch, tensors=tensors, rows=rows)
+
+    def tokens(self, batch: Batch, wanted: Callable[[int], bool]) -> list[list[Token]]:
+        """By request, the tokens of those rows of a batch for which ``wanted`` holds."""
+        found: list[list[Token]] = [[] for _ in self.past]
+        for row, (request, _) in enumerate(batch.owners):
+            if wanted(row):
+                found[request].append({name: rows[row] for name, rows in batch.rows.items()})
+        return found
+
+    def extend(self, batch: Batch, kept: Sequence[bool]) -> None:
+        """The settled and the kept tokens of a batch happened."""
+        happened = self.tokens(batch, lambda row: kept[row] or not batch.drafts[row])
+        for past, tokens in zip(self.past, happened, strict=True):
+            past += tokens
+
+    def forget(self, request: int) -> None:
+        """A request is over, and another one takes its place; its bytes stay where they are."""
+        self._base = self._rig.truth_now()
+        self.past[request] = []
+
+    def adopt_paged(self, batch: Batch) -> None:
+        """A window fell back: plain slots may hold its drafts, beyond what any counter shows."""
+        for cache in self._rig.caches:
+            if cache.spec.kind == "paged":
+                slots = batch.slots[cache.spec.group]
+                for slot, row in zip(slots, batch.rows[cache.name], strict=True):
+                    self._base.adopt(cache.name, slot, row)
+
+    def expected(self) -> Replay:
+        """What the caches must hold, from the lists of tokens alone."""
+        truth = self._base.copy()
+        for cache in self._rig.caches:
+            spec = cache.spec
+            for request, past in enumerate(self.past):
+                alive = {"paged": len(past), "ring": spec.ring_size, "recurrent": 1}[spec.kind]
+                for position in range(max(0, len(past) - alive), len(past)):
+                    slot = self.slot(spec.group, request, position)
+                    truth.write(cache.name, slot, past[position][cache.name])
+        return truth
+
+    def impose(self) -> None:
+        """Make the caches hold the past, where it is made up and no window wrote it."""
+        self._rig.truth = self.expected()
+        self._rig.truth.impose()
+
+    def check(self, when: str) -> None:
+        """Every word of every memory follows from the lists; raises AssertionError if not."""
+        self._rig.truth = self.expected()
+        self._rig.check(when)
+
+
+def unrolled(
+    cache: TestCache, tokens: Sequence[Token], queries: Sequence[Sequence[Sequence[float]]]
+) -> list[list[list[float]]]:
+    """Sliding-window attention over a whole list of tokens, of which the last have queries.
+
+    Args:
+        cache: the layer; its window is the ring's.
+        tokens: of one request, this window's included.
+        queries: ``[num_rows][num_q_heads][size]``.
+
+    Returns:
+        ``[num_rows][num_q_heads][value_size]``.
+    """
+    spec, out = cache.spec, []
+    stored = [token[cache.name] for token in tokens]
+    keys = [spec.fmt.decode(row[0], cache.scales[0]) for row in stored]
+    values = [spec.fmt.decode(row[1], cache.scales[1]) for row in stored]
+    for row, heads in enumerate(queries):
+        position = len(tokens) - len(queries) + row
+        seen = range(max(0, position + 1 - (spec.window or spec.ring_size)), position + 1)
+        line = []
+        for head, vector in enumerate(heads):
+            kv = head // (len(heads) // cache.planes[0].heads)
+            scores = [len(vector) ** -0.5 * _dot(vector, keys[at][kv]) for at in seen]
+            line.append(_mix(scores, [values[at][kv] for at in seen]))
+        out.append(line)
+    return out
+
+
+def queries_for(cache: TestCache, num_rows: int, seed: int) -> Tensor:
+    """float32 ``[num_rows, 2 x heads, size]`` on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, 2 * cache.spec.heads, cache.spec.size, generator=generator)

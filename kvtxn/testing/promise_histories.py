@@ -1,0 +1,200 @@
+"""Rings and states over many windows: they hold what the accepted tokens alone would leave."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import attrs
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from ..states import WindowState
+from .caches import LayerSpec
+from .faults import MOMENTS
+from .histories import Histories, queries_for, unrolled
+from .kit import TRANSACTIONAL, Kit, KitBase
+from .number_formats import FORMATS
+from .promise_overwriting import _need
+
+_REQUESTS: Final = 2
+
+#: Settled and draft tokens of each request, and how many are accepted.
+_TOKENS: Final = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 6))
+
+_STEPS: Final = st.lists(
+    st.tuples(
+        st.lists(_TOKENS, min_size=_REQUESTS, max_size=_REQUESTS),
+        st.sampled_from(["commit", "commit", "commit", "mask", "abort", "restart"]),
+        st.none()
+        | st.none()
+        | st.tuples(
+            st.sampled_from(["stage", "commit", "save", "restore"]),
+            st.sampled_from(MOMENTS),
+            st.integers(1, 4),
+        ),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+#: Tokens before the window, as a function of the ring's size: empty, half full, wrapped.
+_PASTS: Final = {
+    "empty": lambda size: (0, 1),
+    "almost-full": lambda size: (size - 1, size),
+    "wrapped-once": lambda size: (size + 1, 2 * size - 1),
+    "wrapped": lambda size: (2 * size, 5 * size + 2),
+}
+
+
+def _layers(policy: str, ring_size: int, fmt: str) -> list[LayerSpec]:
+    """Rings, paged rows and, where they can be, states; rings with room for all rows in undo."""
+    size = ring_size if policy == "deferred" else ring_size + 9
+    ring = LayerSpec(
+        "hnd", FORMATS[fmt], "ring", 1, 3, 2, 2, -(-size // 2) * _REQUESTS, "ring", size, ring_size
+    )
+    specs = [LayerSpec(fmt=FORMATS[fmt], group="rows", heads=1, size=2, num_blocks=40), ring]
+    if policy == "deferred":
+        states = {"kind": "recurrent", "block_size": 1, "num_blocks": 3, "group": "state"}
+        specs.append(LayerSpec("gapped", FORMATS["fp32"], heads=1, size=3, **states))
+        specs.append(LayerSpec("permuted", heads=2, size=2, **states))
+    return specs
+
+
+class LongRuns(KitBase):
+    """Window after window, with laps, aborts, faults and requests that come and go."""
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_random_histories(
+        self,
+        kit: Kit,
+        program_settings: hypothesis.settings,
+        policy: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """After each window every word follows from the lists of accepted tokens."""
+        caplog.set_level(logging.ERROR, logger="kvtxn")
+        _need(kit, "ring", *["recurrent"] * (policy == "deferred"))
+        more = program_settings.max_examples * 10
+        settings = hypothesis.settings(program_settings, max_examples=more)
+
+        @settings
+        @hypothesis.given(
+            steps=_STEPS,
+            ring_size=st.integers(1, 7),
+            fmt=st.sampled_from(["bf16", "fp32", "int8-head"]),
+            seed=st.integers(0, 2**20),
+        )
+        def run(steps: list[Any], ring_size: int, fmt: str, seed: int) -> None:
+            _serve(kit, policy, _layers(policy, ring_size, fmt), steps, seed)
+
+        run()
+
+    @pytest.mark.parametrize("past", _PASTS)
+    @pytest.mark.parametrize("extra", [0, 1, 5])
+    @pytest.mark.parametrize("window", [1, 3, 4])
+    @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+    def test_attention_to_a_ring(
+        self,
+        kit: Kit,
+        attention_tolerance: float,
+        policy: str,
+        window: int,
+        extra: int,
+        past: str,
+    ) -> None:
+        """Equal to attention over all tokens there ever were, laps within the window included."""
+        kit.need_attention()
+        _need(kit, "ring")
+        shape = ((extra + 1, 1 if extra else 0), (0, 2 * window + 3 if extra < 5 else 3))
+        rows = max(shape[0]) if policy == "deferred" else max(map(sum, zip(*shape, strict=True)))
+        size = window + max(rows, 1) - 1
+        for layout, fmt in (("hnd", "fp32"), ("gapped", "fp8_e4m3-head")):
+            spec = LayerSpec(layout, FORMATS[fmt], kind="ring", ring_size=size, window=window)
+            spec = attrs.evolve(spec, block_size=3, num_blocks=2 * -(-size // 3))
+            _attend(kit, policy, spec, shape, _PASTS[past](size), attention_tolerance)
+
+    def test_attention_after_a_fallback(self, kit: Kit, attention_tolerance: float) -> None:
+        """Drafts still wait outside the ring, so that what the queries see was not evicted."""
+        kit.need_attention()
+        _need(kit, "ring")
+        spec = LayerSpec("plain", FORMATS["fp32"], kind="ring", ring_size=4, num_blocks=4)
+        for at in ("attend", "stage"):
+            shape = ((1, 1), (6, 2))
+            _attend(kit, "deferred", spec, shape, (9, 3), attention_tolerance, at)
+
+
+def _serve(kit: Kit, policy: str, specs: list[LayerSpec], steps: list[Any], seed: int) -> None:
+    """Drive windows as ``steps`` say, and look after each."""
+    rig, faults = kit.faulty_rig(policy, specs, seed=seed, on_error="fallback")
+    histories = Histories(rig, _REQUESTS)
+    for tokens, outcome, fault in steps:
+        if outcome == "restart":
+            histories.forget(len(tokens) % _REQUESTS)
+        shape = tuple(t[0] for t in tokens), tuple(t[1] for t in tokens)
+        counts = [min(accepted, drafts) for _, drafts, accepted in tokens]
+        longest = max(len(past) + sum(t) for past, t in zip(histories.past, tokens, strict=True))
+        if longest > histories.room:
+            return
+        batch = histories.batch(shape)
+        fired = len(faults.fired)
+        if fault is not None:
+            faults.arm(*fault)
+        with rig.open(batch) as window:
+            rig.stage(window, batch)
+            if outcome == "abort":
+                window.abort()
+            elif outcome == "mask":
+                window.commit(torch.tensor(batch.kept(counts), dtype=torch.bool).to(rig.device))
+            else:
+                window.commit(rig.accepted(counts))
+        faults.disarm()
+        histories.extend(batch, batch.kept(counts if outcome != "abort" else [0] * len(counts)))
+        if len(faults.fired) > fired:
+            assert window.state is WindowState.FELL_BACK
+            histories.adopt_paged(batch)
+        histories.check(f"{outcome} of {shape}, {counts} accepted, fault {fault}")
+
+
+def _attend(
+    kit: Kit,
+    policy: str,
+    spec: LayerSpec,
+    shape: tuple[tuple[int, ...], tuple[int, ...]],
+    lengths: tuple[int, ...],
+    tolerance: float,
+    failing: str | None = None,
+) -> None:
+    """Make up a past of these lengths, open a window after it, attend, compare."""
+    rig, faults = kit.faulty_rig(policy, [spec], on_error="fallback", max_rows=128)
+    histories, cache = Histories(rig, _REQUESTS), rig.caches[0]
+    before = histories.batch((lengths, (0,) * _REQUESTS), finite=True)
+    histories.extend(before, [False] * before.num_rows)
+    histories.impose()
+    batch = histories.batch(shape, finite=True)
+    query = queries_for(cache, batch.num_rows, len(lengths))
+    table = torch.tensor(histories.table("default"), dtype=torch.int32, device=rig.device)
+    seq_lens = rig.accepted([n + a + b for n, a, b in zip(lengths, *shape, strict=True)])
+    if failing is not None:
+        faults.arm(failing, "middle")
+    with rig.open(batch) as window:
+        rig.stage(window, batch)
+        out = window.attend(rig.refs[0], query.to(rig.device), table, seq_lens)
+        window.abort()
+    assert bool(faults.fired) == (failing is not None)
+    whole = [
+        [*past, *new]
+        for past, new in zip(histories.past, histories.tokens(batch, lambda _: True), strict=True)
+    ]
+    expected, first = [], 0
+    for request, tokens in enumerate(whole):
+        count = shape[0][request] + shape[1][request]
+        expected += unrolled(cache, tokens, query[first : first + count].double().tolist())
+        first += count
+    wrong = (out.double().cpu() - torch.tensor(expected, dtype=torch.float64)).abs()
+    assert float(wrong.max()) <= tolerance * 10, f"attention is off by {float(wrong.max()):.3g}"
+    if policy != "direct":
+        histories.extend(batch, [False] * batch.num_rows)
+        histories.check("after attention and abort")

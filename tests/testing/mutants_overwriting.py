@@ -1,0 +1,109 @@
+"""Executors that are wrong about rings and states, and right about everything else."""
+
+from typing import ClassVar
+
+import attrs
+import torch
+from kvtxn.backends.torch_executor import TorchExecutor
+from torch import Tensor
+
+from kvtxn.executor import AttentionArgs, Capabilities, StagedLayer, Txn
+from kvtxn.rows import latest, write_layers
+
+
+class _WritesKept(TorchExecutor):
+    """A deferred commit of the rows that ``chosen`` names; the rest is sound."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        if txn.policy != "deferred":
+            super().commit(txn, accepted)
+            return
+        rows = {name: layer.rows for name, layer in txn.staged.items()}
+        for ref in self.layers:
+            slots = {ref.group: txn.slots[ref.group]}
+            kept = txn.kept(accepted)
+            if ref.kind.overwrites:
+                kept = self.chosen(txn, slots[ref.group], kept)
+            write_layers([ref], rows, slots, kept)
+        txn.count(txn.kept(accepted))
+
+    def chosen(self, txn: Txn, slots: Tensor, kept: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LetsTheFirstRowWin(_WritesKept):
+    def chosen(self, txn, slots, kept):
+        return latest(slots.flip(0), kept.flip(0)).flip(0)
+
+
+class LetsRejectedRowsEvict(_WritesKept):
+    """Decides which row is the last of its slot before it looks at what was kept."""
+
+    def chosen(self, txn, slots, kept):
+        return kept & latest(slots, txn.layout.is_draft)
+
+
+class SelectsOneStateTooFar(_WritesKept):
+    def chosen(self, txn, slots, kept):
+        more = kept.clone()
+        more[1:] |= kept[:-1] & txn.layout.is_draft[1:]
+        return more
+
+
+class ReplacesStatesAtStage(TorchExecutor):
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        everything = torch.ones_like(txn.layout.is_draft)
+        chosen = everything if layer.ref.states else ~txn.layout.is_draft
+        if txn.policy != "deferred":
+            chosen = everything
+        slots = {layer.ref.group: txn.slots[layer.ref.group]}
+        write_layers([layer.ref], {layer.ref.name: layer.rows}, slots, txn.permit(chosen))
+
+
+class CountsEveryState(TorchExecutor):
+    """Counts the rows of a state, although one of them is written."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        before = txn.counters.clone()
+        super().commit(txn, accepted)
+        for line, slots in enumerate(txn.slots.values(), start=1):
+            drafts = (slots >= 0) & txn.layout.is_draft
+            kept = int((drafts & txn.kept(accepted)).sum())
+            staged = int(drafts.sum())
+            numbers = torch.tensor([staged, kept, staged - kept, 0])
+            txn.counters[line] = before[line] + numbers
+
+
+class TakesRingsForPages(TorchExecutor):
+    def attend(
+        self, txn: Txn, layer: StagedLayer, query: Tensor, attention_args: AttentionArgs
+    ) -> Tensor:
+        return super().attend(txn, layer, query, attrs.evolve(attention_args, ring_size=None))
+
+
+class DeniesRings(TorchExecutor):
+    capabilities: ClassVar[Capabilities] = attrs.evolve(
+        TorchExecutor.capabilities, kinds=frozenset({"paged", "recurrent"})
+    )
+
+
+class DeniesStates(TorchExecutor):
+    capabilities: ClassVar[Capabilities] = attrs.evolve(
+        TorchExecutor.capabilities, kinds=frozenset({"paged", "ring"})
+    )
+
+
+#: The defect, and the test of the kit that must go red for it.
+CAUGHT: dict[type[TorchExecutor], str] = {
+    LetsTheFirstRowWin: "test_rings_and_states",
+    LetsRejectedRowsEvict: "test_wrap_around",
+    SelectsOneStateTooFar: "test_rings_and_states",
+    ReplacesStatesAtStage: "test_abort_evicts_nothing",
+    CountsEveryState: "test_counts_of_rings_and_states",
+    TakesRingsForPages: "test_attention_to_a_ring",
+    DeniesRings: "test_denied_kinds",
+    DeniesStates: "test_denied_kinds",
+}
+
+#: Defects that random histories have to find by themselves.
+BY_CHANCE = (LetsTheFirstRowWin, LetsRejectedRowsEvict, ReplacesStatesAtStage)
