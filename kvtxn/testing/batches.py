@@ -121,7 +121,8 @@ def make_batch(
     tensors: dict[str, tuple[Tensor, ...]] = {}
     rows: dict[str, list[Row]] = {}
     for cache in caches:
-        parts, words = [], []
+        parts: list[Tensor] = []
+        words = []
         for plane, scales in zip(cache.planes, cache.scales, strict=True):
             make = native if payload == "native" else cast
             part = make(cache.spec.fmt, num_rows, plane.heads, plane.size, rng)

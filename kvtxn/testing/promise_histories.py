@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -41,7 +42,7 @@ _STEPS: Final = st.lists(
 )
 
 #: Tokens before the window, as a function of the ring's size: empty, half full, wrapped.
-_PASTS: Final = {
+_PASTS: Final[dict[str, Callable[[int], tuple[int, ...]]]] = {
     "empty": lambda size: (0, 1),
     "almost-full": lambda size: (size - 1, size),
     "wrapped-once": lambda size: (size + 1, 2 * size - 1),
@@ -52,14 +53,23 @@ _PASTS: Final = {
 def _layers(policy: str, ring_size: int, fmt: str) -> list[LayerSpec]:
     """Rings, paged rows and, where they can be, states; rings with room for all rows in undo."""
     size = ring_size if policy == "deferred" else ring_size + 9
-    ring = LayerSpec(
-        "hnd", FORMATS[fmt], "ring", 1, 3, 2, 2, -(-size // 2) * _REQUESTS, "ring", size, ring_size
+    rows = LayerSpec(fmt=FORMATS[fmt], group="rows", heads=1, size=2, num_blocks=40)
+    ring = attrs.evolve(
+        rows,
+        layout="hnd",
+        group="ring",
+        kind="ring",
+        ring_size=size,
+        block_size=2,
+        num_blocks=-(-size // 2) * _REQUESTS,
     )
-    specs = [LayerSpec(fmt=FORMATS[fmt], group="rows", heads=1, size=2, num_blocks=40), ring]
+    specs = [rows, ring]
     if policy == "deferred":
-        states = {"kind": "recurrent", "block_size": 1, "num_blocks": 3, "group": "state"}
-        specs.append(LayerSpec("gapped", FORMATS["fp32"], heads=1, size=3, **states))
-        specs.append(LayerSpec("permuted", heads=2, size=2, **states))
+        state = attrs.evolve(
+            rows, layout="gapped", kind="recurrent", group="state", block_size=1, num_blocks=3
+        )
+        specs.append(attrs.evolve(state, fmt=FORMATS["fp32"], size=3))
+        specs.append(attrs.evolve(state, layout="permuted", fmt=FORMATS["bf16"], heads=2))
     return specs
 
 

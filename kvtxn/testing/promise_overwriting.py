@@ -186,7 +186,10 @@ class Overwriting(KitBase):
             faults.arm(at, when, nth)
             with rig.open(batch) as window:
                 rig.stage(window, batch)
-                _ = window.commit(rig.accepted(counts)) if committed else window.abort()
+                if committed:
+                    window.commit(rig.accepted(counts))
+                else:
+                    window.abort()
             expected = WindowState.COMMITTED if committed else WindowState.ABORTED
             assert window.state is (WindowState.FELL_BACK if faults.fired else expected)
             kept = batch.kept(counts if committed else [0] * len(counts))
@@ -212,7 +215,9 @@ class Overwriting(KitBase):
                 for staged in range(len(rig.refs)):
                     rig.stage(window, batch, [staged])
                 staged = len(rig.refs)
-                _ = window.abort() if at == "restore" else window.commit(1)
+                if at == "restore":
+                    window.abort()
+                window.commit(1)
         except InjectedFault:
             assert faults.fired
         else:
