@@ -134,7 +134,9 @@ class CudaGraphExecutor(Executor):
         """
         self._check_caches()
         source = accepted.ids if isinstance(accepted, SampledIds) else accepted
-        if txn.layout.num_rows == 0 or torch.cuda.is_current_stream_capturing():
+        # A tree has buffers of its own shape, which no bucket has: its launch is made directly.
+        plain = txn.layout.num_rows > 0 and txn.layout.tree is None
+        if not plain or torch.cuda.is_current_stream_capturing():
             self._inner.commit(txn, accepted)  # type: ignore[arg-type]
         elif txn.standing is not None and self._reads_slots_in_place and source.is_contiguous():
             self._commit_standing(txn.standing, txn, accepted, source)

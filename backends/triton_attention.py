@@ -52,6 +52,7 @@ def paged_partial(
     block_table: tl.tensor,
     seq_lens: tl.tensor,
     starts: tl.tensor,
+    order: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
     q_row: tl.int64,
@@ -72,6 +73,7 @@ def paged_partial(
     window: tl.int32,
     ring: tl.int32,
     FRESH: tl.constexpr,
+    TREE: tl.constexpr,
     CAPPED: tl.constexpr,
     SLIDING: tl.constexpr,
     RING: tl.constexpr,
@@ -105,6 +107,8 @@ def paged_partial(
         block_table: int ``[requests, max_blocks]``; entries past the length may be anything.
         seq_lens: int ``[requests]``, the window's rows included.
         starts: int32 ``[requests + 1]``, first row of each request.
+        order: int64 ``[num_rows]``, each row's place in its sequence, from the request's first
+            row on; if ``TREE``, else rows follow each other. ``TREE`` comes with ``FRESH``.
         RING: position p lies at place ``p % ring`` of the request's blocks; what is evicted is
             beyond the sliding window, which is set.
         FRESH: the window's own rows are not in the cache and are left out.
@@ -123,6 +127,8 @@ def paged_partial(
         q_head_index = head * GROUP + m % GROUP
         real = (m < BLOCK_R * GROUP) & (row < count)
         position = before + row
+        if TREE:
+            position = before + tl.load(order + first + row, mask=real, other=0)
         d = tl.arange(0, BLOCK_D)
         dv = tl.arange(0, BLOCK_DV)
         q_at = query + ((first + row) * q_row + q_head_index * q_head)[:, None] + d[None, :]
@@ -132,7 +138,7 @@ def paged_partial(
             end = tl.minimum(length, before + base + BLOCK_R)
         begin = end * 0
         if SLIDING:
-            begin = tl.maximum(begin, before + base - window + 1)
+            begin = tl.maximum(begin, before + (0 if TREE else base) - window + 1)
         share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SPLITS), BLOCK_N) * BLOCK_N
         begin = begin + split * share
         end = tl.minimum(end, begin + share)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
@@ -24,6 +23,7 @@ from . import triton_select as which
 from .attention_launch import AttentionLauncher
 from .jobs import Job
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan
+from .saved_rows import SavedRows
 from .tiling import tile_for
 
 _Strides = list[tuple[int, ...]]
@@ -46,6 +46,7 @@ class TritonExecutor(Executor):
         checks_range=True,
         capturable=True,
         takes_ids=True,
+        trees=True,
         kinds=frozenset({"paged", "ring", "recurrent"}),
     )
 
@@ -73,8 +74,7 @@ class TritonExecutor(Executor):
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._latest: dict[str, tuple[_Strides, Plan]] = {}
         self._pattern: tuple[object | None, Plan | None] = (None, None)
-        self._arena: dict[str, tuple[Tensor, ...]] = {}
-        self._saved_views: dict[tuple[str, int], LayerRows] = {}
+        self._saved = SavedRows(self._members, config.max_rows)
         self.attention = AttentionLauncher(device)
         self._programs = 1
         if device.type == "cuda":
@@ -108,7 +108,7 @@ class TritonExecutor(Executor):
 
         Settled rows and padding are never put back, so they are not read either.
         """
-        rows = self._saved_rows(group, txn.layout.num_rows)
+        rows = self._saved.of(group, txn.layout.num_rows)
         members = self._members[group]
         parts = [part for ref in members for part in rows[ref.name]]
         self._move(txn, self.job(f"save:{group}", members, parts, which.DRAFT, to_cache=False))
@@ -128,7 +128,19 @@ class TritonExecutor(Executor):
         self._move(txn, self.job(scope, refs, [p for each in layers for p in each.rows], select))
 
     def commit(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
-        """Write the kept rows or put the rejected ones back, and count, in one launch."""
+        """Write the kept rows or put the rejected ones back, and count, in one launch.
+
+        Along the path of a tree rows move under every policy: under ``undo`` a launch puts back
+        what the places held, and the one that writes and counts follows it.
+        """
+        if isinstance(accepted, Tensor) and accepted.ndim == 2:
+            known = self.known_slots(txn)
+            if txn.policy == "undo":
+                parts = [part for ref in self.layers for part in txn.saved[ref.name]]
+                job = self.job("all", self.layers, parts, which.REJECTED)
+                self.launch(job, known, txn.layout, txn.counters, accepted, count=False)
+            self.launch(self._staged_job(txn), known, txn.layout, txn.counters, accepted)
+            return
         standing = txn.standing
         slots = None if standing is None or len(self._groups) > 1 else txn.slots[self._groups[0]]
         known = 1 if slots is not None else self.known_slots(txn)
@@ -149,15 +161,15 @@ class TritonExecutor(Executor):
 
         Rows behind an offset table, which no GPU engine has, go through the reference.
         """
-        deferred = txn.policy == "deferred"
-        fresh = layer.rows if deferred else None
+        fresh = layer.rows if txn.holds_rows else None
         if layer.ref.planes[0].offsets is not None:
             return reference.attend(txn.layout, layer.ref.planes, fresh, query, attention)
         if query.shape[0] == 0:
             return query.new_empty(0, query.shape[1], layer.ref.planes[1].row_shape[1])
         query = query if query.stride(-1) == 1 else query.contiguous()
         launch = self.attention
-        prefix = launch.prefix(txn.layout, layer.ref, query, attention, fresh=deferred)
+        held = fresh is not None
+        prefix = launch.prefix(txn.layout, layer.ref, query, attention, fresh=held)
         return launch.merge(txn.layout, layer.ref, query, fresh, prefix, attention)
 
     # -- for executors that wrap this one ---------------------------------------------
@@ -173,8 +185,7 @@ class TritonExecutor(Executor):
                 job = txn.standing.kept[self] = attrs.evolve(job, table=table)
             return job
         if txn.policy == "deferred":
-            parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
-            return self.job("all", self.layers, parts, which.KEPT, pattern=txn.pattern)
+            return self._staged_job(txn)
         if txn.policy == "undo":
             parts = [part for ref in self.layers for part in txn.saved[ref.name]]
             return self.job("all", self.layers, parts, which.REJECTED)
@@ -213,6 +224,7 @@ class TritonExecutor(Executor):
         *,
         accept: int | None = None,
         slots: Tensor | None = None,
+        count: bool = True,
     ) -> None:
         """The device's part: one launch; with ``accepted`` it counts.
 
@@ -221,10 +233,11 @@ class TritonExecutor(Executor):
             known: bits of the groups that have slots.
             layout: the rows; only ``num_rows``, ``request`` and ``position`` are read.
             counters: int64 ``[lines, 4]``.
-            accepted: counts, mask or ids.
+            accepted: counts, mask, ids or, for ``layout.tree``, paths.
             accept: what ``accepted`` is, as ``triton_select`` numbers it; None: what its
                 type says.
             slots: int64 ``[num_rows]``, to be read instead of the fixed buffer; for one group.
+            count: False where ``accepted`` only says which rows to move.
         """
         num_rows = layout.num_rows
         if num_rows == 0:
@@ -234,17 +247,22 @@ class TritonExecutor(Executor):
             kind, counts, columns = which.IDS, accepted.ids.contiguous(), accepted.ids.shape[1]
             placeholder = accepted.placeholder
             vocabulary = _NO_LIMIT if accepted.vocab_size is None else accepted.vocab_size
+        elif accepted is not None and accepted.ndim == 2:
+            kind, counts, columns = which.PATH, accepted.contiguous(), accepted.shape[1]
+            assert layout.tree is not None  # a path is committed to a tree window only
+            placeholder, vocabulary = layout.tree.table.data_ptr(), layout.tree.depth
         elif accepted is not None:
             mask = accepted.dtype is torch.bool
             kind = accept or (which.MASK if mask else which.COUNTS)
             counts = (accepted.view(torch.uint8) if mask else accepted).contiguous()
         slots = self._slots if slots is None else slots
+        count = count and accepted is not None
         plan = job.plan
         num_planes = 0 if plan is None else plan.num_planes
         tile = tile_for(plan, num_rows, self._programs)
         first, second = job.direct or (0, 0)
         uniform = self._uniform(layout)
-        kernels.move_rows[(tile.programs, num_planes + (accepted is not None))](
+        kernels.move_rows[(tile.programs, num_planes + count)](
             self._limits if plan is None else plan.table,
             job.table,
             first,
@@ -268,7 +286,7 @@ class TritonExecutor(Executor):
             SELECT=job.select,
             ACCEPT=kind,
             TO_CACHE=job.to_cache,
-            COUNT=accepted is not None,
+            COUNT=count,
             DIRECT=job.direct is not None,
             GROUPS=len(self._groups),
             OVERWRITES=self._overwrites,
@@ -293,6 +311,11 @@ class TritonExecutor(Executor):
         return found
 
     # -- planning -----------------------------------------------------------------
+
+    def _staged_job(self, txn: Txn) -> Job:
+        """Rows that wait, on their way to the places that acceptance says."""
+        parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
+        return self.job("all", self.layers, parts, which.KEPT, pattern=txn.pattern)
 
     def _move(self, txn: Txn, job: Job) -> None:
         self.launch(job, self.known_slots(txn), txn.layout, txn.counters, None)
@@ -351,31 +374,3 @@ class TritonExecutor(Executor):
             if pattern is not None:
                 self._pattern = (pattern, found)
         return found
-
-    # -- fixed buffers ------------------------------------------------------------
-
-    def _saved_rows(self, group: str, num_rows: int) -> LayerRows:
-        views = self._saved_views.get((group, num_rows))
-        if views is None:
-            made = {ref.name: self._arena_of(ref) for ref in self._members[group]}
-            views = {name: tuple(part[:num_rows] for part in parts) for name, parts in made.items()}
-            self._saved_views[group, num_rows] = views
-        return views
-
-    def _arena_of(self, ref: LayerRef) -> tuple[Tensor, ...]:
-        """Room for ``max_rows`` rows of a layer, each row on 16 bytes."""
-        if ref.name not in self._arena:
-            self._arena[ref.name] = tuple(
-                _room(self.config.max_rows, plane.row_shape, plane.cells) for plane in ref.planes
-            )
-        return self._arena[ref.name]
-
-
-def _room(max_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """``[max_rows, *row_shape]`` words whose rows start on 16 bytes."""
-    elements = math.prod(row_shape)
-    per_word = 16 // like.dtype.itemsize
-    padded = -(-elements // per_word) * per_word
-    flat = torch.empty(max_rows, padded, dtype=like.dtype, device=like.device)
-    rows: Tensor = flat[:, :elements].unflatten(1, row_shape)
-    return rows

@@ -13,6 +13,8 @@ Memory contract of ``move_rows``:
   group's ``reuse`` apart; then of those selected only the last is written. Rows that are put
   back or saved have distinct slots, or are copies of one row.
 - Rows that are not selected are neither read nor written.
+- Along a ``PATH`` what is selected are places: a place gets the staged row of another one's
+  number. Staged rows are never written by the launch that reads them, so nothing can overlap.
 - One program of a counting launch, and no other, adds to ``counters``, refusal included. What
   publishes them is the end of the launch: a reader in stream order sees them after every write.
 """
@@ -23,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .triton_copy import copy_narrow, copy_wide
-from .triton_select import overtaken, selected
+from .triton_select import overtaken, path_sources, selected
 
 
 @triton.jit
@@ -192,7 +194,7 @@ def move_rows(
         request: int64 ``[num_rows]``; unread if ``UNIFORM``, as is the next.
         position: int64 ``[num_rows]``, -1 for settled rows.
         accepted: int ``[num_requests]`` (``COUNTS``, ``SAMPLED``), uint8 ``[num_rows]`` (``MASK``),
-            int ``[num_requests, columns]`` (``IDS``), or unread.
+            int ``[num_requests, columns]`` (``IDS``, ``PATH``), or unread.
         counters: int64 ``[lines, 4]``, added to if ``COUNT``.
         num_rows: rows of the window.
         num_planes: lines of the plan.
@@ -200,7 +202,8 @@ def move_rows(
         known: bit g is set where group g has its slots.
         columns: if ``IDS``, ids per request ...
         placeholder: ... the one that stands for nothing ...
-        vocabulary: ... and the first that is none.
+        vocabulary: ... and the first that is none. If ``PATH``, nodes per request, the address of
+            the trees, and their depth: see ``triton_select.path_sources``.
         per_request: if ``UNIFORM``, rows of each request ...
         settled: ... and how many of them come first and are settled.
         SELECT: which rows.
@@ -292,7 +295,19 @@ def move_rows(
             else:
                 block = slot // block_size
                 inside = slot % block_size
-            there = outside + rows.to(tl.int64) * rows_stride
+            source = rows.to(tl.int64)
+            if ACCEPT == 5 and SELECT == 3:
+                if UNIFORM:
+                    owner = rows // per_request
+                    where = rows - owner * per_request - settled
+                else:
+                    owner = tl.load(request + rows, mask=wanted, other=0)
+                    where = tl.load(position + rows, mask=wanted, other=-1)
+                source = path_sources(
+                    rows, wanted, owner, where, accepted, columns, placeholder, vocabulary
+                )
+                source = tl.where(wanted, source, 0)
+            there = outside + source * rows_stride
             here = base + block * block_stride + inside * slot_stride_bytes
             # A launch may have planes of both kinds; then each kind's steps skip the other's rows.
             for_wide = wanted

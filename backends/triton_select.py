@@ -25,6 +25,48 @@ MASK: Final = 2
 SAMPLED: Final = 3
 #: The sampled ids themselves; those that are no placeholder and below the vocabulary's size.
 IDS: Final = 4
+#: Nodes along the accepted path of each request's draft tree.
+PATH: Final = 5
+
+
+@triton.jit
+def path_sources(
+    rows: tl.tensor,
+    live: tl.tensor,
+    owner: tl.tensor,
+    where: tl.tensor,
+    path: tl.tensor,
+    columns: tl.tensor,
+    trees: tl.tensor,
+    depth: tl.tensor,
+) -> tl.tensor:
+    """By place, the row that the accepted path puts there; -1 where it puts none.
+
+    The node that the path names for a place is taken if the path up to it is that node's own way
+    from the root; so a path that leaves its tree is cut there, whatever comes after.
+
+    Pointers and rows:
+        rows: int ``[ROWS]``, places.
+        live: bool ``[ROWS]``.
+        owner: int ``[ROWS]``, their requests.
+        where: int ``[ROWS]``, their numbers among the request's drafts, negative for settled rows.
+        path: int ``[num_requests, columns]``, anything in it.
+        trees: address of int64 ``[num_rows, 1 + depth]``: how many drafts the row's request has,
+            then the way from the root to the row, -1 after its end.
+    """
+    table = trees.to(tl.pointer_type(tl.int64))
+    steps = path + owner.to(tl.int64) * columns
+    found = live & (where >= 0) & (where < columns) & (where < depth)
+    node = tl.load(steps + where, mask=found, other=-1).to(tl.int64)
+    drafts = tl.load(table + rows.to(tl.int64) * (depth + 1), mask=found, other=0)
+    good = (found & (node >= 0) & (node < drafts)).to(tl.int32)
+    source = rows.to(tl.int64) - where + node
+    for step in range(columns):
+        due = (good != 0) & (where >= step)
+        own = tl.load(table + source * (depth + 1) + 1 + step, mask=due, other=0)
+        taken = tl.load(steps + step, mask=due, other=0).to(tl.int64)
+        good = good * (own == taken).to(tl.int32)
+    return tl.where(good != 0, source, -1)
 
 
 @triton.jit
@@ -43,7 +85,11 @@ def selected(
     ACCEPT: tl.constexpr,
     UNIFORM: tl.constexpr,
 ) -> tl.tensor:
-    """Which of ``rows`` a launch moves; counts out of range clamp by comparison."""
+    """Which of ``rows`` a launch moves; counts out of range clamp by comparison.
+
+    With ``PATH`` these are places, and ``placeholder`` and ``vocabulary`` are the address of the
+    trees and their depth, as ``path_sources`` takes them.
+    """
     owner = rows // per_request
     where = rows - owner * per_request - settled
     if not UNIFORM:
@@ -59,7 +105,11 @@ def selected(
         else:
             if not UNIFORM:
                 owner = tl.load(request + rows, mask=live, other=0)
-            if ACCEPT == 4:
+            if ACCEPT == 5:
+                count = path_sources(
+                    rows, chosen, owner, where, accepted, columns, placeholder, vocabulary
+                )
+            elif ACCEPT == 4:
                 count = where * 0
                 for column in range(columns):
                     token = tl.load(accepted + owner * columns + column, mask=live, other=0)
@@ -67,7 +117,7 @@ def selected(
                     count += real.to(count.dtype)
             else:
                 count = tl.load(accepted + owner, mask=live, other=0)
-            kept = where < count - (1 if ACCEPT >= 3 else 0)
+            kept = count >= 0 if ACCEPT == 5 else where < count - (1 if ACCEPT >= 3 else 0)
         chosen = chosen & kept if SELECT == 3 else chosen & (kept == 0)
     return chosen
 

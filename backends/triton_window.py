@@ -52,7 +52,7 @@ def keep_rows(
         tl.store(buffer + place[:, None] + columns[None, :], words, mask=mask)
 
 
-@triton.jit(do_not_specialize=["window", "limit", "splits"])
+@triton.jit(do_not_specialize=["window", "longest", "limit", "splits"])
 def window_attention(
     query: tl.tensor,
     key: tl.tensor,
@@ -69,6 +69,8 @@ def window_attention(
     value_buffer: tl.tensor,
     slots: tl.tensor,
     position: tl.tensor,
+    order: tl.tensor,
+    visible: tl.tensor,
     q_row: tl.int64,
     q_head: tl.int64,
     k_row: tl.int64,
@@ -96,7 +98,9 @@ def window_attention(
     scale: tl.float32,
     cap: tl.float32,
     window: tl.int32,
+    longest: tl.int32,
     FRESH: tl.constexpr,
+    TREE: tl.constexpr,
     CAPPED: tl.constexpr,
     SLIDING: tl.constexpr,
     WRITE: tl.constexpr,
@@ -138,6 +142,9 @@ def window_attention(
         value_buffer: likewise.
         slots: int ``[num_rows]``, -1 is padding and is never written; if ``WRITE``.
         position: int64 ``[num_rows]``, -1 for settled rows; if ``WRITE``.
+        order: int64 ``[num_rows]``, each row's place in its sequence; if ``TREE``.
+        visible: uint8 ``[num_rows, longest]``, which rows of its request a row sees, none of them
+            after it; if ``TREE``, else all up to itself.
         limit: slots of the cache.
         EACH: rows of every request where all are alike, else 0; ``starts`` is not read then.
         FRESH: False merges the prefix's splits only.
@@ -181,7 +188,14 @@ def window_attention(
                 k = tl.load(key + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
                 v = tl.load(value + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
                 allowed = inside[None, :] & real[:, None] & (n[None, :] <= row[:, None])
-                if SLIDING:
+                if TREE:
+                    seen = visible + (first + row)[:, None] * longest + n[None, :]
+                    allowed = allowed & (tl.load(seen, mask=allowed, other=0) != 0)
+                if SLIDING and TREE:
+                    row_at = tl.load(order + first + row, mask=real, other=0)
+                    key_at = tl.load(order + first + n, mask=inside, other=0)
+                    allowed = allowed & (key_at[None, :] > row_at[:, None] - window)
+                elif SLIDING:
                     allowed = allowed & (n[None, :] > row[:, None] - window)
                 top, total, out = fold(
                     q,

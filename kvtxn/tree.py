@@ -41,8 +41,8 @@ class Tree:
         parents: per request and draft row, the draft row it continues; -1 is the last settled row.
         depth: nodes on the longest path of any request.
         is_chain: every tree is a plain sequence, so that counts say what is accepted, too.
-        chain: int64 ``[num_rows, depth]``, the way from the root to each node, itself
-            included; -1 after its end, and for settled rows.
+        table: int64 ``[num_rows, 1 + depth]``: how many drafts the row's request has; then the
+            way from the root to the node, itself included; -1 after its end, and for settled rows.
         order: int64 ``[num_rows]``, a row's place in its sequence: settled rows 0, 1, ...,
             a node as far behind them as it is deep.
         visible: bool ``[num_rows, longest]``, which rows of its request a row sees.
@@ -51,7 +51,7 @@ class Tree:
     parents: tuple[tuple[int, ...], ...]
     depth: int
     is_chain: bool
-    chain: Tensor
+    table: Tensor
     order: Tensor
     visible: Tensor
 
@@ -66,14 +66,14 @@ class Tree:
         ways = [_ways(each) for each in parents]
         depth = max((len(way) for each in ways for way in each), default=0)
         longest = max(map(sum, zip(settled, map(len, parents), strict=True)), default=0)
-        chain, order, visible = [], [], []
+        table, order, visible = [], [], []
         for known, each in zip(settled, ways, strict=True):
             for row in range(known):
-                chain.append([-1] * depth)
+                table.append([len(each)] + [-1] * depth)
                 order.append(row)
                 visible.append([other <= row for other in range(longest)])
             for way in each:
-                chain.append(way + [-1] * (depth - len(way)))
+                table.append([len(each), *way] + [-1] * (depth - len(way)))
                 order.append(known + len(way) - 1)
                 seen = {known + node for node in way}
                 visible.append([other < known or other in seen for other in range(longest)])
@@ -82,10 +82,15 @@ class Tree:
             parents,
             depth,
             all(each == tuple(range(-1, len(each) - 1)) for each in parents),
-            to_device(torch.tensor(chain).view(rows, depth), device, torch.int64),
+            to_device(torch.tensor(table).view(rows, 1 + depth), device, torch.int64),
             to_device(order, device, torch.int64),
             to_device(torch.tensor(visible).view(rows, longest), device, torch.bool),
         )
+
+    @property
+    def chain(self) -> Tensor:
+        """int64 ``[num_rows, depth]``, the ways of ``table`` alone."""
+        return self.table[:, 1:]
 
     def sources(self, layout: RowLayout, path: Tensor) -> Tensor:
         """By place, the row that a commit along ``path`` puts there, or -1.
@@ -105,11 +110,10 @@ class Tree:
         steps = path[:, :columns].to(torch.int64)[layout.request]
         inside = (place >= 0) & (place < columns)
         node = steps.gather(1, place.clamp(0, columns - 1).unsqueeze(1)).squeeze(1)
+        inside &= (node >= 0) & (node < self.table[:, 0])
         rows = torch.arange(layout.num_rows, device=place.device)
-        source = rows - place + node  # a request's first draft row, and on to the node
-        inside &= (node >= 0) & (node < layout.num_rows) & (source < layout.num_rows)
-        source = torch.where(inside, source, 0)
-        inside &= layout.request[source] == layout.request
+        # From the row of this place to the request's first draft row, and on to the node.
+        source = torch.where(inside, rows - place + node, 0)
         beyond = torch.arange(columns, device=place.device) > place.unsqueeze(1)
         same = (steps == self.chain[source, :columns]) | beyond
         return torch.where(inside & same.all(1), source, -1)

@@ -19,3 +19,7 @@ class TestTriton(ExecutorConformance):
     @pytest.fixture
     def program_settings(self, kernel_program_settings):
         return kernel_program_settings
+
+    @pytest.fixture
+    def tree_settings(self, kernel_tree_settings):
+        return kernel_tree_settings
