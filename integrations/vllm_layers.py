@@ -77,7 +77,7 @@ def layer_refs(layers: Sequence[internals.TargetLayer], kv_dtype: str) -> list[L
         blocks = layer.cache.flatten(1)
         if blocks.data_ptr() != layer.cache.data_ptr():
             raise LayerError("vllm", f"the blocks of {layer.name!r} are not contiguous")
-        kind = (internals.kernel_of(layer.module), layer.cache.dtype, *layer.cache.shape[1:])
+        kind = (internals.kernel_of(layer), layer.cache.dtype, *layer.cache.shape[1:])
         if kind not in tables:
             tables[kind] = _probe_layer(layer)
         scales = (None, None) if kv_dtype == "auto" else internals.stored_scales(layer.module)

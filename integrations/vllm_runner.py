@@ -46,15 +46,11 @@ def window_runner(own: Any) -> Any:
             self,
             kv_cache_config: Any,
             is_profiling: bool = False,
-            kv_cache_allocation_context: Any = None,
+            **others: Any,
         ) -> None:
             """Caches are new: so is the session. None for a profiling run's caches."""
             self.kvtxn = None
-            super().initialize_kv_cache(
-                kv_cache_config,
-                is_profiling,
-                kv_cache_allocation_context=kv_cache_allocation_context,
-            )
+            super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
             if not is_profiling:
                 self.kvtxn = open_session(self)
 

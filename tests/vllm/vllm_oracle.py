@@ -97,7 +97,10 @@ class CacheOracle:
             if id(found[name]) in mine
         ]
         assert names
-        packings = {getattr(found[name], "isa", "latent") for name in names}
+        packings = {
+            getattr(found[name], "isa", getattr(found[name].impl, "isa", "latent"))
+            for name in names
+        }
         assert packings <= {"vec", "vec16", "latent"}, "another packing"
         self.oracle_counts = Counter[str]()
         counts, plan, step = self.oracle_counts, [], []
@@ -105,7 +108,7 @@ class CacheOracle:
 
         def prepared(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
             result = prepare(scheduler_output, num_scheduled_tokens)
-            plan[:] = [list(result[1].num_draft_tokens)]
+            plan[:] = [[] if result[1] is None else list(result[1].num_draft_tokens)]
             ends = runner.query_start_loc.np[1 : len(plan[0]) + 1].tolist()
             lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             plan.append(ends)
