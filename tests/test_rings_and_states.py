@@ -17,6 +17,7 @@ from kvtxn import (
     TransactionManager,
     TxnConfig,
 )
+from kvtxn.captured import CapturedRows
 from kvtxn.executor import Capabilities
 from kvtxn.layers import PAGED
 from kvtxn.manager import choose_policy
@@ -256,3 +257,31 @@ def test_attention_wants_the_whole_ring_in_the_table():
         with pytest.raises(LayerError, match="whole ring"):
             window.attend(ring, torch.zeros(2, 1, 2), torch.zeros(1, 1).int(), torch.tensor([9]))
         window.abort()
+
+
+def test_hooks_are_told_what_is_stored():
+    """Of the rows of a slot, the one that is in it; of a state, its last row."""
+    ring, state = make_ring(), make_state()
+    owner = manager(ring, state)
+    told = []
+    owner.on_commit(lambda ended: told.append([ended.stored(g).tolist() for g in ended.slots]))
+    slots = {"ring": torch.arange(6) % 4, "state": torch.tensor([1])}
+    with owner.window(5, slots) as window:
+        stage(window, ring, state)
+        window.commit(4)
+    assert told == [[[-1, 1, 2, 3, 0, -1], [-1, -1, -1, -1, 1, -1]]]
+
+
+def test_captured_rows_of_rings_and_states():
+    """A window over rows that a captured forward left, of every kind."""
+    ring, state = make_ring(), make_state()
+    owner, captured = manager(ring, state), CapturedRows()
+    for ref in (ring, state):
+        captured.stage(ref, *numbers(ref, 6))
+    captured.verify()
+    for first, accepted in ((0, 4), (1, 1)):
+        slots = {"ring": (first + torch.arange(6)) % 4, "state": torch.tensor([first])}
+        with owner.window(5, slots, captured=captured) as window:
+            window.commit(accepted)
+    assert held(ring)[:4] == [5, 1, 2, 4]
+    assert held(state) == [5, 2, 0]
