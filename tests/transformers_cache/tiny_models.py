@@ -169,7 +169,7 @@ class RecordedCache(TxnCache):
             last = torch.arange(rows.shape[2])[-run_length:]  # later rows overwrite earlier ones
             for sequence, kept in enumerate(rows.transpose(1, 2)):
                 expected[sequence * run_length + last % run_length] = kept[last]
-            if not torch.equal(expected.view(torch.int32), cache.flatten(0, 1).view(torch.int32)):
+            if not torch.equal(expected.view(torch.uint8), cache.flatten(0, 1).view(torch.uint8)):
                 return False
         return True
 
