@@ -50,25 +50,47 @@ class Region:
         slot = position % self.num_rows + torch.arange(batch).unsqueeze(1) * self.num_rows
         return slot.masked_fill(position < length + count - self.num_rows, -1).flatten()
 
-    def runs(self, cache: Tensor) -> Tensor:
-        """The cache by sequence: a view ``[batch, num_kv_heads, num_rows, head_size]``."""
-        return cache.view(-1, self.num_rows, *cache.shape[2:]).transpose(1, 2)
-
-    def rows(self, cache: Tensor, first: int, last: int) -> list[Tensor]:
-        """Stored rows of positions ``[first, last)``, in order, as one or two views.
+    def new_cache(self, like: Tensor, block_size: int) -> Tensor:
+        """A cache for rows of this kind, zeroed.
 
         Args:
-            cache: ``[batch * num_rows / block_size, block_size, num_kv_heads, head_size]``.
+            like: ``[batch, num_kv_heads, count, head_size]``, of the cache's dtype and device.
+            block_size: slots per block.
+
+        Returns:
+            ``[batch * num_rows / block_size, block_size, num_kv_heads, head_size]``, a view of
+            memory with the heads outermost: a head's rows of one sequence lie side by side there,
+            as attention wants them.
+        """
+        batch, heads, _, head_size = like.shape
+        blocks = batch * self.num_rows // block_size
+        with torch.inference_mode(False):  # it outlives the mode it is made in
+            pages = like.new_zeros(heads, blocks, block_size, head_size)
+        return pages.permute(1, 2, 0, 3)
+
+    def runs(self, cache: Tensor) -> Tensor:
+        """The cache by sequence: a view ``[batch, num_kv_heads, num_rows, head_size]``."""
+        blocks, block_size, heads, head_size = cache.shape
+        batch = blocks * block_size // self.num_rows
+        pages = cache.permute(2, 0, 1, 3)
+        return pages.view(heads, batch, self.num_rows, head_size).transpose(0, 1)
+
+    def rows(self, runs: Tensor, first: int, last: int) -> list[Tensor]:
+        """Stored rows of positions ``[first, last)``, in order, as up to two views.
+
+        Args:
+            runs: of a cache; see there.
             first: no older than ``oldest``.
             last: one past the last.
 
         Returns:
             Views ``[batch, num_kv_heads, n, head_size]``, empty ones left out.
         """
-        runs, start = self.runs(cache), first % self.num_rows
-        until_end = min(last - first, self.num_rows - start)
-        parts = (runs[:, :, start : start + until_end], runs[:, :, : last - first - until_end])
-        return [part for part in parts if part.shape[2]]
+        start, count = first % self.num_rows, last - first
+        if start + count <= self.num_rows:
+            return [runs.narrow(2, start, count)] if count else []
+        until_end = self.num_rows - start
+        return [runs.narrow(2, start, until_end), runs.narrow(2, 0, count - until_end)]
 
 
 @attrs.frozen(eq=False)

@@ -58,6 +58,7 @@ class PagedSequences:
         self.regions = {window: shape.region(window) for window in shape.windows}
         self.capacity = shape.region(None).num_rows
         self._refs: list[LayerRef] = []
+        self._runs: list[tuple[Tensor, Tensor]] = []
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
         self._window: Window | None = None
         self._count = 0
@@ -107,8 +108,8 @@ class PagedSequences:
         try:
             # Read before staging: under "undo" and "direct" drafts may take the oldest rows' slots.
             keys, values = (
-                torch.cat([*region.rows(cache, *seen), part.to(cache.dtype)], dim=2)
-                for cache, part in zip(_caches(ref), (key, value), strict=True)
+                torch.cat([*region.rows(runs, *seen), part.to(runs.dtype)], dim=2)
+                for runs, part in zip(self._runs[layer], (key, value), strict=True)
             )
             window.stage(ref, _as_rows(key), _as_rows(value))
             if not window.missing and not self.recording:
@@ -144,17 +145,13 @@ class PagedSequences:
     def _build(self, rows: Sequence[Sequence[Tensor]]) -> None:
         """Caches and manager for layers whose rows look like these."""
         self.batch = rows[0][0].shape[0]
-        self._refs = []
+        self._refs, self._runs = [], []
         for layer, parts in enumerate(rows):
             region = self.region(layer)
-            blocks = self.batch * region.num_rows // self.shape.block_size
-            with torch.inference_mode(False):  # they outlive the mode they are made in
-                key_cache, value_cache = (
-                    part.new_zeros(blocks, self.shape.block_size, part.shape[1], part.shape[3])
-                    for part in parts
-                )
+            key_cache, value_cache = (region.new_cache(p, self.shape.block_size) for p in parts)
             name = f"model.layers.{layer}"
             self._refs.append(LayerRef(name, key_cache, value_cache, group=region.group))
+            self._runs.append((region.runs(key_cache), region.runs(value_cache)))
         config = attrs.evolve(self.config, max_rows=self.batch * self.capacity)
         self.manager = TransactionManager(self._refs, config)
 
@@ -280,9 +277,8 @@ class PagedSequences:
     def reorder(self, order: Tensor) -> None:
         """Sequence i becomes a copy of sequence ``order[i]``; what is pending is committed."""
         self.settle()
-        for ref in self._refs:
-            for cache in _caches(ref):
-                runs = cache.view(self.batch, -1)
+        for each in self._runs:
+            for runs in each:
                 runs.copy_(runs.index_select(0, order.to(runs.device)))
 
     def clone(self) -> Self:
@@ -302,23 +298,13 @@ class PagedSequences:
         twin.recording, twin.length = self.recording, self.length
         if self.manager is None:
             return twin
-        runs = [
-            [self.region(i).runs(cache) for cache in _caches(ref)]
-            for i, ref in enumerate(self._refs)
-        ]
-        twin._build(runs)
-        for mine, theirs in zip(self._refs, twin._refs, strict=True):
-            for cache, copy in zip(_caches(mine), _caches(theirs), strict=True):
-                copy.copy_(cache)
+        twin._build(self._runs)
+        for ours, theirs in zip(self._runs, twin._runs, strict=True):
+            for runs, copy in zip(ours, theirs, strict=True):
+                copy.copy_(runs)
         for window, region in self.regions.items():
             twin.regions[window].oldest = region.oldest
         return twin
-
-
-def _caches(ref: LayerRef) -> tuple[Tensor, Tensor]:
-    """Both caches of a layer of this module's making."""
-    assert ref.value_cache is not None
-    return ref.key_cache, ref.value_cache
 
 
 def _as_rows(part: Tensor) -> Tensor:
