@@ -22,6 +22,7 @@ from .faults import MOMENTS, InjectedFault
 from .honesty import _claiming, _commit_two, _works
 from .kit import TRANSACTIONAL, Kit, KitBase
 from .number_formats import FORMATS
+from .promise_device import replayed_commit, window_without_sync
 from .rig import Rig, registered
 
 _ROWS: Final = LayerSpec(group="rows", num_blocks=12)
@@ -252,6 +253,33 @@ class Overwriting(KitBase):
         flat = rig.manager.snapshot()
         assert flat["kvtxn_bytes_written_total"] == written
         assert flat["kvtxn_bytes_avoided_total"] == avoided
+
+    @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+    def test_no_waiting_for_rings_and_states(self, kit: Kit, policy: str) -> None:
+        """Slots per request are spread, and laps found, on the device."""
+        kit.need_cuda()
+        if not kit.capabilities.no_host_sync:
+            pytest.skip(f"{kit.name} declares that it waits for the device")
+        window_without_sync(_rig(kit, policy), attend=False)
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_rings_and_states_in_a_graph(self, kit: Kit, policy: str) -> None:
+        """A captured commit selects rows and states by the counts of its replay."""
+        kit.need_cuda()
+        if not kit.capabilities.capturable:
+            pytest.skip(f"{kit.name} declares that commit cannot be captured")
+        replayed_commit(_rig(kit, policy))
+
+    @pytest.mark.parametrize("group", ["ring", "state"])
+    def test_device_slots_of_rings_and_states(self, kit: Kit, group: str) -> None:
+        """One that only the device knows to be outside: nothing is written, of any kind."""
+        kit.need_cuda()
+        for bad in (-2, 10**6, 2**33):
+            rig = _rig(kit, "deferred")
+            batch = rig.batch(SHAPES["laps"], padding=0.0)
+            batch.slots[group][0] = bad
+            rig.run(batch, [1, 1])
+            rig.check(f"slot {bad}")
 
     def test_undo_refuses_what_it_cannot_take_back(self, kit: Kit) -> None:
         """A ring that is lapped, a state in the middle: said at once, in a sentence."""
