@@ -102,7 +102,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS, batch=st.integers(1, 2), policy=st.sampled_from(["deferred", "undo"]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_random_programs(steps, batch, policy):
     """Every layer sees its window and every byte is the oracle's, whatever is refused."""
     model = Model(policy, batch)

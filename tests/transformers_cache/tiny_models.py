@@ -21,7 +21,7 @@ from transformers import (
 
 VOCAB = 24
 WINDOW = 16
-NEW_TOKENS = 60
+NEW_TOKENS = 40
 PROMPT = torch.randint(1, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
 
 COMMON = {
