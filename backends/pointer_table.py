@@ -41,6 +41,10 @@ FIELDS: Final = (
 
 _WIDE: Final = 16
 
+#: Units of the longest row that one line describes. A recurrent state is far longer: each of
+#: its pieces has a line of its own, and with it programs of its own.
+_PIECE: Final = 2048
+
 
 @attrs.frozen
 class RowsAt:
@@ -63,6 +67,8 @@ class Plan:
         run_units: likewise.
         block_size: likewise.
         row_bytes: of the widest plane.
+        pieces: per line, the plane and the byte of its rows with which the line begins; None
+            where every plane is one line.
     """
 
     table: Tensor
@@ -73,6 +79,31 @@ class Plan:
     run_units: int
     block_size: int
     row_bytes: int
+    pieces: tuple[tuple[int, int], ...] | None = None
+
+    def spread(self, addresses: list[int]) -> list[int]:
+        """Addresses of the rows of each line, from those of each plane."""
+        if self.pieces is None:
+            return addresses
+        return [addresses[plane] + start for plane, start in self.pieces]
+
+
+def most_lines(planes: Sequence[Plane]) -> int:
+    """Lines that a plan of these planes has at most."""
+    return sum(max(1, -(-plane.row_bytes // (_PIECE * _WIDE))) for plane in planes)
+
+
+def _cut(line: dict[str, int]) -> list[tuple[int, dict[str, int]]]:
+    """A line as pieces, each with the byte at which it starts; one where the row is short."""
+    units = line["row_units"]
+    if not line["wide"] or line["run_units"] != units or units < 2 * _PIECE:
+        return [(0, line)]
+    pieces = []
+    for start in range(0, units, _PIECE):
+        size = min(_PIECE, units - start)
+        here = {"cache": line["cache"] + start * _WIDE, "row_units": size, "run_units": size}
+        pieces.append((start * _WIDE, line | here))
+    return pieces
 
 
 def build_plan(planes: Sequence[Plane], rows: Sequence[RowsAt], groups: Sequence[int]) -> Plan:
@@ -83,7 +114,9 @@ def build_plan(planes: Sequence[Plane], rows: Sequence[RowsAt], groups: Sequence
         rows: the staged sides, one per plane, ``[num_rows, *row_shape]`` of the same words.
         groups: the number of each plane's group.
     """
-    lines = [_line(*each) for each in zip(planes, rows, groups, strict=True)]
+    whole = [_line(*each) for each in zip(planes, rows, groups, strict=True)]
+    cut = [(plane, *piece) for plane, line in enumerate(whole) for piece in _cut(line)]
+    lines = [line for _, _, line in cut]
     device = planes[0].cells.device
     facts = torch.tensor([[line[name] for name in FIELDS] for line in lines])
     table = to_device(facts, device, torch.int64)
@@ -97,6 +130,7 @@ def build_plan(planes: Sequence[Plane], rows: Sequence[RowsAt], groups: Sequence
         _common(lines, "run_units"),
         _common(lines, "block_size"),
         max(plane.row_bytes for plane in planes),
+        tuple((plane, start) for plane, start, _ in cut) if len(cut) > len(whole) else None,
     )
 
 

@@ -22,7 +22,7 @@ from . import triton_kernels as kernels
 from . import triton_select as which
 from .attention_launch import AttentionLauncher
 from .jobs import Job
-from .pointer_table import AddressBook, Plan, RowsAt, build_plan
+from .pointer_table import AddressBook, Plan, RowsAt, build_plan, most_lines
 from .saved_rows import SavedRows
 from .tiling import tile_for
 
@@ -68,7 +68,7 @@ class TritonExecutor(Executor):
         self._slots = torch.full(shape, -1, dtype=torch.int64, device=device)
         self._places = [line.data_ptr() for line in self._slots]
         self._slot_views: dict[tuple[str, int], Tensor] = {}
-        self._book = AddressBook(sum(len(ref.planes) for ref in self.layers), device)
+        self._book = AddressBook(most_lines([p for r in self.layers for p in r.planes]), device)
         self._shapes: WeakKeyDictionary[RowLayout, tuple[int, int]] = WeakKeyDictionary()
         self._filled = dict.fromkeys(self._groups, 0)
         self._plans: dict[tuple[object, ...], Plan] = {}
@@ -181,7 +181,9 @@ class TritonExecutor(Executor):
             if job is None:
                 parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
                 job = self.job("all", self.layers, parts, which.KEPT)
-                table = to_device([part.data_ptr() for part in parts], self._device, torch.int64)
+                assert job.plan is not None
+                addresses = job.plan.spread([part.data_ptr() for part in parts])
+                table = to_device(addresses, self._device, torch.int64)
                 job = txn.standing.kept[self] = attrs.evolve(job, table=table)
             return job
         if txn.policy == "deferred":
@@ -337,7 +339,8 @@ class TritonExecutor(Executor):
         """
         addresses = list(map(Tensor.data_ptr, parts))
         plan = self._plan(scope, refs, parts, addresses, pattern)
-        if direct and len(parts) <= 2:
+        addresses = plan.spread(addresses)
+        if direct and len(addresses) <= 2:
             return Job(plan, self._limits, select, to_cache, (addresses[0], addresses[-1]))
         return Job(plan, self._book.write(addresses), select, to_cache)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtxn.backends.pointer_table import FIELDS, AddressBook, RowsAt, build_plan
+from kvtxn.backends.pointer_table import FIELDS, AddressBook, RowsAt, build_plan, most_lines
 from kvtxn.backends.tiling import tile_for
 
-from kvtxn import LayerRef
+from kvtxn import LayerRef, TransactionManager, TxnConfig
+from kvtxn.testing import registered
 
 
 def _plan(ref, stride, aligned=True):
@@ -76,3 +77,48 @@ def test_the_address_book_uploads_only_what_changed():
     assert book.version == 1
     book.write([1, 2, 4])
     assert book.version == 2
+
+
+def test_a_long_state_is_cut_into_lines():
+    """Short rows keep one line; the pieces of a state follow each other without a gap."""
+    short = LayerRef.latent("a", torch.zeros(4, 4, 512))
+    state = LayerRef.recurrent("b", torch.zeros(3, 5, 64, 64))
+    numel = 5 * 64 * 64
+    rows = [RowsAt((512, 1), True), RowsAt((numel, 1), True)]
+    planes = [*short.planes, *state.planes]
+    plan = build_plan(planes, rows, [0, 1])
+    assert plan.pieces is not None
+    assert [plane for plane, _ in plan.pieces] == [0, 1, 1, 1]
+    assert _field(plan, "row_units") == [128, 2048, 2048, 1024]
+    starts = [cache - state.states[0].data_ptr() for cache in _field(plan, "cache")[1:]]
+    assert starts == [start for _, start in plan.pieces[1:]] == [0, 2048 * 16, 4096 * 16]
+    assert plan.spread([7, 1000])[2:] == [1000 + 2048 * 16, 1000 + 4096 * 16]
+    assert most_lines(planes) == plan.num_planes == 4
+
+
+@pytest.mark.parametrize("staging", ["copy", "auto"])
+def test_a_long_state_is_committed_whole(triton_executor, kernel_device, staging):
+    """Every word of every piece, staged at once and committed, beside another layer."""
+    states = [torch.randn(3, 70, 1024, device=kernel_device) for _ in range(2)]
+    refs = [
+        LayerRef.recurrent("long", states[0], group="s"),
+        LayerRef.recurrent("both", states[1], torch.randn(3, 7, device=kernel_device), group="s"),
+    ]
+    with registered(triton_executor) as name:
+        manager = TransactionManager(
+            refs, TxnConfig(policy="deferred", backend=name, staging=staging)
+        )
+        rows = [
+            [torch.randn(4, *state.shape[1:], device=kernel_device) for state in ref.states]
+            for ref in refs
+        ]
+        before = [[state.clone() for state in ref.states] for ref in refs]
+        with manager.window([1, 1], torch.tensor([2, 0], device=kernel_device)) as window:
+            for ref, parts in zip(refs, rows, strict=True):
+                window.stage(ref, parts)
+            window.commit([1, 0])
+    for ref, parts, olds in zip(refs, rows, before, strict=True):
+        for state, part, old in zip(ref.states, parts, olds, strict=True):
+            assert torch.equal(state[2], part[1])
+            assert torch.equal(state[0], part[2])
+            assert torch.equal(state[1], old[1])
