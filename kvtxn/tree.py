@@ -171,7 +171,7 @@ def known_tree(tree: Parents, draft_len: object, executor: Executor, rows: str) 
 
     Raises:
         BackendUnavailableError: the executor cannot do trees.
-        ConfigError: the rows are not staged one by one, or some layer is a ring or a state.
+        ConfigError: the rows are not staged one by one.
         TreeError: the tree is malformed, or does not fit ``draft_len``.
     """
     if not executor.capabilities.trees:
@@ -187,15 +187,6 @@ def known_tree(tree: Parents, draft_len: object, executor: Executor, rows: str) 
             expected="rows that are staged",
             got=rows,
             hint="stage the rows: commit moves them, and has to have them for that",
-        )
-    evicting = next((ref.name for ref in executor.layers if ref.kind.overwrites), None)
-    if evicting is not None:
-        raise ConfigError(
-            "window",
-            "a draft tree goes with paged layers only: branches would evict each other's rows",
-            expected="paged layers",
-            got=evicting,
-            hint="draft plain sequences for models with rings or recurrent states",
         )
     known = as_parents(tree)
     if isinstance(draft_len, int):
@@ -318,10 +309,10 @@ def as_acceptance(accepted: object, layout: RowLayout, device: torch.device) -> 
         AcceptanceError: it does not fit the window.
     """
     tree = layout.tree
-    if isinstance(accepted, SampledIds):
-        _refuse_path(layout, "SampledIds")
     if tree is None or (tree.is_chain and not _is_nested(accepted)):
         return as_accepted(accepted, layout, device)
+    if isinstance(accepted, SampledIds):
+        _refuse_path(layout, "SampledIds")
     return as_path(accepted, layout, device)
 
 

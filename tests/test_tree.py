@@ -12,7 +12,6 @@ from kvtxn import (
     AcceptanceError,
     BackendUnavailableError,
     ConfigError,
-    LayerRef,
     TransactionManager,
     TreeError,
     TxnConfig,
@@ -111,7 +110,7 @@ def test_the_path_moves_to_the_next_slots(layers, policy):
 
 
 def test_what_a_tree_window_cannot_be(layers):
-    """Written by the caller, fallen back by the caller, or of layers that evict."""
+    """Written by the caller, or fallen back by the caller."""
     undo = TransactionManager(layers, TxnConfig(policy="undo"))
     with pytest.raises(ConfigError, match="written by the caller"):
         undo.window(5, list(range(6)), tree=TREE, written_by="caller")
@@ -119,9 +118,6 @@ def test_what_a_tree_window_cannot_be(layers):
         with pytest.raises(WindowStateError, match="draft tree"):
             w.fall_back("runner", RuntimeError())
         w.abort()
-    ring = LayerRef.ring("ring", torch.zeros(4, 8, 2, 8), torch.zeros(4, 8, 2, 8), window=4)
-    with pytest.raises(ConfigError, match="paged layers"):
-        TransactionManager([ring]).window(5, list(range(6)), tree=TREE)
 
 
 def test_sampled_ids_do_not_say_which_branch(layers):

@@ -23,6 +23,7 @@ pytest.register_assert_rewrite(
             "promise_overwriting",
             "promise_own_writes",
             "promise_tree_attention",
+            "promise_tree_evicting",
             "promise_trees",
             "state_walk",
         )

@@ -16,6 +16,7 @@ from .promise_isolation import AllOrNothing, Isolation
 from .promise_overwriting import Overwriting
 from .promise_own_writes import OwnWrites
 from .promise_tree_attention import TreeAttention
+from .promise_tree_evicting import EvictingTrees
 from .promise_trees import Trees
 from .state_walk import StateTable
 
@@ -35,6 +36,7 @@ class ExecutorConformance(
     CapturedWindows,
     Trees,
     TreeAttention,
+    EvictingTrees,
     Overwriting,
     LongRuns,
     RandomProgram,

@@ -1,0 +1,205 @@
+"""Draft trees over rings and states: the last node of the path is what a state becomes.
+
+A node has the slot of its place, as ever. In a ring that is the place of its row and not of its
+depth, in a state it is the one slot there is; only what commit moves tells the branches apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .. import window as window_module
+from ..states import WindowState
+from .caches import LayerSpec
+from .histories import Histories, queries_for, unrolled
+from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .number_formats import FORMATS
+from .promise_hooks import Offloader
+from .promise_overwriting import _need, specs_for
+from .promise_trees import _unread
+from .rig import Rig
+from .trees import FORESTS, cut, expect_moved, lengths, moved, padded, random_path, write_moved
+
+
+def _forest(rig: Rig) -> tuple[list[int], list[list[int]]]:
+    """Two requests with a few nodes each; as many as the rings of ``undo`` have slots for."""
+    settled = [rig.rng.randint(0, 2) for _ in range(2)]
+    return settled, [
+        [rig.rng.randint(-1, node - 1) for node in range(rig.rng.randint(0, 7))] for _ in range(2)
+    ]
+
+
+class EvictingTrees(KitBase):
+    """Rings and states follow the accepted path, and nothing of another branch evicts a row."""
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_trees_over_rings_and_states(
+        self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch, policy: str
+    ) -> None:
+        """Random trees and paths, often none; after staging and after commit."""
+        _rig(kit, policy)
+        monkeypatch.setattr(window_module, "as_acceptance", _unread)
+
+        @settings(tree_settings, max_examples=max(2, tree_settings.max_examples // 8))
+        @given(st.integers(0, 2**32))
+        def try_one(seed: int) -> None:
+            rig = _rig(kit, policy, seed=seed)
+            for _ in range(2):
+                _one_window(rig)
+
+        try_one()
+
+    @pytest.mark.parametrize("staged", [0, 2, 5])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_an_aborted_tree_evicts_nothing(self, kit: Kit, policy: str, staged: int) -> None:
+        """Every live row and state is as it was, settled rows aside."""
+        rig = _rig(kit, policy)
+        staged = min(staged, len(rig.refs))
+        for _ in range(5):
+            settled, forest = _forest(rig)
+            batch = rig.batch(lengths(settled, forest))
+            with rig.open(batch, forest) as window:
+                rig.stage(window, batch, range(staged))
+                window.abort()
+            rig.expect_settled(batch, range(staged))
+            rig.check(f"aborted after {staged} layers")
+
+    @pytest.mark.parametrize("when", ["before", "middle", "after"])
+    @pytest.mark.parametrize("at", ["save", "stage", "commit"])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_a_fallback_evicts_nothing_either(
+        self, kit: Kit, policy: str, at: str, when: str
+    ) -> None:
+        """Rings and states hold the path exactly; plain slots may have rejected rows, too."""
+        specs = specs_for(policy)
+        _need(kit, *(spec.kind for spec in specs))
+        kit.need_trees()
+        rig, faults = kit.faulty_rig(policy, specs, on_error="fallback")
+        offloader = Offloader(rig)
+        forest = [(-1, -1, 0, 1, 1), (-1, 0, 0)]
+        paths: Sequence[Sequence[int]] = [[1, 4], [0, 2]]
+        batch = rig.batch(lengths((1, 1), forest), padding=0.0)
+        faults.arm(at, when)
+        with rig.open(batch, forest) as window:
+            rig.stage(window, batch)
+            window.commit(padded(paths, rig.device))
+        if not faults.fired:
+            assert window.state is WindowState.COMMITTED
+            pytest.skip(f"{policy} does not call {at}")
+        assert window.state is WindowState.FELL_BACK
+        rig.expect_settled(batch)
+        places = [row is not None for row in moved(batch, paths)]
+        for cache in rig.caches:
+            if cache.spec.kind == "paged":
+                for place, slot in enumerate(batch.slots[cache.spec.group]):
+                    if not places[place]:
+                        rig.truth.adopt(cache.name, slot, batch.rows[cache.name][place])
+        write_moved(rig, batch, paths)
+        rig.check(f"{at} failed")
+        assert offloader.committed == [0]
+
+    @pytest.mark.parametrize("name", ["one", "uneven", "late-branch"])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_tree_attention_over_a_ring(
+        self, kit: Kit, attention_tolerance: float, policy: str, name: str
+    ) -> None:
+        """Each branch slides over the ring as if it were alone: past, settled rows, ancestors."""
+        kit.need_attention()
+        _need(kit, "ring")
+        kit.need_trees()
+        settled, forest = FORESTS[name]
+        for size in (3, 8):
+            most = size + max(map(sum, zip(settled, map(len, forest), strict=True)))
+            spec = LayerSpec(
+                "hnd",
+                FORMATS["fp32"],
+                kind="ring",
+                ring_size=most,
+                window=size,
+                block_size=3,
+                num_blocks=30,
+            )
+            for past in (0, size, 3 * most + 1):
+                rig = kit.rig(policy, [spec], seed=past)
+                _attend(rig, settled, forest, past, attention_tolerance)
+
+
+def _one_window(rig: Rig) -> None:
+    """A random tree window, looked at after staging and after commit."""
+    settled, forest = _forest(rig)
+    batch = rig.batch(lengths(settled, forest), padding=rig.rng.choice([0.0, 0.3]))
+    given_paths = [random_path(tree, rig.rng) for tree in forest]
+    if rig.rng.random() < 0.3:
+        given_paths = [[*path, *path[:1], rig.rng.randint(-2, 8)] for path in given_paths]
+    paths = [cut(tree, path) for tree, path in zip(forest, given_paths, strict=True)]
+    before = rig.rows()
+    with rig.open(batch, forest) as window:
+        rig.stage(window, batch)
+        rig.expect_staged(batch)
+        rig.check("staged")
+        window.commit(padded(given_paths, rig.device))
+    expect_moved(rig, batch, paths)
+    rig.check(f"trees {forest}, paths {paths}")
+    places = [row is not None for row in moved(batch, paths)]
+    staged, committed = batch.count(places, list(batch.slots))
+    added = (staged, committed, staged - committed)
+    assert rig.rows() == tuple(a + b for a, b in zip(before, added, strict=True))
+
+
+def _rig(kit: Kit, policy: str, **config: Any) -> Rig:
+    specs = specs_for(policy)
+    _need(kit, *(spec.kind for spec in specs))
+    kit.need_trees()
+    return kit.rig(policy, specs, **config)
+
+
+def _attend(
+    rig: Rig,
+    settled: Sequence[int],
+    forest: Sequence[Sequence[int]],
+    past: int,
+    tolerance: float,
+) -> None:
+    """A past of so many tokens, a tree window after it, and its attention compared."""
+    requests = len(forest)
+    histories, cache = Histories(rig, requests), rig.caches[0]
+    before = histories.batch(((past,) * requests, (0,) * requests), finite=True)
+    histories.extend(before, [False] * before.num_rows)
+    histories.impose()
+    batch = histories.batch((tuple(settled), tuple(map(len, forest))), finite=True)
+    query = queries_for(cache, batch.num_rows, past)
+    table = torch.tensor(histories.table("default"), dtype=torch.int32, device=rig.device)
+    own = [known + len(tree) for known, tree in zip(settled, forest, strict=True)]
+    with rig.open(batch, forest) as window:
+        rig.stage(window, batch)
+        seq_lens = rig.accepted([past + count for count in own])
+        out = window.attend(rig.refs[0], query.to(rig.device), table, seq_lens)
+        window.abort()
+    expected, row = [], 0
+    for request, tokens in enumerate(histories.tokens(batch, lambda _: True)):
+        for number in range(own[request]):
+            first = settled[request]
+            seen = list(range(min(number + 1, first)))
+            if number >= first:
+                seen += [first + node for node in _way(forest[request], number - first)]
+            line = [*histories.past[request], *(tokens[at] for at in seen)]
+            expected += unrolled(cache, line, query[row : row + 1].double().tolist())
+            row += 1
+    wrong = (out.double().cpu() - torch.tensor(expected, dtype=torch.float64)).abs()
+    assert float(wrong.max()) <= tolerance * 10, f"attention is off by {float(wrong.max()):.3g}"
+    histories.extend(batch, [False] * batch.num_rows)
+    histories.check("after attention and abort")
+
+
+def _way(parents: Sequence[int], node: int) -> list[int]:
+    """A node's ancestors and itself, from the root down."""
+    way = [node]
+    while parents[way[0]] >= 0:
+        way.insert(0, parents[way[0]])
+    return way
