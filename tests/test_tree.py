@@ -11,6 +11,7 @@ from small_caches import changed_slots, copies, rows
 from kvtxn import (
     AcceptanceError,
     BackendUnavailableError,
+    CapturedRows,
     ConfigError,
     TransactionManager,
     TreeError,
@@ -110,10 +111,12 @@ def test_the_path_moves_to_the_next_slots(layers, policy):
 
 
 def test_what_a_tree_window_cannot_be(layers):
-    """Written by the caller, or fallen back by the caller."""
+    """Written by the caller, captured, or fallen back by the caller."""
     undo = TransactionManager(layers, TxnConfig(policy="undo"))
     with pytest.raises(ConfigError, match="written by the caller"):
         undo.window(5, list(range(6)), tree=TREE, written_by="caller")
+    with pytest.raises(ConfigError, match="captured"):
+        undo.window(5, list(range(6)), tree=TREE, captured=CapturedRows())
     with undo.window(5, list(range(6)), tree=TREE) as w:
         with pytest.raises(WindowStateError, match="draft tree"):
             w.fall_back("runner", RuntimeError())

@@ -274,6 +274,20 @@ class CannotGoOnAfterAFault(TorchExecutor):
         self.__dict__.pop("held", None)
 
 
+class WritesAfterItSaidSo(TorchExecutor):
+    """Lets a commit wait until the next window begins: a hook looks too early."""
+
+    waiting: ClassVar[list] = []
+
+    def own_slots(self, group: str, slots: Tensor) -> Tensor:
+        while self.waiting:
+            super().commit(*self.waiting.pop())
+        return super().own_slots(group, slots)
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        self.waiting.append((attrs.evolve(txn, staged=dict(txn.staged)), accepted.clone()))
+
+
 class WaitsAtCommit(TorchExecutor):
     def commit(self, txn: Txn, accepted: Tensor) -> None:
         if int(accepted.sum()) >= 0:
@@ -333,6 +347,7 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     DeniesAttention: "test_attention",
     ClaimsAttention: "test_lengths_and_settings",
     CannotGoOnAfterAFault: "test_the_next_window_is_sound",
+    WritesAfterItSaidSo: "test_an_offloader_sees_accepted_rows_only",
     **TREES_CAUGHT_BY,
 }
 
