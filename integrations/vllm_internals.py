@@ -149,7 +149,7 @@ def config_facts(config: Any) -> Facts:
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         context_parallel=context,
-        connector=config.kv_transfer_config is not None,
+        connector=getattr(config.kv_transfer_config, "kv_connector", None),
         mla=model.use_mla,
         recurrent=model.is_hybrid,
         microbatches=parallel.use_ubatching,

@@ -23,6 +23,10 @@ RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",)}
 ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("CPU_ATTN", "CPU_MLA")}
 
 
+#: KV connectors that store no row while it is a draft; what was rejected is gone soon after.
+CONNECTORS: Final = ("ExampleConnector",)
+
+
 @attrs.frozen(kw_only=True)
 class Facts:
     """A vLLM engine as far as it matters here; the defaults describe the plainest one.
@@ -39,7 +43,7 @@ class Facts:
         tensor_parallel: ranks that share every layer's heads.
         pipeline_parallel: number of pipeline stages.
         context_parallel: ranks that share one sequence's cache.
-        connector: a KV connector moves rows in and out of the cache.
+        connector: name of the KV connector that moves rows in and out of the cache, if any.
         mla: multi-head latent attention.
         recurrent: some layers keep a state instead of rows.
         microbatches: the batch is cut into overlapping halves.
@@ -60,7 +64,7 @@ class Facts:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     context_parallel: int = 1
-    connector: bool = False
+    connector: str | None = None
     mla: bool = False
     recurrent: bool = False
     microbatches: bool = False
@@ -163,6 +167,13 @@ RULES: Final[tuple[Rule, ...]] = (
         {"recurrent": True},
     ),
     Rule(
+        "unknown connector",
+        "windows",
+        lambda f: f.connector not in (None, *CONNECTORS),
+        "which rows {connector} stores, and when, was not checked",
+        {"connector": "NixlConnector"},
+    ),
+    Rule(
         "foreign layer",
         "windows",
         lambda f: f.foreign_layer is not None,
@@ -179,9 +190,9 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "connector",
         "deferred",
-        lambda f: f.connector,
-        "a KV connector may read rows before they are committed",
-        {"connector": True},
+        lambda f: f.connector in CONNECTORS,
+        "{connector} may read rows before they are committed",
+        {"connector": "ExampleConnector"},
     ),
     Rule(
         "shared rows",

@@ -83,6 +83,21 @@ def test_a_refused_policy_leaves_stock(reports, job):
     assert "policy 'deferred' cannot work here: the window attention has no ALiBi" in report["log"]
 
 
+@pytest.mark.parametrize("job", ["connector"])
+def test_no_rejected_row_is_ever_stored(reports, job):
+    """Not while it is a draft, and not later: none is in the cache when the connector reads it.
+
+    In stock they are within its reach: a block that it takes for a prompt has rows of requests
+    that are over behind those that are computed.
+    """
+    stock, [ours] = (reports(job)[name]["reused"]["oracle"] for name in ("stock", "undo"))
+    assert stock[0]["rejected_in_reach"] > 0
+    assert ours["stored"] == stock[0]["stored"] > 0
+    assert ours["stored_drafts"] == 0
+    assert ours["stored_rejected"] == 0
+    assert ours["rejected_in_reach"] == 0
+
+
 @pytest.mark.parametrize("job", ["requests"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_logprobs_are_stocks(reports, job, policy):

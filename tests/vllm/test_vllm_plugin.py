@@ -14,6 +14,10 @@ from kvtxn import ConfigError
 needs_vllm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
+EXAMPLE = SimpleNamespace(kv_connector="ExampleConnector")
+OTHER = SimpleNamespace(kv_connector="OtherConnector")
+
+
 class Runner:
     """Looks like vLLM's, from outside."""
 
@@ -117,7 +121,8 @@ def test_nothing_happens_unasked(lines):
             "runner v2 is not supported",
         ),
         ({"policy": "undo"}, {"speculative_config": None}, "does not speculate"),
-        ({"policy": "deferred"}, {"kv_transfer_config": object()}, "KV connector"),
+        ({"policy": "deferred"}, {"kv_transfer_config": EXAMPLE}, "ExampleConnector may read"),
+        ({"policy": "undo"}, {"kv_transfer_config": OTHER}, "OtherConnector stores, and when"),
     ],
 )
 def test_refusals_are_said_and_the_engine_runs_stock(lines, settings, changes, why):

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,24 @@ def build(job: dict[str, Any], kvtxn: dict[str, Any] | None, folder: Path) -> An
         speculative_config=speculation,
         additional_config={} if kvtxn is None else {"kvtxn": kvtxn},
         worker_extension_cls="vllm_faults.Probe",
-        **(options | job.get("options", {}) | (vllm_ray.start() if job.get("ray") else {})),
+        **(options | job.get("options", {}) | extras(job, folder)),
     )
+
+
+def extras(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Options that are made anew for each engine."""
+    if job.get("ray"):
+        return vllm_ray.start()
+    if job.get("connector"):
+        path = {"shared_storage_path": tempfile.mkdtemp(dir=folder)}
+        return {
+            "kv_transfer_config": {
+                "kv_connector": job["connector"],
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": path,
+            }
+        }
+    return {}
 
 
 def counters(llm: Any) -> dict[str, float]:
@@ -77,6 +94,8 @@ def run(llm: Any, names: list[str]) -> dict[str, Any]:
 
     results = {"idle": snapshots(llm)} | llm.collective_rpc("describe")[0]
     llm.collective_rpc("oracle_install")
+    if llm.llm_engine.vllm_config.kv_transfer_config is not None:
+        llm.collective_rpc("store_install")
     for name in names:
         llm.reset_prefix_cache()
         engine, stats, snaps = Engine(llm), counters(llm), snapshots(llm)

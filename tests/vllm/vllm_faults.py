@@ -10,7 +10,7 @@ from unittest import mock
 import attrs
 import torch
 from kvtxn.integrations import vllm_internals, vllm_policy, vllm_session
-from vllm_oracle import CacheOracle
+from vllm_stored import StoreOracle
 
 import kvtxn.attention
 from kvtxn.config import POLICIES
@@ -20,7 +20,7 @@ class InjectedFault(Exception):
     """Not one of kvtxn's own errors."""
 
 
-class Probe(CacheOracle):
+class Probe(StoreOracle):
     """The worker extension of these tests: the oracle, faults, and what the table says."""
 
     def describe(self) -> dict[str, Any]:

@@ -159,6 +159,14 @@ JOBS: dict[str, dict[str, Any]] = {
         "covers": "attention sinks; gemma3 has the schedules",
         "engines": engines(["one", "eight"], ("undo",)),
     },
+    "connector": {
+        "weight": 15,
+        "model": "llama",
+        "connector": "ExampleConnector",
+        "covers": "a KV connector that stores prompts, blocks of earlier requests included",
+        "engines": engines(["reused"], ("undo",)),
+        "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
+    },
     "faults": {
         "weight": 30,
         "model": "llama",

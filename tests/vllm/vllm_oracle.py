@@ -103,6 +103,7 @@ class CacheOracle:
         }
         assert packings <= {"vec", "vec16", "latent"}, "another packing"
         self.oracle_counts = Counter[str]()
+        self.oracle_names, self.oracle_layers = names, found
         counts, plan, step = self.oracle_counts, [], []
         prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner._sample
 
@@ -125,8 +126,10 @@ class CacheOracle:
                 slots = get_forward_context().slot_mapping
                 caches = {name: found[name].kv_cache for name in names}
                 step.append(Step(caches, {name: slots[name] for name in names}, *plan))
+            self.before_forward(step[0] if step else None)
             result = forward(*args, **kwargs)
             if step:
+                self.after_forward(step[0])
                 kept, rejected = step[0].rows([0] * len(step[0].drafts))
                 counts["early"] += step[0].changed(kept + rejected)
             return result
@@ -138,6 +141,7 @@ class CacheOracle:
                 accepted = ((ids != -1).sum(1) - 1).clamp(min=0).tolist()
                 kept, rejected = step[0].rows(accepted)
                 others = set(range(step[0].ends[-1])) - set(kept) - set(rejected)
+                self.after_sampling(step[0], rejected)
                 counts["windows"] += 1
                 counts["kept"] += len(kept)
                 counts["rejected"] += len(rejected)
@@ -149,6 +153,15 @@ class CacheOracle:
 
         runner._prepare_inputs, runner._model_forward = prepared, forwarded
         runner._sample = sampled
+
+    def before_forward(self, step: Step | None) -> None:
+        """For those who watch more; None: no drafts."""
+
+    def after_forward(self, step: Step) -> None:
+        """Likewise."""
+
+    def after_sampling(self, step: Step, rejected: list[int]) -> None:
+        """Likewise; ``rejected`` are rows of the batch."""
 
     def oracle_take(self) -> dict[str, int]:
         """The counts since the last call."""

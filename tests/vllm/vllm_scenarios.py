@@ -191,10 +191,19 @@ def abort(engine: Engine) -> Tokens:
     return [done[name] for name in names]
 
 
+def reused(engine: Engine) -> Tokens:
+    """Prompts in the blocks of requests that are over, in chunks that end within a block.
+
+    The requests end near the end of a block, and so that is where their last drafts were.
+    """
+    rounds = [[text(340 + 8 * n + i, 40) for i in range(8)] for n in range(3)]
+    return [tokens for prompts in rounds for tokens in engine.run(prompts, 22)]
+
+
 SCENARIOS: dict[str, Callable[[Engine], Tokens]] = {
     scenario.__name__: scenario
     for scenario in (
         *(one, eight, chunked, preempted, prefix, sampled, same_step),
-        *(structured, logprobs, stop, n2, abort),
+        *(structured, logprobs, stop, n2, abort, reused),
     )
 }

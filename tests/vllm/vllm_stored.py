@@ -1,0 +1,66 @@
+"""Watches a KV connector: which rows it stores, and whether rejected drafts are among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm_oracle import CacheOracle, Step, planes
+
+
+class StoreOracle(CacheOracle):
+    """Methods for ``collective_rpc``; ``self`` is vLLM's worker.
+
+    A rejected row is known by its bytes in the last layer: what the forward left there, slot by
+    slot. In a stock engine they stay until something else is written to the slot.
+    """
+
+    def store_install(self) -> None:
+        """Watch every row that the connector stores from now on; after ``oracle_install``."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.rejected: dict[int, Tensor] = {}
+        self.drafts: set[int] = set()
+        self.fresh: dict[int, Tensor] = {}
+        connector: Any = get_kv_transfer_group()
+        save, counts = connector.save_kv_layer, self.oracle_counts
+
+        def saved(layer_name: str, kv_layer: Tensor, attn_metadata: Any, **others: Any) -> None:
+            save(layer_name, kv_layer, attn_metadata, **others)
+            if layer_name == self.oracle_names[-1]:
+                for request in connector._get_connector_metadata().requests:
+                    slots = request.slot_mapping.tolist() if request.is_store else []
+                    counts["stored"] += len(slots)
+                    counts["stored_drafts"] += len(self.drafts & set(slots))
+                    counts["stored_rejected"] += sum(map(self._holds_rejected, slots))
+                counts["rejected_in_reach"] += sum(map(self._holds_rejected, self.rejected))
+
+        connector.save_kv_layer = saved
+
+    def _holds_rejected(self, slot: int) -> bool:
+        found = self.rejected.get(slot)
+        return found is not None and torch.equal(found, self._row(slot))
+
+    def _row(self, slot: int) -> Tensor:
+        found = self.oracle_layers[self.oracle_names[-1]].kv_cache
+        parts = [part[slot // part.shape[1], slot % part.shape[1]] for part in planes(found)]
+        return torch.cat([part.flatten() for part in parts])
+
+    def before_forward(self, step: Step | None) -> None:
+        """Note where drafts go."""
+        rows = [] if step is None else step.rows([0] * len(step.drafts))[1]
+        self.drafts = set() if step is None else set(self._slots(step, rows))
+
+    def after_forward(self, step: Step) -> None:
+        """Note what drafts look like."""
+        self.fresh = {slot: self._row(slot) for slot in self.drafts}
+
+    def after_sampling(self, step: Step, rejected: list[int]) -> None:
+        """Note which of them were rejected."""
+        for slot in self._slots(step, rejected):
+            if slot in self.fresh:
+                self.rejected[slot] = self.fresh[slot]
+
+    def _slots(self, step: Step, rows: list[int]) -> list[int]:
+        return step.slots[self.oracle_names[-1]][rows].tolist() if hasattr(self, "fresh") else []
