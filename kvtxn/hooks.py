@@ -39,7 +39,8 @@ class EndedWindow:
         state: COMMITTED, ABORTED or FELL_BACK.
         layout: which row is whose; rows lie request by request.
         slots: int64 ``[num_rows]`` by group, -1 is padding; groups that were mapped.
-        kept: bool ``[num_rows]``, True where the slot holds an accepted draft row.
+        kept: bool ``[num_rows]``, True where the slot holds an accepted draft row; in a tree, one
+            that commit moved there.
         settled: bool ``[num_rows]``, True where it holds a settled row, in every layer.
         overwriting: groups of rings and states, where a later row may have taken the slot.
     """
