@@ -42,6 +42,10 @@ _MODULE = """
         @pytest.fixture
         def tree_settings(self, program_settings):
             return settings(program_settings, max_examples=300)
+
+        @pytest.fixture
+        def history_settings(self, tree_settings):
+            return tree_settings
 """
 
 

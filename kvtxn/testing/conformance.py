@@ -51,6 +51,6 @@ class ExecutorConformance(
                 return "mine"  # a registered name, or the Executor subclass itself
 
     The other fixtures have defaults, and may be overridden likewise: ``device`` ("cpu"),
-    ``attention_tolerance`` (1e-4, for float32), ``program_settings`` and ``tree_settings``
-    (Hypothesis settings of the random program and of the random trees).
+    ``attention_tolerance`` (1e-4, for float32), ``program_settings``, ``tree_settings`` and
+    ``history_settings`` (Hypothesis settings of the random program, trees and histories).
     """

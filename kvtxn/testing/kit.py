@@ -139,6 +139,17 @@ class KitBase:
         )
 
     @pytest.fixture
+    def history_settings(self) -> settings:
+        """How many random histories of rings and states are tried; the same ones each time."""
+        return settings(
+            max_examples=1200,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+
+    @pytest.fixture
     def kit(self, backend: Backend, device: str) -> Iterator[Kit]:
         """The backend, ready to be built into rigs; unregistered after the test."""
         with ExitStack() as stack:

@@ -80,17 +80,15 @@ class LongRuns(KitBase):
     def test_random_histories(
         self,
         kit: Kit,
-        program_settings: hypothesis.settings,
+        history_settings: hypothesis.settings,
         policy: str,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         """After each window every word follows from the lists of accepted tokens."""
         caplog.set_level(logging.ERROR, logger="kvtxn")
         _need(kit, "ring", *["recurrent"] * (policy == "deferred"))
-        more = program_settings.max_examples * 10
-        settings = hypothesis.settings(program_settings, max_examples=more)
 
-        @settings
+        @history_settings
         @hypothesis.given(
             steps=_STEPS,
             ring_size=st.integers(1, 7),

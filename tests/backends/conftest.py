@@ -58,12 +58,12 @@ def kernel_program_settings() -> Any:
 
 @pytest.fixture
 def kernel_tree_settings(kernel_program_settings: Any) -> Any:
-    """Fewer random trees where they are interpreted."""
+    """Fewer random trees and histories where they are interpreted."""
     return hypothesis.settings(kernel_program_settings, max_examples=1000 if ON_GPU else 10)
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Interpreted, the whole kit takes half an hour: take every 25th test of it, and random trees.
+    """Interpreted, the whole kit takes half an hour: take every 25th test, random trees, histories.
 
     A GPU runs all of it, and so does the CPU where KVTXN_INTERPRET_ALL is set.
     """
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     left_out = {
         id(item)
         for index, item in enumerate(kit)
-        if index % 25 and item.name != "test_random_trees"
+        if index % 25 and not item.name.startswith(("test_random_trees", "test_random_histories"))
     }
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]

@@ -31,6 +31,10 @@ if torch.cuda.is_available():
         def tree_settings(self, kernel_tree_settings):
             return kernel_tree_settings
 
+        @pytest.fixture
+        def history_settings(self, kernel_tree_settings):
+            return kernel_tree_settings
+
 
 @pytest.mark.parametrize(
     ("rows", "bucket"), [(1, 8), (8, 8), (9, 16), (80, 128), (300, 320), (320, 320)]

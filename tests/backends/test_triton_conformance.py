@@ -23,3 +23,7 @@ class TestTriton(ExecutorConformance):
     @pytest.fixture
     def tree_settings(self, kernel_tree_settings):
         return kernel_tree_settings
+
+    @pytest.fixture
+    def history_settings(self, kernel_tree_settings):
+        return kernel_tree_settings
