@@ -92,7 +92,7 @@ JOBS: dict[str, dict[str, Any]] = {
         model: {
             "weight": 40 if model == "gemma3" else 25,
             "model": model,
-            "covers": "every schedule; requests of other kinds are with llama",
+            "covers": "every schedule; what a request can ask for is the job requests",
             "engines": engines(GRID),
             # Or else blocks that decoding fills are not hashed where some layers slide.
             "options": {"prefix_cache_retention_interval": None} if model in SLIDING else {},

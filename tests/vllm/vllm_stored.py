@@ -16,13 +16,14 @@ class StoreOracle(CacheOracle):
     slot. In a stock engine they stay until something else is written to the slot.
     """
 
+    watches_store = False
+
     def store_install(self) -> None:
         """Watch every row that the connector stores from now on; after ``oracle_install``."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.rejected: dict[int, Tensor] = {}
-        self.drafts: set[int] = set()
-        self.fresh: dict[int, Tensor] = {}
+        self.watches_store = True
         connector: Any = get_kv_transfer_group()
         save, counts = connector.save_kv_layer, self.oracle_counts
 
@@ -49,8 +50,9 @@ class StoreOracle(CacheOracle):
 
     def before_forward(self, step: Step | None) -> None:
         """Note where drafts go."""
-        rows = [] if step is None else step.rows([0] * len(step.drafts))[1]
-        self.drafts = set() if step is None else set(self._slots(step, rows))
+        self.drafts = set()
+        if self.watches_store and step is not None:
+            self.drafts = set(self._slots(step, step.rows([0] * len(step.drafts))[1]))
 
     def after_forward(self, step: Step) -> None:
         """Note what drafts look like."""
@@ -58,9 +60,10 @@ class StoreOracle(CacheOracle):
 
     def after_sampling(self, step: Step, rejected: list[int]) -> None:
         """Note which of them were rejected."""
-        for slot in self._slots(step, rejected):
-            if slot in self.fresh:
+        if self.watches_store:
+            for slot in self._slots(step, rejected):
                 self.rejected[slot] = self.fresh[slot]
 
     def _slots(self, step: Step, rows: list[int]) -> list[int]:
-        return step.slots[self.oracle_names[-1]][rows].tolist() if hasattr(self, "fresh") else []
+        found: list[int] = step.slots[self.oracle_names[-1]][rows].tolist()
+        return found
