@@ -51,7 +51,8 @@ class Stager:
         self._mode = config.staging
         self._max_rows = config.max_rows
         self._holds = deferred
-        self._buffers: dict[Plane, Tensor] = {}
+        #: Outgrown ones stay: a graph that somebody captured may read them.
+        self._buffers: dict[Plane, list[Tensor]] = {}
         self._held: list[tuple[str, tuple[Tensor, ...], int | tuple[int, int]]] = []
         self._by_rows: dict[int, _Looks] = {}
         self._looks = _Looks()
@@ -140,7 +141,7 @@ class Stager:
         """Refuse the commit if a tensor taken by reference was written to since.
 
         Args:
-            layers: names of those whose rows still wait; all where None.
+            layers: names of those whose rows still wait, and of their groups; all where None.
 
         Raises:
             WindowStateError: it was; nothing has been written.
@@ -159,13 +160,15 @@ class Stager:
         if self._mode == "auto" and not part.is_inference():
             self._held.append((ref.name, (part,), part._version))
             return part
-        buffer = self._buffers.get(plane)
-        if buffer is None:
-            shape = (self._max_rows, *plane.row_shape)
+        buffers = self._buffers.setdefault(plane, [])
+        if not buffers or buffers[-1].shape[0] < part.shape[0]:
+            rows = self._max_rows
+            if ref.states:  # one may take megabytes: room for what comes, not for what could
+                rows = min(rows, 1 << max(0, part.shape[0] - 1).bit_length())
             with torch.inference_mode(False):  # it outlives the mode it is made in
-                buffer = torch.empty(shape, dtype=part.dtype, device=part.device)
-            self._buffers[plane] = buffer
-        return buffer[: part.shape[0]].copy_(part.detach())
+                shape = (rows, *plane.row_shape)
+                buffers.append(torch.empty(shape, dtype=part.dtype, device=part.device))
+        return buffers[-1][: part.shape[0]].copy_(part.detach())
 
 
 def _versions(rows: tuple[Tensor, ...]) -> int | tuple[int, int]:

@@ -273,7 +273,9 @@ class Window(WindowLife):
             counts = as_acceptance(accepted, txn.layout, self._manager.device)
         if self._state is WindowState.DIRECT:
             known = as_counts(counts)
-            self._manager.stager.check_unchanged(self._held_layers())
+            held = self._held_layers()
+            groups = (layer.ref.group for layer in held.values())
+            self._manager.stager.check_unchanged({*held, *groups})
             self._or_fail(lambda: self._finish_held(txn, known))
             self._or_fail(lambda: txn.count(txn.kept(known)))
         else:

@@ -254,6 +254,18 @@ class Overwriting(KitBase):
         assert flat["kvtxn_bytes_written_total"] == written
         assert flat["kvtxn_bytes_avoided_total"] == avoided
 
+    @pytest.mark.parametrize("staging", ["auto", "copy"])
+    @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+    def test_the_librarys_own_check(self, kit: Kit, policy: str, staging: str) -> None:
+        """Debug mode finds nothing wrong, in windows that grow; rows may be copies."""
+        rig = _rig(kit, policy, debug=True, staging=staging)
+        for shape in ("one", "laps", "settled-laps"):
+            batch = rig.batch(SHAPES[shape])
+            with torch.inference_mode():
+                rig.run(batch, counts := random_counts(batch, rig.rng))
+            rig.expect_committed(batch, batch.kept(counts))
+            rig.check(shape)
+
     @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_no_waiting_for_rings_and_states(self, kit: Kit, policy: str) -> None:
         """Slots per request are spread, and laps found, on the device."""
