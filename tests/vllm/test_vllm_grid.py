@@ -83,6 +83,16 @@ def test_a_refused_policy_leaves_stock(reports, job):
     assert "policy 'deferred' cannot work here: the window attention has no ALiBi" in report["log"]
 
 
+@pytest.mark.parametrize("job", ["bloom"])
+def test_an_unsupported_release_runs_stock(reports, job):
+    """A vLLM that says it is another release: refused in one sentence, and stock's tokens."""
+    report = reports(job)
+    stock, other = report["stock"]["one"], report["unsupported"]["one"]
+    assert report["unsupported"]["idle"] == [{"kvtxn_active": 0.0}]
+    assert (other["tokens"], other["stats"]) == (stock["tokens"], stock["stats"])
+    assert "vLLM 0.99.0 was not checked; supported: 0.28.0, 0.29.0, 0.31.0, 0.32.0" in report["log"]
+
+
 @pytest.mark.parametrize("job", ["connector"])
 def test_no_rejected_row_is_ever_stored(reports, job):
     """Not while it is a draft, and not later: none is in the cache when the connector reads it.

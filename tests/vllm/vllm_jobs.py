@@ -151,7 +151,10 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": "bloom",
         "covers": "ALiBi; llama has the schedules",
         "engines": engines(["one", "eight"], ("undo",))
-        | {"refused": ({"policy": "deferred"}, ["one"])},
+        | {
+            "refused": ({"policy": "deferred"}, ["one"]),
+            "unsupported": ({"policy": "undo"}, ["one"]),
+        },
     },
     "gptoss": {
         "weight": 20,
