@@ -31,6 +31,7 @@ class Tile:
         cols: 16-byte units (or narrow words) per step.
         chunk: slots per step of the range check.
         warps: warps per program.
+        once: no program has more than one step.
     """
 
     programs: int
@@ -38,6 +39,7 @@ class Tile:
     cols: int
     chunk: int
     warps: int
+    once: bool
 
 
 def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
@@ -50,15 +52,16 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
     """
     chunk = 128 if num_rows <= 128 else 1024
     if plan is None:
-        return Tile(1, 1, _MIN_COLS, chunk, 4)
+        return Tile(1, 1, _MIN_COLS, chunk, 4, once=False)
     cols = _columns(plan)
     if programs == 1:  # interpreted: every step costs the same, whatever its size
-        return Tile(1, min(64, 1 << max(0, num_rows - 1).bit_length()), cols, chunk, 4)
+        rows = min(64, 1 << max(0, num_rows - 1).bit_length())
+        return Tile(1, rows, cols, chunk, 4, once=num_rows <= rows)
     warps = 2 if num_rows <= _FEW_ROWS else 4
     rows = max(1, 32 * warps * _UNITS_PER_THREAD // cols)
     steps = -(-num_rows // rows)
     at_once = programs // plan.num_planes
-    return Tile(max(1, min(steps, at_once)), rows, cols, chunk, warps)
+    return Tile(max(1, min(steps, at_once)), rows, cols, chunk, warps, once=steps <= at_once)
 
 
 def _columns(plan: Plan) -> int:

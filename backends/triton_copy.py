@@ -22,8 +22,10 @@ def copy_wide(
     cache: tl.tensor,
     outside: tl.tensor,
     wanted: tl.tensor,
+    bad: tl.tensor,
     line: tl.tensor,
     TO_CACHE: tl.constexpr,
+    LATE: tl.constexpr,
     COLS: tl.constexpr,
     UNITS: tl.constexpr,
     RUN: tl.constexpr,
@@ -34,8 +36,10 @@ def copy_wide(
         cache: int64 ``[ROWS]``, addresses of the rows in the cache, multiples of 16.
         outside: likewise, the staged rows.
         wanted: bool ``[ROWS]``.
+        bad: int32, any shape: nothing is written unless all are 0; if ``LATE``.
         line: the plane's line of the plan; runs are multiples of 16 bytes apart.
         TO_CACHE: direction.
+        LATE: look at ``bad`` only once the staged rows are on their way.
         COLS: units per step.
         UNITS: units per row where known when compiled, else 0.
         RUN: units per run likewise.
@@ -57,7 +61,10 @@ def copy_wide(
         if UNITS % COLS != 0 or UNITS == 0:
             inside = wanted[:, None] & (word < per_row * 2)[None, :]
         if TO_CACHE:
-            tl.store(here, tl.load(there, mask=inside), mask=inside)
+            rows = tl.load(there, mask=inside)
+            if LATE:
+                inside = inside & (lanes >= tl.max(bad, axis=0) * (COLS * 2))[None, :]
+            tl.store(here, rows, mask=inside)
         else:
             tl.store(there, tl.load(here, mask=inside), mask=inside)
 

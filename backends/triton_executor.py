@@ -300,6 +300,7 @@ class TritonExecutor(Executor):
             ROWS=tile.rows,
             COLS=tile.cols,
             CHUNK=tile.chunk,
+            ONCE=tile.once,
             num_warps=tile.warps,
         )
 

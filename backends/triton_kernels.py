@@ -7,6 +7,7 @@ Memory contract of ``move_rows``:
 - A slot is written only if it is in ``[0, limit)`` of its group; -1 is padding and is skipped.
   Any other slot outside its cache, in any known group, stops the whole launch: each program
   checks all slots before it writes anything, and as slots do not change, all reach one verdict.
+  A program with a single step loads its staged rows first, so that the check costs no time.
 - Distinct rows of a window have distinct slots, planes share no memory: the window and the
   manager guarantee it. So no two programs write one byte, and no order among them matters.
   In rings and states (``OVERWRITES``) rows of one request may share a slot, a multiple of the
@@ -29,7 +30,7 @@ from .triton_select import overtaken, path_sources, selected
 
 
 @triton.jit
-def slots_in_range(
+def slots_outside(
     slots: tl.tensor,
     limits: tl.tensor,
     slot_stride: tl.tensor,
@@ -38,7 +39,10 @@ def slots_in_range(
     GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """1 if every slot of every known group is -1 or inside its caches, else 0."""
+    """Per lane, whether any slot it looked at is neither -1 nor inside the caches of its group.
+
+    The lanes of a program look at all slots of all known groups.
+    """
     lanes = tl.arange(0, CHUNK)
     bad = tl.zeros([CHUNK], dtype=tl.int32)
     for group in tl.static_range(GROUPS):
@@ -48,7 +52,7 @@ def slots_in_range(
             inside = start + lanes < count
             slot = tl.load(slots + group * slot_stride + start + lanes, mask=inside, other=-1)
             bad = bad | ((slot < -1) | (slot >= limit)).to(tl.int32)
-    return 1 - tl.max(bad, axis=0)
+    return bad
 
 
 @triton.jit
@@ -177,6 +181,7 @@ def move_rows(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     CHUNK: tl.constexpr,
+    ONCE: tl.constexpr,
 ) -> None:
     """Move the selected rows of all planes between the caches and the staged rows.
 
@@ -222,9 +227,10 @@ def move_rows(
         ROWS: rows per step of a program.
         COLS: units per step.
         CHUNK: slots per step of the check.
+        ONCE: no program has more than one step.
     """
     plane = tl.program_id(1)
-    allowed = slots_in_range(slots, limits, slot_stride, known, num_rows, GROUPS, CHUNK)
+    bad = slots_outside(slots, limits, slot_stride, known, num_rows, GROUPS, CHUNK)
     if COUNT and plane == num_planes:
         if tl.program_id(0) == 0:
             count_rows(
@@ -235,7 +241,7 @@ def move_rows(
                 counters,
                 num_rows,
                 slot_stride,
-                allowed,
+                1 - tl.max(bad, axis=0),
                 columns,
                 placeholder,
                 vocabulary,
@@ -259,10 +265,14 @@ def move_rows(
             group = tl.load(line + 9).to(tl.int32)
         block_size = tl.load(line + 8)
         outside = tl.where(plane == 0, first, second) if DIRECT else tl.load(addresses + plane)
+        LATE: tl.constexpr = ONCE and TO_CACHE and NARROW == 0
+        limit = num_rows
+        if not LATE:
+            limit = num_rows * (1 - tl.max(bad, axis=0))
         blocks = tl.cdiv(num_rows, ROWS)
         for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
             rows = index * ROWS + tl.arange(0, ROWS)
-            live = rows < num_rows * allowed
+            live = rows < limit
             slot = tl.load(slots + group * slot_stride + rows, mask=live, other=-1)
             chosen = selected(
                 rows,
@@ -317,6 +327,6 @@ def move_rows(
                 for_wide = tl.where(wanted, is_wide, 0) != 0
                 for_narrow = tl.where(wanted, 1 - is_wide, 0) != 0
             if WIDE:
-                copy_wide(here, there, for_wide, line, TO_CACHE, COLS, UNITS, RUN)
+                copy_wide(here, there, for_wide, bad, line, TO_CACHE, LATE, COLS, UNITS, RUN)
             if NARROW > 0:
                 copy_narrow(here, there, for_narrow, line, inside, TO_CACHE, COLS, NARROW)
