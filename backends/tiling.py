@@ -8,8 +8,8 @@ import attrs
 
 from .pointer_table import Plan
 
-#: Fewest units a step of a program covers, so that neighbouring threads read whole sectors.
-_MIN_COLS: Final = 8
+#: Fewest units a step of a program covers: enough that a row takes one step, or few.
+_MIN_COLS: Final = 16
 _MAX_COLS: Final = 128
 
 
@@ -57,7 +57,7 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
     if programs == 1:  # interpreted: every step costs the same, whatever its size
         rows = min(64, 1 << max(0, num_rows - 1).bit_length())
         return Tile(1, rows, cols, chunk, 4, once=num_rows <= rows)
-    warps = 2 if num_rows <= _FEW_ROWS else 4
+    warps = 1 if num_rows <= _FEW_ROWS else 4
     rows = max(1, 32 * warps * _UNITS_PER_THREAD // cols)
     steps = -(-num_rows // rows)
     at_once = programs // plan.num_planes

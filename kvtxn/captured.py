@@ -135,7 +135,7 @@ class CapturedRows:
             SlotMappingError: see ``TransactionManager.window``.
         """
         key = _key(manager, draft_len, slots, settled)
-        found = self._standing.get(key) if key is not None else None
+        found = self._standing.get(key)
         if found is not None:
             return found
         if manager.policy != "deferred":
@@ -151,7 +151,7 @@ class CapturedRows:
         def keep(group: str, tensor: Tensor) -> Tensor:
             spread = manager.kinds[group].name == "recurrent"  # made from one slot per request
             fixed = tensor.dtype is torch.int64 and tensor.is_contiguous() and not spread
-            if key is None or not fixed:
+            if not key or not fixed:
                 return manager.executor.own_slots(group, tensor)
             in_place.add(group)
             return tensor
@@ -163,9 +163,9 @@ class CapturedRows:
             raise mappings.missing(unmapped[0])
         rows = mappings.layout.num_rows
         staged = {ref.name: self._fitting(ref, rows) for ref in manager.layers.values()}
-        recurs = key is not None and in_place == set(own)
+        recurs = bool(key) and in_place == set(own)
         made = Standing(mappings.layout, own, staged, recurs), mappings
-        if key is not None and recurs:
+        if recurs:
             if len(self._standing) >= _MAX_STANDING:
                 self._standing.clear()
             self._standing[key] = made
@@ -190,20 +190,29 @@ class CapturedRows:
 
 def _key(
     manager: TransactionManager, draft_len: Lengths, slots: Slots, settled: Lengths
-) -> tuple[object, ...] | None:
-    """What a standing window depends on; None where it cannot recur.
+) -> tuple[object, ...]:
+    """What a standing window depends on; empty where it cannot recur.
 
-    Slots that are checked or copied by the host or before the launch are new every time.
+    Slots that are checked or copied by the host, or before the launch, are new every time.
     """
-    shape = [tuple(n) if isinstance(n, list) else n for n in (draft_len, settled)]
-    if not manager.executor.capabilities.checks_range or not all(
-        isinstance(n, (int, tuple)) for n in shape
-    ):
-        return None
-    given = slots.items() if isinstance(slots, Mapping) else (("", slots),)
-    places: list[object] = []
-    for group, tensor in given:
-        if not isinstance(tensor, Tensor) or tensor.is_cpu:
-            return None
-        places += (group, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-    return (manager, *shape, *places)
+    if not manager.executor.capabilities.checks_range:
+        return ()
+    if isinstance(slots, Tensor):
+        places: tuple[object, ...] = _place(slots)
+    elif isinstance(slots, Mapping) and all(isinstance(s, Tensor) for s in slots.values()):
+        places = tuple(fact for group in slots for fact in (group, *_place(slots[group])))
+    else:
+        return ()
+    lengths = _hashable(draft_len), _hashable(settled)
+    return () if None in lengths or None in places else (manager, *lengths, *places)
+
+
+def _place(slots: Tensor) -> tuple[object, ...]:
+    address = None if slots.is_cpu else slots.data_ptr()
+    return address, slots.dtype, slots.shape, slots.is_contiguous()
+
+
+def _hashable(lengths: Lengths) -> int | tuple[int, ...] | None:
+    if isinstance(lengths, (int, tuple)):
+        return lengths
+    return tuple(lengths) if isinstance(lengths, list) else None

@@ -132,10 +132,12 @@ class Stager:
             rows.append(part)
         return StagedLayer(ref, tuple(rows))
 
-    def watch(self, name: str, tensor: Tensor) -> None:
-        """Notice if ``tensor``, which commit is going to read, is written to until then."""
-        if self._watched and not tensor.is_inference():
-            self._held.append((name, (tensor,), tensor._version))
+    def watch(self, slots: Mapping[str, Tensor]) -> None:
+        """Notice if slots that commit is going to read are written to until then."""
+        if self._watched:
+            for group, tensor in slots.items():
+                if not tensor.is_inference():
+                    self._held.append((group, (tensor,), tensor._version))
 
     def check_unchanged(self, layers: Container[str] | None = None) -> None:
         """Refuse the commit if a tensor taken by reference was written to since.

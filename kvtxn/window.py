@@ -48,14 +48,15 @@ class Window(WindowLife):
 
     def _begin_staged(self, standing: Standing) -> None:
         """Every layer's rows are in already; the manager calls this instead, once."""
-        self._txn = txn = self._manager.new_txn(standing.layout)
-        txn.slots, txn.staged = standing.slots.copy(), standing.staged.copy()
+        manager = self._manager
+        self._txn = txn = manager.new_txn(standing.layout)
+        txn.slots, txn.staged = standing.slots, standing.staged
         txn.in_range = self._mappings.in_range
-        txn.standing = standing if standing.recurs else None
-        for group, slots in txn.slots.items():
-            self._manager.stager.watch(group, slots)
-        self._missing.clear()
-        self._manager.metrics.layer_calls += standing.layout.num_rows * len(txn.staged)
+        if standing.recurs:
+            txn.standing = standing
+            manager.stager.watch(txn.slots)
+        self._missing = {}
+        manager.metrics.layer_calls += standing.layout.num_rows * len(txn.staged)
         self._state = after(self._state, Event.STAGE_LAST)
         if self._mappings.failure is not None:
             self._on_failure("begin", self._mappings.failure, tuple(txn.staged.values()))

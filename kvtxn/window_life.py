@@ -178,7 +178,7 @@ class WindowLife:
         finally:
             self._manager.close(self, accepted)
             if self._txn is not None:
-                self._txn.staged.clear()
+                self._txn.staged = {}
 
     def _tell(self, moment: Moment) -> None:
         """Call the hooks; whatever they do, the caches are right and the label stands."""
