@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -14,12 +14,20 @@ from ..executor import AttentionArgs
 from ..layers import LayerRef, Plane
 from ..layout import RowLayout, to_device
 from .triton_attention import paged_partial
+from .triton_short import short_attention
 from .triton_window import window_attention
 
 _COMPUTE: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 #: Tokens of the prefix that one program reads at least.
 _MIN_SPLIT: Final = 256
+
+#: Rows of a request up to which one program takes one row and one KV head ...
+_SHORT: Final = 16
+
+#: ... with at most so many products (query heads x keys x head size), so many to each warp.
+_MOST_PRODUCTS: Final = 32768
+_PRODUCTS_PER_WARP: Final = 4096
 
 
 @attrs.frozen(eq=False)
@@ -52,15 +60,43 @@ def requests_of(layout: RowLayout, device: torch.device) -> Requests:
     return found
 
 
+@attrs.frozen(eq=False)
+class Shape:
+    """What every attention launch of a layer has in common."""
+
+    requests: Requests
+    heads: int
+    group: int
+    d: int
+    dv: int
+    block_size: int
+    tree: bool
+    capped: bool
+    sliding: bool
+
+    def constants(self) -> dict[str, Any]:
+        """Constants of the kernels, by their names there."""
+        return {
+            "TREE": self.tree,
+            "CAPPED": self.capped,
+            "SLIDING": self.sliding,
+            "GROUP": self.group,
+            "HEADS": self.heads,
+            "D": self.d,
+            "DV": self.dv,
+            "BLOCK_SIZE": self.block_size,
+            "BLOCK_D": _power(self.d),
+            "BLOCK_DV": _power(self.dv),
+        }
+
+
 @attrs.frozen
 class Blocks:
-    """Block sizes of both kernels for one shape."""
+    """Rows, query heads and keys per step of a kernel that loops over keys."""
 
     rows: int
     queries: int
     keys: int
-    d: int
-    dv: int
     warps: int
 
 
@@ -68,14 +104,13 @@ def _power(value: int) -> int:
     return max(16, 1 << (value - 1).bit_length())
 
 
-def blocks_for(longest: int, group: int, d: int, dv: int, keys: int) -> Blocks:
+def blocks_for(shape: Shape, keys: int) -> Blocks:
     """Blocks that hold a whole request where it is short, and fit in registers."""
-    most = max(1, 64 // group)
-    rows = min(longest, most)
-    queries = _power(rows * group)
-    wide = max(_power(d), _power(dv))
-    keys = min(keys, 64 if wide <= 128 else 32)
-    return Blocks(rows, queries, keys, _power(d), _power(dv), 4)
+    most = max(1, 64 // shape.group)
+    rows = min(shape.requests.longest, most)
+    queries = _power(rows * shape.group)
+    wide = max(_power(shape.d), _power(shape.dv))
+    return Blocks(rows, queries, min(keys, 64 if wide <= 128 else 32), 4)
 
 
 @attrs.frozen(eq=False)
@@ -150,18 +185,16 @@ class AttentionLauncher:
         fresh: bool,
     ) -> Prefix:
         """Attention over rows in the paged cache; the window's own too unless ``fresh``."""
+        shape = self._shape(layout, ref, query, args)
         key, value = ref.planes
-        heads, d = key.row_shape
-        dv = value.row_shape[1]
-        group = query.shape[1] // heads
-        rows = requests_of(layout, query.device)
-        blocks = blocks_for(rows.longest, group, d, dv, 64)
-        slices = -(-rows.longest // blocks.rows)
+        blocks, heads = blocks_for(shape, 64), shape.heads
+        slices = -(-shape.requests.longest // blocks.rows)
         splits = self._splits(layout.num_requests * heads * slices, args, key.block_size)
-        shape = (splits, query.shape[0], query.shape[1])
-        out = query.new_empty(*shape, dv, dtype=torch.float32)
-        lse = query.new_empty(shape, dtype=torch.float32)
+        size = (splits, query.shape[0], query.shape[1])
+        out = query.new_empty(*size, shape.dv, dtype=torch.float32)
+        lse = query.new_empty(size, dtype=torch.float32)
         k_scale, v_scale = self._scales(key), self._scales(value)
+        starts = shape.requests.starts
         paged_partial[(layout.num_requests, heads, splits * slices)](
             query,
             _typed(key),
@@ -170,14 +203,14 @@ class AttentionLauncher:
             v_scale,
             args.block_table,
             args.seq_lens,
-            rows.starts,
-            rows.starts if layout.tree is None else layout.tree.order,
+            starts,
+            starts if layout.tree is None else layout.tree.order,
             out,
             lse,
             query.stride(0),
             query.stride(1),
-            *key.cells.stride(),
-            *value.cells.stride(),
+            *key.cells.stride()[:3],
+            *value.cells.stride()[:3],
             args.block_table.stride(0),
             key.cells.shape[0],
             query.shape[0],
@@ -185,23 +218,16 @@ class AttentionLauncher:
             args.soft_cap or 1.0,
             args.sliding_window or 0,
             args.ring_size or 0,
+            **shape.constants(),
             FRESH=fresh,
-            TREE=layout.tree is not None,
-            CAPPED=args.soft_cap is not None,
-            SLIDING=args.sliding_window is not None,
             RING=args.ring_size is not None,
             K_SCALES=k_scale.numel(),
             V_SCALES=v_scale.numel(),
-            GROUP=group,
-            HEADS=heads,
-            D=d,
-            DV=dv,
-            BLOCK_SIZE=key.block_size,
+            K_STEP=key.cells.stride(3),
+            V_STEP=value.cells.stride(3),
             BLOCK_R=blocks.rows,
             BLOCK_M=blocks.queries,
             BLOCK_N=blocks.keys,
-            BLOCK_D=blocks.d,
-            BLOCK_DV=blocks.dv,
             COMPUTE=_compute(query, key),
             SPLITS=splits,
             num_warps=blocks.warps,
@@ -240,41 +266,39 @@ class AttentionLauncher:
             keep: what to write beside the output.
             output: where to; may be the prefix's own output. A new tensor where None.
         """
+        shape = self._shape(layout, ref, query, args)
         key, value = ref.planes
-        heads, d = key.row_shape
-        dv = value.row_shape[1]
-        group = query.shape[1] // heads
-        rows = requests_of(layout, query.device)
-        blocks = blocks_for(rows.longest, group, d, dv, _power(rows.longest))
         if output is None:
-            output = query.new_empty(*query.shape[:2], dv)
+            output = query.new_empty(*query.shape[:2], shape.dv)
         k, v = fresh if fresh is not None else (query, query)
         write = keep is not None and keep.slots is not None
         copies = keep.buffers if keep is not None else None
         k_scale, v_scale = self._scales(key), self._scales(value)
-        slices = -(-rows.longest // blocks.rows)
-        window_attention[(layout.num_requests, heads, slices)](
+        starts, tree = shape.requests.starts, layout.tree
+        kernel, grid, own = self._kernel(shape, layout, query, key, fresh is not None)
+        kernel[grid](
             query,
             k,
             v,
             prefix.out,
             prefix.lse,
             output,
-            rows.starts,
+            starts,
+            layout.request,
             k_scale,
             v_scale,
             _typed(key) if write else k,
             _typed(value) if write else v,
             k if copies is None else copies[0],
             v if copies is None else copies[1],
-            keep.slots if keep is not None and keep.slots is not None else rows.starts,
+            keep.slots if keep is not None and keep.slots is not None else starts,
             layout.position if keep is None else keep.position,
-            rows.starts if layout.tree is None else layout.tree.order,
-            rows.starts if layout.tree is None else layout.tree.visible.view(torch.uint8),
+            starts if tree is None else tree.order,
+            starts if tree is None else tree.visible.view(torch.uint8),
             query.stride(0),
             query.stride(1),
-            *k.stride(),
-            *v.stride(),
+            *k.stride()[:2],
+            *v.stride()[:2],
             *prefix.out.stride()[:3],
             *prefix.lse.stride(),
             output.stride(0),
@@ -286,27 +310,54 @@ class AttentionLauncher:
             args.scale,
             args.soft_cap or 1.0,
             args.sliding_window or 0,
-            rows.longest,
-            FRESH=fresh is not None,
-            TREE=layout.tree is not None,
-            CAPPED=args.soft_cap is not None,
-            SLIDING=args.sliding_window is not None,
+            shape.requests.longest,
+            **shape.constants(),
+            **own,
             WRITE=write,
             COPY=copies is not None,
             K_SCALES=k_scale.numel() if key.format.quantised else 0,
             V_SCALES=v_scale.numel() if value.format.quantised else 0,
-            GROUP=group,
-            HEADS=heads,
-            D=d,
-            DV=dv,
-            BLOCK_SIZE=key.block_size,
-            BLOCK_R=blocks.rows,
-            BLOCK_M=blocks.queries,
-            BLOCK_N=blocks.keys,
-            BLOCK_D=blocks.d,
-            BLOCK_DV=blocks.dv,
-            COMPUTE=_compute(query, key),
-            EACH=rows.each,
-            num_warps=2 if blocks.queries <= 32 else 4,
+            K_STEP=k.stride(2),
+            V_STEP=v.stride(2),
+            EACH=shape.requests.each,
         )
         return output
+
+    def _kernel(
+        self, shape: Shape, layout: RowLayout, query: Tensor, key: Plane, fresh: bool
+    ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+        """The window kernel for this shape, its grid, and the constants that it alone has."""
+        longest = shape.requests.longest
+        queries, keys = 1 << (shape.group - 1).bit_length(), 1 << (longest - 1).bit_length()
+        products = queries * keys * max(_power(shape.d), _power(shape.dv))
+        if fresh and longest <= _SHORT and products <= _MOST_PRODUCTS:
+            grid: tuple[int, ...] = (query.shape[0], shape.heads)
+            few = grid[0] * grid[1] <= self._processors
+            warps = min(8, max(1, products // _PRODUCTS_PER_WARP) * (2 if few else 1))
+            return short_attention, grid, {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": warps}
+        blocks = blocks_for(shape, _power(longest))
+        own = {
+            "FRESH": fresh,
+            "BLOCK_R": blocks.rows,
+            "BLOCK_M": blocks.queries,
+            "BLOCK_N": blocks.keys,
+            "COMPUTE": _compute(query, key),
+            "num_warps": 2 if blocks.queries <= 32 else 4,
+        }
+        grid = (layout.num_requests, shape.heads, -(-longest // blocks.rows))
+        return window_attention, grid, own
+
+    def _shape(self, layout: RowLayout, ref: LayerRef, query: Tensor, args: AttentionArgs) -> Shape:
+        key, value = ref.planes
+        heads, d = key.row_shape
+        return Shape(
+            requests_of(layout, query.device),
+            heads,
+            query.shape[1] // heads,
+            d,
+            value.row_shape[1],
+            key.block_size,
+            layout.tree is not None,
+            args.soft_cap is not None,
+            args.sliding_window is not None,
+        )

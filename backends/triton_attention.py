@@ -42,6 +42,24 @@ def fold(
     return higher, total, out
 
 
+@triton.jit
+def blend(
+    top: tl.tensor, total: tl.tensor, out: tl.tensor, lse: tl.tensor, part: tl.tensor
+) -> tl.tensor:
+    """Merge a finished partial result, ``part [M, DV]`` with ``lse [M]``, into a running one.
+
+    An infinite ``lse`` of either sign says that the part saw no key.
+    """
+    lse = tl.where(lse == float("inf"), float("-inf"), lse)
+    weighed = tl.where((lse == float("-inf"))[:, None], 0.0, part.to(tl.float32))
+    higher = tl.maximum(top, lse)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp(top - safe)
+    weight = tl.exp(lse - safe)
+    total = total * shrink + weight
+    return higher, total, out * shrink[:, None] + weighed * weight[:, None]
+
+
 @triton.jit(do_not_specialize=["window", "ring", "table_stride", "num_blocks"])
 def paged_partial(
     query: tl.tensor,
@@ -60,11 +78,9 @@ def paged_partial(
     k_block: tl.int64,
     k_slot: tl.int64,
     k_head: tl.int64,
-    k_step: tl.int64,
     v_block: tl.int64,
     v_slot: tl.int64,
     v_head: tl.int64,
-    v_step: tl.int64,
     table_stride: tl.int64,
     num_blocks: tl.int64,
     num_rows: tl.int64,
@@ -83,6 +99,8 @@ def paged_partial(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -154,10 +172,10 @@ def paged_partial(
             block = tl.load(entry, mask=inside, other=0).to(tl.int64)
             inside = inside & (block >= 0) & (block < num_blocks)
             slot = place % BLOCK_SIZE
-            k_at = (block * k_block + slot * k_slot + head * k_head)[:, None] + (d * k_step)[
+            k_at = (block * k_block + slot * k_slot + head * k_head)[:, None] + (d * K_STEP)[
                 None, :
             ]
-            v_at = (block * v_block + slot * v_slot + head * v_head)[:, None] + (dv * v_step)[
+            v_at = (block * v_block + slot * v_slot + head * v_head)[:, None] + (dv * V_STEP)[
                 None, :
             ]
             k = tl.load(key_cache + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attention import fold
+from .triton_attention import blend, fold
 
 
 @triton.jit
@@ -61,6 +61,7 @@ def window_attention(
     prefix_lse: tl.tensor,
     output: tl.tensor,
     starts: tl.tensor,
+    request: tl.tensor,
     k_scale: tl.tensor,
     v_scale: tl.tensor,
     key_cache: tl.tensor,
@@ -75,10 +76,8 @@ def window_attention(
     q_head: tl.int64,
     k_row: tl.int64,
     k_head: tl.int64,
-    k_step: tl.int64,
     v_row: tl.int64,
     v_head: tl.int64,
-    v_step: tl.int64,
     p_split: tl.int64,
     p_row: tl.int64,
     p_head: tl.int64,
@@ -111,6 +110,8 @@ def window_attention(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -126,13 +127,15 @@ def window_attention(
 
     Pointers and lengths:
         query: ``[num_rows, HEADS x GROUP, D]``, innermost contiguous.
-        key: ``[num_rows, HEADS, D]`` as the cache stores it, any strides; if ``FRESH``.
+        key: ``[num_rows, HEADS, D]`` as the cache stores it, any strides (``K_STEP`` the
+            innermost); if ``FRESH``.
         value: ``[num_rows, HEADS, DV]``, likewise.
         prefix_out: ``[splits, num_rows, HEADS x GROUP, DV]``, innermost contiguous.
         prefix_lse: float32 ``[splits, num_rows, HEADS x GROUP]``, any strides; natural
             logarithm; -inf or +inf where a row sees no key.
         output: ``[num_rows, HEADS x GROUP, DV]``, innermost contiguous; may be ``prefix_out``.
         starts: int32 ``[requests + 1]``, first row of each request.
+        request: int64 ``[num_rows]``, the request of each row; for ``short_attention``.
         k_scale: float32 ``[K_SCALES]``, one or ``HEADS``, unread if 0; stored x scale = value.
         v_scale: likewise.
         key_cache: ``[num_blocks, BLOCK_SIZE, HEADS, D]``, innermost contiguous; if ``WRITE``,
@@ -149,14 +152,14 @@ def window_attention(
         EACH: rows of every request where all are alike, else 0; ``starts`` is not read then.
         FRESH: False merges the prefix's splits only.
     """
-    request = tl.program_id(0)
+    owner = tl.program_id(0)
     head = tl.program_id(1)
     base = tl.program_id(2) * BLOCK_R
-    first = request.to(tl.int64) * EACH
+    first = owner.to(tl.int64) * EACH
     count = EACH
     if EACH == 0:
-        first = tl.load(starts + request).to(tl.int64)
-        count = tl.load(starts + request + 1) - first.to(tl.int32)
+        first = tl.load(starts + owner).to(tl.int64)
+        count = tl.load(starts + owner + 1) - first.to(tl.int32)
     if base < count:
         m = tl.arange(0, BLOCK_M)
         row = base + m // GROUP
@@ -183,8 +186,8 @@ def window_attention(
             for start in range(0, tl.minimum(count, base + BLOCK_R), BLOCK_N):
                 n = start + tl.arange(0, BLOCK_N)
                 inside = n < count
-                k_at = ((first + n) * k_row + head * k_head)[:, None] + (d * k_step)[None, :]
-                v_at = ((first + n) * v_row + head * v_head)[:, None] + (dv * v_step)[None, :]
+                k_at = ((first + n) * k_row + head * k_head)[:, None] + (d * K_STEP)[None, :]
+                v_at = ((first + n) * v_row + head * v_head)[:, None] + (dv * V_STEP)[None, :]
                 k = tl.load(key + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
                 v = tl.load(value + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
                 allowed = inside[None, :] & real[:, None] & (n[None, :] <= row[:, None])
@@ -225,16 +228,7 @@ def window_attention(
             if split > 0:
                 lse = tl.load(lse_at + split * l_split, mask=real, other=float("-inf"))
                 part = tl.load(part_at + split * p_split, mask=wide, other=0.0)
-            lse = tl.where(lse == float("inf"), float("-inf"), lse)
-            weighed = part.to(tl.float32)
-            weighed = tl.where((lse == float("-inf"))[:, None], 0.0, weighed)
-            higher = tl.maximum(top, lse)
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink = tl.exp(top - safe)
-            weight = tl.exp(lse - safe)
-            total = total * shrink + weight
-            out = out * shrink[:, None] + weighed * weight[:, None]
-            top = higher
+            top, total, out = blend(top, total, out, lse, part)
         out = out / tl.where(total == 0.0, 1.0, total)[:, None]
         place = (first + row) * o_row + q_head_index * o_head
         tl.store(output + place[:, None] + dv[None, :], out.to(output.dtype.element_ty), mask=wide)
