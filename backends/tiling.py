@@ -10,15 +10,15 @@ from .pointer_table import Plan
 
 #: Fewest units a step of a program covers: enough that a row takes one step, or few.
 _MIN_COLS: Final = 16
-_MAX_COLS: Final = 128
+_MAX_COLS: Final = 32
+
+#: The same for rows that are no multiple of it, and for narrow words.
+_WIDEST: Final = 128
 
 
-#: Loads that each thread has under way at once.
-_UNITS_PER_THREAD: Final = 8
-
-
-#: Up to here, smaller programs: what counts is how soon the last one starts.
+#: Windows of so many rows count as small, and beyond so many as large.
 _FEW_ROWS: Final = 128
+_MANY_ROWS: Final = 1024
 
 
 @attrs.frozen
@@ -57,18 +57,29 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
     if programs == 1:  # interpreted: every step costs the same, whatever its size
         rows = min(64, 1 << max(0, num_rows - 1).bit_length())
         return Tile(1, rows, cols, chunk, 4, once=num_rows <= rows)
-    warps = 1 if num_rows <= _FEW_ROWS else 4
-    rows = max(1, 32 * warps * _UNITS_PER_THREAD // cols)
+    warps, units = _shape_of_steps(num_rows, cols)
+    rows = max(1, 32 * warps * units // cols)
     steps = -(-num_rows // rows)
     at_once = programs // plan.num_planes
     return Tile(max(1, min(steps, at_once)), rows, cols, chunk, warps, once=steps <= at_once)
 
 
+def _shape_of_steps(num_rows: int, cols: int) -> tuple[int, int]:
+    """Warps, and loads that each thread has under way at once; measured on an H200.
+
+    Few rows: what counts is how soon the last program starts. Many: a step covers more rows
+    than it keeps, so that small steps leave fewer threads without work.
+    """
+    if num_rows <= _FEW_ROWS:
+        return 1, 8
+    return (4 if num_rows <= _MANY_ROWS else 8), (4 if cols <= _MAX_COLS else 8)
+
+
 def _columns(plan: Plan) -> int:
     """Units per step: a power of two that wastes few lanes on this row size."""
     if not plan.wide or not plan.row_units:
-        return _MAX_COLS
+        return _WIDEST
     whole = plan.row_units & -plan.row_units
     if whole >= _MIN_COLS:
         return min(whole, _MAX_COLS)
-    return min(_MAX_COLS, 1 << (plan.row_units - 1).bit_length())
+    return min(_WIDEST, 1 << (plan.row_units - 1).bit_length())

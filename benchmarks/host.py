@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from .. import LayerRef, TransactionManager, TxnConfig
+from .. import CapturedRows, LayerRef, TransactionManager, TxnConfig
 from . import machine
 
 help: Final = "host time of an idle window, by policy and number of requests"
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", nargs="+", default=["deferred", "undo", "direct"])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--captured", action="store_true", help="windows over captured rows")
     parser.add_argument("--windows", type=int, default=300, help="windows per measurement")
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         measure(args, policy, requests) for policy in args.policies for requests in args.requests
     ]
-    results = {"suite": "host", "layers": args.layers, "rows": rows}
+    results = {"suite": "host", "layers": args.layers, "captured": args.captured, "rows": rows}
     if args.save:
         machine.write(args.save, results)
     if args.json:
@@ -83,7 +84,17 @@ def window_runner(
     slots = torch.arange(rows, device=device)
     nothing = torch.zeros(requests, dtype=torch.int64, device=device)
     key = torch.randn(rows, 8, 128, dtype=torch.bfloat16, device=device)
+    captured = CapturedRows(check=False)
+    for ref in refs:
+        captured.stage(ref, key, key.clone())
     accepted: Any = nothing if device.type == "cuda" else [0] * requests
+
+    def once_captured() -> list[float]:
+        times = [time.perf_counter()]
+        w = manager.window(args.draft_len, slots, settled=0, captured=captured)
+        times += [time.perf_counter()] * 2  # nothing is left to stage
+        w.commit(accepted)
+        return [*times, time.perf_counter()]
 
     def once() -> list[float]:
         times = [time.perf_counter()]
@@ -96,7 +107,7 @@ def window_runner(
             times.append(time.perf_counter())
         return times
 
-    return once
+    return once_captured if args.captured else once
 
 
 def measure(args: argparse.Namespace, policy: str, requests: int) -> dict[str, Any]:
@@ -112,9 +123,19 @@ def measure(args: argparse.Namespace, policy: str, requests: int) -> dict[str, A
     steps = [[(b - a) * 1e6 for a, b in pairwise(s)] for s in samples]
     begin, stage, commit = (statistics.median(column) for column in zip(*steps, strict=True))
     whole = statistics.median((s[-1] - s[0]) * 1e6 for s in samples)
+    allocations = _allocations(once) if args.device != "cpu" else 0
     row = {"policy": policy, "requests": requests, "rows": requests * args.draft_len}
+    row["device_allocations"] = allocations
     times = {"begin": begin, "stage": stage, "commit": commit, "all": whole}
     return {**row, **{name: round(value, 2) for name, value in times.items()}}
+
+
+def _allocations(once: Callable[[], list[float]]) -> int:
+    """Device memory blocks that one window more takes, after all those before it."""
+    name = "allocation.all.allocated"
+    before = torch.cuda.memory_stats()[name]
+    once()
+    return int(torch.cuda.memory_stats()[name] - before)
 
 
 def profile(args: argparse.Namespace) -> str:

@@ -12,7 +12,7 @@ from ..backends.triton_executor import TritonExecutor
 from ..executor import StagedLayer, Txn
 from ..layout import RowLayout
 from .kernel_timer import sets_needed
-from .models import BLOCK_SIZE, MODELS, Case, Model
+from .models import BLOCK_SIZE, Case, Model
 
 
 @attrs.frozen(eq=False)
@@ -42,7 +42,7 @@ class Workload:
 
     def __init__(self, case: Case, blocks: int | None = None, windows: int | None = None) -> None:
         self.case = case
-        model = MODELS[case.model]
+        model = case.shape
         rows = case.rows
         device = torch.device("cuda")
         blocks = blocks or max(512, 4 * rows // BLOCK_SIZE)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from ..executor import AttentionArgs
-from . import machine
+from . import gate, machine
 from .kernel_timer import medians
 from .models import BLOCK_SIZE, MODELS, Case
 
@@ -35,6 +35,12 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("the attention benchmark needs a CUDA device")
         return 1
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        print("the attention benchmark needs vLLM's own operators: FlashAttention and the write")
+        return 1
+    passed = gate.passed("triton") if args.save else ""
     rows = []
     for requests, context in SHAPES:
         row = measure(Case(args.model, requests, 4, args.accepted), context)
@@ -49,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         )
         torch.cuda.empty_cache()
     if args.save:
-        print(machine.write(args.save, {"suite": "attention", "rows": rows}))
+        print(machine.write(args.save, {"suite": "attention", "gate": passed, "rows": rows}))
     return 0
 
 
