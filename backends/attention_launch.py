@@ -275,7 +275,9 @@ class AttentionLauncher:
         copies = keep.buffers if keep is not None else None
         k_scale, v_scale = self._scales(key), self._scales(value)
         starts, tree = shape.requests.starts, layout.tree
-        kernel, grid, own = self._kernel(shape, layout, query, key, fresh is not None)
+        kernel, grid, own = self._kernel(
+            shape, layout, query, key, prefix.out.shape[0], fresh is not None
+        )
         kernel[grid](
             query,
             k,
@@ -324,7 +326,7 @@ class AttentionLauncher:
         return output
 
     def _kernel(
-        self, shape: Shape, layout: RowLayout, query: Tensor, key: Plane, fresh: bool
+        self, shape: Shape, layout: RowLayout, query: Tensor, key: Plane, splits: int, fresh: bool
     ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
         """The window kernel for this shape, its grid, and the constants that it alone has."""
         longest = shape.requests.longest
@@ -334,7 +336,8 @@ class AttentionLauncher:
             grid: tuple[int, ...] = (query.shape[0], shape.heads)
             few = grid[0] * grid[1] <= self._processors
             warps = min(8, max(1, products // _PRODUCTS_PER_WARP) * (2 if few else 1))
-            return short_attention, grid, {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": warps}
+            own = {"BLOCK_M": queries, "BLOCK_N": keys, "MORE": splits > 1, "num_warps": warps}
+            return short_attention, grid, own
         blocks = blocks_for(shape, _power(longest))
         own = {
             "FRESH": fresh,

@@ -110,12 +110,14 @@ def short_attention(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     EACH: tl.constexpr,
+    MORE: tl.constexpr,
 ) -> None:
     """Causal attention over the window's fresh rows, merged with the prefix by log-sum-exp.
 
     Grid: (rows, KV heads). Arguments are those of ``window_attention``, which says what they
     are; no request has more than ``BLOCK_N`` rows, ``BLOCK_M`` holds the query heads of one KV
-    head. ``request``: int64 ``[num_rows]``, unread where ``EACH`` is not 0.
+    head. ``request`` is unread where ``EACH`` is not 0, ``MORE`` says that there are more splits
+    than one.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -152,14 +154,6 @@ def short_attention(
             slot = tl.where(wanted, slot, 0)
         own_k = tl.load(key + row * k_row + head * k_head + d * K_STEP, mask=d < D, other=0.0)
         own_v = tl.load(value + row * v_row + head * v_head + dv * V_STEP, mask=dv < DV, other=0.0)
-        keep_row(
-            own_k, key_cache, key_buffer, slot, wanted, row, d, head, kc_block, kc_slot, kc_head,
-            WRITE, COPY, HEADS, D, BLOCK_SIZE,
-        )  # fmt: skip
-        keep_row(
-            own_v, value_cache, value_buffer, slot, wanted, row, dv, head, vc_block, vc_slot,
-            vc_head, WRITE, COPY, HEADS, DV, BLOCK_SIZE,
-        )  # fmt: skip
     k_scaled = scale
     if K_SCALES > 0:
         k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
@@ -181,11 +175,21 @@ def short_attention(
     out = tl.sum(weights[:, :, None] * values[None, :, :], axis=1)
     if V_SCALES > 0:
         out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
-    for split in range(splits):
-        if split > 0:
+    top, total, out = blend(top, total, out, lse, part)
+    if MORE:
+        for split in range(1, splits):
             lse = tl.load(lse_at + split * l_split, mask=real, other=float("-inf"))
             part = tl.load(part_at + split * p_split, mask=wide, other=0.0)
-        top, total, out = blend(top, total, out, lse, part)
+            top, total, out = blend(top, total, out, lse, part)
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = output + row * o_row + (heads * o_head)[:, None] + dv[None, :]
     tl.store(out_at, out.to(output.dtype.element_ty), mask=wide)
+    if WRITE or COPY:
+        keep_row(
+            own_k, key_cache, key_buffer, slot, wanted, row, d, head, kc_block, kc_slot, kc_head,
+            WRITE, COPY, HEADS, D, BLOCK_SIZE,
+        )  # fmt: skip
+        keep_row(
+            own_v, value_cache, value_buffer, slot, wanted, row, dv, head, vc_block, vc_slot,
+            vc_head, WRITE, COPY, HEADS, DV, BLOCK_SIZE,
+        )  # fmt: skip
