@@ -8,11 +8,11 @@ import attrs
 
 from .pointer_table import Plan
 
-#: Fewest units a step of a program covers: enough that a row takes one step, or few.
+#: Fewest units a step of a program covers, and most in a window of many rows.
 _MIN_COLS: Final = 16
 _MAX_COLS: Final = 32
 
-#: The same for rows that are no multiple of it, and for narrow words.
+#: Most where rows are few, or no multiple of the least, or of narrow words.
 _WIDEST: Final = 128
 
 
@@ -53,14 +53,15 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
     chunk = 128 if num_rows <= 128 else 1024
     if plan is None:
         return Tile(1, 1, _MIN_COLS, chunk, 4, once=False)
-    cols = _columns(plan)
+    few = num_rows <= _FEW_ROWS
+    cols = _columns(plan, _WIDEST if few else _MAX_COLS)
     if programs == 1:  # interpreted: every step costs the same, whatever its size
         rows = min(64, 1 << max(0, num_rows - 1).bit_length())
         return Tile(1, rows, cols, chunk, 4, once=num_rows <= rows)
     warps, units = _shape_of_steps(num_rows, cols)
     rows = max(1, 32 * warps * units // cols)
     steps = -(-num_rows // rows)
-    at_once = programs // plan.num_planes
+    at_once = programs * (2 if few else 1) // plan.num_planes
     return Tile(max(1, min(steps, at_once)), rows, cols, chunk, warps, once=steps <= at_once)
 
 
@@ -75,11 +76,11 @@ def _shape_of_steps(num_rows: int, cols: int) -> tuple[int, int]:
     return (4 if num_rows <= _MANY_ROWS else 8), (4 if cols <= _MAX_COLS else 8)
 
 
-def _columns(plan: Plan) -> int:
+def _columns(plan: Plan, most: int) -> int:
     """Units per step: a power of two that wastes few lanes on this row size."""
     if not plan.wide or not plan.row_units:
         return _WIDEST
     whole = plan.row_units & -plan.row_units
     if whole >= _MIN_COLS:
-        return min(whole, _MAX_COLS)
+        return min(whole, most)
     return min(_WIDEST, 1 << (plan.row_units - 1).bit_length())
