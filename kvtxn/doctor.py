@@ -86,7 +86,11 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
     if reason is not None:
         return row | {"why_not": reason}
     capabilities = registry.load(name).capabilities
-    return row | {"policies": sorted(capabilities.policies), "attention": capabilities.attention}
+    return row | {
+        "policies": sorted(capabilities.policies),
+        "attention": capabilities.attention,
+        "kinds": sorted(capabilities.kinds),
+    }
 
 
 def _auto(device: torch.device) -> dict[str, str]:
@@ -105,7 +109,8 @@ def as_text(report: dict[str, Any]) -> str:
     for row in report["backends"]:
         says = ", ".join(row["policies"]) if row["runs"] else f"cannot run: {row['why_not']}"
         reads = "; attention reads the window" if row.get("attention") else ""
-        lines.append(f"backend   {row['name']} on {row['device']}: {says}{reads}")
+        holds = f"; {', '.join(row['kinds'])} layers" if row["runs"] else ""
+        lines.append(f"backend   {row['name']} on {row['device']}: {says}{reads}{holds}")
     for device, choice in report["auto"].items():
         lines.append(
             f"auto      on {device}: backend {choice['backend']}, policy {choice['policy']} "

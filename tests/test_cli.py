@@ -25,6 +25,7 @@ def test_doctor_prints_versions_backends_and_the_choice(capsys):
     text = capsys.readouterr().out
     assert f"kvtxn {__version__}" in text
     assert "backend   torch on cpu: deferred, direct, undo; attention reads the window" in text
+    assert "paged, recurrent, ring layers" in text
     assert "auto      on cpu: backend" in text
 
 
