@@ -64,8 +64,8 @@ class Probe(StoreOracle):
             "save": (executor, "save", sometimes(executor.save)),
             "stage": (
                 manager.stager,
-                "take",
-                sometimes(manager.stager.take, lambda ref, *_: ref.name == middle),
+                "again",  # asked first, for every layer of every window
+                sometimes(manager.stager.again, lambda ref, *_: ref.name == middle),
             ),
             "attend": (kvtxn.attention, "attend", sometimes(kvtxn.attention.attend)),
             "accept": (manager.acceptance, "from_ids", sometimes(manager.acceptance.from_ids)),
