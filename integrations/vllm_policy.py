@@ -167,6 +167,13 @@ RULES: Final[tuple[Rule, ...]] = (
         {"recurrent": True},
     ),
     Rule(
+        "quantised latents",
+        "windows",
+        lambda f: f.mla and f.kv_cache_dtype != "auto",
+        "latent rows in {kv_cache_dtype} were not checked",
+        {"mla": True, "kv_cache_dtype": "fp8"},
+    ),
+    Rule(
         "unknown connector",
         "windows",
         lambda f: f.connector not in (None, *CONNECTORS),
@@ -226,7 +233,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "order of sums in fp8",
         "auto",
-        lambda f: f.kv_cache_dtype != "auto",
+        lambda f: f.kv_cache_dtype != "auto" and not f.mla,
         "over {kv_cache_dtype} rows another order of sums can tip a near-tie",
         {"kv_cache_dtype": "fp8"},
     ),
