@@ -32,17 +32,45 @@ def main() -> None:
 
     files = [load(name) for name in _FILES]
     rows = [row for file in files for row in file["rows"] if row["model"] == "llama3-8b"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True)
-    for axis, accepted in zip(axes, (1.0, 0.3), strict=True):
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.8))
+    for axis, accepted in zip(axes, (1.0, 0.3), strict=False):
         draw(axis, [row for row in rows if row["accepted"] == accepted])
         axis.set_title(f"{accepted:.0%} of the drafts accepted")
+    axes[1].sharey(axes[0])
     axes[0].set_ylabel("GPU time, microseconds")
     axes[0].legend(frameon=False)
+    per_row(axes[2], rows, load("h200-layers")["rows"])
     where = files[0]["machine"]
-    figure.suptitle(f"Llama-3 8B, 32 layers, bf16, {where.get('gpu')}, cold L2, graph replay")
+    figure.suptitle(f"Llama-3 8B, bf16, {where.get('gpu')}, cold L2, graph replay")
     figure.tight_layout()
-    figure.savefig(out, dpi=130)
+    figure.savefig(out, dpi=110)
     print(out)
+
+
+def per_row(axis: Any, rows: list[dict[str, Any]], layers: list[dict[str, Any]]) -> None:
+    """GPU time per kept row and layer: flat means that nothing but bytes counts."""
+    for what, found, horizontal in (
+        ("32 layers, over rows of the window", rows, "rows"),
+        ("320 rows, over layers", [row for row in layers if row["rows"] == 320], "layers"),
+    ):
+        points = sorted(
+            (row[horizontal], 1000 * row["us"]["commit"] / _kept(row))
+            for row in found
+            if row["accepted"] == 1.0
+        )
+        axis.plot(*zip(*points, strict=True), marker="o", ms=4, label=what)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_title("commit of all drafts, per kept row and layer")
+    axis.set_ylabel("GPU time, nanoseconds")
+    axis.set_xlabel("rows, or layers")
+    axis.legend(frameon=False)
+    axis.grid(alpha=0.25)
+
+
+def _kept(row: dict[str, Any]) -> float:
+    """Rows x layers that a commit of all drafts writes."""
+    return float(row["requests"] * row["drafts"] * row["layers"])
 
 
 def draw(axis: Any, rows: list[dict[str, Any]]) -> None:

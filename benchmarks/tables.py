@@ -88,12 +88,45 @@ def attention() -> str:
     return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
+def models() -> str:
+    """One commit of all drafts in windows of other models."""
+    found = load("h200-models")
+    rows = []
+    for row in found["rows"]:
+        if row["accepted"] == 1.0:
+            us = row["us"]
+            stock = f"{us['stock']:.0f}" if "stock" in us else "-"
+            times = [stock, f"{us['commit']:.1f}", f"{us['floor']:.1f}"]
+            rows.append([row["model"], str(row["layers"]), str(row["rows"]), *times])
+    header = ["model", "layers", "rows", "stock writes", "commit all drafts", "copy of equal bytes"]
+    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+def host_gpu() -> str:
+    """Host time of a window on a GPU machine, per way to run one."""
+    rows = []
+    for what, name in (
+        ("`triton`, layer by layer", "h200-host-triton"),
+        ("`cudagraph`, layer by layer", "h200-host-cudagraph"),
+        ("`cudagraph`, captured rows", "h200-host-captured"),
+    ):
+        found = load(name)
+        for r in found["rows"]:
+            if r["policy"] == "deferred":
+                times = [f"{r[part]:.0f}" for part in ("begin", "stage", "commit", "all")]
+                rows.append([what, str(r["requests"]), *times])
+    header = ["", "requests", "begin", f"stage, {found['layers']} layers", "commit", "all"]
+    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
 #: Marker -> what stands there.
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "states": states.as_markdown,
     "host": host,
     "kernels": kernels,
+    "models": models,
     "attention": attention,
+    "host-gpu": host_gpu,
 }
 
 
