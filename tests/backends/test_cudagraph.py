@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtxn.backends.torch_executor import TorchExecutor
 
 from kvtxn.testing import ExecutorConformance, Rig, registered
 
@@ -34,6 +35,21 @@ if torch.cuda.is_available():
         @pytest.fixture
         def history_settings(self, kernel_tree_settings):
             return kernel_tree_settings
+
+    class TestReplayingTorch(ExecutorConformance):
+        """Any capturable executor, over copies of a window's rows."""
+
+        @pytest.fixture
+        def backend(self):
+            return cudagraph.replaying(TorchExecutor)
+
+        @pytest.fixture
+        def device(self):
+            return "cuda"
+
+        @pytest.fixture
+        def program_settings(self, kernel_program_settings):
+            return kernel_program_settings
 
 
 @pytest.mark.parametrize(
