@@ -17,6 +17,7 @@ try:
     pytest.importorskip("triton", reason="the kernels need Triton")
     if not ON_GPU:
         pytest.importorskip("triton.experimental.gluon")  # else imported later, uninterpreted
+    import kvtxn.backends.fixed_window  # noqa: F401
     from kvtxn.backends.triton_executor import TritonExecutor
 finally:
     os.environ.pop("TRITON_INTERPRET", None)

@@ -1,0 +1,161 @@
+"""Windows at fixed places, for engines whose forward is a CUDA graph.
+
+A captured forward cannot be told anything new, so all that changes from step to step lies in
+fixed buffers: ``position`` says which rows are drafts (the window kernel reads it), ``rows``
+takes the staged rows, and the engine's own slot mapping is read where it is. One captured
+graph then serves windows, bypassed steps and fallbacks alike: with no row marked as a draft
+the window kernel writes every row into the cache, as stock would.
+
+Everything here is one launch on the host: no allocation, no wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..executor import StagedLayer
+from ..layers import LayerRef
+from ..layout import RowLayout
+from ..rows import LayerRows
+from . import triton_kernels as kernels
+from .attention_launch import Keep
+from .jobs import Job
+from .triton_executor import TritonExecutor
+
+
+@triton.jit
+def prefix_lengths(
+    starts: tl.tensor, seq_lens: tl.tensor, lengths: tl.tensor, count: tl.int32, BLOCK: tl.constexpr
+) -> None:
+    """What each request has in the cache before this step: ``seq_len`` minus its own rows.
+
+    Grid: one program. ``starts``: int32 ``[count + 1]``, ``seq_lens``: int32 ``[count]``,
+    ``lengths``: int32 ``[count]``, written. Requests of padding have no rows and length 0.
+    """
+    for first in range(0, count, BLOCK):
+        request = first + tl.arange(0, BLOCK)
+        inside = request < count
+        start = tl.load(starts + request, mask=inside, other=0)
+        end = tl.load(starts + request + 1, mask=inside, other=0)
+        total = tl.load(seq_lens + request, mask=inside, other=0)
+        tl.store(lengths + request, tl.maximum(total - (end - start), 0), mask=inside)
+
+
+class FixedWindow:
+    """One window after another over the same buffers.
+
+    Args:
+        executor: over the layers; its launches are used, and its slots from now on are ``slots``.
+        slots: the engine's slot mappings, int64 ``[num_groups, n]``, groups in the order of the
+            executor's layers; the engine fills them before each forward.
+        counters: int64 ``[lines, 3]``, see ``Txn.count``.
+        undo: whether rows are written through and restored, instead of staged.
+
+    Attributes:
+        position: int64 ``[max_rows]``: 0, 1, ... for draft rows, -1 for all others.
+        rows: by layer name, ``[max_rows, *row_shape]`` per plane: the staged rows, or under
+            undo what the caches held before.
+    """
+
+    def __init__(
+        self, executor: TritonExecutor, slots: Tensor, counters: Tensor, *, undo: bool
+    ) -> None:
+        self._executor = executor
+        self._counters = counters
+        self._shown: RowLayout | None = None
+        refs = executor.layers
+        self._groups = (1 << len({ref.group for ref in refs})) - 1
+        executor.use_slots(slots)
+        self.position = torch.full(
+            (executor.config.max_rows,), -1, dtype=torch.int64, device=refs[0].device
+        )
+        self.rows: LayerRows = {
+            ref.name: tuple(
+                torch.empty(
+                    (executor.config.max_rows, *plane.row_shape),
+                    dtype=plane.cells.dtype,
+                    device=plane.cells.device,
+                )
+                for plane in ref.planes
+            )
+            for ref in refs
+        }
+        self._save = self._job(kernels.DRAFT, to_cache=False) if undo else None
+        self._commit = self._job(kernels.REJECTED if undo else kernels.KEPT)
+
+    def _job(self, select: int, *, to_cache: bool = True) -> Job:
+        refs = self._executor.layers
+        parts = [part for ref in refs for part in self.rows[ref.name]]
+        job = self._executor.job("fixed", refs, parts, select, to_cache=to_cache)
+        return attrs.evolve(job, table=job.table.clone())  # the executor's own may change
+
+    def show(self, layout: RowLayout | None) -> None:
+        """Mark the draft rows of the next forward; None marks no row, so all are written.
+
+        Free where the last step looked the same.
+        """
+        if layout is self._shown:
+            return
+        before = 0 if self._shown is None else self._shown.num_rows
+        now = 0 if layout is None else layout.num_rows
+        self._shown = None  # whatever fails below, the next call does it all
+        if layout is not None:
+            self.position[:now].copy_(layout.position)
+        if before > now:
+            self.position[now:before].fill_(-1)
+        self._shown = layout
+
+    def prefix(self, starts: Tensor, seq_lens: Tensor, lengths: Tensor) -> None:
+        """Fill ``lengths`` with what each request has in the cache before this step.
+
+        Args:
+            starts: int32 ``[num_requests + 1]``.
+            seq_lens: int32 ``[num_requests]``, this step's rows included.
+            lengths: int32 ``[num_requests]``.
+        """
+        count = lengths.shape[0]
+        prefix_lengths[(1,)](starts, seq_lens, lengths, count, BLOCK=256)
+
+    def keep(self, ref: LayerRef, slots: Tensor | None) -> Keep:
+        """What the window kernel writes for a layer: its rows to stage, settled ones to the cache.
+
+        Args:
+            ref: the layer.
+            slots: int64 ``[num_rows]``; None where settled rows were written already.
+        """
+        key, value = (self.rows_of(ref, i) for i in (0, 1))
+        return Keep(slots, self.position, (key, value))
+
+    def rows_of(self, ref: LayerRef, plane: int) -> Tensor:
+        """A plane's staged rows in the plane's own dtype."""
+        return self.rows[ref.name][plane].view(ref.planes[plane].format.dtype)
+
+    def save(self, layout: RowLayout) -> None:
+        """Under undo: remember what the draft slots hold; before the forward."""
+        assert self._save is not None
+        self._executor.launch(self._save, self._groups, layout, self._counters, None)
+
+    def commit(self, layout: RowLayout, sampled: Tensor) -> None:
+        """Write the kept rows, or under undo restore the rejected ones, and count.
+
+        Args:
+            layout: the window's rows, which lead the batch.
+            sampled: int ``[num_requests]`` or longer, on the device: tokens sampled for each,
+                the accepted drafts and one more.
+        """
+        self._executor.launch(
+            self._commit, self._groups, layout, self._counters, sampled, accept=kernels.SAMPLED
+        )
+
+    def staged(self, layers: Sequence[LayerRef], num_rows: int) -> list[StagedLayer]:
+        """The staged rows of some layers, for a repair by the reference."""
+        return [
+            StagedLayer(ref, tuple(self.rows_of(ref, i)[:num_rows] for i in range(len(ref.planes))))
+            for ref in layers
+        ]
