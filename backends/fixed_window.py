@@ -23,7 +23,7 @@ from ..executor import StagedLayer
 from ..layers import LayerRef
 from ..layout import RowLayout
 from ..rows import LayerRows
-from . import triton_kernels as kernels
+from . import triton_select as which
 from .attention_launch import Keep
 from .jobs import Job
 from .triton_executor import TritonExecutor
@@ -86,8 +86,8 @@ class FixedWindow:
             )
             for ref in refs
         }
-        self._save = self._job(kernels.DRAFT, to_cache=False) if undo else None
-        self._commit = self._job(kernels.REJECTED if undo else kernels.KEPT)
+        self._save = self._job(which.DRAFT, to_cache=False) if undo else None
+        self._commit = self._job(which.REJECTED if undo else which.KEPT)
 
     def _job(self, select: int, *, to_cache: bool = True) -> Job:
         refs = self._executor.layers
@@ -150,7 +150,7 @@ class FixedWindow:
                 the accepted drafts and one more.
         """
         self._executor.launch(
-            self._commit, self._groups, layout, self._counters, sampled, accept=kernels.SAMPLED
+            self._commit, self._groups, layout, self._counters, sampled, accept=which.SAMPLED
         )
 
     def staged(self, layers: Sequence[LayerRef], num_rows: int) -> list[StagedLayer]:

@@ -122,11 +122,11 @@ def additional_config(config: Any) -> object:
     return config.additional_config
 
 
-def most_draft_rows(config: Any) -> int:
-    """The most draft rows that one step can have."""
+def most_window_rows(config: Any) -> int:
+    """The most rows that requests with drafts have in one step."""
     speculation = config.speculative_config
     drafts = int(speculation.num_speculative_tokens) if speculation is not None else 0
-    return max(1, drafts * int(config.scheduler_config.max_num_seqs))
+    return (drafts + 1) * int(config.scheduler_config.max_num_seqs)
 
 
 def config_facts(config: Any) -> Facts:
@@ -153,6 +153,16 @@ def config_facts(config: Any) -> Facts:
         mla=model.use_mla,
         recurrent=model.is_hybrid,
         microbatches=parallel.use_ubatching,
+        adaptive=_adapts(speculation),
+        mixed_graphs=config.compilation_config.cudagraph_mode.mixed_mode().name == "FULL",
+    )
+
+
+def _adapts(speculation: Any) -> bool:
+    """Whether the number of drafts changes from step to step."""
+    return speculation is not None and bool(
+        speculation.enable_adaptive_verification
+        or speculation.num_speculative_tokens_per_batch_size is not None
     )
 
 
@@ -212,15 +222,22 @@ class TargetLayer:
         return len(self.row_shape) == 1
 
 
+def draft_layers(runner: Any) -> set[str]:
+    """Names of the drafter's own attention layers; each of vLLM's runners keeps them elsewhere."""
+    v1 = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", None)
+    v2 = getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", None)
+    return set(v1 or ()) | set(v2 or ())
+
+
 def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
     """Layers whose rows belong into windows, and what the layers say about the engine."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.v1.attention.backend import AttentionType
 
-    drafter = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", None) or set()
-    not_ours = set(drafter) | set(runner.shared_kv_cache_layers)
     modules = {id(module) for module in runner.get_model().modules()}
     by_name = runner.compilation_config.static_forward_context
+    shared = {n for n in by_name if getattr(by_name[n], "kv_sharing_target_layer_name", None)}
+    not_ours = shared | draft_layers(runner)
     layers, foreign = [], None
     for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         for name in group.layer_names:
@@ -248,7 +265,7 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
     facts = attrs.evolve(
         known,
         foreign_layer=foreign,
-        kv_sharing=bool(runner.shared_kv_cache_layers),
+        kv_sharing=bool(shared),
         attention=next(iter(backends), None),
         sinks=any(getattr(layer.impl, "sinks", None) is not None for layer in layers),
         alibi=any(getattr(layer.impl, "alibi_slopes", None) is not None for layer in layers),
@@ -376,3 +393,28 @@ def write_rows(layer: TargetLayer, parts: Sequence[Tensor], cache: Tensor, slots
 def scratch_blocks(cache: Tensor, count: int) -> Tensor:
     """A zeroed cache of ``count`` blocks with the layout of ``cache``."""
     return cache.new_zeros(count, *cache.shape[1:])
+
+
+# -- FlashAttention ---------------------------------------------------------------
+
+
+def flash_attention() -> Any:
+    """The module of the FlashAttention backend."""
+    from vllm.v1.attention.backends import flash_attn
+
+    return flash_attn
+
+
+def register_flash_attention(path: str) -> None:
+    """Let vLLM find the class at ``path`` under the name FLASH_ATTN."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.FLASH_ATTN, path)
+
+
+def metadata_of(module: Any) -> Any:
+    """A layer's attention metadata in the forward that is under way; None without any."""
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    return metadata.get(module.layer_name) if isinstance(metadata, dict) else None

@@ -13,12 +13,15 @@ and why; then the engine runs as if kvtxn were not installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from ..errors import KVTxnError
 from ..log import get_logger
 
 log = get_logger()
+
+#: The attention that vLLM finds under the name FLASH_ATTN where rows are deferred.
+FLASH_ATTENTION: Final = "kvtxn.integrations.vllm_flash.WindowFlashBackend"
 
 _undo: Callable[[], None] | None = None
 
@@ -71,7 +74,6 @@ def _on_worker(wrapper: Any) -> None:
     """A worker has its runner: hook it if the configuration asks for that."""
     from . import vllm_internals as internals
     from .vllm_policy import decide
-    from .vllm_runner import attach
     from .vllm_settings import settings, surfaces_errors
 
     config = internals.engine_config(wrapper)
@@ -81,13 +83,21 @@ def _on_worker(wrapper: Any) -> None:
             return
         internals.show_log()
         rank = internals.rank_of(wrapper)
-        wanted = settings(asked, internals.most_draft_rows(config))
+        wanted = settings(asked, internals.most_window_rows(config))
         if wanted is None:
             return
-        policy, why = decide(wanted.policy, internals.config_facts(config))
+        facts = internals.config_facts(config)
+        policy, why = decide(wanted.policy, facts)
         if policy == "off":
             log.warning("vllm.inactive", rank=rank, why=why)
             return
+        if facts.device == "cpu":
+            from .vllm_runner import attach
+        else:
+            from .vllm_runner_v2 import attach
+
+            if policy == "deferred":  # before the model is made, which asks for its attention
+                internals.register_flash_attention(FLASH_ATTENTION)
         attach(internals.runner_of(wrapper), wanted, rank)
     except KVTxnError as error:
         log.error("vllm.inactive", why=str(error))

@@ -17,10 +17,16 @@ import attrs
 SUPPORTED: Final = ("0.28.0", "0.29.0", "0.31.0", "0.32.0")
 
 #: Model runners that can be hooked, per device.
-RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",)}
+RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v2",)}
 
 #: Attention backends whose rows can be addressed, per device.
-ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("CPU_ATTN", "CPU_MLA")}
+ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {
+    "cpu": ("CPU_ATTN", "CPU_MLA"),
+    "cuda": ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"),
+}
+
+#: Releases whose GPU side was checked.
+ON_GPU: Final = ("0.32.0",)
 
 
 #: KV connectors that store no row while it is a draft; what was rejected is gone soon after.
@@ -47,6 +53,8 @@ class Facts:
         mla: multi-head latent attention.
         recurrent: some layers keep a state instead of rows.
         microbatches: the batch is cut into overlapping halves.
+        adaptive: how many drafts are verified changes from step to step.
+        mixed_graphs: one captured graph serves prompts and drafts together.
         attention: backend of the target's layers, such as ``"CPU_ATTN"``; None before they are
             known. Of several, one that is not in ``ATTENTION``, if there is any.
         foreign_layer: a layer of the target with rows in a cache that is not plain attention.
@@ -68,6 +76,8 @@ class Facts:
     mla: bool = False
     recurrent: bool = False
     microbatches: bool = False
+    adaptive: bool = False
+    mixed_graphs: bool = False
 
     attention: str | None = None
     foreign_layer: str | None = None
@@ -160,6 +170,27 @@ RULES: Final[tuple[Rule, ...]] = (
         {"microbatches": True},
     ),
     Rule(
+        "adaptive",
+        "windows",
+        lambda f: f.adaptive,
+        "the number of drafts is decided during the step",
+        {"adaptive": True},
+    ),
+    Rule(
+        "release on GPUs",
+        "windows",
+        lambda f: f.device == "cuda" and f.version not in ON_GPU,
+        "vLLM {version} was not checked on GPUs; supported there: " + ", ".join(ON_GPU),
+        {"device": "cuda", "runner": "v2", "version": "0.31.0"},
+    ),
+    Rule(
+        "latent on GPUs",
+        "windows",
+        lambda f: f.device == "cuda" and f.mla,
+        "latent attention is not supported yet on device {device}",
+        {"device": "cuda", "runner": "v2", "mla": True},
+    ),
+    Rule(
         "recurrent",
         "windows",
         lambda f: f.recurrent,
@@ -193,6 +224,27 @@ RULES: Final[tuple[Rule, ...]] = (
         lambda f: f.attention is not None and f.attention not in ATTENTION.get(f.device, ()),
         "how attention backend {attention} keeps its rows was not checked",
         {"attention": "FLEX_ATTENTION"},
+    ),
+    Rule(
+        "other attention",
+        "deferred",
+        lambda f: f.device == "cuda" and f.attention not in (None, "FLASH_ATTN"),
+        "attention backend {attention} cannot read the window",
+        {"device": "cuda", "runner": "v2", "attention": "TRITON_ATTN"},
+    ),
+    Rule(
+        "mixed graphs",
+        "deferred",
+        lambda f: f.mixed_graphs,
+        "graphs that mix prompts and drafts cannot read the window",
+        {"mixed_graphs": True},
+    ),
+    Rule(
+        "quantised on GPUs",
+        "deferred",
+        lambda f: f.device == "cuda" and f.kv_cache_dtype != "auto",
+        "the window attention does not quantise {kv_cache_dtype} rows on device {device}",
+        {"device": "cuda", "runner": "v2", "kv_cache_dtype": "fp8"},
     ),
     Rule(
         "connector",

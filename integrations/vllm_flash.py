@@ -1,0 +1,235 @@
+"""vLLM's FlashAttention backend, reading a window: prefix in the cache, merged with fresh rows.
+
+Registered under vLLM's own name for it, so models and captured graphs use it as they are. With
+no window and at layers that are not the target's it is vLLM's own code, untouched. With one,
+FlashAttention attends over the rows before the step (not causal, with log-sum-exp), and one
+kernel adds the step's own rows, stages the drafts and, in a captured graph, writes the rest.
+Two parts are right whether or not the drafts are written, so one graph serves every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..backends.attention_launch import Prefix
+from ..executor import AttentionArgs
+from ..layers import LayerRef
+from ..layout import RowLayout
+from . import vllm_internals as internals
+from . import vllm_internals_gpu as inside
+from .vllm_gpu import GpuSteps
+
+_own: Final[Any] = internals.flash_attention()
+
+
+@attrs.frozen(eq=False)
+class FlashHook:
+    """What a target layer's attention needs to know.
+
+    Attributes:
+        steps: the runner's.
+        ref: the layer.
+        args: how it attends; block table and lengths come from the metadata.
+    """
+
+    steps: GpuSteps
+    ref: LayerRef
+    args: AttentionArgs
+
+
+@attrs.define(eq=False)
+class Reading:
+    """How one forward reads its window; lives in the attention metadata of one KV-cache group.
+
+    Attributes:
+        steps: the runner's.
+        layout: the requests with drafts, or in a captured graph any that it may serve.
+        captured: the forward is a graph: it is told nothing, and admits no new request.
+        prefix: int32 ``[num_requests]``, rows in the cache before the step.
+        schedules: FlashAttention's, for the prefix, by sliding window.
+        slots: the batch's slots without the drafts'.
+    """
+
+    steps: GpuSteps
+    layout: RowLayout
+    captured: bool
+    prefix: Tensor | None = None
+    schedules: dict[int | None, Tensor | None] = attrs.Factory(dict)
+    slots: Tensor | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """An earlier layer failed: the rest of this forward is vLLM's own."""
+        step = self.steps.step
+        return not self.captured and (step is None or step.direct)
+
+    def prepare(self, hook: FlashHook, impl: Any, metadata: Any) -> Tensor:
+        """What layers share, made at the first of them; inside a graph it is captured there."""
+        count = self.layout.num_requests
+        if self.prefix is None:
+            self.prefix = torch.empty(
+                count, dtype=torch.int32, device=metadata.query_start_loc.device
+            )
+            self.steps.window.prefix(
+                metadata.query_start_loc[: count + 1], metadata.seq_lens[:count], self.prefix
+            )
+            if not self.captured:
+                self.slots = metadata.slot_mapping.clone()
+                self.slots[: self.layout.num_rows].masked_fill_(self.layout.is_draft, -1)
+        sliding = hook.args.sliding_window
+        if sliding not in self.schedules:
+            self.schedules[sliding] = inside.flash_schedule(
+                impl, metadata, self.prefix, hook.ref, self.left(hook)
+            )
+        return self.prefix
+
+    def left(self, hook: FlashHook) -> int:
+        """How many rows before the last one of the prefix it sees; -1 is all.
+
+        FlashAttention aligns windows to the end of the keys, and the step's own rows are not
+        among them; so their number counts off, which has to be one for all requests.
+        """
+        sliding = hook.args.sliding_window
+        if sliding is None:
+            return -1
+        return sliding - 1 - self.layout.starts[1]
+
+    def attend(
+        self,
+        hook: FlashHook,
+        impl: Any,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        output: Tensor,
+    ) -> None:
+        """One layer's attention over the batch, into ``output``."""
+        prefix = self.prepare(hook, impl, metadata)
+        window, layout, ref = self.steps.window, self.layout, hook.ref
+        rows = slice(layout.num_rows)
+        if self.slots is not None:  # a request admitted in this step may read what others write
+            _own.FlashAttentionImpl.do_kv_cache_update(
+                impl, layer, key, value, kv_cache, self.slots
+            )
+        lse = inside.flash_prefix(
+            *(impl, layer, metadata, ref, query[rows], prefix),
+            self.schedules[hook.args.sliding_window],
+            self.left(hook),
+            output[rows],
+        )
+        keep = window.keep(ref, metadata.slot_mapping[rows] if self.captured else None)
+        self.steps.attention.merge(
+            layout,
+            ref,
+            query[rows],
+            (key[rows], value[rows]),
+            Prefix.single(output[rows], lse),
+            hook.args,
+            keep,
+            output[rows],
+        )
+        if self.captured:
+            return
+        if metadata.num_actual_tokens > layout.num_rows:
+            inside.flash_rest(impl, layer, metadata, ref, query, output, layout.num_requests)
+        assert self.steps.step is not None
+        self.steps.step.staged.append(ref)
+
+
+class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """Builds vLLM's metadata; where the step has a window, without the stock schedule."""
+
+    kvtxn: GpuSteps | None = None
+    _capturing = False
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Metadata for a graph that will serve every step of its shape."""
+        self._capturing = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._capturing = False
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        """Metadata for one step."""
+        steps, layout = self.kvtxn, None
+        if steps is not None and self._capturing:
+            layout = steps.graph_layout(*inside.flash_shape(common_attn_metadata))
+        elif steps is not None and steps.deferred and steps.step is not None and not fast_build:
+            layout = steps.step.layout
+        metadata = super().build(
+            common_prefix_len, common_attn_metadata, fast_build or layout is not None
+        )
+        if steps is not None and layout is not None:
+            metadata.kvtxn = Reading(steps, layout, self._capturing)
+        return metadata
+
+
+class WindowFlashImpl(_own.FlashAttentionImpl):  # type: ignore[misc]
+    """Attends through the step's window where there is one."""
+
+    kvtxn: FlashHook | None = None
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write the batch's rows, unless ``forward`` is going to."""
+        if self.kvtxn is not None:
+            reading = getattr(internals.metadata_of(layer), "kvtxn", None)
+            if reading is not None and not reading.stopped:
+                return
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; through the window while there is one."""
+        hook, reading = self.kvtxn, getattr(attn_metadata, "kvtxn", None)
+        if hook is not None and reading is not None and not reading.stopped:
+            try:
+                batch = (query, key, value, kv_cache, attn_metadata, output)
+                reading.attend(hook, self, layer, *batch)
+                return output
+            except Exception as error:
+                if reading.captured:
+                    raise
+                reading.steps.fell_back(error)
+                super().do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+        attended: Tensor = super().forward(
+            *(layer, query, key, value, kv_cache, attn_metadata, output),
+            output_scale,
+            output_block_scale,
+        )
+        return attended
+
+
+class WindowFlashBackend(_own.FlashAttentionBackend):  # type: ignore[misc]
+    """What vLLM finds under the name FLASH_ATTN."""
+
+    @staticmethod
+    def get_impl_cls() -> type[WindowFlashImpl]:
+        """The attention."""
+        return WindowFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowFlashBuilder]:
+        """The metadata builder."""
+        return WindowFlashBuilder

@@ -1,0 +1,242 @@
+"""Steps of a model runner on a GPU: plan on the host, one launch before or after the forward.
+
+Knows nothing of vLLM. The forward may be a replayed CUDA graph, so nothing is handed to it:
+``begin`` marks the step's draft rows in a fixed buffer, ``commit`` moves the accepted ones.
+Whatever fails, the step ends as stock would end it, is counted by reason, and after a fault
+the next steps go straight through for a while; unless ``on_error="raise"``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..backends.fixed_window import FixedWindow
+from ..backends.triton_executor import TritonExecutor
+from ..errors import BackendUnavailableError
+from ..executor import StagedLayer
+from ..layers import LayerRef
+from ..layout import RowLayout
+from ..manager import TransactionManager
+from ..rows import write_layers
+from ..states import WindowState
+
+#: Steps without a window after a first fault; doubled at each further one, up to the limit.
+_REST: Final = 8
+_LONGEST_REST: Final = 4096
+
+
+@attrs.define(eq=False)
+class Step:
+    """One forward with drafts.
+
+    Attributes:
+        layout: the requests with drafts, which lead the batch.
+        staged: layers whose drafts wait, where the host sees the forward.
+        direct: rows go straight into the cache: something failed.
+    """
+
+    layout: RowLayout
+    staged: list[LayerRef] = attrs.Factory(list)
+    direct: bool = False
+
+
+class GpuSteps:
+    """The windows of one model runner.
+
+    Args:
+        manager: over the target's layers, in the order of ``slots``' groups.
+        slots: the runner's slot mappings, int64 ``[num_groups, n]``, filled before each forward.
+        query_len: most rows that a request with drafts has.
+
+    Attributes:
+        manager: as given.
+        window: the fixed buffers.
+        query_len: as given.
+        layers: the target's, in the order of the forward.
+        attention: launches the window kernel.
+        deferred: whether draft rows wait.
+        uniform: the attention wants requests of one length (sliding windows do).
+        step: the forward that is under way, if it has a window.
+    """
+
+    def __init__(self, manager: TransactionManager, slots: Tensor, query_len: int) -> None:
+        executor = manager.executor
+        if not isinstance(executor, TritonExecutor):
+            raise BackendUnavailableError(
+                "vllm",
+                "windows inside CUDA graphs need the Triton executor",
+                expected="backend 'triton' or 'auto'",
+                got=repr(executor.name),
+            )
+        self.manager = manager
+        self.layers = executor.layers
+        self.attention = executor.attention
+        self.query_len = query_len
+        self.step: Step | None = None
+        self.deferred = manager.policy == "deferred"
+        self.uniform = False
+        self._slots = slots
+        with torch.inference_mode(False):
+            rows = manager.metrics.rows[0]
+            self.window = FixedWindow(executor, slots, rows, undo=manager.policy == "undo")
+        self._windows = manager.metrics.windows
+        self._latest: tuple[bytes, bytes] | None = None
+        self._layout: RowLayout | None = None
+        self._pause = _REST
+        self._rest = 0
+        self.layout = lru_cache(maxsize=512)(
+            lambda drafts, settled: RowLayout.build(drafts, settled, manager.device)
+        )
+
+    # -- a step ---------------------------------------------------------------------
+
+    def begin(self, drafts: Any, lengths: Any, prefilling: Any) -> None:
+        """Plan the forward that comes next; slots are in place.
+
+        Args:
+            drafts: numpy int32 ``[num_requests]``, draft rows of each; None where there are none.
+            lengths: numpy int32 ``[num_requests]``, rows of each.
+            prefilling: numpy bool ``[num_requests]``: its rows are still the prompt's.
+        """
+        if self.step is not None:
+            self.abandon()
+        layout = None if drafts is None else self._plan(drafts, lengths, prefilling)
+        try:
+            if self.deferred:
+                self.window.show(layout)
+            elif layout is not None and self.manager.policy == "undo":
+                self.window.save(layout)
+        except Exception as error:
+            self._failed("begin", error)
+            layout = None
+            if self.deferred:
+                self.window.show(None)  # if even this fails, rows would be lost: let it out
+        if layout is not None:
+            self.step = Step(layout)
+
+    def _plan(self, drafts: Any, lengths: Any, prefilling: Any) -> RowLayout | None:
+        """The layout of the requests with drafts; None, and the reason counted, without one."""
+        count = int((drafts > 0).sum())
+        if count == 0:
+            return None
+        drafts, lengths = drafts[:count], lengths[:count]
+        key = (drafts.tobytes(), lengths.tobytes())
+        if key != self._latest:
+            self._latest, self._layout = None, None
+            longest = int(lengths.max())
+            rows = int(lengths.sum())
+            for applies, reason in (
+                (not drafts.all(), "order"),
+                (longest > self.query_len, "long_query"),
+                (rows > self.manager.config.max_rows, "max_rows"),
+                (self.uniform and longest != int(lengths.min()), "uneven_sliding"),
+            ):
+                if applies:
+                    self.manager.bypass(reason)
+                    return None
+            settled = tuple((lengths - drafts).tolist())
+            self._layout = self.layout(tuple(drafts.tolist()), settled)
+            self._latest = key
+        if prefilling[:count].any():
+            self.manager.bypass("prompt_with_drafts")
+            return None
+        if self._rest > 0:
+            self._rest -= 1
+            self.manager.bypass("resting")
+            return None
+        return self._layout
+
+    def commit(self, sampled: Tensor) -> None:
+        """Make the accepted rows durable.
+
+        Args:
+            sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
+        """
+        step, self.step = self.step, None
+        if step is None:
+            return
+        outcome = WindowState.FELL_BACK
+        if step.direct:
+            self._count(step.layout, sampled)
+        else:
+            try:
+                if self.manager.policy == "direct":
+                    self._count(step.layout, sampled)
+                else:
+                    self.window.commit(step.layout, sampled)
+                outcome = WindowState.COMMITTED
+            except Exception as error:
+                self._failed("commit", error)
+                self._repair(step.layout, sampled)
+                self._count(step.layout, sampled)
+        self._windows[outcome.value] += 1
+        if outcome is WindowState.COMMITTED:
+            self._pause = _REST
+
+    def abandon(self) -> None:
+        """The step came to nothing: no draft row stays."""
+        step, self.step = self.step, None
+        if step is None or step.direct:
+            return
+        if self.manager.policy == "undo":
+            none = torch.ones(
+                step.layout.num_requests, dtype=torch.int32, device=self.manager.device
+            )
+            self.window.commit(step.layout, none)
+        self._windows[WindowState.ABORTED.value] += 1
+
+    def graph_layout(self, requests: int, longest: int, rows: int) -> RowLayout | None:
+        """What a graph of this shape has to serve; None where no window can be in it."""
+        if not self.deferred or longest != self.query_len or rows != requests * longest:
+            return None
+        if rows > self.manager.config.max_rows:
+            return None
+        return self.layout((longest - 1,) * requests, (1,) * requests)
+
+    # -- failures -------------------------------------------------------------------
+
+    def fell_back(self, error: Exception) -> None:
+        """The attention failed: the drafts that wait go into the cache now.
+
+        The caller writes the rows of the layers that follow, as stock does.
+        """
+        step = self.step
+        assert step is not None
+        self._failed("attend", error)
+        step.direct = True
+        waiting = self.window.staged(step.staged, step.layout.num_rows)
+        self._write(waiting, step.layout, step.layout.is_draft)
+
+    def _failed(self, operation: str, error: Exception) -> None:
+        if self.manager.config.on_error == "raise":
+            raise error
+        self.manager.note_fallback(None, operation, error)
+        self._rest, self._pause = self._pause, min(2 * self._pause, _LONGEST_REST)
+
+    def _repair(self, layout: RowLayout, sampled: Tensor) -> None:
+        """The reference finishes a commit. If it fails rows are lost, so its error gets out."""
+        kept = layout.kept(sampled[: layout.num_requests] - 1)
+        layers = self.window.staged(self.layers, layout.num_rows)
+        self._write(layers, layout, kept if self.deferred else layout.is_draft & ~kept)
+
+    def _write(self, layers: list[StagedLayer], layout: RowLayout, mask: Tensor) -> None:
+        order = list(self.manager.groups)
+        slots = {
+            group: self._slots[number, : layout.num_rows] for number, group in enumerate(order)
+        }
+        rows = {layer.ref.name: layer.rows for layer in layers}
+        write_layers([layer.ref for layer in layers], rows, slots, mask)
+
+    def _count(self, layout: RowLayout, sampled: Tensor) -> None:
+        """Count a window whose rows were written through."""
+        drafts = int(sum(layout.draft_len))
+        kept = layout.kept(sampled[: layout.num_requests] - 1).sum()
+        lines = self.manager.metrics.rows[1]
+        lines[:, 0] += drafts
+        lines[:, 1] += kept
+        lines[:, 2] += drafts - kept

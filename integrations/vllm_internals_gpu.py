@@ -1,0 +1,200 @@
+"""What kvtxn takes from vLLM's inside on GPUs; what it imports comes from ``vllm_internals``.
+
+The V2 model runner, its batches and graphs, and the calls of FlashAttention's operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import attrs
+from torch import Tensor
+
+from ..errors import LayerError
+from ..layers import LayerRef
+from . import vllm_internals as internals
+
+#: Methods of the V2 runner that are overridden, with the parameters they have to have.
+RUNNER_METHODS: Final = {
+    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    "gather_batch_req_state": ("scheduler_output", "dummy_run"),
+    "prepare_attn": ("input_batch",),
+    "sample": ("hidden_states", "input_batch", "grammar_output"),
+}
+
+
+# -- the V2 runner ------------------------------------------------------------------
+
+
+@attrs.frozen
+class BatchRows:
+    """The rows of a batch as the host knows them, numpy ``[num_requests]`` each.
+
+    Attributes:
+        drafts: draft rows per request; None where the batch has none.
+        lengths: rows per request.
+        prefilling: rows are still the prompt's.
+    """
+
+    drafts: Any
+    lengths: Any
+    prefilling: Any
+
+
+def batch_rows(batch: Any) -> BatchRows:
+    """What ``prepare_attn`` is given."""
+    drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
+    return BatchRows(drafts, batch.num_scheduled_tokens, batch.is_prefilling_np)
+
+
+def query_len(runner: Any) -> int:
+    """Most rows of a request with drafts: all of them, and the token sampled last."""
+    return int(runner.decode_query_len)
+
+
+def admits(state: Any) -> bool:
+    """Whether a batch has requests whose prompt is not done."""
+    return state is not None and bool(state.has_prefill)
+
+
+def slot_mappings(runner: Any, groups: Sequence[str]) -> Tensor:
+    """The slots of these groups, int64 ``[num_groups, max_tokens]``, one buffer for ever.
+
+    Raises:
+        LayerError: they are not neighbours in the runner's buffer.
+    """
+    slots: Tensor = runner.block_tables.slot_mappings
+    numbers = [int(group.partition(".")[2]) for group in groups]
+    first = numbers[0]
+    if numbers != list(range(first, first + len(numbers))):
+        raise LayerError(
+            "vllm",
+            "the target's KV-cache groups are not neighbours",
+            expected="consecutive groups",
+            got=numbers,
+        )
+    return slots[first : first + len(numbers)]
+
+
+def metadata_builders(runner: Any, names: set[str]) -> list[Any]:
+    """The builders that make the attention metadata of these layers."""
+    return [
+        builder
+        for groups in runner.attn_groups
+        for group in groups
+        if not names.isdisjoint(group.layer_names)
+        for builder in group.metadata_builders
+    ]
+
+
+# -- FlashAttention -------------------------------------------------------------------
+
+
+def scores_of(impl: Any) -> internals.Scores:
+    """A layer's settings; vLLM says -1 and 0 where there is no window and no cap."""
+    left, cap = int(impl.sliding_window[0]), float(impl.logits_soft_cap)
+    return internals.Scores(
+        float(impl.scale), left + 1 if left >= 0 else None, cap if cap > 0 else None
+    )
+
+
+def flash_shape(common: Any) -> tuple[int, int, int]:
+    """Requests, rows of the longest request and rows of a batch that is to be captured."""
+    return int(common.num_reqs), int(common.max_query_len), int(common.num_actual_tokens)
+
+
+def flash_schedule(
+    impl: Any, metadata: Any, prefix: Tensor, ref: LayerRef, left: int
+) -> Tensor | None:
+    """FlashAttention 3's schedule for the prefix of each request; other versions have none."""
+    if impl.vllm_flash_attn_version != 3:
+        return None
+    schedule: Tensor = internals.flash_attention().get_scheduler_metadata(
+        batch_size=prefix.shape[0],
+        max_seqlen_q=metadata.max_query_len,
+        max_seqlen_k=metadata.max_seq_len,
+        num_heads_q=impl.num_heads,
+        num_heads_kv=impl.num_kv_heads,
+        headdim=impl.head_size,
+        cache_seqlens=prefix,
+        qkv_dtype=ref.key_cache.dtype,
+        cu_seqlens_q=metadata.query_start_loc[: prefix.shape[0] + 1],
+        page_size=ref.key_cache.shape[1],
+        causal=False,
+        window_size=(left, -1),
+        has_softcap=bool(impl.logits_soft_cap),
+        num_splits=metadata.max_num_splits,
+    )
+    return schedule
+
+
+def flash_prefix(
+    impl: Any,
+    module: Any,
+    metadata: Any,
+    ref: LayerRef,
+    query: Tensor,
+    prefix: Tensor,
+    schedule: Tensor | None,
+    left: int,
+    output: Tensor,
+) -> Tensor:
+    """Attention over each request's prefix, into ``output``; log-sum-exp ``[heads, rows]``."""
+    count = prefix.shape[0]
+    _, lse = internals.flash_attention().flash_attn_varlen_func(
+        q=query,
+        k=ref.key_cache,
+        v=ref.value_cache,
+        out=output,
+        cu_seqlens_q=metadata.query_start_loc[: count + 1],
+        max_seqlen_q=metadata.max_query_len,
+        seqused_k=prefix,
+        max_seqlen_k=metadata.max_seq_len,
+        softmax_scale=impl.scale,
+        causal=False,
+        window_size=[left, -1],
+        softcap=impl.logits_soft_cap,
+        block_table=metadata.block_table[:count],
+        return_softmax_lse=True,
+        scheduler_metadata=schedule,
+        num_splits=metadata.max_num_splits,
+        fa_version=impl.vllm_flash_attn_version,
+        **_descales(impl, module, count),
+    )
+    found: Tensor = lse
+    return found
+
+
+def flash_rest(
+    impl: Any, module: Any, metadata: Any, ref: LayerRef, query: Tensor, output: Tensor, first: int
+) -> None:
+    """The stock attention for the requests from ``first`` on, whose rows are in the cache."""
+    rows = slice(metadata.num_actual_tokens)
+    seq_lens = metadata.seq_lens[first:]
+    internals.flash_attention().flash_attn_varlen_func(
+        q=query[rows],
+        k=ref.key_cache,
+        v=ref.value_cache,
+        out=output[rows],
+        cu_seqlens_q=metadata.query_start_loc[first:],
+        max_seqlen_q=metadata.max_query_len,
+        seqused_k=seq_lens,
+        max_seqlen_k=metadata.max_seq_len,
+        softmax_scale=impl.scale,
+        causal=True,
+        window_size=list(impl.sliding_window),
+        softcap=impl.logits_soft_cap,
+        block_table=metadata.block_table[first:],
+        num_splits=metadata.max_num_splits,
+        fa_version=impl.vllm_flash_attn_version,
+        **_descales(impl, module, seq_lens.shape[0]),
+    )
+
+
+def _descales(impl: Any, module: Any, requests: int) -> dict[str, Tensor]:
+    shape = (requests, impl.num_kv_heads)
+    return {
+        "k_descale": module._k_scale.expand(shape),
+        "v_descale": module._v_scale.expand(shape),
+    }

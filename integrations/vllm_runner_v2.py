@@ -1,0 +1,173 @@
+"""vLLM's V2 model runner on a GPU, with windows.
+
+The runner object changes its class; no class of vLLM's is patched. Per step: ``prepare_attn``
+has just said which rows go where, so the step is planned there, before the forward; and
+``sample`` says what was accepted, so the commit follows there, before the drafter or a
+connector sees the cache. The forward itself may be a replayed graph and is not touched.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import attrs
+
+from .. import __version__
+from ..config import Policy, TxnConfig
+from ..executor import AttentionArgs
+from ..layers import LayerRef
+from ..log import get_logger
+from ..manager import TransactionManager
+from . import vllm_internals as internals
+from . import vllm_internals_gpu as inside
+from .vllm_gpu import GpuSteps
+from .vllm_policy import decide
+
+log = get_logger()
+
+
+@cache
+def window_runner(own: Any) -> Any:
+    """A subclass of a runner's own class; an object of that class can become one of this."""
+
+    class WindowRunner(own):  # type: ignore[misc]
+        """Every method is vLLM's, plus a window.
+
+        Attributes:
+            kvtxn: the steps, once the KV cache exists; None while kvtxn stays out.
+            kvtxn_config: the settings.
+            kvtxn_rank: the worker's rank.
+        """
+
+        kvtxn: GpuSteps | None = None
+        kvtxn_config: TxnConfig
+        kvtxn_rank: int = 0
+
+        def initialize_kv_cache(
+            self,
+            kv_cache_config: Any,
+            is_profiling: bool = False,
+            kv_cache_allocation_context: Any = None,
+        ) -> None:
+            """Caches are new: so are the steps. None for a profiling run's caches."""
+            self.kvtxn = None
+            super().initialize_kv_cache(
+                kv_cache_config,
+                is_profiling,
+                kv_cache_allocation_context=kv_cache_allocation_context,
+            )
+            if not is_profiling:
+                self.kvtxn = open_steps(self)
+
+        def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+            """A graph writes settled rows after it reads: one with a new request must not."""
+            state, uniform = super().gather_batch_req_state(scheduler_output, dummy_run)
+            steps = self.kvtxn
+            if steps is not None and steps.deferred and inside.admits(state):
+                uniform = None
+            return state, uniform
+
+        def prepare_attn(self, input_batch: Any) -> Any:
+            """Slots are in place after this: plan the step."""
+            prepared = super().prepare_attn(input_batch)
+            if self.kvtxn is not None:
+                rows = inside.batch_rows(input_batch)
+                self.kvtxn.begin(rows.drafts, rows.lengths, rows.prefilling)
+            return prepared
+
+        def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+            """What was sampled says what was accepted: commit."""
+            sampled = super().sample(hidden_states, input_batch, grammar_output)
+            if self.kvtxn is not None:
+                self.kvtxn.commit(sampled[1])
+            return sampled
+
+    return WindowRunner
+
+
+def attach(runner: Any, config: TxnConfig, rank: int) -> None:
+    """Hook a runner; the KV cache does not exist yet. Hooking it twice is harmless."""
+    own: Any = type(runner)
+    if hasattr(runner, "kvtxn_config"):
+        return
+    wrong = internals.check_methods(own, inside.RUNNER_METHODS)
+    if wrong is not None:
+        log.warning("vllm.inactive", rank=rank, why=f"this runner is unknown: {wrong}")
+        return
+    runner.__class__ = window_runner(own)
+    runner.kvtxn_config = config
+    runner.kvtxn_rank = rank
+
+
+def layer_refs(layers: list[internals.TargetLayer], kv_dtype: str) -> list[LayerRef]:
+    """The target layers over the caches, ``[num_blocks, heads, block_size, 2 * head_size]``."""
+    refs = []
+    for layer in layers:
+        key, value = layer.cache.transpose(1, 2).split(layer.row_shape[-1], -1)
+        scales = (None, None) if kv_dtype == "auto" else internals.stored_scales(layer.module)
+        refs.append(
+            LayerRef(
+                *(layer.name, key, value),
+                group=layer.group,
+                k_scale=scales[0],
+                v_scale=scales[1],
+                kv_dtype=kv_dtype,
+            )
+        )
+    return refs
+
+
+def hook_attention(steps: GpuSteps, layers: list[internals.TargetLayer], builders: Any) -> None:
+    """Let the layers' attention read the windows."""
+    from .vllm_flash import FlashHook
+
+    for layer, ref in zip(layers, steps.layers, strict=True):
+        scores = inside.scores_of(layer.impl)
+        steps.uniform |= scores.sliding_window is not None
+        args = AttentionArgs(
+            block_table=steps.window.position,  # the metadata's is used
+            seq_lens=steps.window.position,
+            scale=scores.scale,
+            sliding_window=scores.sliding_window,
+            soft_cap=scores.soft_cap,
+        )
+        layer.impl.kvtxn = FlashHook(steps, ref, args)
+    for builder in builders:
+        builder.kvtxn = steps
+
+
+def open_steps(runner: Any) -> GpuSteps | None:
+    """Steps over the runner's new caches, or None and the reason in the log."""
+    config: TxnConfig = runner.kvtxn_config
+    try:
+        layers, facts = internals.target_layers(runner)
+        policy, why = decide(config.policy, facts)
+        if policy == "off":
+            log.warning("vllm.inactive", rank=runner.kvtxn_rank, why=why)
+            return None
+        settings = attrs.evolve(config, policy=cast(Policy, policy), staging="reference")
+        manager = TransactionManager(layer_refs(layers, facts.kv_cache_dtype), settings)
+        slots = inside.slot_mappings(runner, list(manager.groups))
+        steps = GpuSteps(manager, slots, inside.query_len(runner))
+        if policy == "deferred":
+            names = {layer.name for layer in layers}
+            hook_attention(steps, layers, inside.metadata_builders(runner, names))
+    except Exception as error:
+        if config.on_error == "raise":
+            raise
+        log.exception("vllm.inactive", rank=runner.kvtxn_rank, why=repr(error))
+        return None
+    log.info(
+        "vllm.active",
+        rank=runner.kvtxn_rank,
+        policy=policy,
+        why=why,
+        backend=manager.executor.name,
+        layers=len(manager.layers),
+        groups=len(manager.groups),
+        max_rows=settings.max_rows,
+        kvtxn=__version__,
+        vllm=internals.version(),
+    )
+    return steps
