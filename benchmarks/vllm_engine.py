@@ -86,7 +86,9 @@ class Engine:
         self.spec = spec
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._log = tempfile.NamedTemporaryFile("r", suffix=".log", errors="replace")
+        self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115  # lives as long as the engine
+            "r", suffix=".log", errors="replace"
+        )
         self._process = context.Process(target=_serve, args=(spec, theirs, self._log.name))
         self._process.start()
         theirs.close()
