@@ -6,10 +6,15 @@ import argparse
 from importlib import import_module
 from typing import Final
 
-help: Final = "measure: host (cost of an idle window), kernels, attention"
+help: Final = "measure: host (cost of an idle window), kernels, attention, vllm (whole engines)"
 
 #: What can be measured -> the module that does it, imported only when asked for.
-SUITES: Final = {"host": "host", "kernels": "kernels", "attention": "kernels_attention"}
+SUITES: Final = {
+    "host": "host",
+    "kernels": "kernels",
+    "attention": "kernels_attention",
+    "vllm": "vllm_bench",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

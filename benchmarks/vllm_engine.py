@@ -113,7 +113,10 @@ class Engine:
         """End the process; its counters have been read by then."""
         if self._process.is_alive():
             self._pipe.send(("stop", None))
-        self._process.join()
+        self._process.join(timeout=30)
+        if self._process.is_alive():  # an engine's own processes can outlive their work
+            self._process.kill()
+            self._process.join()
 
     def log(self) -> str:
         """What the engine printed."""
@@ -149,6 +152,7 @@ def _serve(spec: EngineSpec, pipe: Connection, log: str) -> None:
     while True:
         command, work = pipe.recv()
         if command == "stop":
+            llm.llm_engine.engine_core.shutdown()
             return
         if command == "snapshot":
             from ..integrations.vllm_plugin import snapshots

@@ -37,7 +37,7 @@ class Shape:
 SHAPES: Final[Mapping[str, Shape]] = {
     "llama3-8b": Shape(32, 4096, 14336, 32, 8, 128256),
     "host-bound": Shape(8, 1024, 2816, 16, 8, 32000),
-    "tiny": Shape(2, 64, 128, 4, 2, 512),
+    "tiny": Shape(2, 128, 256, 4, 2, 512),
 }
 
 
