@@ -39,7 +39,8 @@ def keep_row(
     """
     if WRITE:
         place = (slot // BLOCK_SIZE) * c_block + (slot % BLOCK_SIZE) * c_slot + head * c_head
-        tl.store(cache + place + columns, words, mask=(columns < WIDTH) & wanted)
+        if wanted:
+            tl.store(cache + place + columns, words, mask=columns < WIDTH)
     if COPY:
         place = (row * HEADS + head) * WIDTH
         tl.store(buffer + place + columns, words, mask=columns < WIDTH)

@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds per cell")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--memory", type=float, default=0.28, help="share of the GPU per engine")
     parser.add_argument("--output", default=None, help="name of the result file")
 
 
@@ -104,7 +103,12 @@ def _arguments(
         speculation["rejection_sample_method"] = "synthetic"
         speculation["synthetic_acceptance_rates"] = _positions(rate, args.drafts)
     on_gpu = torch.cuda.is_available()
-    settings = {"gpu_memory_utilization": args.memory} if on_gpu else {"enforce_eager": True}
+    # Engines that start together must not measure each other's memory: the cache's size is given.
+    tokens = requests * (length + 64)
+    settings: dict[str, Any] = {"enforce_eager": True}
+    if on_gpu:
+        cache = tokens * SHAPES[args.model].token_bytes + (256 << 20)
+        settings = {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.05}
     return {
         "model": str(write_model(folder, args.model, length)),
         "load_format": "dummy",

@@ -33,6 +33,11 @@ class Shape:
     kv_heads: int
     vocab: int
 
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in the cache in bf16, a drafter's layer included."""
+        return 4 * (self.layers + 1) * self.kv_heads * (self.hidden // self.heads)
+
 
 SHAPES: Final[Mapping[str, Shape]] = {
     "llama3-8b": Shape(32, 4096, 14336, 32, 8, 128256),

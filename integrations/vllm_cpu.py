@@ -21,6 +21,7 @@ from ..executor import AttentionArgs
 from ..formats import words
 from ..layers import LayerRef
 from . import vllm_internals as internals
+from .vllm_hooks import check_methods
 from .vllm_session import Session
 
 
@@ -203,7 +204,7 @@ def hook_attention(session: Session, layers: Sequence[internals.TargetLayer]) ->
     """
     for layer in layers:
         methods = internals.LATENT_METHODS if layer.latent else internals.ATTENTION_METHODS
-        wrong = internals.check_methods(type(layer.impl), methods)
+        wrong = check_methods(type(layer.impl), methods)
         if wrong is not None:
             raise LayerError("vllm", f"the attention of {layer.name!r} is unknown: {wrong}")
     for layer in layers:

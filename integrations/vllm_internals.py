@@ -2,13 +2,11 @@
 
 No other file here imports vLLM's modules or reads the attributes of its
 objects. Checked against the releases in ``vllm_policy.SUPPORTED``; a method
-that looks different is noticed when the runner is hooked (``check_methods``).
+that looks different is noticed when the runner is hooked (``vllm_hooks``).
 """
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -51,15 +49,6 @@ def version() -> str:
     import vllm
 
     return str(vllm.__version__).partition("+")[0]
-
-
-def show_log() -> None:
-    """Let kvtxn's events appear where vLLM's do, at vLLM's level, unless configured already."""
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvtxn")
-    if not ours.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = not theirs.handlers
 
 
 def hook_workers(
@@ -177,20 +166,6 @@ def runner_of(wrapper: Any) -> Any:
 def rank_of(wrapper: Any) -> int:
     """A worker's rank among the engine's."""
     return int(wrapper.rpc_rank)
-
-
-def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | None:
-    """What about ``owner`` is not as expected, in a sentence; None if it all is."""
-    for name, parameters in methods.items():
-        method = inspect.getattr_static(owner, name, None)
-        if not inspect.isfunction(method):
-            return f"{owner.__name__}.{name} is not there"
-        found = tuple(inspect.signature(method).parameters)[1:]
-        everything = tuple(parameter.rstrip("?") for parameter in parameters)
-        needed = tuple(parameter for parameter in parameters if not parameter.endswith("?"))
-        if found not in (everything, needed):
-            return f"{owner.__name__}.{name} takes {found}, not {everything}"
-    return None
 
 
 @attrs.frozen(eq=False)

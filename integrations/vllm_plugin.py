@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ..errors import KVTxnError
 from ..log import get_logger
+from .vllm_hooks import show_log
 
 log = get_logger()
 
@@ -81,7 +82,7 @@ def _on_worker(wrapper: Any) -> None:
     try:
         if not isinstance(asked, Mapping) or "kvtxn" not in asked:
             return
-        internals.show_log()
+        show_log()
         rank = internals.rank_of(wrapper)
         wanted = settings(asked, internals.most_window_rows(config))
         if wanted is None:

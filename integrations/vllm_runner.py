@@ -19,6 +19,7 @@ from ..log import get_logger
 from ..manager import TransactionManager
 from . import vllm_cpu, vllm_layers
 from . import vllm_internals as internals
+from .vllm_hooks import check_methods
 from .vllm_policy import decide
 from .vllm_session import Session
 
@@ -98,7 +99,7 @@ def attach(runner: Any, config: TxnConfig, rank: int) -> None:
     own: Any = type(runner)
     if is_hooked(runner):
         return
-    wrong = internals.check_methods(own, internals.RUNNER_METHODS)
+    wrong = check_methods(own, internals.RUNNER_METHODS)
     if wrong is not None:
         log.warning("vllm.inactive", rank=rank, why=f"this runner is unknown: {wrong}")
         return

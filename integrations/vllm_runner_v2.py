@@ -22,6 +22,7 @@ from ..manager import TransactionManager
 from . import vllm_internals as internals
 from . import vllm_internals_gpu as inside
 from .vllm_gpu import GpuSteps
+from .vllm_hooks import check_methods
 from .vllm_policy import decide
 
 log = get_logger()
@@ -91,7 +92,7 @@ def attach(runner: Any, config: TxnConfig, rank: int) -> None:
     own: Any = type(runner)
     if hasattr(runner, "kvtxn_config"):
         return
-    wrong = internals.check_methods(own, inside.RUNNER_METHODS)
+    wrong = check_methods(own, inside.RUNNER_METHODS)
     if wrong is not None:
         log.warning("vllm.inactive", rank=rank, why=f"this runner is unknown: {wrong}")
         return

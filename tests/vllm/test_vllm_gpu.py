@@ -1,0 +1,208 @@
+"""Steps on a GPU, without vLLM: planned, committed, abandoned, and repaired when a launch fails.
+
+The kernels run on the GPU where there is one, else through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy
+import pytest
+import torch
+
+from kvtxn import LayerRef, TransactionManager, TxnConfig
+from kvtxn.config import Policy
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+if not ON_GPU:  # must be set when Triton and the kernels are imported, and only then
+    os.environ["TRITON_INTERPRET"] = "1"
+try:
+    pytest.importorskip("triton", reason="the steps need Triton")
+    if not ON_GPU:
+        pytest.importorskip("triton.experimental.gluon")  # else imported later, uninterpreted
+    import kvtxn.backends.triton_executor as triton_executor
+    from kvtxn.integrations.vllm_gpu import GpuSteps
+finally:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+HEADS, SIZE, BLOCK, BLOCKS = 2, 8, 4, 8
+
+
+@pytest.fixture(autouse=True)
+def _anywhere(monkeypatch):
+    """The executor may be asked for by name on a CPU, where the interpreter runs it."""
+    monkeypatch.setattr(
+        triton_executor.TritonExecutor, "unavailable", classmethod(lambda cls, device: None)
+    )
+
+
+class Rig:
+    """A runner's side: caches packed as vLLM's are, slots, and a forward by plain indexing."""
+
+    def __init__(self, policy: Policy, on_error: str = "fallback") -> None:
+        shape = (BLOCKS, HEADS, BLOCK, 2 * SIZE)
+        self.caches = [torch.randn(shape, device=DEVICE) for _ in range(2)]
+        refs = []
+        for i, cache in enumerate(self.caches):
+            key, value = cache.transpose(1, 2).split(SIZE, -1)
+            refs.append(LayerRef(f"layer.{i}", key, value))
+        config = TxnConfig(policy=policy, backend="triton", max_rows=16, on_error=on_error)
+        self.manager = TransactionManager(refs, config)
+        self.slots = torch.full((1, 32), -1, dtype=torch.int64, device=DEVICE)
+        self.steps = GpuSteps(self.manager, self.slots, query_len=4)
+
+    def begin(self, drafts, lengths, prefilling=None) -> None:
+        """Plan a step; request r has the block r, from its start on."""
+        rows = [r * BLOCK + i for r, length in enumerate(lengths) for i in range(length)]
+        self.slots.fill_(-1)
+        self.slots[0, : len(rows)] = torch.tensor(rows)
+        late = prefilling or [False] * len(lengths)
+        self.steps.begin(*(numpy.array(each) for each in (drafts, lengths, late)))
+
+    def forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the attention does: stage drafts and write the rest, or write everything."""
+        count = int((self.slots[0] >= 0).sum())
+        made = []
+        for ref in self.steps.layers:
+            rows = torch.randn(2, count, HEADS, SIZE, device=DEVICE)
+            step = self.steps.step
+            holds = self.steps.deferred and step is not None and not step.direct
+            for plane, cache in enumerate((ref.key_cache, ref.value_cache)):
+                if holds:
+                    self.steps.window.rows_of(ref, plane)[:count] = rows[plane]
+                for row in range(count):
+                    if not holds or int(self.steps.window.position[row]) < 0:
+                        slot = int(self.slots[0, row])
+                        cache[slot // BLOCK, slot % BLOCK] = rows[plane, row]
+            made.append((rows[0], rows[1]))
+        return made
+
+    def commit(self, sampled) -> None:
+        """Tokens sampled per request."""
+        self.steps.commit(torch.tensor(sampled, dtype=torch.int32, device=DEVICE))
+
+    def expect(self, before, made, drafts, lengths, sampled) -> None:
+        """Every byte: settled and accepted rows are new, all others as before."""
+        for cache, old, ref, rows in zip(self.caches, before, self.steps.layers, made, strict=True):
+            got = cache.clone()
+            cache.copy_(old)
+            row = 0
+            for request, length in enumerate(lengths):
+                for i in range(length):
+                    kept = i - (length - drafts[request]) < sampled[request] - 1
+                    if kept:
+                        ref.key_cache[request, i] = rows[0][row]
+                        ref.value_cache[request, i] = rows[1][row]
+                    row += 1
+            assert torch.equal(cache, got)
+
+    def count(self, name: str) -> float:
+        """A counter."""
+        return self.manager.snapshot().get(f"kvtxn_{name}", 0)
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_steps_of_changing_shape(policy):
+    """Full and partial acceptance, uneven drafts, requests that come and go."""
+    rig = Rig(policy)
+    for drafts, lengths, sampled in (
+        ([3, 3], [4, 4], [1, 4]),
+        ([3, 1, 2], [4, 2, 3], [2, 2, 1]),
+        ([2], [4], [3]),
+        ([3, 3], [4, 4], [3, 2]),
+    ):
+        before = [cache.clone() for cache in rig.caches]
+        rig.begin(drafts, lengths)
+        made = rig.forward()
+        rig.commit(sampled)
+        rig.expect(before, made, drafts, lengths, sampled)
+    assert rig.count("windows_total_committed") == 4
+    assert rig.count("rows_staged_total") == 20
+    assert rig.count("rows_committed_total") == 3 + 2 + 2 + 3
+
+
+@pytest.mark.parametrize(
+    ("drafts", "lengths", "prefilling", "reason"),
+    [
+        ([0, 2], [1, 3], None, "order"),
+        ([5], [6], None, "long_query"),
+        ([3] * 5, [4] * 5, None, "max_rows"),
+        ([2], [3], [True], "prompt_with_drafts"),
+    ],
+)
+def test_a_step_that_cannot_have_a_window_says_why(drafts, lengths, prefilling, reason):
+    """No row is marked as a draft, so all are written as stock writes them."""
+    rig = Rig("deferred")
+    rig.begin([3], [4])
+    rig.commit([1])
+    rig.begin(drafts, lengths, prefilling)
+    assert rig.steps.step is None
+    assert bool((rig.steps.window.position == -1).all())
+    assert rig.count(f"bypassed_windows_total_{reason}") == 1
+    rig.commit([1] * len(drafts))
+    assert rig.count("windows_total") == 1
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_a_commit_that_fails_loses_nothing_and_rests(policy, monkeypatch):
+    """The reference finishes it; the next steps go straight through, then windows come back."""
+    rig = Rig(policy)
+    before = [cache.clone() for cache in rig.caches]
+    rig.begin([3, 3], [4, 4])
+    made = rig.forward()
+
+    def broken(*args):
+        raise RuntimeError("no launch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.steps.window, "commit", broken)
+        rig.commit([2, 4])
+    rig.expect(before, made, [3, 3], [4, 4], [2, 4])
+    assert rig.count("fallbacks_total_commit") == 1
+    assert rig.count("windows_total_fell_back") == 1
+    assert (rig.count("rows_staged_total"), rig.count("rows_committed_total")) == (6, 4)
+    rests = 0
+    while rig.begin([3, 3], [4, 4]) is None and rig.steps.step is None:
+        rests += 1
+        assert rests < 100
+    assert rests == rig.count("bypassed_windows_total_resting") == 8
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_an_abandoned_step_leaves_no_draft_row(policy):
+    """Its settled rows stay."""
+    rig = Rig(policy)
+    before = [cache.clone() for cache in rig.caches]
+    rig.begin([3, 3], [4, 4])
+    made = rig.forward()
+    rig.steps.abandon()
+    rig.expect(before, made, [3, 3], [4, 4], [1, 1])
+    assert rig.count("windows_total_aborted") == 1
+
+
+def test_attention_that_fails_half_way():
+    """Layers that had staged their drafts write them; the rest of the step is stock's."""
+    rig = Rig("deferred")
+    before = [cache.clone() for cache in rig.caches]
+    rig.begin([3], [4])
+    made = rig.forward()
+    step = rig.steps.step
+    assert step is not None
+    step.staged.extend(rig.steps.layers)
+    rig.steps.fell_back(RuntimeError("no attention"))
+    rig.commit([2])
+    rig.expect(before, made, [3], [4], [4])
+    assert rig.count("windows_total_fell_back") == 1
+    assert rig.count("rows_committed_total") == 1
+
+
+def test_errors_can_be_asked_for(monkeypatch):
+    """``on_error="raise"`` lets them out."""
+    rig = Rig("deferred", on_error="raise")
+    rig.begin([3], [4])
+    monkeypatch.setattr(rig.steps.window, "commit", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rig.commit([1])
