@@ -119,6 +119,28 @@ def host_gpu() -> str:
     return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
+def vllm_gpu() -> str:
+    """Tokens per second of whole engines, relative to stock's in the same run."""
+    rows, lines = [], []
+    for name in ("h200-vllm-llama3-8b-eagle", "h200-vllm-host-bound-ngram"):
+        found = load(name)
+        what = f"{found['settings']['model']}, {found['settings']['drafter']}"
+        for cell in found["cells"]:
+            stock = cell["stock"]
+            row = [what, str(cell["requests"]), f"{100 * cell['acceptance']:.0f} %"]
+            row.append(f"{stock['tokens_per_s']:.0f}")
+            spread = (stock["fastest"] - stock["slowest"]) / stock["tokens_per_s"]
+            row.append(f"{100 * spread:.0f} %")
+            for policy in ("deferred", "undo"):
+                row.append(f"{cell[policy]['tokens_per_s'] / stock['tokens_per_s']:.3f}")
+            same = all(cell[p]["accepted"] == stock["accepted"] for p in ("deferred", "undo"))
+            rows.append([*row, "yes" if same else "no"])
+        lines.append(machine_line(found["machine"]))
+    header = ["model, drafter", "requests", "acceptance", "stock tokens/s", "stock's spread"]
+    header += ["deferred, of stock", "undo, of stock", "accepted drafts equal"]
+    return f"{markdown(header, rows)}\n\nMedians. " + "; ".join(lines) + "."
+
+
 #: Marker -> what stands there.
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "states": states.as_markdown,
@@ -127,6 +149,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "models": models,
     "attention": attention,
     "host-gpu": host_gpu,
+    "vllm-gpu": vllm_gpu,
 }
 
 

@@ -162,15 +162,15 @@ def _cell(
             if turn:
                 runs[engine.spec.policy].append(measured)
     cell: dict[str, Any] = {"context": context, "requests": requests, "acceptance": rate}
-    for policy, measured in runs.items():
-        speeds = sorted(each.generated / each.seconds for each in measured)
+    for policy, repeated in runs.items():
+        speeds = sorted(each.generated / each.seconds for each in repeated)
         cell[policy] = {
             "tokens_per_s": statistics.median(speeds),
             "slowest": speeds[0],
             "fastest": speeds[-1],
-            "drafted": [each.drafted for each in measured],
-            "accepted": [each.accepted for each in measured],
-            "digests": [each.digest for each in measured],
+            "drafted": [each.drafted for each in repeated],
+            "accepted": [each.accepted for each in repeated],
+            "digests": [each.digest for each in repeated],
         }
     print(_line(cell), flush=True)
     return cell

@@ -285,7 +285,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "order of sums in fp8",
         "auto",
-        lambda f: f.kv_cache_dtype != "auto" and not f.mla,
+        lambda f: f.device == "cpu" and f.kv_cache_dtype != "auto" and not f.mla,
         "over {kv_cache_dtype} rows another order of sums can tip a near-tie",
         {"kv_cache_dtype": "fp8"},
     ),
