@@ -22,7 +22,7 @@ RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v2",)
 #: Attention backends whose rows can be addressed, per device.
 ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": ("CPU_ATTN", "CPU_MLA"),
-    "cuda": ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"),
+    "cuda": ("FLASH_ATTN", "TRITON_ATTN"),
 }
 
 #: Releases whose GPU side was checked.
