@@ -142,13 +142,18 @@ def config_facts(config: Any) -> Facts:
         mla=model.use_mla,
         recurrent=model.is_hybrid,
         microbatches=parallel.use_ubatching,
-        adaptive=_adapts(speculation),
-        mixed_graphs=config.compilation_config.cudagraph_mode.mixed_mode().name == "FULL",
+        adaptive=_on_gpu(config) and _adapts(config.speculative_config),
+        mixed_graphs=_on_gpu(config)
+        and config.compilation_config.cudagraph_mode.mixed_mode().name == "FULL",
     )
 
 
+def _on_gpu(config: Any) -> bool:
+    return bool(config.device_config.device_type == "cuda")
+
+
 def _adapts(speculation: Any) -> bool:
-    """Whether the number of drafts changes from step to step."""
+    """Whether the number of drafts changes from step to step; older releases do not say."""
     return speculation is not None and bool(
         speculation.enable_adaptive_verification
         or speculation.num_speculative_tokens_per_batch_size is not None

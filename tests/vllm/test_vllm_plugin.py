@@ -95,7 +95,7 @@ def test_a_worker_that_asks_is_hooked_and_can_be_unhooked(lines):
     assert isinstance(runner, Runner)
     vllm_plugin._on_worker(worker)
     assert type(runner) is hooked  # never twice
-    assert runner.kvtxn_config.max_rows == 32
+    assert runner.kvtxn_config.max_rows == 40  # 8 requests of 4 drafts and a settled row
     assert (runner._update_states(None), runner._sample(None, None)) == ("updated", "sampled")
     assert runner._model_forward() == "hidden"
     assert vllm_plugin._snapshot(worker) == {"kvtxn_active": 0.0}
