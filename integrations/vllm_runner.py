@@ -19,7 +19,7 @@ from ..log import get_logger
 from ..manager import TransactionManager
 from . import vllm_cpu, vllm_layers
 from . import vllm_internals as internals
-from .vllm_hooks import check_methods
+from .vllm_hooks import hook_runner, is_hooked
 from .vllm_policy import decide
 from .vllm_session import Session
 
@@ -89,23 +89,9 @@ def window_runner(own: Any) -> Any:
     return WindowRunner
 
 
-def is_hooked(runner: Any) -> bool:
-    """Whether ``attach`` has been here."""
-    return hasattr(runner, "kvtxn_config")
-
-
 def attach(runner: Any, config: TxnConfig, rank: int) -> None:
     """Hook a runner; the KV cache does not exist yet. Hooking it twice is harmless."""
-    own: Any = type(runner)
-    if is_hooked(runner):
-        return
-    wrong = check_methods(own, internals.RUNNER_METHODS)
-    if wrong is not None:
-        log.warning("vllm.inactive", rank=rank, why=f"this runner is unknown: {wrong}")
-        return
-    runner.__class__ = window_runner(own)
-    runner.kvtxn_config = config
-    runner.kvtxn_rank = rank
+    hook_runner(runner, config, rank, internals.RUNNER_METHODS, window_runner)
 
 
 def detach(runner: Any) -> None:

@@ -22,7 +22,7 @@ from ..manager import TransactionManager
 from . import vllm_internals as internals
 from . import vllm_internals_gpu as inside
 from .vllm_gpu import GpuSteps
-from .vllm_hooks import check_methods
+from .vllm_hooks import hook_runner
 from .vllm_policy import decide
 
 log = get_logger()
@@ -89,16 +89,7 @@ def window_runner(own: Any) -> Any:
 
 def attach(runner: Any, config: TxnConfig, rank: int) -> None:
     """Hook a runner; the KV cache does not exist yet. Hooking it twice is harmless."""
-    own: Any = type(runner)
-    if hasattr(runner, "kvtxn_config"):
-        return
-    wrong = check_methods(own, inside.RUNNER_METHODS)
-    if wrong is not None:
-        log.warning("vllm.inactive", rank=rank, why=f"this runner is unknown: {wrong}")
-        return
-    runner.__class__ = window_runner(own)
-    runner.kvtxn_config = config
-    runner.kvtxn_rank = rank
+    hook_runner(runner, config, rank, inside.RUNNER_METHODS, window_runner)
 
 
 def layer_refs(layers: list[internals.TargetLayer], kv_dtype: str) -> list[LayerRef]:
