@@ -22,7 +22,7 @@ from ..formats import words
 from ..layers import LayerRef
 from . import vllm_internals as internals
 from .vllm_hooks import check_methods
-from .vllm_session import Session
+from .vllm_steps import Steps
 
 
 @attrs.frozen(eq=False)
@@ -30,12 +30,12 @@ class LayerHook:
     """What a hooked layer needs to know.
 
     Attributes:
-        session: the runner's.
+        steps: the runner's.
         ref: the layer.
         scores: how it attends; None where that does not matter.
     """
 
-    session: Session
+    steps: Steps
     ref: LayerRef
     scores: internals.Scores | None
 
@@ -54,15 +54,15 @@ def _write(
         slots: of the batch.
         rows: gives the batch's keys and values, or both parts of its latent rows.
     """
-    if hook is None or not hook.session.deferring:
+    if hook is None or not hook.steps.deferring:
         write(slots)
         return
-    session = hook.session
+    steps = hook.steps
     try:
-        write(session.without_drafts(hook.ref.group, slots))
-        session.stage(hook.ref, *rows())
+        write(steps.without_drafts(hook.ref.group, slots))
+        steps.stage(hook.ref, *rows())
     except Exception as error:
-        session.fail("stage", error)
+        steps.fail("stage", error)
         write(slots)
 
 
@@ -119,13 +119,13 @@ def window_attention(own: Any) -> Any:
         ) -> Tensor:
             """Attend; through the window while there is one."""
             hook = self.kvtxn
-            if hook is not None and hook.session.deferring:
+            if hook is not None and hook.steps.deferring:
                 try:
                     batch = internals.batch_of(attn_metadata)
                     fresh = self._stored(layer, key, value, kv_cache)
                     _attend(hook, query, fresh, batch, output)
                 except Exception as error:
-                    hook.session.fail("attend", error)
+                    hook.steps.fail("attend", error)
                 else:
                     return output
             attended: Tensor = super().forward(
@@ -192,12 +192,12 @@ def _attend(
         soft_cap=hook.scores.soft_cap,
     )
     own = tuple(p.format.encode(part[rows]) for p, part in zip(planes, fresh, strict=True))
-    layout = hook.session.batch_layout(batch.starts)
+    layout = hook.steps.batch_layout(batch.starts)
     output[rows].copy_(attention.attend(layout, planes, own, query[rows], args))
 
 
-def hook_attention(session: Session, layers: Sequence[internals.TargetLayer]) -> None:
-    """Let these layers read the session's windows.
+def hook_attention(steps: Steps, layers: Sequence[internals.TargetLayer]) -> None:
+    """Let these layers read the steps' windows.
 
     Raises:
         LayerError: an attention class is not as expected; nothing was hooked.
@@ -211,9 +211,9 @@ def hook_attention(session: Session, layers: Sequence[internals.TargetLayer]) ->
         if not hasattr(layer.impl, "kvtxn"):
             own: Any = type(layer.impl)
             layer.impl.__class__ = (latent_attention if layer.latent else window_attention)(own)
-        ref = session.manager.layers[layer.name]
+        ref = steps.manager.layers[layer.name]
         scores = None if layer.latent else internals.scores_of(layer.impl)
-        layer.impl.kvtxn = LayerHook(session, ref, scores)
+        layer.impl.kvtxn = LayerHook(steps, ref, scores)
 
 
 def unhook_attention(layers: Sequence[internals.TargetLayer]) -> None:

@@ -65,10 +65,10 @@ def snapshots(llm: Any) -> list[dict[str, float]]:
 def _snapshot(wrapper: Any) -> dict[str, float]:
     from . import vllm_internals as internals
 
-    session = getattr(internals.runner_of(wrapper), "kvtxn", None)
-    if session is None:
+    steps = getattr(internals.runner_of(wrapper), "kvtxn", None)
+    if steps is None:
         return {"kvtxn_active": 0.0}
-    return {"kvtxn_active": 1.0, **session.manager.snapshot()}
+    return {"kvtxn_active": 1.0, **steps.manager.snapshot()}
 
 
 def _on_worker(wrapper: Any) -> None:

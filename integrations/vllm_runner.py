@@ -21,7 +21,7 @@ from . import vllm_cpu, vllm_layers
 from . import vllm_internals as internals
 from .vllm_hooks import hook_runner, is_hooked
 from .vllm_policy import decide
-from .vllm_session import Session
+from .vllm_steps import Steps
 
 log = get_logger()
 
@@ -34,12 +34,12 @@ def window_runner(own: Any) -> Any:
         """Every method is vLLM's, plus a window.
 
         Attributes:
-            kvtxn: the session, once the KV cache exists; None while kvtxn stays out.
+            kvtxn: the steps, once the KV cache exists; None while kvtxn stays out.
             kvtxn_config: the settings.
             kvtxn_rank: the worker's rank.
         """
 
-        kvtxn: Session | None = None
+        kvtxn: Steps | None = None
         kvtxn_config: TxnConfig
         kvtxn_rank: int = 0
 
@@ -49,11 +49,11 @@ def window_runner(own: Any) -> Any:
             is_profiling: bool = False,
             **others: Any,
         ) -> None:
-            """Caches are new: so is the session. None for a profiling run's caches."""
+            """Caches are new: so are the steps. None for a profiling run's caches."""
             self.kvtxn = None
             super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
             if not is_profiling:
-                self.kvtxn = open_session(self)
+                self.kvtxn = open_steps(self)
 
         def _update_states(self, scheduler_output: Any) -> Any:
             """A step begins: a window that is still open belongs to one that was abandoned."""
@@ -68,22 +68,22 @@ def window_runner(own: Any) -> Any:
             return prepared
 
         def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-            session = self.kvtxn
-            if session is None:
+            steps = self.kvtxn
+            if steps is None:
                 return super()._model_forward(*args, **kwargs)
-            deferred = session.manager.policy == "deferred"
-            layers = {ref.group: ref.name for ref in session.manager.layers.values()}
-            session.begin(lambda: internals.step_slots(layers, reads_window=deferred))
-            with session.aborting():
+            deferred = steps.manager.policy == "deferred"
+            layers = {ref.group: ref.name for ref in steps.manager.layers.values()}
+            steps.begin(lambda: internals.step_slots(layers, reads_window=deferred))
+            with steps.aborting():
                 return super()._model_forward(*args, **kwargs)
 
         def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-            session = self.kvtxn
-            if session is None:
+            steps = self.kvtxn
+            if steps is None:
                 return super()._sample(logits, spec_decode_metadata)
-            with session.aborting():
+            with steps.aborting():
                 output = super()._sample(logits, spec_decode_metadata)
-            session.commit(lambda: internals.sampled_ids(output))
+            steps.commit(lambda: internals.sampled_ids(output))
             return output
 
     return WindowRunner
@@ -103,8 +103,8 @@ def detach(runner: Any) -> None:
         runner.__class__ = type(runner).__mro__[1]
 
 
-def open_session(runner: Any) -> Session | None:
-    """A session over the runner's new caches, or None and the reason in the log."""
+def open_steps(runner: Any) -> Steps | None:
+    """Steps over the runner's new caches, or None and the reason in the log."""
     config: TxnConfig = runner.kvtxn_config
     try:
         layers, facts = internals.target_layers(runner)
@@ -116,15 +116,15 @@ def open_session(runner: Any) -> Session | None:
         staging = "reference" if config.staging == "auto" else config.staging
         settings = attrs.evolve(config, policy=cast(Policy, policy), staging=staging)
         refs = vllm_layers.layer_refs(layers, facts.kv_cache_dtype)
-        session = Session(TransactionManager(refs, settings), internals.vocab_size(runner))
+        steps = Steps(TransactionManager(refs, settings), internals.vocab_size(runner))
         if policy == "deferred":
-            vllm_cpu.hook_attention(session, layers)
+            vllm_cpu.hook_attention(steps, layers)
     except Exception as error:
         if config.on_error == "raise":
             raise
         log.exception("vllm.inactive", rank=runner.kvtxn_rank, why=repr(error))
         return None
-    manager = session.manager
+    manager = steps.manager
     log.info(
         "vllm.active",
         rank=runner.kvtxn_rank,
@@ -137,4 +137,4 @@ def open_session(runner: Any) -> Session | None:
         kvtxn=__version__,
         vllm=internals.version(),
     )
-    return session
+    return steps

@@ -9,7 +9,7 @@ from unittest import mock
 
 import attrs
 import torch
-from kvtxn.integrations import vllm_internals, vllm_policy, vllm_session
+from kvtxn.integrations import vllm_internals, vllm_policy, vllm_steps
 from vllm_stored import StoreOracle
 
 import kvtxn.attention
@@ -33,8 +33,8 @@ class Probe(StoreOracle):
 
     def fault_install(self, kind: str) -> None:
         """Make ``kind`` fail now and then, until ``fault_remove``."""
-        session = self.model_runner.kvtxn  # type: ignore[attr-defined]
-        manager, executor = session.manager, session.manager.executor
+        steps = self.model_runner.kvtxn  # type: ignore[attr-defined]
+        manager, executor = steps.manager, steps.manager.executor
         chance = random.Random(5)
 
         def sometimes(real: Callable[..., Any], when: Callable[..., bool] = lambda *_: True,
@@ -59,7 +59,7 @@ class Probe(StoreOracle):
             executor.layers = everything
 
         places: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-            "plan": (vllm_session.Plan, "build", sometimes(vllm_session.Plan.build)),
+            "plan": (vllm_steps.Plan, "build", sometimes(vllm_steps.Plan.build)),
             "window": (manager, "window", sometimes(manager.window)),
             "save": (executor, "save", sometimes(executor.save)),
             "stage": (

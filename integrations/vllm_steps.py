@@ -1,4 +1,4 @@
-"""``Session``: one model runner's steps as windows, with every failure kept inside.
+"""``Steps``: one model runner's steps as windows, with every failure kept inside.
 
 Knows nothing of vLLM. A step goes ``plan`` (which rows of the batch are
 drafts), ``begin`` (before the target's forward), ``commit`` (after sampling).
@@ -54,7 +54,7 @@ class Plan:
         )
 
 
-class Session:
+class Steps:
     """The transactions of one model runner.
 
     Args:
