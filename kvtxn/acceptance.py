@@ -19,6 +19,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from .config import ACCEPTANCE_MODES
 from .errors import AcceptanceError, BackendUnavailableError, ConfigError, SlotMappingError
 from .executor import SampledIds
 from .layout import RowLayout, as_lengths, to_device
@@ -49,8 +50,14 @@ class Acceptance:
 
     def __init__(self, mode: str = "auto", device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        if mode not in ("auto", "loop", "vectorized", "graph"):
-            raise ConfigError("Acceptance", f"no mode is called {mode!r}")
+        if mode not in ACCEPTANCE_MODES:
+            raise ConfigError(
+                "Acceptance",
+                f"no mode is called {mode!r}",
+                expected=f"one of {', '.join(map(repr, ACCEPTANCE_MODES))}",
+                got=repr(mode),
+                hint="choose one of them",
+            )
         if mode == "graph" and self.device.type != "cuda":
             raise BackendUnavailableError(
                 "Acceptance",

@@ -43,17 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     found: dict[str, Command] = {}
+    broken: dict[str, str] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name):
         try:
             command: Command = entry.load()
-        except ImportError as error:
-            commands.add_parser(entry.name, help=f"(not available: {error})")
+        except Exception as error:  # one package's trouble must not take the others along
+            broken[entry.name] = repr(error)
+            commands.add_parser(entry.name, help=f"(cannot be used: {error})")
             continue
         found[entry.name] = command
         command.add_arguments(commands.add_parser(entry.name, help=command.help))
     args = parser.parse_args(argv)
-    if args.command not in found:
-        parser.error(f"{args.command} needs a package that is not installed; see `kvtxn --help`")
+    if args.command in broken:
+        parser.error(
+            f"{args.command} cannot be used: {broken[args.command]}; install what it needs"
+        )
     log.configure(args.log_level)
     try:
         return found[args.command].run(args)

@@ -27,16 +27,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-args",
         metavar="JSON",
-        type=json.loads,
+        type=_json,
         help="engine arguments to judge, such as "
         """'{"model": "DIR", "speculative_config": {"method": "ngram", ...}}'""",
     )
 
 
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from None
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     if args.engine_args is not None and not isinstance(args.engine_args, dict):
-        raise ConfigError("doctor", "--engine-args is not a JSON object", got=args.engine_args)
+        raise ConfigError(
+            "doctor",
+            "--engine-args is not a JSON object",
+            got=args.engine_args,
+            hint="""pass an object, such as '{"model": "DIR"}'""",
+        )
     report = examine(args.engine_args)
     print(json.dumps(report, indent=2) if args.json else as_text(report))
     return 0

@@ -107,8 +107,8 @@ class LayerRef:
                 raise LayerError(
                     "LayerRef",
                     f"the caches of {self.name!r} differ in dtype or device",
-                    expected=_shape(self.key_cache),
-                    got=_shape(self.value_cache),
+                    expected=f"{_shape(self.key_cache)} on {first.device}",
+                    got=f"{_shape(self.value_cache)} on {plane.cells.device}",
                 )
             if plane.offsets is None and plane.cells.data_ptr() == first.data_ptr():
                 raise LayerError(

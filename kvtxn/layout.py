@@ -141,6 +141,14 @@ def as_lengths(
                 got=f"{value.dtype} on {value.device}",
                 hint=f"pass {what} as a list: the shape of a window is the host's to know",
             )
+        if value.ndim > 1:
+            raise SlotMappingError(
+                "window",
+                f"{what} is not valid",
+                expected="an int or one int per request",
+                got=value.tolist(),
+                hint=_spelling(what),
+            )
         value = int(value) if value.ndim == 0 else value.tolist()
     if isinstance(value, bool):
         value = (value,)
@@ -155,10 +163,15 @@ def as_lengths(
             f"{what} is not valid",
             expected="an int or one int per request",
             got=repr(value),
+            hint=_spelling(what),
         ) from None
     if num_requests is not None and len(lengths) != num_requests:
         raise SlotMappingError(
-            "window", f"{what} has the wrong length", expected=num_requests, got=len(lengths)
+            "window",
+            f"{what} has the wrong length",
+            expected=f"{num_requests} requests",
+            got=len(lengths),
+            hint=_spelling(what),
         )
     return lengths
 
@@ -170,8 +183,13 @@ def _length(what: str, value: object) -> int:
             f"{what} is not valid",
             expected="ints of at least 0",
             got=repr(value),
+            hint=_spelling(what),
         )
     return int(value.__index__())
+
+
+def _spelling(what: str) -> str:
+    return f"pass {what} as one int for all requests, or as one per request"
 
 
 def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Tensor:

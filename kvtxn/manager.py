@@ -78,7 +78,7 @@ class TransactionManager:
             self.config.policy, backend.capabilities, kinds
         )
         with torch.inference_mode(False):  # its buffers outlive the mode they are made in
-            self.executor = backend(refs, self.config)
+            self.executor = registry.build(backend, refs, self.config)
         self.metrics = Metrics.build(self.policy, refs, self.device)
         self._refs, self._counters = refs, self.metrics.rows[0]
         self.acceptance = Acceptance(self.config.acceptance, self.device)
@@ -169,6 +169,7 @@ class TransactionManager:
                 f"written_by={written_by!r} does not go with policy {self.policy!r}",
                 expected="'window', or 'caller' under undo or direct",
                 got=repr(written_by),
+                hint="stage the rows, or choose another policy",
             )
         parents = None
         if tree is not None:
@@ -231,7 +232,7 @@ class TransactionManager:
 
     def bypass(self, reason: str) -> None:
         """Count a step that could have had a window and, for ``reason``, has none."""
-        self.metrics.bypassed[re.sub(r"\W+", "_", reason)] += 1
+        self.metrics.bypassed[_label(reason)] += 1
 
     def snapshot(self) -> dict[str, float]:
         """All counters by Prometheus name. Waits for the device; never call it in a step."""
@@ -271,8 +272,9 @@ class TransactionManager:
 
         Without a window: one that should have begun, and did not.
         """
-        self.metrics.fallbacks[operation] += 1
-        say = log.warning if self.metrics.fallbacks[operation] == 1 else log.debug
+        label = _label(operation)
+        self.metrics.fallbacks[label] += 1
+        say = log.warning if self.metrics.fallbacks[label] == 1 else log.debug
         number = None if window is None else window.number
         say("window.fell_back", window=number, operation=operation, error=_shown(error))
 
@@ -307,6 +309,11 @@ class TransactionManager:
         if window.state is not WindowState.COMMITTED or accepted is None:
             return drafts if window.state is WindowState.ABORTED else 0
         return drafts - int(txn.layout.kept(as_counts(accepted)).sum())
+
+
+def _label(reason: str) -> str:
+    """A reason as part of a Prometheus name."""
+    return re.sub(r"[^a-zA-Z0-9_]+", "_", reason) or "unnamed"
 
 
 def _shown_counts(accepted: object) -> object:

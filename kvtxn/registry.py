@@ -6,20 +6,25 @@ Executors come from the entry-point group ``kvtxn.backends`` (name ->
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 import torch
 
-from .errors import BackendUnavailableError
-from .executor import Executor
+from .config import TxnConfig
+from .errors import BackendUnavailableError, ConfigError, KVTxnError
+from .executor import Capabilities, Executor
+from .layers import LayerRef
 
 GROUP: Final = "kvtxn.backends"
 
 #: "auto" takes the first of these that can run; others only by name. Not "cudagraph": capturing
 #: a graph in the middle of a program that uses several threads or streams is the user's choice.
 PREFERENCE: Final = ("triton", "torch")
+
+_WHAT_AN_EXECUTOR_IS: Final = "subclass kvtxn.executor.Executor; its header is the contract"
 
 _registered: dict[str, type[Executor]] = {}
 
@@ -33,12 +38,38 @@ def register(name: str, executor: type[Executor]) -> None:
     """Make ``executor`` available as ``backend=name``; the same pair again is harmless.
 
     Raises:
-        ValueError: ``name`` is taken by another executor, or is "auto".
+        ConfigError: ``name`` is taken by another executor, is "auto" or no name at all, or
+            ``executor`` is no finished ``Executor`` subclass.
     """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            "register",
+            "the name of a backend must be a non-empty str",
+            got=repr(name),
+            hint="choose the word that users write: TxnConfig(backend=...)",
+        )
     taken = name in _installed() or _registered.get(name, executor) is not executor
     if name == "auto" or taken:
-        raise ValueError(f"register: backend name {name!r} is taken; choose another")
+        raise ConfigError(
+            "register", f"backend name {name!r} is taken", hint="choose another, or unregister it"
+        )
+    problem = _defect(executor)
+    if problem is not None:
+        raise ConfigError(
+            "register", f"{name!r} {problem}", got=repr(executor), hint=_WHAT_AN_EXECUTOR_IS
+        )
     _registered[name] = executor
+
+
+def _defect(executor: object) -> str | None:
+    """What keeps somebody's class from being an executor; None if nothing does."""
+    if not isinstance(executor, type) or not issubclass(executor, Executor):
+        return "is no Executor subclass"
+    if executor.__abstractmethods__:
+        return f"lacks {', '.join(sorted(executor.__abstractmethods__))}"
+    if not isinstance(getattr(executor, "capabilities", None), Capabilities):
+        return "declares no Capabilities"
+    return None
 
 
 def unregister(name: str) -> None:
@@ -55,7 +86,8 @@ def load(name: str) -> type[Executor]:
     """The executor class registered as ``name``.
 
     Raises:
-        BackendUnavailableError: no such name, or its module cannot be imported.
+        BackendUnavailableError: no such name, its module cannot be imported, or what it names is
+            no executor.
     """
     if name in _registered:
         return _registered[name]
@@ -71,6 +103,11 @@ def load(name: str) -> type[Executor]:
             f"{name!r} cannot be imported: {error}",
             hint="install what it needs, or use backend='auto'",
         ) from error
+    problem = _defect(loaded)
+    if problem is not None:
+        raise BackendUnavailableError(
+            "backend", f"{name!r} {problem}", got=repr(loaded), hint=_WHAT_AN_EXECUTOR_IS
+        )
     return loaded
 
 
@@ -103,7 +140,7 @@ def resolve(name: str, device: torch.device, kinds: frozenset[str] = frozenset()
         )
         name = next(able, "torch")  # missing only where the package is not installed properly
     executor = load(name)
-    reason = executor.unavailable(device)
+    reason = why_not(name, device)
     if reason is not None:
         raise BackendUnavailableError(
             "backend",
@@ -120,3 +157,21 @@ def resolve(name: str, device: torch.device, kinds: frozenset[str] = frozenset()
             hint="use backend='auto', or the 'torch' backend, which holds every kind",
         )
     return executor
+
+
+def build(executor: type[Executor], layers: Sequence[LayerRef], config: TxnConfig) -> Executor:
+    """The executor of one manager.
+
+    Raises:
+        BackendUnavailableError: its constructor failed.
+    """
+    try:
+        return executor(layers, config)
+    except KVTxnError:
+        raise
+    except Exception as error:
+        raise BackendUnavailableError(
+            "backend",
+            f"{executor.name!r} cannot be built: {error!r}",
+            hint="see the cause above, or use another backend",
+        ) from error

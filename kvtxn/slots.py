@@ -116,6 +116,11 @@ class SlotMappings:
         assert self._layout is not None
         return self._layout
 
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the window, as soon as they are known."""
+        return None if self._layout is None else self._layout.num_rows
+
     def __contains__(self, group: str) -> bool:
         return group in self._own
 

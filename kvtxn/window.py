@@ -244,13 +244,13 @@ class Window(WindowLife):
                 tensor ``[num_requests]``, or bool ``[num_rows]`` (settled rows ignored). A
                 device tensor is not read by the host; its counts clamp to the draft lengths.
                 Or ``SampledIds``: what the sampler returned, counted by the executor.
+                For a tree: draft rows along the accepted path from the root on, as int
+                ``[num_requests, depth]`` padded with -1, or one sequence per request; on a
+                device, a path is cut at its first row whose parent is not the one before.
 
         A slot on the device that lies outside its cache makes the commit write nothing. Only the
         device knows, so the label says COMMITTED all the same: that the commit was handed over
         whole. ``manager.snapshot()["kvtxn_windows_refused_total"]`` says how many were refused.
-                For a tree: draft rows along the accepted path from the root on, as int
-                ``[num_requests, depth]`` padded with -1, or one sequence per request; on a
-                device, a path is cut at its first row whose parent is not the one before.
 
         Raises:
             IncompleteWindowError: a layer is missing; the window stays open.

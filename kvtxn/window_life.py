@@ -67,7 +67,7 @@ class WindowLife:
     @property
     def num_rows(self) -> int | None:
         """Rows of the window; None until the first slot mapping, if ``draft_len`` is an int."""
-        return None if self._txn is None else self._txn.layout.num_rows
+        return self._mappings.num_rows
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from kvtxn import __version__, doctor
+from kvtxn import __version__, cli, doctor
 from kvtxn.cli import main
 
 
@@ -67,6 +67,30 @@ def test_errors_of_use_end_with_two(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["heal"])
     assert caught.value.code == 2
+
+
+def test_arguments_that_are_no_json_are_shown_and_explained(capsys):
+    """What came, and what is wrong with it."""
+    with pytest.raises(SystemExit):
+        main(["doctor", "--engine-args", "{model: x}"])
+    assert "expected JSON, got '{model: x}'" in capsys.readouterr().err
+
+
+def test_a_broken_command_does_not_hide_the_others(monkeypatch, capsys):
+    """Somebody else's package may fail to import in its own way."""
+
+    class Broken:
+        name = "broken"
+
+        def load(self):
+            raise SyntaxError("half a line")
+
+    real = cli.entry_points
+    monkeypatch.setattr(cli, "entry_points", lambda group: [Broken(), *real(group=group)])
+    assert main(["doctor"]) == 0
+    with pytest.raises(SystemExit):
+        main(["broken"])
+    assert "broken cannot be used: SyntaxError('half a line'" in capsys.readouterr().err
 
 
 def test_version(capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from small_caches import HEAD_SIZE, HEADS, make_layers, rows
@@ -41,14 +43,20 @@ def test_outcomes_and_bypasses_have_labels(layers):
     run(manager, layers, [1, 1])
     run(manager, layers, None)
     manager.bypass("cascade")
+    manager.bypass("")
+    with manager.window(2, torch.tensor([0, 1, 2])) as w:
+        w.fall_back("my own: step/é", RuntimeError())
+        w.abort()
     counts = manager.snapshot()
-    assert counts["kvtxn_windows_total"] == 2
+    assert counts["kvtxn_windows_total"] == 3
     assert counts["kvtxn_windows_total_committed"] == 1
     assert counts["kvtxn_windows_total_aborted"] == 1
-    assert counts["kvtxn_bypassed_windows_total"] == 1
+    assert counts["kvtxn_bypassed_windows_total"] == 2
     assert counts["kvtxn_bypassed_windows_total_cascade"] == 1
-    assert counts["kvtxn_rows_staged_total"] == 6
-    assert counts["kvtxn_rows_rejected_total"] == 4
+    assert counts["kvtxn_rows_staged_total"] == 8
+    assert counts["kvtxn_rows_rejected_total"] == 6
+    assert counts["kvtxn_fallbacks_total_my_own_step_"] == 1
+    assert all(re.fullmatch(r"[a-zA-Z0-9_]+[a-zA-Z0-9]_?", name) for name in counts)
 
 
 def test_groups_count_a_row_once():

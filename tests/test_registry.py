@@ -6,7 +6,15 @@ import pytest
 import torch
 from kvtxn.backends.torch_executor import TorchExecutor
 
-from kvtxn import BackendUnavailableError, TransactionManager, TxnConfig, registry
+from kvtxn import (
+    BackendUnavailableError,
+    ConfigError,
+    TransactionManager,
+    TxnConfig,
+    doctor,
+    registry,
+)
+from kvtxn.executor import Capabilities, Executor
 
 CPU = torch.device("cpu")
 
@@ -19,6 +27,46 @@ class Nowhere(TorchExecutor):
     @classmethod
     def unavailable(cls, device):
         return f"it needs a quantum computer, not {device}"
+
+
+class Undecided(TorchExecutor):
+    """An executor that cannot even say whether it can run."""
+
+    name = "undecided"
+
+    @classmethod
+    def unavailable(cls, device):
+        raise OSError("no driver")
+
+
+class Unbuilt(TorchExecutor):
+    """An executor that fails when a manager wants one."""
+
+    name = "unbuilt"
+
+    def __init__(self, layers, config):
+        raise MemoryError("no room for buffers")
+
+
+class Unfinished(Executor):
+    """An executor with methods left out."""
+
+    name = "unfinished"
+    capabilities = Capabilities()
+
+    @classmethod
+    def unavailable(cls, device):
+        return None
+
+
+class Installed:
+    """An entry point of somebody else's."""
+
+    def __init__(self, loaded):
+        self.loaded = loaded
+
+    def load(self):
+        return self.loaded
 
 
 @pytest.fixture
@@ -59,3 +107,51 @@ def test_unregister_forgets():
     assert "nowhere" not in registry.names()
     with pytest.raises(BackendUnavailableError, match="nowhere"):
         registry.load("nowhere")
+
+
+NO_EXECUTORS = [
+    (object(), "is no Executor subclass"),
+    (type("Other", (), {}), "is no Executor subclass"),
+    (Unfinished, "lacks commit, restore, save, stage"),
+    (type("Mute", (TorchExecutor,), {"capabilities": None}), "declares no Capabilities"),
+]
+
+
+@pytest.mark.parametrize(("loaded", "problem"), NO_EXECUTORS)
+def test_what_is_no_executor_is_refused_when_registered(loaded, problem):
+    with pytest.raises(ConfigError, match=problem):
+        registry.register("mine", loaded)
+    assert "mine" not in registry.names()
+
+
+@pytest.mark.parametrize(("loaded", "problem"), NO_EXECUTORS)
+def test_what_is_no_executor_is_refused_when_loaded(monkeypatch, layers, loaded, problem):
+    """An entry point says nothing until it is loaded; the doctor goes on."""
+    real = registry._installed()
+    monkeypatch.setattr(registry, "_installed", lambda: real | {"mine": Installed(loaded)})
+    with pytest.raises(BackendUnavailableError, match=problem):
+        TransactionManager(layers, TxnConfig(backend="mine"))
+    (row,) = (row for row in doctor.examine()["backends"] if row["name"] == "mine")
+    assert problem in row["why_not"]
+
+
+@pytest.mark.parametrize("name", ["", 3, None])
+def test_a_name_is_a_word(name):
+    with pytest.raises(ConfigError, match="name"):
+        registry.register(name, Nowhere)
+    assert registry.names() == tuple(sorted(registry.names()))
+
+
+@pytest.mark.parametrize(
+    ("executor", "why"),
+    [(Undecided, "no driver"), (Unbuilt, "no room for buffers")],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_an_executor_that_fails_at_the_start_is_unavailable(layers, executor, why):
+    """Whatever it raises: one error says whose it is, and the cause is kept."""
+    registry.register(executor.name, executor)
+    try:
+        with pytest.raises(BackendUnavailableError, match=f"'{executor.name}'.*{why}"):
+            TransactionManager(layers, TxnConfig(backend=executor.name))
+    finally:
+        registry.unregister(executor.name)

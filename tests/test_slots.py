@@ -31,6 +31,13 @@ def manager(layers):
         (2, [5, 3, 5], 1, "two rows to one slot.*slot 5 2 times"),
         (0, [1], 0, "whole number"),
         (torch.tensor([1.0]), [0, 1], 1, "draft_len"),
+        (
+            torch.tensor([[1, 1]]),
+            [0, 1],
+            1,
+            r"one int per request, got \[\[1, 1\]\]; pass draft_len as",
+        ),
+        (1, [0, 1], -1, "settled is not valid.*pass settled as"),
     ],
 )
 def test_misfits_are_refused(manager, draft_len, slots, settled, message):
@@ -92,6 +99,14 @@ def test_slots_may_come_with_the_first_stage(manager, layers, stage_all):
         stage_all(w, layers[1:])
         w.commit(1)
     assert changed_slots(layers, before) == [{3, 4}] * 6
+
+
+def test_a_window_knows_its_rows_as_soon_as_they_follow(manager):
+    """From one int per request, or from the slots; not from one int for all."""
+    for draft_len, slots, known in (([2, 1], None, 5), (2, None, None), (2, [0, 1, 2], 3)):
+        w = manager.window(draft_len, slots)
+        assert w.num_rows == known
+        w.abort()
 
 
 def test_a_second_mapping_must_be_the_same(manager, layers):
