@@ -144,25 +144,30 @@ class Reading:
 
 
 class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """Builds vLLM's metadata; where the step has a window, without the stock schedule."""
+    """Builds vLLM's metadata; where the step has a window, without the stock schedule.
+
+    Attributes:
+        kvtxn: the runner's steps; None for layers that are not the target's.
+        capturing: what is built is for a graph that will serve every step of its shape.
+    """
 
     kvtxn: GpuSteps | None = None
-    _capturing = False
+    capturing = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Metadata for a graph that will serve every step of its shape."""
-        self._capturing = True
+        self.capturing = True
         try:
             return super().build_for_cudagraph_capture(common_attn_metadata)
         finally:
-            self._capturing = False
+            self.capturing = False
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
         """Metadata for one step."""
         steps, layout = self.kvtxn, None
-        if steps is not None and self._capturing:
+        if steps is not None and self.capturing:
             layout = steps.graph_layout(*inside.flash_shape(common_attn_metadata))
         elif steps is not None and steps.deferred and steps.step is not None and not fast_build:
             layout = steps.step.layout
@@ -170,7 +175,7 @@ class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[mi
             common_prefix_len, common_attn_metadata, fast_build or layout is not None
         )
         if steps is not None and layout is not None:
-            metadata.kvtxn = Reading(steps, layout, self._capturing)
+            metadata.kvtxn = Reading(steps, layout, self.capturing)
         return metadata
 
 

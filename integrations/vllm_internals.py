@@ -203,10 +203,9 @@ class TargetLayer:
 
 
 def draft_layers(runner: Any) -> set[str]:
-    """Names of the drafter's own attention layers; each of vLLM's runners keeps them elsewhere."""
-    v1 = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", None)
-    v2 = getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", None)
-    return set(v1 or ()) | set(v2 or ())
+    """Names of the drafter's own attention layers; V1 and V2 keep them in different places."""
+    v1 = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", ())
+    return set(v1 or getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", ()))
 
 
 def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
@@ -214,7 +213,7 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.v1.attention.backend import AttentionType
 
-    modules = {id(module) for module in runner.get_model().modules()}
+    mine = {id(module) for module in runner.get_model().modules()}
     by_name = runner.compilation_config.static_forward_context
     shared = {n for n in by_name if getattr(by_name[n], "kv_sharing_target_layer_name", None)}
     not_ours = shared | draft_layers(runner)
@@ -226,11 +225,11 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
                 continue
             shape: tuple[int, ...] | None = None
             if type(module) is MLAAttention and not module.use_sparse:
-                shape = (module.kv_cache.shape[-1],)
+                shape = module.kv_cache.shape[-1:]
             elif type(module) is Attention and module.attn_type == AttentionType.DECODER:
                 even = module.head_size == module.head_size_v
                 shape = (module.num_kv_heads, module.head_size) if even else None
-            if shape is None or id(module) not in modules:
+            if shape is None or id(module) not in mine:
                 foreign = name
                 continue
             layers.append(
@@ -246,6 +245,7 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
         known,
         foreign_layer=foreign,
         kv_sharing=bool(shared),
+        last_stage=getattr(runner, "is_last_pp_rank", True),
         attention=next(iter(backends), None),
         sinks=any(getattr(layer.impl, "sinks", None) is not None for layer in layers),
         alibi=any(getattr(layer.impl, "alibi_slopes", None) is not None for layer in layers),

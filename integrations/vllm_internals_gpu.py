@@ -1,6 +1,6 @@
 """What kvtxn takes from vLLM's inside on GPUs; what it imports comes from ``vllm_internals``.
 
-The V2 model runner, its batches and graphs, and the calls of FlashAttention's operators.
+Both model runners, their batches and graphs, and the calls of FlashAttention's operators.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ RUNNER_METHODS: Final = {
     "gather_batch_req_state": ("scheduler_output", "dummy_run"),
     "prepare_attn": ("input_batch",),
     "sample": ("hidden_states", "input_batch", "grammar_output"),
+}
+
+#: Likewise for the V1 runner; two more are only passed through, whatever they take.
+V1_METHODS: Final = {
+    name: internals.RUNNER_METHODS[name]
+    for name in ("initialize_kv_cache", "_update_states", "_prepare_inputs", "_sample")
 }
 
 
@@ -50,7 +56,26 @@ def batch_rows(batch: Any) -> BatchRows:
 
 def query_len(runner: Any) -> int:
     """Most rows of a request with drafts: all of them, and the token sampled last."""
-    return int(runner.decode_query_len)
+    v1 = getattr(runner, "uniform_decode_query_len", None)
+    return int(runner.decode_query_len if v1 is None else v1)
+
+
+def prepared_rows(runner: Any, prepared: Any, lengths: Any) -> BatchRows:
+    """What the V1 runner's ``_prepare_inputs`` was given and returned."""
+    metadata, batch = prepared[1], runner.input_batch
+    count = len(lengths)
+    drafts = None
+    if metadata is not None and any(metadata.num_draft_tokens):
+        drafts = lengths.copy()
+        drafts[:] = metadata.num_draft_tokens
+    known = batch.num_computed_tokens_cpu[:count]
+    return BatchRows(drafts, lengths, known < batch.num_prompt_tokens[:count])
+
+
+def slots_of_groups(runner: Any, groups: Sequence[str]) -> list[Tensor]:
+    """The V1 runner's slots of these groups, int64 ``[max_tokens]`` each."""
+    tables = runner.input_batch.block_table
+    return [tables[int(group.partition(".")[2])].slot_mapping.gpu for group in groups]
 
 
 def admits(state: Any) -> bool:

@@ -33,7 +33,8 @@ FORMATS: Final[Mapping[str, Changes]] = {
 PARALLELISM: Final[Mapping[str, Changes]] = {
     "one worker": {},
     "tensor": {"tensor_parallel": 2},
-    "pipeline": {"pipeline_parallel": 2},
+    "pipeline (last stage)": {"pipeline_parallel": 2},
+    "pipeline (other stages)": {"pipeline_parallel": 2, "last_stage": False},
     "context": {"context_parallel": 2},
 }
 

@@ -95,7 +95,10 @@ def _on_worker(wrapper: Any) -> None:
         if facts.device == "cpu":
             from .vllm_runner import attach
         else:
-            from .vllm_runner_v2 import attach
+            if facts.runner == "v1":
+                from .vllm_runner_v1 import attach
+            else:
+                from .vllm_runner_v2 import attach
 
             if policy == "deferred":  # before the model is made, which asks for its attention
                 internals.register_flash_attention(FLASH_ATTENTION)

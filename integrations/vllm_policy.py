@@ -16,14 +16,20 @@ import attrs
 #: the CPU, kvtxn or not, so there was nothing to check.
 SUPPORTED: Final = ("0.28.0", "0.29.0", "0.31.0", "0.32.0")
 
-#: Model runners that can be hooked, per device.
-RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v2",)}
+#: Model runners that can be hooked, per device; vLLM's own choice comes last.
+RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v1", "v2")}
 
 #: Attention backends whose rows can be addressed, per device.
 ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": ("CPU_ATTN", "CPU_MLA"),
-    "cuda": ("FLASH_ATTN", "TRITON_ATTN"),
+    "cuda": (
+        *("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"),
+        *("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"),
+    ),
 }
+
+#: Formats of the KV cache whose rows were read on GPUs.
+FORMATS_ON_GPU: Final = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 
 #: Releases whose GPU side was checked.
 ON_GPU: Final = ("0.32.0",)
@@ -57,6 +63,7 @@ class Facts:
         mixed_graphs: one captured graph serves prompts and drafts together.
         attention: backend of the target's layers, such as ``"CPU_ATTN"``; None before they are
             known. Of several, one that is not in ``ATTENTION``, if there is any.
+        last_stage: these are the layers of the last pipeline stage.
         foreign_layer: a layer of the target with rows in a cache that is not plain attention.
         kv_sharing: some layers read another layer's rows.
         sinks: attention sinks.
@@ -80,6 +87,7 @@ class Facts:
     mixed_graphs: bool = False
 
     attention: str | None = None
+    last_stage: bool = True
     foreign_layer: str | None = None
     kv_sharing: bool = False
     sinks: bool = False
@@ -151,9 +159,16 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "pipeline",
         "windows",
-        lambda f: f.pipeline_parallel > 1,
-        "pipeline parallelism is not supported yet",
+        lambda f: f.pipeline_parallel > 1 and f.runner == "v1",
+        "vLLM's V1 model runner cannot speculate under pipeline parallelism",
         {"pipeline_parallel": 2},
+    ),
+    Rule(
+        "stage",
+        "windows",
+        lambda f: f.pipeline_parallel > 1 and f.runner != "v1" and not f.last_stage,
+        "only the last pipeline stage learns what was accepted before its rows can be reused",
+        {"device": "cuda", "runner": "v2", "pipeline_parallel": 2, "last_stage": False},
     ),
     Rule(
         "context",
@@ -184,11 +199,11 @@ RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "version": "0.31.0"},
     ),
     Rule(
-        "latent on GPUs",
+        "format on GPUs",
         "windows",
-        lambda f: f.device == "cuda" and f.mla,
-        "latent attention is not supported yet on device {device}",
-        {"device": "cuda", "runner": "v2", "mla": True},
+        lambda f: f.device == "cuda" and f.kv_cache_dtype not in FORMATS_ON_GPU,
+        "how rows in {kv_cache_dtype} lie on device {device} was not checked",
+        {"device": "cuda", "kv_cache_dtype": "nvfp4"},
     ),
     Rule(
         "recurrent",
@@ -200,7 +215,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "quantised latents",
         "windows",
-        lambda f: f.mla and f.kv_cache_dtype != "auto",
+        lambda f: f.device == "cpu" and f.mla and f.kv_cache_dtype != "auto",
         "latent rows in {kv_cache_dtype} were not checked",
         {"mla": True, "kv_cache_dtype": "fp8"},
     ),
@@ -233,6 +248,22 @@ RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "attention": "TRITON_ATTN"},
     ),
     Rule(
+        # Before the layers are known; then it is one of the other attentions.
+        "latent on GPUs",
+        "deferred",
+        lambda f: f.device == "cuda" and f.mla and f.attention is None,
+        "latent attention on device {device} cannot read the window",
+        {"device": "cuda", "mla": True},
+    ),
+    Rule(
+        # Deferring replaces the graph of a step that admits a request, on the last stage alone.
+        "graphs of stages",
+        "deferred",
+        lambda f: f.pipeline_parallel > 1 and f.runner != "v1" and f.last_stage,
+        "pipeline stages have to run a step from the same graph",
+        {"device": "cuda", "runner": "v2", "pipeline_parallel": 2},
+    ),
+    Rule(
         "mixed graphs",
         "deferred",
         lambda f: f.mixed_graphs,
@@ -242,7 +273,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "quantised on GPUs",
         "deferred",
-        lambda f: f.device == "cuda" and f.kv_cache_dtype != "auto",
+        lambda f: f.device == "cuda" and f.kv_cache_dtype in ("fp8", "fp8_e4m3"),
         "the window attention does not quantise {kv_cache_dtype} rows on device {device}",
         {"device": "cuda", "runner": "v2", "kv_cache_dtype": "fp8"},
     ),

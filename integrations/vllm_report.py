@@ -9,7 +9,7 @@ import attrs
 
 from ..config import POLICIES
 from .vllm_matrix import matrix
-from .vllm_policy import SUPPORTED, Facts, decide
+from .vllm_policy import RUNNERS, SUPPORTED, Facts, decide
 
 
 def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -26,11 +26,12 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     from . import vllm_internals as internals
 
-    facts = (
-        Facts(version=internals.version(), device=internals.device_type())
-        if engine_args is None
-        else internals.config_facts(internals.config_from(engine_args))
-    )
+    if engine_args is None:
+        device = internals.device_type()
+        runner = RUNNERS.get(device, (Facts().runner,))[-1]  # the one that vLLM prefers there
+        facts = Facts(version=internals.version(), device=device, runner=runner)
+    else:
+        facts = internals.config_facts(internals.config_from(engine_args))
     plain = attrs.asdict(Facts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
     decisions = {asked: decide(asked, facts) for asked in POLICIES}

@@ -8,8 +8,9 @@ connector sees the cache. The forward itself may be a replayed graph and is not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 
@@ -26,6 +27,8 @@ from .vllm_hooks import hook_runner
 from .vllm_policy import decide
 
 log = get_logger()
+
+StepsT = TypeVar("StepsT", bound=GpuSteps)
 
 
 @cache
@@ -59,7 +62,7 @@ def window_runner(own: Any) -> Any:
                 kv_cache_allocation_context=kv_cache_allocation_context,
             )
             if not is_profiling:
-                self.kvtxn = open_steps(self)
+                self.kvtxn = open_steps(self, steps_over)
 
         def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
             """A graph writes settled rows after it reads: one with a new request must not."""
@@ -93,11 +96,23 @@ def attach(runner: Any, config: TxnConfig, rank: int) -> None:
 
 
 def layer_refs(layers: list[internals.TargetLayer], kv_dtype: str) -> list[LayerRef]:
-    """The target layers over the caches, ``[num_blocks, heads, block_size, 2 * head_size]``."""
+    """The target layers over their caches.
+
+    Every backend in ``vllm_policy.ATTENTION`` sees ``[num_blocks, heads, block_size,
+    2 * head_size]``, a row's keys before its values, with strides of its own (of latent rows:
+    ``[num_blocks, block_size, latent_size]``); so strides are all that differs between them.
+    """
     refs = []
     for layer in layers:
-        key, value = layer.cache.transpose(1, 2).split(layer.row_shape[-1], -1)
         scales = (None, None) if kv_dtype == "auto" else internals.stored_scales(layer.module)
+        if layer.latent:
+            refs.append(
+                LayerRef.latent(
+                    layer.name, layer.cache, group=layer.group, scale=scales[0], kv_dtype=kv_dtype
+                )
+            )
+            continue
+        key, value = layer.cache.transpose(1, 2).split(layer.row_shape[-1], -1)
         refs.append(
             LayerRef(
                 *(layer.name, key, value),
@@ -129,8 +144,19 @@ def hook_attention(steps: GpuSteps, layers: list[internals.TargetLayer], builder
         builder.kvtxn = steps
 
 
-def open_steps(runner: Any) -> GpuSteps | None:
-    """Steps over the runner's new caches, or None and the reason in the log."""
+def steps_over(runner: Any, manager: TransactionManager) -> GpuSteps:
+    """Steps that read the slots where this runner keeps them."""
+    slots = inside.slot_mappings(runner, list(manager.groups))
+    return GpuSteps(manager, slots, inside.query_len(runner))
+
+
+def open_steps(runner: Any, make: Callable[[Any, TransactionManager], StepsT]) -> StepsT | None:
+    """Steps over a runner's new caches, or None and the reason in the log.
+
+    Args:
+        runner: hooked, with its KV cache.
+        make: makes the steps over a manager of the target's layers.
+    """
     config: TxnConfig = runner.kvtxn_config
     try:
         layers, facts = internals.target_layers(runner)
@@ -140,8 +166,7 @@ def open_steps(runner: Any) -> GpuSteps | None:
             return None
         settings = attrs.evolve(config, policy=cast(Policy, policy), staging="reference")
         manager = TransactionManager(layer_refs(layers, facts.kv_cache_dtype), settings)
-        slots = inside.slot_mappings(runner, list(manager.groups))
-        steps = GpuSteps(manager, slots, inside.query_len(runner))
+        steps = make(runner, manager)
         if policy == "deferred":
             names = {layer.name for layer in layers}
             hook_attention(steps, layers, inside.metadata_builders(runner, names))

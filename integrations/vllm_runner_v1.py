@@ -1,0 +1,115 @@
+"""vLLM's V1 model runner on a GPU, with windows.
+
+As on the CPU (``vllm_runner``) the runner object changes its class; as under the V2 runner
+(``vllm_runner_v2``) the forward may be a replayed graph and is not touched, and nothing waits
+for the device. ``_prepare_inputs`` says which rows are drafts and has their slots computed;
+``_sample`` says what was accepted, before the drafter or a connector sees the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from ..config import TxnConfig
+from ..manager import TransactionManager
+from . import vllm_internals as internals
+from . import vllm_internals_gpu as inside
+from .vllm_gpu_packed import PackedSteps
+from .vllm_hooks import hook_runner
+from .vllm_runner_v2 import open_steps
+
+
+@cache
+def window_runner(own: Any) -> Any:
+    """A subclass of a runner's own class; an object of that class can become one of this."""
+
+    class WindowRunner(own):  # type: ignore[misc]
+        """Every method is vLLM's, plus a window.
+
+        Attributes:
+            kvtxn: the steps, once the KV cache exists; None while kvtxn stays out.
+            kvtxn_config: the settings.
+            kvtxn_rank: the worker's rank.
+        """
+
+        kvtxn: PackedSteps | None = None
+        kvtxn_config: TxnConfig
+        kvtxn_rank: int = 0
+        _kvtxn_all_draft = True
+
+        def initialize_kv_cache(
+            self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
+        ) -> None:
+            """Caches are new: so are the steps. None for a profiling run's caches."""
+            self.kvtxn = None
+            super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
+            if not is_profiling:
+                self.kvtxn = open_steps(self, steps_over)
+
+        def _update_states(self, scheduler_output: Any) -> Any:
+            """A step begins: a window that is still open belongs to one that was abandoned."""
+            if self.kvtxn is not None:
+                self.kvtxn.abandon()
+            return super()._update_states(scheduler_output)
+
+        def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+            """Slots are in place after this: plan the step."""
+            prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+            steps = self.kvtxn
+            if steps is not None:
+                rows = inside.prepared_rows(self, prepared, num_scheduled_tokens)
+                self._kvtxn_all_draft = rows.drafts is not None and bool(rows.drafts.all())
+                slots = inside.slots_of_groups(self, list(steps.manager.groups))
+                steps.begin_among(rows.drafts, rows.lengths, rows.prefilling, slots)
+            return prepared
+
+        def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+            """A graph writes settled rows after it reads: one with a new request must not."""
+            steps = self.kvtxn
+            asked = kwargs.get("force_uniform_decode")
+            if steps is not None and steps.deferred and asked is None and not self._kvtxn_all_draft:
+                kwargs["force_uniform_decode"] = False
+            return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+        def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+            """Before a graph is captured its kernels run once outside of it, as they will be."""
+            steps = self.kvtxn
+            warms = kwargs.get("force_attention") and kwargs.get("uniform_decode")
+            if steps is None or not steps.deferred or not warms:
+                return super()._dummy_run(*args, **kwargs)
+            names = {ref.name for ref in steps.layers}
+            with _as_captured(inside.metadata_builders(self, names)):
+                return super()._dummy_run(*args, **kwargs)
+
+        def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+            """What was sampled says what was accepted: commit."""
+            output = super()._sample(logits, spec_decode_metadata)
+            if self.kvtxn is not None:
+                self.kvtxn.commit_ids(internals.sampled_ids(output))
+            return output
+
+    return WindowRunner
+
+
+@contextmanager
+def _as_captured(builders: list[Any]) -> Iterator[None]:
+    for builder in builders:
+        builder.capturing = True
+    try:
+        yield
+    finally:
+        for builder in builders:
+            builder.capturing = False
+
+
+def attach(runner: Any, config: TxnConfig, rank: int) -> None:
+    """Hook a runner; the KV cache does not exist yet. Hooking it twice is harmless."""
+    hook_runner(runner, config, rank, inside.V1_METHODS, window_runner)
+
+
+def steps_over(runner: Any, manager: TransactionManager) -> PackedSteps:
+    """Steps over slots of their own, since this runner keeps them by group."""
+    return PackedSteps(manager, inside.query_len(runner), internals.vocab_size(runner))
