@@ -17,15 +17,12 @@ import attrs
 SUPPORTED: Final = ("0.28.0", "0.29.0", "0.31.0", "0.32.0")
 
 #: Model runners that can be hooked, per device; vLLM's own choice comes last.
-RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v1", "v2")}
+RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v2",)}
 
 #: Attention backends whose rows can be addressed, per device.
 ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": ("CPU_ATTN", "CPU_MLA"),
-    "cuda": (
-        *("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"),
-        *("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"),
-    ),
+    "cuda": ("FLASH_ATTN", "TRITON_ATTN"),
 }
 
 #: Formats of the KV cache whose rows were read on GPUs.
@@ -203,7 +200,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "windows",
         lambda f: f.device == "cuda" and f.kv_cache_dtype not in FORMATS_ON_GPU,
         "how rows in {kv_cache_dtype} lie on device {device} was not checked",
-        {"device": "cuda", "kv_cache_dtype": "nvfp4"},
+        {"device": "cuda", "runner": "v2", "kv_cache_dtype": "nvfp4"},
     ),
     Rule(
         "recurrent",
@@ -253,7 +250,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "deferred",
         lambda f: f.device == "cuda" and f.mla and f.attention is None,
         "latent attention on device {device} cannot read the window",
-        {"device": "cuda", "mla": True},
+        {"device": "cuda", "runner": "v2", "mla": True},
     ),
     Rule(
         # Deferring replaces the graph of a step that admits a request, on the last stage alone.
