@@ -6,7 +6,7 @@ import argparse
 from importlib import import_module
 from typing import Final
 
-help: Final = "measure: host (cost of an idle window), kernels, attention, vllm (whole engines)"
+help: Final = "measure a window's cost, the kernels, or whole vLLM engines"
 
 #: What can be measured -> the module that does it, imported only when asked for.
 SUITES: Final = {
@@ -14,6 +14,7 @@ SUITES: Final = {
     "kernels": "kernels",
     "attention": "kernels_attention",
     "vllm": "vllm_bench",
+    "report": "report",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -15,11 +16,15 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def describe() -> dict[str, Any]:
-    """Machine, versions, commit and command, as they go into every result file."""
+def describe(commit: str | None = None) -> dict[str, Any]:
+    """Machine, versions, commit and command, as they go into every result file.
+
+    Args:
+        commit: of these sources, where it cannot be found out.
+    """
     facts: dict[str, Any] = {
-        "command": " ".join(["kvtxn", *sys.argv[1:]]),
-        "commit": _commit(),
+        "command": shlex.join(["kvtxn", *sys.argv[1:]]),
+        "commit": commit or _commit(),
         "python": platform.python_version(),
         "processor": _processor(),
     }
@@ -42,10 +47,20 @@ def write(name: str, results: dict[str, Any]) -> Path:
     return path
 
 
-def _commit() -> str:
-    commit = _run("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD")
-    dirty = _run("git", "-C", str(Path(__file__).parent), "status", "--porcelain", "-uno")
-    return f"{commit}{'+changes' if dirty else ''}" if commit else "unknown"
+def _commit(here: Path = Path(__file__).parent) -> str:
+    """The commit of the sources: from git, or from the file COMMIT beside or above them.
+
+    An installed package may lie in a folder of somebody else's repository: git is asked only
+    where it tracks this very file.
+    """
+    if _run("git", "-C", str(here), "ls-files", Path(__file__).name):
+        commit = _run("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
+        dirty = _run("git", "-C", str(here), "status", "--porcelain", "-uno")
+        return f"{commit}{'+changes' if dirty else ''}"
+    for folder in (here, here.parent):
+        if (folder / "COMMIT").is_file():
+            return (folder / "COMMIT").read_text().strip()[:12]
+    return "unknown"
 
 
 def _processor() -> str:

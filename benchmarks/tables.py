@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from .. import states
+from . import vllm_report
+from .document import machine_line, table
 from .machine import RESULTS
 
 
@@ -20,21 +22,6 @@ def load(name: str) -> dict[str, Any]:
     """A result file."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table; the first column is text, the others are numbers."""
-    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def machine_line(machine: Mapping[str, Any]) -> str:
-    """Where, with what, and at which commit a result was measured."""
-    where = machine.get("gpu") or machine.get("processor")
-    parts = [f"{where}", f"torch {machine['torch']}"]
-    if "triton" in machine and "gpu" in machine:
-        parts.append(f"Triton {machine['triton']}")
-    return ", ".join([*parts, f"commit {machine['commit']}", f"`{machine['command']}`"])
 
 
 def host() -> str:
@@ -49,7 +36,7 @@ def host() -> str:
         for r in found["rows"]
     ]
     header = ["policy", "requests", "begin", f"stage, {found['layers']} layers", "commit", "all"]
-    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
 def kernels() -> str:
@@ -72,7 +59,7 @@ def kernels() -> str:
     ]
     header = ["rows", "stock, 32 writes", "commit all drafts", "copy of equal bytes"]
     header += ["commit 30 %", "commit none", "undo 30 %, on top of stock"]
-    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
 def attention() -> str:
@@ -85,7 +72,7 @@ def attention() -> str:
         rows.append([f"{row['requests']}, {row['context']}", *times])
     header = ["requests, context", "attention alone", "stock: write + attention"]
     header += ["split attention + commit", "of stock"]
-    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
 def models() -> str:
@@ -99,7 +86,7 @@ def models() -> str:
             times = [stock, f"{us['commit']:.1f}", f"{us['floor']:.1f}"]
             rows.append([row["model"], str(row["layers"]), str(row["rows"]), *times])
     header = ["model", "layers", "rows", "stock writes", "commit all drafts", "copy of equal bytes"]
-    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
 def host_gpu() -> str:
@@ -116,29 +103,38 @@ def host_gpu() -> str:
                 times = [f"{r[part]:.0f}" for part in ("begin", "stage", "commit", "all")]
                 rows.append([what, str(r["requests"]), *times])
     header = ["", "requests", "begin", f"stage, {found['layers']} layers", "commit", "all"]
-    return f"{markdown(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
 def vllm_gpu() -> str:
-    """Tokens per second of whole engines, relative to stock's in the same run."""
-    rows, lines = [], []
+    """Tokens per second of whole engines, relative to stock's in the same rounds."""
+    parts = []
     for name in ("h200-vllm-llama3-8b-eagle", "h200-vllm-host-bound-ngram"):
         found = load(name)
-        what = f"{found['settings']['model']}, {found['settings']['drafter']}"
-        for cell in found["cells"]:
-            stock = cell["stock"]
-            row = [what, str(cell["requests"]), f"{100 * cell['acceptance']:.0f} %"]
-            row.append(f"{stock['tokens_per_s']:.0f}")
-            spread = (stock["fastest"] - stock["slowest"]) / stock["tokens_per_s"]
-            row.append(f"{100 * spread:.0f} %")
-            for policy in ("deferred", "undo"):
-                row.append(f"{cell[policy]['tokens_per_s'] / stock['tokens_per_s']:.3f}")
-            same = all(cell[p]["accepted"] == stock["accepted"] for p in ("deferred", "undo"))
-            rows.append([*row, "yes" if same else "no"])
-        lines.append(machine_line(found["machine"]))
-    header = ["model, drafter", "requests", "acceptance", "stock tokens/s", "stock's spread"]
-    header += ["deferred, of stock", "undo, of stock", "accepted drafts equal"]
-    return f"{markdown(header, rows)}\n\nMedians. " + "; ".join(lines) + "."
+        settings = found["settings"]
+        parts.append(f"{settings['model']}, {settings['drafter']}, k = {settings['drafts']}:")
+        if "format" in found:
+            parts += [vllm_report.speed(found["cells"]), vllm_report.method(found)]
+        else:
+            parts.append(_vllm_medians(found["cells"]))
+        parts.append(f"{machine_line(found['machine'])}.")
+    return "\n\n".join(parts)
+
+
+def _vllm_medians(cells: list[dict[str, Any]]) -> str:
+    """A result from before rounds were kept: medians alone."""
+    rows = []
+    for cell in cells:
+        stock = cell["stock"]
+        spread = (stock["fastest"] - stock["slowest"]) / stock["tokens_per_s"]
+        row = [str(cell["requests"]), f"{100 * cell['acceptance']:.0f} %"]
+        row += [f"{stock['tokens_per_s']:.0f}", f"{100 * spread:.0f} %"]
+        for policy in ("deferred", "undo"):
+            row.append(f"{cell[policy]['tokens_per_s'] / stock['tokens_per_s']:.3f}")
+        same = all(cell[p]["accepted"] == stock["accepted"] for p in ("deferred", "undo"))
+        rows.append([*row, "yes" if same else "no"])
+    header = ["requests", "acceptance", "stock tokens/s", "stock's spread"]
+    return table([*header, "deferred, of stock", "undo, of stock", "accepted drafts equal"], rows)
 
 
 #: Marker -> what stands there.

@@ -1,200 +1,318 @@
 """``kvtxn bench vllm``: whole engines, stock against policies, taking turns.
 
 One engine per policy, each in processes of its own, all up at once; every cell repeats in
-rounds of one run per engine, so drift hits all alike. Prompts come from the prefix cache from
-the second round on, so what is measured is decoding. The first round warms up and is dropped.
+rounds of one run per engine, so drift hits all alike. The order within a round rotates, and
+ratios are taken within rounds. Results are written after every cell.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import random
-import statistics
+import json
+import os
+import signal
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from . import machine
-from .vllm_engine import Engine, EngineSpec, Measured, Work
-from .vllm_models import SHAPES, write_drafter, write_model
+from ..config import ACCEPTANCE_MODES, POLICIES
+from ..errors import ConfigError
+from . import machine, vllm_files
+from .vllm_cell import measure
+from .vllm_engine import Engine, EngineSpec
+from .vllm_models import DRAFTERS, MODELS, Model
+from .vllm_work import SCENARIOS, Point, make
 
-help = "whole vLLM engines: stock against deferred and undo"
+help: Final = "whole vLLM engines: stock against deferred and undo"
+
+_ABOUT: Final = """\
+Start one vLLM engine per policy, side by side, and let them take turns at the same work.
+Without options this is a smoke test: a tiny model with random weights, under a minute on two
+CPU cores. What comes out is NAME.json, NAME.md and NAME.png (a plot, where matplotlib is
+installed; `kvtxn bench report NAME.json` makes both again)."""
+
+_SCENARIOS: Final = "scenarios:\n" + "\n".join(
+    f"  {name:<6} {each.about}: {each.context} tokens of context, {each.tokens} to generate"
+    for name, each in SCENARIOS.items()
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("--model", choices=sorted(SHAPES), default="tiny")
-    parser.add_argument("--drafter", choices=("ngram", "eagle"), default="ngram")
-    parser.add_argument("--drafts", type=int, default=4, help="draft tokens per request")
-    parser.add_argument("--policies", default="stock,deferred,undo", help="commas between")
-    parser.add_argument("--requests", default="1,4", help="requests at once, commas between")
-    parser.add_argument("--context", default="64", help="prompt tokens, commas between")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens to generate per request")
-    parser.add_argument(
-        "--acceptance",
-        default="real",
-        help="'real', or rates of synthetic acceptance per draft, commas between",
+    """Declare the arguments; those in the plural take several values, commas between."""
+    parser.description, parser.epilog = _ABOUT, _SCENARIOS
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    what = parser.add_argument_group("engines")
+    what.add_argument("--model", choices=sorted(MODELS), default="tiny", help="default: tiny")
+    what.add_argument("--drafter", choices=sorted(DRAFTERS), default="ngram", help="default: ngram")
+    what.add_argument("--drafts", type=_natural, default=4, help="draft tokens per request")
+    what.add_argument(
+        "--policies",
+        type=_names("stock", *POLICIES),
+        default="stock,deferred,undo",
+        help="'stock' and kvtxn's policies, commas between; default: %(default)s",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds per cell")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--output", default=None, help="name of the result file")
+    what.add_argument(
+        "--mask-modes",
+        type=_names(*ACCEPTANCE_MODES),
+        metavar="MODES",
+        help="how sampled ids become accepted counts (TxnConfig.acceptance): an engine for each "
+        f"policy and mode; on CPUs alone. Of {', '.join(ACCEPTANCE_MODES)}",
+    )
+    what.add_argument("--batch", type=_natural, help="most requests that run at once; default: all")
+    what.add_argument(
+        "--engine-args",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="more arguments of vllm.LLM, the same for all engines",
+    )
+    what.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="most that an engine may take to start, or for one run; default: 600",
+    )
+    load = parser.add_argument_group("load: one cell for each combination, commas between values")
+    load.add_argument("--scenario", type=_names(*SCENARIOS), default="short", help="see below")
+    load.add_argument("--requests", type=_naturals, default="1,4", help="default: 1,4")
+    load.add_argument("--context", type=_naturals, help="prompt tokens; default: the scenario's")
+    load.add_argument("--tokens", type=_natural, help="tokens to generate per request; likewise")
+    load.add_argument(
+        "--acceptance",
+        type=_rates,
+        default="real",
+        help="'real' (default), or shares of drafts that synthetic acceptance accepts",
+    )
+    load.add_argument(
+        "--arrivals", type=_positive, metavar="RATE", help="requests per second, mixed; default: 16"
+    )
+    load.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    load.add_argument("--rounds", type=_natural, default=3, help="measured rounds; default: 3")
+    out = parser.add_argument_group("result")
+    out.add_argument("--output", metavar="NAME", help="default: vllm-MODEL-DRAFTER")
+    out.add_argument(
+        "--folder", type=Path, default=machine.RESULTS, help="where to; default: the package's own"
+    )
+    out.add_argument("--commit", help="of these sources, where there is no git and no file COMMIT")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the engines, measure every cell, write the result and print a table."""
-    policies = args.policies.split(",")
-    contexts, requests = _ints(args.context), _ints(args.requests)
-    rates = [None] if args.acceptance == "real" else [float(r) for r in args.acceptance.split(",")]
+    """Start the engines, measure every cell, write the result and print it."""
+    _check(args)
+    model = MODELS[args.model]
+    result: dict[str, Any] = {
+        "format": vllm_files.FORMAT,
+        "machine": machine.describe(args.commit),
+        "settings": {key: value for key, value in vars(args).items() if key not in _NOT_SETTINGS},
+    }
+    started, clock = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), time.monotonic()
+    # A time limit from outside must not leave engines behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    points = list(_points(args))
     with tempfile.TemporaryDirectory() as folder:
-        arguments = _arguments(args, Path(folder), max(contexts), max(requests), rates[0])
-        # On a CPU the caches of several engines have to share the memory.
-        space = {} if torch.cuda.is_available() else {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        specs = [EngineSpec(policy=p, arguments=arguments, environment=space) for p in policies]
-        engines = [Engine(spec) for spec in specs]
+        arguments = _arguments(args, model, Path(folder), points)
+        engines = [Engine(spec) for spec in _specs(args, arguments)]
         try:
             for engine in engines:
                 engine.ready()
-            cells = [
-                _cell(engines, args, *point)
-                for point in itertools.product(contexts, requests, rates)
-            ]
-            counters = {
-                engine.spec.policy: engine.snapshot()
-                for engine in engines
-                if engine.spec.policy != "stock"
+            cells: list[dict[str, Any]] = []
+            result["cells"] = cells
+            result["conditions"] = {
+                "started": started,
+                "engines": len(engines),
+                "processors": os.cpu_count(),
+                "announced": {engine.spec.label: engine.announced() for engine in engines},
+                "arguments": {key: value for key, value in arguments.items() if key != "model"},
+                "environment": _environment(),
             }
+            for point in points:
+                work = partial(
+                    make,
+                    point,
+                    text=model.text(),
+                    drafts=args.drafts,
+                    temperature=args.temperature,
+                    arrivals=args.arrivals or _ARRIVALS,
+                )
+                cells.append(measure(engines, point, work, args.rounds))
+                result["conditions"]["seconds"] = time.monotonic() - clock
+                path = vllm_files.write(args.folder, _name(args), result)
+                print(vllm_files.line(cells[-1]), file=sys.stderr, flush=True)
         finally:
             for engine in engines:
                 engine.stop()
-    settings = {key: value for key, value in vars(args).items() if _plain(value)}
-    name = args.output or f"vllm-{args.model}-{args.drafter}"
-    path = machine.write(name, {"settings": settings, "cells": cells, "counters": counters})
-    print(table(cells))
-    print(f"written to {path}")
+    for made in vllm_files.publish(path):
+        print(made)
     return 0
 
 
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+#: Requests per second, where nothing else is said.
+_ARRIVALS: Final = 16.0
+
+_NOT_SETTINGS: Final = ("log_level", "command", "suite", "folder", "commit")
 
 
-def _plain(value: object) -> bool:
-    return value is None or isinstance(value, (str, int, float))
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would have no effect, before an engine starts."""
+    if args.arrivals is not None and not any(SCENARIOS[name].mixed for name in args.scenario):
+        raise ConfigError(
+            "bench vllm",
+            "--arrivals has no effect without a scenario in which requests arrive over time",
+            expected="--scenario mixed",
+            got=",".join(args.scenario),
+        )
+    if args.acceptance != [None] and not torch.cuda.is_available():
+        raise ConfigError(
+            "bench vllm",
+            "vLLM has no synthetic acceptance on CPUs",
+            expected="--acceptance real",
+            got=f"rates {args.acceptance}",
+        )
+    if args.mask_modes and torch.cuda.is_available():
+        raise ConfigError(
+            "bench vllm",
+            "--mask-modes has no effect on a GPU: the model runner there hands over counts",
+            hint="leave it out",
+        )
+    if args.mask_modes and set(args.policies) == {"stock"}:
+        raise ConfigError("bench vllm", "--mask-modes has no effect on stock", hint="leave it out")
+
+
+def _name(args: argparse.Namespace) -> str:
+    return args.output or f"vllm-{args.model}-{args.drafter}"
+
+
+def _points(args: argparse.Namespace) -> Sequence[Point]:
+    return [
+        Point(
+            scenario=scenario,
+            context=context or SCENARIOS[scenario].context,
+            tokens=args.tokens or SCENARIOS[scenario].tokens,
+            requests=requests,
+            acceptance=rate,
+        )
+        for scenario, context, requests, rate in itertools.product(
+            args.scenario, args.context or [None], args.requests, args.acceptance
+        )
+    ]
+
+
+def _specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[EngineSpec]:
+    """One engine for stock, and one for each policy and acceptance mode."""
+    common = {"arguments": arguments, "environment": _environment(), "timeout": args.timeout}
+    specs = []
+    for policy in args.policies:
+        modes = [None] if policy == "stock" else args.mask_modes or [None]
+        for mode in modes:
+            settings = {} if mode is None else {"acceptance": mode}
+            specs.append(EngineSpec(policy=policy, settings=settings, **common))
+    return specs
+
+
+def _environment() -> dict[str, str]:
+    """What every engine's process has set before vLLM is imported."""
+    if torch.cuda.is_available():
+        return {}
+    # Several engines share the memory, and threads that wait for each other the processors.
+    ours = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+    }
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
 
 
 def _arguments(
-    args: argparse.Namespace, folder: Path, context: int, requests: int, rate: float | None
+    args: argparse.Namespace, model: Model, folder: Path, points: Sequence[Point]
 ) -> dict[str, Any]:
     """What ``vllm.LLM`` is given, the same for every policy."""
-    length = context + args.tokens + args.drafts + 8
-    speculation: dict[str, Any] = {
+    length = max(point.context + point.tokens for point in points) + args.drafts + 8
+    requests = max(point.requests for point in points)
+    speculation = DRAFTERS[args.drafter](folder, model, length) | {
         "method": args.drafter,
         "num_speculative_tokens": args.drafts,
     }
-    if args.drafter == "eagle":
-        speculation["model"] = str(write_drafter(folder, args.model, length))
-    else:
-        speculation |= {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
-    if rate is not None:
+    if any(point.acceptance is not None for point in points):
         speculation["rejection_sample_method"] = "synthetic"
-        speculation["synthetic_acceptance_rates"] = _positions(rate, args.drafts)
-    on_gpu = torch.cuda.is_available()
-    # Engines that start together must not measure each other's memory: the cache's size is given.
-    tokens = requests * (length + 64)
-    settings: dict[str, Any] = {"enforce_eager": True}
-    if on_gpu:
-        cache = tokens * SHAPES[args.model].token_bytes + (256 << 20)
+        speculation["synthetic_acceptance_rates"] = [0.5] * args.drafts  # set before every run
+    settings: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}
+    if torch.cuda.is_available():
+        # Engines that start together must not measure each other's memory: its size is given.
+        cache = requests * (length + 64) * model.token_bytes + (256 << 20)
         settings = {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.05}
+        settings["dtype"] = "bfloat16"
     return {
-        "model": str(write_model(folder, args.model, length)),
-        "load_format": "dummy",
+        **model.arguments(folder, length),
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16" if on_gpu else "float32",
         "max_model_len": length,
-        "max_num_seqs": requests,
+        "max_num_seqs": args.batch or requests,
         "speculative_config": speculation,
         "seed": 0,
         **settings,
+        **args.engine_args,
     }
 
 
-def _positions(rate: float, drafts: int) -> list[float]:
-    """Rates per position, each draft accepted with one chance given those before it.
-
-    The chance is such that on average the share ``rate`` of all drafts is accepted.
-    """
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        share = sum(middle**place for place in range(1, drafts + 1)) / drafts
-        low, high = (middle, high) if share < rate else (low, middle)
-    return [low**place for place in range(1, drafts + 1)]
+# -- values of arguments ------------------------------------------------------------
 
 
-def _cell(
-    engines: Sequence[Engine],
-    args: argparse.Namespace,
-    context: int,
-    requests: int,
-    rate: float | None,
-) -> dict[str, Any]:
-    """One point: rounds in which every engine runs once, in alternating order."""
-    chooser = random.Random(context * 1000 + requests)
-    vocab = SHAPES[args.model].vocab
-    period = [chooser.randrange(2, vocab) for _ in range(16)]  # an n-gram drafter finds it again
-    prompts = [
-        [chooser.randrange(2, vocab), *(period * context)][:context] for _ in range(requests)
-    ]
-    work = Work(
-        prompts=prompts,
-        max_tokens=args.tokens,
-        temperature=args.temperature,
-        rates=None if rate is None else _positions(rate, args.drafts),
-    )
-    runs: dict[str, list[Measured]] = {engine.spec.policy: [] for engine in engines}
-    for turn in range(args.rounds + 1):
-        for engine in engines if turn % 2 else reversed(engines):
-            measured = engine.run(work)
-            if turn:
-                runs[engine.spec.policy].append(measured)
-    cell: dict[str, Any] = {"context": context, "requests": requests, "acceptance": rate}
-    for policy, repeated in runs.items():
-        speeds = sorted(each.generated / each.seconds for each in repeated)
-        cell[policy] = {
-            "tokens_per_s": statistics.median(speeds),
-            "slowest": speeds[0],
-            "fastest": speeds[-1],
-            "drafted": [each.drafted for each in repeated],
-            "accepted": [each.accepted for each in repeated],
-            "digests": [each.digest for each in repeated],
-        }
-    print(_line(cell), flush=True)
-    return cell
+def _natural(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
 
 
-def _line(cell: dict[str, Any]) -> str:
-    """A row of the table: speeds relative to stock, and whether the counts are stock's."""
-    policies = [key for key, value in cell.items() if isinstance(value, dict)]
-    base = cell.get("stock", cell[policies[0]])
-    shown = []
-    for policy in policies:
-        mine = cell[policy]
-        share = sum(mine["accepted"]) / max(1, sum(mine["drafted"]))
-        shown.append(
-            f"{mine['tokens_per_s']:.0f} ({mine['tokens_per_s'] / base['tokens_per_s']:.3f}; "
-            f"{mine['slowest']:.0f} to {mine['fastest']:.0f}; {100 * share:.1f} %)"
-        )
-    rate = "real" if cell["acceptance"] is None else f"{100 * cell['acceptance']:.0f} %"
-    return f"| {cell['context']} | {cell['requests']} | {rate} | " + " | ".join(shown) + " |"
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
 
 
-def table(cells: Sequence[dict[str, Any]]) -> str:
-    """The cells as Markdown: tokens/s (of stock's; slowest to fastest; drafts accepted)."""
-    policies = [key for key, value in cells[0].items() if isinstance(value, dict)]
-    head = "| context | requests | acceptance | " + " | ".join(policies) + " |"
-    rule = "|---:|---:|---:|" + "---|" * len(policies)
-    return "\n".join([head, rule, *map(_line, cells)])
+def _naturals(text: str) -> list[int]:
+    return [_natural(part) for part in text.split(",")]
+
+
+def _names(*known: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def _rates(text: str) -> list[float | None]:
+    if text == "real":
+        return [None]
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'real' nor shares") from None
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise argparse.ArgumentTypeError(f"shares lie between 0 and 1, not {text}")
+    return list(rates)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return found

@@ -1,16 +1,20 @@
-"""Models that vLLM can serve without weights: their configurations, written to a folder.
+"""Models and drafters that need no download.
 
-The dummy weights are random, so the text is noise; time per step is the real model's.
+Shapes of well-known models have random weights, which vLLM makes up from a configuration: the
+text is noise, time per step is the real model's. The demo's model is small, and trained.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
+
+from ..errors import ConfigError
+from ..integrations import demo
 
 
 @attrs.frozen
@@ -33,33 +37,91 @@ class Shape:
     kv_heads: int
     vocab: int
 
-    @property
-    def token_bytes(self) -> int:
-        """What a token takes in the cache in bf16, a drafter's layer included."""
-        return 4 * (self.layers + 1) * self.kv_heads * (self.hidden // self.heads)
 
-
+#: With random weights.
 SHAPES: Final[Mapping[str, Shape]] = {
     "llama3-8b": Shape(32, 4096, 14336, 32, 8, 128256),
     "host-bound": Shape(8, 1024, 2816, 16, 8, 32000),
     "tiny": Shape(2, 128, 256, 4, 2, 512),
 }
 
+_DEMO: Final = Path(demo.__file__).parent
 
-def write_model(folder: Path, name: str, max_length: int) -> Path:
-    """Write a model's configuration; returns its folder.
 
-    Args:
-        folder: where to put it.
-        name: of a shape.
-        max_length: most tokens of a request.
+@attrs.frozen
+class Model:
+    """What an engine serves.
+
+    Attributes:
+        name: as on the command line.
+        shape: its size.
+        folder: where it is; None for random weights.
     """
-    return _write(folder / name, SHAPES[name], SHAPES[name].layers, max_length)
+
+    name: str
+    shape: Shape
+    folder: Path | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes in the cache in bf16, a drafter's layer included."""
+        shape = self.shape
+        return 4 * (shape.layers + 1) * shape.kv_heads * (shape.hidden // shape.heads)
+
+    def arguments(self, folder: Path, max_length: int) -> dict[str, Any]:
+        """What ``vllm.LLM`` has to know of it.
+
+        Args:
+            folder: for a configuration, where one has to be written.
+            max_length: most tokens of a request.
+        """
+        if self.folder is not None:
+            return {"model": str(self.folder)}
+        path = _write(folder / self.name, self.shape, self.shape.layers, max_length)
+        return {"model": str(path), "load_format": "dummy"}
+
+    def text(self) -> Sequence[int] | int:
+        """Token ids to cut prompts from; the size of the vocabulary where any ids will do."""
+        if self.folder is None:
+            return self.shape.vocab
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        prompts = json.loads((_DEMO / "prompts.json").read_text())
+        return [token for text in prompts for token in tokenizer.encode(text).ids]
 
 
-def write_drafter(folder: Path, name: str, max_length: int) -> Path:
-    """Write the configuration of an EAGLE head for a model: one layer of the same width."""
-    return _write(folder / f"{name}-eagle", SHAPES[name], 1, max_length)
+#: What can be served.
+MODELS: Final[Mapping[str, Model]] = {
+    **{name: Model(name, shape) for name, shape in SHAPES.items()},
+    "demo": Model("demo", Shape(3, 256, 512, 4, 2, 2048), _DEMO / "model"),
+}
+
+
+def _ngram(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
+    """Drafts from the request's own text."""
+    return {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
+
+
+def _one_layer(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
+    """Drafts from one layer of the model's own width, with random weights."""
+    if model.folder is not None:
+        raise ConfigError(
+            "bench vllm",
+            f"nobody trained a drafter for {model.name!r}",
+            expected="--drafter ngram",
+            hint="or take a model with random weights",
+        )
+    return {"model": str(_write(folder / f"{model.name}-drafter", model.shape, 1, max_length))}
+
+
+#: Method of speculation -> what vLLM has to know of it, given a folder, the model, and the most
+#: tokens of a request.
+DRAFTERS: Final[Mapping[str, Callable[[Path, Model, int], dict[str, Any]]]] = {
+    "ngram": _ngram,
+    "eagle": _one_layer,
+    "draft_model": _one_layer,
+}
 
 
 def _write(folder: Path, shape: Shape, layers: int, max_length: int) -> Path:

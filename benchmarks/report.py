@@ -1,0 +1,38 @@
+"""``kvtxn bench report``: Markdown and a plot from result files of ``kvtxn bench vllm``.
+
+For files that come from a machine without matplotlib, or from an older release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Final
+
+from ..errors import ConfigError
+from . import vllm_files
+
+help: Final = "Markdown and a plot from the JSON files of `kvtxn bench vllm`"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = __doc__
+    parser.add_argument("files", type=Path, nargs="+", metavar="NAME.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write NAME.md and NAME.png beside each file."""
+    for path in args.files:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+        if found.get("format") != vllm_files.FORMAT:
+            raise ConfigError(
+                "bench report",
+                f"{path} is not a result of `kvtxn bench vllm`",
+                expected=f"a JSON file of format {vllm_files.FORMAT}",
+                got=found.get("format", "none" if found else "no such file"),
+            )
+        for made in vllm_files.publish(path):
+            print(made)
+    return 0

@@ -1,0 +1,155 @@
+"""What ``kvtxn bench vllm`` measured, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .document import machine_line, table
+from .paired import LEVEL
+from .vllm_cell import by_policy
+
+Cell = Mapping[str, Any]
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """A whole result file: speed, latency, what the windows did, and how it was measured."""
+    settings, cells = result["settings"], result["cells"]
+    parts = [f"# {settings['model']}, {settings['drafter']}, {settings['drafts']} drafts"]
+    parts += ["## Speed", speed(cells), method(result)]
+    parts += ["## Latency", latency(cells)]
+    if any(by_policy(cell) for cell in cells):
+        parts += ["## Windows", windows(cells)]
+    parts.append(conditions(result))
+    return "\n\n".join(parts) + "\n"
+
+
+def name(cell: Cell) -> list[str]:
+    """The first columns: what the load was."""
+    rate = cell["acceptance"]
+    drafts = "real" if rate is None else f"{100 * rate:.0f} %"
+    return [cell["scenario"], str(cell["context"]), str(cell["requests"]), drafts]
+
+
+_LOAD = ["scenario", "context", "requests", "acceptance"]
+
+
+def speed(cells: Sequence[Cell]) -> str:
+    """Tokens per second, and each policy's as a share of stock's in the same round."""
+    policies = by_policy(cells[0])
+    rows = []
+    for cell in cells:
+        engines = cell["engines"]
+        base = engines.get("stock") or engines[policies[0]]
+        fast = base["tokens_per_s"]
+        spread = (fast["highest"] - fast["lowest"]) / fast["median"]
+        row = [*name(cell), f"{fast['median']:.0f}", f"{100 * spread:.0f} %"]
+        for policy in policies:
+            if "of_stock" in engines[policy]:
+                row.append(ratio(engines[policy]["of_stock"]["tokens_per_s"]))
+            else:
+                row.append(f"{engines[policy]['tokens_per_s']['median']:.0f} tokens/s")
+        rows.append([*row, *([same(cell)] if policies else [])])
+    who = "stock" if "stock" in cells[0]["engines"] else policies[0]
+    beside = "of stock" if who == "stock" else "alone"
+    header = [*_LOAD, f"{who}, tokens/s", f"{who}'s spread"]
+    header += [f"{policy}, {beside}" for policy in policies]
+    return table([*header, *(["accepted drafts equal"] if policies else [])], rows)
+
+
+def ratio(compared: Mapping[str, float]) -> str:
+    """A ratio with its interval, in bold where that shows a difference."""
+    low, high = compared["low"], compared["high"]
+    differs = compared["confidence"] >= LEVEL and not low <= 1 <= high
+    text = f"{compared['median']:.3f}"
+    return f"{f'**{text}**' if differs else text} ({low:.3f} to {high:.3f})"
+
+
+def same(cell: Cell) -> str:
+    """Whether all policies' accepted counts were stock's in every round."""
+    found = [engine["of_stock"] for engine in cell["engines"].values() if "of_stock" in engine]
+    if not found:
+        return "-"
+    return "yes" if all(each["same_accepted"] for each in found) else "no"
+
+
+def method(result: Mapping[str, Any]) -> str:
+    """How to read a ratio."""
+    ratios = [
+        engine["of_stock"]["tokens_per_s"]
+        for cell in result["cells"]
+        for engine in cell["engines"].values()
+        if "of_stock" in engine
+    ]
+    if not ratios:
+        return f"Medians of {result['settings']['rounds']} rounds."
+    rounds, sure = ratios[0]["rounds"], 100 * ratios[0]["confidence"]
+    text = (
+        f"Median of {rounds} rounds' ratios, each of two runs of the same work in one round, and "
+        f"an interval that holds the true median with {sure:.1f} % (sign test; the order within "
+        "a round rotates)."
+    )
+    if ratios[0]["confidence"] < LEVEL:
+        return f"{text} Too few rounds to show a difference: that takes six."
+    return f"{text} Bold: the interval leaves 1 out, so there is a difference."
+
+
+def latency(cells: Sequence[Cell]) -> str:
+    """Time to first token and per token, 50th and 95th percentile over requests."""
+    rows = []
+    for cell in cells:
+        for label, engine in cell["engines"].items():
+            row = [*name(cell), label]
+            for what in ("first_token_ms", "per_token_ms"):
+                found = engine[what]
+                row += [f"{found[p]:.2f}" if found else "-" for p in ("p50", "p95")]
+            compared = engine.get("of_stock", {}).get("per_token_ms")
+            rows.append([*row, ratio(compared) if compared else "-"])
+    header = [*_LOAD, "engine", "first token p50, ms", "p95", "per token p50, ms", "p95"]
+    return table([*header, "per token, of stock"], rows)
+
+
+def windows(cells: Sequence[Cell]) -> str:
+    """What the plug-in counted on rank 0 over all measured rounds of a cell."""
+    rows = []
+    for cell in cells:
+        for label in by_policy(cell):
+            engine = cell["engines"][label]
+            count = engine["counters"][0]
+            staged, kept = count["kvtxn_rows_staged_total"], count["kvtxn_rows_committed_total"]
+            rows.append(
+                [
+                    *(*name(cell), label, f"{count['kvtxn_windows_total']:.0f}"),
+                    "-" if engine["coverage"] is None else f"{100 * engine['coverage']:.1f} %",
+                    f"{100 * kept / staged:.1f} %" if staged else "-",
+                    f"{count['kvtxn_bytes_written_total'] / 2**20:.1f}",
+                    f"{count['kvtxn_bytes_avoided_total'] / 2**20:.1f}",
+                    _reasons(count, "kvtxn_fallbacks_total"),
+                    _reasons(count, "kvtxn_bypassed_windows_total"),
+                ]
+            )
+    header = [*_LOAD, "policy", "windows", "coverage", "drafts accepted", "MiB written"]
+    return table([*header, "MiB avoided", "fallbacks", "bypassed"], rows)
+
+
+def _reasons(count: Mapping[str, float], counter: str) -> str:
+    """A counter and, where it is not zero, its reasons."""
+    whole = f"{count[counter]:.0f}"
+    parts = [
+        f"{label.removeprefix(counter)[1:]} {value:.0f}"
+        for label, value in count.items()
+        if label.startswith(f"{counter}_") and value
+    ]
+    return f"{whole}: {', '.join(parts)}" if parts else whole
+
+
+def conditions(result: Mapping[str, Any]) -> str:
+    """Where, with what, and what else was going on."""
+    facts = result["conditions"]
+    lines = [f"{machine_line(result['machine'])}."]
+    lines += [f"{label}: `{line}`" for label, line in facts["announced"].items() if line]
+    lines.append(
+        f"{facts['engines']} engines at once on {facts['processors']} processors, "
+        f"{facts['started']}, {facts['seconds']:.0f} s."
+    )
+    return "\n\n".join(lines)
