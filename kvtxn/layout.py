@@ -142,13 +142,7 @@ def as_lengths(
                 hint=f"pass {what} as a list: the shape of a window is the host's to know",
             )
         if value.ndim > 1:
-            raise SlotMappingError(
-                "window",
-                f"{what} is not valid",
-                expected="an int or one int per request",
-                got=value.tolist(),
-                hint=_spelling(what),
-            )
+            raise _bad_lengths(what, "an int or one int per request", value.tolist())
         value = int(value) if value.ndim == 0 else value.tolist()
     if isinstance(value, bool):
         value = (value,)
@@ -158,38 +152,26 @@ def as_lengths(
     try:
         lengths = tuple(_length(what, item) for item in value)
     except TypeError:
-        raise SlotMappingError(
-            "window",
-            f"{what} is not valid",
-            expected="an int or one int per request",
-            got=repr(value),
-            hint=_spelling(what),
-        ) from None
+        raise _bad_lengths(what, "an int or one int per request", repr(value)) from None
     if num_requests is not None and len(lengths) != num_requests:
-        raise SlotMappingError(
-            "window",
-            f"{what} has the wrong length",
-            expected=f"{num_requests} requests",
-            got=len(lengths),
-            hint=_spelling(what),
-        )
+        raise _bad_lengths(what, f"{num_requests} ints, one per request", len(lengths))
     return lengths
 
 
 def _length(what: str, value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
-        raise SlotMappingError(
-            "window",
-            f"{what} is not valid",
-            expected="ints of at least 0",
-            got=repr(value),
-            hint=_spelling(what),
-        )
+        raise _bad_lengths(what, "ints of at least 0", repr(value))
     return int(value.__index__())
 
 
-def _spelling(what: str) -> str:
-    return f"pass {what} as one int for all requests, or as one per request"
+def _bad_lengths(what: str, expected: str, got: object) -> SlotMappingError:
+    return SlotMappingError(
+        "window",
+        f"{what} is not valid",
+        expected=expected,
+        got=got,
+        hint=f"pass {what} as one int for all requests, or as one per request",
+    )
 
 
 def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Tensor:

@@ -12,6 +12,15 @@ from torch import Tensor
 from kvtxn import LayerRef
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--interpret-all``: every case of the kit through Triton's interpreter."""
+    parser.addoption(
+        "--interpret-all",
+        action="store_true",
+        help="without a GPU, run all cases of the conformance kit on interpreted kernels (slow)",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

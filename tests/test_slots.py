@@ -19,7 +19,7 @@ def manager(layers):
     [
         (2, [0, 1, 2, 3], 1, "whole number of requests"),
         ([2, 2], [0, 1, 2, 3, 4], 1, "do not fit the rows"),
-        ([2], [0, 1, 2], [1, 1], "settled has the wrong length"),
+        ([2], [0, 1, 2], [1, 1], "settled.*1 ints, one per request, got 2"),
         (-1, [0], 1, "at least 0"),
         ([1, -2], [0, 1], 1, "at least 0"),
         (1.5, [0, 1], 1, "draft_len"),

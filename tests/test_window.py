@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from small_caches import changed_slots, copies, make_layers, rows
@@ -222,23 +224,13 @@ def test_rows_modified_after_staging_are_refused(layers, stage_all):
     assert changed_slots(layers, before) == [{0, 10}] * 6
 
 
-def test_copies_survive_a_reused_buffer(layers):
-    """With staging='copy' the caller's buffer may be reused at once."""
-    manager = manager_of(layers, staging="copy")
-    key, value = rows(6)
-    wanted = key.clone()
-    with manager.window(2, SLOTS) as w:
-        for ref in layers:
-            w.stage(ref, key, value)
-        key.zero_()
-        w.commit(2)
-    assert torch.equal(layers[0].key_cache.flatten(0, 1)[SLOTS], wanted)
-
-
-def test_inference_tensors_are_copied(layers):
-    """Tensors that cannot tell when they change are not trusted to stay."""
-    manager = manager_of(layers)
-    with torch.inference_mode():
+@pytest.mark.parametrize(
+    ("staging", "mode"), [("copy", nullcontext), ("auto", torch.inference_mode)]
+)
+def test_copies_survive_a_reused_buffer(layers, staging, mode):
+    """Where asked to, and where tensors cannot tell whether they changed: those are copied."""
+    manager = manager_of(layers, staging=staging)
+    with mode():
         key, value = rows(6)
         wanted = key.clone()
         with manager.window(2, SLOTS) as w:

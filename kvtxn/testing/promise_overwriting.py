@@ -115,14 +115,16 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("ring_size", range(1, 6))
     def test_wrap_around(self, kit: Kit, ring_size: int) -> None:
         """Every number of rows around one and two laps, every number of them accepted."""
-        spec = attrs.evolve(_RING, ring_size=ring_size, num_blocks=4)
-        rig = _rig(kit, "deferred", [spec, _STATE])
-        for settled, drafts in itertools.product((0, 1, ring_size), range(2 * ring_size + 2)):
-            for accepted in range(drafts + 1):
-                batch = rig.batch(((settled,), (drafts,)), padding=0.0)
-                rig.run(batch, [accepted])
-                rig.expect_committed(batch, batch.kept([accepted]))
-                rig.check(f"{settled} settled, {accepted} of {drafts} accepted")
+        most = 2 * ring_size + 1
+        ring = attrs.evolve(_RING, ring_size=ring_size, num_blocks=2 * (most + 1))
+        state = attrs.evolve(_STATE, num_blocks=most + 1)
+        rig = _rig(kit, "deferred", [ring, state], max_rows=256)
+        for settled, drafts in itertools.product((0, 1, ring_size), range(most + 1)):
+            counts = range(drafts + 1)  # one request for each number that can be accepted
+            batch = rig.batch(([settled] * len(counts), [drafts] * len(counts)), padding=0.0)
+            rig.run(batch, counts)
+            rig.expect_committed(batch, batch.kept(counts))
+            rig.check(f"{settled} settled, {drafts} drafts")
 
     @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32", "fp8_e4m3-head", "int8-tensor"])
     @pytest.mark.parametrize("layout", ["plain", "packed", "transposed", "interleaved", "latent"])

@@ -69,7 +69,7 @@ class OwnWrites(KitBase):
             _spec(fmt="fp32", heads=1, size=8, value_size=4),
         ]
         rig = kit.rig(policy, specs)
-        _attend(rig, *PASTS[past], attention_tolerance, SETTINGS[how])
+        attend_and_compare(rig, *PASTS[past], attention_tolerance, SETTINGS[how])
 
     @pytest.mark.parametrize(("policy", "fmt", "layout"), _STORED)
     def test_layouts_and_formats(
@@ -83,7 +83,7 @@ class OwnWrites(KitBase):
         ]
         rig = kit.rig(policy, specs)
         for payload in ("native", "cast"):
-            _attend(rig, *PASTS["uneven"], attention_tolerance, {}, payload)
+            attend_and_compare(rig, *PASTS["uneven"], attention_tolerance, {}, payload)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("policy", POLICIES)
@@ -91,7 +91,7 @@ class OwnWrites(KitBase):
         """The output has the query's dtype, and is right to its precision."""
         kit.need_attention()
         rig = kit.rig(policy, [_spec(size=16)])
-        _attend(rig, *PASTS["uneven"], 2e-2, {}, dtype=dtype)
+        attend_and_compare(rig, *PASTS["uneven"], 2e-2, {}, dtype=dtype)
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_reading_writes_nothing(self, kit: Kit, policy: str) -> None:
@@ -113,7 +113,7 @@ class OwnWrites(KitBase):
         rig.check("after commit")
 
 
-def _attend(
+def attend_and_compare(
     rig: Rig,
     shape: tuple[Sequence[int], Sequence[int]],
     prefixes: Sequence[int],
@@ -121,8 +121,21 @@ def _attend(
     settings: dict[str, Any],
     payload: str = "native",
     dtype: torch.dtype = torch.float32,
+    forest: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Stage, attend and compare, layer by layer as a forward does."""
+    """Stage, attend and compare, layer by layer as a forward does.
+
+    Args:
+        rig: the layers.
+        shape: settled and draft rows per request.
+        prefixes: tokens before the window, per request.
+        tolerance: relative to the values.
+        settings: further arguments of attention.
+        payload: see ``make_batch``.
+        dtype: of the queries.
+        forest: parents of each request's drafts; each row is compared with attention over a
+            sequence that has its own branch only.
+    """
     sequences = make_sequences(rig, shape, prefixes, payload)
     batch = sequences.batch
     full = rig.truth.copy()
@@ -130,20 +143,16 @@ def _attend(
         slots = batch.slots[cache.spec.group]
         for slot, row in zip(slots, batch.rows[cache.name], strict=True):
             full.write(cache.name, slot, row)
-    with rig.open(batch) as window:
+    with rig.open(batch, forest) as window:
         for index, cache in enumerate(rig.caches):
             rig.stage(window, batch, [index])
-            heads = cache.spec.heads * 2
-            query = torch.randn(
-                batch.num_rows,
-                heads,
-                cache.spec.size,
-                generator=torch.Generator().manual_seed(index),
-            ).to(dtype)
+            generator = torch.Generator().manual_seed(index)
+            heads = (batch.num_rows, cache.spec.heads * 2, cache.spec.size)
+            query = torch.randn(heads, generator=generator).to(dtype)
             table = sequences.table(cache).to(rig.device)
-            lengths = torch.tensor(sequences.seq_lens, dtype=torch.int32).to(rig.device)
-            out = window.attend(cache.ref, query.to(rig.device), table, lengths, **settings)
-            expected = attention(full, cache, sequences, query, **settings)
+            seq_lens = torch.tensor(sequences.seq_lens, dtype=torch.int32).to(rig.device)
+            out = window.attend(cache.ref, query.to(rig.device), table, seq_lens, **settings)
+            expected = attention(full, cache, sequences, query, forest=forest, **settings)
             assert out.dtype is dtype
             assert out.shape == expected.shape
             wrong = (out.double().cpu() - expected).abs()

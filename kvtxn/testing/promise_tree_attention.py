@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import pytest
-import torch
 
 from .caches import KEY_VALUE, LayerSpec
 from .kit import POLICIES, Kit, KitBase
-from .naive import attention, make_sequences
 from .number_formats import FORMATS
-from .promise_own_writes import SETTINGS
+from .promise_own_writes import SETTINGS, attend_and_compare
 from .rig import Rig
 from .trees import FORESTS, lengths
 
@@ -48,7 +46,9 @@ class TreeAttention(KitBase):
             _spec(fmt="fp32", size=8),
             _spec(fmt="fp32", heads=1, size=8, value_size=4),
         ]
-        _attend(kit.rig(policy, specs), *PASTS[past], attention_tolerance, SETTINGS[how])
+        name, prefixes = PASTS[past]
+        rig = kit.rig(policy, specs)
+        _attend(rig, *FORESTS[name], prefixes, attention_tolerance, SETTINGS[how])
 
     @pytest.mark.parametrize("layout", KEY_VALUE)
     @pytest.mark.parametrize("fmt", FORMATS)
@@ -63,8 +63,9 @@ class TreeAttention(KitBase):
             _spec(layout, fmt, heads=3, size=6, group="b", block_size=2, num_blocks=48),
         ]
         rig = kit.rig("deferred", specs)
+        name, prefixes = PASTS["late-branch"]
         for payload in ("native", "cast"):
-            _attend(rig, *PASTS["late-branch"], attention_tolerance, {}, payload)
+            _attend(rig, *FORESTS[name], prefixes, attention_tolerance, {}, payload)
 
     @pytest.mark.parametrize("nodes", [17, 40])
     def test_a_wide_tree(self, kit: Kit, attention_tolerance: float, nodes: int) -> None:
@@ -74,22 +75,10 @@ class TreeAttention(KitBase):
         rig = kit.rig("deferred", [_spec(fmt="fp32", size=8, num_blocks=40)], seed=nodes)
         forest = [[rig.rng.randint(-1, node - 1) for node in range(n)] for n in (nodes, 3)]
         for how in ({}, {"sliding_window": 5}):
-            _attend_forest(rig, (2, 1), forest, (5, 9), attention_tolerance, how)
+            _attend(rig, (2, 1), forest, (5, 9), attention_tolerance, how)
 
 
 def _attend(
-    rig: Rig,
-    name: str,
-    prefixes: Sequence[int],
-    tolerance: float,
-    settings: dict[str, Any],
-    payload: str = "native",
-) -> None:
-    settled, forest = FORESTS[name]
-    _attend_forest(rig, settled, forest, prefixes, tolerance, settings, payload)
-
-
-def _attend_forest(
     rig: Rig,
     settled: Sequence[int],
     forest: Sequence[Sequence[int]],
@@ -98,30 +87,6 @@ def _attend_forest(
     settings: dict[str, Any],
     payload: str = "native",
 ) -> None:
-    """Stage, attend and compare, each row with a sequence that has its own branch only."""
-    sequences = make_sequences(rig, lengths(settled, forest), prefixes, payload)
-    batch = sequences.batch
-    with rig.open(batch, forest) as window:
-        for index, cache in enumerate(rig.caches):
-            rig.stage(window, batch, [index])
-            generator = torch.Generator().manual_seed(index)
-            shape = (batch.num_rows, cache.spec.heads * 2, cache.spec.size)
-            query = torch.randn(shape, generator=generator)
-            table = sequences.table(cache).to(rig.device)
-            seq_lens = torch.tensor(sequences.seq_lens, dtype=torch.int32).to(rig.device)
-            out = window.attend(cache.ref, query.to(rig.device), table, seq_lens, **settings)
-            full = rig.truth.copy()
-            for slot, row in zip(
-                batch.slots[cache.spec.group], batch.rows[cache.name], strict=True
-            ):
-                full.write(cache.name, slot, row)
-            expected = attention(full, cache, sequences, query, forest=forest, **settings)
-            assert out.shape == expected.shape
-            wrong = (out.double().cpu() - expected).abs()
-            scale = expected.abs().max().clamp(min=1.0) if expected.numel() else 1.0
-            assert bool((wrong <= tolerance * scale).all()), (
-                f"{cache.name} ({cache.spec.layout}, {cache.spec.fmt.name}) is off by "
-                f"{float(wrong.max()):.3g} where {tolerance * float(scale):.3g} is allowed"
-            )
-        assert window.fallback_reason is None
-        window.abort()
+    """Each row against a sequence that has its own branch only."""
+    shape = lengths(settled, forest)
+    attend_and_compare(rig, shape, prefixes, tolerance, settings, payload, forest=forest)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from kernels_here import ON_GPU, importing_kernels
 
-ON_GPU = torch.cuda.is_available()
-
-if not ON_GPU:  # must be set when Triton and the kernels are imported, and only then
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
-    pytest.importorskip("triton", reason="the kernels need Triton")
-    if not ON_GPU:
-        pytest.importorskip("triton.experimental.gluon")  # else imported later, uninterpreted
+with importing_kernels():
     import kvtxn.backends.fixed_window  # noqa: F401
     from kvtxn.backends.triton_executor import TritonExecutor
-finally:
-    os.environ.pop("TRITON_INTERPRET", None)
 
 
 class InterpretedTriton(TritonExecutor):
@@ -60,21 +51,29 @@ def kernel_program_settings() -> Any:
 @pytest.fixture
 def kernel_tree_settings(kernel_program_settings: Any) -> Any:
     """Fewer random trees and histories where they are interpreted."""
-    return hypothesis.settings(kernel_program_settings, max_examples=1000 if ON_GPU else 10)
+    return hypothesis.settings(kernel_program_settings, max_examples=1000 if ON_GPU else 4)
+
+
+#: One case in so many is interpreted, of tests with that many cases or more; else one.
+SPARSE = 60
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Interpreted, the whole kit takes half an hour: take every 25th test, random trees, histories.
+    """Interpreted, the whole kit takes half an hour: take every test of it, in a few cases each.
 
-    A GPU runs all of it, and so does the CPU where KVTXN_INTERPRET_ALL is set.
+    A GPU runs all cases, and so does the CPU under ``--interpret-all``. Which ones are taken
+    differs from test to test, so that policies, layouts and formats all have their turn.
     """
-    if ON_GPU or os.environ.get("KVTXN_INTERPRET_ALL"):
+    if ON_GPU or config.getoption("--interpret-all"):
         return
-    kit = [item for item in items if item.cls is not None and item.cls.__name__ == "TestTriton"]
-    left_out = {
-        id(item)
-        for index, item in enumerate(kit)
-        if index % 25 and not item.name.startswith(("test_random_trees", "test_random_histories"))
-    }
+    cases: dict[str, list[Any]] = {}
+    for item in items:
+        if item.cls is not None and item.cls.__name__ == "TestTriton":
+            cases.setdefault(item.originalname, []).append(item)
+    left_out = set()
+    for number, (name, each) in enumerate(sorted(cases.items())):
+        if name not in ("test_random_trees", "test_random_histories"):
+            taken = range(number % min(len(each), SPARSE), len(each), SPARSE)
+            left_out |= {id(item) for index, item in enumerate(each) if index not in taken}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_kit import KernelConformance
 from kvtxn.backends.torch_executor import TorchExecutor
 
-from kvtxn.testing import ExecutorConformance, Rig, registered
+from kvtxn.testing import Rig, registered
 
 cudagraph = pytest.importorskip("kvtxn.backends.cudagraph_executor")
 
@@ -15,41 +16,17 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 if torch.cuda.is_available():
 
-    class TestCudaGraph(ExecutorConformance):
+    class TestCudaGraph(KernelConformance):
         @pytest.fixture
         def backend(self):
             return cudagraph.CudaGraphExecutor
 
-        @pytest.fixture
-        def device(self):
-            return "cuda"
-
-        @pytest.fixture
-        def program_settings(self, kernel_program_settings):
-            return kernel_program_settings
-
-        @pytest.fixture
-        def tree_settings(self, kernel_tree_settings):
-            return kernel_tree_settings
-
-        @pytest.fixture
-        def history_settings(self, kernel_tree_settings):
-            return kernel_tree_settings
-
-    class TestReplayingTorch(ExecutorConformance):
+    class TestReplayingTorch(KernelConformance):
         """Any capturable executor, over copies of a window's rows."""
 
         @pytest.fixture
         def backend(self):
             return cudagraph.replaying(TorchExecutor)
-
-        @pytest.fixture
-        def device(self):
-            return "cuda"
-
-        @pytest.fixture
-        def program_settings(self, kernel_program_settings):
-            return kernel_program_settings
 
 
 @pytest.mark.parametrize(

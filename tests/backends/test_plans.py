@@ -99,7 +99,7 @@ def test_a_long_state_is_cut_into_lines():
 @pytest.mark.parametrize("staging", ["copy", "auto"])
 def test_a_long_state_is_committed_whole(triton_executor, kernel_device, staging):
     """Every word of every piece, staged at once and committed, beside another layer."""
-    states = [torch.randn(3, 70, 1024, device=kernel_device) for _ in range(2)]
+    states = [torch.randn(3, 17, 1024, device=kernel_device) for _ in range(2)]
     refs = [
         LayerRef.recurrent("long", states[0], group="s"),
         LayerRef.recurrent("both", states[1], torch.randn(3, 7, device=kernel_device), group="s"),

@@ -5,29 +5,19 @@ The kernels run on the GPU where there is one, else through Triton's interpreter
 
 from __future__ import annotations
 
-import os
-
 import numpy
 import pytest
 import torch
+from kernels_here import ON_GPU, importing_kernels
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig
 from kvtxn.config import Policy
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-if not ON_GPU:  # must be set when Triton and the kernels are imported, and only then
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
-    pytest.importorskip("triton", reason="the steps need Triton")
-    if not ON_GPU:
-        pytest.importorskip("triton.experimental.gluon")  # else imported later, uninterpreted
+with importing_kernels():
     import kvtxn.backends.triton_executor as triton_executor
     from kvtxn.integrations.vllm_gpu import GpuSteps
-finally:
-    os.environ.pop("TRITON_INTERPRET", None)
 
+DEVICE = "cuda" if ON_GPU else "cpu"
 HEADS, SIZE, BLOCK, BLOCKS = 2, 8, 4, 8
 
 
