@@ -167,9 +167,10 @@ class AttentionLauncher:
 
     def __init__(self, device: torch.device) -> None:
         self._ones = torch.ones(1, dtype=torch.float32, device=device)
-        self._processors = 1
+        #: Multiprocessors of the device.
+        self.processors = 1
         if device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def _scales(self, plane: Plane) -> Tensor:
         scale = plane.format.scale
@@ -240,7 +241,7 @@ class AttentionLauncher:
         if args.sliding_window is not None:
             capacity = min(capacity, args.sliding_window)
         most = max(1, capacity // _MIN_SPLIT)
-        wanted = max(1, 2 * self._processors // max(1, programs))
+        wanted = max(1, 2 * self.processors // max(1, programs))
         return 1 << (min(most, wanted, 64).bit_length() - 1)
 
     def merge(
@@ -334,7 +335,7 @@ class AttentionLauncher:
         products = queries * keys * max(_power(shape.d), _power(shape.dv))
         if fresh and longest <= _SHORT and products <= _MOST_PRODUCTS:
             grid: tuple[int, ...] = (query.shape[0], shape.heads)
-            few = grid[0] * grid[1] <= self._processors
+            few = grid[0] * grid[1] <= self.processors
             warps = min(8, max(1, products // _PRODUCTS_PER_WARP) * (2 if few else 1))
             own = {"BLOCK_M": queries, "BLOCK_N": keys, "MORE": splits > 1, "num_warps": warps}
             return short_attention, grid, own

@@ -6,12 +6,15 @@ takes the staged rows, and the engine's own slot mapping is read where it is. On
 graph then serves windows, bypassed steps and fallbacks alike: with no row marked as a draft
 the window kernel writes every row into the cache, as stock would.
 
-Everything here is one launch on the host: no allocation, no wait.
+Everything here is one launch on the host: no allocation, no wait. ``warm_up`` makes every launch
+once, so that nothing is left to compile when it counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
@@ -25,11 +28,15 @@ from ..layout import RowLayout
 from ..rows import LayerRows
 from . import triton_select as which
 from .attention_launch import Keep
-from .jobs import Job
+from .jobs import Job, Repeated
+from .tiling import tile_for
 from .triton_executor import TritonExecutor
 
+#: Bytes between the starts of two planes' rows are a multiple of this.
+_ALIGNED: Final = 256
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["count"])
 def prefix_lengths(
     starts: tl.tensor, seq_lens: tl.tensor, lengths: tl.tensor, count: tl.int32, BLOCK: tl.constexpr
 ) -> None:
@@ -60,13 +67,15 @@ class FixedWindow:
     Attributes:
         position: int64 ``[max_rows]``: 0, 1, ... for draft rows, -1 for all others.
         rows: by layer name, ``[max_rows, *row_shape]`` per plane: the staged rows, or under
-            undo what the caches held before.
+            undo what the caches held before. All are parts of one allocation.
+        nbytes: what that takes on the device.
     """
 
     def __init__(
         self, executor: TritonExecutor, slots: Tensor, counters: Tensor, *, undo: bool
     ) -> None:
         self._executor = executor
+        self._slots = slots
         self._counters = counters
         self._shown: RowLayout | None = None
         refs = executor.layers
@@ -75,17 +84,13 @@ class FixedWindow:
         self.position = torch.full(
             (executor.config.max_rows,), -1, dtype=torch.int64, device=refs[0].device
         )
-        self.rows: LayerRows = {
-            ref.name: tuple(
-                torch.empty(
-                    (executor.config.max_rows, *plane.row_shape),
-                    dtype=plane.cells.dtype,
-                    device=plane.cells.device,
-                )
-                for plane in ref.planes
-            )
-            for ref in refs
-        }
+        self.rows: LayerRows = _rows_of(refs, executor.config.max_rows)
+        room = next(iter(self.rows.values()))[0].untyped_storage()
+        self.nbytes = room.nbytes() + self.position.nbytes
+        self._repeated: tuple[WeakKeyDictionary[RowLayout, Repeated], ...] = (
+            WeakKeyDictionary(),
+            WeakKeyDictionary(),
+        )
         self._save = self._job(which.DRAFT, to_cache=False) if undo else None
         self._commit = self._job(which.REJECTED if undo else which.KEPT)
 
@@ -138,20 +143,63 @@ class FixedWindow:
 
     def save(self, layout: RowLayout) -> None:
         """Under undo: remember what the draft slots hold; before the forward."""
-        assert self._save is not None
-        self._executor.launch(self._save, self._groups, layout, self._counters, None)
+        again = self._repeated[0].get(layout)
+        if again is None:
+            assert self._save is not None
+            again = self._repeated[0][layout] = self._make(self._save, layout, None)
+        again.run(layout.position)  # there is no acceptance; the kernel does not look at it
 
     def commit(self, layout: RowLayout, sampled: Tensor) -> None:
         """Write the kept rows, or under undo restore the rejected ones, and count.
 
         Args:
             layout: the window's rows, which lead the batch.
-            sampled: int ``[num_requests]`` or longer, on the device: tokens sampled for each,
+            sampled: int32 ``[num_requests]`` or longer, on the device: tokens sampled for each,
                 the accepted drafts and one more.
         """
-        self._executor.launch(
-            self._commit, self._groups, layout, self._counters, sampled, accept=which.SAMPLED
-        )
+        sampled = sampled.contiguous()
+        again = self._repeated[1].get(layout)
+        if again is None:
+            again = self._repeated[1][layout] = self._make(self._commit, layout, sampled)
+        again.run(sampled)
+
+    def _make(self, job: Job, layout: RowLayout, sampled: Tensor | None) -> Repeated:
+        facts = (job, self._groups, layout, self._counters, sampled)
+        return Repeated(self._executor.arranged(*facts, accept=which.SAMPLED))
+
+    def warm_up(self, layouts: Sequence[RowLayout]) -> None:
+        """Make every launch once, so that no kernel compiles and nothing is planned later.
+
+        Nothing is written, but into the engine's slots, which become -1. So this is for a time
+        when no step is under way.
+
+        Args:
+            layouts: those that will come most; all that depends on them is prepared.
+        """
+        self._slots.fill_(-1)
+        for layout in (*layouts, *self._one_of_each_kind()):
+            if layout.num_rows > self._executor.config.max_rows:
+                continue
+            self.show(layout)
+            if self._save is not None:
+                self.save(layout)
+            none = torch.ones(layout.num_requests, dtype=torch.int32, device=self.position.device)
+            self.commit(layout, none)
+        self.show(None)
+        starts = torch.zeros(2, dtype=torch.int32, device=self.position.device)
+        self.prefix(starts, starts[:1], torch.empty_like(starts[:1]))
+
+    def _one_of_each_kind(self) -> Iterator[RowLayout]:
+        """A layout for each way in which the kernel that moves rows can be compiled."""
+        executor, seen = self._executor, set()
+        for rows in range(1, executor.config.max_rows + 1):
+            tile = tile_for(self._commit.plan, rows, executor.programs)
+            kind = attrs.evolve(tile, programs=1)
+            for parts in ((rows,), (1, rows - 1)):  # all requests alike, and not
+                if rows >= 2 * len(parts) - 1 and (kind, len(parts)) not in seen:
+                    seen.add((kind, len(parts)))
+                    settled = (0,) * len(parts)
+                    yield RowLayout.build(parts, settled, self.position.device)
 
     def staged(self, layers: Sequence[LayerRef], num_rows: int) -> list[StagedLayer]:
         """The staged rows of some layers, for a repair by the reference."""
@@ -159,3 +207,20 @@ class FixedWindow:
             StagedLayer(ref, tuple(self.rows_of(ref, i)[:num_rows] for i in range(len(ref.planes))))
             for ref in layers
         ]
+
+
+def _rows_of(refs: Sequence[LayerRef], max_rows: int) -> LayerRows:
+    """Room for ``max_rows`` rows of every plane, in one allocation."""
+    planes = [plane for ref in refs for plane in ref.planes]
+    sizes = [-(-max_rows * plane.row_bytes // _ALIGNED) * _ALIGNED for plane in planes]
+    room = torch.empty(sum(sizes), dtype=torch.uint8, device=planes[0].cells.device)
+    parts = iter(room.split(sizes))
+    return {
+        ref.name: tuple(
+            next(parts)[: max_rows * plane.row_bytes]
+            .view(plane.cells.dtype)
+            .view(max_rows, *plane.row_shape)
+            for plane in ref.planes
+        )
+        for ref in refs
+    }

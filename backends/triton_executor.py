@@ -21,7 +21,7 @@ from ..rows import LayerRows
 from . import triton_kernels as kernels
 from . import triton_select as which
 from .attention_launch import AttentionLauncher
-from .jobs import Job
+from .jobs import Job, Launch
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan, most_lines
 from .saved_rows import SavedRows
 from .tiling import tile_for
@@ -76,9 +76,10 @@ class TritonExecutor(Executor):
         self._pattern: tuple[object | None, Plan | None] = (None, None)
         self._saved = SavedRows(self._members, config.max_rows)
         self.attention = AttentionLauncher(device)
-        self._programs = 1
+        #: Programs that fill the device; 1 where there is none.
+        self.programs = 1
         if device.type == "cuda":
-            self._programs = 10 * torch.cuda.get_device_properties(device).multi_processor_count
+            self.programs = 10 * torch.cuda.get_device_properties(device).multi_processor_count
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -241,9 +242,24 @@ class TritonExecutor(Executor):
             slots: int64 ``[num_rows]``, to be read instead of the fixed buffer; for one group.
             count: False where ``accepted`` only says which rows to move.
         """
+        if layout.num_rows:
+            facts = (job, known, layout, counters, accepted)
+            self.arranged(*facts, accept=accept, slots=slots, count=count).run()
+
+    def arranged(
+        self,
+        job: Job,
+        known: int,
+        layout: RowLayout,
+        counters: Tensor,
+        accepted: Tensor | SampledIds | None,
+        *,
+        accept: int | None = None,
+        slots: Tensor | None = None,
+        count: bool = True,
+    ) -> Launch:
+        """What ``launch`` does with rows, not done yet; its arguments are the same."""
         num_rows = layout.num_rows
-        if num_rows == 0:
-            return
         kind, counts, columns, placeholder, vocabulary = which.NOTHING, layout.position, 0, 0, 0
         if isinstance(accepted, SampledIds):
             kind, counts, columns = which.IDS, accepted.ids.contiguous(), accepted.ids.shape[1]
@@ -261,10 +277,10 @@ class TritonExecutor(Executor):
         count = count and accepted is not None
         plan = job.plan
         num_planes = 0 if plan is None else plan.num_planes
-        tile = tile_for(plan, num_rows, self._programs)
+        tile = tile_for(plan, num_rows, self.programs)
         first, second = job.direct or (0, 0)
         uniform = self._uniform(layout)
-        kernels.move_rows[(tile.programs, num_planes + count)](
+        arguments = (
             self._limits if plan is None else plan.table,
             job.table,
             first,
@@ -284,25 +300,28 @@ class TritonExecutor(Executor):
             vocabulary,
             max(1, sum(uniform)),
             uniform[1],
-            UNIFORM=uniform != (0, 0),
-            SELECT=job.select,
-            ACCEPT=kind,
-            TO_CACHE=job.to_cache,
-            COUNT=count,
-            DIRECT=job.direct is not None,
-            GROUPS=len(self._groups),
-            OVERWRITES=self._overwrites,
-            WIDE=plan is not None and plan.wide,
-            NARROW=1 if plan is None else plan.narrow,
-            UNITS=0 if plan is None else plan.row_units,
-            RUN=0 if plan is None else plan.run_units,
-            BLOCK=0 if plan is None else plan.block_size,
-            ROWS=tile.rows,
-            COLS=tile.cols,
-            CHUNK=tile.chunk,
-            ONCE=tile.once,
-            num_warps=tile.warps,
         )
+        constants = {
+            "SELECT": job.select,
+            "ACCEPT": kind,
+            "TO_CACHE": job.to_cache,
+            "COUNT": count,
+            "UNIFORM": uniform != (0, 0),
+            "DIRECT": job.direct is not None,
+            "GROUPS": len(self._groups),
+            "OVERWRITES": self._overwrites,
+            "WIDE": plan is not None and plan.wide,
+            "NARROW": 1 if plan is None else plan.narrow,
+            "UNITS": 0 if plan is None else plan.row_units,
+            "RUN": 0 if plan is None else plan.run_units,
+            "BLOCK": 0 if plan is None else plan.block_size,
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "CHUNK": tile.chunk,
+            "ONCE": tile.once,
+        }
+        grid = (tile.programs, num_planes + count, 1)
+        return Launch(kernels.move_rows, grid, arguments, constants, tile.warps)
 
     def _uniform(self, layout: RowLayout) -> tuple[int, int]:
         """Draft and settled rows of every request, where all are alike; else zeros."""

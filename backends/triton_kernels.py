@@ -143,6 +143,7 @@ def count_rows(
         "settled",
         "first",
         "second",
+        "accepted",
     ]
 )
 def move_rows(

@@ -46,7 +46,13 @@ def keep_row(
         tl.store(buffer + place + columns, words, mask=columns < WIDTH)
 
 
-@triton.jit(do_not_specialize=["window", "limit", "splits", "longest"])
+# Not specialised: what changes with the number of rows, so that none of it compiles anew.
+@triton.jit(
+    do_not_specialize=[
+        *("window", "limit", "splits", "longest"),
+        *("p_split", "l_split", "l_row", "l_head"),
+    ]
+)
 def short_attention(
     query: tl.tensor,
     key: tl.tensor,

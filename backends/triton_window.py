@@ -52,7 +52,13 @@ def keep_rows(
         tl.store(buffer + place[:, None] + columns[None, :], words, mask=mask)
 
 
-@triton.jit(do_not_specialize=["window", "longest", "limit", "splits"])
+# Not specialised: what changes with the number of rows, so that none of it compiles anew.
+@triton.jit(
+    do_not_specialize=[
+        *("window", "limit", "splits", "longest"),
+        *("p_split", "l_split", "l_row", "l_head"),
+    ]
+)
 def window_attention(
     query: tl.tensor,
     key: tl.tensor,

@@ -143,6 +143,43 @@ class Reading:
         self.steps.step.staged.append(ref)
 
 
+def warm_up(hook: FlashHook, heads: int, dtype: torch.dtype) -> None:
+    """Launch every form of the window kernel that a step outside of graphs may need.
+
+    Forms differ by the longest request, by whether all have its length, and by whether the
+    device has room for more programs. Graphs compile theirs when they are captured.
+
+    Args:
+        hook: of a layer; others like it share its kernels.
+        heads: query heads.
+        dtype: of queries, keys and values.
+    """
+    steps, ref = hook.steps, hook.ref
+    device, (kv_heads, size) = ref.device, ref.planes[0].row_shape
+    crowd = steps.attention.processors // kv_heads + 1
+    for longest in range(2, steps.query_len + 1):
+        for last in ((longest,), (longest, 2)):
+            for rows in (0, crowd):
+                lengths = (longest,) * (rows // longest) + last
+                if sum(lengths) > steps.manager.config.max_rows:
+                    continue
+                drafts = tuple(length - 1 for length in lengths)
+                layout = RowLayout.build(drafts, (1,) * len(lengths), device)
+                query = torch.zeros(layout.num_rows, heads, size, dtype=dtype, device=device)
+                fresh = query[:, :kv_heads].contiguous()
+                lse = torch.zeros(heads, layout.num_rows, device=device)
+                steps.attention.merge(
+                    layout,
+                    ref,
+                    query,
+                    (fresh, fresh),
+                    Prefix.single(query, lse),
+                    hook.args,
+                    steps.window.keep(ref, None),
+                    query,
+                )
+
+
 class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """Builds vLLM's metadata; where the step has a window, without the stock schedule.
 

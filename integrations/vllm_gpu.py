@@ -29,6 +29,9 @@ from ..states import WindowState
 _REST: Final = 8
 _LONGEST_REST: Final = 4096
 
+#: Numbers of requests for which everything is prepared at the start.
+_READY: Final = 256
+
 
 @attrs.define(eq=False)
 class Step:
@@ -85,13 +88,26 @@ class GpuSteps:
             rows = manager.metrics.rows[0]
             self.window = FixedWindow(executor, slots, rows, undo=manager.policy == "undo")
         self._windows = manager.metrics.windows
-        self._latest: tuple[bytes, bytes] | None = None
-        self._layout: RowLayout | None = None
+        self._latest: tuple[bytes, ...] | None = None
+        self._judged: RowLayout | str | None = None
         self._pause = _REST
         self._rest = 0
-        self.layout = lru_cache(maxsize=512)(
+        self.layout = lru_cache(maxsize=1024)(
             lambda drafts, settled: RowLayout.build(drafts, settled, manager.device)
         )
+
+    def warm_up(self) -> None:
+        """Launch whatever steps may launch, and plan the usual ones; writes into no cache.
+
+        Overwrites the runner's slots, so no step may be under way.
+        """
+        if self.manager.policy == "direct":
+            return
+        most = min(_READY, self.manager.config.max_rows // self.query_len)
+        drafts = self.query_len - 1
+        with torch.inference_mode():
+            usual = [self.layout((drafts,) * n, (1,) * n) for n in range(1, most + 1) if drafts]
+            self.window.warm_up(usual)
 
     # -- a step ---------------------------------------------------------------------
 
@@ -121,35 +137,38 @@ class GpuSteps:
 
     def _plan(self, drafts: Any, lengths: Any, prefilling: Any) -> RowLayout | None:
         """The layout of the requests with drafts; None, and the reason counted, without one."""
+        key = (drafts.tobytes(), lengths.tobytes(), prefilling.tobytes())
+        if key != self._latest:
+            self._latest = None
+            self._judged = self._judge(drafts, lengths, prefilling)
+            self._latest = key
+        judged = self._judged
+        if isinstance(judged, str):
+            self.manager.bypass(judged)
+            return None
+        if judged is not None and self._rest > 0:
+            self._rest -= 1
+            self.manager.bypass("resting")
+            return None
+        return judged
+
+    def _judge(self, drafts: Any, lengths: Any, prefilling: Any) -> RowLayout | str | None:
+        """A batch's layout, or why it has none; None without drafts."""
         count = int((drafts > 0).sum())
         if count == 0:
             return None
         drafts, lengths = drafts[:count], lengths[:count]
-        key = (drafts.tobytes(), lengths.tobytes())
-        if key != self._latest:
-            self._latest, self._layout = None, None
-            longest = int(lengths.max())
-            rows = int(lengths.sum())
-            for applies, reason in (
-                (not drafts.all(), "order"),
-                (longest > self.query_len, "long_query"),
-                (rows > self.manager.config.max_rows, "max_rows"),
-                (self.uniform and longest != int(lengths.min()), "uneven_sliding"),
-            ):
-                if applies:
-                    self.manager.bypass(reason)
-                    return None
-            settled = tuple((lengths - drafts).tolist())
-            self._layout = self.layout(tuple(drafts.tolist()), settled)
-            self._latest = key
-        if prefilling[:count].any():
-            self.manager.bypass("prompt_with_drafts")
-            return None
-        if self._rest > 0:
-            self._rest -= 1
-            self.manager.bypass("resting")
-            return None
-        return self._layout
+        longest = int(lengths.max())
+        for applies, reason in (
+            (not drafts.all(), "order"),
+            (longest > self.query_len, "long_query"),
+            (int(lengths.sum()) > self.manager.config.max_rows, "max_rows"),
+            (self.uniform and longest != int(lengths.min()), "uneven_sliding"),
+            (prefilling[:count].any(), "prompt_with_drafts"),
+        ):
+            if applies:
+                return reason
+        return self.layout(tuple(drafts.tolist()), tuple((lengths - drafts).tolist()))
 
     def commit(self, sampled: Tensor) -> None:
         """Make the accepted rows durable.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
+import torch
 from torch import Tensor
 
 from ..errors import LayerError
@@ -17,6 +18,7 @@ from . import vllm_internals as internals
 
 #: Methods of the V2 runner that are overridden, with the parameters they have to have.
 RUNNER_METHODS: Final = {
+    "profile_run": ("randomize_inputs",),
     "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
     "gather_batch_req_state": ("scheduler_output", "dummy_run"),
     "prepare_attn": ("input_batch",),
@@ -78,6 +80,28 @@ def slots_of_groups(runner: Any, groups: Sequence[str]) -> list[Tensor]:
     return [tables[int(group.partition(".")[2])].slot_mapping.gpu for group in groups]
 
 
+def window_rows(config: Any) -> int:
+    """Most rows of a window, unless the user says: what requests with drafts have in one step.
+
+    Where that is far beyond the largest captured graph, buffers for it would be out of proportion;
+    so they take no more than twice what the rows of that graph take.
+    """
+    most = internals.most_window_rows(config)
+    captured = int(config.compilation_config.max_cudagraph_capture_size or 0)
+    return min(most, captured * 15 // 8) if captured else most  # the rest is for tables
+
+
+def room_for_rows(runner: Any, rows: int) -> Tensor:
+    """As much memory as ``rows`` rows of the target's layers take."""
+    drafters = internals.draft_layers(runner)
+    each = sum(
+        -(-spec.page_size_bytes // spec.block_size)
+        for name, spec in runner.get_kv_cache_spec().items()
+        if name not in drafters
+    )
+    return torch.empty(rows * each, dtype=torch.uint8, device=runner.device)
+
+
 def admits(state: Any) -> bool:
     """Whether a batch has requests whose prompt is not done."""
     return state is not None and bool(state.has_prefill)
@@ -122,6 +146,11 @@ def scores_of(impl: Any) -> internals.Scores:
     return internals.Scores(
         float(impl.scale), left + 1 if left >= 0 else None, cap if cap > 0 else None
     )
+
+
+def query_heads(impl: Any) -> int:
+    """Query heads of a layer, on this rank."""
+    return int(impl.num_heads)
 
 
 def flash_shape(common: Any) -> tuple[int, int, int]:

@@ -84,10 +84,10 @@ def _on_worker(wrapper: Any) -> None:
             return
         show_log()
         rank = internals.rank_of(wrapper)
-        wanted = settings(asked, internals.most_window_rows(config))
+        facts = internals.config_facts(config)
+        wanted = settings(asked, _most_rows(config, facts.device))
         if wanted is None:
             return
-        facts = internals.config_facts(config)
         policy, why = decide(wanted.policy, facts)
         if policy == "off":
             log.warning("vllm.inactive", rank=rank, why=why)
@@ -111,3 +111,12 @@ def _on_worker(wrapper: Any) -> None:
         log.exception("vllm.inactive", why=repr(error))
         if surfaces_errors(asked):
             raise
+
+
+def _most_rows(config: Any, device: str) -> int:
+    """The default for ``max_rows``: on a GPU it also is what buffers are sized by."""
+    if device == "cpu":
+        from .vllm_internals import most_window_rows as most
+    else:
+        from .vllm_internals_gpu import window_rows as most
+    return most(config)

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 import attrs
+from torch import Tensor
 
 from .. import __version__
 from ..config import Policy, TxnConfig
@@ -42,11 +43,19 @@ def window_runner(own: Any) -> Any:
             kvtxn: the steps, once the KV cache exists; None while kvtxn stays out.
             kvtxn_config: the settings.
             kvtxn_rank: the worker's rank.
+            kvtxn_room: memory held while vLLM measures what is free, for the steps to take.
         """
 
         kvtxn: GpuSteps | None = None
         kvtxn_config: TxnConfig
         kvtxn_rank: int = 0
+        kvtxn_room: Tensor | None = None
+
+        def profile_run(self, randomize_inputs: bool = False) -> None:
+            """What the steps will need is taken before vLLM sizes the KV cache by what is left."""
+            rows = self.kvtxn_config.max_rows
+            self.kvtxn_room = inside.room_for_rows(self, rows)
+            super().profile_run(randomize_inputs)
 
         def initialize_kv_cache(
             self,
@@ -62,6 +71,7 @@ def window_runner(own: Any) -> Any:
                 kv_cache_allocation_context=kv_cache_allocation_context,
             )
             if not is_profiling:
+                self.kvtxn_room = None  # the allocator keeps it, and gives it to the steps
                 self.kvtxn = open_steps(self, steps_over)
 
         def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
@@ -127,7 +137,7 @@ def layer_refs(layers: list[internals.TargetLayer], kv_dtype: str) -> list[Layer
 
 def hook_attention(steps: GpuSteps, layers: list[internals.TargetLayer], builders: Any) -> None:
     """Let the layers' attention read the windows."""
-    from .vllm_flash import FlashHook
+    from .vllm_flash import FlashHook, warm_up
 
     for layer, ref in zip(layers, steps.layers, strict=True):
         scores = inside.scores_of(layer.impl)
@@ -142,6 +152,14 @@ def hook_attention(steps: GpuSteps, layers: list[internals.TargetLayer], builder
         layer.impl.kvtxn = FlashHook(steps, ref, args)
     for builder in builders:
         builder.kvtxn = steps
+    forms = {}
+    for layer in layers:
+        hook = layer.impl.kvtxn
+        args, block_size = hook.args, hook.ref.planes[0].block_size
+        alike = (args.sliding_window is None, args.soft_cap is None, layer.row_shape, block_size)
+        forms[alike] = layer, hook
+    for layer, hook in forms.values():
+        warm_up(hook, inside.query_heads(layer.impl), layer.dtype)
 
 
 def steps_over(runner: Any, manager: TransactionManager) -> GpuSteps:
@@ -170,6 +188,7 @@ def open_steps(runner: Any, make: Callable[[Any, TransactionManager], StepsT]) -
         if policy == "deferred":
             names = {layer.name for layer in layers}
             hook_attention(steps, layers, inside.metadata_builders(runner, names))
+        steps.warm_up()
     except Exception as error:
         if config.on_error == "raise":
             raise
@@ -184,6 +203,7 @@ def open_steps(runner: Any, make: Callable[[Any, TransactionManager], StepsT]) -
         layers=len(manager.layers),
         groups=len(manager.groups),
         max_rows=settings.max_rows,
+        buffer_bytes=steps.window.nbytes,
         kvtxn=__version__,
         vllm=internals.version(),
     )

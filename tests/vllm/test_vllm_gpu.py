@@ -14,7 +14,9 @@ from kvtxn import LayerRef, TransactionManager, TxnConfig
 from kvtxn.config import Policy
 
 with importing_kernels():
+    import kvtxn.backends.fixed_window as fixed_window
     import kvtxn.backends.triton_executor as triton_executor
+    import kvtxn.backends.triton_kernels as triton_kernels
     from kvtxn.integrations.vllm_gpu import GpuSteps
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -134,6 +136,44 @@ def test_a_step_that_cannot_have_a_window_says_why(drafts, lengths, prefilling, 
     assert rig.count(f"bypassed_windows_total_{reason}") == 1
     rig.commit([1] * len(drafts))
     assert rig.count("windows_total") == 1
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_warming_up_leaves_no_trace(policy):
+    """Every launch is made once; no byte of a cache and no counter changes, and steps work."""
+    rig = Rig(policy)
+    before = [cache.clone() for cache in rig.caches]
+    rig.slots.copy_(torch.arange(32))  # what is left there from an earlier engine
+    counts = rig.manager.snapshot()
+    rig.steps.warm_up()
+    assert all(torch.equal(*pair) for pair in zip(before, rig.caches, strict=True))
+    assert rig.manager.snapshot() == counts
+    assert bool((rig.steps.window.position == -1).all())
+    rig.begin([3, 3], [4, 4])
+    made = rig.forward()
+    rig.commit([1, 4])
+    rig.expect(before, made, [3, 3], [4, 4], [1, 4])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_nothing_compiles_after_warming_up(policy):
+    """Whatever the lengths."""
+    rig = Rig(policy)
+    rig.steps.warm_up()
+    known = compiled_kernels()
+    assert known
+    for drafts in ([3], [3, 3], [3, 1], [2, 3, 1], [1, 1, 1, 1], [3, 3, 3, 3], [2, 2, 2, 3]):
+        rig.begin(drafts, [count + 1 for count in drafts])
+        rig.commit([2] * len(drafts))
+    assert rig.count("windows_total_committed") == 7
+    assert compiled_kernels() == known
+
+
+def compiled_kernels() -> int:
+    """Variants that were compiled of the kernels that a step launches."""
+    kernels = (triton_kernels.move_rows, fixed_window.prefix_lengths)
+    return sum(len(each[0]) for kernel in kernels for each in kernel.device_caches.values())
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
