@@ -13,8 +13,10 @@ SUITES: Final = {
     "host": "host",
     "kernels": "kernels",
     "attention": "kernels_attention",
+    "steps": "steps",
     "vllm": "vllm_bench",
     "report": "report",
+    "exactness": "vllm_exactness",
 }
 
 

@@ -121,8 +121,10 @@ class GpuSteps:
         """
         if self.step is not None:
             self.abandon()
-        layout = None if drafts is None else self._plan(drafts, lengths, prefilling)
+        layout = None
         try:
+            if drafts is not None:
+                layout = self._plan(drafts, lengths, prefilling)
             if self.deferred:
                 self.window.show(layout)
             elif layout is not None and self.manager.policy == "undo":

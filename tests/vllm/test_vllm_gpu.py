@@ -5,95 +5,9 @@ The kernels run on the GPU where there is one, else through Triton's interpreter
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
-from kernels_here import ON_GPU, importing_kernels
-
-from kvtxn import LayerRef, TransactionManager, TxnConfig
-from kvtxn.config import Policy
-
-with importing_kernels():
-    import kvtxn.backends.fixed_window as fixed_window
-    import kvtxn.backends.triton_executor as triton_executor
-    import kvtxn.backends.triton_kernels as triton_kernels
-    from kvtxn.integrations.vllm_gpu import GpuSteps
-
-DEVICE = "cuda" if ON_GPU else "cpu"
-HEADS, SIZE, BLOCK, BLOCKS = 2, 8, 4, 8
-
-
-@pytest.fixture(autouse=True)
-def _anywhere(monkeypatch):
-    """The executor may be asked for by name on a CPU, where the interpreter runs it."""
-    monkeypatch.setattr(
-        triton_executor.TritonExecutor, "unavailable", classmethod(lambda cls, device: None)
-    )
-
-
-class Rig:
-    """A runner's side: caches packed as vLLM's are, slots, and a forward by plain indexing."""
-
-    def __init__(self, policy: Policy, on_error: str = "fallback") -> None:
-        shape = (BLOCKS, HEADS, BLOCK, 2 * SIZE)
-        self.caches = [torch.randn(shape, device=DEVICE) for _ in range(2)]
-        refs = []
-        for i, cache in enumerate(self.caches):
-            key, value = cache.transpose(1, 2).split(SIZE, -1)
-            refs.append(LayerRef(f"layer.{i}", key, value))
-        config = TxnConfig(policy=policy, backend="triton", max_rows=16, on_error=on_error)
-        self.manager = TransactionManager(refs, config)
-        self.slots = torch.full((1, 32), -1, dtype=torch.int64, device=DEVICE)
-        self.steps = GpuSteps(self.manager, self.slots, query_len=4)
-
-    def begin(self, drafts, lengths, prefilling=None) -> None:
-        """Plan a step; request r has the block r, from its start on."""
-        rows = [r * BLOCK + i for r, length in enumerate(lengths) for i in range(length)]
-        self.slots.fill_(-1)
-        self.slots[0, : len(rows)] = torch.tensor(rows)
-        late = prefilling or [False] * len(lengths)
-        self.steps.begin(*(numpy.array(each) for each in (drafts, lengths, late)))
-
-    def forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What the attention does: stage drafts and write the rest, or write everything."""
-        count = int((self.slots[0] >= 0).sum())
-        made = []
-        for ref in self.steps.layers:
-            rows = torch.randn(2, count, HEADS, SIZE, device=DEVICE)
-            step = self.steps.step
-            holds = self.steps.deferred and step is not None and not step.direct
-            for plane, cache in enumerate((ref.key_cache, ref.value_cache)):
-                if holds:
-                    self.steps.window.rows_of(ref, plane)[:count] = rows[plane]
-                for row in range(count):
-                    if not holds or int(self.steps.window.position[row]) < 0:
-                        slot = int(self.slots[0, row])
-                        cache[slot // BLOCK, slot % BLOCK] = rows[plane, row]
-            made.append((rows[0], rows[1]))
-        return made
-
-    def commit(self, sampled) -> None:
-        """Tokens sampled per request."""
-        self.steps.commit(torch.tensor(sampled, dtype=torch.int32, device=DEVICE))
-
-    def expect(self, before, made, drafts, lengths, sampled) -> None:
-        """Every byte: settled and accepted rows are new, all others as before."""
-        for cache, old, ref, rows in zip(self.caches, before, self.steps.layers, made, strict=True):
-            got = cache.clone()
-            cache.copy_(old)
-            row = 0
-            for request, length in enumerate(lengths):
-                for i in range(length):
-                    kept = i - (length - drafts[request]) < sampled[request] - 1
-                    if kept:
-                        ref.key_cache[request, i] = rows[0][row]
-                        ref.value_cache[request, i] = rows[1][row]
-                    row += 1
-            assert torch.equal(cache, got)
-
-    def count(self, name: str) -> float:
-        """A counter."""
-        return self.manager.snapshot().get(f"kvtxn_{name}", 0)
+from vllm_step_rig import ON_GPU, Rig, anywhere, fixed_window, triton_kernels  # noqa: F401
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
