@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy
 import torch
 
 from .. import LayerRef, TransactionManager, TxnConfig
-from ..integrations.vllm_gpu import GpuSteps
 from . import machine
 from .models import BLOCK_SIZE, MODELS
+
+if TYPE_CHECKING:
+    from ..integrations.vllm_gpu import GpuSteps
 
 help: Final = "host time that windows add to a step of an engine on a GPU"
 
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _steps(args: argparse.Namespace, policy: Any) -> tuple[GpuSteps, float]:
     """Steps over caches of the model's shape, warmed up; and the seconds that took."""
+    from ..integrations.vllm_gpu import GpuSteps  # needs Triton, which not every machine has
+
     shape, most = MODELS[args.model], max(args.requests) + 1
     blocks = most * (1 + args.drafts // BLOCK_SIZE)
     refs = []
