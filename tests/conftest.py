@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 import torch
 from small_caches import make_layers, rows
 from torch import Tensor
 
 from kvtxn import LayerRef
+
+# Examples are tiny, and a loaded machine is slow: time says nothing about them.
+hypothesis.settings.register_profile("kvtxn", deadline=None)
+hypothesis.settings.load_profile("kvtxn")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -19,32 +21,67 @@ from vllm_jobs import COMPARED, missing, wanted
 HERE = Path(__file__).parent
 
 
-def carry_out(folder: Path, jobs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Run jobs in one child process; returns their reports."""
-    folder.mkdir()
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    environment = os.environ | {
-        "PYTHONPATH": str(HERE),
-        "OMP_NUM_THREADS": "1",  # two pools of two threads on two cores wait for each other
-        "NUMBA_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    with (folder / "log").open("w") as log:
-        code = subprocess.run(
-            [sys.executable, HERE / "vllm_child.py", folder / "jobs.json", folder / "reports.json"],
-            cwd=folder,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=1500,
-        ).returncode
-    text = (folder / "log").read_text()
-    if code != 0:
-        raise RuntimeError(f"the engines' process ended with {code}:\n{text[-6000:]}")
-    reports: dict[str, dict[str, Any]] = json.loads((folder / "reports.json").read_text())
-    return {name: {**report, "log": text} for name, report in reports.items()}
+class Engines:
+    """The jobs of a session, in as many processes as there are cores, at most four.
+
+    They start as soon as the tests are known and run beside the tests that come before.
+    """
+
+    def __init__(self, jobs: dict[str, Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtxn-vllm-")
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._pool = ThreadPoolExecutor()
+        self._futures: dict[str, Future[dict[str, dict[str, Any]]]] = {}
+        for number, batch in enumerate(batches(jobs, min(4, os.cpu_count() or 1))):
+            future = self._pool.submit(self._carry_out, Path(self._folder.name, str(number)), batch)
+            self._futures.update(dict.fromkeys(batch, future))
+
+    def report(self, job: str) -> dict[str, Any]:
+        """What a job reported; waits for its process."""
+        return self._futures[job].result()[job]
+
+    def finished(self, job: str) -> bool:
+        """Whether there is a report."""
+        future = self._futures[job]
+        return future.done() and not future.cancelled() and future.exception() is None
+
+    def stop(self) -> None:
+        """End what still runs: nobody will ask for it."""
+        for child in self._children:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # its workers, too
+        self._pool.shutdown(cancel_futures=True)
+        self._folder.cleanup()
+
+    def _carry_out(self, folder: Path, jobs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Run jobs in one child process; returns their reports."""
+        folder.mkdir()
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        environment = os.environ | {
+            "PYTHONPATH": str(HERE),
+            "OMP_NUM_THREADS": "1",  # two pools of two threads on two cores wait for each other
+            "NUMBA_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        command = [HERE / "vllm_child.py", folder / "jobs.json", folder / "reports.json"]
+        with (folder / "log").open("w") as log:
+            child = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=folder,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._children.append(child)
+            code = child.wait(timeout=2400)
+        text = (folder / "log").read_text()
+        if code != 0:
+            raise RuntimeError(f"the engines' process ended with {code}:\n{text[-6000:]}")
+        reports: dict[str, dict[str, Any]] = json.loads((folder / "reports.json").read_text())
+        return {name: {**report, "log": text} for name, report in reports.items()}
 
 
 def batches(jobs: dict[str, dict[str, Any]], count: int) -> list[dict[str, Any]]:
@@ -69,41 +106,50 @@ def needed(items: list[Any]) -> dict[str, set[str] | None]:
     return found
 
 
+ENGINES = pytest.StashKey[Engines]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the engines that the collected tests need."""
+    if session.config.option.collectonly or missing() is not None:
+        return
+    found = needed(session.items)
+    jobs = wanted({job: found[job] for job in found if missing(job) is None})
+    if jobs:
+        session.config.stash[ENGINES] = Engines(jobs)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remember what whole jobs showed, and leave no engine behind."""
+    engines = session.config.stash.get(ENGINES, None)
+    if engines is not None:
+        found = needed(session.items)
+        whole = [job for job in COMPARED if job in found and found[job] is None]
+        reports = {job: engines.report(job) for job in whole if engines.finished(job)}
+        engines.stop()
+        remember(session.config, reports)
+
+
 @pytest.fixture(scope="session")
-def reports(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], dict[str, Any]]]:
-    """A job's report, by name; all jobs of the session start with the first call."""
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("vllm")
-    found = needed(request.session.items)
-    names = {job: found[job] for job in found if missing(job) is None}
-    jobs = wanted(names)
-    with ThreadPoolExecutor() as pool:
-        futures: dict[str, Future[dict[str, dict[str, Any]]]] = {}
-        for number, batch in enumerate(batches(jobs, min(4, os.cpu_count() or 1))):
-            future = pool.submit(carry_out, folder / str(number), batch)
-            futures.update(dict.fromkeys(batch, future))
+def reports(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Any]]:
+    """A job's report, by name; skips where the job cannot run here."""
 
-        def report(name: str) -> dict[str, Any]:
-            reason = missing(name)
-            if reason is not None:
-                pytest.skip(reason)
-            return futures[name].result()[name]
+    def report(name: str) -> dict[str, Any]:
+        reason = missing(name)
+        if reason is not None:
+            pytest.skip(reason)
+        return request.config.stash[ENGINES].report(name)
 
-        yield report
-        whole = [job for job in COMPARED if job in names and names[job] is None]
-        remember(request.config, {job: futures[job] for job in whole})
+    return report
 
 
-def remember(config: pytest.Config, futures: dict[str, Future[dict[str, dict[str, Any]]]]) -> None:
+def remember(config: pytest.Config, reports: dict[str, dict[str, Any]]) -> None:
     """Leave what whole jobs showed in pytest's cache, for ``vllm_table``."""
+    if not reports:
+        return
     engine = f"vllm-cpu {version('vllm-cpu')}, V1 model runner, float32"
     seen = config.cache.get(vllm_table.CACHE, {})
-    for job, future in futures.items():
-        if future.exception() is None:
-            found = vllm_table.record(job, future.result()[job])
-            seen[job] = {"engine": engine, "policies": found}
+    for job, report in reports.items():
+        seen[job] = {"engine": engine, "policies": vllm_table.record(job, report)}
     config.cache.set(vllm_table.CACHE, seen)
