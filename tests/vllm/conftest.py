@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -48,8 +47,7 @@ class Engines:
     def stop(self) -> None:
         """End what still runs: nobody will ask for it."""
         for child in self._children:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # its workers, too
+            child.kill()  # its workers notice
         self._pool.shutdown(cancel_futures=True)
         self._folder.cleanup()
 
@@ -73,7 +71,6 @@ class Engines:
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
             self._children.append(child)
             code = child.wait(timeout=2400)
