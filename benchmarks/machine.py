@@ -24,7 +24,7 @@ def describe(commit: str | None = None) -> dict[str, Any]:
     """
     facts: dict[str, Any] = {
         "command": shlex.join(["kvtxn", *sys.argv[1:]]),
-        "commit": commit or _commit(),
+        "commit": commit or commit_of(),
         "python": platform.python_version(),
         "processor": _processor(),
     }
@@ -47,7 +47,7 @@ def write(name: str, results: dict[str, Any]) -> Path:
     return path
 
 
-def _commit(here: Path = Path(__file__).parent) -> str:
+def commit_of(here: Path = Path(__file__).parent) -> str:
     """The commit of the sources: from git, or from the file COMMIT beside or above them.
 
     An installed package may lie in a folder of somebody else's repository: git is asked only

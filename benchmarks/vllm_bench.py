@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from ..config import ACCEPTANCE_MODES, POLICIES
 from ..errors import ConfigError
 from . import machine, vllm_files
 from .vllm_cell import measure
-from .vllm_engine import Engine, EngineSpec
+from .vllm_engine import Engine, EngineSpec, running
 from .vllm_models import DRAFTERS, MODELS, Model
 from .vllm_work import SCENARIOS, Point, make
 
@@ -56,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         type=_names("stock", *POLICIES),
         default="stock,deferred,undo",
-        help="'stock' and kvtxn's policies, commas between; default: %(default)s",
+        help="'stock' and kvtxn's policies, commas between; default: %(default)s. Twice the same, "
+        "as in 'stock,stock', shows what is noise",
     )
     what.add_argument(
         "--mask-modes",
@@ -107,51 +107,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start the engines, measure every cell, write the result and print it."""
     _check(args)
-    model = MODELS[args.model]
+    begin = time.time()
     result: dict[str, Any] = {
         "format": vllm_files.FORMAT,
         "machine": machine.describe(args.commit),
         "settings": {key: value for key, value in vars(args).items() if key not in _NOT_SETTINGS},
+        "conditions": {"started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begin))},
     }
-    started, clock = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), time.monotonic()
-    # A time limit from outside must not leave engines behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    points = list(_points(args))
     with tempfile.TemporaryDirectory() as folder:
-        arguments = _arguments(args, model, Path(folder), points)
-        engines = [Engine(spec) for spec in _specs(args, arguments)]
-        try:
-            for engine in engines:
-                engine.ready()
-            cells: list[dict[str, Any]] = []
-            result["cells"] = cells
-            result["conditions"] = {
-                "started": started,
-                "engines": len(engines),
-                "processors": os.cpu_count(),
-                "announced": {engine.spec.label: engine.announced() for engine in engines},
-                "arguments": {key: value for key, value in arguments.items() if key != "model"},
-                "environment": _environment(),
-            }
-            for point in points:
-                work = partial(
-                    make,
-                    point,
-                    text=model.text(),
-                    drafts=args.drafts,
-                    temperature=args.temperature,
-                    arrivals=args.arrivals or _ARRIVALS,
-                )
-                cells.append(measure(engines, point, work, args.rounds))
-                result["conditions"]["seconds"] = time.monotonic() - clock
+        arguments = engine_arguments(args, MODELS[args.model], Path(folder))
+        with running(specs(args, arguments)) as engines:
+            result["conditions"] |= _conditions(engines)
+            cells = result["cells"] = []
+            for point in points(args):
+                cells.append(_measure(args, engines, point))
+                result["conditions"]["seconds"] = time.time() - begin
                 path = vllm_files.write(args.folder, _name(args), result)
                 print(vllm_files.line(cells[-1]), file=sys.stderr, flush=True)
-        finally:
-            for engine in engines:
-                engine.stop()
     for made in vllm_files.publish(path):
         print(made)
     return 0
+
+
+def _measure(args: argparse.Namespace, engines: Sequence[Engine], point: Point) -> dict[str, Any]:
+    """One cell."""
+    work = partial(
+        make,
+        point,
+        text=MODELS[args.model].text(),
+        drafts=args.drafts,
+        temperature=args.temperature,
+        arrivals=args.arrivals or _ARRIVALS,
+    )
+    return measure(engines, point, work, args.rounds)
+
+
+def _conditions(engines: Sequence[Engine]) -> dict[str, Any]:
+    """What else a reader has to know of the engines."""
+    spec = engines[0].spec
+    return {
+        "engines": len(engines),
+        "processors": os.cpu_count(),
+        "announced": {engine.spec.label: engine.announced() for engine in engines},
+        "arguments": {key: value for key, value in spec.arguments.items() if key != "model"},
+        "environment": dict(spec.environment),
+    }
 
 
 #: Requests per second, where nothing else is said.
@@ -190,7 +190,8 @@ def _name(args: argparse.Namespace) -> str:
     return args.output or f"vllm-{args.model}-{args.drafter}"
 
 
-def _points(args: argparse.Namespace) -> Sequence[Point]:
+def points(args: argparse.Namespace) -> list[Point]:
+    """Every combination that was asked for."""
     return [
         Point(
             scenario=scenario,
@@ -205,16 +206,25 @@ def _points(args: argparse.Namespace) -> Sequence[Point]:
     ]
 
 
-def _specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[EngineSpec]:
-    """One engine for stock, and one for each policy and acceptance mode."""
-    common = {"arguments": arguments, "environment": _environment(), "timeout": args.timeout}
-    specs = []
+def specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[EngineSpec]:
+    """An engine for each time that stock is named, and for each policy and acceptance mode."""
+    found: list[EngineSpec] = []
     for policy in args.policies:
         modes = [None] if policy == "stock" else args.mask_modes or [None]
         for mode in modes:
-            settings = {} if mode is None else {"acceptance": mode}
-            specs.append(EngineSpec(policy=policy, settings=settings, **common))
-    return specs
+            label = policy if mode is None else f"{policy}+{mode}"
+            again = sum(spec.label.partition("#")[0] == label for spec in found)
+            found.append(
+                EngineSpec(
+                    policy=policy,
+                    arguments=arguments,
+                    settings={} if mode is None else {"acceptance": mode},
+                    environment=_environment(),
+                    timeout=args.timeout,
+                    label=f"{label}#{again + 1}" if again else label,
+                )
+            )
+    return found
 
 
 def _environment() -> dict[str, str]:
@@ -232,17 +242,22 @@ def _environment() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in ours.items()}
 
 
-def _arguments(
-    args: argparse.Namespace, model: Model, folder: Path, points: Sequence[Point]
-) -> dict[str, Any]:
-    """What ``vllm.LLM`` is given, the same for every policy."""
-    length = max(point.context + point.tokens for point in points) + args.drafts + 8
-    requests = max(point.requests for point in points)
+def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, Any]:
+    """What ``vllm.LLM`` is given, the same for every policy.
+
+    Args:
+        args: the command's.
+        model: what is served.
+        folder: where configurations can be written.
+    """
+    loads = points(args)
+    length = max(point.context + point.tokens for point in loads) + args.drafts + 8
+    requests = max(point.requests for point in loads)
     speculation = DRAFTERS[args.drafter](folder, model, length) | {
         "method": args.drafter,
         "num_speculative_tokens": args.drafts,
     }
-    if any(point.acceptance is not None for point in points):
+    if any(point.acceptance is not None for point in loads):
         speculation["rejection_sample_method"] = "synthetic"
         speculation["synthetic_acceptance_rates"] = [0.5] * args.drafts  # set before every run
     settings: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,33 +41,18 @@ class Measured:
     token_ids: list[list[int]] | None
 
 
-def serve(
-    arguments: Mapping[str, Any],
-    config: Mapping[str, Any],
-    environment: Mapping[str, str],
-    pipe: Connection,
-    log: str,
-) -> None:
-    """The engine's process.
+def main() -> None:
+    """The engine's process: commands come in, and ``(failed, answer)`` goes out.
 
-    Args:
-        arguments: of ``vllm.LLM``.
-        config: its ``additional_config``.
-        environment: set before vLLM is imported.
-        pipe: commands in; ``(failed, answer)`` out.
-        log: a file for all that is printed.
+    The only argument is the descriptor of a pipe. First comes what ``vllm.LLM`` is given and its
+    ``additional_config``.
     """
-    os.setsid()  # whatever the engine starts can be ended with it
-    os.environ.update(environment)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # rates are set by RPC
-    sink = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
+        arguments, config = pipe.recv()
         from vllm import LLM
 
-        llm = LLM(**arguments, disable_log_stats=False, additional_config=dict(config))
+        llm = LLM(**arguments, disable_log_stats=False, additional_config=config)
         pipe.send((False, None))
         while _obey(llm, pipe, active=bool(config)):
             pass
@@ -75,10 +60,10 @@ def serve(
         return
     except Exception as error:
         traceback.print_exc()
-        pipe.send((True, f"{type(error).__name__}: {str(error).splitlines()[0:1]}"))
+        pipe.send((True, f"{type(error).__name__}: {error}".splitlines()[0]))
 
 
-def _obey(llm: Any, pipe: Connection, active: bool) -> bool:
+def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
     """Carry out one command; False after the last."""
     command, work = pipe.recv()
     if command == "stop":

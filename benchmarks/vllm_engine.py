@@ -11,17 +11,25 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
 from ..errors import KVTxnError
-from . import vllm_child
 from .vllm_child import Measured
 from .vllm_work import Work
+
+_MAIN: Final = "from kvtxn.benchmarks.vllm_child import main; main()"
+
+#: What an engine's process has set unless the user's own environment says otherwise; the second
+#: lets rates of acceptance be set in its workers.
+_DEFAULTS: Final = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 #: Lines of an engine's log that go into an error.
 _LAST_LINES: Final = 40
@@ -41,6 +49,7 @@ class EngineSpec:
         settings: more of kvtxn's settings.
         environment: set before vLLM is imported.
         timeout: seconds that the start, or one repetition, may take.
+        label: what it is called in a result; its policy, if nothing else is said.
     """
 
     policy: str
@@ -48,19 +57,35 @@ class EngineSpec:
     settings: Mapping[str, Any] = {}
     environment: Mapping[str, str] = {}
     timeout: float = 600.0
-
-    @property
-    def label(self) -> str:
-        """What it is called in a result: the policy, and the acceptance mode if one was named."""
-        mode = self.settings.get("acceptance")
-        return self.policy if mode is None else f"{self.policy}+{mode}"
+    label: str = attrs.Factory(lambda self: self.policy, takes_self=True)
 
     @property
     def config(self) -> dict[str, Any]:
-        """VLLM's ``additional_config``; empty for stock."""
+        """The engine's ``additional_config``; empty for stock."""
         if self.policy == "stock":
             return {}
         return {"kvtxn": {"policy": self.policy, **self.settings}}
+
+
+@contextlib.contextmanager
+def running(specs: Iterable[EngineSpec]) -> Iterator[list[Engine]]:
+    """Engines that run side by side; all are ended with the block, even by a SIGTERM.
+
+    Raises:
+        EngineError: one of them did not start.
+    """
+    engines: list[Engine] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        for spec in specs:
+            engines.append(Engine(spec))
+        for engine in engines:
+            engine.ready()
+        yield engines
+    finally:
+        for engine in engines:
+            engine.stop()
+        signal.signal(signal.SIGTERM, before)
 
 
 class Engine:
@@ -72,23 +97,23 @@ class Engine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._failed = False
+        self._pipe, theirs = multiprocessing.Pipe()
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115  # lives as long as the engine
-            "r", suffix=".log", errors="replace"
+            "w+", suffix=".log", errors="replace"
         )
-        self._process = context.Process(
-            target=vllm_child.serve,
-            args=(
-                dict(spec.arguments),
-                spec.config,
-                dict(spec.environment),
-                theirs,
-                self._log.name,
-            ),
+        # Not multiprocessing's own processes: they would import the caller's main module anew.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**_DEFAULTS, **os.environ, **spec.environment},
+            start_new_session=True,  # whatever the engine starts can be ended with it
         )
-        self._process.start()
         theirs.close()
+        self._send((dict(spec.arguments), spec.config))
 
     def ready(self) -> None:
         """Wait until the engine runs, and kvtxn in it where that was asked for."""
@@ -100,39 +125,38 @@ class Engine:
 
     def run(self, work: Work) -> Measured:
         """Do one repetition."""
-        self._send("run", work)
+        self._send(("run", work))
         measured: Measured = self._answer("during a repetition")
         return measured
 
     def snapshot(self) -> list[dict[str, float]]:
         """The plugin's counters per rank; empty for stock."""
-        self._send("snapshot", None)
+        self._send(("snapshot", None))
         counters: list[dict[str, float]] = self._answer("while its counters were read")
         return counters
 
     def announced(self) -> str | None:
         """What the plug-in said that it does, in the log; None where it said nothing."""
         said = [line.partition("vllm.active")[2] for line in self.log().splitlines()]
-        return next((text.strip("' ") for text in reversed(said) if text), None)
+        return next((text.lstrip("' ").rstrip() for text in reversed(said) if text), None)
 
     def stop(self) -> None:
         """End the process and all that it started; its counters have been read by then."""
-        with contextlib.suppress(OSError):
-            self._pipe.send(("stop", None))
-        self._process.join(timeout=30)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            # An engine's own processes can outlive their work; the child leads their group.
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
-        self._process.join()
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if not self._failed:
+                self._pipe.send(("stop", None))
+                self._process.wait(timeout=30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it started can outlive it
+        self._process.wait()
 
     def log(self) -> str:
         """What the engine printed."""
-        self._log.seek(0)
-        return self._log.read()
+        return Path(self._log.name).read_text(errors="replace")
 
-    def _send(self, command: str, work: Work | None) -> None:
+    def _send(self, message: object) -> None:
         try:
-            self._pipe.send((command, work))
+            self._pipe.send(message)
         except OSError:
             raise self._error("has ended before its next command") from None
 
@@ -140,20 +164,22 @@ class Engine:
         # Not the end of the pipe alone: the engine's own processes inherit it and may live on.
         deadline = time.monotonic() + self.spec.timeout
         while not self._pipe.poll(0.1):
-            if not self._process.is_alive() and not self._pipe.poll(0):
-                raise self._error(f"ended {when}, exit code {self._process.exitcode}")
+            if self._process.poll() is not None and not self._pipe.poll(0):
+                raise self._error(f"ended {when}, exit code {self._process.returncode}")
             if time.monotonic() > deadline:
                 raise self._error(f"gave no answer within {self.spec.timeout:.0f} s {when}")
         try:
             failed, answer = self._pipe.recv()
         except (EOFError, OSError):
-            self._process.join(timeout=5)
-            raise self._error(f"ended {when}, exit code {self._process.exitcode}") from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5)
+            raise self._error(f"ended {when}, exit code {self._process.returncode}") from None
         if failed:
             raise self._error(f"failed {when}: {answer}")
         return answer
 
     def _error(self, problem: str, about: str = "") -> EngineError:
+        self._failed = True
         lines = [line for line in self.log().splitlines() if about in line]
         last = "\n".join(lines[-_LAST_LINES:]) or "(nothing)"
         return EngineError(

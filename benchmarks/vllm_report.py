@@ -115,6 +115,8 @@ def windows(cells: Sequence[Cell]) -> str:
     for cell in cells:
         for label in by_policy(cell):
             engine = cell["engines"][label]
+            if not engine["counters"]:  # another stock
+                continue
             count = engine["counters"][0]
             staged, kept = count["kvtxn_rows_staged_total"], count["kvtxn_rows_committed_total"]
             rows.append(

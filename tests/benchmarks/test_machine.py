@@ -1,0 +1,53 @@
+"""A result says which sources it was made with."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from kvtxn.benchmarks import machine
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder outside of any repository, as an installed package is."""
+    folder = tmp_path / "kvtxn" / "benchmarks"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_commit_from_git():
+    """Where git tracks this very file; changes are said."""
+    found = machine.commit_of()
+    expected = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        cwd=machine.Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    if not expected:
+        pytest.skip("these sources are in no repository")
+    assert found.removesuffix("+changes") == expected
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_commit_from_a_file(elsewhere, above):
+    """Beside the sources, or in the package's folder."""
+    folder = elsewhere.parent if above else elsewhere
+    (folder / "COMMIT").write_text("0123456789abcdef0123\n")
+    assert machine.commit_of(elsewhere) == "0123456789ab"
+
+
+def test_no_commit_of_somebody_elses_repository(elsewhere):
+    """Installed into a folder of another project, its commit says nothing about kvtxn."""
+    root = elsewhere.parent.parent
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        author = ["-c", "user.name=A", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(root), *author, *command], check=True)
+    assert machine.commit_of(elsewhere) == "unknown"
+
+
+def test_commit_from_the_command_line():
+    """What the user says goes."""
+    assert machine.describe("feed")["commit"] == "feed"

@@ -1,0 +1,128 @@
+"""What the options of ``kvtxn bench vllm`` turn into, and what is refused at once."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+from kvtxn.benchmarks import vllm_bench
+from kvtxn.benchmarks.vllm_models import DRAFTERS, MODELS
+
+from kvtxn.cli import main
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    vllm_bench.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def engine_arguments(tmp_path, *arguments: str) -> dict:
+    """What ``vllm.LLM`` is given."""
+    args = parse(*arguments)
+    return vllm_bench.engine_arguments(args, MODELS[args.model], tmp_path)
+
+
+def test_one_cell_for_each_combination():
+    """Every list is walked; a scenario says what was left out."""
+    found = vllm_bench.points(parse("--scenario", "short,long", "--requests", "1,8"))
+    assert [(p.scenario, p.context, p.tokens, p.requests) for p in found] == [
+        ("short", 64, 32, 1),
+        ("short", 64, 32, 8),
+        ("long", 8192, 256, 1),
+        ("long", 8192, 256, 8),
+    ]
+    given = parse("--context", "16,32", "--tokens", "5", "--acceptance", "0.1,0.9")
+    found = vllm_bench.points(given)
+    assert {(p.context, p.tokens, p.acceptance) for p in found} == {
+        (context, 5, rate) for context in (16, 32) for rate in (0.1, 0.9)
+    }
+
+
+def test_an_engine_for_each_policy_and_mode():
+    """Stock has no mode; the same twice has another name."""
+    args = parse("--policies", "stock,undo,stock", "--mask-modes", "loop,auto", "--timeout", "7")
+    found = vllm_bench.specs(args, {"model": "m"})
+    assert [spec.label for spec in found] == ["stock", "undo+loop", "undo+auto", "stock#2"]
+    assert [spec.config for spec in found] == [
+        {},
+        {"kvtxn": {"policy": "undo", "acceptance": "loop"}},
+        {"kvtxn": {"policy": "undo", "acceptance": "auto"}},
+        {},
+    ]
+    assert {spec.timeout for spec in found} == {7.0}
+
+
+def test_engines_get_what_was_asked_for(tmp_path):
+    """Room for the longest request, the batch, the drafts, and the user's own words last."""
+    options = ["--requests", "2,6", "--context", "10,20", "--tokens", "5", "--drafts", "3"]
+    found = engine_arguments(tmp_path, *options)
+    assert found["max_model_len"] == 20 + 5 + 3 + 8
+    assert found["max_num_seqs"] == 6
+    assert found["speculative_config"]["num_speculative_tokens"] == 3
+    assert "rejection_sample_method" not in found["speculative_config"]
+    assert found["load_format"] == "dummy"
+    more = engine_arguments(tmp_path, *options, "--batch", "2", "--engine-args", '{"seed": 3}')
+    assert (more["max_num_seqs"], more["seed"]) == (2, 3)
+    rates = engine_arguments(tmp_path, "--acceptance", "0.1")["speculative_config"]
+    assert rates["rejection_sample_method"] == "synthetic"
+    assert len(rates["synthetic_acceptance_rates"]) == 4
+
+
+@pytest.mark.parametrize("drafter", sorted(DRAFTERS))
+def test_drafters(drafter, tmp_path):
+    """Each names its method; those with weights name a folder with a configuration."""
+    found = engine_arguments(tmp_path, "--drafter", drafter)["speculative_config"]
+    assert found["method"] == drafter
+    if "model" in found:
+        assert (tmp_path / "tiny-drafter" / "config.json").is_file()
+
+
+def test_the_demos_model_has_weights_and_text(tmp_path):
+    """Its own folder, nothing made up; prompts are cut from text."""
+    found = engine_arguments(tmp_path, "--model", "demo")
+    assert "load_format" not in found
+    pytest.importorskip("tokenizers")
+    text = MODELS["demo"].text()
+    assert len(text) > 1000
+    assert max(text) < MODELS["demo"].shape.vocab
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "0"], "'0' is not a positive number"),
+        (["--policies", "stock,redo"], "'redo' is not one of stock, auto"),
+        (["--scenario", "huge"], "'huge' is not one of short"),
+        (["--acceptance", "lots"], "neither 'real' nor shares"),
+        (["--acceptance", "1.5"], "between 0 and 1"),
+        (["--arrivals", "-1"], "'-1' is not a positive number"),
+        (["--engine-args", "[]"], "not a JSON object"),
+        (["--engine-args", "{"], "not JSON"),
+    ],
+)
+def test_values_that_make_no_sense(arguments, message, capsys):
+    """argparse says which option and why."""
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "vllm", *(f"{arguments[0]}={arguments[1]}",)])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on_gpu", "message"),
+    [
+        (["--arrivals", "3"], False, "--arrivals has no effect"),
+        (["--mask-modes", "loop", "--policies", "stock"], False, "no effect on stock"),
+        (["--mask-modes", "loop"], True, "no effect on a GPU"),
+        (["--acceptance", "0.5"], False, "no synthetic acceptance on CPUs"),
+        (["--model", "demo", "--drafter", "eagle"], False, "nobody trained a drafter for 'demo'"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(arguments, on_gpu, message, capsys, monkeypatch):
+    """Before an engine starts."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    assert main(["bench", "vllm", *arguments]) == 2
+    assert message in capsys.readouterr().err

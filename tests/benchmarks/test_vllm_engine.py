@@ -1,0 +1,188 @@
+"""An engine's process, with a vLLM that only pretends: every way to fail ends in a sentence."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import attrs
+import pytest
+from kvtxn.benchmarks.vllm_engine import Engine, EngineError, EngineSpec
+from kvtxn.benchmarks.vllm_work import Work
+
+from kvtxn.cli import main
+
+#: Stands in for vLLM in the engine's process; ``model`` says how it behaves.
+PRETENDED = '''
+import os, sys, time
+from types import SimpleNamespace
+from . import sampling_params
+from .sampling_params import SamplingParams
+
+def orphan():
+    """A process that holds on to all that was inherited, as a worker of an engine might."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    print("orphan", child, flush=True)
+
+class Engine:
+    def __init__(self, model):
+        self.waiting, self.model, self.seen = [], model, []
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+    def add_request(self, name, prompt, params, arrival_time):
+        self.waiting.append((name, params, arrival_time))
+    def has_unfinished_requests(self):
+        return bool(self.waiting)
+    def step(self):
+        time.sleep(600 if self.model == "hangs later" else 0.01)
+        if self.model == "dies later":
+            print("about to die", flush=True)
+            os._exit(4)
+        name, params, arrival = self.waiting.pop()
+        ids = [int(name)] * params.max_tokens
+        stats = SimpleNamespace(
+            first_token_latency=time.time() - arrival, first_token_ts=1.0, last_token_ts=2.0
+        )
+        done = SimpleNamespace(
+            request_id=name, finished=True, metrics=stats,
+            outputs=[SimpleNamespace(token_ids=ids)],
+        )
+        return [done, SimpleNamespace(finished=False)]
+
+class LLM:
+    def __init__(self, *, model, disable_log_stats, additional_config, **others):
+        print("loading", model, additional_config, os.environ.get("TOLD"), flush=True)
+        if model == "refuses":
+            raise ValueError("no such model\\nand more")
+        if model == "hangs":
+            time.sleep(600)
+        if model == "dies":
+            orphan()
+            os._exit(3)
+        self.llm_engine, self.model, self.drafted = Engine(model), model, 0
+    def get_metrics(self):
+        self.drafted += 7
+        return [SimpleNamespace(name="vllm:spec_decode_num_draft_tokens", value=self.drafted)]
+    def collective_rpc(self, call):
+        return [{"kvtxn_active": 0.0 if self.model == "inactive" else 1.0}]
+'''
+
+PARAMETERS = """
+from types import SimpleNamespace
+RequestOutputKind = SimpleNamespace(FINAL_ONLY=2)
+class SamplingParams:
+    def __init__(self, *, max_tokens, **others):
+        self.max_tokens = max_tokens
+"""
+
+
+@pytest.fixture
+def pretended(tmp_path, monkeypatch):
+    """A pretended vLLM is what every new process finds."""
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text(PRETENDED)
+    (package / "sampling_params.py").write_text(PARAMETERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.fixture
+def start(pretended):
+    """Start an engine of the pretended vLLM; it is stopped afterwards."""
+    engines = []
+
+    def begin(model: str, policy: str = "stock", **others) -> Engine:
+        engines.append(Engine(EngineSpec(policy=policy, arguments={"model": model}, **others)))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.stop()
+
+
+def test_a_repetition(start):
+    """Requests in order, counts as differences, latency from arrival, what was asked for."""
+    engine = start("works", "undo", settings={"acceptance": "loop"}, environment={"TOLD": "so"})
+    engine.ready()
+    assert "{'kvtxn': {'policy': 'undo', 'acceptance': 'loop'}} so" in engine.log()
+    work = Work(prompts=[[1], [2], [3]], max_tokens=[3, 2, 1], tokens=True)
+    found = engine.run(work)
+    assert found.token_ids == [[0, 0, 0], [1, 1], [2]]
+    assert (found.generated, found.drafted, found.accepted) == (6, 7, 0)
+    assert found.per_token == [0.5, 1.0]
+    assert len(found.first_token) == 3
+    assert engine.announced() is None
+    with open(engine._log.name, "a") as log:
+        log.write("info 'vllm.active' policy='undo'\n(Worker) vllm.active policy='deferred'\n")
+    assert engine.announced() == "policy='deferred'"
+
+
+def test_requests_arrive_when_they_should(start):
+    """Not before; the engine sleeps until then, and latency counts from there."""
+    engine = start("works")
+    engine.ready()
+    found = engine.run(Work(prompts=[[1], [2]], max_tokens=1, arrivals=[0.0, 0.4]))
+    assert found.seconds > 0.4
+    assert max(found.first_token) < found.seconds - 0.1
+    assert found.token_ids is None
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("refuses", "the engine 'stock' failed while it started: ValueError: no such model;"),
+        ("dies", "the engine 'stock' ended while it started, exit code 3;"),
+        ("hangs", "the engine 'stock' gave no answer within 2 s while it started;"),
+    ],
+)
+def test_failures_at_the_start(start, model, message):
+    """Refused, dead (with a process of its own that lives on), or stuck: said, with the log."""
+    engine = start(model, timeout=2 if model == "hangs" else 120)
+    with pytest.raises(EngineError) as caught:
+        engine.ready()
+    assert message in str(caught.value)
+    if model != "hangs":  # which may not even have begun
+        assert f"its log says last:\nloading {model}" in str(caught.value)
+    engine.stop()
+    if model == "dies":  # nothing is left behind; a container may have nobody to reap it
+        stat = Path("/proc", engine.log().split()[-1], "stat")
+        for _ in range(100):
+            if not stat.exists() or stat.read_text().split()[2] in "ZX":
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("the engine's own process lives on")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("dies later", "ended during a repetition, exit code 4"), ("hangs later", "no answer within")],
+)
+def test_failures_later(start, model, message):
+    """In the middle of a run; after that the engine takes no more commands."""
+    engine = start(model)
+    engine.ready()
+    engine.spec = attrs.evolve(engine.spec, timeout=1 if model == "hangs later" else 60)
+    with pytest.raises(EngineError, match=message):
+        engine.run(Work(prompts=[[1]], max_tokens=1))
+    if model == "dies later":
+        with pytest.raises(EngineError, match="ended"):
+            engine.snapshot()
+
+
+def test_an_engine_without_kvtxn_is_not_measured(start):
+    """The plug-in stayed out, so a policy's numbers would be stock's."""
+    with pytest.raises(EngineError, match="'deferred' runs without kvtxn"):
+        start("inactive", "deferred").ready()
+
+
+def test_the_command_ends_with_a_sentence(pretended, tmp_path, capsys):
+    """An engine that cannot start, here for an argument that users gave: no result, no hang."""
+    out = tmp_path / "out"
+    arguments = ["--engine-args", '{"model": "refuses"}', "--folder", str(out)]
+    assert main(["bench", "vllm", "--policies", "stock", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "kvtxn bench: bench vllm: the engine 'stock' failed while it started" in error
+    assert "ValueError: no such model" in error
+    assert not out.exists()
