@@ -56,7 +56,7 @@ def main() -> None:
         pipe.send((False, None))
         while _obey(llm, pipe, active=bool(config)):
             pass
-    except EOFError:  # whoever asked is gone
+    except (EOFError, BrokenPipeError):  # whoever asked is gone
         return
     except Exception as error:
         traceback.print_exc()
