@@ -10,9 +10,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..errors import LayerError
 from ..executor import AttentionArgs
-from ..layers import LayerRef, Plane
+from ..layers import LayerRef
 from ..layout import RowLayout, to_device
+from .row_scales import scales_of, typed
 from .triton_attention import paged_partial
 from .triton_short import short_attention
 from .triton_window import window_attention
@@ -147,14 +149,12 @@ class Keep:
     buffers: tuple[Tensor, Tensor] | None = None
 
 
-def _typed(plane: Plane) -> Tensor:
-    return plane.cells.view(plane.format.dtype)
-
-
-def _compute(query: Tensor, plane: Plane) -> tl.dtype:
+def _compute(query: Tensor, ref: LayerRef) -> tl.dtype:
     """16-bit products where nothing is lost by them, else float32."""
-    stored = plane.format.dtype
+    stored = ref.planes[0].format.dtype
     exact = stored is query.dtype or stored.itemsize == 1
+    if ref.planes[-1].is_scale:  # a code times its scale has more digits
+        return tl.float32
     return _COMPUTE.get(query.dtype, tl.float32) if exact else tl.float32
 
 
@@ -172,10 +172,6 @@ class AttentionLauncher:
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def _scales(self, plane: Plane) -> Tensor:
-        scale = plane.format.scale
-        return self._ones if scale is None else scale.reshape(-1)
-
     def prefix(
         self,
         layout: RowLayout,
@@ -187,21 +183,21 @@ class AttentionLauncher:
     ) -> Prefix:
         """Attention over rows in the paged cache; the window's own too unless ``fresh``."""
         shape = self._shape(layout, ref, query, args)
-        key, value = ref.planes
+        key, value = ref.planes[:2]
         blocks, heads = blocks_for(shape, 64), shape.heads
         slices = -(-shape.requests.longest // blocks.rows)
         splits = self._splits(layout.num_requests * heads * slices, args, key.block_size)
         size = (splits, query.shape[0], query.shape[1])
         out = query.new_empty(*size, shape.dv, dtype=torch.float32)
         lse = query.new_empty(size, dtype=torch.float32)
-        k_scale, v_scale = self._scales(key), self._scales(value)
+        k_scale, v_scale = (scales_of(ref, side, self._ones) for side in (0, 1))
         starts = shape.requests.starts
         paged_partial[(layout.num_requests, heads, splits * slices)](
             query,
-            _typed(key),
-            _typed(value),
-            k_scale,
-            v_scale,
+            typed(key),
+            typed(value),
+            k_scale.numbers,
+            v_scale.numbers,
             args.block_table,
             args.seq_lens,
             starts,
@@ -212,6 +208,8 @@ class AttentionLauncher:
             query.stride(1),
             *key.cells.stride()[:3],
             *value.cells.stride()[:3],
+            *k_scale.strides,
+            *v_scale.strides,
             args.block_table.stride(0),
             key.cells.shape[0],
             query.shape[0],
@@ -222,14 +220,14 @@ class AttentionLauncher:
             **shape.constants(),
             FRESH=fresh,
             RING=args.ring_size is not None,
-            K_SCALES=k_scale.numel(),
-            V_SCALES=v_scale.numel(),
+            K_SCALES=k_scale.count,
+            V_SCALES=v_scale.count,
             K_STEP=key.cells.stride(3),
             V_STEP=value.cells.stride(3),
             BLOCK_R=blocks.rows,
             BLOCK_M=blocks.queries,
             BLOCK_N=blocks.keys,
-            COMPUTE=_compute(query, key),
+            COMPUTE=_compute(query, ref),
             SPLITS=splits,
             num_warps=blocks.warps,
         )
@@ -264,20 +262,22 @@ class AttentionLauncher:
             fresh: keys and values as the cache stores them; None where the prefix has them.
             prefix: attention over what came before.
             args: scale, sliding window, soft cap.
-            keep: what to write beside the output.
+            keep: what to write beside the output; not for rows with scales of their own.
             output: where to; may be the prefix's own output. A new tensor where None.
         """
         shape = self._shape(layout, ref, query, args)
-        key, value = ref.planes
+        key, value = ref.planes[:2]
+        if keep is not None and ref.planes[-1].is_scale:
+            raise LayerError("attend", f"the window kernel keeps no scales, as {ref.name!r} has")
         if output is None:
             output = query.new_empty(*query.shape[:2], shape.dv)
-        k, v = fresh if fresh is not None else (query, query)
+        k, v = fresh[:2] if fresh is not None else (query, query)
         write = keep is not None and keep.slots is not None
         copies = keep.buffers if keep is not None else None
-        k_scale, v_scale = self._scales(key), self._scales(value)
+        k_scale, v_scale = (scales_of(ref, side, self._ones, fresh) for side in (0, 1))
         starts, tree = shape.requests.starts, layout.tree
         kernel, grid, own = self._kernel(
-            shape, layout, query, key, prefix.out.shape[0], fresh is not None
+            shape, layout, query, ref, prefix.out.shape[0], fresh is not None
         )
         kernel[grid](
             query,
@@ -288,10 +288,10 @@ class AttentionLauncher:
             output,
             starts,
             layout.request,
-            k_scale,
-            v_scale,
-            _typed(key) if write else k,
-            _typed(value) if write else v,
+            k_scale.numbers,
+            v_scale.numbers,
+            typed(key) if write else k,
+            typed(value) if write else v,
             k if copies is None else copies[0],
             v if copies is None else copies[1],
             keep.slots if keep is not None and keep.slots is not None else starts,
@@ -302,6 +302,8 @@ class AttentionLauncher:
             query.stride(1),
             *k.stride()[:2],
             *v.stride()[:2],
+            *k_scale.strides[:2],
+            *v_scale.strides[:2],
             *prefix.out.stride()[:3],
             *prefix.lse.stride(),
             output.stride(0),
@@ -318,8 +320,8 @@ class AttentionLauncher:
             **own,
             WRITE=write,
             COPY=copies is not None,
-            K_SCALES=k_scale.numel() if key.format.quantised else 0,
-            V_SCALES=v_scale.numel() if value.format.quantised else 0,
+            K_SCALES=k_scale.count,
+            V_SCALES=v_scale.count,
             K_STEP=k.stride(2),
             V_STEP=v.stride(2),
             EACH=shape.requests.each,
@@ -327,7 +329,13 @@ class AttentionLauncher:
         return output
 
     def _kernel(
-        self, shape: Shape, layout: RowLayout, query: Tensor, key: Plane, splits: int, fresh: bool
+        self,
+        shape: Shape,
+        layout: RowLayout,
+        query: Tensor,
+        ref: LayerRef,
+        splits: int,
+        fresh: bool,
     ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
         """The window kernel for this shape, its grid, and the constants that it alone has."""
         longest = shape.requests.longest
@@ -345,14 +353,14 @@ class AttentionLauncher:
             "BLOCK_R": blocks.rows,
             "BLOCK_M": blocks.queries,
             "BLOCK_N": blocks.keys,
-            "COMPUTE": _compute(query, key),
+            "COMPUTE": _compute(query, ref),
             "num_warps": 2 if blocks.queries <= 32 else 4,
         }
         grid = (layout.num_requests, shape.heads, -(-longest // blocks.rows))
         return window_attention, grid, own
 
     def _shape(self, layout: RowLayout, ref: LayerRef, query: Tensor, args: AttentionArgs) -> Shape:
-        key, value = ref.planes
+        key, value = ref.planes[:2]
         heads, d = key.row_shape
         return Shape(
             requests_of(layout, query.device),

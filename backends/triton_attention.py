@@ -43,6 +43,22 @@ def fold(
 
 
 @triton.jit
+def without_nan(v: tl.tensor, allowed: tl.tensor, out: tl.tensor) -> tl.tensor:
+    """Values ``[N, DV]`` without what is not finite, and NaN in ``out [M, DV]`` where it is seen.
+
+    For tiles in which some queries see a key and others do not: a weight of 0 takes out
+    everything but NaN and infinities.
+    """
+    finite = tl.abs(v) < float("inf")
+    clean = tl.where(finite, v, 0.0)
+    spoilt = 1 - finite.to(tl.int32)
+    if tl.max(tl.max(spoilt, axis=1), axis=0) > 0:
+        seen = tl.dot(allowed.to(tl.float16), spoilt.to(tl.float16))
+        out = tl.where(seen > 0.0, float("nan"), out)
+    return clean, out
+
+
+@triton.jit
 def blend(
     top: tl.tensor, total: tl.tensor, out: tl.tensor, lse: tl.tensor, part: tl.tensor
 ) -> tl.tensor:
@@ -81,6 +97,12 @@ def paged_partial(
     v_block: tl.int64,
     v_slot: tl.int64,
     v_head: tl.int64,
+    ks_block: tl.int64,
+    ks_slot: tl.int64,
+    ks_head: tl.int64,
+    vs_block: tl.int64,
+    vs_slot: tl.int64,
+    vs_head: tl.int64,
     table_stride: tl.int64,
     num_blocks: tl.int64,
     num_rows: tl.int64,
@@ -120,7 +142,8 @@ def paged_partial(
         query: ``[num_rows, HEADS x GROUP, D]``, innermost contiguous.
         key_cache: ``[num_blocks, BLOCK_SIZE, HEADS, D]``, any strides.
         value_cache: ``[num_blocks, BLOCK_SIZE, HEADS, DV]``, any strides.
-        k_scale: float32 ``[K_SCALES]``, one or ``HEADS``; stored x scale = value.
+        k_scale: float32 ``[K_SCALES]``, one or ``HEADS``; stored x scale = value. If negative,
+            float32 ``[num_blocks, BLOCK_SIZE, HEADS]``, any strides; ``COMPUTE`` is float32 then.
         v_scale: likewise.
         block_table: int ``[requests, max_blocks]``; entries past the length may be anything.
         seq_lens: int ``[requests]``, the window's rows included.
@@ -160,7 +183,9 @@ def paged_partial(
         share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SPLITS), BLOCK_N) * BLOCK_N
         begin = begin + split * share
         end = tl.minimum(end, begin + share)
-        k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
+        k_scaled = scale
+        if K_SCALES > 0:
+            k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
         top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         out = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
@@ -180,15 +205,25 @@ def paged_partial(
             ]
             k = tl.load(key_cache + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
             v = tl.load(value_cache + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+            if K_SCALES < 0:
+                ks_at = k_scale + block * ks_block + slot * ks_slot + head * ks_head
+                k = k * tl.load(ks_at, mask=inside, other=0.0)[:, None]
+            if V_SCALES < 0:
+                vs_at = v_scale + block * vs_block + slot * vs_slot + head * vs_head
+                v = v * tl.load(vs_at, mask=inside, other=0.0)[:, None]
             allowed = inside[None, :] & real[:, None]
             if not FRESH:
                 allowed = allowed & (at[None, :] <= position[:, None])
             if SLIDING:
                 allowed = allowed & (at[None, :] > position[:, None] - window)
+            if SLIDING or not FRESH:
+                v, out = without_nan(v, allowed, out)
             top, total, out = fold(
                 q,
-                k.to(tl.float32).to(COMPUTE),
-                v.to(tl.float32).to(COMPUTE),
+                k.to(COMPUTE),
+                v.to(COMPUTE),
                 allowed,
                 top,
                 total,
@@ -198,7 +233,9 @@ def paged_partial(
                 CAPPED,
             )
         some = tl.where(total == 0.0, 1.0, total)
-        out = out / some[:, None] * tl.load(v_scale + (head if V_SCALES > 1 else 0))
+        out = out / some[:, None]
+        if V_SCALES > 0:
+            out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log(some))
         place = (split * num_rows + first + row) * (HEADS * GROUP) + q_head_index
         tl.store(partial_lse + place, lse, mask=real)

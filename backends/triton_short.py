@@ -78,6 +78,10 @@ def short_attention(
     k_head: tl.int64,
     v_row: tl.int64,
     v_head: tl.int64,
+    ks_row: tl.int64,
+    ks_head: tl.int64,
+    vs_row: tl.int64,
+    vs_head: tl.int64,
     p_split: tl.int64,
     p_row: tl.int64,
     p_head: tl.int64,
@@ -161,9 +165,17 @@ def short_attention(
             slot = tl.where(wanted, slot, 0)
         own_k = tl.load(key + row * k_row + head * k_head + d * K_STEP, mask=d < D, other=0.0)
         own_v = tl.load(value + row * v_row + head * v_head + dv * V_STEP, mask=dv < DV, other=0.0)
+    numbers_k = k.to(tl.float32)
+    numbers_v = v.to(tl.float32)
     k_scaled = scale
     if K_SCALES > 0:
         k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
+    if K_SCALES < 0:
+        ks_at = k_scale + (first + n) * ks_row + head * ks_head
+        numbers_k = numbers_k * tl.load(ks_at, mask=seen, other=0.0)[:, None]
+    if V_SCALES < 0:
+        vs_at = v_scale + (first + n) * vs_row + head * vs_head
+        numbers_v = numbers_v * tl.load(vs_at, mask=seen, other=0.0)[:, None]
     if TREE:
         seen = tl.load(visible + row * longest + n, mask=seen, other=0) != 0
     if SLIDING and TREE:
@@ -171,14 +183,14 @@ def short_attention(
         seen = seen & (key_at > tl.load(order + row) - window)
     elif SLIDING:
         seen = seen & (n > mine - window)
-    scores = tl.sum(q[:, None, :] * k.to(tl.float32)[None, :, :], axis=2) * k_scaled
+    scores = tl.sum(q[:, None, :] * numbers_k[None, :, :], axis=2) * k_scaled
     if CAPPED:
         scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
     scores = tl.where(seen[None, :], scores, float("-inf"))
     top = tl.max(scores, axis=1)
     weights = tl.exp(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
     total = tl.sum(weights, axis=1)
-    values = tl.where(seen[:, None], v.to(tl.float32), 0.0)
+    values = tl.where(seen[:, None], numbers_v, 0.0)
     out = tl.sum(weights[:, :, None] * values[None, :, :], axis=1)
     if V_SCALES > 0:
         out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attention import blend, fold
+from .triton_attention import blend, fold, without_nan
 
 
 @triton.jit
@@ -84,6 +84,10 @@ def window_attention(
     k_head: tl.int64,
     v_row: tl.int64,
     v_head: tl.int64,
+    ks_row: tl.int64,
+    ks_head: tl.int64,
+    vs_row: tl.int64,
+    vs_head: tl.int64,
     p_split: tl.int64,
     p_row: tl.int64,
     p_head: tl.int64,
@@ -143,6 +147,7 @@ def window_attention(
         starts: int32 ``[requests + 1]``, first row of each request.
         request: int64 ``[num_rows]``, the request of each row; for ``short_attention``.
         k_scale: float32 ``[K_SCALES]``, one or ``HEADS``, unread if 0; stored x scale = value.
+            If negative, float32 ``[num_rows, HEADS]``, any strides; ``COMPUTE`` is float32 then.
         v_scale: likewise.
         key_cache: ``[num_blocks, BLOCK_SIZE, HEADS, D]``, innermost contiguous; if ``WRITE``,
             settled rows are written to it.
@@ -196,6 +201,14 @@ def window_attention(
                 v_at = ((first + n) * v_row + head * v_head)[:, None] + (dv * V_STEP)[None, :]
                 k = tl.load(key + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
                 v = tl.load(value + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+                numbers_k = k.to(tl.float32)
+                numbers_v = v.to(tl.float32)
+                if K_SCALES < 0:
+                    ks_at = k_scale + (first + n) * ks_row + head * ks_head
+                    numbers_k = numbers_k * tl.load(ks_at, mask=inside, other=0.0)[:, None]
+                if V_SCALES < 0:
+                    vs_at = v_scale + (first + n) * vs_row + head * vs_head
+                    numbers_v = numbers_v * tl.load(vs_at, mask=inside, other=0.0)[:, None]
                 allowed = inside[None, :] & real[:, None] & (n[None, :] <= row[:, None])
                 if TREE:
                     seen = visible + (first + row)[:, None] * longest + n[None, :]
@@ -206,10 +219,11 @@ def window_attention(
                     allowed = allowed & (key_at[None, :] > row_at[:, None] - window)
                 elif SLIDING:
                     allowed = allowed & (n[None, :] > row[:, None] - window)
+                numbers_v, out = without_nan(numbers_v, allowed, out)
                 top, total, out = fold(
                     q,
-                    k.to(tl.float32).to(COMPUTE),
-                    v.to(tl.float32).to(COMPUTE),
+                    numbers_k.to(COMPUTE),
+                    numbers_v.to(COMPUTE),
                     allowed,
                     top,
                     total,

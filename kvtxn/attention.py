@@ -17,6 +17,8 @@ from .errors import LayerError
 from .executor import AttentionArgs
 from .layers import LayerRef, Plane
 from .layout import RowLayout
+from .planes import decoded
+from .rows import read
 
 
 def attend(
@@ -30,7 +32,7 @@ def attend(
 
     Args:
         layout: which rows are whose.
-        planes: the layer's key and value planes.
+        planes: the layer's.
         fresh: the rows' own keys and values as the cache would store them,
             ``[num_rows, *row_shape]`` each; None where the cache has them already. A window
             with a draft tree has them: there a row sees its ancestors and itself.
@@ -48,14 +50,12 @@ def attend(
         position = length - (last - first) + own
         end = length if fresh is None else length - (last - first)
         slots, where = _prefix(args, request, planes[0].block_size, length, end)
-        key, value = (_decoded(plane, slots) for plane in planes)
+        # Slots past the request's length may be stale: they are not visible.
+        key, value = decoded(planes, [read(plane, slots) for plane in planes])
         visible = (where >= 0) & (where < end)
         parts = [partial_attention(query[rows], key, value, position, where, visible, args)]
         if fresh is not None:
-            key, value = (
-                plane.format.decode(stored[rows])
-                for plane, stored in zip(planes, fresh, strict=True)
-            )
+            key, value = decoded(planes, [stored[rows] for stored in fresh])
             visible = torch.ones_like(position, dtype=torch.bool)
             if layout.tree is not None:
                 visible = layout.tree.visible[rows, : last - first]
@@ -233,12 +233,6 @@ def _prefix(
     return slots, where
 
 
-def _decoded(plane: Plane, slots: Tensor) -> Tensor:
-    """Rows as float32. Slots past the request's length may be stale: masked by the caller."""
-    inside = slots.clamp(0, plane.num_slots - 1)
-    return plane.format.decode(plane.cells[plane.index(inside)])
-
-
 def partial_attention(
     query: Tensor,
     key: Tensor,
@@ -262,13 +256,15 @@ def partial_attention(
 
     Returns:
         Output ``[num_q_heads, num_rows, value_head_size]`` and log-sum-exp
-        ``[num_q_heads, num_rows]``; a row that sees no key has output 0 and -inf.
+        ``[num_q_heads, num_rows]``; a row that sees no key has output 0 and -inf. What a row
+        does not see does not matter, NaN included; where it sees a value that is not finite,
+        its output is NaN.
     """
     groups = query.shape[1] // key.shape[1]
     heads = query.to(torch.float32).transpose(0, 1)
     keys = key.transpose(0, 1).repeat_interleave(groups, 0)
-    seen = visible if visible.ndim == 1 else visible.any(0)
-    values = value.masked_fill(~seen.view(-1, 1, 1), 0.0).transpose(0, 1)
+    finite = value.isfinite()
+    values = value.masked_fill(~finite, 0.0).transpose(0, 1)
     scores = heads @ keys.transpose(1, 2) * args.scale
     if args.soft_cap is not None:
         scores = args.soft_cap * torch.tanh(scores / args.soft_cap)
@@ -278,7 +274,10 @@ def partial_attention(
     scores = scores.masked_fill(~mask, -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1))
-    return weights @ values.repeat_interleave(groups, 0), lse
+    out = weights @ values.repeat_interleave(groups, 0)
+    # A weight of 0 does not take out what is no number, so it is put in where it is seen.
+    spoilt = torch.einsum("mn,nhd->hmd", mask.to(torch.float32), (~finite).to(torch.float32))
+    return out.masked_fill(spoilt.repeat_interleave(groups, 0) > 0, torch.nan), lse
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

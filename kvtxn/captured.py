@@ -23,8 +23,8 @@ from .errors import ConfigError, LayerError, WindowStateError
 from .executor import StagedLayer, Standing
 from .formats import words
 from .layers import LayerRef
+from .parts import check_stored, stored_rows
 from .slots import Lengths, SlotMappings
-from .staging import check_parts
 
 if TYPE_CHECKING:
     from .manager import TransactionManager
@@ -59,8 +59,9 @@ class CapturedRows:
 
         Args:
             ref: the layer.
-            parts: one tensor per plane, ``[num_rows, *row_shape]``, in the cache's own dtype
-                (``RowFormat.encode`` them in the graph if they are not).
+            parts: one tensor per plane, ``[num_rows, *row_shape]``, in the cache's own dtype;
+                others are quantised here, in the graph. Scales that lie beside the rows come
+                last, or not at all where the rows are numbers.
 
         Raises:
             WindowStateError: the layer was staged before.
@@ -71,10 +72,8 @@ class CapturedRows:
                 f"layer {ref.name!r} is in this capture already",
                 hint="make one CapturedRows for each captured graph",
             )
-        held = tuple(
-            part if part.dtype is plane.format.dtype else plane.format.encode(part)
-            for plane, part in zip(ref.planes, parts, strict=True)
-        )
+        scales = [None for plane in ref.planes[len(parts) :] if plane.is_scale]
+        held = stored_rows(ref, (*parts, *scales))
         self._held[ref.name] = StagedLayer(ref, held)
         self._standing.clear()
         if self._check:
@@ -182,10 +181,8 @@ class CapturedRows:
                 got=f"{len(self.layers)} layers",
                 hint="stage every layer of the manager while the forward is captured",
             )
-        key, *value = (part[:num_rows] for part in layer.rows)
-        if ref.states:
-            return StagedLayer(ref, check_parts(ref, num_rows, [key, *value], None))
-        return StagedLayer(ref, check_parts(ref, num_rows, key, value[0] if value else None))
+        rows = [part[:num_rows] for part in layer.rows]
+        return StagedLayer(ref, check_stored(ref, num_rows, rows))
 
 
 def _key(

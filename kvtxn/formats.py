@@ -26,6 +26,9 @@ _FP8: Final = {
 _PLAIN: Final = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
 KV_DTYPES: Final = ("auto", *_PLAIN, *_FP8, "int8")
 
+#: The least scale that is computed, so that a head of zeros has one.
+_LEAST_SCALE: Final = 1e-6
+
 
 def words(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same width, any strides."""
@@ -40,18 +43,21 @@ class RowFormat:
         dtype: what a stored element means.
         scale: stored = value / scale, as a float32 tensor that broadcasts against
             ``[num_rows, *row_shape]``; None for formats that are not quantised.
+        scales_in: instead of ``scale``: each row has a scale per head of its own, and the
+            layer's plane of this number holds them.
     """
 
     dtype: torch.dtype
     scale: Tensor | None = None
+    scales_in: int | None = None
 
     @property
     def quantised(self) -> bool:
         """True for the 8-bit formats."""
-        return self.scale is not None
+        return self.scale is not None or self.scales_in is not None
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Rows as the cache stores them, in ``dtype``.
+        """Rows as the cache stores them, in ``dtype``; not for rows with scales of their own.
 
         Rows that have the cache's dtype already are taken as they are, by reference, 8-bit
         codes included; quantising saturates (NaN stays NaN in fp8).
@@ -60,20 +66,56 @@ class RowFormat:
             return rows
         if self.scale is None:
             return rows.to(self.dtype)
-        scaled = rows.to(torch.float32) / self.scale
+        return self._codes(rows.to(torch.float32) / self.scale)
+
+    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows with scales of their own: their codes, and a scale for each row and head.
+
+        The largest finite magnitude of a head becomes the largest code; what is not finite
+        saturates, as in ``encode``, and moves no scale.
+
+        Args:
+            rows: ``[num_rows, num_kv_heads, head_size]`` or, of latents, ``[num_rows, size]``.
+
+        Returns:
+            Codes of that shape, and float32 ``[num_rows, num_kv_heads]`` (latents: ``[num_rows,
+            1]``).
+        """
+        numbers = rows.to(torch.float32)
+        largest = torch.where(numbers.isfinite(), numbers.abs(), 0.0).amax(-1, keepdim=True)
+        scales = (largest / self._limit).clamp(min=_LEAST_SCALE)
+        return self._codes(numbers / scales), scales if rows.ndim == 2 else scales.squeeze(-1)
+
+    @property
+    def _limit(self) -> float:
+        return 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
+
+    def _codes(self, scaled: Tensor) -> Tensor:
+        """Scaled numbers as 8-bit codes: nearest, ties to even, saturating."""
         if self.dtype is torch.int8:
             return scaled.round().clamp(-128, 127).to(torch.int8)
-        limit = torch.finfo(self.dtype).max
-        return scaled.clamp(-limit, limit).to(self.dtype)
+        return scaled.clamp(-self._limit, self._limit).to(self.dtype)
 
-    def decode(self, stored: Tensor) -> Tensor:
-        """What a reader of the cache sees, in float32. Inverse of ``encode`` up to rounding."""
+    def decode(self, stored: Tensor, scales: Tensor | None = None) -> Tensor:
+        """What a reader of the cache sees, in float32. Inverse of ``encode`` up to rounding.
+
+        Args:
+            stored: ``[num_rows, *row_shape]``, codes or words.
+            scales: of rows with scales of their own, float32 ``[num_rows, num_kv_heads]``.
+        """
         values = stored.view(self.dtype).to(torch.float32)
+        if scales is not None:
+            return values * scales.view(*values.shape[:-1], 1)
         return values if self.scale is None else values * self.scale
 
 
 def row_format(
-    layer: str, cache: Tensor, kv_dtype: str, scale: float | Tensor | None, heads: int | None
+    layer: str,
+    cache: Tensor,
+    kv_dtype: str,
+    scale: float | Tensor | None,
+    heads: int | None,
+    scales_in: int | None = None,
 ) -> RowFormat:
     """The format of a cache tensor.
 
@@ -83,19 +125,23 @@ def row_format(
         kv_dtype: ``"auto"`` (the tensor's own dtype), or one of ``KV_DTYPES``.
         scale: a number or one number per KV head, for 8-bit formats only; None is 1.
         heads: number of KV heads, None for latent rows.
+        scales_in: for rows with scales of their own, which come in no ``scale`` then.
 
     Raises:
         LayerError: dtype, ``kv_dtype`` and scale do not go together.
     """
     dtype = _stored_dtype(layer, cache, kv_dtype)
     if dtype in _FLOATS:
-        if scale is not None and not bool((torch.as_tensor(scale) == 1).all()):
+        given = scale is not None and not bool((torch.as_tensor(scale) == 1).all())
+        if given or scales_in is not None:
             raise LayerError(
                 "LayerRef",
                 f"{layer!r} has a scale, but {dtype} rows are not quantised",
                 hint="leave the scale out, or set kv_dtype to the 8-bit format of the cache",
             )
         return RowFormat(dtype)
+    if scales_in is not None:
+        return RowFormat(dtype, None, scales_in)
     factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32)
     if not bool((factor.isfinite() & (factor > 0)).all()):
         raise LayerError(
@@ -111,7 +157,9 @@ def row_format(
         raise LayerError(
             "LayerRef",
             f"the scale of {layer!r} has the wrong shape",
-            expected="one number" + (f" or [{heads}]" if heads else ""),
+            expected="one number"
+            + (f", [{heads}]" if heads else "")
+            + ", or one of each row: the cache's shape without its last dimension",
             got=list(factor.shape),
         )
     return RowFormat(dtype, factor.reshape(heads, 1))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .errors import LayerError
 from .planes import Plane as Plane
-from .planes import check_cache, check_offsets, paged_plane, state_plane
+from .planes import Side, check_cache, check_offsets, paged_planes, state_plane
 
 
 @attrs.frozen
@@ -58,7 +58,9 @@ class LayerRef:
         value_cache: like ``key_cache``; its head size may differ. None for latent rows.
         group: layers of one group share one slot mapping.
         k_scale: for 8-bit caches, stored = value / scale: a number, or a tensor of one
-            or ``num_kv_heads`` elements.
+            or ``num_kv_heads`` elements. Or, where each row has scales of its own that lie
+            beside it, float32 ``[num_blocks, block_size, num_kv_heads]``, any strides; they are
+            computed when rows are staged, and move with them.
         v_scale: likewise for V.
         kv_dtype: ``"auto"``, ``"fp8"`` (= ``"fp8_e4m3"``), ``"fp8_e5m2"``, ``"int8"``, or the
             cache's own floating dtype by name.
@@ -72,7 +74,8 @@ class LayerRef:
         states: the tensors of a recurrent layer, for ``LayerRef.recurrent``.
 
     Attributes:
-        planes: what the layer is made of: K and V, one latent, or one plane per state.
+        planes: what the layer is made of: K and V, or one latent, then the scales that lie
+            beside them; or one plane per state.
         kind: what its slots are.
 
     Raises:
@@ -101,22 +104,8 @@ class LayerRef:
         planes = _state_planes(self) if self.states else _build_planes(self)
         object.__setattr__(self, "kind", _kind(self, planes[0].num_slots))
         object.__setattr__(self, "planes", planes)
-        first = planes[0].cells
-        for plane in () if self.states else planes[1:]:
-            if (plane.cells.dtype, plane.cells.device) != (first.dtype, first.device):
-                raise LayerError(
-                    "LayerRef",
-                    f"the caches of {self.name!r} differ in dtype or device",
-                    expected=f"{_shape(self.key_cache)} on {first.device}",
-                    got=f"{_shape(self.value_cache)} on {plane.cells.device}",
-                )
-            if plane.offsets is None and plane.cells.data_ptr() == first.data_ptr():
-                raise LayerError(
-                    "LayerRef",
-                    f"key_cache and value_cache of {self.name!r} are the same memory",
-                    expected="distinct memory for K and V",
-                    got="one tensor twice",
-                )
+        if not self.states:
+            _check_together(self, planes)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Planes are views of the caches; taken apart they would be memory of their own.
@@ -139,7 +128,8 @@ class LayerRef:
             name: unique among the manager's layers.
             cache: ``[num_blocks, block_size, latent_size]``, any strides.
             group: layers of one group share one slot mapping.
-            scale: for 8-bit caches, one number.
+            scale: for 8-bit caches, one number, or one of each row: float32 ``[num_blocks,
+                block_size]``, any strides.
             kv_dtype: as for ``LayerRef``.
         """
         return cls(name, cache, None, group=group, k_scale=scale, kv_dtype=kv_dtype)
@@ -280,14 +270,15 @@ def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
         if ref.v_scale is not None or ref.key_offsets is not None:
             raise LayerError("LayerRef", f"{ref.name!r} is latent: it has one plane, one scale")
         check_cache(ref.name, ref.key_cache, 3, "[num_blocks, block_size, latent_size]")
-        return (paged_plane("latent", ref.name, ref.key_cache, ref.kv_dtype, ref.k_scale),)
+        return paged_planes(ref.name, [Side("latent", ref.key_cache, ref.k_scale)], ref.kv_dtype)
     if ref.key_offsets is not None and ref.value_offsets is not None:
         caches = [ref.key_cache, ref.value_cache]
         tables = check_offsets(ref.name, caches, ref.key_offsets, ref.value_offsets)
-        return (
-            paged_plane("key", ref.name, ref.key_cache, ref.kv_dtype, ref.k_scale, tables[0]),
-            paged_plane("value", ref.name, ref.value_cache, ref.kv_dtype, ref.v_scale, tables[1]),
-        )
+        sides = [
+            Side("key", ref.key_cache, ref.k_scale, tables[0]),
+            Side("value", ref.value_cache, ref.v_scale, tables[1]),
+        ]
+        return paged_planes(ref.name, sides, ref.kv_dtype)
     for cache in (ref.key_cache, ref.value_cache):
         shape = "[num_blocks, block_size, num_kv_heads, head_size]"
         check_cache(ref.name, cache, 4, shape)
@@ -298,7 +289,30 @@ def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
             expected=list(ref.key_cache.shape[:3]),
             got=list(ref.value_cache.shape[:3]),
         )
-    return (
-        paged_plane("key", ref.name, ref.key_cache, ref.kv_dtype, ref.k_scale),
-        paged_plane("value", ref.name, ref.value_cache, ref.kv_dtype, ref.v_scale),
-    )
+    sides = [
+        Side("key", ref.key_cache, ref.k_scale),
+        Side("value", ref.value_cache, ref.v_scale),
+    ]
+    return paged_planes(ref.name, sides, ref.kv_dtype)
+
+
+def _check_together(ref: LayerRef, planes: tuple[Plane, ...]) -> None:
+    """Refuse planes of one row that differ in dtype or device, or share their memory."""
+    first = planes[0].cells
+    for plane in planes[1:]:
+        same = plane.is_scale or plane.cells.dtype == first.dtype
+        if not same or plane.cells.device != first.device:
+            raise LayerError(
+                "LayerRef",
+                f"the caches of {ref.name!r} differ in dtype or device",
+                expected=f"{_shape(ref.key_cache)} on {first.device}",
+                got=f"{plane.part}: {plane.cells.dtype} on {plane.cells.device}",
+            )
+    places = [plane.cells.data_ptr() for plane in planes if plane.offsets is None]
+    if len({*places}) < len(places):
+        raise LayerError(
+            "LayerRef",
+            f"two caches of {ref.name!r} are the same memory",
+            expected="distinct memory for K, V and their scales",
+            got="one tensor twice",
+        )

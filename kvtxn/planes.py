@@ -1,12 +1,13 @@
 """``Plane``: where one part of a layer's rows lies in memory, and how a plane is built.
 
-Everything that moves bytes speaks of planes: K or V of a paged cache, a latent, one
-tensor of a recurrent state. What is built here is checked here.
+Everything that moves bytes speaks of planes: K or V of a paged cache, a latent, the
+scales beside them, one tensor of a recurrent state. What is built here is checked here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -21,7 +22,7 @@ class Plane:
     """One tensor that holds one part of a layer's rows.
 
     Attributes:
-        part: ``"key"``, ``"value"``, ``"latent"``, or ``"state 0"`` and so on.
+        part: ``"key"``, ``"value"``, ``"latent"``, ``"key scale"`` and so on, or ``"state 0"``.
         cells: integer view of the cache, any strides: ``[num_blocks, block_size, *row_shape]``,
             or ``[num_blocks, block_numel]`` with ``offsets``.
         row_shape: shape of one row, one or two dimensions, such as ``(num_kv_heads, head_size)``.
@@ -30,6 +31,7 @@ class Plane:
         offsets: int64 ``[block_size, *row_shape]``: where in its block each element
             of a row lies; None where rows are plain strided views.
         given_shape: shape of one row as it is staged; ``row_shape`` where None.
+        is_scale: what it holds are the scales of another plane's rows.
     """
 
     part: str
@@ -39,6 +41,7 @@ class Plane:
     format: RowFormat
     offsets: Tensor | None = None
     given_shape: tuple[int, ...] | None = None
+    is_scale: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -63,23 +66,93 @@ class Plane:
         return block.view(-1, *[1] * len(self.row_shape)), self.offsets[offset]
 
 
-def paged_plane(
-    part: str,
-    layer: str,
-    cache: Tensor,
-    kv_dtype: str,
-    scale: float | Tensor | None,
-    offsets: Tensor | None = None,
-) -> Plane:
-    """A plane of a paged cache ``[num_blocks, block_size, *row_shape]``, or behind offsets."""
+@attrs.frozen(eq=False)
+class Side:
+    """K, V or a latent, as a layer is given it; what a plane is built from.
+
+    Attributes:
+        part: the plane's ``part``.
+        cache: ``[num_blocks, block_size, *row_shape]``, or ``[num_blocks, block_numel]``.
+        scale: as for ``LayerRef``.
+        offsets: for the latter, a table of offsets, checked.
+    """
+
+    part: str
+    cache: Tensor
+    scale: float | Tensor | None
+    offsets: Tensor | None = None
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether the scale is a tensor of one number per row and head, beside the rows."""
+        if not isinstance(self.scale, Tensor):
+            return False
+        heads = self.cache.shape[1:-1]
+        if self.offsets is not None:
+            heads = self.offsets.shape[:2]
+        return self.scale.shape == (self.cache.shape[0], *heads)
+
+
+def paged_planes(layer: str, sides: Sequence[Side], kv_dtype: str) -> tuple[Plane, ...]:
+    """The planes of a paged layer: its sides, then the scales that lie beside their rows."""
+    planes: list[Plane] = []
+    scales: list[Plane] = []
+    for side in sides:
+        number = None
+        if side.scales_rows:
+            number = len(sides) + len(scales)
+            scales.append(_scale_plane(layer, side))
+        planes.append(_paged_plane(layer, side, kv_dtype, number))
+    return (*planes, *scales)
+
+
+def decoded(planes: Sequence[Plane], stored: Sequence[Tensor]) -> list[Tensor]:
+    """Rows as numbers, float32 ``[num_rows, *row_shape]``: one tensor per side.
+
+    Args:
+        planes: all of a layer's.
+        stored: rows of each, as the cache stores them; dtypes or words.
+    """
+    numbers = []
+    for plane, rows in zip(planes, stored, strict=True):
+        place = plane.format.scales_in
+        scales = None if place is None else planes[place].format.decode(stored[place])
+        if not plane.is_scale:
+            numbers.append(plane.format.decode(rows, scales))
+    return numbers
+
+
+def _scale_plane(layer: str, side: Side) -> Plane:
+    """The plane of scales that lie beside the rows of ``side``."""
+    scale = side.scale
+    assert isinstance(scale, Tensor)
+    check_cache(layer, scale, scale.ndim, "one scale per row and head")
+    if scale.dtype is not torch.float32:
+        raise LayerError(
+            "LayerRef",
+            f"scales that lie beside the rows of {layer!r} must be float32",
+            expected=torch.float32,
+            got=scale.dtype,
+        )
+    block_size = side.cache.shape[1] if side.offsets is None else side.offsets.shape[0]
+    cells = words(scale if scale.ndim == 3 else scale.unsqueeze(-1))
+    number = RowFormat(torch.float32)
+    shape = tuple(cells.shape[2:])
+    return Plane(f"{side.part} scale", cells, shape, block_size, number, is_scale=True)
+
+
+def _paged_plane(layer: str, side: Side, kv_dtype: str, scales_in: int | None) -> Plane:
+    """K, V or latents; ``scales_in`` says which plane holds their scales, if one does."""
+    part, cache, scale, offsets = side.part, side.cache, side.scale, side.offsets
     if scale is not None and (
         not isinstance(scale, (int, float, Tensor)) or isinstance(scale, bool)
     ):
         raise LayerError("LayerRef", "a scale must be a number or a tensor", got=repr(scale))
+    scale = None if scales_in is not None else scale
     shape = tuple((cache if offsets is None else offsets).shape)
     block_size, row_shape = (shape[1], shape[2:]) if offsets is None else (shape[0], shape[1:])
     heads = row_shape[0] if len(row_shape) == 2 else None
-    number = row_format(layer, cache, kv_dtype, scale, heads)
+    number = row_format(layer, cache, kv_dtype, scale, heads, scales_in)
     return Plane(part, words(cache), row_shape, block_size, number, offsets)
 
 

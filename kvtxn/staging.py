@@ -1,4 +1,4 @@
-"""Taking a layer's rows in: checked, in the cache's own format, and sure to last.
+"""Taking a layer's rows in: in the cache's own format, and sure to last.
 
 By reference where that can be checked: a held tensor keeps its memory, and
 torch's version counter tells whether somebody wrote into it before commit.
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .config import TxnConfig
-from .errors import LayerError, StagedTwiceError, WindowStateError
+from .errors import WindowStateError
 from .executor import StagedLayer
 from .layers import LayerRef, Plane
+from .parts import stored_rows
 
 #: Numbers of rows whose windows are remembered; beyond, all are forgotten.
 _MAX_LOOKS: Final = 64
@@ -83,7 +84,7 @@ class Stager:
         self,
         ref: LayerRef,
         key: Tensor | Sequence[Tensor],
-        value: Tensor | None,
+        value: Tensor | Sequence[Tensor] | None,
         missing: Mapping[str, object],
     ) -> StagedLayer | None:
         """A layer's rows, where they look exactly as rows did that passed every check.
@@ -102,35 +103,35 @@ class Stager:
                     return None
                 rows: tuple[Tensor, ...] = (key,)
             else:
-                if value is None or len(facts) > 2 or not _alike(value, facts[1]):
+                if not isinstance(value, Tensor) or len(facts) > 2 or not _alike(value, facts[1]):
                     return None
                 rows = (key, value)
             if self._watched:
-                version = key._version if value is None else (key._version, value._version)
-                self._held.append((ref.name, rows, version))
+                self._held.append((ref.name, rows, _versions(rows)))
         except (AttributeError, TypeError, RuntimeError):  # no tensor or layer; no version
             return None
         return StagedLayer(ref, rows)
 
-    def take(self, ref: LayerRef, parts: tuple[Tensor, ...]) -> StagedLayer:
+    def take(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
         """One layer's rows, encoded; ``parts`` come from ``check_parts``."""
         layer = self._take(ref, parts)
-        if self._known and all(a is b for a, b in zip(layer.rows, parts, strict=True)):
-            self._looks.layers[ref] = tuple(_facts(part) for part in parts)
+        alike = all(a is b for a, b in zip(layer.rows, parts, strict=True))
+        if self._known and alike and not ref.planes[-1].is_scale:
+            self._looks.layers[ref] = tuple(_facts(part) for part in layer.rows)
             self._looks.pattern = object()
         else:
             self._known = False
         return layer
 
-    def _take(self, ref: LayerRef, parts: tuple[Tensor, ...]) -> StagedLayer:
-        rows = []
-        for plane, part in zip(ref.planes, parts, strict=True):
-            if part.dtype is not plane.format.dtype:
-                part = plane.format.encode(part)  # a new tensor: nobody else can write to it
-            elif self._holds and self._mode != "reference":
-                part = self._keep(ref, plane, part)
-            rows.append(part)
-        return StagedLayer(ref, tuple(rows))
+    def _take(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
+        rows = stored_rows(ref, parts)
+        if self._holds and self._mode != "reference":
+            # What was encoded is a new tensor: nobody else can write to it.
+            rows = tuple(
+                self._keep(ref, plane, row) if row is part else row
+                for plane, row, part in zip(ref.planes, rows, parts, strict=True)
+            )
+        return StagedLayer(ref, rows)
 
     def watch(self, slots: Mapping[str, Tensor]) -> None:
         """Notice if slots that commit is going to read are written to until then."""
@@ -193,126 +194,3 @@ def _alike(part: Tensor, facts: _Facts) -> bool:
         and part.device == device
         and not (negated and part.is_neg())
     )
-
-
-def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[str, object]) -> None:
-    """Refuse a layer the manager does not know, or one that is in the window already.
-
-    Args:
-        ref: what was passed to ``stage``.
-        layers: the manager's layers by name.
-        missing: names of the layers that are not staged yet.
-    """
-    name = getattr(ref, "name", None)
-    if not isinstance(ref, LayerRef) or layers.get(ref.name) is not ref:
-        raise LayerError(
-            "stage",
-            f"{name or ref!r} is not a layer of this manager",
-            expected=f"one of its {len(layers)} LayerRef objects",
-            got=type(ref).__name__ if name is None else f"another object named {name!r}",
-            hint="pass the LayerRef that the TransactionManager was built with",
-        )
-    if name not in missing:
-        raise StagedTwiceError("stage", f"layer {name!r} is in this window already")
-
-
-def check_parts(
-    ref: LayerRef,
-    num_rows: int | None,
-    key: Tensor | Sequence[Tensor],
-    value: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """One tensor per plane, known to fit it; nothing has been taken yet.
-
-    Args:
-        ref: the layer. A latent may come whole, or as the two halves MLA code has; the states
-            of a recurrent layer as a sequence, or as key and value where there are no more.
-        num_rows: rows of the window; None where the slots do not say, to be refused with them.
-        key: see ``Window.stage``.
-        value: likewise.
-
-    Raises:
-        LayerError: a tensor is missing or does not fit.
-    """
-    if ref.states:
-        states = (key,) if isinstance(key, Tensor) else tuple(key)
-        states = states if value is None else (*states, value)
-        if len(states) != len(ref.planes) or not all(isinstance(s, Tensor) for s in states):
-            raise LayerError(
-                "stage",
-                f"recurrent layer {ref.name!r} is staged with one tensor per state",
-                expected=f"{len(ref.planes)} tensors [num_rows, *state_shape]",
-                got=[type(state).__name__ for state in states],
-            )
-        return tuple(
-            _checked(ref, plane, num_rows, part)
-            for plane, part in zip(ref.planes, states, strict=True)
-        )
-    for part, tensor in (("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor) and not (tensor is None and part == "value"):
-            raise LayerError(
-                "stage", f"{part} of {ref.name!r} must be a tensor", got=type(tensor).__name__
-            )
-    if value is None and not ref.is_latent:
-        raise LayerError(
-            "stage",
-            f"layer {ref.name!r} needs a value tensor",
-            expected=f"[num_rows, {', '.join(map(str, ref.planes[1].row_shape))}]",
-            got=None,
-            hint="only latent layers are staged with one tensor",
-        )
-    assert isinstance(key, Tensor)
-    if ref.is_latent and value is not None:
-        if key.shape[:-1] != value.shape[:-1] or key.device != value.device:
-            raise LayerError(
-                "stage",
-                f"the two halves of latent {ref.name!r} do not fit together",
-                expected=list(key.shape[:-1]),
-                got=list(value.shape[:-1]),
-            )
-        key, value = torch.cat([key, value], dim=-1), None
-    parts = (key,) if value is None else (key, value)
-    return tuple(
-        _checked(ref, plane, num_rows, part) for plane, part in zip(ref.planes, parts, strict=True)
-    )
-
-
-def _checked(ref: LayerRef, plane: Plane, num_rows: int | None, part: Tensor) -> Tensor:
-    """The tensor, known to fit the plane; bytes of an 8-bit format come in its own dtype."""
-    number = plane.format
-    shape = plane.staged_shape
-    if part.ndim == 0 or part.shape != (part.shape[0] if num_rows is None else num_rows, *shape):
-        raise LayerError(
-            "stage",
-            f"{plane.part} of {ref.name!r} has the wrong shape",
-            expected=["num_rows" if num_rows is None else num_rows, *shape],
-            got=list(part.shape),
-            hint="stage every row of the window, request by request, in one call",
-        )
-    if part.device != plane.cells.device:
-        raise LayerError(
-            "stage",
-            f"{plane.part} of {ref.name!r} is on the wrong device",
-            expected=plane.cells.device,
-            got=part.device,
-        )
-    if part.dtype is number.dtype:
-        pass
-    elif number.quantised and part.dtype is torch.uint8:
-        part = part.view(number.dtype)  # stored codes, as engines keep them
-    elif not (part.is_floating_point() and (number.dtype.is_floating_point or number.quantised)):
-        raise LayerError(
-            "stage",
-            f"{plane.part} of {ref.name!r} has a dtype that cannot be stored",
-            expected=f"a floating dtype or {number.dtype}",
-            got=part.dtype,
-        )
-    if part.layout is not torch.strided or part.is_neg():
-        raise LayerError(
-            "stage",
-            f"{plane.part} of {ref.name!r} is sparse or a lazy view",
-            expected="a strided tensor",
-            got=part.layout,
-            hint="materialise it first: tensor.to_dense() or tensor.resolve_neg()",
-        )
-    return part if plane.given_shape is None else part.reshape(-1, *plane.row_shape)

@@ -17,8 +17,8 @@ from . import attention, recovery
 from .errors import LayerError, UnresolvedWindowError, incomplete
 from .executor import SampledIds, StagedLayer, Standing, Txn, as_counts
 from .layers import LayerRef
+from .parts import check_parts, check_ref
 from .rows import LayerRows
-from .staging import check_parts, check_ref
 from .states import Event, WindowState, after, allowed
 from .tree import as_acceptance
 from .window_life import WindowLife
@@ -91,7 +91,7 @@ class Window(WindowLife):
         self,
         ref: LayerRef,
         key: Tensor | Sequence[Tensor],
-        value: Tensor | None = None,
+        value: Tensor | Sequence[Tensor] | None = None,
         slots: Tensor | Sequence[int] | None = None,
     ) -> None:
         """Hand in one layer's rows; any layer order, each layer once.
@@ -101,7 +101,8 @@ class Window(WindowLife):
             key: ``[num_rows, num_kv_heads, head_size]``; for a latent layer
                 ``[num_rows, latent_size]``. A floating dtype, or the cache's own. For a
                 recurrent layer the states after each row, ``[num_rows, *state_shape]``: one
-                tensor, or a sequence of them.
+                tensor, or a sequence of them. Where scales lie beside the rows, numbers, or a
+                pair: codes, and their scales, float32 ``[num_rows, num_kv_heads]``.
             value: likewise; for a latent layer None, or the latent's second half.
             slots: int ``[num_rows]``, where the group's mapping was not given yet; for
                 recurrent layers ``[num_requests]``.

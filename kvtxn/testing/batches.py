@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..layers import LayerRef
 from .caches import LayerSpec, TestCache, noise
 from .number_formats import NumberFormat
 from .oracle import Row
@@ -36,7 +37,8 @@ class Batch:
         settled: settled rows per request.
         draft_len: draft rows per request.
         slots: by group, one slot per row; -1 is padding.
-        tensors: by layer, what ``stage`` is given: key and value, or one latent.
+        tensors: by layer, what ``stage`` is given: key and value, or one latent; then the scales
+            of codes, where those lie beside the rows. See ``handed_in``.
         rows: by layer and row, the words the cache must hold if the row is written.
     """
 
@@ -121,23 +123,38 @@ def make_batch(
     tensors: dict[str, tuple[Tensor, ...]] = {}
     rows: dict[str, list[Row]] = {}
     for cache in caches:
-        parts: list[Tensor] = []
-        words = []
-        for plane, scales in zip(cache.planes, cache.scales, strict=True):
-            make = native if payload == "native" else cast
-            part = make(cache.spec.fmt, num_rows, plane.heads, plane.size, rng)
-            words.append(cache.spec.fmt.encode(part, scales))
-            parts.append(as_staged(cache, len(parts), part).to(device).clone())
-        tensors[cache.name] = tuple(parts)
-        rows[cache.name] = [list(row) for row in zip(*words, strict=True)]
+        make = native if payload == "native" else cast
+        parts = [
+            make(cache.spec.fmt, num_rows, plane.heads, plane.size, rng) for plane in cache.sides
+        ]
+        if payload == "native":
+            for plane in cache.planes[len(parts) :]:
+                scales = noise(num_rows * plane.heads, torch.int32, rng).view(torch.float32)
+                parts.append(scales.view(num_rows, plane.heads))
+        tensors[cache.name], rows[cache.name] = as_tensors(cache, parts, device), cache.rows(parts)
     return Batch(settled, draft_len, slots, tensors, rows)
 
 
-def as_staged(cache: TestCache, plane: int, part: Tensor) -> Tensor:
-    """Rows ``[num_rows, heads, size]`` in the shape in which the layer takes them."""
-    if cache.spec.kind == "recurrent":
-        return part.reshape(part.shape[0], *cache.ref.states[plane].shape[1:])
-    return part.squeeze(1) if len(cache.planes) == 1 else part
+def as_tensors(
+    cache: TestCache, parts: Sequence[Tensor], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Rows ``[num_rows, heads, size]``, and scales, in the shape in which the layer takes them."""
+    staged = []
+    for plane, part in enumerate(parts):
+        if cache.spec.kind == "recurrent":
+            part = part.reshape(part.shape[0], *cache.ref.states[plane].shape[1:])
+        elif cache.ref.is_latent and plane == 0:
+            part = part.squeeze(1)
+        staged.append(part.to(device).clone())
+    return tuple(staged)
+
+
+def handed_in(ref: LayerRef, parts: Sequence[Tensor]) -> tuple[Tensor | tuple[Tensor, ...], ...]:
+    """Arguments for ``Window.stage``: codes in a pair with the scales beside them."""
+    sides = sum(not plane.is_scale for plane in ref.planes)
+    if len(parts) == sides:
+        return tuple(parts)
+    return tuple(zip(parts[:sides], parts[sides:], strict=True))
 
 
 def _ring_slots(

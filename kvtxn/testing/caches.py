@@ -1,98 +1,23 @@
-"""Caches to test on: every layout engines use, full of noise, between guard pages.
-
-Where the element of a slot lies is stated here in plain integers, so that the
-oracle can find it without asking the library.
-"""
+"""Caches to test on: every layout engines use, full of noise, between guard pages."""
 
 from __future__ import annotations
 
 import random
-from typing import Final
+import struct
+from collections.abc import Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from ..layers import LayerRef
-from .number_formats import FORMATS, NumberFormat
-
-#: Words of noise before and after the memory of each cache; nobody may touch them.
-GUARD: Final = 96
-
-#: Layouts with keys and values; ``LATENT`` ones have one plane.
-KEY_VALUE: Final = ("plain", "packed", "hnd", "gapped", "transposed", "interleaved", "offsets")
-LATENT: Final = ("latent", "latent-gapped")
-LAYOUTS: Final = (*KEY_VALUE, *LATENT)
-
-
-@attrs.frozen
-class LayerSpec:
-    """What a layer is like.
-
-    Attributes:
-        layout: one of ``LAYOUTS``.
-        fmt: how its numbers are stored.
-        group: its group.
-        heads: KV heads; a latent has one.
-        size: elements per head of a key.
-        value_size: elements per head of a value; ``size`` where None.
-        block_size: slots per block.
-        num_blocks: blocks of the cache.
-        kind: ``"paged"``, ``"ring"`` or ``"recurrent"``. A state is ``[heads, size]``, and there
-            is a second one of ``value_size`` unless the layout is a latent one; the layout
-            ``"permuted"`` is for states alone, one of three dimensions that do not merge.
-        ring_size: slots in each request's ring.
-        window: tokens a query of a ring layer sees; ``ring_size`` where None.
-    """
-
-    layout: str = "plain"
-    fmt: NumberFormat = FORMATS["bf16"]
-    group: str = "default"
-    heads: int = 2
-    size: int = 5
-    value_size: int | None = None
-    block_size: int = 3
-    num_blocks: int = 9
-    kind: str = "paged"
-    ring_size: int = 0
-    window: int | None = None
-
-
-@attrs.frozen
-class PlaneMap:
-    """Where the words of a slot lie in the flat memory of a cache.
-
-    Attributes:
-        memory: which of the layer's memories.
-        base: the first word of block 0.
-        strides: words from one block, slot, head and element to the next.
-        heads: heads of a row.
-        size: elements per head.
-        block_size: slots per block.
-        table: instead of the last three strides, the word in a block of each slot's
-            elements: ``[block_size][heads x size]``.
-    """
-
-    memory: int
-    base: int
-    strides: tuple[int, int, int, int]
-    heads: int
-    size: int
-    block_size: int
-    table: tuple[tuple[int, ...], ...] | None = None
-
-    def words(self, slot: int) -> list[int]:
-        """The flat places of a slot's row, in the row's order."""
-        block, offset = divmod(slot, self.block_size)
-        first = self.base + block * self.strides[0]
-        if self.table is not None:
-            return [first + place for place in self.table[offset]]
-        first += offset * self.strides[1]
-        return [
-            first + head * self.strides[2] + element * self.strides[3]
-            for head in range(self.heads)
-            for element in range(self.size)
-        ]
+from .placement import GUARD as GUARD
+from .placement import KEY_VALUE as KEY_VALUE
+from .placement import LATENT as LATENT
+from .placement import LAYOUTS as LAYOUTS
+from .placement import LayerSpec as LayerSpec
+from .placement import PlaneMap as PlaneMap
+from .placement import place, place_scales, scale_view, table, view
 
 
 @attrs.frozen(eq=False)
@@ -103,8 +28,8 @@ class TestCache:
         spec: what it is like.
         ref: what the library gets.
         memories: flat integer tensors, guard pages included; the caches are views of them.
-        planes: where rows lie in them.
-        scales: per plane, one scale per head.
+        planes: where rows lie in them; then where the scales do that lie beside them.
+        scales: per plane of rows, one scale per head; of no meaning where they lie beside.
     """
 
     __test__ = False  # the name is no test class, whatever pytest thinks
@@ -125,6 +50,43 @@ class TestCache:
         """Slots of the cache."""
         return self.spec.block_size * self.spec.num_blocks
 
+    @property
+    def sides(self) -> tuple[PlaneMap, ...]:
+        """The planes of rows: keys and values, one latent, or states."""
+        return self.planes[: len(self.scales)]
+
+    def rows(self, parts: Sequence[Tensor]) -> list[list[list[int]]]:
+        """By row, the words that each plane holds once ``parts`` were written.
+
+        Args:
+            parts: for each of ``sides`` ``[num_rows, heads, size]``; where scales lie beside
+                the rows, numbers alone, or codes and then scales ``[num_rows, heads]``.
+        """
+        fmt, words = self.spec.fmt, []
+        if len(self.planes) == len(self.scales):
+            words = [fmt.encode(*each) for each in zip(parts, self.scales, strict=True)]
+        elif len(parts) == len(self.planes):
+            words = [fmt.encode(part, ()) for part in parts[: len(self.scales)]]
+            for part in parts[len(self.scales) :]:
+                words.append(part.contiguous().view(torch.uint8).flatten(1).tolist())
+        else:
+            scaled = [fmt.encode_scaled(part) for part in parts]
+            words = [codes for codes, _ in scaled] + [_octets(scales) for _, scales in scaled]
+        return [list(row) for row in zip(*words, strict=True)]
+
+    def numbers(self, row: Sequence[Sequence[int]], side: int) -> list[list[float]]:
+        """What a reader of a stored row sees: ``[heads][size]`` floats."""
+        scales: Sequence[float] = self.scales[side]
+        if len(self.planes) > len(self.scales):
+            octets = bytes(row[len(self.scales) + side])
+            scales = struct.unpack(f"{len(octets) // 4}f", octets)
+        return self.spec.fmt.decode(row[side], scales)
+
+
+def _octets(rows: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Float32 numbers byte by byte, as the memories of 8-bit caches are compared."""
+    return [list(struct.pack(f"{len(row)}f", *row)) for row in rows]
+
 
 def noise(count: int, word: torch.dtype, rng: random.Random) -> Tensor:
     """Every bit pattern alike, NaN and infinities included; int ``[count]`` on the host."""
@@ -135,13 +97,19 @@ def noise(count: int, word: torch.dtype, rng: random.Random) -> Tensor:
 
 def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Random) -> TestCache:
     """A layer over fresh noise."""
-    sizes, planes = _place(spec, rng)
+    sizes, planes = place(spec, rng)
+    sides = len(planes)
+    if spec.fmt.scaling == "row" and spec.kind != "recurrent":
+        sizes, planes = place_scales(spec, sizes, planes)
     memories = tuple(
         noise(size + 2 * GUARD, spec.fmt.word, rng).to(device).clone() for size in sizes
     )
     held = torch.uint8 if spec.fmt.raw else spec.fmt.dtype
-    views = [_view(spec, plane, memories[plane.memory].view(held)) for plane in planes]
-    given, scales = zip(*(_scale(spec, plane.heads, device, rng) for plane in planes), strict=True)
+    views = [view(spec, plane, memories[plane.memory].view(held)) for plane in planes[:sides]]
+    made = (_scale(spec, plane.heads, device, rng) for plane in planes[:sides])
+    given, scales = zip(*made, strict=True)
+    if sides < len(planes):
+        given = tuple(scale_view(spec, plane, memories[plane.memory]) for plane in planes[sides:])
     if spec.kind == "recurrent":
         ref = LayerRef.recurrent(name, *(view.squeeze(1) for view in views), group=spec.group)
     elif spec.kind == "ring":
@@ -165,7 +133,7 @@ def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Ra
             kv_dtype=spec.fmt.kv_dtype,
         )
     else:
-        tables = [_table(plane) for plane in planes]
+        tables = [table(plane) for plane in planes]
         ref = LayerRef(
             name,
             views[0],
@@ -180,113 +148,11 @@ def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Ra
     return TestCache(spec, ref, memories, planes, scales)
 
 
-def _place(spec: LayerSpec, rng: random.Random) -> tuple[list[int], tuple[PlaneMap, ...]]:
-    """Words per memory, and where in them the planes are."""
-    blocks, slots, heads, size = spec.num_blocks, spec.block_size, spec.heads, spec.size
-    value = size if spec.value_size is None else spec.value_size
-
-    def plane(
-        memory: int, start: int, strides: tuple[int, int, int, int], width: int, rows: int = heads
-    ) -> PlaneMap:
-        return PlaneMap(memory, GUARD + start, strides, rows, width, slots)
-
-    def dense(memory: int, start: int, width: int) -> PlaneMap:
-        row = heads * width
-        return plane(memory, start, (slots * row, row, width, 1), width)
-
-    match spec.layout:
-        case "plain":
-            row = slots * heads
-            return [blocks * row * size, blocks * row * value], (
-                dense(0, 0, size),
-                dense(1, 0, value),
-            )
-        case "packed":  # [2, blocks, slots, heads, size]
-            half = blocks * slots * heads * size
-            return [half + blocks * slots * heads * value], (
-                dense(0, 0, size),
-                dense(0, half, value),
-            )
-        case "hnd":  # [blocks, heads, slots, key and value side by side]
-            both = size + value
-            strides = (heads * slots * both, both, slots * both, 1)
-            return [blocks * heads * slots * both], (
-                plane(0, 0, strides, size),
-                plane(0, size, strides, value),
-            )
-        case "gapped":  # a view into something larger in every dimension
-            planes = []
-            for memory, width in enumerate((size, value)):
-                head = width + 3
-                row = (heads + 1) * head
-                planes.append(plane(memory, 2, ((slots + 1) * row, row, head, 1), width))
-            return [blocks * p.strides[0] for p in planes], (planes[0], planes[1])
-        case "transposed":  # [blocks, slots, size, heads]: head_size is not innermost
-            planes = [
-                plane(memory, 0, (slots * heads * width, heads * width, 1, heads), width)
-                for memory, width in enumerate((size, value))
-            ]
-            return [blocks * p.strides[0] for p in planes], (planes[0], planes[1])
-        case "interleaved":  # [blocks, slots, heads, max size, 2]: every second element
-            width = max(size, value)
-            strides = (slots * heads * width * 2, heads * width * 2, width * 2, 2)
-            return [blocks * strides[0]], (plane(0, 0, strides, size), plane(0, 1, strides, value))
-        case "offsets":  # elements of a block anywhere in it, with holes
-            numel = slots * heads * (size + value) + 7
-            places = rng.sample(range(numel), numel)
-            tables = []
-            for width in (size, value):
-                row = heads * width
-                taken = [places.pop() for _ in range(slots * row)]
-                tables.append(tuple(tuple(taken[i * row : (i + 1) * row]) for i in range(slots)))
-            strides = (numel, 0, 0, 0)
-            return [blocks * numel], (
-                PlaneMap(0, GUARD, strides, heads, size, slots, tables[0]),
-                PlaneMap(0, GUARD, strides, heads, value, slots, tables[1]),
-            )
-        case "latent" | "latent-gapped":
-            row = size + (3 if spec.layout == "latent-gapped" else 0)
-            return [blocks * slots * row], (plane(0, 0, (slots * row, row, row, 1), size, 1),)
-        case "permuted":  # [states, size, heads, 2], seen as [states, heads, size, 2]
-            each = [
-                2 * (step * heads + head) + last
-                for head in range(heads)
-                for step in range(size)
-                for last in range(2)
-            ]
-            numel = 2 * heads * size
-            strides = (numel, 0, 0, 0)
-            return [blocks * numel], (
-                PlaneMap(0, GUARD, strides, heads, 2 * size, 1, (tuple(each),)),
-            )
-    raise ValueError(f"no layout is called {spec.layout!r}; choose one of {LAYOUTS}")
-
-
-def _view(spec: LayerSpec, plane: PlaneMap, memory: Tensor) -> Tensor:
-    """The cache as an engine would hold it: a view of its memory."""
-    if spec.layout == "permuted":
-        half = plane.size // 2
-        shape: tuple[int, ...] = (spec.num_blocks, 1, plane.heads, half, 2)
-        strides = (plane.strides[0], 0, 2, 2 * plane.heads, 1)
-        return memory.as_strided(shape, strides, plane.base)
-    if plane.table is not None:
-        shape = (spec.num_blocks, plane.strides[0])
-        return memory.as_strided(shape, (plane.strides[0], 1), plane.base)
-    shape = (spec.num_blocks, spec.block_size, plane.heads, plane.size)
-    return memory.as_strided(shape, plane.strides, plane.base)
-
-
-def _table(plane: PlaneMap) -> Tensor | None:
-    if plane.table is None:
-        return None
-    return torch.tensor(plane.table).view(plane.block_size, plane.heads, plane.size)
-
-
 def _scale(
     spec: LayerSpec, heads: int, device: torch.device, rng: random.Random
 ) -> tuple[float | Tensor | None, tuple[float, ...]]:
     """What the library is told of a plane's scale, and one float32 number per head."""
-    if spec.fmt.scaling == "none":
+    if spec.fmt.scaling in ("none", "row"):
         return None, (1.0,) * heads
     if spec.fmt.scaling == "tensor" or spec.layout in LATENT:
         scale = rng.randint(1, 63) / 64

@@ -18,6 +18,7 @@ from .promise_own_writes import OwnWrites
 from .promise_tree_attention import TreeAttention
 from .promise_tree_evicting import EvictingTrees
 from .promise_trees import Trees
+from .promise_unseen import Unseen
 from .state_walk import StateTable
 
 
@@ -27,6 +28,7 @@ class ExecutorConformance(
     AllOrNothing,
     Isolation,
     OwnWrites,
+    Unseen,
     Discipline,
     StateTable,
     Device,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .batches import Batch
 from .caches import TestCache
-from .naive import _dot, _finite, _mix
+from .naive import _dot, _mix, finite_parts
 from .oracle import Replay, Row
 from .rig import Rig
 
@@ -87,16 +87,9 @@ class Histories:
         """The same rows with numbers of ordinary size, for attention."""
         tensors, rows = {}, {}
         for cache in self._rig.caches:
-            parts = [
-                _finite(cache, plane, batch.num_rows, self._rig.rng)
-                for plane in range(len(cache.planes))
-            ]
-            words = [
-                cache.spec.fmt.encode(part, scales)
-                for part, scales in zip(parts, cache.scales, strict=True)
-            ]
+            parts = finite_parts(cache, batch.num_rows, self._rig.rng)
             tensors[cache.name] = tuple(part.to(self._rig.device) for part in parts)
-            rows[cache.name] = [list(row) for row in zip(*words, strict=True)]
+            rows[cache.name] = cache.rows(parts)
         return attrs.evolve(batch, tensors=tensors, rows=rows)
 
     def tokens(self, batch: Batch, wanted: Callable[[int], bool]) -> list[list[Token]]:
@@ -164,8 +157,8 @@ def unrolled(
     """
     spec, out = cache.spec, []
     stored = [token[cache.name] for token in tokens]
-    keys = [spec.fmt.decode(row[0], cache.scales[0]) for row in stored]
-    values = [spec.fmt.decode(row[1], cache.scales[1]) for row in stored]
+    keys = [cache.numbers(row, 0) for row in stored]
+    values = [cache.numbers(row, 1) for row in stored]
     for row, heads in enumerate(queries):
         position = len(tokens) - len(queries) + row
         seen = range(max(0, position + 1 - (spec.window or spec.ring_size)), position + 1)

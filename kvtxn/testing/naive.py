@@ -60,16 +60,9 @@ def make_sequences(
             tables[cache.spec.group] = _blocks(cache, lengths, rig.rng)
     tensors, rows = {}, {}
     for cache in rig.caches:
-        parts = [
-            _finite(cache, plane, plain.num_rows, rig.rng, payload)
-            for plane in range(len(cache.planes))
-        ]
-        words = [
-            cache.spec.fmt.encode(part, scales)
-            for part, scales in zip(parts, cache.scales, strict=True)
-        ]
+        parts = finite_parts(cache, plain.num_rows, rig.rng, payload)
         tensors[cache.name] = tuple(part.to(rig.device) for part in parts)
-        rows[cache.name] = [list(row) for row in zip(*words, strict=True)]
+        rows[cache.name] = cache.rows(parts)
     sequences = Sequences(plain, tables, lengths)
     slots: dict[str, list[int]] = {}
     for cache in rig.caches:
@@ -97,8 +90,30 @@ def _blocks(cache: TestCache, lengths: Sequence[int], rng: random.Random) -> lis
     return table
 
 
+def finite_parts(
+    cache: TestCache, rows: int, rng: random.Random, payload: str = "native"
+) -> list[Tensor]:
+    """Rows for ``TestCache.rows``: numbers of ordinary size, stored ones with their scales."""
+    sides, beside = range(len(cache.sides)), cache.planes[len(cache.sides) :]
+    if not beside or payload == "cast":
+        return [_finite(cache, side, rows, rng, payload) for side in sides]
+    scales = [
+        torch.tensor([rng.uniform(0.01, 0.1) for _ in range(rows * plane.heads)]).view(
+            rows, plane.heads
+        )
+        for plane in beside
+    ]
+    codes = [_finite(cache, side, rows, rng, payload, scales[side]) for side in sides]
+    return [*codes, *scales]
+
+
 def _finite(
-    cache: TestCache, plane: int, rows: int, rng: random.Random, payload: str = "native"
+    cache: TestCache,
+    plane: int,
+    rows: int,
+    rng: random.Random,
+    payload: str,
+    beside: Tensor | None = None,
 ) -> Tensor:
     """Numbers of ordinary size, in the cache's dtype or, to be stored by the library, wider."""
     where, scales = cache.planes[plane], cache.scales[plane]
@@ -110,7 +125,7 @@ def _finite(
         return numbers
     if not fmt.quantised:
         return numbers.to(fmt.dtype)
-    scale = torch.tensor(scales).view(-1, 1)
+    scale = (torch.tensor(scales) if beside is None else beside).unsqueeze(-1)
     if fmt.dtype is torch.int8:
         return (numbers / scale).round().clamp(-128, 127).to(torch.int8)
     return (numbers / scale).clamp(-400, 400).to(fmt.dtype)
@@ -121,14 +136,10 @@ def _write_prefixes(
 ) -> None:
     """Tokens of the past, into the oracle."""
     for request, prefix in enumerate(prefixes):
-        parts = [_finite(cache, plane, prefix, rig.rng) for plane in range(len(cache.planes))]
-        encoded = [
-            cache.spec.fmt.encode(part, scales)
-            for part, scales in zip(parts, cache.scales, strict=True)
-        ]
+        rows = cache.rows(finite_parts(cache, prefix, rig.rng))
         for position in range(prefix):
             slot = sequences.slot(cache, request, position)
-            rig.truth.write(cache.name, slot, [words[position] for words in encoded])
+            rig.truth.write(cache.name, slot, rows[position])
 
 
 def attention(
@@ -160,8 +171,8 @@ def attention(
             truth.read(cache.name, sequences.slot(cache, request, position))
             for position in range(length)
         ]
-        keys = [cache.spec.fmt.decode(row[0], cache.scales[0]) for row in stored]
-        values = [cache.spec.fmt.decode(row[1], cache.scales[1]) for row in stored]
+        keys = [cache.numbers(row, 0) for row in stored]
+        values = [cache.numbers(row, 1) for row in stored]
         for position in range(length - rows, length):
             start = length - batch.draft_len[request]
             seen = list(range(min(position + 1, start if forest is not None else length)))

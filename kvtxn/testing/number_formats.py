@@ -34,7 +34,8 @@ class NumberFormat:
         name: for test ids.
         dtype: what a stored element means.
         kv_dtype: what ``LayerRef`` is told.
-        scaling: ``"none"``, ``"tensor"`` (one number) or ``"head"`` (one per KV head).
+        scaling: ``"none"``, ``"tensor"`` (one number), ``"head"`` (one per KV head) or ``"row"``
+            (one per row and KV head, which lie beside the rows).
         raw: whether the cache tensor is plain uint8, as engines allocate 8-bit caches.
     """
 
@@ -70,6 +71,22 @@ class NumberFormat:
             for row in rows.to(torch.float32).tolist()
         ]
 
+    def encode_scaled(self, rows: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+        """Codes and scales of ``rows`` whose scales lie beside them: one list per row each.
+
+        Args:
+            rows: ``[num_rows, num_heads, size]`` on the host, floating.
+        """
+        limit = 127.0 if self.dtype is torch.int8 else _fp8_encoder(self.dtype).largest
+        code = encode_int8 if self.dtype is torch.int8 else _fp8_encoder(self.dtype)
+        codes, scales = [], []
+        for row in rows.to(torch.float32).tolist():
+            largest = [max((abs(x) for x in h if math.isfinite(x)), default=0.0) for h in row]
+            scales.append([max(_float32(top / limit), _float32(1e-6)) for top in largest])
+            heads = zip(row, scales[-1], strict=True)
+            codes.append([code(_divide(x, scale)) for values, scale in heads for x in values])
+        return codes, scales
+
     def decode(self, words: Sequence[int], scales: Sequence[float]) -> list[list[float]]:
         """What a reader of the stored words sees: ``[num_heads][size]`` floats."""
         size = len(words) // len(scales)
@@ -96,8 +113,15 @@ FORMATS: Final[dict[str, NumberFormat]] = {
         NumberFormat("fp8_e5m2-head", torch.float8_e5m2, "fp8_e5m2", "head", raw=True),
         NumberFormat("int8-tensor", torch.int8, "int8", "tensor"),
         NumberFormat("int8-head", torch.int8, "int8", "head", raw=True),
+        NumberFormat("fp8_e4m3-row", torch.float8_e4m3fn, "fp8_e4m3", "row", raw=True),
+        NumberFormat("int8-row", torch.int8, "auto", "row"),
     )
 }
+
+
+def _float32(value: float) -> float:
+    """The nearest float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def _divide(value: float, scale: float) -> float:
@@ -105,7 +129,7 @@ def _divide(value: float, scale: float) -> float:
     if not math.isfinite(value):
         return value
     try:
-        return float(struct.unpack("f", struct.pack("f", value / scale))[0])
+        return _float32(value / scale)
     except OverflowError:
         return math.copysign(math.inf, value)
 
@@ -141,6 +165,7 @@ class _Fp8Encoder:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._values = [_fp8_value(dtype, code) for code in range(_FP8[dtype][3])]
+        self.largest = self._values[-1]
 
     def __call__(self, value: float) -> int:
         if math.isnan(value):

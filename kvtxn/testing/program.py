@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..states import WindowState
 from ..window import Window
+from .batches import handed_in
 from .caches import LAYOUTS, LayerSpec
 from .faults import MOMENTS, InjectedFault
 from .kit import Kit, KitBase
@@ -250,7 +251,7 @@ class Program(RuleBasedStateMachine):
                 self._open.stage(ref, *parts)
             return
         with pytest.raises(LayerError):
-            self._open.stage(ref, *(part[..., :0] for part in parts))
+            self._open.stage(ref, *handed_in(ref, [part[..., :0] for part in parts]))  # type: ignore[arg-type]
         if slots:
             slots[0] = -1 if slots[0] >= 0 else next(s for s in range(30) if s not in slots)
             with pytest.raises(SlotMappingError):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import registry
-from .batches import SHAPES, Batch, random_counts
+from .batches import SHAPES, Batch, handed_in, random_counts
 from .caches import LAYOUTS, LayerSpec
 from .kit import POLICIES, Kit, KitBase
 from .number_formats import FORMATS
@@ -140,7 +140,7 @@ class Exactness(KitBase):
             rig.check(f"slot {bad}")
 
     @pytest.mark.parametrize("staging", ["auto", "reference", "copy"])
-    @pytest.mark.parametrize("fmt", ["bf16", "fp32", "fp8_e4m3-head"])
+    @pytest.mark.parametrize("fmt", ["bf16", "fp32", "fp8_e4m3-head", "int8-row"])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_ways_to_stage(self, kit: Kit, policy: str, fmt: str, staging: str) -> None:
         """By reference or by copy, with or without a version counter, from strided tensors."""
@@ -151,7 +151,8 @@ class Exactness(KitBase):
             with torch.inference_mode(), rig.open(batch) as window:
                 for ref in rig.refs:
                     parts = batch.tensors[ref.name]
-                    window.stage(ref, *map(_spread, parts) if strided else parts)
+                    parts = tuple(map(_spread, parts)) if strided else parts
+                    window.stage(ref, *handed_in(ref, parts))  # type: ignore[arg-type]
                 window.commit([2, 1])
             rig.expect_committed(batch, batch.kept([2, 1]))
             rig.check("strided tensors" if strided else "dense tensors")

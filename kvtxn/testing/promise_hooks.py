@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from ..hooks import EndedWindow
 from ..rows import read
@@ -41,8 +42,13 @@ class Offloader:
         self.committed.append(window.number)
         for ref in self._rig.refs:
             slots = window.stored(ref.group)
-            rows = [read(plane, slots) for plane in ref.planes]
-            words = [part.flatten(1).tolist() for part in rows]
+            parts = [read(plane, slots).flatten(1) for plane in ref.planes]
+            words = [
+                (
+                    part.view(torch.uint8) if plane.is_scale else part
+                ).tolist()  # as they are compared
+                for plane, part in zip(ref.planes, parts, strict=True)
+            ]
             self._copies.append((ref.name, slots.tolist(), words))
 
     def seen(self) -> dict[tuple[str, int], Row]:

@@ -126,7 +126,7 @@ class Overwriting(KitBase):
             rig.expect_committed(batch, batch.kept(counts))
             rig.check(f"{settled} settled, {drafts} drafts")
 
-    @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp32", "fp8_e4m3-head", "int8-tensor"])
+    @pytest.mark.parametrize("fmt", ["fp16", "bf16", "fp8_e4m3-head", "int8-tensor", "int8-row"])
     @pytest.mark.parametrize("layout", ["plain", "packed", "transposed", "interleaved", "latent"])
     def test_layouts(self, kit: Kit, layout: str, fmt: str) -> None:
         """Any strides and formats in rings; any strides, merged or not, in states."""

@@ -16,18 +16,19 @@ from ..config import TxnConfig
 from ..executor import Executor
 from ..manager import TransactionManager
 from ..window import Window
-from .batches import Batch, make_batch
+from .batches import Batch, handed_in, make_batch
 from .caches import LayerSpec, build_cache
 from .number_formats import FORMATS
 from .oracle import Replay, Row
 
-#: Five layers that have nothing in common but their number format.
+#: Six layers that have nothing in common.
 VARIED: Final = (
     LayerSpec("plain"),
     LayerSpec("packed", value_size=3),
     LayerSpec("hnd", group="sliding", block_size=5, num_blocks=6),
     LayerSpec("gapped", heads=1, size=7),
     LayerSpec("latent", group="sliding", size=9, block_size=5, num_blocks=7),
+    LayerSpec("transposed", FORMATS["fp8_e4m3-row"], size=4),
 )
 
 #: Three equal layers, where the layout is not the question.
@@ -123,14 +124,15 @@ class Rig:
     def stage(self, window: Window, batch: Batch, order: Sequence[int] | None = None) -> None:
         """Stage layers, all in their order or those named by ``order``."""
         for index in range(len(self.refs)) if order is None else order:
-            window.stage(self.refs[index], *batch.tensors[self.refs[index].name])
+            ref = self.refs[index]
+            window.stage(ref, *handed_in(ref, batch.tensors[ref.name]))  # type: ignore[arg-type]
 
     def hand_in(
         self, window: Window, batch: Batch, index: int, slots: Tensor | list[int] | None
     ) -> None:
         """Stage one layer, with slots where they are not None."""
         ref = self.refs[index]
-        key, *value = batch.tensors[ref.name]
+        key, *value = handed_in(ref, batch.tensors[ref.name])
         window.stage(ref, key, value[0] if value else None, slots)
 
     def accepted(self, counts: Sequence[int]) -> Tensor:

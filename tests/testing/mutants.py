@@ -17,8 +17,10 @@ from mutants_attention import (
     IgnoresTheSoftCap,
     MixesUpQueryGroups,
     ReadsUnscaledRows,
+    ScalesOwnRowsByTheCache,
     SeesTheFuture,
     SlidesOneTooFar,
+    WeighsWhatIsNotSeen,
 )
 from mutants_trees import TREES_CAUGHT_BY
 from torch import Tensor
@@ -105,6 +107,14 @@ class IgnoresTheValues(_AtCommit):
         for ref in layers:
             only_key = {ref.name: rows[ref.name][:1]}
             write_layers([with_planes(ref, ref.planes[:1])], only_key, slots, kept)
+
+
+class LeavesTheScalesBehind(_AtCommit):
+    def write(self, layers, rows, slots, kept, txn):
+        for ref in layers:
+            planes = tuple(plane for plane in ref.planes if not plane.is_scale)
+            codes = {ref.name: rows[ref.name][: len(planes)]}
+            write_layers([with_planes(ref, planes)], codes, slots, kept)
 
 
 class UsesOneGroupForAll(_AtCommit):
@@ -341,6 +351,9 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     SeesTheFuture: "test_lengths_and_settings",
     IgnoresTheSlidingWindow: "test_lengths_and_settings",
     SlidesOneTooFar: "test_lengths_and_settings",
+    WeighsWhatIsNotSeen: "test_poison_that_no_query_sees",
+    ScalesOwnRowsByTheCache: "test_layouts_and_formats",
+    LeavesTheScalesBehind: "test_every_layout_and_format",
     IgnoresTheSoftCap: "test_lengths_and_settings",
     MixesUpQueryGroups: "test_lengths_and_settings",
     DeniesUndo: "test_policies",

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from kvtxn import attention
 from kvtxn.executor import AttentionArgs, StagedLayer, Txn
+from kvtxn.planes import decoded
+from kvtxn.rows import read
 
 
 class _Attention(TorchExecutor):
@@ -67,6 +69,31 @@ class IgnoresTheSoftCap(_Attention):
 class MixesUpQueryGroups(_Attention):
     def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
         return super().attend(txn, layer, query.flip(1), args).flip(1)
+
+
+class WeighsWhatIsNotSeen(_Attention):
+    """Weights of 0 for later rows, whose NaN comes through."""
+
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        out = super().attend(txn, layer, query, args)
+        fresh = self.fresh(txn, layer)
+        if fresh is None:
+            return out
+        return out + 0.0 * decoded(layer.ref.planes, fresh)[1].sum()
+
+
+class ScalesOwnRowsByTheCache(_Attention):
+    """Codes from the window, scales from where they will lie once it is committed."""
+
+    def fresh(self, txn, layer):
+        rows = super().fresh(txn, layer)
+        if rows is None or not layer.ref.planes[-1].is_scale:
+            return rows
+        slots = txn.slots[layer.ref.group]
+        return tuple(
+            read(plane, slots) if plane.is_scale else part
+            for plane, part in zip(layer.ref.planes, rows, strict=True)
+        )
 
 
 class ClaimsAttention(TorchExecutor):

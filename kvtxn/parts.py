@@ -1,0 +1,209 @@
+"""What ``stage`` is handed: one layer's rows, checked, and turned into what the cache stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import LayerError, StagedTwiceError
+from .layers import LayerRef, Plane
+
+
+def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[str, object]) -> None:
+    """Refuse a layer the manager does not know, or one that is in the window already.
+
+    Args:
+        ref: what was passed to ``stage``.
+        layers: the manager's layers by name.
+        missing: names of the layers that are not staged yet.
+    """
+    name = getattr(ref, "name", None)
+    if not isinstance(ref, LayerRef) or layers.get(ref.name) is not ref:
+        raise LayerError(
+            "stage",
+            f"{name or ref!r} is not a layer of this manager",
+            expected=f"one of its {len(layers)} LayerRef objects",
+            got=type(ref).__name__ if name is None else f"another object named {name!r}",
+            hint="pass the LayerRef that the TransactionManager was built with",
+        )
+    if name not in missing:
+        raise StagedTwiceError("stage", f"layer {name!r} is in this window already")
+
+
+def check_parts(
+    ref: LayerRef,
+    num_rows: int | None,
+    key: Tensor | Sequence[Tensor],
+    value: Tensor | Sequence[Tensor] | None,
+) -> tuple[Tensor | None, ...]:
+    """One tensor per plane, known to fit it; nothing has been taken yet.
+
+    Args:
+        ref: the layer. A latent may come whole, or as the two halves MLA code has; the states
+            of a recurrent layer as a sequence, or as key and value where there are no more.
+            Where scales lie beside the rows, codes come with theirs, as a pair; scales that
+            the library is to compute are None in what is returned.
+        num_rows: rows of the window; None where the slots do not say, to be refused with them.
+        key: see ``Window.stage``.
+        value: likewise.
+
+    Raises:
+        LayerError: a tensor is missing or does not fit.
+    """
+    if ref.states:
+        given: tuple[object, ...] = (key,) if isinstance(key, Tensor) else tuple(key)
+        given = given if value is None else (*given, value)
+        states = [state for state in given if isinstance(state, Tensor)]
+        if len(given) != len(ref.planes) or len(states) < len(given):
+            raise LayerError(
+                "stage",
+                f"recurrent layer {ref.name!r} is staged with one tensor per state",
+                expected=f"{len(ref.planes)} tensors [num_rows, *state_shape]",
+                got=[type(state).__name__ for state in given],
+            )
+        return check_stored(ref, num_rows, states)
+    first, first_scales = _codes_and_scales(ref, 0, key)
+    second, second_scales = _codes_and_scales(ref, 1, value)
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor | None):
+        part, wrong = ("value", second) if isinstance(first, Tensor) else ("key", first)
+        raise LayerError(
+            "stage", f"{part} of {ref.name!r} must be a tensor", got=type(wrong).__name__
+        )
+    if second is None and not ref.is_latent:
+        raise LayerError(
+            "stage",
+            f"layer {ref.name!r} needs a value tensor",
+            expected=f"[num_rows, {', '.join(map(str, ref.planes[1].row_shape))}]",
+            got=None,
+            hint="only latent layers are staged with one tensor",
+        )
+    if ref.is_latent and second is not None:
+        if first.shape[:-1] != second.shape[:-1] or first.device != second.device:
+            raise LayerError(
+                "stage",
+                f"the two halves of latent {ref.name!r} do not fit together",
+                expected=list(first.shape[:-1]),
+                got=list(second.shape[:-1]),
+            )
+        first, second = torch.cat([first, second], dim=-1), None
+    parts: list[Tensor | None] = [first] if second is None else [first, second]
+    for plane, scales in zip(ref.planes, (first_scales, second_scales), strict=False):
+        if plane.format.scales_in is not None:
+            parts.append(scales)
+    return tuple(
+        None if part is None else _checked(ref, plane, num_rows, part)
+        for plane, part in zip(ref.planes, parts, strict=True)
+    )
+
+
+def check_stored(ref: LayerRef, num_rows: int | None, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One tensor per plane, each known to fit it.
+
+    Raises:
+        LayerError: one does not.
+    """
+    return tuple(
+        _checked(ref, plane, num_rows, part) for plane, part in zip(ref.planes, rows, strict=True)
+    )
+
+
+def _codes_and_scales(
+    ref: LayerRef, number: int, given: Tensor | Sequence[Tensor] | None
+) -> tuple[Tensor | Sequence[Tensor] | None, Tensor | None]:
+    """What was handed in for K or V: the rows, and the scales that came with them, if any."""
+    plane = ref.planes[min(number, len(ref.planes) - 1)]
+    if plane.format.scales_in is None or given is None:
+        return given, None
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        rows, scales = given
+        if isinstance(rows, Tensor) and isinstance(scales, Tensor) and _is_code(plane, rows):
+            return rows, scales
+    elif isinstance(given, Tensor) and not _is_code(plane, given):
+        return given, None
+    raise LayerError(
+        "stage",
+        f"{plane.part} of {ref.name!r} comes as numbers, or as codes with their scales",
+        expected=f"a floating tensor, or a pair: {plane.format.dtype} and float32 "
+        f"[num_rows, {', '.join(map(str, ref.planes[plane.format.scales_in].row_shape))}]",
+        got=_describe(given),
+        hint="scales lie beside these rows: without them codes mean nothing",
+    )
+
+
+def _is_code(plane: Plane, rows: Tensor) -> bool:
+    return rows.dtype is plane.format.dtype or rows.dtype is torch.uint8
+
+
+def _describe(given: object) -> str:
+    if isinstance(given, Tensor):
+        return f"{given.dtype} alone"
+    if isinstance(given, (tuple, list)):
+        return str([getattr(part, "dtype", type(part).__name__) for part in given])
+    return type(given).__name__
+
+
+def _checked(ref: LayerRef, plane: Plane, num_rows: int | None, part: Tensor) -> Tensor:
+    """The tensor, known to fit the plane; bytes of an 8-bit format come in its own dtype."""
+    number = plane.format
+    shape = plane.staged_shape
+    if part.ndim == 0 or part.shape != (part.shape[0] if num_rows is None else num_rows, *shape):
+        raise LayerError(
+            "stage",
+            f"{plane.part} of {ref.name!r} has the wrong shape",
+            expected=["num_rows" if num_rows is None else num_rows, *shape],
+            got=list(part.shape),
+            hint="stage every row of the window, request by request, in one call",
+        )
+    if part.device != plane.cells.device:
+        raise LayerError(
+            "stage",
+            f"{plane.part} of {ref.name!r} is on the wrong device",
+            expected=plane.cells.device,
+            got=part.device,
+        )
+    if part.dtype is number.dtype:
+        pass
+    elif number.quantised and part.dtype is torch.uint8:
+        part = part.view(number.dtype)  # stored codes, as engines keep them
+    elif plane.is_scale or not (
+        part.is_floating_point() and (number.dtype.is_floating_point or number.quantised)
+    ):
+        raise LayerError(
+            "stage",
+            f"{plane.part} of {ref.name!r} has a dtype that cannot be stored",
+            expected=f"{'' if plane.is_scale else 'a floating dtype or '}{number.dtype}",
+            got=part.dtype,
+        )
+    if part.layout is not torch.strided or part.is_neg():
+        raise LayerError(
+            "stage",
+            f"{plane.part} of {ref.name!r} is sparse or a lazy view",
+            expected="a strided tensor",
+            got=part.layout,
+            hint="materialise it first: tensor.to_dense() or tensor.resolve_neg()",
+        )
+    return part if plane.given_shape is None else part.reshape(-1, *plane.row_shape)
+
+
+def stored_rows(ref: LayerRef, parts: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """A layer's rows as the cache stores them, quantised here and nowhere else.
+
+    Args:
+        ref: the layer.
+        parts: one tensor per plane, from ``check_parts``; those in the plane's own dtype are
+            taken as they are. None for scales that come with the codes made here.
+    """
+    rows: list[Tensor | None] = list(parts)
+    for number, (plane, part) in enumerate(zip(ref.planes, parts, strict=True)):
+        if part is not None and part.dtype is not plane.format.dtype:
+            scales_in = plane.format.scales_in
+            if scales_in is None:
+                rows[number] = plane.format.encode(part)
+            else:
+                rows[number], rows[scales_in] = plane.format.quantise(part)
+    found = tuple(row for row in rows if row is not None)
+    if len(found) < len(rows):
+        raise LayerError("stage", f"codes of {ref.name!r} come without their scales")
+    return found
