@@ -39,6 +39,12 @@ def describe(commit: str | None = None) -> dict[str, Any]:
     return facts
 
 
+def gpu_state() -> str | None:
+    """Clock, temperature and power of the first GPU at this moment; None without one."""
+    fields = "clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit"
+    return _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader") or None
+
+
 def write(name: str, results: dict[str, Any]) -> Path:
     """Write one result file with its machine line; returns its path."""
     RESULTS.mkdir(exist_ok=True)

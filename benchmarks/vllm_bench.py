@@ -150,7 +150,11 @@ def _conditions(engines: Sequence[Engine]) -> dict[str, Any]:
         "processors": os.cpu_count(),
         "announced": {engine.spec.label: engine.announced() for engine in engines},
         "arguments": {key: value for key, value in spec.arguments.items() if key != "model"},
-        "environment": dict(spec.environment),
+        "environment": {
+            **{name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
+            **spec.environment,
+        },
+        "gpu": machine.gpu_state(),
     }
 
 
@@ -179,7 +183,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.mask_modes and torch.cuda.is_available():
         raise ConfigError(
             "bench vllm",
-            "--mask-modes has no effect on a GPU: the model runner there hands over counts",
+            "--mask-modes has no effect on a GPU: the commit's own launch counts there",
             hint="leave it out",
         )
     if args.mask_modes and set(args.policies) == {"stock"}:

@@ -154,4 +154,9 @@ def conditions(result: Mapping[str, Any]) -> str:
         f"{facts['engines']} engines at once on {facts['processors']} processors, "
         f"{facts['started']}, {facts['seconds']:.0f} s."
     )
+    if facts.get("gpu"):
+        lines.append(f"GPU clock, its limit, temperature, power and its limit: {facts['gpu']}.")
+    if facts.get("environment"):
+        given = " ".join(f"{name}={value}" for name, value in facts["environment"].items())
+        lines.append(f"Environment: `{given}`.")
     return "\n\n".join(lines)

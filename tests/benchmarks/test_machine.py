@@ -51,3 +51,13 @@ def test_no_commit_of_somebody_elses_repository(elsewhere):
 def test_commit_from_the_command_line():
     """What the user says goes."""
     assert machine.describe("feed")["commit"] == "feed"
+
+
+def test_state_of_the_gpu(monkeypatch, tmp_path):
+    """As nvidia-smi says it; nothing where there is none."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.gpu_state() is None
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 1980 MHz\necho another GPU\n")
+    tool.chmod(0o755)
+    assert machine.gpu_state() == "1980 MHz"

@@ -83,6 +83,8 @@ def result(cell):
             "processors": 2,
             "started": "today",
             "seconds": 9.0,
+            "gpu": "1980 MHz, 50, 200 W",
+            "environment": {"VLLM_THIS": "1"},
         },
         "cells": [cell],
     }
@@ -139,6 +141,8 @@ def test_markdown_says_it_all(result):
     assert "an interval that holds the true median with 96.9 %" in text
     assert "| deferred | 540 | 90.0 % | 25.0 % | 60.0 | 120.0 | 0 | 60: resting 60 |" in text
     assert "3 engines at once on 2 processors" in text
+    assert "power and its limit: 1980 MHz, 50, 200 W." in text
+    assert "`VLLM_THIS=1`" in text
     assert text.count("| no |") == 1
 
 

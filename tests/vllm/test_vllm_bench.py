@@ -26,7 +26,7 @@ SHAPE = {
         "processors": int,
         "announced": dict,
         "arguments": {"max_num_seqs": int, "speculative_config": dict},
-        "environment": dict,
+        "environment": {"OMP_NUM_THREADS": str},
     },
     "cells": list,
 }
