@@ -53,8 +53,12 @@ def window_runner(own: Any) -> Any:
 
         def profile_run(self, randomize_inputs: bool = False) -> None:
             """What the steps will need is taken before vLLM sizes the KV cache by what is left."""
-            rows = self.kvtxn_config.max_rows
-            self.kvtxn_room = inside.room_for_rows(self, rows)
+            try:
+                self.kvtxn_room = inside.room_for_rows(self, self.kvtxn_config.max_rows)
+            except Exception as error:
+                if self.kvtxn_config.on_error == "raise":
+                    raise
+                log.warning("vllm.unmeasured", rank=self.kvtxn_rank, why=repr(error))
             super().profile_run(randomize_inputs)
 
         def initialize_kv_cache(

@@ -1,0 +1,113 @@
+"""What ``kvtxn bench exactness`` and ``kvtxn bench steps`` saw, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .document import machine_line, table
+
+Result = Mapping[str, Any]
+
+
+def tokens(found: Result) -> str:
+    """Prompts with equal tokens, and how near a tie it was where they part."""
+    rows = []
+    for engine in found["engines"]:
+        same = engine["tokens"]
+        if engine["compared_with"] == engine["task"]["name"]:
+            continue
+        gaps, noise = same["gaps"], same["noise"]
+        rows.append(
+            [
+                engine["task"]["name"],
+                engine["compared_with"],
+                f"{same['same']} of {same['prompts']}",
+                f"{same['median_gap']:.3f}, {gaps[-1]:.3f}" if gaps else "-",
+                f"{noise[1]:.3f}" if noise else "-",
+                f"{engine['accepted']} of {engine['drafted']}",
+            ]
+        )
+    header = ["engine", "compared with", "prompts with equal tokens"]
+    header += ["best minus second where they part: median, most", "noise, 99 %", "accepted drafts"]
+    return f"{table(header, rows)}\n\n{_where(found)}"
+
+
+def caches(found: Result) -> str:
+    """What changed in the caches around each window, what was compiled, and what memory it took."""
+    rows = []
+    for engine in found["engines"]:
+        seen = engine.get("watched")
+        if seen is None:
+            continue
+        memory, compiled = engine["memory"], engine["compiled_after_start"]
+        share = memory["buffers"] / (memory["row_bytes"] * engine["captured_rows"])
+        rows.append(
+            [
+                engine["task"]["name"],
+                f"{seen['windows']} of {seen['steps']}",
+                str(seen["rejected"]),
+                str(seen["leaks"]),
+                str(seen["early"]),
+                str(seen["lost"]),
+                str(seen["strays"]),
+                str(int(engine["counters"].get("kvtxn_fallbacks_total", 0))),
+                str(sum("kvtxn" in name for name in compiled)),
+                f"{memory['buffers'] / 2**20:.1f} MiB, {share:.2f}",
+            ]
+        )
+    header = ["engine", "windows, of steps with drafts", "rejected drafts", "left written"]
+    header += ["written early", "accepted but lost", "strays", "fallbacks", "kernels compiled"]
+    header += ["buffers, of the largest graph's rows"]
+    return f"{table(header, rows)}\n\n{_where(found)}"
+
+
+def faults(found: Result) -> str:
+    """Each stage made to fail once, in an engine that runs."""
+    rows = []
+    for engine in found["engines"]:
+        for each in engine.get("faults", ()):
+            same = each["tokens"]
+            rows.append(
+                [
+                    f"{engine['task']['name']}, {each['stage']}",
+                    str(each["fallbacks"]),
+                    str(each["resting"]),
+                    f"{same['same']} of {same['prompts']}",
+                    f"{same['gaps'][-1]:.3f}" if same["gaps"] else "-",
+                    str(each["windows_afterwards"]),
+                    str(each["fallbacks_afterwards"]),
+                ]
+            )
+    header = ["engine, stage that fails", "fallbacks", "steps at rest", "prompts equal to stock's"]
+    header += ["most between best and second", "windows in the next run", "fallbacks there"]
+    return f"{table(header, rows)}\n\n{_where(found)}"
+
+
+def attention(found: Result) -> str:
+    """Errors against float64, in units of a thousandth of the largest value."""
+    rows = []
+    for row in found["attention"]:
+        each = [f"{1000 * row[who][what]:.2f}" for what in ("max", "mean") for who in _WHO]
+        rows.append([f"{row['requests']}, {row['context']}, {row['rows']}", *each])
+    header = ["requests, context, rows of each", "stock, max", "split, max"]
+    header += ["stock, mean", "split, mean"]
+    return f"{table(header, rows)}\n\nThousandths of the largest value. {_where(found)}"
+
+
+_WHO = ("stock", "split")
+
+
+def steps(found: Result) -> str:
+    """Host time of a step's two halves."""
+    rows = []
+    for row in found["rows"]:
+        what = f"{row['policy']}, {'changing' if row['changing'] else 'steady'}"
+        times = [f"{row[part]:.1f}" for part in ("begin", "commit", "all")]
+        rows.append([what, str(row["requests"]), *times])
+    header = ["policy, batch", "requests", "before the forward", "commit", "both"]
+    return f"{table(header, rows)}\n\nMicroseconds, medians. {_where(found)}"
+
+
+def _where(found: Result) -> str:
+    return f"{machine_line(found['machine'])}."
