@@ -56,7 +56,7 @@ def observe(task: Task, log: str) -> dict[str, Any]:
         engines in this process what was looked at inside.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(task.in_process))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not task.in_process))
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
