@@ -109,7 +109,8 @@ def _count_compilations() -> list[str]:
     before = knobs.runtime.jit_post_compile_hook
 
     def hook(**facts: Any) -> Any:
-        names.append(str(getattr(facts.get("fn"), "name", "?")))
+        function = facts.get("fn")
+        names.append(f"{getattr(function, 'module', '?')}.{getattr(function, 'name', '?')}")
         return before(**facts) if before is not None else None
 
     knobs.runtime.jit_post_compile_hook = hook

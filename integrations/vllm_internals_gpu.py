@@ -22,7 +22,9 @@ RUNNER_METHODS: Final = {
     "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
     "gather_batch_req_state": ("scheduler_output", "dummy_run"),
     "prepare_attn": ("input_batch",),
-    "sample": ("hidden_states", "input_batch", "grammar_output"),
+    "postprocess_sampled": (
+        *("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+    ),
 }
 
 #: Likewise for the V1 runner; two more are only passed through, whatever they take.
@@ -100,6 +102,11 @@ def room_for_rows(runner: Any, rows: int) -> Tensor:
         if name not in drafters
     )
     return torch.empty(rows * each, dtype=torch.uint8, device=runner.device)
+
+
+def samples(runner: Any) -> bool:
+    """Whether this rank samples; under pipeline parallelism only the last does."""
+    return bool(runner.is_last_pp_rank)
 
 
 def admits(state: Any) -> bool:

@@ -2,8 +2,9 @@
 
 The runner object changes its class; no class of vLLM's is patched. Per step: ``prepare_attn``
 has just said which rows go where, so the step is planned there, before the forward; and
-``sample`` says what was accepted, so the commit follows there, before the drafter or a
-connector sees the cache. The forward itself may be a replayed graph and is not touched.
+``postprocess_sampled`` is told what was accepted, so the commit is there: the sampled tokens are
+on their way to the host by then, and neither drafter nor connector has seen the cache. The
+forward itself may be a replayed graph and is not touched.
 """
 
 from __future__ import annotations
@@ -94,12 +95,23 @@ def window_runner(own: Any) -> Any:
                 self.kvtxn.begin(rows.drafts, rows.lengths, rows.prefilling)
             return prepared
 
-        def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
-            """What was sampled says what was accepted: commit."""
-            sampled = super().sample(hidden_states, input_batch, grammar_output)
-            if self.kvtxn is not None:
-                self.kvtxn.commit(sampled[1])
-            return sampled
+        def postprocess_sampled(
+            self,
+            idx_mapping: Any,
+            sampled_tokens: Any,
+            num_sampled: Any,
+            num_rejected: Any,
+            query_start_loc: Any = None,
+        ) -> None:
+            """What was sampled is on its way to the host: commit, before the drafter runs.
+
+            Only ranks that sample say what was accepted in the step that is under way.
+            """
+            if self.kvtxn is not None and inside.samples(self):
+                self.kvtxn.commit(num_sampled)
+            super().postprocess_sampled(
+                idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc
+            )
 
     return WindowRunner
 
