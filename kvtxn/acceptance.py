@@ -12,7 +12,7 @@ sampled ids mean ``n - 1`` accepted drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -22,17 +22,13 @@ from torch import Tensor
 from .config import ACCEPTANCE_MODES
 from .errors import AcceptanceError, BackendUnavailableError, ConfigError, SlotMappingError
 from .executor import SampledIds
-from .layout import RowLayout, as_lengths, to_device
+from .layout import SIGNED, Lengths, RowLayout, as_lengths, to_device
 
 #: On the host a Python loop beats torch's dispatch up to about this many ids.
 _LOOP_UP_TO: Final = 64
 
 #: Shapes that keep a captured graph each; beyond, ``auto`` stays vectorized.
 _MAX_GRAPHS: Final = 64
-
-_INTS: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
-
-Lengths = int | Sequence[int] | Tensor
 
 
 class Acceptance:
@@ -157,7 +153,7 @@ class Acceptance:
 
     def _limit(self, draft_len: Lengths, num_requests: int) -> Tensor:
         if isinstance(draft_len, Tensor) and draft_len.device.type != "cpu":
-            if draft_len.shape != (num_requests,) or draft_len.dtype not in _INTS:
+            if draft_len.shape != (num_requests,) or draft_len.dtype not in SIGNED:
                 raise AcceptanceError(
                     "acceptance",
                     "draft_len does not fit the ids",
@@ -275,7 +271,7 @@ def _match_vector(draft_ids: Tensor, target_ids: Tensor, draft_len: Tensor) -> T
 
 def _check_ids(operation: str, ids: Tensor) -> None:
     shaped = isinstance(ids, Tensor) and ids.ndim == 2
-    if not shaped or ids.dtype not in _INTS:
+    if not shaped or ids.dtype not in SIGNED:
         raise AcceptanceError(
             operation,
             "token ids are malformed",

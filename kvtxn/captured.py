@@ -13,7 +13,7 @@ such windows have in common is validated once and looked up afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -23,13 +23,12 @@ from .errors import ConfigError, LayerError, WindowStateError
 from .executor import StagedLayer, Standing
 from .formats import words
 from .layers import LayerRef
+from .layout import Lengths
 from .parts import check_stored, stored_rows
-from .slots import Lengths, SlotMappings
+from .slots import SlotMappings, Slots
 
 if TYPE_CHECKING:
     from .manager import TransactionManager
-
-Slots = Tensor | Sequence[int] | Mapping[str, Tensor] | None
 
 #: Shapes and places that are remembered; beyond, all are validated anew.
 _MAX_STANDING: Final = 64
@@ -196,8 +195,11 @@ def _key(
         return ()
     if isinstance(slots, Tensor):
         places: tuple[object, ...] = _place(slots)
-    elif isinstance(slots, Mapping) and all(isinstance(s, Tensor) for s in slots.values()):
-        places = tuple(fact for group in slots for fact in (group, *_place(slots[group])))
+    elif isinstance(slots, Mapping):
+        tensors = {group: s for group, s in slots.items() if isinstance(s, Tensor)}
+        if len(tensors) < len(slots):
+            return ()
+        places = tuple(fact for group, each in tensors.items() for fact in (group, *_place(each)))
     else:
         return ()
     lengths = _hashable(draft_len), _hashable(settled)

@@ -12,7 +12,7 @@ import torch
 
 from . import __version__, registry
 from .errors import ConfigError
-from .manager import choose_policy
+from .resolution import choose_policy
 
 help: Final = "versions, devices, backends, and what 'auto' takes here and why"
 

@@ -20,8 +20,11 @@ from .errors import AcceptanceError, SlotMappingError
 if TYPE_CHECKING:
     from .tree import Tree
 
-#: dtypes of accepted counts.
-_COUNTS: Final = (torch.int64, torch.int32, torch.int16, torch.int8)
+#: One int for every request, or one per request.
+Lengths = int | Sequence[int] | Tensor
+
+#: dtypes of accepted counts, paths and token ids.
+SIGNED: Final = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def to_device(values: Sequence[int] | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -120,9 +123,7 @@ class RowLayout:
         return self.is_draft & (self.position < accepted[self.request])
 
 
-def as_lengths(
-    what: str, value: int | Sequence[int] | Tensor, num_requests: int | None
-) -> tuple[int, ...]:
+def as_lengths(what: str, value: Lengths, num_requests: int | None) -> tuple[int, ...]:
     """``value`` as one non-negative int per request; an int counts for every request.
 
     Raises:
@@ -186,7 +187,7 @@ def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Te
     """
     if isinstance(accepted, Tensor) and not accepted.is_cpu:
         if (
-            accepted.dtype in _COUNTS
+            accepted.dtype in SIGNED
             and accepted.shape == (layout.num_requests,)
             and accepted.device == device
         ):

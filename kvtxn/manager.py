@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -20,12 +20,11 @@ from .errors import ConfigError, WindowStateError
 from .executor import SampledIds, Txn, as_counts
 from .hooks import Callback, Hook, Hooks
 from .layers import Kind, LayerRef
-from .layout import RowLayout
+from .layout import Lengths, RowLayout
 from .log import debugging, get_logger
 from .metrics import Metrics
-from .resolution import by_name, limits_of
-from .resolution import choose_policy as choose_policy
-from .slots import Lengths, SlotMappings
+from .resolution import by_name, choose_policy, limits_of
+from .slots import SlotMappings, Slots
 from .staging import Stager
 from .states import WindowState
 from .tree import KnownParents, Parents, build_layout, known_tree
@@ -120,7 +119,7 @@ class TransactionManager:
     def window(
         self,
         draft_len: Lengths,
-        slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None = None,
+        slots: Slots = None,
         settled: Lengths = 1,
         *,
         tree: Parents | None = None,
@@ -331,7 +330,7 @@ def _shown(error: Exception) -> str:
 
 def kv_window(
     draft_len: Lengths,
-    slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None = None,
+    slots: Slots = None,
     settled: Lengths = 1,
     *,
     tree: Parents | None = None,

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .errors import CapacityError, SlotMappingError
 from .layers import PAGED, Kind
-from .layout import RowLayout, as_lengths, to_device
+from .layout import Lengths, RowLayout, as_lengths, to_device
 
-Lengths = int | Sequence[int] | Tensor
+#: Where the rows of a window go: one mapping, or one per group; None is said later.
+Slots = Tensor | Sequence[int] | Mapping[str, Tensor | Sequence[int]] | None
 
 
 def _laps(slots: list[int], ring_size: int, layout: RowLayout) -> bool:
@@ -124,9 +125,7 @@ class SlotMappings:
     def __contains__(self, group: str) -> bool:
         return group in self._own
 
-    def by_group(
-        self, slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None
-    ) -> Mapping[str, Tensor | Sequence[int]]:
+    def by_group(self, slots: Slots) -> Mapping[str, Tensor | Sequence[int]]:
         """What ``window`` was given, by group. Raises SlotMappingError for unknown groups."""
         if slots is None:
             return {}

@@ -22,15 +22,13 @@ from torch import Tensor
 
 from .errors import AcceptanceError, BackendUnavailableError, ConfigError, TreeError
 from .executor import Executor, SampledIds
-from .layout import RowLayout, as_accepted, to_device
+from .layout import SIGNED, RowLayout, as_accepted, to_device
 
 #: The parent of each draft row: one sequence for all requests alike, or one per request.
 Parents = Sequence[int] | Sequence[Sequence[int]]
 
 #: The same, checked: one tuple for all, or one per request.
 KnownParents = tuple[int, ...] | tuple[tuple[int, ...], ...]
-
-_INTS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @attrs.frozen(eq=False)
@@ -247,7 +245,7 @@ def as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tensor
         accepted = torch.as_tensor(accepted)
     if isinstance(accepted, Tensor):
         fits = accepted.ndim == 2 and accepted.shape[0] == layout.num_requests
-        if not fits or accepted.dtype not in _INTS:
+        if not fits or accepted.dtype not in SIGNED:
             _refuse_path(layout, f"{accepted.dtype} {list(accepted.shape)}")
         if accepted.device == device and device.type != "cpu":
             return accepted

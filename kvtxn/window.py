@@ -6,7 +6,7 @@ the label. What a failure does to a window, and how it ends, is in ``kvtxn.windo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +19,7 @@ from .executor import SampledIds, StagedLayer, Standing, Txn, as_counts
 from .layers import LayerRef
 from .parts import check_parts, check_ref
 from .rows import LayerRows
+from .slots import Slots
 from .states import Event, WindowState, after, allowed
 from .tree import as_acceptance
 from .window_life import WindowLife
@@ -34,7 +35,7 @@ class Window(WindowLife):
 
     # -- begin --------------------------------------------------------------------
 
-    def _begin(self, slots: Tensor | Sequence[int] | Mapping[str, Tensor] | None) -> None:
+    def _begin(self, slots: Slots) -> None:
         """Take the slot mappings known so far; the manager calls this, once."""
         for group, tensor in self._mappings.by_group(slots).items():
             self._map(group, tensor)

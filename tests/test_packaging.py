@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from building import ROOT, build_wheel, sources
+from building import ROOT, build_sdist, build_wheel, sources
 
 
 def python(code: str, cwd: Path) -> str:
@@ -41,6 +42,17 @@ def test_wheel_holds_the_demo_model(wheel):
     assert "model.safetensors" in {Path(i.filename).name for i in model}
     assert sum(i.file_size for i in model) < 6 * 2**20
     assert not any("corpus" in name for name in wheel.namelist())
+
+
+def test_the_source_distribution_is_whole(tmp_path):
+    """What a distributor needs to build and to test: every source file, data, tests and all."""
+    with tarfile.open(build_sdist(tmp_path)) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    expected = {path.relative_to(ROOT).as_posix() for path in sources()}
+    expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    expected |= {"integrations/demo/model/model.safetensors", "integrations/demo/prompts.json"}
+    assert expected <= names
+    assert not any(name.endswith((".pyc", ".gz")) for name in names)
 
 
 def test_entry_points_are_declared(wheel):

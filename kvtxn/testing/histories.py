@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .batches import Batch
 from .caches import TestCache
-from .naive import _dot, _mix, finite_parts
+from .naive import dot, finite_parts, mix
 from .oracle import Replay, Row
 from .rig import Rig
 
@@ -165,8 +165,8 @@ def unrolled(
         line = []
         for head, vector in enumerate(heads):
             kv = head // (len(heads) // cache.planes[0].heads)
-            scores = [len(vector) ** -0.5 * _dot(vector, keys[at][kv]) for at in seen]
-            line.append(_mix(scores, [values[at][kv] for at in seen]))
+            scores = [len(vector) ** -0.5 * dot(vector, keys[at][kv]) for at in seen]
+            line.append(mix(scores, [values[at][kv] for at in seen]))
         out.append(line)
     return out
 

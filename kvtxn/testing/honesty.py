@@ -39,9 +39,9 @@ class Honesty(KitBase):
             return
         with pytest.raises(BackendUnavailableError):
             Rig(kit.name, policy, kit.device, SIMPLE)
-        claiming = _claiming(kit.executor, policies=frozenset(POLICIES))
+        claiming = that_claims(kit.executor, policies=frozenset(POLICIES))
         with registered(claiming) as name:
-            worked = _works(lambda: _commit_two(Rig(name, policy, kit.device, SIMPLE)))
+            worked = works(lambda: commit_two(Rig(name, policy, kit.device, SIMPLE)))
         assert not worked, f"{kit.name} declares that it cannot do {policy!r}, and can"
 
     def test_attention(self, kit: Kit) -> None:
@@ -49,11 +49,11 @@ class Honesty(KitBase):
         if kit.capabilities.attention:
             pytest.skip("attention is declared; promise 4 tests it")
         policy = next(iter(sorted(kit.capabilities.policies)))
-        executor = _claiming(kit.executor, attention=True)
+        executor = that_claims(kit.executor, attention=True)
         with registered(executor) as name:
             spec = LayerSpec(fmt=FORMATS["fp32"], size=8, block_size=4)
             rig = Rig(name, policy, kit.device, [spec])
-            worked = _works(lambda: _attend_once(rig))
+            worked = works(lambda: _attend_once(rig))
         assert not worked, f"{kit.name} declares no attention, and has it"
 
     def test_trees(self, kit: Kit) -> None:
@@ -63,9 +63,9 @@ class Honesty(KitBase):
         policy = min(kit.capabilities.policies)
         with pytest.raises(BackendUnavailableError):
             kit.rig(policy, SIMPLE).manager.window(2, tree=[-1, -1])
-        executor = _claiming(kit.executor, trees=True)
+        executor = that_claims(kit.executor, trees=True)
         with registered(executor) as name:
-            worked = _works(lambda: _commit_branch(Rig(name, policy, kit.device, SIMPLE)))
+            worked = works(lambda: _commit_branch(Rig(name, policy, kit.device, SIMPLE)))
         assert not worked, f"{kit.name} declares that it cannot do draft trees, and can"
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
@@ -75,7 +75,7 @@ class Honesty(KitBase):
         if kit.capabilities.capturable:
             pytest.skip("capture is declared; promise 6 tests it")
         rig = kit.rig(policy)
-        assert not _works(lambda: replayed_commit(rig)), (
+        assert not works(lambda: replayed_commit(rig)), (
             f"{kit.name} declares that commit cannot be captured, and it can"
         )
 
@@ -85,17 +85,17 @@ class Honesty(KitBase):
         if kit.capabilities.no_host_sync:
             pytest.skip("no waiting is declared; promise 6 tests it")
         policies = sorted(kit.capabilities.policies)
-        silent = [_works(partial(window_without_sync, kit.rig(p), False)) for p in policies]
+        silent = [works(partial(window_without_sync, kit.rig(p), False)) for p in policies]
         assert not all(silent), f"{kit.name} declares that it waits for the device, and does not"
 
 
-def _claiming(executor: type[Executor], **claims: Any) -> type[Executor]:
+def that_claims(executor: type[Executor], **claims: Any) -> type[Executor]:
     """The same executor, saying more of itself."""
     capabilities = attrs.evolve(executor.capabilities, **claims)
     return type(f"Claiming{executor.__name__}", (executor,), {"capabilities": capabilities})
 
 
-def _works(attempt: Any) -> bool:
+def works(attempt: Any) -> bool:
     """Whether an attempt ends without an exception, wrong bytes included."""
     try:
         attempt()
@@ -104,7 +104,7 @@ def _works(attempt: Any) -> bool:
     return True
 
 
-def _commit_two(rig: Rig) -> None:
+def commit_two(rig: Rig) -> None:
     """Two windows, looked at before and after commit; raises where the policy is not kept."""
     for counts in ([2, 0], [1, 2]):
         batch = rig.batch()

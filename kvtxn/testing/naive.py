@@ -183,10 +183,10 @@ def attention(
             line = []
             for head, vector in enumerate(queries[len(out)]):
                 kv = head // groups
-                scores = [factor * _dot(vector, keys[at][kv]) for at in seen]
+                scores = [factor * dot(vector, keys[at][kv]) for at in seen]
                 if soft_cap is not None:
                     scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
-                line.append(_mix(scores, [values[at][kv] for at in seen]))
+                line.append(mix(scores, [values[at][kv] for at in seen]))
             out.append(line)
     shape = (len(out), query.shape[1], cache.planes[1].size)
     return torch.tensor(out, dtype=torch.float64).view(shape)
@@ -198,13 +198,14 @@ def _branch(parents: Sequence[int], node: int) -> list[int]:
     return [*above, node]
 
 
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+def dot(left: Sequence[float], right: Sequence[float]) -> float:
+    """The inner product, in double."""
     return sum(a * b for a, b in zip(left, right, strict=True))
 
 
-def _mix(scores: Sequence[float], vectors: Sequence[Sequence[float]]) -> list[float]:
+def mix(scores: Sequence[float], vectors: Sequence[Sequence[float]]) -> list[float]:
     """Softmax of the scores, times the vectors."""
     top = max(scores)
     weights = [math.exp(score - top) for score in scores]
     total = sum(weights)
-    return [_dot(weights, column) / total for column in zip(*vectors, strict=True)]
+    return [dot(weights, column) / total for column in zip(*vectors, strict=True)]

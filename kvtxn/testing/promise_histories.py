@@ -18,7 +18,7 @@ from .faults import MOMENTS
 from .histories import Histories, queries_for, unrolled
 from .kit import TRANSACTIONAL, Kit, KitBase
 from .number_formats import FORMATS
-from .promise_overwriting import _need
+from .promise_overwriting import need_kinds
 
 _REQUESTS: Final = 2
 
@@ -86,7 +86,7 @@ class LongRuns(KitBase):
     ) -> None:
         """After each window every word follows from the lists of accepted tokens."""
         caplog.set_level(logging.ERROR, logger="kvtxn")
-        _need(kit, "ring", *["recurrent"] * (policy == "deferred"))
+        need_kinds(kit, "ring", *["recurrent"] * (policy == "deferred"))
 
         @history_settings
         @hypothesis.given(
@@ -115,7 +115,7 @@ class LongRuns(KitBase):
     ) -> None:
         """Equal to attention over all tokens there ever were, laps within the window included."""
         kit.need_attention()
-        _need(kit, "ring")
+        need_kinds(kit, "ring")
         shape = ((extra + 1, 1 if extra else 0), (0, 2 * window + 3 if extra < 5 else 3))
         rows = max(shape[0]) if policy == "deferred" else max(map(sum, zip(*shape, strict=True)))
         size = window + max(rows, 1) - 1
@@ -127,7 +127,7 @@ class LongRuns(KitBase):
     def test_attention_after_a_fallback(self, kit: Kit, attention_tolerance: float) -> None:
         """Drafts still wait outside the ring, so that what the queries see was not evicted."""
         kit.need_attention()
-        _need(kit, "ring")
+        need_kinds(kit, "ring")
         spec = LayerSpec("plain", FORMATS["fp32"], kind="ring", ring_size=4, num_blocks=4)
         for at in ("attend", "stage"):
             shape = ((1, 1), (6, 2))

@@ -19,7 +19,7 @@ from ..states import WindowState
 from .batches import Batch, random_counts
 from .caches import LayerSpec
 from .faults import MOMENTS, InjectedFault
-from .honesty import _claiming, _commit_two, _works
+from .honesty import commit_two, that_claims, works
 from .kit import TRANSACTIONAL, Kit, KitBase
 from .number_formats import FORMATS
 from .promise_device import replayed_commit, window_without_sync
@@ -297,7 +297,7 @@ class Overwriting(KitBase):
 
     def test_undo_refuses_what_it_cannot_take_back(self, kit: Kit) -> None:
         """A ring that is lapped, a state in the middle: said at once, in a sentence."""
-        _need(kit, "ring")
+        need_kinds(kit, "ring")
         rig = kit.rig("undo", UNDONE)
         with pytest.raises(CapacityError, match="more rows than its ring"):
             rig.open(rig.batch(((1,), (9,))))
@@ -313,15 +313,15 @@ class Overwriting(KitBase):
         specs = [_ROWS, _RING if kind == "ring" else _STATE]
         with pytest.raises(BackendUnavailableError, match=kind):
             kit.rig("deferred", specs)
-        claiming = _claiming(kit.executor, kinds=kit.capabilities.kinds | {kind})
+        claiming = that_claims(kit.executor, kinds=kit.capabilities.kinds | {kind})
         with registered(claiming) as name:
-            worked = _works(lambda: _lap_and_replace(name, kit, specs))
+            worked = works(lambda: _lap_and_replace(name, kit, specs))
         assert not worked, f"{kit.name} declares that it cannot hold {kind} layers, and can"
 
 
 def _lap_and_replace(name: str, kit: Kit, specs: Sequence[LayerSpec]) -> None:
     """Windows with laps; raises where any of them is wrong."""
-    _commit_two(Rig(name, "deferred", kit.device, specs))
+    commit_two(Rig(name, "deferred", kit.device, specs))
     rig = Rig(name, "deferred", kit.device, specs)
     batch = rig.batch(SHAPES["settled-laps"])
     rig.run(batch, counts := random_counts(batch, rig.rng))
@@ -329,7 +329,8 @@ def _lap_and_replace(name: str, kit: Kit, specs: Sequence[LayerSpec]) -> None:
     rig.check("committed")
 
 
-def _need(kit: Kit, *kinds: str) -> None:
+def need_kinds(kit: Kit, *kinds: str) -> None:
+    """Skip the test for executors that do not declare these kinds of layers."""
     missing = {*kinds} - kit.capabilities.kinds
     if missing:
         pytest.skip(f"{kit.name} declares no {' or '.join(sorted(missing))} layers")
@@ -337,13 +338,13 @@ def _need(kit: Kit, *kinds: str) -> None:
 
 def _rig(kit: Kit, policy: str, specs: Sequence[LayerSpec] | None = None, **config: Any) -> Rig:
     specs = specs_for(policy) if specs is None else specs
-    _need(kit, *(spec.kind for spec in specs))
+    need_kinds(kit, *(spec.kind for spec in specs))
     return kit.rig(policy, specs, **config)
 
 
 def _faulty(kit: Kit, policy: str, on_error: str) -> tuple[Rig, Any]:
     specs = specs_for(policy)
-    _need(kit, *(spec.kind for spec in specs))
+    need_kinds(kit, *(spec.kind for spec in specs))
     return kit.faulty_rig(policy, specs, on_error=on_error)
 
 

@@ -21,8 +21,8 @@ from .histories import Histories, queries_for, unrolled
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
 from .number_formats import FORMATS
 from .promise_hooks import Offloader
-from .promise_overwriting import _need, specs_for
-from .promise_trees import _unread
+from .promise_overwriting import need_kinds, specs_for
+from .promise_trees import unread
 from .rig import Rig
 from .trees import FORESTS, cut, expect_moved, lengths, moved, padded, random_path, write_moved
 
@@ -44,7 +44,7 @@ class EvictingTrees(KitBase):
     ) -> None:
         """Random trees and paths, often none; after staging and after commit."""
         _rig(kit, policy)
-        monkeypatch.setattr(window_module, "as_acceptance", _unread)
+        monkeypatch.setattr(window_module, "as_acceptance", unread)
 
         @settings(tree_settings, max_examples=max(2, tree_settings.max_examples // 8))
         @given(st.integers(0, 2**32))
@@ -78,7 +78,7 @@ class EvictingTrees(KitBase):
     ) -> None:
         """Rings and states hold the path exactly; plain slots may have rejected rows, too."""
         specs = specs_for(policy)
-        _need(kit, *(spec.kind for spec in specs))
+        need_kinds(kit, *(spec.kind for spec in specs))
         kit.need_trees()
         rig, faults = kit.faulty_rig(policy, specs, on_error="fallback")
         offloader = Offloader(rig)
@@ -111,7 +111,7 @@ class EvictingTrees(KitBase):
     ) -> None:
         """Each branch slides over the ring as if it were alone: past, settled rows, ancestors."""
         kit.need_attention()
-        _need(kit, "ring")
+        need_kinds(kit, "ring")
         kit.need_trees()
         settled, forest = FORESTS[name]
         for size in (3, 8):
@@ -154,7 +154,7 @@ def _one_window(rig: Rig) -> None:
 
 def _rig(kit: Kit, policy: str, **config: Any) -> Rig:
     specs = specs_for(policy)
-    _need(kit, *(spec.kind for spec in specs))
+    need_kinds(kit, *(spec.kind for spec in specs))
     kit.need_trees()
     return kit.rig(policy, specs, **config)
 

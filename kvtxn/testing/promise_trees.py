@@ -76,7 +76,7 @@ class Trees(KitBase):
     ) -> None:
         """Any trees, any slots, any numbers as a path, as a device would hand them in unread."""
         kit.need_trees()
-        monkeypatch.setattr(window_module, "as_acceptance", _unread)
+        monkeypatch.setattr(window_module, "as_acceptance", unread)
 
         @tree_settings
         @given(st.data())
@@ -292,7 +292,7 @@ class Trees(KitBase):
         rig.check("replayed with another path")
 
 
-def _unread(accepted: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
+def unread(accepted: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
     """On a device the library cannot look at a path; on the host it must not, for once."""
     return accepted
 
