@@ -19,7 +19,7 @@ from ..integrations import demo
 
 @attrs.frozen
 class Shape:
-    """A Llama's size.
+    """A model's size: a Llama's, or one with DeepSeek's latent attention and dense layers.
 
     Attributes:
         layers: number of layers.
@@ -28,6 +28,7 @@ class Shape:
         heads: query heads.
         kv_heads: KV heads.
         vocab: number of tokens.
+        latent: width of a latent, without its rotary part; 0 in a Llama.
     """
 
     layers: int
@@ -36,13 +37,26 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int
+    latent: int = 0
 
+    @property
+    def row_bytes(self) -> int:
+        """What a token takes in a layer's cache, in bf16."""
+        if self.latent:
+            return 2 * (self.latent + _ROTARY)
+        return 4 * self.kv_heads * (self.hidden // self.heads)
+
+
+#: Width of a head's rotary part, where attention is latent; that of the rest of a head is twice.
+_ROTARY: Final = 64
 
 #: With random weights.
 SHAPES: Final[Mapping[str, Shape]] = {
     "llama3-8b": Shape(32, 4096, 14336, 32, 8, 128256),
     "host-bound": Shape(8, 1024, 2816, 16, 8, 32000),
+    "latent-2b": Shape(27, 2048, 10944, 16, 16, 102400, latent=512),
     "tiny": Shape(2, 128, 256, 4, 2, 512),
+    "tiny-latent": Shape(2, 128, 256, 16, 16, 512, latent=512),
 }
 
 _DEMO: Final = Path(demo.__file__).parent
@@ -65,8 +79,7 @@ class Model:
     @property
     def token_bytes(self) -> int:
         """What a token takes in the cache in bf16, a drafter's layer included."""
-        shape = self.shape
-        return 4 * (shape.layers + 1) * shape.kv_heads * (shape.hidden // shape.heads)
+        return (self.shape.layers + 1) * self.shape.row_bytes
 
     def arguments(self, folder: Path, max_length: int) -> dict[str, Any]:
         """What ``vllm.LLM`` has to know of it.
@@ -105,14 +118,22 @@ def _ngram(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
 
 def _one_layer(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
     """Drafts from one layer of the model's own width, with random weights."""
+    if model.shape.latent:
+        raise _refused(f"{model.name!r} has no drafter of its own but its last layer", "mtp")
     if model.folder is not None:
-        raise ConfigError(
-            "bench vllm",
-            f"nobody trained a drafter for {model.name!r}",
-            expected="--drafter ngram",
-            hint="or take a model with random weights",
-        )
+        raise _refused(f"nobody trained a drafter for {model.name!r}", "ngram")
     return {"model": str(_write(folder / f"{model.name}-drafter", model.shape, 1, max_length))}
+
+
+def _mtp(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
+    """Drafts from the model's own extra layer."""
+    if not model.shape.latent:
+        raise _refused(f"{model.name!r} predicts one token at a time", "eagle or draft_model")
+    return {}
+
+
+def _refused(problem: str, instead: str) -> ConfigError:
+    return ConfigError("bench vllm", problem, hint=f"take --drafter {instead}, or another model")
 
 
 #: Method of speculation -> what vLLM has to know of it, given a folder, the model, and the most
@@ -121,6 +142,7 @@ DRAFTERS: Final[Mapping[str, Callable[[Path, Model, int], dict[str, Any]]]] = {
     "ngram": _ngram,
     "eagle": _one_layer,
     "draft_model": _one_layer,
+    "mtp": _mtp,
 }
 
 
@@ -143,6 +165,19 @@ def _write(folder: Path, shape: Shape, layers: int, max_length: int) -> Path:
         "eos_token_id": 1,
         "torch_dtype": "bfloat16",
     }
+    if shape.latent:
+        settings |= {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "kv_lora_rank": shape.latent,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 2 * _ROTARY,
+            "qk_rope_head_dim": _ROTARY,
+            "v_head_dim": 2 * _ROTARY,
+            "rope_interleave": True,
+            "first_k_dense_replace": layers + 1,  # no experts, in the extra layer either
+            "num_nextn_predict_layers": 1,
+        }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
     return folder

@@ -73,10 +73,18 @@ def test_engines_get_what_was_asked_for(tmp_path):
 @pytest.mark.parametrize("drafter", sorted(DRAFTERS))
 def test_drafters(drafter, tmp_path):
     """Each names its method; those with weights name a folder with a configuration."""
-    found = engine_arguments(tmp_path, "--drafter", drafter)["speculative_config"]
+    model = "tiny-latent" if drafter == "mtp" else "tiny"
+    found = engine_arguments(tmp_path, "--model", model, "--drafter", drafter)
+    found = found["speculative_config"]
     assert found["method"] == drafter
     if "model" in found:
         assert (tmp_path / "tiny-drafter" / "config.json").is_file()
+
+
+def test_a_token_in_the_cache():
+    """In bf16, with a layer for the drafter: K and V of all heads, or one latent."""
+    assert MODELS["llama3-8b"].token_bytes == 33 * 2 * 2 * 8 * 128
+    assert MODELS["latent-2b"].token_bytes == 28 * 2 * (512 + 64)
 
 
 def test_the_demos_model_has_weights_and_text(tmp_path):
@@ -118,6 +126,8 @@ def test_values_that_make_no_sense(arguments, message, capsys):
         (["--mask-modes", "loop"], True, "no effect on a GPU"),
         (["--acceptance", "0.5"], False, "no synthetic acceptance on CPUs"),
         (["--model", "demo", "--drafter", "eagle"], False, "nobody trained a drafter for 'demo'"),
+        (["--drafter", "mtp"], False, "'tiny' predicts one token at a time; take --drafter eagle"),
+        (["--model", "latent-2b", "--drafter", "eagle"], False, "no drafter of its own"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(arguments, on_gpu, message, capsys, monkeypatch):
