@@ -12,54 +12,46 @@ and why; then the engine runs as if kvtxn were not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 from ..errors import KVTxnError
 from ..log import get_logger
+from .vllm_front import SNAPSHOT, last_snapshots, on_engine, snapshots
 from .vllm_hooks import show_log
+
+__all__ = ["last_snapshots", "register", "snapshots", "unregister"]
 
 log = get_logger()
 
 #: The attention that vLLM finds under the name FLASH_ATTN where rows are deferred.
 FLASH_ATTENTION: Final = "kvtxn.integrations.vllm_flash.WindowFlashBackend"
 
-_undo: Callable[[], None] | None = None
+_undo: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Hook vLLM's workers; vLLM calls this in each of its processes. Idempotent, never raises."""
-    global _undo
-    if _undo is not None:
+    """Hook vLLM's workers and engines; vLLM calls this in each process.
+
+    Idempotent; never raises.
+    """
+    if _undo:
         return
     try:
         from . import vllm_internals as internals
+        from . import vllm_internals_front as front
 
-        _undo = internals.hook_workers(_on_worker, {"kvtxn_snapshot": _snapshot})
+        _undo.append(internals.hook_workers(_on_worker, {SNAPSHOT: _snapshot}))
+        _undo.append(front.hook_engines(on_engine))
     except Exception as error:
-        log.warning("vllm.inactive", why=f"vLLM's workers cannot be hooked: {error!r}")
+        event, what = ("vllm.no_metrics", "engines") if _undo else ("vllm.inactive", "workers")
+        log.warning(event, why=f"vLLM's {what} cannot be hooked: {error!r}")
 
 
 def unregister() -> None:
     """Undo ``register``; runners that are hooked already stay hooked."""
-    global _undo
-    if _undo is not None:
-        _undo()
-        _undo = None
-
-
-def snapshots(llm: Any) -> list[dict[str, float]]:
-    """The counters of each worker, by rank; in-process and multi-process engines alike.
-
-    Args:
-        llm: a vLLM ``LLM`` or ``LLMEngine``; its workers must still live.
-
-    Returns:
-        One dict per rank: the Prometheus names with labels folded in, and ``kvtxn_active``,
-        which is 0 (and alone) where kvtxn stays out.
-    """
-    found: list[dict[str, float]] = llm.collective_rpc("kvtxn_snapshot")
-    return found
+    while _undo:
+        _undo.pop()()
 
 
 def _snapshot(wrapper: Any) -> dict[str, float]:
@@ -75,12 +67,12 @@ def _on_worker(wrapper: Any) -> None:
     """A worker has its runner: hook it if the configuration asks for that."""
     from . import vllm_internals as internals
     from .vllm_policy import decide
-    from .vllm_settings import settings, surfaces_errors
+    from .vllm_settings import is_asked, settings, surfaces_errors
 
     config = internals.engine_config(wrapper)
     asked = internals.additional_config(config)
     try:
-        if not isinstance(asked, Mapping) or "kvtxn" not in asked:
+        if not is_asked(asked):
             return
         show_log()
         rank = internals.rank_of(wrapper)

@@ -10,6 +10,11 @@ from ..config import POLICIES, TxnConfig
 from ..errors import ConfigError
 
 
+def is_asked(additional_config: object) -> bool:
+    """Whether the user asks for kvtxn at all."""
+    return isinstance(additional_config, Mapping) and "kvtxn" in additional_config
+
+
 def settings(additional_config: object, max_rows: int) -> TxnConfig | None:
     """What ``additional_config={"kvtxn": {...}}`` asks for; None where it asks for nothing.
 

@@ -8,7 +8,7 @@ counts rows x layers. Reading a snapshot waits for the device; nothing else does
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -23,6 +23,81 @@ OUTCOMES: Final = (
     WindowState.ABORTED,
     WindowState.FELL_BACK,
     WindowState.FAILED,
+)
+MOMENTS: Final = ("on_commit", "on_abort")
+
+#: What a failure can interrupt; each is the reason of a fallback.
+OPERATIONS: Final = ("begin", "stage", "attend", "commit", "abort")
+
+
+@attrs.frozen
+class Family:
+    """One metric, as Prometheus means it.
+
+    Attributes:
+        name: a counter ends in ``_total``; others are gauges.
+        help: one sentence.
+        label: what tells its values apart; None: there is one value.
+        per_rank: each rank of an engine counts what is its own: a sum over ranks is right. Else
+            every rank counts the same windows, and one rank speaks for all.
+    """
+
+    name: str
+    help: str
+    label: str | None = None
+    per_rank: bool = False
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether it only grows."""
+        return self.name.endswith("_total")
+
+    def values(self, snapshot: Mapping[str, float]) -> Iterator[tuple[str | None, float]]:
+        """Its values in a snapshot, by label value."""
+        if self.label is None:
+            yield None, snapshot[self.name]
+            return
+        prefix = f"{self.name}_"
+        for name, value in snapshot.items():
+            if name.startswith(prefix):
+                yield name.removeprefix(prefix), value
+
+
+FAMILIES: Final = (
+    Family("kvtxn_windows_total", "Windows that ended, by outcome.", "outcome"),
+    Family(
+        "kvtxn_bypassed_windows_total",
+        "Steps that could have had a window and did not, by reason.",
+        "reason",
+    ),
+    Family(
+        "kvtxn_fallbacks_total",
+        "Windows that went to direct writes, by the operation that failed.",
+        "reason",
+        per_rank=True,
+    ),
+    Family(
+        "kvtxn_hook_errors_total",
+        "Commit and abort hooks that raised, by the moment they were called at.",
+        "moment",
+        per_rank=True,
+    ),
+    Family(
+        "kvtxn_windows_refused_total",
+        "Commits that the device refused for a slot outside its cache.",
+        per_rank=True,
+    ),
+    Family("kvtxn_rows_staged_total", "Draft rows staged, once per window and not per layer."),
+    Family("kvtxn_rows_committed_total", "Draft rows that were accepted and became durable."),
+    Family("kvtxn_rows_rejected_total", "Draft rows that were rejected."),
+    Family("kvtxn_stage_operations_total", "Rows times layers staged.", per_rank=True),
+    Family("kvtxn_bytes_written_total", "Bytes of draft rows written to caches.", per_rank=True),
+    Family(
+        "kvtxn_bytes_avoided_total",
+        "Bytes of rejected rows that stock would have written.",
+        per_rank=True,
+    ),
+    Family("kvtxn_acceptance_rate", "Committed rows of all staged rows since the start."),
 )
 
 #: How often each row of a kind crosses into the cache, per policy: (committed, rejected).
@@ -78,11 +153,10 @@ class Metrics:
         staged, committed, rejected, refused = (int(n) for n in rows[:, 0].sum(0))
         written, avoided = self._bytes(rows)
         flat: dict[str, float] = {}
-        windows = {state.value: self.windows[state.value] for state in OUTCOMES}
         for name, labelled in (
-            ("kvtxn_windows_total", windows),
-            ("kvtxn_fallbacks_total", self.fallbacks),
-            ("kvtxn_hook_errors_total", self.hook_errors),
+            ("kvtxn_windows_total", _with_zeros(self.windows, *(s.value for s in OUTCOMES))),
+            ("kvtxn_fallbacks_total", _with_zeros(self.fallbacks, *OPERATIONS)),
+            ("kvtxn_hook_errors_total", _with_zeros(self.hook_errors, *MOMENTS)),
             ("kvtxn_bypassed_windows_total", self.bypassed),
         ):
             flat[name] = sum(labelled.values())
@@ -113,3 +187,8 @@ class Metrics:
                 written += row_bytes * (per_committed * committed + per_rejected * rejected)
                 avoided += row_bytes * rejected if per_rejected == 0 else 0
         return written, avoided
+
+
+def _with_zeros(counts: Counter[str], *labels: str) -> dict[str, int]:
+    """Known labels are there from the start: an alert has to see the step from zero to one."""
+    return {**dict.fromkeys(labels, 0), **counts}

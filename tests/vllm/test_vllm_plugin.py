@@ -178,17 +178,17 @@ def test_register_never_raises(monkeypatch):
     def failing(*_):
         raise ImportError("no such module")
 
-    monkeypatch.setattr(vllm_plugin, "_undo", None)
+    monkeypatch.setattr(vllm_plugin, "_undo", [])
     monkeypatch.setattr(vllm_internals, "hook_workers", failing)
     vllm_plugin.register()
-    assert vllm_plugin._undo is None
+    assert vllm_plugin._undo == []
 
 
 @needs_vllm
 def test_register_hooks_once_and_unregister_undoes_it(monkeypatch):
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    monkeypatch.setattr(vllm_plugin, "_undo", None)
+    monkeypatch.setattr(vllm_plugin, "_undo", [])
     original = WorkerWrapperBase.init_device
     vllm_plugin.register()
     hooked = WorkerWrapperBase.init_device
