@@ -1,4 +1,4 @@
-"""kvtxn inside vLLM: the entry point, and the counters.
+"""kvtxn inside vLLM: the entry point, and what users call.
 
 Inactive unless asked for:
 

@@ -1,4 +1,4 @@
-"""A real ``vllm serve`` in a process group of its own, and its ``/metrics`` page.
+"""A real ``vllm serve`` in processes of its own, and its ``/metrics`` page.
 
 python vllm_server.py serve MODEL ...   is what ``vllm serve MODEL ...`` does: the command of the
 CPU build looks its release up under a name that only the GPU build's package has.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -146,18 +145,16 @@ def serving(folder: Path, kvtxn: dict[str, Any] | None, *options: str) -> Iterat
             env=os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(folder / "cache")},
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
     try:
         server = Server(f"http://127.0.0.1:{port}", model)
         _wait_until_up(server, process, folder / "log")
         yield server
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+        process.kill()  # its children notice
         process.wait()
 
 
