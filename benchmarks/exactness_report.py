@@ -36,12 +36,14 @@ def tokens(found: Result) -> str:
 def caches(found: Result) -> str:
     """What changed in the caches around each window, what was compiled, and what memory it took."""
     rows = []
+    engines = {engine["task"]["name"]: engine for engine in found["engines"]}
     for engine in found["engines"]:
         seen = engine.get("watched")
         if seen is None:
             continue
         memory, compiled = engine["memory"], engine["compiled_after_start"]
-        share = memory["buffers"] / (memory["row_bytes"] * engine["captured_rows"])
+        more = memory["allocated"] - engines[engine["compared_with"]]["memory"]["allocated"]
+        share = more / (memory["row_bytes"] * engine["captured_rows"])
         rows.append(
             [
                 engine["task"]["name"],
@@ -53,12 +55,12 @@ def caches(found: Result) -> str:
                 str(seen["strays"]),
                 str(int(engine["counters"].get("kvtxn_fallbacks_total", 0))),
                 str(sum("kvtxn" in name for name in compiled)),
-                f"{memory['buffers'] / 2**20:.1f} MiB, {share:.2f}",
+                f"{more / 2**20:.2f} MiB, {share:.2f}",
             ]
         )
     header = ["engine", "windows, of steps with drafts", "rejected drafts", "left written"]
     header += ["written early", "accepted but lost", "strays", "fallbacks", "kernels compiled"]
-    header += ["buffers, of the largest graph's rows"]
+    header += ["memory more than stock, of the largest graph's rows"]
     return f"{table(header, rows)}\n\n{_where(found)}"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import states
-from . import vllm_report
+from . import exactness_report, vllm_report
 from .document import machine_line, table
 from .machine import RESULTS
 
@@ -146,6 +146,11 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "attention": attention,
     "host-gpu": host_gpu,
     "vllm-gpu": vllm_gpu,
+    "vllm-tokens": lambda: exactness_report.tokens(load("h200-vllm-exactness")),
+    "vllm-caches": lambda: exactness_report.caches(load("h200-vllm-exactness")),
+    "vllm-faults": lambda: exactness_report.faults(load("h200-vllm-exactness")),
+    "vllm-attention": lambda: exactness_report.attention(load("h200-vllm-exactness")),
+    "steps": lambda: exactness_report.steps(load("h200-steps")),
 }
 
 
