@@ -28,6 +28,7 @@ FORMATS: Final[Mapping[str, Changes]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "fp8": {"kv_cache_dtype": "fp8"},
+    "scales per row (int8_per_token_head)": {"kv_cache_dtype": "int8_per_token_head"},
 }
 
 PARALLELISM: Final[Mapping[str, Changes]] = {

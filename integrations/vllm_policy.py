@@ -12,6 +12,8 @@ from typing import Final, Literal, NamedTuple
 
 import attrs
 
+from . import vllm_connectors as connectors
+
 #: vLLM releases whose internals were checked, one by one. In 0.30.0 speculation does not run on
 #: the CPU, kvtxn or not, so there was nothing to check.
 SUPPORTED: Final = ("0.28.0", "0.29.0", "0.31.0", "0.32.0")
@@ -25,15 +27,15 @@ ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {
     "cuda": ("FLASH_ATTN", "TRITON_ATTN"),
 }
 
-#: Formats of the KV cache whose rows were read on GPUs.
-FORMATS_ON_GPU: Final = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+#: Formats of the KV cache whose rows can be addressed, per device. Where each row has scales of its
+#: own, vLLM keeps them between the rows, on GPUs alone; there they were not read yet.
+FORMATS: Final[Mapping[str, tuple[str, ...]]] = {
+    "cpu": ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    "cuda": ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3"),
+}
 
 #: Releases whose GPU side was checked.
 ON_GPU: Final = ("0.32.0",)
-
-
-#: KV connectors that store no row while it is a draft; what was rejected is gone soon after.
-CONNECTORS: Final = ("ExampleConnector",)
 
 
 @attrs.frozen(kw_only=True)
@@ -196,9 +198,9 @@ RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "version": "0.31.0"},
     ),
     Rule(
-        "format on GPUs",
+        "cache format",
         "windows",
-        lambda f: f.device == "cuda" and f.kv_cache_dtype not in FORMATS_ON_GPU,
+        lambda f: f.device in FORMATS and f.kv_cache_dtype not in FORMATS[f.device],
         "how rows in {kv_cache_dtype} lie on device {device} was not checked",
         {"device": "cuda", "runner": "v2", "kv_cache_dtype": "nvfp4"},
     ),
@@ -217,11 +219,32 @@ RULES: Final[tuple[Rule, ...]] = (
         {"mla": True, "kv_cache_dtype": "fp8"},
     ),
     Rule(
+        "connector within the forward",
+        "windows",
+        lambda f: f.connector in connectors.WITHIN_FORWARD,
+        "{connector} may take rows before it is known which are kept",
+        {"connector": "LMCacheConnectorV1"},
+    ),
+    Rule(
+        "connector after the step",
+        "windows",
+        lambda f: f.connector in connectors.AFTER_STEP,
+        "{connector} takes rows after a step, but was not seen running with windows",
+        {"connector": "OffloadingConnector"},
+    ),
+    Rule(
         "unknown connector",
         "windows",
-        lambda f: f.connector not in (None, *CONNECTORS),
+        lambda f: f.connector is not None and f.connector not in connectors.KNOWN,
         "which rows {connector} stores, and when, was not checked",
-        {"connector": "NixlConnector"},
+        {"connector": "MyConnector"},
+    ),
+    Rule(
+        "connector on GPUs",
+        "windows",
+        lambda f: f.device == "cuda" and f.connector in connectors.CHECKED,
+        "{connector} was not seen running with windows on device {device}",
+        {"device": "cuda", "runner": "v2", "connector": "ExampleConnector"},
     ),
     Rule(
         "foreign layer",
@@ -273,13 +296,6 @@ RULES: Final[tuple[Rule, ...]] = (
         lambda f: f.device == "cuda" and f.kv_cache_dtype in ("fp8", "fp8_e4m3"),
         "the window attention does not quantise {kv_cache_dtype} rows on device {device}",
         {"device": "cuda", "runner": "v2", "kv_cache_dtype": "fp8"},
-    ),
-    Rule(
-        "connector",
-        "deferred",
-        lambda f: f.connector in CONNECTORS,
-        "{connector} may read rows before they are committed",
-        {"connector": "ExampleConnector"},
     ),
     Rule(
         "shared rows",

@@ -41,8 +41,10 @@ class Engines:
 
     def finished(self, job: str) -> bool:
         """Whether there is a report."""
-        future = self._futures[job]
-        return future.done() and not future.cancelled() and future.exception() is None
+        future = self._futures.get(job)
+        if future is None or not future.done():
+            return False
+        return not future.cancelled() and future.exception() is None
 
     def stop(self) -> None:
         """End what still runs: nobody will ask for it."""

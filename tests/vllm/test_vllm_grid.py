@@ -93,21 +93,6 @@ def test_an_unsupported_release_runs_stock(reports, job):
     assert "vLLM 0.99.0 was not checked; supported: 0.28.0, 0.29.0, 0.31.0, 0.32.0" in report["log"]
 
 
-@pytest.mark.parametrize("job", ["connector"])
-def test_no_rejected_row_is_ever_stored(reports, job):
-    """Not while it is a draft, and not later: none is in the cache when the connector reads it.
-
-    In stock they are within its reach: a block that it takes for a prompt has rows of requests
-    that are over behind those that are computed.
-    """
-    stock, [ours] = (reports(job)[name]["reused"]["oracle"] for name in ("stock", "undo"))
-    assert stock[0]["rejected_in_reach"] > 0
-    assert ours["stored"] == stock[0]["stored"] > 0
-    assert ours["stored_drafts"] == 0
-    assert ours["stored_rejected"] == 0
-    assert ours["rejected_in_reach"] == 0
-
-
 @pytest.mark.parametrize("job", ["requests"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_logprobs_are_stocks(reports, job, policy):

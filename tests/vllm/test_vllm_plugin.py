@@ -14,7 +14,7 @@ from kvtxn import ConfigError
 needs_vllm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-EXAMPLE = SimpleNamespace(kv_connector="ExampleConnector")
+LAYERS = SimpleNamespace(kv_connector="LMCacheConnectorV1")
 OTHER = SimpleNamespace(kv_connector="OtherConnector")
 
 
@@ -121,7 +121,7 @@ def test_nothing_happens_unasked(lines):
             "runner v2 is not supported",
         ),
         ({"policy": "undo"}, {"speculative_config": None}, "does not speculate"),
-        ({"policy": "deferred"}, {"kv_transfer_config": EXAMPLE}, "ExampleConnector may read"),
+        ({"policy": "undo"}, {"kv_transfer_config": LAYERS}, "LMCacheConnectorV1 may take rows"),
         ({"policy": "undo"}, {"kv_transfer_config": OTHER}, "OtherConnector stores, and when"),
     ],
 )

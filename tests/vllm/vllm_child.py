@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import vllm_ray
-from kvtxn.integrations import vllm_internals
+from kvtxn.integrations import vllm_connectors, vllm_internals
 from vllm_models import write, write_tokenizer
 from vllm_scenarios import SCENARIOS, Engine
 
@@ -74,6 +74,7 @@ def extras(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {
             "kv_transfer_config": {
                 "kv_connector": job["connector"],
+                **({"kv_connector_module_path": job["module"]} if "module" in job else {}),
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": path,
             }
@@ -161,7 +162,13 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         print(f"kvtxn tests: engine {name!r} of {job['model']}", flush=True)
         release = vllm_internals.version()
         seen = "0.99.0" if name == "unsupported" else release
-        with mock.patch.object(vllm_internals, "version", lambda found=seen: found):
+        known = vllm_connectors.KNOWN
+        if "module" in job and name != "unknown":  # as if it had been checked, which these tests do
+            known = (*known, job["connector"])
+        with (
+            mock.patch.object(vllm_internals, "version", lambda found=seen: found),
+            mock.patch.object(vllm_connectors, "KNOWN", known),
+        ):
             llm = build(job, kvtxn, folder)
             report[name] = run(llm, scenarios)
         close(llm)

@@ -167,7 +167,16 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": "llama",
         "connector": "ExampleConnector",
         "covers": "a KV connector that stores prompts, blocks of earlier requests included",
-        "engines": engines(["reused"], ("undo",)),
+        "engines": engines(["reused"]),
+        "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
+    },
+    "every_row": {
+        "weight": 20,
+        "model": "llama",
+        "connector": "EveryRowConnector",
+        "module": "every_row_connector",
+        "covers": "a KV connector of the tests that takes every row of the cache it is called for",
+        "engines": engines(["reused"]) | {"unknown": ({"policy": "undo"}, ["reused"])},
         "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
     },
     "faults": {

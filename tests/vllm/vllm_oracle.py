@@ -53,14 +53,15 @@ class Step:
             rejected += range(end - drafts + count, end)
         return kept, rejected
 
-    def changed(self, rows: list[int]) -> int:
-        """How many rows differ from before, in whichever layer."""
+    def changed(self, rows: list[int], copies: dict[str, Tensor] | None = None) -> int:
+        """How many rows differ from before, in whichever layer; in the caches, or in copies."""
         if not rows:
             return 0
         found = []
-        for name, cache in self.caches.items():
+        for name, own in self.caches.items():
             slot = self.slots[name][rows]
-            before = self.before[cache.data_ptr()].view(cache.shape)
+            cache = own if copies is None else copies[name]
+            before = self.before[own.data_ptr()].view(own.shape)
             for now, then in zip(planes(cache), planes(before), strict=True):
                 size = now.shape[1]
                 block, offset = slot // size, slot % size

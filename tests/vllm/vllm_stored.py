@@ -17,6 +17,7 @@ class StoreOracle(CacheOracle):
     """
 
     watches_store = False
+    taking: Any = None
 
     def store_install(self) -> None:
         """Watch every row that the connector stores from now on; after ``oracle_install``."""
@@ -38,6 +39,41 @@ class StoreOracle(CacheOracle):
                 counts["rejected_in_reach"] += sum(map(self._holds_rejected, self.rejected))
 
         connector.save_kv_layer = saved
+        if hasattr(connector, "taken"):
+            self._watch_taking(connector)
+
+    def _watch_taking(self, connector: Any) -> None:
+        """Judge what an ``EveryRowConnector`` took, once a step is over."""
+        self.taking, self.moments, self.judged = connector, [], None
+        steps = getattr(self.model_runner, "kvtxn", None)  # type: ignore[attr-defined]
+        if steps is not None:
+            steps.manager.on_commit(lambda _: self._at("commit"))
+        wait = connector.wait_for_save
+
+        def waited() -> None:
+            wait()
+            self._at("step")
+            self._judge()
+
+        connector.wait_for_save = waited
+
+    def _at(self, moment: str) -> None:
+        if self.taking is not None:
+            self.moments.append(moment)
+            if moment == "commit":
+                self.taking.take(moment)
+
+    def _judge(self) -> None:
+        """How many rejected rows are in what was taken at each moment, and accepted ones not."""
+        if self.judged is None:
+            return
+        step, rejected = self.judged
+        kept = [row for row in step.rows([0] * len(step.drafts))[1] if row not in rejected]
+        self.oracle_counts["order: " + ", ".join(self.moments)] += 1
+        for moment, copies in self.taking.taken.items():
+            self.oracle_counts[f"{moment}: rejected"] += step.changed(rejected, copies)
+            self.oracle_counts[f"{moment}: accepted"] += step.changed(kept, copies)
+        self.judged = None
 
     def _holds_rejected(self, slot: int) -> bool:
         found = self.rejected.get(slot)
@@ -51,18 +87,27 @@ class StoreOracle(CacheOracle):
     def before_forward(self, step: Step | None) -> None:
         """Note where drafts go."""
         self.drafts = set()
+        if self.taking is not None:
+            self.taking.taken.clear()
+            self.moments.clear()
         if self.watches_store and step is not None:
             self.drafts = set(self._slots(step, step.rows([0] * len(step.drafts))[1]))
+            self.old = {slot: self._row(slot) for slot in self.drafts}
 
     def after_forward(self, step: Step) -> None:
-        """Note what drafts look like."""
-        self.fresh = {slot: self._row(slot) for slot in self.drafts}
+        """Note what drafts look like, where they are in the cache."""
+        self._at("forward")
+        now = {slot: self._row(slot) for slot in self.drafts}
+        self.fresh = {
+            slot: row for slot, row in now.items() if not torch.equal(row, self.old[slot])
+        }
 
     def after_sampling(self, step: Step, rejected: list[int]) -> None:
         """Note which of them were rejected."""
         if self.watches_store:
-            for slot in self._slots(step, rejected):
+            for slot in self.fresh.keys() & set(self._slots(step, rejected)):
                 self.rejected[slot] = self.fresh[slot]
+            self.judged = step, rejected
 
     def _slots(self, step: Step, rows: list[int]) -> list[int]:
         found: list[int] = step.slots[self.oracle_names[-1]][rows].tolist()
