@@ -15,7 +15,7 @@ _COLOURS: Final = ("#2563a8", "#c98a2b", "#2f8f5b", "#8a4fa3", "#b23b3b", "#4a9a
 _STOCK: Final = "#888888"
 
 #: Inches of paper per engine of a cell, and around.
-_PER_ENGINE: Final = 0.16
+_PER_ENGINE: Final = 0.14
 _AROUND: Final = 1.6
 
 
@@ -52,7 +52,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 def _load(cell: Mapping[str, Any]) -> str:
     scenario, context, requests, drafts = name(cell)
-    return f"{scenario}, {context} tokens\n{requests} requests, {drafts}"
+    how_many = "1 request" if requests == "1" else f"{requests} requests"
+    return f"{scenario}, {context} tokens\n{how_many}, {drafts}"
 
 
 def _speed(axis: Any, cells: Sequence[Mapping[str, Any]]) -> None:
@@ -74,7 +75,8 @@ def _speed(axis: Any, cells: Sequence[Mapping[str, Any]]) -> None:
             axis.errorbar(middle, at, xerr=whiskers, fmt="o", ms=4, capsize=2, color=colour)
     if compared and policies:
         axis.axvline(1.0, color=_STOCK, lw=1)
-    axis.set_xlabel("tokens/s, of stock in the same round" if compared else "tokens/s")
+    what = "tokens/s, of stock in the same round: median and interval"
+    axis.set_xlabel(what if compared else "tokens/s: median, lowest and highest")
     axis.grid(axis="x", alpha=0.25)
 
 
