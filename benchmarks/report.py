@@ -1,6 +1,6 @@
 """``kvtxn bench report``: Markdown and a plot from result files of ``kvtxn bench vllm``.
 
-For files that come from a machine without matplotlib, or from an older release.
+For files that come from a machine without matplotlib, or from a release that wrote other text.
 """
 
 from __future__ import annotations

@@ -113,28 +113,11 @@ def vllm_gpu() -> str:
         found = load(name)
         settings = found["settings"]
         parts.append(f"{settings['model']}, {settings['drafter']}, k = {settings['drafts']}:")
-        if "format" in found:
-            parts += [vllm_report.speed(found["cells"]), vllm_report.method(found)]
-        else:
-            parts.append(_vllm_medians(found["cells"]))
-        parts.append(f"{machine_line(found['machine'])}.")
+        parts += [vllm_report.speed(found["cells"]), vllm_report.method(found)]
+        beside = f"[Latency and windows](benchmarks/results/{name}.md)"
+        plot = f"[a plot](benchmarks/results/{name}.png)"
+        parts.append(f"{machine_line(found['machine'])}. {beside}, {plot}.")
     return "\n\n".join(parts)
-
-
-def _vllm_medians(cells: list[dict[str, Any]]) -> str:
-    """A result from before rounds were kept: medians alone."""
-    rows = []
-    for cell in cells:
-        stock = cell["stock"]
-        spread = (stock["fastest"] - stock["slowest"]) / stock["tokens_per_s"]
-        row = [str(cell["requests"]), f"{100 * cell['acceptance']:.0f} %"]
-        row += [f"{stock['tokens_per_s']:.0f}", f"{100 * spread:.0f} %"]
-        for policy in ("deferred", "undo"):
-            row.append(f"{cell[policy]['tokens_per_s'] / stock['tokens_per_s']:.3f}")
-        same = all(cell[p]["accepted"] == stock["accepted"] for p in ("deferred", "undo"))
-        rows.append([*row, "yes" if same else "no"])
-    header = ["requests", "acceptance", "stock tokens/s", "stock's spread"]
-    return table([*header, "deferred, of stock", "undo, of stock", "accepted drafts equal"], rows)
 
 
 #: Marker -> what stands there.
