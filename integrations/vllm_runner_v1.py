@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from torch import Tensor
+
 from ..config import TxnConfig
 from ..manager import TransactionManager
 from . import vllm_internals as internals
 from . import vllm_internals_gpu as inside
 from .vllm_gpu_packed import PackedSteps
 from .vllm_hooks import hook_runner
-from .vllm_runner_v2 import open_steps
+from .vllm_runner_v2 import hold_room, open_steps
 
 
 @cache
@@ -33,12 +35,19 @@ def window_runner(own: Any) -> Any:
             kvtxn: the steps, once the KV cache exists; None while kvtxn stays out.
             kvtxn_config: the settings.
             kvtxn_rank: the worker's rank.
+            kvtxn_room: memory held while vLLM measures what is free, for the steps to take.
         """
 
         kvtxn: PackedSteps | None = None
         kvtxn_config: TxnConfig
         kvtxn_rank: int = 0
+        kvtxn_room: Tensor | None = None
         _kvtxn_all_draft = True
+
+        def profile_run(self, *args: Any, **kwargs: Any) -> None:
+            """What the steps will need is taken before vLLM sizes the KV cache by what is left."""
+            hold_room(self)
+            super().profile_run(*args, **kwargs)
 
         def initialize_kv_cache(
             self, kv_cache_config: Any, is_profiling: bool = False, **others: Any

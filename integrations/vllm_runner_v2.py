@@ -54,12 +54,7 @@ def window_runner(own: Any) -> Any:
 
         def profile_run(self, randomize_inputs: bool = False) -> None:
             """What the steps will need is taken before vLLM sizes the KV cache by what is left."""
-            try:
-                self.kvtxn_room = inside.room_for_rows(self, self.kvtxn_config.max_rows)
-            except Exception as error:
-                if self.kvtxn_config.on_error == "raise":
-                    raise
-                log.warning("vllm.unmeasured", rank=self.kvtxn_rank, why=repr(error))
+            hold_room(self)
             super().profile_run(randomize_inputs)
 
         def initialize_kv_cache(
@@ -76,7 +71,6 @@ def window_runner(own: Any) -> Any:
                 kv_cache_allocation_context=kv_cache_allocation_context,
             )
             if not is_profiling:
-                self.kvtxn_room = None  # the allocator keeps it, and gives it to the steps
                 self.kvtxn = open_steps(self, steps_over)
 
         def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
@@ -184,6 +178,17 @@ def steps_over(runner: Any, manager: TransactionManager) -> GpuSteps:
     return GpuSteps(manager, slots, inside.query_len(runner))
 
 
+def hold_room(runner: Any) -> None:
+    """Take what the steps will need, until ``open_steps``: vLLM measures what is free."""
+    config: TxnConfig = runner.kvtxn_config
+    try:
+        runner.kvtxn_room = inside.room_for_rows(runner, config.max_rows)
+    except Exception as error:
+        if config.on_error == "raise":
+            raise
+        log.warning("vllm.unmeasured", rank=runner.kvtxn_rank, why=repr(error))
+
+
 def open_steps(runner: Any, make: Callable[[Any, TransactionManager], StepsT]) -> StepsT | None:
     """Steps over a runner's new caches, or None and the reason in the log.
 
@@ -192,6 +197,7 @@ def open_steps(runner: Any, make: Callable[[Any, TransactionManager], StepsT]) -
         make: makes the steps over a manager of the target's layers.
     """
     config: TxnConfig = runner.kvtxn_config
+    runner.kvtxn_room = None  # the allocator keeps it, and gives it to the steps
     try:
         layers, facts = internals.target_layers(runner)
         policy, why = decide(config.policy, facts)

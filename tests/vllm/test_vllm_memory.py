@@ -6,10 +6,16 @@ from types import SimpleNamespace as Made
 
 import pytest
 import torch
+from kernels_here import importing_kernels
 
 pytest.importorskip("vllm")
 
 from kvtxn.integrations import vllm_internals_gpu as inside
+
+with importing_kernels():
+    from kvtxn.integrations.vllm_runner_v2 import hold_room
+
+from kvtxn import TxnConfig
 
 
 @pytest.mark.parametrize(
@@ -31,12 +37,33 @@ def test_rows_of_a_window(requests, drafts, captured, rows):
     assert inside.window_rows(config) == rows
 
 
-def test_room_is_the_target_layers_rows():
-    """A row is a slot's share of a page; the drafter's layers have no windows."""
+def runner(**settings):
+    """A runner with two layers of 96 bytes a row, and a drafter's."""
     spec = Made(page_size_bytes=16 * 96, block_size=16)
-    runner = Made(
+    return Made(
         device=torch.device("cpu"),
         speculator=Made(draft_attn_layer_names={"draft"}),
         get_kv_cache_spec=lambda: {"a": spec, "b": spec, "draft": spec},
+        kvtxn_config=TxnConfig(policy="undo", max_rows=10, **settings),
+        kvtxn_rank=0,
+        kvtxn_room=None,
     )
-    assert inside.room_for_rows(runner, 10).nbytes == 10 * 2 * 96
+
+
+def test_room_is_the_target_layers_rows():
+    """A row is a slot's share of a page; the drafter's layers have no windows."""
+    made = runner()
+    hold_room(made)
+    assert made.kvtxn_room.nbytes == 10 * 2 * 96
+
+
+def test_room_that_cannot_be_had():
+    """The engine starts all the same, unless errors were asked for."""
+    made = runner()
+    del made.get_kv_cache_spec
+    hold_room(made)
+    assert made.kvtxn_room is None
+    made = runner(on_error="raise")
+    del made.get_kv_cache_spec
+    with pytest.raises(AttributeError):
+        hold_room(made)
