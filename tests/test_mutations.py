@@ -1,6 +1,7 @@
 """The conformance kit can fail: each known defect turns it red, a sound executor does not."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from textwrap import dedent
 
@@ -50,11 +51,26 @@ _MODULE = """
 
 
 class Outcomes:
-    """A pytest plugin that notes which tests passed and which failed."""
+    """A pytest plugin that notes which tests passed and which failed.
 
-    def __init__(self) -> None:
+    Args:
+        every: run one in so many cases of each test.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
         self.passed: list[str] = []
         self.failed: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
+        """Called by pytest when it knows all cases."""
+        seen: Counter[str] = Counter()
+        taken = []
+        for item in items:
+            if seen[item.originalname] % self.every == 0:
+                taken.append(item)
+            seen[item.originalname] += 1
+        items[:] = taken
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called by pytest for each phase of each test."""
@@ -64,13 +80,15 @@ class Outcomes:
             self.passed.append(report.nodeid)
 
 
-def run_kit(folder: Path, executor: type, tests: list[str], device: str = "cpu") -> Outcomes:
+def run_kit(
+    folder: Path, executor: type, tests: list[str], device: str = "cpu", every: int = 1
+) -> Outcomes:
     """The named tests of the kit for one executor, as its author would run them."""
     here = str(Path(mutants.__file__).parent)
     path = folder / f"test_{executor.__name__}.py"
     names = {"module": executor.__module__, "name": executor.__name__}
     path.write_text(dedent(_MODULE.format(folder=here, device=device, **names)))
-    outcomes = Outcomes()
+    outcomes = Outcomes(every)
     options = ("-q", "-x", "--tb=no", "-p", "no:cacheprovider", f"--rootdir={folder}")
     pytest.main(
         [*options, "--import-mode=importlib", *(f"{path}::TestMutant::{test}" for test in tests)],
@@ -120,8 +138,11 @@ def test_random_histories_find_defects(tmp_path: Path, executor: type) -> None:
 
 
 def test_a_sound_executor_passes(tmp_path: Path) -> None:
-    """By the same route: what turned the others red was their defect."""
+    """By the same route: what turned the others red was their defect.
+
+    In some cases of each test; the torch executor, which this is, passes all of them elsewhere.
+    """
     tests = sorted({*CAUGHT_BY.values(), "test_random_program"})
-    outcomes = run_kit(tmp_path, mutants.Sound, tests)
+    outcomes = run_kit(tmp_path, mutants.Sound, tests, every=9)
     assert outcomes.failed == []
-    assert len(outcomes.passed) > 400
+    assert len(outcomes.passed) > 100

@@ -131,7 +131,7 @@ class KitBase:
     def tree_settings(self) -> settings:
         """How many random trees are tried; the same ones each time."""
         return settings(
-            max_examples=2500,
+            max_examples=1000,
             deadline=None,
             derandomize=True,
             database=None,
@@ -142,7 +142,7 @@ class KitBase:
     def history_settings(self) -> settings:
         """How many random histories of rings and states are tried; the same ones each time."""
         return settings(
-            max_examples=1200,
+            max_examples=600,
             deadline=None,
             derandomize=True,
             database=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +57,24 @@ class Exactness(KitBase):
         for _ in range(2):  # the second window finds buffers that the first one used
             batch = rig.batch(SHAPES[shape])
             _commit(rig, batch, shape, EXTREMES[accepting](batch, rig))
+
+    @pytest.mark.parametrize("drafts", [1, 2, 5])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_rows_side_by_side(self, kit: Kit, policy: str, drafts: int) -> None:
+        """Slots that follow each other, as engines deal them out: a slice of a cache is no copy."""
+        rig = kit.rig(policy)
+        for settled, start in ((0, 0), (1, 1), (0, 6)):
+            batch = rig.batch(((settled,), (drafts,)), padding=0.0)
+            slots = list(range(start, start + batch.num_rows))
+            batch = attrs.evolve(batch, slots=dict.fromkeys(batch.slots, slots))
+            if policy != "direct":
+                with rig.open(batch) as window:
+                    rig.stage(window, batch)
+                    window.abort()
+                rig.expect_settled(batch)
+                rig.check("after abort")
+            for accepted in {0, drafts // 2, drafts}:
+                _commit(rig, batch, f"{settled} settled from slot {start}", [accepted])
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_sizes_from_one_to_odd(self, kit: Kit, policy: str) -> None:
@@ -186,7 +205,16 @@ class Exactness(KitBase):
         _write_as_an_engine(rig, batch)
         window.commit(rig.accepted([1, 3]))
         rig.expect_committed(batch, batch.kept([1, 3]))
-        rig.check()
+        rig.check("after commit")
+        if policy == "direct":
+            return
+        batch = rig.batch(((1, 2), (4, 3)))
+        slots = rig.slots(batch)
+        window = rig.manager.window(batch.draft_len, slots, batch.settled, written_by="caller")
+        _write_as_an_engine(rig, batch)
+        window.abort()
+        rig.expect_settled(batch)
+        rig.check("after abort")
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_the_same_bytes_as_torch(self, kit: Kit, policy: str) -> None:

@@ -228,6 +228,12 @@ class RestoresNothing(TorchExecutor):
         pass
 
 
+class RestoresWhatWasStaged(TorchExecutor):
+    def restore(self, txn: Txn) -> None:
+        saved = [ref for ref in self.layers if ref.name in {*txn.saved} & {*txn.staged}]
+        write_layers(saved, txn.saved, txn.slots, txn.permit(txn.layout.is_draft))
+
+
 class RestoresSettledRows(TorchExecutor):
     def restore(self, txn: Txn) -> None:
         saved = [ref for ref in self.layers if ref.name in txn.saved]
@@ -238,6 +244,22 @@ class SavesNothing(TorchExecutor):
     def save(self, txn: Txn, group: str) -> LayerRows:
         saved = super().save(txn, group)
         return {name: tuple(torch.zeros_like(p) for p in parts) for name, parts in saved.items()}
+
+
+class SavesAView(TorchExecutor):
+    """Takes a slice for a copy where a window is one row."""
+
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        saved, slots = dict(super().save(txn, group)), txn.slots[group]
+        if slots.numel() == 1:
+            for ref in self.layers:
+                if ref.group == group:
+                    places = [plane.index(slots.clamp(0)) for plane in ref.planes]
+                    saved[ref.name] = tuple(
+                        plane.cells[int(block), int(offset)].unsqueeze(0)
+                        for plane, (block, offset) in zip(ref.planes, places, strict=True)
+                    )
+        return saved
 
 
 class NeverCounts(TorchExecutor):
@@ -331,6 +353,8 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     WrapsPaddingAround: "test_padding_anywhere",
     TrustsTheStagingOrder: "test_any_order_of_layers",
     KeepsTheFirstRowsItSaw: "test_a_chain_of_windows",
+    SavesAView: "test_rows_side_by_side",
+    RestoresWhatWasStaged: "test_rows_written_by_the_caller",
     MakesTheCacheContiguous: "test_every_layout_and_format",
     TouchesTheWordBefore: "test_every_layout_and_format",
     QuantisesTwice: "test_every_layout_and_format",
