@@ -75,6 +75,7 @@ def running(specs: Iterable[EngineSpec]) -> Iterator[list[Engine]]:
         EngineError: one of them did not start.
     """
     engines: list[Engine] = []
+    patience = 0.0  # for whoever fails or is interrupted
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for spec in specs:
@@ -82,9 +83,10 @@ def running(specs: Iterable[EngineSpec]) -> Iterator[list[Engine]]:
         for engine in engines:
             engine.ready()
         yield engines
+        patience = 30.0
     finally:
         for engine in engines:
-            engine.stop()
+            engine.stop(patience)
         signal.signal(signal.SIGTERM, before)
 
 
@@ -140,12 +142,16 @@ class Engine:
         said = [line.partition("vllm.active")[2] for line in self.log().splitlines()]
         return next((text.lstrip("' ").rstrip() for text in reversed(said) if text), None)
 
-    def stop(self) -> None:
-        """End the process and all that it started; its counters have been read by then."""
+    def stop(self, patience: float = 30.0) -> None:
+        """End the process and all that it started; its counters have been read by then.
+
+        Args:
+            patience: seconds in which an engine that is well may end by itself.
+        """
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            if not self._failed:
+            if not self._failed and patience:
                 self._pipe.send(("stop", None))
-                self._process.wait(timeout=30)
+                self._process.wait(timeout=patience)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # what it started can outlive it
         self._process.wait()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
+import torch
+from kvtxn.benchmarks.vllm_child import _set_rates
 from kvtxn.benchmarks.vllm_engine import Engine, EngineError, EngineSpec
 from kvtxn.benchmarks.vllm_work import Work
 
@@ -29,7 +36,10 @@ def orphan():
 class Engine:
     def __init__(self, model):
         self.waiting, self.model, self.seen = [], model, []
-        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        active = [{"kvtxn_active": 0.0 if model == "inactive" else 1.0}]
+        self.engine_core = SimpleNamespace(
+            shutdown=lambda: None, collective_rpc=lambda call: active
+        )
     def add_request(self, name, prompt, params, arrival_time):
         self.waiting.append((name, params, arrival_time))
     def has_unfinished_requests(self):
@@ -52,10 +62,12 @@ class Engine:
 
 class LLM:
     def __init__(self, *, model, disable_log_stats, additional_config, **others):
-        print("loading", model, additional_config, os.environ.get("TOLD"), flush=True)
+        if model != "hangs":
+            print("loading", model, additional_config, os.environ.get("TOLD"), flush=True)
         if model == "refuses":
             raise ValueError("no such model\\nand more")
         if model == "hangs":
+            print("process", os.getpid(), flush=True)
             time.sleep(600)
         if model == "dies":
             orphan()
@@ -64,16 +76,17 @@ class LLM:
     def get_metrics(self):
         self.drafted += 7
         return [SimpleNamespace(name="vllm:spec_decode_num_draft_tokens", value=self.drafted)]
-    def collective_rpc(self, call):
-        return [{"kvtxn_active": 0.0 if self.model == "inactive" else 1.0}]
+    def collective_rpc(self, call, args):
+        print("rates", args[0], flush=True)
 '''
 
 PARAMETERS = """
 from types import SimpleNamespace
 RequestOutputKind = SimpleNamespace(FINAL_ONLY=2)
 class SamplingParams:
-    def __init__(self, *, max_tokens, **others):
+    def __init__(self, *, max_tokens, temperature, **others):
         self.max_tokens = max_tokens
+        print("temperature", temperature, flush=True)
 """
 
 
@@ -101,13 +114,33 @@ def start(pretended):
         engine.stop()
 
 
+def gone(process: int) -> bool:
+    """Whether it has ended; nobody may have reaped it yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] in "ZX"
+    except OSError:
+        return True
+
+
+def until(holds) -> None:
+    """Wait, at most a minute, on a machine that may be busy."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_repetition(start):
     """Requests in order, counts as differences, latency from arrival, what was asked for."""
     engine = start("works", "undo", settings={"acceptance": "loop"}, environment={"TOLD": "so"})
     engine.ready()
     assert "{'kvtxn': {'policy': 'undo', 'acceptance': 'loop'}} so" in engine.log()
-    work = Work(prompts=[[1], [2], [3]], max_tokens=[3, 2, 1], tokens=True)
+    work = Work(
+        prompts=[[1], [2], [3]], max_tokens=[3, 2, 1], tokens=True, temperature=0.25, rates=[0.5]
+    )
     found = engine.run(work)
+    assert "rates (0.5,)" in engine.log()
+    assert "temperature 0.25" in engine.log()
     assert found.token_ids == [[0, 0, 0], [1, 1], [2]]
     assert (found.generated, found.drafted, found.accepted) == (6, 7, 0)
     assert found.per_token == [0.5, 1.0]
@@ -146,13 +179,8 @@ def test_failures_at_the_start(start, model, message):
         assert f"its log says last:\nloading {model}" in str(caught.value)
     engine.stop()
     if model == "dies":  # nothing is left behind; a container may have nobody to reap it
-        stat = Path("/proc", engine.log().split()[-1], "stat")
-        for _ in range(100):
-            if not stat.exists() or stat.read_text().split()[2] in "ZX":
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail("the engine's own process lives on")
+        orphan = int(engine.log().split()[-1])
+        until(lambda: gone(orphan))
 
 
 @pytest.mark.parametrize(
@@ -186,3 +214,33 @@ def test_the_command_ends_with_a_sentence(pretended, tmp_path, capsys):
     assert "kvtxn bench: bench vllm: the engine 'stock' failed while it started" in error
     assert "ValueError: no such model" in error
     assert not out.exists()
+
+
+def test_a_time_limit_from_outside_leaves_nothing_behind(pretended, tmp_path):
+    """As by `timeout`: the command ends by SIGTERM, and its engines with it."""
+    command = "import sys; from kvtxn.cli import main; sys.exit(main(sys.argv[1:]))"
+    given = ["--policies", "stock", "--engine-args", '{"model": "hangs"}', "--folder", "out"]
+    bench = subprocess.Popen(
+        [sys.executable, "-c", command, "bench", "vllm", *given],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    until(lambda: any("process" in log.read_text() for log in tmp_path.glob("*.log")))
+    (log,) = tmp_path.glob("*.log")
+    engine = int(log.read_text().split()[1])
+    assert not gone(engine)
+    bench.terminate()
+    assert bench.wait(timeout=60) == 128 + signal.SIGTERM
+    until(lambda: gone(engine))
+    assert not (tmp_path / "out").exists()
+
+
+def test_rates_are_set_given_those_before():
+    """vLLM keeps the chance of each draft given that the one before was accepted."""
+    rates = torch.zeros(3)
+    sampler = SimpleNamespace(synthetic_conditional_rates=rates)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(rejection_sampler=sampler))
+    _set_rates(worker, (0.8, 0.4, 0.0))
+    assert rates.tolist() == pytest.approx([0.8, 0.5, 0.0])
+    _set_rates(worker, (0.0, 0.0, 0.0))
+    assert rates.tolist() == [0.0, 0.0, 0.0]
