@@ -208,9 +208,10 @@ class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[mi
             layout = steps.graph_layout(*inside.flash_shape(common_attn_metadata))
         elif steps is not None and steps.deferred and steps.step is not None and not fast_build:
             layout = steps.step.layout
-        metadata = super().build(
-            common_prefix_len, common_attn_metadata, fast_build or layout is not None
-        )
+        # The first build of all decides for ever whether stock's schedule is possible.
+        first = self.aot_sliding_window is None
+        quick = fast_build or (layout is not None and not first)
+        metadata = super().build(common_prefix_len, common_attn_metadata, quick)
         if steps is not None and layout is not None:
             metadata.kvtxn = Reading(steps, layout, self.capturing)
         return metadata

@@ -3,7 +3,8 @@
 The V1 model runner keeps requests where they were when others leave, so those with drafts do
 not lead the batch, and its slots lie in one buffer per KV-cache group. Before each forward the
 slots of the rows that matter are brought together; from there on it is a step like any other.
-Under ``deferred`` the attention needs these rows to lead: a step where they do not is bypassed.
+Under ``deferred`` the attention needs these rows to lead, and the runner sees to it: a step where
+they do not is bypassed.
 """
 
 from __future__ import annotations

@@ -29,8 +29,12 @@ RUNNER_METHODS: Final = {
 
 #: Likewise for the V1 runner; two more are only passed through, whatever they take.
 V1_METHODS: Final = {
-    name: internals.RUNNER_METHODS[name]
-    for name in ("initialize_kv_cache", "_update_states", "_prepare_inputs", "_sample")
+    "profile_run": ("randomize_inputs",),
+    "_may_reorder_batch": ("scheduler_output",),
+    **{
+        name: internals.RUNNER_METHODS[name]
+        for name in ("initialize_kv_cache", "_update_states", "_prepare_inputs", "_sample")
+    },
 }
 
 
@@ -74,6 +78,17 @@ def prepared_rows(runner: Any, prepared: Any, lengths: Any) -> BatchRows:
         drafts[:] = metadata.num_draft_tokens
     known = batch.num_computed_tokens_cpu[:count]
     return BatchRows(drafts, lengths, known < batch.num_prompt_tokens[:count])
+
+
+def lead_with_drafts(runner: Any, scheduler_output: Any) -> None:
+    """Let the requests with drafts lead the V1 runner's batch."""
+    batch, drafts = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens
+    leading = 0
+    for place, request in enumerate(list(batch.req_ids)):
+        if drafts.get(request):
+            if place != leading:
+                batch.swap_states(leading, place)
+            leading += 1
 
 
 def slots_of_groups(runner: Any, groups: Sequence[str]) -> list[Tensor]:

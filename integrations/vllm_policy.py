@@ -19,12 +19,15 @@ from . import vllm_connectors as connectors
 SUPPORTED: Final = ("0.28.0", "0.29.0", "0.31.0", "0.32.0")
 
 #: Model runners that can be hooked, per device; vLLM's own choice comes last.
-RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v2",)}
+RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v1", "v2")}
 
 #: Attention backends whose rows can be addressed, per device.
 ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": ("CPU_ATTN", "CPU_MLA"),
-    "cuda": ("FLASH_ATTN", "TRITON_ATTN"),
+    "cuda": (
+        *("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"),
+        *("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"),
+    ),
 }
 
 #: Formats of the KV cache whose rows can be addressed, per device. Where each row has scales of its

@@ -56,6 +56,7 @@ def window_runner(own: Any) -> Any:
             self.kvtxn = None
             super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
             if not is_profiling:
+                self.kvtxn_room = None  # the allocator keeps it, and gives it to the steps
                 self.kvtxn = open_steps(self, steps_over)
 
         def _update_states(self, scheduler_output: Any) -> Any:
@@ -63,6 +64,12 @@ def window_runner(own: Any) -> Any:
             if self.kvtxn is not None:
                 self.kvtxn.abandon()
             return super()._update_states(scheduler_output)
+
+        def _may_reorder_batch(self, scheduler_output: Any) -> None:
+            """The attention reads the rows that lead a batch as the window's."""
+            super()._may_reorder_batch(scheduler_output)
+            if self.kvtxn is not None and self.kvtxn.deferred:
+                inside.lead_with_drafts(self, scheduler_output)
 
         def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
             """Slots are in place after this: plan the step."""

@@ -24,11 +24,13 @@ def planes(cache: Tensor) -> tuple[Tensor, ...]:
     """The parts of a cache's rows as ``[blocks, block_size, ...]`` integers.
 
     A latent cache has plain rows; else K and V are packed,
-    ``[blocks, heads, size, 2 * head_size]``.
+    ``[blocks, heads, size, 2 * head_size]``: on GPUs with K and V of a row together.
     """
     cache = words(cache)
     if cache.ndim == 3:
         return (cache,)
+    if cache.is_cuda:
+        return (cache.transpose(1, 2),)
     blocks, heads, size, both = cache.shape
     halves = cache.view(blocks, heads, 2, size * both // 2)
     key = halves[:, :, 0].view(blocks, heads, both // 2, size).permute(0, 3, 1, 2)
@@ -139,21 +141,25 @@ class CacheOracle:
             output = sample(logits, metadata)
             if step:
                 ids = output.sampled_token_ids
-                accepted = ((ids != -1).sum(1) - 1).clamp(min=0).tolist()
-                kept, rejected = step[0].rows(accepted)
-                others = set(range(step[0].ends[-1])) - set(kept) - set(rejected)
-                self.after_sampling(step[0], rejected)
-                counts["windows"] += 1
-                counts["kept"] += len(kept)
-                counts["rejected"] += len(rejected)
-                counts["rejected_written"] += step[0].changed(rejected)
-                counts["kept_unwritten"] += len(kept) - step[0].changed(kept)
-                counts["strays"] += step[0].strays([*others, *kept])
+                self.judge(step[0], ((ids != -1).sum(1) - 1).clamp(min=0).tolist())
                 step.clear()
             return output
 
         runner._prepare_inputs, runner._model_forward = prepared, forwarded
         runner._sample = sampled
+
+    def judge(self, step: Step, accepted: list[int]) -> None:
+        """Compare the caches with those before the step, once this many drafts are accepted."""
+        kept, rejected = step.rows(accepted)
+        others = set(range(step.ends[-1])) - set(kept) - set(rejected)
+        self.after_sampling(step, rejected)
+        counts = self.oracle_counts
+        counts["windows"] += 1
+        counts["kept"] += len(kept)
+        counts["rejected"] += len(rejected)
+        counts["rejected_written"] += step.changed(rejected)
+        counts["kept_unwritten"] += len(kept) - step.changed(kept)
+        counts["strays"] += step.strays([*others, *kept])
 
     def before_forward(self, step: Step | None) -> None:
         """For those who watch more; None: no drafts."""

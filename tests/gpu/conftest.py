@@ -1,0 +1,65 @@
+"""Engines on a GPU: all that the collected tests need, side by side, from the first one on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]  # the scenarios and the oracle are theirs
+
+import gpu_table  # noqa: E402
+from gpu_jobs import JOBS, engines, missing  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where to leave what was seen, and how much to do at once."""
+    parser.addoption("--gpu-record", type=Path, help="write what the engines showed here, as JSON")
+    parser.addoption("--gpu-jobs", type=int, default=12, help="engines that run at once")
+    parser.addoption("--gpu-seconds", type=float, default=420, help="what one engine may take")
+
+
+@pytest.fixture(scope="session")
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    """A job's reports by policy; the engines of all collected tests run at the first call."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    params = (getattr(item, "callspec", None) for item in request.session.items)
+    asked = {p.params["job"] for p in params if p is not None and "job" in p.params}
+    asked |= {"trained"} if "tp2" in asked else set()
+    names = [name for name in JOBS if name in asked and missing(name) is None]
+    folder = tmp_path_factory.mktemp("gpu")
+    (folder / "jobs.json").write_text(json.dumps(engines(names)))
+    option = request.config.getoption
+    count, seconds = str(option("--gpu-jobs")), str(option("--gpu-seconds"))
+    found = folder / "reports.json"
+    path = os.pathsep.join([str(HERE), str(HERE.parent / "vllm"), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, HERE / "gpu_child.py", folder / "jobs.json", found, count, seconds],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+    )
+    by_engine = json.loads(found.read_text())
+    record = option("--gpu-record")
+    if record is not None:
+        record.write_text(json.dumps(gpu_table.record(by_engine), indent=1) + "\n")
+
+    def of(name: str) -> dict[str, Any]:
+        reason = missing(name)
+        if reason is not None:
+            pytest.skip(reason)
+        start = f"{name}."
+        return {key[len(start) :]: by_engine[key] for key in by_engine if key.startswith(start)}
+
+    return of

@@ -1,0 +1,179 @@
+"""Which engines run which scenarios on a GPU. One engine is one process; many run at once."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+#: Of one or two groups of 8 requests; the last two look for what only schedules show.
+SHORT = ["eight", "chunked", "prefix"]
+FULL = [*SHORT, "preempted", "same_step"]
+
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+BOTH = ("undo", "deferred")
+AHEAD = ("again", "undo", "deferred")
+UNDO = ("undo",)
+
+
+def missing(name: str | None = None) -> str | None:
+    """Why there is no vLLM on a GPU to test with here, or too few GPUs for a job."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if name is not None and torch.cuda.device_count() < JOBS[name].get("gpus", 1):
+        return "there is one GPU"
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return "vllm is not installed"
+    return None
+
+
+def drafter(method: str, model: str | None = None, drafts: int = 3) -> dict[str, Any]:
+    """Speculation by a model with random weights; which drafts are accepted is drawn by lot."""
+    return {
+        "draft": model,
+        "speculation": {
+            "method": method,
+            "num_speculative_tokens": drafts,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [0.6, 0.3, 0.2][:drafts],
+        },
+        "random": True,
+    }
+
+
+def job(model: str, attention: str, policies: tuple[str, ...], says: str, **more: Any) -> Any:
+    """One kind of engine, in stock and under some policies.
+
+    Its schedule is the same in every engine. Where vLLM schedules ahead of the GPU, as it does
+    by default, what a batch holds depends on time, and in bfloat16 tokens on that: there another
+    stock engine, ``again``, says how far.
+    """
+    found = {"model": model, "attention": attention, "policies": policies, "says": says, **more}
+    if "again" in policies:
+        return found
+    return found | {"options": {"async_scheduling": False} | found.get("options", {})}
+
+
+#: For as many requests as there are novels' sentences at a time.
+ROOM = {
+    "num_gpu_blocks_override": None,
+    "kv_cache_memory_bytes": 512 << 20,
+    "max_model_len": 512,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 2048,
+}
+FP8 = {"kv_cache_dtype": "fp8"}
+BLOCKS_OF_64 = {"block_size": 64, "num_gpu_blocks_override": 20}
+
+#: By name.
+JOBS: dict[str, dict[str, Any]] = {
+    "flash": job("llama", "FLASH_ATTN", BOTH, "every schedule", scenarios=FULL),
+    "flash_ahead": job(
+        *("llama", "FLASH_ATTN", AHEAD, "every schedule, made ahead of the GPU"), scenarios=FULL
+    ),
+    "triton": job("llama", "TRITON_ATTN", UNDO, "another attention", scenarios=FULL),
+    "flashinfer": job("llama", "FLASHINFER", UNDO, "another attention", scenarios=FULL),
+    "flex": job("llama", "FLEX_ATTENTION", UNDO, "another attention", scenarios=SHORT),
+    "gemma3": job(
+        *("gemma3", "FLASH_ATTN", BOTH, "two KV-cache groups, one of sliding windows"),
+        scenarios=FULL,
+        options={"prefix_cache_retention_interval": None},
+    ),
+    "triton_mla": job("deepseek", "TRITON_MLA", UNDO, "latent rows", scenarios=FULL),
+    "flashmla": job(
+        *("deepseek", "FLASHMLA", UNDO, "latent rows in blocks of 64"),
+        scenarios=SHORT,
+        options=BLOCKS_OF_64,
+    ),
+    "flash_mla": job("deepseek", "FLASH_ATTN_MLA", UNDO, "latent rows", scenarios=SHORT),
+    "flash_fp8": job("llama", "FLASH_ATTN", UNDO, "rows of 8 bits", options=FP8),
+    "triton_fp8": job("llama", "TRITON_ATTN", UNDO, "rows of 8 bits", options=FP8),
+    "flashinfer_fp8": job("llama", "FLASHINFER", UNDO, "rows of 8 bits", options=FP8),
+    "mla_fp8": job("deepseek", "TRITON_MLA", UNDO, "latent rows of 8 bits", options=FP8),
+    "v1_flash": job("llama", "FLASH_ATTN", BOTH, "the V1 runner", scenarios=FULL, environment=V1),
+    "v1_flash_ahead": job(
+        *("llama", "FLASH_ATTN", AHEAD, "the V1 runner, scheduled ahead of the GPU"),
+        scenarios=FULL,
+        environment=V1,
+    ),
+    "v1_triton": job("llama", "TRITON_ATTN", UNDO, "the V1 runner", environment=V1),
+    "v1_flashinfer": job("llama", "FLASHINFER", UNDO, "the V1 runner", environment=V1),
+    "v1_mla": job("deepseek", "TRITON_MLA", UNDO, "the V1 runner, latent rows", environment=V1),
+    "v1_gemma3": job(
+        *("gemma3", "FLASH_ATTN", BOTH, "the V1 runner, two KV-cache groups"),
+        environment=V1,
+        scenarios=FULL,
+        options={"prefix_cache_retention_interval": None},
+    ),
+    "draft": job(
+        *("llama", "FLASH_ATTN", BOTH, "drafts from a model with layers of its own"),
+        draft="draft",
+        speculation={"method": "draft_model", "num_speculative_tokens": 3},
+        scenarios=FULL,
+    ),
+    "eagle": job("llama", "FLASH_ATTN", BOTH, "EAGLE", **drafter("eagle", "eagle")),
+    "eagle_ahead": job(
+        *("llama", "FLASH_ATTN", AHEAD, "EAGLE, scheduled ahead of the GPU"),
+        **drafter("eagle", "eagle"),
+    ),
+    "eagle3": job("llama", "FLASH_ATTN", BOTH, "EAGLE-3", **drafter("eagle3", "eagle3")),
+    "mtp": job("deepseek_mtp", "TRITON_MLA", UNDO, "MTP, latent rows", **drafter("mtp")),
+    "v1_draft": job(
+        *("llama", "FLASH_ATTN", BOTH, "the V1 runner, drafts from a model"),
+        draft="draft",
+        speculation={"method": "draft_model", "num_speculative_tokens": 3},
+        environment=V1,
+    ),
+    "v1_eagle": job(
+        *("llama", "FLASH_ATTN", BOTH, "the V1 runner, EAGLE"),
+        environment=V1,
+        **drafter("eagle", "eagle"),
+    ),
+    "v1_mtp": job(
+        *("deepseek_mtp", "TRITON_MLA", UNDO, "the V1 runner, MTP, latent rows"),
+        environment=V1,
+        **drafter("mtp"),
+    ),
+    "trained": job(
+        *("demo", "FLASH_ATTN", BOTH, "a trained model, to compare tensor parallelism with"),
+        scenarios=["novels"],
+        options=ROOM,
+    ),
+    "tp2": job(
+        *("demo", "FLASH_ATTN", BOTH, "the same model on two GPUs"),
+        scenarios=["novels"],
+        options=ROOM | {"tensor_parallel_size": 2},
+        gpus=2,
+    ),
+    "pp2": job(
+        *("llama", "FLASH_ATTN", UNDO, "two pipeline stages: windows on the last one alone"),
+        options={"pipeline_parallel_size": 2},
+        gpus=2,
+        active=[False, True],
+    ),
+    "medusa": job("llama", "FLASH_ATTN", BOTH, "Medusa, V1 alone", **drafter("medusa", "medusa")),
+}
+
+
+def scenarios(name: str) -> list[str]:
+    """What a job goes through."""
+    found: list[str] = JOBS[name].get("scenarios", SHORT)
+    return found
+
+
+def engines(names: list[str]) -> dict[str, dict[str, Any]]:
+    """An engine for each policy of these jobs, and stock; the longest first."""
+    found = {
+        f"{name}.{policy}": JOBS[name] | {"policy": policy, "scenarios": scenarios(name)}
+        for name in names
+        for policy in ("stock", *JOBS[name]["policies"])
+    }
+    return dict(sorted(found.items(), key=lambda item: -weight(item[1])))
+
+
+def weight(job: dict[str, Any]) -> int:
+    """Roughly how long an engine takes; FLASHINFER compiles its kernels first."""
+    return len(job["scenarios"]) + 10 * job.get("gpus", 1) + 5 * (job["attention"] == "FLASHINFER")

@@ -1,0 +1,121 @@
+"""Reads the KV cache on the device around every verify step of a GPU's model runner.
+
+The V1 runner is watched as on the CPU (``vllm_oracle``); here are the V2 runner, whose forward
+may be a replayed graph, and what else these tests do inside a worker.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from kvtxn.integrations import vllm_internals, vllm_policy
+from vllm_oracle import CacheOracle, Step
+
+from kvtxn.config import POLICIES
+
+
+class Watch(CacheOracle):
+    """The worker extension of these tests."""
+
+    def oracle_install(self) -> None:
+        """Watch every step from now on."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if hasattr(runner, "prepare_attn"):
+            self._watch_v2(runner)
+            return
+        super().oracle_install()
+        forward, counts = runner._model_forward, self.oracle_counts
+
+        def forwarded(*args: Any, **kwargs: Any) -> Any:
+            from vllm.forward_context import get_forward_context
+
+            counts["graphs"] += get_forward_context().cudagraph_runtime_mode.name == "FULL"
+            return forward(*args, **kwargs)
+
+        runner._model_forward = forwarded
+
+    def _watch_v2(self, runner: Any) -> None:
+        mine = {id(module) for module in runner.get_model().modules()}
+        found = runner.compilation_config.static_forward_context
+        groups = {
+            name: number
+            for number, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+            if id(found[name]) in mine
+        }
+        assert groups
+        self.oracle_counts = Counter[str]()
+        counts, step = self.oracle_counts, []
+        prepare, sample = runner.prepare_attn, runner.sample
+        graphs = runner.cudagraph_manager
+        replay = graphs.run_fullgraph
+
+        def prepared(batch: Any) -> Any:
+            result = prepare(batch)
+            step.clear()
+            counts["steps"] += 1
+            if batch.num_draft_tokens:
+                drafts = batch.num_draft_tokens_per_req.tolist()
+                ends = batch.query_start_loc_np[1 : len(drafts) + 1].tolist()
+                lengths = batch.num_scheduled_tokens.tolist()
+                mixed = any(n > d + 1 for n, d in zip(lengths, drafts, strict=True))
+                counts["mixed"] += mixed
+                slots = runner.block_tables.slot_mappings
+                caches = {name: found[name].kv_cache for name in groups}
+                by_name = {name: slots[number] for name, number in groups.items()}
+                step.append(Step(caches, by_name, drafts, ends))
+            return result
+
+        def sampled(hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+            if step:
+                kept, rejected = step[0].rows([0] * len(step[0].drafts))
+                counts["early"] += step[0].changed(kept + rejected)
+            output = sample(hidden_states, batch, grammar_output)
+            if step:
+                accepted = [max(0, count - 1) for count in output[1].tolist()]
+                self.judge(step[0], accepted[: len(step[0].drafts)])
+                step.clear()
+            return output
+
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            counts["graphs"] += 1
+            return replay(*args, **kwargs)
+
+        runner.prepare_attn, runner.sample = prepared, sampled
+        graphs.run_fullgraph = replayed
+
+    def randomise(self, spread: float) -> None:
+        """New weights, the same in every engine, in the places that graphs read them from."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+        models = [runner.get_model(), getattr(drafter, "model", None)]
+        torch.manual_seed(0)
+        done = set()
+        for model in models:
+            for name, weight in () if model is None else model.named_parameters():
+                if weight.data_ptr() in done or not weight.is_floating_point():
+                    continue
+                done.add(weight.data_ptr())
+                if "norm" in name:
+                    weight.data.fill_(1.0)
+                else:
+                    weight.data.normal_(0.0, spread * (8 if "lm_head" in name else 1))
+
+    def describe(self) -> dict[str, Any]:
+        """What kind of engine this is, and what each policy comes to here."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        layers, facts = vllm_internals.target_layers(runner)
+        return {
+            "decisions": {asked: list(vllm_policy.decide(asked, facts)) for asked in POLICIES},
+            "attention": facts.attention,
+            "runner": facts.runner,
+            "graphs": runner.compilation_config.cudagraph_mode.name,
+            "cache": sorted({f"{x.cache.dtype}{list(x.cache.stride()[1:])}" for x in layers}),
+            "groups": len({x.group for x in layers}),
+        }
+
+    def oracle_seed(self, seed: int) -> None:
+        """Seed the worker's generator."""
+        torch.manual_seed(seed)

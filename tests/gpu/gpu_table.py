@@ -1,0 +1,154 @@
+"""What the engines on a GPU showed, as a record and as a page.
+
+python tests/gpu/gpu_table.py RECORD.json   takes over a record that a run left, and draws
+python tests/gpu/gpu_table.py               draws again
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
+
+from gpu_jobs import JOBS, scenarios  # noqa: E402
+
+RECORD = HERE / "grid.json"
+PAGE = HERE / "GRID.md"
+SEEN = ("windows", "rejected", "rejected_written", "strays", "early", "kept_unwritten", "graphs")
+
+HEAD = """# vLLM on a GPU
+
+What `pytest tests/gpu` showed on {machine}, drawn by `python tests/gpu/gpu_table.py`: tiny models
+with random weights in bfloat16, torch.compile and CUDA graphs as vLLM sets them, each engine in a
+process of its own. *windows* (*graphs*: replayed whole) and *rejected* rows are those that an
+oracle saw that reads the caches on the device around each step and knows nothing of kvtxn; *left*
+is how many rejected rows were still there after it, *strays* how many layers had changed anywhere
+else, *early* how many draft rows were in the cache before their commit. *same tokens*: requests of
+all scenarios whose tokens are stock's under the same attention; under `undo` all have to be, under
+`deferred` another order of sums can tip a near-tie in bfloat16. *accepted* of *drafted* rows are
+vLLM's own counts.
+"""
+
+
+def cell(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
+    """One scenario of one policy, next to stock's."""
+    pairs = list(zip(ours["tokens"], stock["tokens"], strict=True))
+    seen = ours.get("oracle", [])
+    counts = ours["kvtxn"][-1]
+    return {
+        "requests": len(pairs),
+        "same": sum(a == b for a, b in pairs),
+        **{key: ours["stats"][key] for key in ("drafted", "accepted", "preemptions")},
+        "stock_accepted": stock["stats"]["accepted"],
+        "hits": ours["hits"],
+        "cached": ours["cached"],
+        "ranks": len(ours["kvtxn"]),
+        "ranks_agree": all(rank == seen[0] for rank in seen),
+        **{key: seen[-1].get(key, 0) for key in SEEN if seen},
+        "fallbacks": counts.get("kvtxn_fallbacks_total", 0),
+        "counted": counts.get("kvtxn_windows_total_committed", 0),
+        "bypassed": {
+            key.removeprefix("kvtxn_bypassed_windows_total_"): value
+            for key, value in counts.items()
+            if key.startswith("kvtxn_bypassed_windows_total_") and value
+        },
+    }
+
+
+def record(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is worth keeping of the engines' reports, by job and policy; errors as they are."""
+    import torch
+
+    found: dict[str, Any] = {}
+    for engine, report in reports.items():
+        name, _, policy = engine.rpartition(".")
+        stock = reports[f"{name}.stock"]
+        error = report.get("error") or stock.get("error")
+        kept = {key: report.get(key) for key in ("attention", "runner", "graphs", "cache")}
+        if error is not None:
+            kept["error"], kept["log"] = error, report.get("log", "")[-3000:]
+        else:
+            kept["cells"] = {
+                each: cell(report[each], stock[each]) for each in ["unwatched", *scenarios(name)]
+            }
+            if name == "tp2":
+                alone = reports["trained.stock"]["novels"]["tokens"]
+                both = zip(report["novels"]["tokens"], alone, strict=True)
+                kept["as_alone"] = sum(a == b for a, b in both)
+            kept["decisions"] = report["decisions"]
+        found.setdefault(name, {})[policy] = kept
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__.partition('+')[0]}"
+    return {"machine": machine, "jobs": {name: found[name] for name in JOBS if name in found}}
+
+
+def line(name: str, policy: str, found: dict[str, Any]) -> str:
+    """One policy of one engine."""
+    cells = found["cells"]
+    watched = [cells[each] for each in cells if each != "unwatched"]
+
+    def total(key: str, among: list[dict[str, Any]] = watched) -> int:
+        return int(sum(cell.get(key, 0) for cell in among))
+
+    every = list(cells.values())
+    columns = [
+        f"{name}, {found['runner'].upper()}, {found['attention']}",
+        f"`{policy}`",
+        f"{total('same', every)} / {total('requests', every)}",
+        f"{total('accepted', every)} / {total('drafted', every)}",
+        f"{total('windows')} ({total('graphs')})",
+        *(str(total(key)) for key in ("rejected", "rejected_written", "strays")),
+        str(total("early")) if policy == "deferred" else "",
+        str(total("fallbacks", every)),
+    ]
+    return f"| {' | '.join(columns)} |"
+
+
+def agreement(name: str, found: dict[str, Any]) -> str:
+    """How far two stock engines agree whose schedules depend on time."""
+    cells = [found["cells"][each] for each in ("unwatched", *scenarios(name))]
+    same, all_ = (sum(cell[key] for cell in cells) for key in ("same", "requests"))
+    return f"- {name}: {same} of {all_} requests have the same tokens."
+
+
+def draw(grid: dict[str, Any]) -> str:
+    """The page."""
+    head = "| engine | policy | same tokens | accepted / drafted | windows (graphs) | rejected "
+    lines = [f"{head}| left | strays | early | fallbacks |", "|---|---|" + "---:|" * 8]
+    notes, failed, again = [], [], []
+    for name, policies in grid["jobs"].items():
+        notes.append(f"- {name}: {JOBS[name]['says']}; {', '.join(scenarios(name))}.")
+        for policy, found in policies.items():
+            if "error" in found:
+                failed.append(f"- {name}, `{policy}`: {found['error']}")
+            elif policy == "again":
+                again.append(agreement(name, found))
+            elif policy != "stock":
+                lines.append(line(name, policy, found))
+    for policy, found in grid["jobs"].get("tp2", {}).items():
+        if "as_alone" in found:
+            requests = found["cells"]["novels"]["requests"]
+            same = f"{found['as_alone']} of {requests}"
+            notes.append(f"- tp2, {policy}: {same} requests have the tokens of stock on one GPU.")
+    if again:
+        notes += ["", "Where vLLM schedules ahead of the GPU, stock next to stock:", "", *again]
+    parts = [HEAD.format(machine=grid["machine"]), *lines, "\nThe engines, and their scenarios:\n"]
+    return "\n".join([*parts, *notes, *(["\nDid not run:\n", *failed] if failed else []), ""])
+
+
+def main() -> None:
+    """Take a record over, job by job, and draw."""
+    grid = json.loads(RECORD.read_text()) if RECORD.exists() else {"jobs": {}}
+    if len(sys.argv) > 1:
+        new = json.loads(Path(sys.argv[1]).read_text())
+        jobs = grid["jobs"] | new["jobs"]
+        grid = {"machine": new["machine"], "jobs": {n: jobs[n] for n in JOBS if n in jobs}}
+        RECORD.write_text(json.dumps(grid, indent=1) + "\n")
+    PAGE.write_text(draw(grid))
+
+
+if __name__ == "__main__":
+    main()

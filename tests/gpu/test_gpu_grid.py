@@ -1,0 +1,112 @@
+"""Real vLLM on a GPU: undo changes no token, and no policy leaves a rejected row behind."""
+
+from __future__ import annotations
+
+import pytest
+from gpu_jobs import JOBS, V1, scenarios
+
+CELLS = [
+    pytest.param(job, policy, scenario, id=f"{job}-{policy}-{scenario}")
+    for job, found in JOBS.items()
+    for policy in found["policies"]
+    if policy != "again"
+    for scenario in ("unwatched", *scenarios(job))
+]
+
+
+def reports_of(reports, job, *policies):
+    """The reports of these policies, which have to be there."""
+    found = reports(job)
+    for policy in policies:
+        assert "error" not in found[policy], found[policy]["log"]
+    return [found[policy] for policy in policies]
+
+
+@pytest.mark.parametrize(("job", "policy", "scenario"), CELLS)
+def test_a_cell(reports, job, policy, scenario):
+    """Tokens and acceptance are stock's, or under deferred nearly; the caches are clean."""
+    report, ours = reports_of(reports, job, "stock", policy)
+    stock, ours, active = report[scenario], ours[scenario], active_ranks(ours)
+    if policy == "undo" and "again" not in JOBS[job]["policies"]:
+        assert ours["tokens"] == stock["tokens"]
+        assert ours["stats"] == stock["stats"]
+    assert 0 < ours["stats"]["accepted"] <= ours["stats"]["drafted"]
+    assert active == JOBS[job].get("active", [True] * len(active))
+    seen_by_rank = ours.get("oracle", [None] * len(active))
+    pairs = zip(ours["kvtxn"], seen_by_rank, strict=True)
+    ranks = [pair for pair, on in zip(pairs, active, strict=True) if on]
+    for counts, seen in ranks:
+        assert counts == ranks[0][0]
+        assert counts["kvtxn_fallbacks_total"] == 0
+        assert counts["kvtxn_windows_total_committed"] == counts["kvtxn_windows_total"] > 0
+        if seen is not None:
+            judge(counts, seen, policy)
+
+
+def active_ranks(report):
+    """Where kvtxn is active."""
+    return [bool(counts["kvtxn_active"]) for counts in report["idle"]]
+
+
+def judge(counts, seen, policy):
+    """What the oracle saw in one scenario, against what kvtxn counted."""
+    bypassed = counts["kvtxn_bypassed_windows_total"]
+    assert counts["kvtxn_windows_total_committed"] + bypassed == seen["windows"]
+    # A step without a window is as in stock, and the oracle has seen it, too.
+    stocks = seen["rejected"] - counts["kvtxn_rows_rejected_total"]
+    drafts = seen["kept"] + seen["rejected"] - counts["kvtxn_rows_staged_total"]
+    assert 0 <= stocks <= 0.1 * seen["rejected"]
+    assert seen.get("rejected_written", 0) <= stocks
+    assert seen.get("strays", 0) == 0 or stocks
+    assert seen.get("kept_unwritten", 0) <= 0.3 * seen["kept"]  # the same bytes as before
+    if policy == "deferred":
+        assert seen.get("early", 0) <= drafts
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_oracle_sees_rejected_rows_in_stock(reports, job):
+    """It can fail: without kvtxn rejected rows are found written."""
+    [stock] = reports_of(reports, job, "stock")
+    seen = [stock[scenario]["oracle"][-1] for scenario in scenarios(job)]
+    rejected, written, strays = (
+        sum(each.get(key, 0) for each in seen) for key in ("rejected", "rejected_written", "strays")
+    )
+    assert written > 0.3 * rejected > 0
+    assert strays > 0
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_engine_is_the_one_that_was_meant(reports, job):
+    """Attention, runner and graphs."""
+    for found in reports_of(reports, job, "stock", *JOBS[job]["policies"]):
+        assert found["attention"] == JOBS[job]["attention"]
+        assert found["runner"] == ("v1" if V1.items() <= environment(job).items() else "v2")
+        assert found["graphs"] != "NONE"
+
+
+def environment(job):
+    """What a job sets; Medusa is for V1 alone, whatever is set."""
+    return V1 if job == "medusa" else JOBS[job].get("environment", {})
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_what_is_not_covered_has_a_reason(reports, job):
+    """A policy that a job leaves out stays out by itself, and says why."""
+    [stock] = reports_of(reports, job, "stock")
+    for policy in ("undo", "deferred"):
+        outcome, reason = stock["decisions"][policy]
+        assert outcome == (policy if policy in JOBS[job]["policies"] else "off")
+        assert reason
+
+
+@pytest.mark.parametrize("job", ["tp2"])
+@pytest.mark.parametrize("policy", JOBS["tp2"]["policies"])
+def test_two_gpus_say_what_one_says(reports, job, policy):
+    """As nearly as stock on two GPUs says what stock on one does."""
+    alone = reports("trained")["stock"]["novels"]["tokens"]
+
+    def same(found):
+        return sum(a == b for a, b in zip(found["novels"]["tokens"], alone, strict=True))
+
+    stock, ours = same(reports(job)["stock"]), same(reports(job)[policy])
+    assert ours == stock or (policy == "deferred" and ours >= 0.8 * stock)
