@@ -217,8 +217,12 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "quantised latents",
         "windows",
-        lambda f: f.device == "cpu" and f.mla and f.kv_cache_dtype != "auto",
-        "latent rows in {kv_cache_dtype} were not checked",
+        lambda f: (
+            f.mla
+            and f.kv_cache_dtype != "auto"
+            and not (f.device == "cuda" and f.attention in (None, "TRITON_MLA"))
+        ),
+        "latent rows in {kv_cache_dtype} were not checked with this attention",
         {"mla": True, "kv_cache_dtype": "fp8"},
     ),
     Rule(

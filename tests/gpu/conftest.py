@@ -21,9 +21,25 @@ from gpu_jobs import JOBS, engines, missing  # noqa: E402
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where to leave what was seen, and how much to do at once."""
+    parser.addoption("--gpu-reports", type=Path, help="judge the reports of an earlier run")
     parser.addoption("--gpu-record", type=Path, help="write what the engines showed here, as JSON")
     parser.addoption("--gpu-jobs", type=int, default=12, help="engines that run at once")
     parser.addoption("--gpu-seconds", type=float, default=420, help="what one engine may take")
+
+
+def run(folder: Path, names: list[str], option: Callable[[str], Any]) -> Path:
+    """All engines of these jobs; returns the path of their reports."""
+    (folder / "jobs.json").write_text(json.dumps(engines(names)))
+    found = folder / "reports.json"
+    limits = [str(option("--gpu-jobs")), str(option("--gpu-seconds"))]
+    path = [str(HERE), str(HERE.parent / "vllm"), os.environ.get("PYTHONPATH", "")]
+    subprocess.run(
+        [sys.executable, HERE / "gpu_child.py", folder / "jobs.json", found, *limits],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        check=True,
+    )
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -31,35 +47,27 @@ def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], dict[str, Any]]:
     """A job's reports by policy; the engines of all collected tests run at the first call."""
-    reason = missing()
+    option = request.config.getoption
+    reason = missing() if option("--gpu-reports") is None else None
     if reason is not None:
         pytest.skip(reason)
     params = (getattr(item, "callspec", None) for item in request.session.items)
     asked = {p.params["job"] for p in params if p is not None and "job" in p.params}
     asked |= {"trained"} if "tp2" in asked else set()
     names = [name for name in JOBS if name in asked and missing(name) is None]
-    folder = tmp_path_factory.mktemp("gpu")
-    (folder / "jobs.json").write_text(json.dumps(engines(names)))
-    option = request.config.getoption
-    count, seconds = str(option("--gpu-jobs")), str(option("--gpu-seconds"))
-    found = folder / "reports.json"
-    path = os.pathsep.join([str(HERE), str(HERE.parent / "vllm"), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [sys.executable, HERE / "gpu_child.py", folder / "jobs.json", found, count, seconds],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path},
-        check=True,
-    )
+    found = option("--gpu-reports")
+    if found is None:
+        found = run(tmp_path_factory.mktemp("gpu"), names, option)
     by_engine = json.loads(found.read_text())
-    record = option("--gpu-record")
-    if record is not None:
-        record.write_text(json.dumps(gpu_table.record(by_engine), indent=1) + "\n")
+    if option("--gpu-record") is not None:
+        kept = json.dumps(gpu_table.record(by_engine), indent=1)
+        option("--gpu-record").write_text(kept + "\n")
 
     def of(name: str) -> dict[str, Any]:
-        reason = missing(name)
-        if reason is not None:
-            pytest.skip(reason)
         start = f"{name}."
-        return {key[len(start) :]: by_engine[key] for key in by_engine if key.startswith(start)}
+        mine = {key[len(start) :]: by_engine[key] for key in by_engine if key.startswith(start)}
+        if not mine:
+            pytest.skip(missing(name) or "not in these reports")
+        return mine
 
     return of

@@ -141,8 +141,10 @@ def carry_out(name: str, job: dict[str, Any], folder: Path) -> None:
     os._exit(0)  # what an engine leaves behind ends with its process
 
 
-def carry_out_all(jobs: dict[str, Any], folder: Path, count: int, limit: float) -> dict[str, Any]:
-    """All engines, ``count`` at a time; each has ``limit`` seconds."""
+def carry_out_all(
+    jobs: dict[str, Any], folder: Path, found_in: Path, count: int, limit: float
+) -> None:
+    """All engines, ``count`` at a time; each has ``limit`` seconds. Reports as soon as they are."""
     context = multiprocessing.get_context("fork")  # vLLM is imported once for all
     waiting, running, reports = list(jobs), dict[str, Any](), dict[str, Any]()
     while waiting or running:
@@ -164,10 +166,10 @@ def carry_out_all(jobs: dict[str, Any], folder: Path, count: int, limit: float) 
             text = log.read_text(errors="replace") if log.exists() else ""
             lines = [line for line in text.splitlines() if "kvtxn" in line]
             reports[name]["log"] = text[-6000:] if "error" in reports[name] else "\n".join(lines)
+            found_in.write_text(json.dumps(reports))
             says = reports[name].get("error", "done")
             print(f"{name}: {says[-300:]} ({time.monotonic() - begin:.0f} s)", flush=True)
         time.sleep(0.2)
-    return reports
 
 
 def main() -> None:
@@ -181,8 +183,7 @@ def main() -> None:
 
     assert not torch.cuda.is_initialized(), "processes that are forked could not use the GPU"
     folder = Path(sys.argv[1]).parent
-    reports = carry_out_all(jobs, folder, int(sys.argv[3]), float(sys.argv[4]))
-    path.write_text(json.dumps(reports))
+    carry_out_all(jobs, folder, path, int(sys.argv[3]), float(sys.argv[4]))
 
 
 if __name__ == "__main__":

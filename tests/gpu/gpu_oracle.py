@@ -108,6 +108,7 @@ class Watch(CacheOracle):
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         layers, facts = vllm_internals.target_layers(runner)
         return {
+            "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__.split('+')[0]}",
             "decisions": {asked: list(vllm_policy.decide(asked, facts)) for asked in POLICIES},
             "attention": facts.attention,
             "runner": facts.runner,

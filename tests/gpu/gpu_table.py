@@ -1,13 +1,14 @@
 """What the engines on a GPU showed, as a record and as a page.
 
-python tests/gpu/gpu_table.py RECORD.json   takes over a record that a run left, and draws
-python tests/gpu/gpu_table.py               draws again
+python tests/gpu/gpu_table.py RECORD.json COMMIT   takes over a record that a run left, and draws
+python tests/gpu/gpu_table.py                      draws again
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,22 @@ SEEN = ("windows", "rejected", "rejected_written", "strays", "early", "kept_unwr
 
 HEAD = """# vLLM on a GPU
 
-What `pytest tests/gpu` showed on {machine}, drawn by `python tests/gpu/gpu_table.py`: tiny models
-with random weights in bfloat16, torch.compile and CUDA graphs as vLLM sets them, each engine in a
-process of its own. *windows* (*graphs*: replayed whole) and *rejected* rows are those that an
-oracle saw that reads the caches on the device around each step and knows nothing of kvtxn; *left*
-is how many rejected rows were still there after it, *strays* how many layers had changed anywhere
-else, *early* how many draft rows were in the cache before their commit. *same tokens*: requests of
-all scenarios whose tokens are stock's under the same attention; under `undo` all have to be, under
-`deferred` another order of sums can tip a near-tie in bfloat16. *accepted* of *drafted* rows are
-vLLM's own counts.
+What `pytest tests/gpu` showed on {machine}, commits {commits},
+drawn by `python tests/gpu/gpu_table.py`: tiny models with random weights in bfloat16; `trained` is
+a trained one; torch.compile and CUDA graphs as vLLM sets them, each engine in a process of its own.
+
+*windows* (*graphs*: replayed whole) and *rejected* rows are those that an oracle saw that reads the
+caches on the device around each step and knows nothing of kvtxn; *left* is how many rejected rows
+were still there after it, *strays* how many layers had changed anywhere else, *early* how many
+draft rows were in the cache before their commit; *bypassed* steps have no window, so their rows are
+left as in stock. *accepted* of *drafted* rows are vLLM's own counts. *same tokens*: requests of all
+scenarios, the first one also without the oracle, whose tokens are stock's under the same attention.
+
+Under `deferred` another order of sums can tip a near-tie in bfloat16. Under `undo` tokens are
+stock's, with two exceptions. Where vLLM schedules ahead of the GPU, what a batch holds depends on
+time, and a near-tie on what a batch holds; engines called *steady* do not schedule ahead. And one
+request of the scenario `same_step` meets a near-tie that falls either way: of `draft` and
+`draft_steady`, the same token was stock's in one and that under `undo` in the other.
 """
 
 
@@ -61,12 +69,10 @@ def cell(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
 
 def record(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What is worth keeping of the engines' reports, by job and policy; errors as they are."""
-    import torch
-
     found: dict[str, Any] = {}
     for engine, report in reports.items():
         name, _, policy = engine.rpartition(".")
-        stock = reports[f"{name}.stock"]
+        stock = reports.get(f"{name}.stock", {"error": "no stock engine"})
         error = report.get("error") or stock.get("error")
         kept = {key: report.get(key) for key in ("attention", "runner", "graphs", "cache")}
         if error is not None:
@@ -75,14 +81,22 @@ def record(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
             kept["cells"] = {
                 each: cell(report[each], stock[each]) for each in ["unwatched", *scenarios(name)]
             }
-            if name == "tp2":
+            if name == "tp2" and "error" not in reports.get("trained.stock", {"error": ""}):
                 alone = reports["trained.stock"]["novels"]["tokens"]
                 both = zip(report["novels"]["tokens"], alone, strict=True)
                 kept["as_alone"] = sum(a == b for a, b in both)
-            kept["decisions"] = report["decisions"]
         found.setdefault(name, {})[policy] = kept
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__.partition('+')[0]}"
+    machines = {report["machine"] for report in reports.values() if "machine" in report}
+    machine = " and ".join(sorted(machines))
     return {"machine": machine, "jobs": {name: found[name] for name in JOBS if name in found}}
+
+
+def bypassed(cells: list[dict[str, Any]]) -> str:
+    """Steps without a window, by reason."""
+    reasons = Counter[str]()
+    for each in cells:
+        reasons.update({reason: int(count) for reason, count in each["bypassed"].items()})
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "0"
 
 
 def line(name: str, policy: str, found: dict[str, Any]) -> str:
@@ -102,6 +116,7 @@ def line(name: str, policy: str, found: dict[str, Any]) -> str:
         f"{total('windows')} ({total('graphs')})",
         *(str(total(key)) for key in ("rejected", "rejected_written", "strays")),
         str(total("early")) if policy == "deferred" else "",
+        bypassed(watched),
         str(total("fallbacks", every)),
     ]
     return f"| {' | '.join(columns)} |"
@@ -117,7 +132,7 @@ def agreement(name: str, found: dict[str, Any]) -> str:
 def draw(grid: dict[str, Any]) -> str:
     """The page."""
     head = "| engine | policy | same tokens | accepted / drafted | windows (graphs) | rejected "
-    lines = [f"{head}| left | strays | early | fallbacks |", "|---|---|" + "---:|" * 8]
+    lines = [f"{head}| left | strays | early | bypassed | fallbacks |", "|---|---|" + "---:|" * 9]
     notes, failed, again = [], [], []
     for name, policies in grid["jobs"].items():
         notes.append(f"- {name}: {JOBS[name]['says']}; {', '.join(scenarios(name))}.")
@@ -133,19 +148,30 @@ def draw(grid: dict[str, Any]) -> str:
             requests = found["cells"]["novels"]["requests"]
             same = f"{found['as_alone']} of {requests}"
             notes.append(f"- tp2, {policy}: {same} requests have the tokens of stock on one GPU.")
+    out = [name for name in JOBS if name not in grid["jobs"]]
+    notes += [f"\nNot in this record: {', '.join(out)}."] if out else []
     if again:
         notes += ["", "Where vLLM schedules ahead of the GPU, stock next to stock:", "", *again]
-    parts = [HEAD.format(machine=grid["machine"]), *lines, "\nThe engines, and their scenarios:\n"]
+    commits = ", ".join(grid["commits"])
+    parts = [
+        HEAD.format(machine=grid["machine"], commits=commits),
+        *lines,
+        "\nThe engines, and their scenarios:\n",
+    ]
     return "\n".join([*parts, *notes, *(["\nDid not run:\n", *failed] if failed else []), ""])
 
 
 def main() -> None:
     """Take a record over, job by job, and draw."""
-    grid = json.loads(RECORD.read_text()) if RECORD.exists() else {"jobs": {}}
+    grid = json.loads(RECORD.read_text()) if RECORD.exists() else {"commits": [], "jobs": {}}
     if len(sys.argv) > 1:
-        new = json.loads(Path(sys.argv[1]).read_text())
-        jobs = grid["jobs"] | new["jobs"]
-        grid = {"machine": new["machine"], "jobs": {n: jobs[n] for n in JOBS if n in jobs}}
+        new, commit = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+        for name, policies in new["jobs"].items():
+            grid["jobs"][name] = {policy: {"commit": commit, **policies[policy]}
+                                  for policy in sorted(policies)}  # fmt: skip
+        jobs = {name: grid["jobs"][name] for name in JOBS if name in grid["jobs"]}
+        commits = {found["commit"] for policies in jobs.values() for found in policies.values()}
+        grid = {"machine": new["machine"], "commits": sorted(commits), "jobs": jobs}
         RECORD.write_text(json.dumps(grid, indent=1) + "\n")
     PAGE.write_text(draw(grid))
 

@@ -1,0 +1,51 @@
+"""GRID.md is what the recorded runs say, and the records are clean; no GPU needed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from gpu_jobs import JOBS, scenarios
+from gpu_table import PAGE, RECORD, draw
+from kvtxn.integrations.vllm_policy import ATTENTION, RUNNERS
+
+GRID = json.loads(RECORD.read_text())
+SEEN = [
+    pytest.param(job, policy, id=f"{job}-{policy}")
+    for job, policies in GRID["jobs"].items()
+    for policy in policies
+    if policy in ("undo", "deferred")
+]
+
+
+def test_the_page_is_drawn_from_the_record():
+    assert PAGE.read_text() == draw(GRID)
+    changed = json.loads(json.dumps(GRID))
+    changed["jobs"]["flash"]["undo"]["cells"]["eight"]["rejected"] += 1
+    assert PAGE.read_text() != draw(changed)
+
+
+def test_what_needs_one_gpu_is_recorded():
+    """Every policy and scenario of it."""
+    for name, found in JOBS.items():
+        if found.get("gpus", 1) == 1:
+            assert set(GRID["jobs"][name]) == {"stock", *found["policies"]}
+            for seen in GRID["jobs"][name].values():
+                assert list(seen["cells"]) == ["unwatched", *scenarios(name)]
+
+
+@pytest.mark.parametrize(("job", "policy"), SEEN)
+def test_a_record_is_clean(job, policy):
+    """No rejected row left, nothing else changed, nothing early, no fallback."""
+    for cell in GRID["jobs"][job][policy]["cells"].values():
+        assert cell["fallbacks"] == 0
+        if not cell["bypassed"]:
+            assert not any(cell.get(key, 0) for key in ("rejected_written", "strays"))
+            assert policy == "undo" or cell.get("early", 0) == 0
+
+
+def test_the_table_names_what_was_seen():
+    """The attention backends and runners that the plug-in lets have windows on a GPU."""
+    kept = [policies["undo"] for policies in GRID["jobs"].values()]
+    assert {seen["attention"] for seen in kept} == set(ATTENTION["cuda"])
+    assert {seen["runner"] for seen in kept} == set(RUNNERS["cuda"])
