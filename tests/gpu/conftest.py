@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,21 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]  # the scenarios and the o
 import gpu_table  # noqa: E402
 from gpu_jobs import JOBS, engines, missing  # noqa: E402
 
+DEFAULTS = {"--gpu-reports": None, "--gpu-record": None, "--gpu-jobs": 12, "--gpu-seconds": 420.0}
+
+
+def setting(config: pytest.Config, name: str) -> Any:
+    """An option, or its default where pytest was not started on this folder."""
+    return config.getoption(name, DEFAULTS[name])
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where to leave what was seen, and how much to do at once."""
     parser.addoption("--gpu-reports", type=Path, help="judge the reports of an earlier run")
     parser.addoption("--gpu-record", type=Path, help="write what the engines showed here, as JSON")
-    parser.addoption("--gpu-jobs", type=int, default=12, help="engines that run at once")
-    parser.addoption("--gpu-seconds", type=float, default=420, help="what one engine may take")
+    jobs, seconds = DEFAULTS["--gpu-jobs"], DEFAULTS["--gpu-seconds"]
+    parser.addoption("--gpu-jobs", type=int, default=jobs, help="engines that run at once")
+    parser.addoption("--gpu-seconds", type=float, default=seconds, help="what one engine may take")
 
 
 def run(folder: Path, names: list[str], option: Callable[[str], Any]) -> Path:
@@ -47,12 +56,12 @@ def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], dict[str, Any]]:
     """A job's reports by policy; the engines of all collected tests run at the first call."""
-    option = request.config.getoption
+    option = partial(setting, request.config)
     reason = missing() if option("--gpu-reports") is None else None
     if reason is not None:
         pytest.skip(reason)
     params = (getattr(item, "callspec", None) for item in request.session.items)
-    asked = {p.params["job"] for p in params if p is not None and "job" in p.params}
+    asked = {p.params["kind"] for p in params if p is not None and "kind" in p.params}
     asked |= {"trained"} if "tp2" in asked else set()
     names = [name for name in JOBS if name in asked and missing(name) is None]
     found = option("--gpu-reports")

@@ -6,29 +6,29 @@ import pytest
 from gpu_jobs import JOBS, NEAR_TIE, TIMED, V1, scenarios
 
 CELLS = [
-    pytest.param(job, policy, scenario, id=f"{job}-{policy}-{scenario}")
-    for job, found in JOBS.items()
+    pytest.param(kind, policy, scenario, id=f"{kind}-{policy}-{scenario}")
+    for kind, found in JOBS.items()
     for policy in found["policies"]
     if policy != "again"
-    for scenario in ("unwatched", *scenarios(job))
+    for scenario in ("unwatched", *scenarios(kind))
 ]
 
 
-def reports_of(reports, job, *policies):
+def reports_of(reports, kind, *policies):
     """The reports of these policies, which have to be there."""
-    found = reports(job)
+    found = reports(kind)
     for policy in policies:
         assert "error" not in found[policy], found[policy]["log"]
     return [found[policy] for policy in policies]
 
 
-@pytest.mark.parametrize(("job", "policy", "scenario"), CELLS)
-def test_a_cell(reports, job, policy, scenario):
+@pytest.mark.parametrize(("kind", "policy", "scenario"), CELLS)
+def test_a_cell(reports, kind, policy, scenario):
     """Tokens and acceptance are stock's, or under deferred nearly; the caches are clean."""
-    report, ours = reports_of(reports, job, "stock", policy)
+    report, ours = reports_of(reports, kind, "stock", policy)
     stock, ours, active = report[scenario], ours[scenario], active_ranks(ours)
     same = sum(a == b for a, b in zip(ours["tokens"], stock["tokens"], strict=True))
-    ahead = JOBS[job].get("options", {}).get("async_scheduling", True)
+    ahead = JOBS[kind].get("options", {}).get("async_scheduling", True)
     if policy == "undo" and ahead and scenario in TIMED:
         assert same >= 0.5 * len(stock["tokens"])
     elif policy == "undo" and scenario == NEAR_TIE:
@@ -37,7 +37,7 @@ def test_a_cell(reports, job, policy, scenario):
         assert same == len(stock["tokens"])
         assert ours["stats"] == stock["stats"]
     assert 0 < ours["stats"]["accepted"] <= ours["stats"]["drafted"]
-    assert active == JOBS[job].get("active", [True] * len(active))
+    assert active == JOBS[kind].get("active", [True] * len(active))
     seen_by_rank = ours.get("oracle", [None] * len(active))
     pairs = zip(ours["kvtxn"], seen_by_rank, strict=True)
     ranks = [pair for pair, on in zip(pairs, active, strict=True) if on]
@@ -46,7 +46,7 @@ def test_a_cell(reports, job, policy, scenario):
         assert counts["kvtxn_fallbacks_total"] == 0
         assert counts["kvtxn_windows_total_committed"] == counts["kvtxn_windows_total"] > 0
         if seen is not None:
-            judge(counts, seen, policy, JOBS[job].get("bypassed", 0.1))
+            judge(counts, seen, policy, JOBS[kind].get("bypassed", 0.1))
 
 
 def active_ranks(report):
@@ -72,11 +72,11 @@ def judge(counts, seen, policy, most):
         assert seen.get("early", 0) <= drafts
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_the_oracle_sees_rejected_rows_in_stock(reports, job):
+@pytest.mark.parametrize("kind", JOBS)
+def test_the_oracle_sees_rejected_rows_in_stock(reports, kind):
     """It can fail: without kvtxn rejected rows are found written."""
-    [stock] = reports_of(reports, job, "stock")
-    seen = [stock[scenario]["oracle"][-1] for scenario in scenarios(job)]
+    [stock] = reports_of(reports, kind, "stock")
+    seen = [stock[scenario]["oracle"][-1] for scenario in scenarios(kind)]
     rejected, written, strays = (
         sum(each.get(key, 0) for each in seen) for key in ("rejected", "rejected_written", "strays")
     )
@@ -84,38 +84,38 @@ def test_the_oracle_sees_rejected_rows_in_stock(reports, job):
     assert strays > 0
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_the_engine_is_the_one_that_was_meant(reports, job):
+@pytest.mark.parametrize("kind", JOBS)
+def test_the_engine_is_the_one_that_was_meant(reports, kind):
     """Attention, runner and graphs."""
-    for found in reports_of(reports, job, "stock", *JOBS[job]["policies"]):
-        assert found["attention"] == JOBS[job]["attention"]
-        assert found["runner"] == ("v1" if V1.items() <= environment(job).items() else "v2")
+    for found in reports_of(reports, kind, "stock", *JOBS[kind]["policies"]):
+        assert found["attention"] == JOBS[kind]["attention"]
+        assert found["runner"] == ("v1" if V1.items() <= environment(kind).items() else "v2")
         assert found["graphs"] != "NONE"
 
 
-def environment(job):
-    """What a job sets; Medusa is for V1 alone, whatever is set."""
-    return V1 if job == "medusa" else JOBS[job].get("environment", {})
+def environment(kind):
+    """What a kind sets; Medusa is for V1 alone, whatever is set."""
+    return V1 if kind == "medusa" else JOBS[kind].get("environment", {})
 
 
-@pytest.mark.parametrize("job", [job for job in JOBS if not job.endswith("_steady")])
-def test_what_is_not_covered_has_a_reason(reports, job):
-    """A policy that a job leaves out stays out by itself, and says why."""
-    [stock] = reports_of(reports, job, "stock")
+@pytest.mark.parametrize("kind", [kind for kind in JOBS if not kind.endswith("_steady")])
+def test_what_is_not_covered_has_a_reason(reports, kind):
+    """A policy that a kind leaves out stays out by itself, and says why."""
+    [stock] = reports_of(reports, kind, "stock")
     for policy in ("undo", "deferred"):
         outcome, reason = stock["decisions"][policy]
-        assert outcome == (policy if policy in JOBS[job]["policies"] else "off")
+        assert outcome == (policy if policy in JOBS[kind]["policies"] else "off")
         assert reason
 
 
-@pytest.mark.parametrize("job", ["tp2"])
+@pytest.mark.parametrize("kind", ["tp2"])
 @pytest.mark.parametrize("policy", JOBS["tp2"]["policies"])
-def test_two_gpus_say_what_one_says(reports, job, policy):
+def test_two_gpus_say_what_one_says(reports, kind, policy):
     """As nearly as stock on two GPUs says what stock on one does."""
     alone = reports("trained")["stock"]["novels"]["tokens"]
 
     def same(found):
         return sum(a == b for a, b in zip(found["novels"]["tokens"], alone, strict=True))
 
-    stock, ours = same(reports(job)["stock"]), same(reports(job)[policy])
+    stock, ours = same(reports(kind)["stock"]), same(reports(kind)[policy])
     assert ours == stock or (policy == "deferred" and ours >= 0.8 * stock)

@@ -11,8 +11,8 @@ from kvtxn.integrations.vllm_policy import ATTENTION, RUNNERS
 
 GRID = json.loads(RECORD.read_text())
 SEEN = [
-    pytest.param(job, policy, id=f"{job}-{policy}")
-    for job, policies in GRID["jobs"].items()
+    pytest.param(kind, policy, id=f"{kind}-{policy}")
+    for kind, policies in GRID["jobs"].items()
     for policy in policies
     if policy in ("undo", "deferred")
 ]
@@ -34,10 +34,10 @@ def test_what_needs_one_gpu_is_recorded():
                 assert list(seen["cells"]) == ["unwatched", *scenarios(name)]
 
 
-@pytest.mark.parametrize(("job", "policy"), SEEN)
-def test_a_record_is_clean(job, policy):
+@pytest.mark.parametrize(("kind", "policy"), SEEN)
+def test_a_record_is_clean(kind, policy):
     """No rejected row left, nothing else changed, nothing early, no fallback."""
-    for cell in GRID["jobs"][job][policy]["cells"].values():
+    for cell in GRID["jobs"][kind][policy]["cells"].values():
         assert cell["fallbacks"] == 0
         if not cell["bypassed"]:
             assert not any(cell.get(key, 0) for key in ("rejected_written", "strays"))

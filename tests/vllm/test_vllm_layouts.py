@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernels_here import importing_kernels
 
-pytest.importorskip("vllm", reason="the layouts are vLLM's")
-pytest.importorskip("triton", reason="the runner's side needs it")
-from kvtxn.integrations.vllm_internals import TargetLayer
-from kvtxn.integrations.vllm_runner_v2 import layer_refs
+with importing_kernels():
+    from kvtxn.integrations.vllm_internals import TargetLayer
+    from kvtxn.integrations.vllm_runner_v2 import layer_refs
 
 BLOCKS, HEADS, SIZE, WIDTH, LAYERS = 4, 2, 8, 16, 3
 

@@ -5,38 +5,19 @@ The kernels run on the GPU where there is one, else through Triton's interpreter
 
 from __future__ import annotations
 
-import os
 import random
 
 import numpy
-import pytest
 import torch
+from kernels_here import importing_kernels
+from vllm_step_rig import DEVICE, anywhere  # noqa: F401
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-if not ON_GPU:  # must be set when Triton and the kernels are imported, and only then
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
-    pytest.importorskip("triton", reason="the steps need Triton")
-    if not ON_GPU:
-        pytest.importorskip("triton.experimental.gluon")  # else imported later, uninterpreted
-    import kvtxn.backends.triton_executor as triton_executor
+with importing_kernels():
     from kvtxn.integrations.vllm_gpu_packed import PackedSteps
-finally:
-    os.environ.pop("TRITON_INTERPRET", None)
 
 HEADS, SIZE, BLOCK, BLOCKS, VOCAB = 2, 8, 8, 16, 50
-
-
-@pytest.fixture(autouse=True)
-def _anywhere(monkeypatch):
-    """The executor may be asked for by name on a CPU, where the interpreter runs it."""
-    monkeypatch.setattr(
-        triton_executor.TritonExecutor, "unavailable", classmethod(lambda cls, device: None)
-    )
 
 
 class Runner:

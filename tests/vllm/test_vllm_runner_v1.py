@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from kernels_here import importing_kernels
 
-pytest.importorskip("vllm", reason="the hooks know vLLM's names")
-from kvtxn.integrations import vllm_internals_gpu as inside
-from kvtxn.integrations.vllm_runner_v1 import window_runner
+with importing_kernels():
+    from kvtxn.integrations import vllm_internals_gpu as inside
+    from kvtxn.integrations.vllm_runner_v1 import window_runner
 
 
 class Batch:

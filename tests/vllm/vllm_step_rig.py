@@ -20,7 +20,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_gpu import GpuSteps
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-__all__ = ["ON_GPU", "Rig", "anywhere", "fixed_window", "triton_kernels"]
+__all__ = ["DEVICE", "ON_GPU", "Rig", "anywhere", "fixed_window", "triton_kernels"]
 
 HEADS, SIZE, BLOCK, BLOCKS = 2, 8, 4, 8
 
