@@ -15,8 +15,8 @@ SUITES: Final = {
     "attention": "kernels_attention",
     "steps": "steps",
     "vllm": "vllm_bench",
-    "report": "report",
     "exactness": "vllm_exactness",
+    "report": "report",
 }
 
 

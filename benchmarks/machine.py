@@ -39,6 +39,11 @@ def describe(commit: str | None = None) -> dict[str, Any]:
     return facts
 
 
+def results_folder() -> Path:
+    """Where results go if nothing else is said: with the others in a checkout, else here."""
+    return RESULTS if RESULTS.is_dir() else Path()
+
+
 def gpu_state() -> str | None:
     """Clock, temperature and power of the first GPU at this moment; None without one."""
     fields = "clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit"

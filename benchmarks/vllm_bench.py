@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from ..config import ACCEPTANCE_MODES, POLICIES
-from ..errors import ConfigError
-from . import machine, vllm_files
+from . import machine, vllm_files, vllm_options
 from .vllm_cell import measure
 from .vllm_engine import Engine, EngineSpec, running
 from .vllm_models import DRAFTERS, MODELS, Model
@@ -31,82 +28,12 @@ from .vllm_work import SCENARIOS, Point, make
 
 help: Final = "whole vLLM engines: stock against deferred and undo"
 
-_ABOUT: Final = """\
-Start one vLLM engine per policy, side by side, and let them take turns at the same work.
-Without options this is a smoke test: a tiny model with random weights, under a minute on two
-CPU cores. What comes out is NAME.json, NAME.md and NAME.png (a plot, where matplotlib is
-installed; `kvtxn bench report NAME.json` makes both again)."""
-
-_SCENARIOS: Final = "scenarios:\n" + "\n".join(
-    f"  {name:<6} {each.about}: {each.context} tokens of context, {each.tokens} to generate"
-    for name, each in SCENARIOS.items()
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments; those in the plural take several values, commas between."""
-    parser.description, parser.epilog = _ABOUT, _SCENARIOS
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    what = parser.add_argument_group("engines")
-    what.add_argument("--model", choices=sorted(MODELS), default="tiny", help="default: tiny")
-    what.add_argument("--drafter", choices=sorted(DRAFTERS), default="ngram", help="default: ngram")
-    what.add_argument("--drafts", type=_natural, default=4, help="draft tokens per request")
-    what.add_argument(
-        "--policies",
-        type=_names("stock", *POLICIES),
-        default="stock,deferred,undo",
-        help="'stock' and kvtxn's policies, commas between; default: %(default)s. Twice the same, "
-        "as in 'stock,stock', shows what is noise",
-    )
-    what.add_argument(
-        "--mask-modes",
-        type=_names(*ACCEPTANCE_MODES),
-        metavar="MODES",
-        help="how sampled ids become accepted counts (TxnConfig.acceptance): an engine for each "
-        f"policy and mode; on CPUs alone. Of {', '.join(ACCEPTANCE_MODES)}",
-    )
-    what.add_argument("--batch", type=_natural, help="most requests that run at once; default: all")
-    what.add_argument(
-        "--engine-args",
-        type=_object,
-        default={},
-        metavar="JSON",
-        help="more arguments of vllm.LLM, the same for all engines",
-    )
-    what.add_argument(
-        "--timeout",
-        type=_positive,
-        default=600.0,
-        metavar="SECONDS",
-        help="most that an engine may take to start, or for one run; default: 600",
-    )
-    load = parser.add_argument_group("load: one cell for each combination, commas between values")
-    load.add_argument("--scenario", type=_names(*SCENARIOS), default="short", help="see below")
-    load.add_argument("--requests", type=_naturals, default="1,4", help="default: 1,4")
-    load.add_argument("--context", type=_naturals, help="prompt tokens; default: the scenario's")
-    load.add_argument("--tokens", type=_natural, help="tokens to generate per request; likewise")
-    load.add_argument(
-        "--acceptance",
-        type=_rates,
-        default="real",
-        help="'real' (default), or shares of drafts that synthetic acceptance accepts",
-    )
-    load.add_argument(
-        "--arrivals", type=_positive, metavar="RATE", help="requests per second, mixed; default: 16"
-    )
-    load.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    load.add_argument("--rounds", type=_natural, default=3, help="measured rounds; default: 3")
-    out = parser.add_argument_group("result")
-    out.add_argument("--output", metavar="NAME", help="default: vllm-MODEL-DRAFTER")
-    out.add_argument(
-        "--folder", type=Path, default=machine.RESULTS, help="where to; default: the package's own"
-    )
-    out.add_argument("--commit", help="of these sources, where there is no git and no file COMMIT")
+add_arguments = vllm_options.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
     """Start the engines, measure every cell, write the result and print it."""
-    _check(args)
+    vllm_options.check(args)
     begin = time.time()
     result: dict[str, Any] = {
         "format": vllm_files.FORMAT,
@@ -162,32 +89,6 @@ def _conditions(engines: Sequence[Engine]) -> dict[str, Any]:
 _ARRIVALS: Final = 16.0
 
 _NOT_SETTINGS: Final = ("log_level", "command", "suite", "folder", "commit")
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Refuse what would have no effect, before an engine starts."""
-    if args.arrivals is not None and not any(SCENARIOS[name].mixed for name in args.scenario):
-        raise ConfigError(
-            "bench vllm",
-            "--arrivals has no effect without a scenario in which requests arrive over time",
-            expected="--scenario mixed",
-            got=",".join(args.scenario),
-        )
-    if args.acceptance != [None] and not torch.cuda.is_available():
-        raise ConfigError(
-            "bench vllm",
-            "vLLM has no synthetic acceptance on CPUs",
-            expected="--acceptance real",
-            got=f"rates {args.acceptance}",
-        )
-    if args.mask_modes and torch.cuda.is_available():
-        raise ConfigError(
-            "bench vllm",
-            "--mask-modes has no effect on a GPU: the commit's own launch counts there",
-            hint="leave it out",
-        )
-    if args.mask_modes and set(args.policies) == {"stock"}:
-        raise ConfigError("bench vllm", "--mask-modes has no effect on stock", hint="leave it out")
 
 
 def _name(args: argparse.Namespace) -> str:
@@ -280,58 +181,3 @@ def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> di
         **settings,
         **args.engine_args,
     }
-
-
-# -- values of arguments ------------------------------------------------------------
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
-def _naturals(text: str) -> list[int]:
-    return [_natural(part) for part in text.split(",")]
-
-
-def _names(*known: str) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-        return text.split(",")
-
-    return parse
-
-
-def _rates(text: str) -> list[float | None]:
-    if text == "real":
-        return [None]
-    try:
-        rates = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 'real' nor shares") from None
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise argparse.ArgumentTypeError(f"shares lie between 0 and 1, not {text}")
-    return list(rates)
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
-    return found

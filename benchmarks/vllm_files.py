@@ -1,4 +1,11 @@
-"""The files of a ``kvtxn bench vllm`` result: JSON, and Markdown and a plot made from it."""
+"""The files of a ``kvtxn bench vllm`` result: JSON, and Markdown and a plot made from it.
+
+The JSON has ``machine`` (hardware, versions, commit, command), ``settings`` (the options),
+``conditions`` (what else held: engine arguments, environment, what the plug-in announced) and
+``cells``: a load and, under ``engines``, for each what its rounds gave, what the plug-in counted
+meanwhile per rank, and ``of_stock``, the comparison. ``tests/vllm/test_vllm_bench.py`` has all
+names and types.
+"""
 
 from __future__ import annotations
 

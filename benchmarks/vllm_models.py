@@ -81,6 +81,13 @@ class Model:
         """What a token takes in the cache in bf16, a drafter's layer included."""
         return (self.shape.layers + 1) * self.shape.row_bytes
 
+    @property
+    def about(self) -> str:
+        """One line."""
+        kind = "latent attention, " if self.shape.latent else ""
+        weights = "random weights" if self.folder is None else "trained: real text and acceptance"
+        return f"{self.shape.layers} layers of {self.shape.hidden}, {kind}{weights}"
+
     def arguments(self, folder: Path, max_length: int) -> dict[str, Any]:
         """What ``vllm.LLM`` has to know of it.
 

@@ -36,7 +36,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
         context=1024,
         tokens=128,
         mixed=True,
-        about="prompts and answers of all lengths, arriving over time",
+        about="all lengths, arriving over time",
     ),
 }
 

@@ -61,3 +61,10 @@ def test_state_of_the_gpu(monkeypatch, tmp_path):
     tool.write_text("#!/bin/sh\necho 1980 MHz\necho another GPU\n")
     tool.chmod(0o755)
     assert machine.gpu_state() == "1980 MHz"
+
+
+def test_where_results_go(monkeypatch, tmp_path):
+    """With the others in a checkout; an installed package has none, so not into its folder."""
+    assert machine.results_folder() == machine.RESULTS
+    monkeypatch.setattr(machine, "RESULTS", tmp_path / "results")
+    assert machine.results_folder() == machine.Path()

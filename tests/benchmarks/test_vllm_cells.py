@@ -238,9 +238,11 @@ def test_synthetic_rates_accept_the_share_asked_for(rate):
     assert found == sorted(found, reverse=True)
 
 
-def test_scenarios_are_said_in_the_help(capsys):
+def test_the_help_has_scenarios_and_models(capsys):
     """With what they default to."""
     with pytest.raises(SystemExit):
         main(["bench", "vllm", "--help"])
     text = capsys.readouterr().out
     assert all(f"{each.context} tokens of context" in text for each in SCENARIOS.values())
+    assert "llama3-8b   32 layers of 4096, random weights" in text
+    assert max(map(len, text.splitlines())) <= 100

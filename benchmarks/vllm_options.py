@@ -1,0 +1,182 @@
+"""The options of ``kvtxn bench vllm``: what they are, and which go together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ..config import ACCEPTANCE_MODES, POLICIES
+from ..errors import ConfigError
+from . import machine
+from .vllm_models import DRAFTERS, MODELS
+from .vllm_work import SCENARIOS
+
+_ABOUT: Final = """\
+Start one vLLM engine per policy, side by side, and let them take turns at the same work.
+Without options this is a smoke test: a tiny model with random weights, under a minute on two
+CPU cores. What comes out is NAME.json, NAME.md and NAME.png (a plot, where matplotlib is
+installed; `kvtxn bench report NAME.json` makes both again)."""
+
+_LISTS: Final = "\n".join(
+    [
+        "scenarios:",
+        *(
+            f"  {name:<12}{each.about}: {each.context} tokens of context, {each.tokens} generated"
+            for name, each in SCENARIOS.items()
+        ),
+        "models:",
+        *(f"  {name:<12}{model.about}" for name, model in MODELS.items()),
+    ]
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments; those in the plural take several values, commas between."""
+    parser.description, parser.epilog = _ABOUT, _LISTS
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    what = parser.add_argument_group("engines")
+    what.add_argument(
+        "--model", choices=sorted(MODELS), default="tiny", help="default: tiny; see below"
+    )
+    what.add_argument("--drafter", choices=sorted(DRAFTERS), default="ngram", help="default: ngram")
+    what.add_argument("--drafts", type=_natural, default=4, help="per request; default: 4")
+    what.add_argument(
+        "--policies",
+        type=_names("stock", *POLICIES),
+        default="stock,deferred,undo",
+        help="'stock' and kvtxn's policies, commas between; default: %(default)s. Twice the same, "
+        "as in 'stock,stock', shows what is noise",
+    )
+    what.add_argument(
+        "--mask-modes",
+        type=_names(*ACCEPTANCE_MODES),
+        metavar="MODES",
+        help="how sampled ids become accepted counts (TxnConfig.acceptance): an engine for each "
+        f"policy and mode; on CPUs alone. Of {', '.join(ACCEPTANCE_MODES)}",
+    )
+    what.add_argument("--batch", type=_natural, help="most requests that run at once; default: all")
+    what.add_argument(
+        "--engine-args",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="more arguments of vllm.LLM, the same for all engines",
+    )
+    what.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="most that an engine may take to start, or for one run; default: 600",
+    )
+    load = parser.add_argument_group("load: one cell for each combination, commas between values")
+    load.add_argument("--scenario", type=_names(*SCENARIOS), default="short", help="see below")
+    load.add_argument("--requests", type=_naturals, default="1,4", help="default: 1,4")
+    load.add_argument("--context", type=_naturals, help="prompt tokens; default: the scenario's")
+    load.add_argument("--tokens", type=_natural, help="tokens to generate per request; likewise")
+    load.add_argument(
+        "--acceptance",
+        type=_rates,
+        default="real",
+        help="'real' (default), or shares of drafts that synthetic acceptance accepts",
+    )
+    load.add_argument(
+        "--arrivals", type=_positive, metavar="RATE", help="requests per second, mixed; default: 16"
+    )
+    load.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    load.add_argument("--rounds", type=_natural, default=3, help="measured rounds; default: 3")
+    out = parser.add_argument_group("result")
+    out.add_argument("--output", metavar="NAME", help="default: vllm-MODEL-DRAFTER")
+    out.add_argument(
+        "--folder",
+        type=Path,
+        default=machine.results_folder(),
+        help="where to; default: benchmarks/results in a checkout, else the current folder",
+    )
+    out.add_argument("--commit", help="of these sources, where there is no git and no file COMMIT")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what would have no effect, before an engine starts."""
+    if args.arrivals is not None and not any(SCENARIOS[name].mixed for name in args.scenario):
+        raise ConfigError(
+            "bench vllm",
+            "--arrivals has no effect without a scenario in which requests arrive over time",
+            expected="--scenario mixed",
+            got=",".join(args.scenario),
+        )
+    if args.acceptance != [None] and not torch.cuda.is_available():
+        raise ConfigError(
+            "bench vllm",
+            "vLLM has no synthetic acceptance on CPUs",
+            expected="--acceptance real",
+            got=f"rates {args.acceptance}",
+        )
+    if args.mask_modes and torch.cuda.is_available():
+        raise ConfigError(
+            "bench vllm",
+            "--mask-modes has no effect on a GPU: the commit's own launch counts there",
+            hint="leave it out",
+        )
+    if args.mask_modes and set(args.policies) == {"stock"}:
+        raise ConfigError("bench vllm", "--mask-modes has no effect on stock", hint="leave it out")
+
+
+# -- values of arguments ------------------------------------------------------------
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def _naturals(text: str) -> list[int]:
+    return [_natural(part) for part in text.split(",")]
+
+
+def _names(*known: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def _rates(text: str) -> list[float | None]:
+    if text == "real":
+        return [None]
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'real' nor shares") from None
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise argparse.ArgumentTypeError(f"shares lie between 0 and 1, not {text}")
+    return list(rates)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return found
