@@ -86,7 +86,7 @@ def arguments(
     Raises:
         LayerError: an argument does not fit the layer or the window, or means nothing.
     """
-    check_query(ref, layout, query, block_table, seq_lens)
+    check_query(ref, layout, query, block_table, seq_lens, waiting)
     check_scores(scale, sliding_window, soft_cap)
     if ref.ring_size is not None:
         sliding_window = ref.window if sliding_window is None else sliding_window
@@ -127,7 +127,12 @@ def _check_ring(ref: LayerRef, layout: RowLayout, window: int, blocks: int, wait
 
 
 def check_query(
-    ref: LayerRef, layout: RowLayout, query: Tensor, block_table: Tensor, seq_lens: Tensor
+    ref: LayerRef,
+    layout: RowLayout,
+    query: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    waiting: bool,
 ) -> None:
     """Refuse, with a LayerError, arguments that do not fit the layer or the window.
 
@@ -173,6 +178,10 @@ def check_query(
         room = block_table.shape[1] * ref.planes[0].block_size
         lengths = seq_lens.tolist()
         _check_lengths(layout, room if ref.ring_size is None else max([*lengths, 0]), lengths)
+        if ref.ring_size is None:
+            own = [b - a if waiting else 0 for a, b in pairwise(layout.starts)]
+            ends = [length - rows for length, rows in zip(lengths, own, strict=True)]
+            _check_blocks(ref.planes[0], block_table, ends)
 
 
 def _check_lengths(layout: RowLayout, capacity: int, lengths: list[int]) -> None:
@@ -186,6 +195,21 @@ def _check_lengths(layout: RowLayout, capacity: int, lengths: list[int]) -> None
                 got=length,
                 hint="count every token of the request, this window's rows included",
             )
+
+
+def _check_blocks(plane: Plane, block_table: Tensor, ends: list[int]) -> None:
+    """Refuse blocks outside the cache among those that are read; the rest may be anything."""
+    count = plane.num_slots // plane.block_size
+    for request, (blocks, end) in enumerate(zip(block_table.tolist(), ends, strict=True)):
+        for block in blocks[: -(-end // plane.block_size)]:
+            if not 0 <= block < count:
+                raise LayerError(
+                    "attend",
+                    f"block_table of request {request} leaves the cache",
+                    expected=f"blocks 0 to {count - 1} for its {end} tokens",
+                    got=block,
+                    hint="name the blocks of the layer's group that hold the request's tokens",
+                )
 
 
 def check_scores(scale: object, sliding_window: object, soft_cap: object) -> None:

@@ -64,7 +64,10 @@ class CapturedRows:
 
         Raises:
             WindowStateError: the layer was staged before.
+            LayerError: not one tensor per plane.
         """
+        if not isinstance(ref, LayerRef):
+            raise LayerError("stage", f"{ref!r} is no LayerRef", got=type(ref).__name__)
         if ref.name in self._held:
             raise WindowStateError(
                 "stage",
@@ -72,6 +75,16 @@ class CapturedRows:
                 hint="make one CapturedRows for each captured graph",
             )
         scales = [None for plane in ref.planes[len(parts) :] if plane.is_scale]
+        if len(parts) + len(scales) != len(ref.planes) or not all(
+            isinstance(part, Tensor) for part in parts
+        ):
+            raise LayerError(
+                "stage",
+                f"layer {ref.name!r} is captured with one tensor per plane",
+                expected=f"{len(ref.planes)} tensors: {', '.join(p.part for p in ref.planes)}",
+                got=[type(part).__name__ for part in parts],
+                hint="pass what each plane stores, all rows of the forward",
+            )
         held = stored_rows(ref, (*parts, *scales))
         self._held[ref.name] = StagedLayer(ref, held)
         self._standing.clear()

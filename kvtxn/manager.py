@@ -312,7 +312,7 @@ class TransactionManager:
 
 def _label(reason: str) -> str:
     """A reason as part of a Prometheus name."""
-    return re.sub(r"[^a-zA-Z0-9_]+", "_", reason) or "unnamed"
+    return re.sub(r"[^a-zA-Z0-9_]+", "_", str(reason)) or "unnamed"
 
 
 def _shown_counts(accepted: object) -> object:

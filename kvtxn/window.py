@@ -198,10 +198,10 @@ class Window(WindowLife):
             LayerError: the layer is not staged, or the query does not fit it.
         """
         txn = self._txn
-        if self._state.is_final or txn is None:
-            self._refuse("attend", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
         name = str(getattr(ref, "name", ref))
-        if name in self._missing or self._manager.layers.get(name) is not ref:
+        if self._state.is_final:
+            self._refuse("attend", Event.ABORT, f"layer={name!r}")
+        if txn is None or name in self._missing or self._manager.layers.get(name) is not ref:
             raise LayerError(
                 "attend", f"layer {name!r} is not staged", hint="stage it before it attends"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtxn import CapturedRows, LayerRef, WindowStateError
+from kvtxn import CapturedRows, LayerError, LayerRef, WindowStateError
 
 
 def _layer(name="layer"):
@@ -49,6 +49,17 @@ def test_a_layer_is_captured_once():
     held.stage(_layer(), *_rows())
     with pytest.raises(WindowStateError, match="already"):
         held.stage(_layer(), *_rows())
+
+
+@pytest.mark.parametrize("parts", [(), (0,), (0, 1, 0), (None, None), ("key", "value")])
+def test_rows_that_are_none_are_refused(parts):
+    """One tensor per plane; nothing is held of a call that is refused."""
+    held, given = CapturedRows(), _rows()
+    with pytest.raises(LayerError, match="expected 2 tensors: key, value"):
+        held.stage(_layer(), *(given[p] if isinstance(p, int) else p for p in parts))
+    held.stage(_layer(), *given)
+    with pytest.raises(LayerError, match="no LayerRef"):
+        held.stage("layer", *given)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

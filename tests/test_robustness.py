@@ -88,6 +88,8 @@ def test_a_failing_count_ends_the_window(manager_with, monkeypatch):
         {"block_table": [[0]]},
         {"block_table": torch.tensor([[0.0]])},
         {"block_table": None},
+        {"block_table": torch.tensor([[99]]), "seq_lens": torch.tensor([4])},
+        {"block_table": torch.tensor([[-1]]), "seq_lens": torch.tensor([4])},
         {"query": np.zeros((3, 2, 8))},
         {"query": torch.zeros(3, 2, 8, dtype=torch.int64)},
         {"scale": "x"},
