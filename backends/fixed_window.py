@@ -27,7 +27,7 @@ from ..layers import LayerRef
 from ..layout import RowLayout
 from ..rows import LayerRows
 from . import triton_select as which
-from .attention_launch import Keep
+from .attention_shapes import Keep
 from .jobs import Job, Repeated
 from .tiling import tile_for
 from .triton_executor import TritonExecutor
@@ -61,7 +61,7 @@ class FixedWindow:
         executor: over the layers; its launches are used, and its slots from now on are ``slots``.
         slots: the engine's slot mappings, int64 ``[num_groups, n]``, groups in the order of the
             executor's layers; the engine fills them before each forward.
-        counters: int64 ``[lines, 3]``, see ``Txn.count``.
+        counters: int64 ``[lines, 4]``, see ``Txn.count``.
         undo: whether rows are written through and restored, instead of staged.
 
     Attributes:

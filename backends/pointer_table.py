@@ -226,13 +226,18 @@ class AddressBook:
     def write(self, addresses: Sequence[int]) -> Tensor:
         """The device table that holds ``addresses`` for launches made from now on."""
         wanted = tuple(addresses)
-        if self._cuda and torch.cuda.is_current_stream_capturing():
+        if self.capturing:
             return self._pinned_for_graph(wanted)
         if wanted != self._last:
             self._page().send(wanted, self.table)
             self._last = wanted
             self.version += 1
         return self.table
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a graph is being captured, which gets tables of its own."""
+        return self._cuda and torch.cuda.is_current_stream_capturing()
 
     def _page(self) -> _Page:
         self._next = (self._next + 1) % len(self._pages)

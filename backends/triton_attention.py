@@ -1,8 +1,7 @@
-"""Attention of a window's rows: over the paged prefix, over the fresh rows, and merged.
+"""What the attention kernels share: a step of online softmax, merging, and the window's own rows.
 
-Rows lie request by request; ``starts`` says where. One program handles one KV head of one
-request (or a slice of it) with all query heads that share it. Strides are in elements, every
-offset is computed in int64, heads and rows are masked, padding is never read.
+Rows lie request by request; ``starts`` says where. Strides are in elements, every offset is
+computed in int64, heads and rows are masked, padding is never read.
 """
 
 from __future__ import annotations
@@ -76,48 +75,98 @@ def blend(
     return higher, total, out * shrink[:, None] + weighed * weight[:, None]
 
 
-@triton.jit(do_not_specialize=["window", "ring", "table_stride", "num_blocks"])
-def paged_partial(
-    query: tl.tensor,
-    key_cache: tl.tensor,
-    value_cache: tl.tensor,
+@triton.jit
+def keep_rows(
+    words: tl.tensor,
+    cache: tl.tensor,
+    buffer: tl.tensor,
+    slots: tl.tensor,
+    position: tl.tensor,
+    rows: tl.tensor,
+    inside: tl.tensor,
+    columns: tl.tensor,
+    head: tl.tensor,
+    limit: tl.tensor,
+    c_block: tl.tensor,
+    c_slot: tl.tensor,
+    c_head: tl.tensor,
+    WRITE: tl.constexpr,
+    COPY: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    """Write one head of settled rows to the cache, and of all rows to the staging buffer.
+
+    Only slots in ``[0, limit)`` are written; slots of distinct rows are distinct (the window
+    guarantees it), and each head is one program's alone.
+    """
+    if WRITE:
+        slot = tl.load(slots + rows, mask=inside, other=-1)
+        settled = tl.load(position + rows, mask=inside, other=0) < 0
+        good = inside & settled & (slot >= 0) & (slot < limit)
+        slot = tl.where(good, slot, 0).to(tl.int64)
+        place = (slot // BLOCK_SIZE) * c_block + (slot % BLOCK_SIZE) * c_slot + head * c_head
+        mask = good[:, None] & (columns < WIDTH)[None, :]
+        tl.store(cache + place[:, None] + columns[None, :], words, mask=mask)
+    if COPY:
+        place = (rows * HEADS + head) * WIDTH
+        mask = inside[:, None] & (columns < WIDTH)[None, :]
+        tl.store(buffer + place[:, None] + columns[None, :], words, mask=mask)
+
+
+@triton.jit
+def fold_window(
+    q: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
     k_scale: tl.tensor,
     v_scale: tl.tensor,
-    block_table: tl.tensor,
-    seq_lens: tl.tensor,
-    starts: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    key_buffer: tl.tensor,
+    value_buffer: tl.tensor,
+    slots: tl.tensor,
+    position: tl.tensor,
     order: tl.tensor,
-    partial_out: tl.tensor,
-    partial_lse: tl.tensor,
-    q_row: tl.int64,
-    q_head: tl.int64,
-    k_block: tl.int64,
-    k_slot: tl.int64,
-    k_head: tl.int64,
-    v_block: tl.int64,
-    v_slot: tl.int64,
-    v_head: tl.int64,
-    ks_block: tl.int64,
-    ks_slot: tl.int64,
-    ks_head: tl.int64,
-    vs_block: tl.int64,
-    vs_slot: tl.int64,
-    vs_head: tl.int64,
-    table_stride: tl.int64,
-    num_blocks: tl.int64,
-    num_rows: tl.int64,
-    scale: tl.float32,
-    cap: tl.float32,
-    window: tl.int32,
-    ring: tl.int32,
-    FRESH: tl.constexpr,
+    visible: tl.tensor,
+    first: tl.tensor,
+    base: tl.tensor,
+    count: tl.tensor,
+    row: tl.tensor,
+    real: tl.tensor,
+    head: tl.tensor,
+    d: tl.tensor,
+    dv: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    ks_row: tl.tensor,
+    ks_head: tl.tensor,
+    vs_row: tl.tensor,
+    vs_head: tl.tensor,
+    kc_block: tl.tensor,
+    kc_slot: tl.tensor,
+    kc_head: tl.tensor,
+    vc_block: tl.tensor,
+    vc_slot: tl.tensor,
+    vc_head: tl.tensor,
+    limit: tl.tensor,
+    longest: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
     TREE: tl.constexpr,
     CAPPED: tl.constexpr,
     SLIDING: tl.constexpr,
-    RING: tl.constexpr,
+    WRITE: tl.constexpr,
+    COPY: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -125,122 +174,53 @@ def paged_partial(
     V_STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     COMPUTE: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> None:
-    """Attention over rows that are in the cache, one slice of them per program.
+) -> tl.tensor:
+    """Fold the fresh rows of a request into ``out``, and keep those from ``base`` on, if asked to.
 
-    Grid: (requests, KV heads, ``SPLITS`` x row blocks). Writes ``partial_out`` float32
-    ``[SPLITS, num_rows, HEADS x GROUP, DV]`` and ``partial_lse`` float32
-    ``[SPLITS, num_rows, HEADS x GROUP]``; a row that sees no key gets 0 and -inf.
-
-    Pointers and lengths:
-        query: ``[num_rows, HEADS x GROUP, D]``, innermost contiguous.
-        key_cache: ``[num_blocks, BLOCK_SIZE, HEADS, D]``, any strides.
-        value_cache: ``[num_blocks, BLOCK_SIZE, HEADS, DV]``, any strides.
-        k_scale: float32 ``[K_SCALES]``, one or ``HEADS``; stored x scale = value. If negative,
-            float32 ``[num_blocks, BLOCK_SIZE, HEADS]``, any strides; ``COMPUTE`` is float32 then.
-        v_scale: likewise.
-        block_table: int ``[requests, max_blocks]``; entries past the length may be anything.
-        seq_lens: int ``[requests]``, the window's rows included.
-        starts: int32 ``[requests + 1]``, first row of each request.
-        order: int64 ``[num_rows]``, each row's place in its sequence, from the request's first
-            row on; if ``TREE``, else rows follow each other. ``TREE`` comes with ``FRESH``.
-        RING: position p lies at place ``p % ring`` of the request's blocks; what is evicted is
-            beyond the sliding window, which is set.
-        FRESH: the window's own rows are not in the cache and are left out.
+    Pointers and lengths are those of ``window_attention``; ``row`` ``[M]`` are the queries' rows
+    within the request, of which ``BLOCK_R`` begin at ``base``.
     """
-    request = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2) % SPLITS
-    base = (tl.program_id(2) // SPLITS) * BLOCK_R
-    first = tl.load(starts + request).to(tl.int64)
-    count = tl.load(starts + request + 1).to(tl.int64) - first
-    if base < count:
-        length = tl.load(seq_lens + request).to(tl.int64)
-        before = length - count
-        m = tl.arange(0, BLOCK_M)
-        row = base + m // GROUP
-        q_head_index = head * GROUP + m % GROUP
-        real = (m < BLOCK_R * GROUP) & (row < count)
-        position = before + row
+    for start in range(0, tl.minimum(count, base + BLOCK_R), BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = n < count
+        k_at = ((first + n) * k_row + head * k_head)[:, None] + (d * K_STEP)[None, :]
+        v_at = ((first + n) * v_row + head * v_head)[:, None] + (dv * V_STEP)[None, :]
+        k = tl.load(key + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(value + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+        allowed = inside[None, :] & real[:, None] & (n[None, :] <= row[:, None])
         if TREE:
-            position = before + tl.load(order + first + row, mask=real, other=0)
-        d = tl.arange(0, BLOCK_D)
-        dv = tl.arange(0, BLOCK_DV)
-        q_at = query + ((first + row) * q_row + q_head_index * q_head)[:, None] + d[None, :]
-        q = tl.load(q_at, mask=real[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
-        end = before
-        if not FRESH:
-            end = tl.minimum(length, before + base + BLOCK_R)
-        begin = end * 0
-        if SLIDING:
-            begin = tl.maximum(begin, before + (0 if TREE else base) - window + 1)
-        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SPLITS), BLOCK_N) * BLOCK_N
-        begin = begin + split * share
-        end = tl.minimum(end, begin + share)
-        k_scaled = scale
-        if K_SCALES > 0:
-            k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
-        top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        out = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
-        for start in range(begin, end, BLOCK_N):
-            at = start + tl.arange(0, BLOCK_N)
-            inside = at < end
-            place = at % ring if RING else at
-            entry = block_table + request * table_stride + place // BLOCK_SIZE
-            block = tl.load(entry, mask=inside, other=0).to(tl.int64)
-            inside = inside & (block >= 0) & (block < num_blocks)
-            slot = place % BLOCK_SIZE
-            k_at = (block * k_block + slot * k_slot + head * k_head)[:, None] + (d * K_STEP)[
-                None, :
-            ]
-            v_at = (block * v_block + slot * v_slot + head * v_head)[:, None] + (dv * V_STEP)[
-                None, :
-            ]
-            k = tl.load(key_cache + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-            v = tl.load(value_cache + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-            if K_SCALES < 0:
-                ks_at = k_scale + block * ks_block + slot * ks_slot + head * ks_head
-                k = k * tl.load(ks_at, mask=inside, other=0.0)[:, None]
-            if V_SCALES < 0:
-                vs_at = v_scale + block * vs_block + slot * vs_slot + head * vs_head
-                v = v * tl.load(vs_at, mask=inside, other=0.0)[:, None]
-            allowed = inside[None, :] & real[:, None]
-            if not FRESH:
-                allowed = allowed & (at[None, :] <= position[:, None])
-            if SLIDING:
-                allowed = allowed & (at[None, :] > position[:, None] - window)
-            if SLIDING or not FRESH:
-                v, out = without_nan(v, allowed, out)
-            top, total, out = fold(
-                q,
-                k.to(COMPUTE),
-                v.to(COMPUTE),
-                allowed,
-                top,
-                total,
-                out,
-                k_scaled,
-                cap,
-                CAPPED,
-            )
-        some = tl.where(total == 0.0, 1.0, total)
-        out = out / some[:, None]
-        if V_SCALES > 0:
-            out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
-        lse = tl.where(total == 0.0, float("-inf"), top + tl.log(some))
-        place = (split * num_rows + first + row) * (HEADS * GROUP) + q_head_index
-        tl.store(partial_lse + place, lse, mask=real)
-        tl.store(
-            partial_out + place[:, None] * DV + dv[None, :],
-            out,
-            mask=real[:, None] & (dv < DV)[None, :],
-        )
+            seen = visible + (first + row)[:, None] * longest + n[None, :]
+            allowed = allowed & (tl.load(seen, mask=allowed, other=0) != 0)
+        if SLIDING and TREE:
+            row_at = tl.load(order + first + row, mask=real, other=0)
+            key_at = tl.load(order + first + n, mask=inside, other=0)
+            allowed = allowed & (key_at[None, :] > row_at[:, None] - window)
+        elif SLIDING:
+            allowed = allowed & (n[None, :] > row[:, None] - window)
+        numbers_k = k.to(tl.float32)
+        numbers_v = v.to(tl.float32)
+        if K_SCALES < 0:
+            ks_at = k_scale + (first + n) * ks_row + head * ks_head
+            numbers_k = numbers_k * tl.load(ks_at, mask=inside, other=0.0)[:, None]
+        if V_SCALES < 0:
+            vs_at = v_scale + (first + n) * vs_row + head * vs_head
+            numbers_v = numbers_v * tl.load(vs_at, mask=inside, other=0.0)[:, None]
+        numbers_v, out = without_nan(numbers_v, allowed, out)
+        numbers_k = numbers_k.to(COMPUTE)
+        numbers_v = numbers_v.to(COMPUTE)
+        top, total, out = fold(
+            q, numbers_k, numbers_v, allowed, top, total, out, scale, cap, CAPPED
+        )  # fmt: skip
+        if WRITE or COPY:
+            mine = inside & (n >= base) & (n < base + BLOCK_R)
+            keep_rows(
+                k, key_cache, key_buffer, slots, position, first + n, mine, d, head, limit,
+                kc_block, kc_slot, kc_head, WRITE, COPY, HEADS, D, BLOCK_SIZE,
+            )  # fmt: skip
+            keep_rows(
+                v, value_cache, value_buffer, slots, position, first + n, mine, dv, head, limit,
+                vc_block, vc_slot, vc_head, WRITE, COPY, HEADS, DV, BLOCK_SIZE,
+            )  # fmt: skip
+    return top, total, out

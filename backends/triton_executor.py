@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import ClassVar, Final
-from weakref import WeakKeyDictionary
+from typing import ClassVar
 
 import attrs
 import torch
@@ -18,18 +17,14 @@ from ..executor import AttentionArgs, Capabilities, Executor, SampledIds, Staged
 from ..layers import LayerRef
 from ..layout import RowLayout, to_device
 from ..rows import LayerRows
-from . import triton_kernels as kernels
 from . import triton_select as which
 from .attention_launch import AttentionLauncher
 from .jobs import Job, Launch
+from .launches import Launches, acceptance_of
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan, most_lines
 from .saved_rows import SavedRows
-from .tiling import tile_for
 
 _Strides = list[tuple[int, ...]]
-
-#: A vocabulary that no id is beyond.
-_NO_LIMIT: Final = 2**63 - 1
 
 
 class TritonExecutor(Executor):
@@ -61,25 +56,24 @@ class TritonExecutor(Executor):
         }
         limits = [min(ref.num_slots for ref in self._members[group]) for group in self._groups]
         reuses = [self._members[group][0].kind.reuse for group in self._groups]
-        self._overwrites = any(reuses)
-        lines = [limits, reuses] if self._overwrites else limits
+        lines = [limits, reuses] if any(reuses) else limits
         self._limits = torch.tensor(lines, dtype=torch.int64, device=device)
         shape = (len(self._groups), config.max_rows)
         self._slots = torch.full(shape, -1, dtype=torch.int64, device=device)
         self._places = [line.data_ptr() for line in self._slots]
         self._slot_views: dict[tuple[str, int], Tensor] = {}
         self._book = AddressBook(most_lines([p for r in self.layers for p in r.planes]), device)
-        self._shapes: WeakKeyDictionary[RowLayout, tuple[int, int]] = WeakKeyDictionary()
         self._filled = dict.fromkeys(self._groups, 0)
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._latest: dict[str, tuple[_Strides, Plan]] = {}
         self._pattern: tuple[object | None, Plan | None] = (None, None)
         self._saved = SavedRows(self._members, config.max_rows)
+        self._waiting: tuple[object, Sequence[int], int, Job | None] = (None, (), 0, None)
+        self._names = [ref.name for ref in self.layers]
         self.attention = AttentionLauncher(device)
+        self._launches = Launches(self._limits, len(self._groups), overwrites=any(reuses))
         #: Programs that fill the device; 1 where there is none.
-        self.programs = 1
-        if device.type == "cuda":
-            self.programs = 10 * torch.cuda.get_device_properties(device).multi_processor_count
+        self.programs = self._launches.programs
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -158,7 +152,7 @@ class TritonExecutor(Executor):
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
     ) -> Tensor:
-        """The paged prefix in splits, then the window kernel, which merges: two launches.
+        """One launch, or two where a request's cached rows are shared among programs.
 
         Rows behind an offset table, which no GPU engine has, go through the reference.
         """
@@ -168,10 +162,7 @@ class TritonExecutor(Executor):
         if query.shape[0] == 0:
             return query.new_empty(0, query.shape[1], layer.ref.planes[1].row_shape[1])
         query = query if query.stride(-1) == 1 else query.contiguous()
-        launch = self.attention
-        held = fresh is not None
-        prefix = launch.prefix(txn.layout, layer.ref, query, attention, fresh=held)
-        return launch.merge(txn.layout, layer.ref, query, fresh, prefix, attention)
+        return self.attention.attend(txn.layout, layer.ref, query, fresh, attention)
 
     # -- for executors that wrap this one ---------------------------------------------
 
@@ -243,8 +234,10 @@ class TritonExecutor(Executor):
             count: False where ``accepted`` only says which rows to move.
         """
         if layout.num_rows:
-            facts = (job, known, layout, counters, accepted)
-            self.arranged(*facts, accept=accept, slots=slots, count=count).run()
+            slots = self._slots if slots is None else slots
+            given = acceptance_of(accepted, layout, accept)
+            count = count and accepted is not None
+            self._launches.make(job, known, layout, counters, given, slots, count=count)
 
     def arranged(
         self,
@@ -255,89 +248,32 @@ class TritonExecutor(Executor):
         accepted: Tensor | SampledIds | None,
         *,
         accept: int | None = None,
-        slots: Tensor | None = None,
-        count: bool = True,
     ) -> Launch:
         """What ``launch`` does with rows, not done yet; its arguments are the same."""
-        num_rows = layout.num_rows
-        kind, counts, columns, placeholder, vocabulary = which.NOTHING, layout.position, 0, 0, 0
-        if isinstance(accepted, SampledIds):
-            kind, counts, columns = which.IDS, accepted.ids.contiguous(), accepted.ids.shape[1]
-            placeholder = accepted.placeholder
-            vocabulary = _NO_LIMIT if accepted.vocab_size is None else accepted.vocab_size
-        elif accepted is not None and accepted.ndim == 2:
-            kind, counts, columns = which.PATH, accepted.contiguous(), accepted.shape[1]
-            assert layout.tree is not None  # a path is committed to a tree window only
-            placeholder, vocabulary = layout.tree.table.data_ptr(), layout.tree.depth
-        elif accepted is not None:
-            mask = accepted.dtype is torch.bool
-            kind = accept or (which.MASK if mask else which.COUNTS)
-            counts = (accepted.view(torch.uint8) if mask else accepted).contiguous()
-        slots = self._slots if slots is None else slots
-        count = count and accepted is not None
-        plan = job.plan
-        num_planes = 0 if plan is None else plan.num_planes
-        tile = tile_for(plan, num_rows, self.programs)
-        first, second = job.direct or (0, 0)
-        uniform = self._uniform(layout)
-        arguments = (
-            self._limits if plan is None else plan.table,
-            job.table,
-            first,
-            second,
-            slots,
-            self._limits,
-            layout.request,
-            layout.position,
-            counts,
-            counters,
-            num_rows,
-            num_planes,
-            slots.stride(0),
-            known,
-            columns,
-            placeholder,
-            vocabulary,
-            max(1, sum(uniform)),
-            uniform[1],
-        )
-        constants = {
-            "SELECT": job.select,
-            "ACCEPT": kind,
-            "TO_CACHE": job.to_cache,
-            "COUNT": count,
-            "UNIFORM": uniform != (0, 0),
-            "DIRECT": job.direct is not None,
-            "GROUPS": len(self._groups),
-            "OVERWRITES": self._overwrites,
-            "WIDE": plan is not None and plan.wide,
-            "NARROW": 1 if plan is None else plan.narrow,
-            "UNITS": 0 if plan is None else plan.row_units,
-            "RUN": 0 if plan is None else plan.run_units,
-            "BLOCK": 0 if plan is None else plan.block_size,
-            "ROWS": tile.rows,
-            "COLS": tile.cols,
-            "CHUNK": tile.chunk,
-            "ONCE": tile.once,
-        }
-        grid = (tile.programs, num_planes + count, 1)
-        return Launch(kernels.move_rows, grid, arguments, constants, tile.warps)
-
-    def _uniform(self, layout: RowLayout) -> tuple[int, int]:
-        """Draft and settled rows of every request, where all are alike; else zeros."""
-        found = self._shapes.get(layout)
-        if found is None:
-            alike = len({*zip(layout.draft_len, layout.settled, strict=True)}) == 1
-            found = (layout.draft_len[0], layout.settled[0]) if alike else (0, 0)
-            self._shapes[layout] = found
-        return found
+        given = acceptance_of(accepted, layout, accept)
+        facts = (job, known, layout, counters, given, self._slots)
+        return self._launches.arranged(*facts, count=accepted is not None)
 
     # -- planning -----------------------------------------------------------------
 
     def _staged_job(self, txn: Txn) -> Job:
         """Rows that wait, on their way to the places that acceptance says."""
-        parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
-        return self.job("all", self.layers, parts, which.KEPT, pattern=txn.pattern)
+        staged, pattern = txn.staged, txn.pattern
+        parts = [part for name in self._names for part in staged[name].rows]
+        before, addresses, version, job = self._waiting
+        now = [part.data_ptr() for part in parts]
+        if (
+            job is not None
+            and before is pattern is not None
+            and now == addresses
+            and version == self._book.version
+            and not self._book.capturing
+        ):
+            return job
+        job = self.job("all", self.layers, parts, which.KEPT, pattern=pattern)
+        if not self._book.capturing:
+            self._waiting = (pattern, now, self._book.version, job)
+        return job
 
     def _move(self, txn: Txn, job: Job) -> None:
         self.launch(job, self.known_slots(txn), txn.layout, txn.counters, None)

@@ -9,47 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attention import blend, fold, without_nan
-
-
-@triton.jit
-def keep_rows(
-    words: tl.tensor,
-    cache: tl.tensor,
-    buffer: tl.tensor,
-    slots: tl.tensor,
-    position: tl.tensor,
-    rows: tl.tensor,
-    inside: tl.tensor,
-    columns: tl.tensor,
-    head: tl.tensor,
-    limit: tl.tensor,
-    c_block: tl.tensor,
-    c_slot: tl.tensor,
-    c_head: tl.tensor,
-    WRITE: tl.constexpr,
-    COPY: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-) -> None:
-    """Write one head of settled rows to the cache, and of all rows to the staging buffer.
-
-    Only slots in ``[0, limit)`` are written; slots of distinct rows are distinct (the window
-    guarantees it), and each head is one program's alone.
-    """
-    if WRITE:
-        slot = tl.load(slots + rows, mask=inside, other=-1)
-        settled = tl.load(position + rows, mask=inside, other=0) < 0
-        good = inside & settled & (slot >= 0) & (slot < limit)
-        slot = tl.where(good, slot, 0).to(tl.int64)
-        place = (slot // BLOCK_SIZE) * c_block + (slot % BLOCK_SIZE) * c_slot + head * c_head
-        mask = good[:, None] & (columns < WIDTH)[None, :]
-        tl.store(cache + place[:, None] + columns[None, :], words, mask=mask)
-    if COPY:
-        place = (rows * HEADS + head) * WIDTH
-        mask = inside[:, None] & (columns < WIDTH)[None, :]
-        tl.store(buffer + place[:, None] + columns[None, :], words, mask=mask)
+from .triton_attention import blend, fold_window
 
 
 # Not specialised: what changes with the number of rows, so that none of it compiles anew.
@@ -108,7 +68,6 @@ def window_attention(
     cap: tl.float32,
     window: tl.int32,
     longest: tl.int32,
-    FRESH: tl.constexpr,
     TREE: tl.constexpr,
     CAPPED: tl.constexpr,
     SLIDING: tl.constexpr,
@@ -138,7 +97,7 @@ def window_attention(
     Pointers and lengths:
         query: ``[num_rows, HEADS x GROUP, D]``, innermost contiguous.
         key: ``[num_rows, HEADS, D]`` as the cache stores it, any strides (``K_STEP`` the
-            innermost); if ``FRESH``.
+            innermost).
         value: ``[num_rows, HEADS, DV]``, likewise.
         prefix_out: ``[splits, num_rows, HEADS x GROUP, DV]``, innermost contiguous.
         prefix_lse: float32 ``[splits, num_rows, HEADS x GROUP]``, any strides; natural
@@ -161,7 +120,6 @@ def window_attention(
             after it; if ``TREE``, else all up to itself.
         limit: slots of the cache.
         EACH: rows of every request where all are alike, else 0; ``starts`` is not read then.
-        FRESH: False merges the prefix's splits only.
     """
     owner = tl.program_id(0)
     head = tl.program_id(1)
@@ -188,62 +146,21 @@ def window_attention(
         # Loaded before they are needed: their way from memory overlaps with the products.
         lse = tl.load(lse_at, mask=real, other=float("-inf"))
         part = tl.load(part_at, mask=wide, other=0.0)
-        if FRESH:
-            q_at = query + ((first + row) * q_row + q_head_index * q_head)[:, None] + d[None, :]
-            q = tl.load(q_at, mask=real[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
-            k_scaled = scale
-            if K_SCALES > 0:
-                k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
-            for start in range(0, tl.minimum(count, base + BLOCK_R), BLOCK_N):
-                n = start + tl.arange(0, BLOCK_N)
-                inside = n < count
-                k_at = ((first + n) * k_row + head * k_head)[:, None] + (d * K_STEP)[None, :]
-                v_at = ((first + n) * v_row + head * v_head)[:, None] + (dv * V_STEP)[None, :]
-                k = tl.load(key + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-                v = tl.load(value + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
-                numbers_k = k.to(tl.float32)
-                numbers_v = v.to(tl.float32)
-                if K_SCALES < 0:
-                    ks_at = k_scale + (first + n) * ks_row + head * ks_head
-                    numbers_k = numbers_k * tl.load(ks_at, mask=inside, other=0.0)[:, None]
-                if V_SCALES < 0:
-                    vs_at = v_scale + (first + n) * vs_row + head * vs_head
-                    numbers_v = numbers_v * tl.load(vs_at, mask=inside, other=0.0)[:, None]
-                allowed = inside[None, :] & real[:, None] & (n[None, :] <= row[:, None])
-                if TREE:
-                    seen = visible + (first + row)[:, None] * longest + n[None, :]
-                    allowed = allowed & (tl.load(seen, mask=allowed, other=0) != 0)
-                if SLIDING and TREE:
-                    row_at = tl.load(order + first + row, mask=real, other=0)
-                    key_at = tl.load(order + first + n, mask=inside, other=0)
-                    allowed = allowed & (key_at[None, :] > row_at[:, None] - window)
-                elif SLIDING:
-                    allowed = allowed & (n[None, :] > row[:, None] - window)
-                numbers_v, out = without_nan(numbers_v, allowed, out)
-                top, total, out = fold(
-                    q,
-                    numbers_k.to(COMPUTE),
-                    numbers_v.to(COMPUTE),
-                    allowed,
-                    top,
-                    total,
-                    out,
-                    k_scaled,
-                    cap,
-                    CAPPED,
-                )
-                if WRITE or COPY:
-                    mine = inside & (n >= base) & (n < base + BLOCK_R)
-                    keep_rows(
-                        k, key_cache, key_buffer, slots, position, first + n, mine, d, head,
-                        limit, kc_block, kc_slot, kc_head, WRITE, COPY, HEADS, D, BLOCK_SIZE,
-                    )  # fmt: skip
-                    keep_rows(
-                        v, value_cache, value_buffer, slots, position, first + n, mine, dv, head,
-                        limit, vc_block, vc_slot, vc_head, WRITE, COPY, HEADS, DV, BLOCK_SIZE,
-                    )  # fmt: skip
-            if V_SCALES > 0:
-                out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
+        q_at = query + ((first + row) * q_row + q_head_index * q_head)[:, None] + d[None, :]
+        q = tl.load(q_at, mask=real[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+        k_scaled = scale
+        if K_SCALES > 0:
+            k_scaled = scale * tl.load(k_scale + (head if K_SCALES > 1 else 0))
+        top, total, out = fold_window(
+            q, top, total, out, key, value, k_scale, v_scale, key_cache, value_cache, key_buffer,
+            value_buffer, slots, position, order, visible, first, base, count, row,
+            real, head, d, dv, k_row, k_head, v_row, v_head, ks_row, ks_head, vs_row, vs_head,
+            kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, limit, longest, k_scaled, cap,
+            window, TREE, CAPPED, SLIDING, WRITE, COPY, K_SCALES, V_SCALES, HEADS, D, DV, K_STEP,
+            V_STEP, BLOCK_SIZE, BLOCK_R, BLOCK_N, COMPUTE,
+        )  # fmt: skip
+        if V_SCALES > 0:
+            out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
         for split in range(splits):
             if split > 0:
                 lse = tl.load(lse_at + split * l_split, mask=real, other=float("-inf"))

@@ -7,8 +7,8 @@ Tensors made in inference mode have no such counter, so ``"auto"`` copies them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from typing import Final
+from collections.abc import Container, Mapping
+from typing import Any, Final
 
 import attrs
 import torch
@@ -36,7 +36,7 @@ class _Looks:
         pattern: replaced whenever ``layers`` changes.
     """
 
-    layers: dict[LayerRef, tuple[_Facts, ...]] = attrs.Factory(dict)
+    layers: dict[LayerRef, tuple[str, _Facts, _Facts | None]] = attrs.Factory(dict)
     pattern: object = attrs.Factory(object)
 
 
@@ -54,7 +54,7 @@ class Stager:
         self._holds = deferred
         #: Outgrown ones stay: a graph that somebody captured may read them.
         self._buffers: dict[Plane, list[Tensor]] = {}
-        self._held: list[tuple[str, tuple[Tensor, ...], int | tuple[int, int]]] = []
+        self._held: list[tuple[Tensor, int, str]] = []
         self._by_rows: dict[int, _Looks] = {}
         self._looks = _Looks()
         self._known = deferred and config.staging != "copy"
@@ -83,41 +83,69 @@ class Stager:
     def again(
         self,
         ref: LayerRef,
-        key: Tensor | Sequence[Tensor],
-        value: Tensor | Sequence[Tensor] | None,
-        missing: Mapping[str, object],
-    ) -> StagedLayer | None:
-        """A layer's rows, where they look exactly as rows did that passed every check.
+        key: Any,
+        value: Any,
+        missing: dict[str, None],
+        staged: dict[str, StagedLayer],
+    ) -> bool:
+        """Take a layer's rows in, if they look exactly as rows did that passed every check.
 
-        A few comparisons, in place of the checks that explain; None means only that those are
-        needed. A layer that is known here is one of the manager's.
+        A few comparisons, in place of the checks that explain: this runs once per layer and
+        window, so nothing in it is a call of its own. False means that those checks are needed;
+        nothing was taken then. A layer that is known here is one of the manager's.
+
+        Args:
+            ref: the layer.
+            key: see ``Window.stage``; may be anything at all.
+            value: likewise.
+            missing: names of the layers that are not staged yet; the layer's is taken out.
+            staged: where its rows go.
         """
         try:
-            facts = self._looks.layers.get(ref)
-            if facts is None or ref.name not in missing or not isinstance(key, Tensor):
-                return None
-            if not _alike(key, facts[0]):
-                return None
-            if len(facts) == 1:
+            name, (dtype, shape, stride, device, negated), second = self._looks.layers[ref]
+            if (
+                name not in missing
+                or key.dtype is not dtype
+                or key.shape != shape
+                or not (key.is_contiguous() if stride is None else key.stride() == stride)
+                or key.device != device
+                or (negated and key.is_neg())
+            ):
+                return False
+            if second is None:
                 if value is not None:
-                    return None
-                rows: tuple[Tensor, ...] = (key,)
+                    return False
+                if self._watched:
+                    self._held.append((key, key._version, name))
+                staged[name] = StagedLayer(ref, (key,))
             else:
-                if not isinstance(value, Tensor) or len(facts) > 2 or not _alike(value, facts[1]):
-                    return None
-                rows = (key, value)
-            if self._watched:
-                self._held.append((ref.name, rows, _versions(rows)))
-        except (AttributeError, TypeError, RuntimeError):  # no tensor or layer; no version
-            return None
-        return StagedLayer(ref, rows)
+                dtype, shape, stride, device, negated = second
+                if (
+                    value.dtype is not dtype
+                    or value.shape != shape
+                    or not (value.is_contiguous() if stride is None else value.stride() == stride)
+                    or value.device != device
+                    or (negated and value.is_neg())
+                ):
+                    return False
+                if self._watched:
+                    version = value._version
+                    self._held.append((key, key._version, name))
+                    self._held.append((value, version, name))
+                staged[name] = StagedLayer(ref, (key, value))
+        except (AttributeError, KeyError, TypeError, RuntimeError):  # nothing known; no version
+            return False
+        del missing[name]
+        return True
 
     def take(self, ref: LayerRef, parts: tuple[Tensor | None, ...]) -> StagedLayer:
         """One layer's rows, encoded; ``parts`` come from ``check_parts``."""
         layer = self._take(ref, parts)
         alike = all(a is b for a, b in zip(layer.rows, parts, strict=True))
         if self._known and alike and not ref.planes[-1].is_scale:
-            self._looks.layers[ref] = tuple(_facts(part) for part in layer.rows)
+            if len(layer.rows) <= 2:
+                facts = [_facts(part) for part in layer.rows]
+                self._looks.layers[ref] = (ref.name, facts[0], facts[1] if facts[1:] else None)
             self._looks.pattern = object()
         else:
             self._known = False
@@ -138,7 +166,7 @@ class Stager:
         if self._watched:
             for group, tensor in slots.items():
                 if not tensor.is_inference():
-                    self._held.append((group, (tensor,), tensor._version))
+                    self._held.append((tensor, tensor._version, group))
 
     def check_unchanged(self, layers: Container[str] | None = None) -> None:
         """Refuse the commit if a tensor taken by reference was written to since.
@@ -149,8 +177,8 @@ class Stager:
         Raises:
             WindowStateError: it was; nothing has been written.
         """
-        for name, rows, versions in self._held:
-            if _versions(rows) != versions and (layers is None or name in layers):
+        for tensor, version, name in self._held:
+            if tensor._version != version and (layers is None or name in layers):
                 raise WindowStateError(
                     "commit",
                     f"what was taken for {name!r} was modified in place before commit",
@@ -161,7 +189,7 @@ class Stager:
     def _keep(self, ref: LayerRef, plane: Plane, part: Tensor) -> Tensor:
         """The tensor itself where an in-place write would be noticed, else a copy."""
         if self._mode == "auto" and not part.is_inference():
-            self._held.append((ref.name, (part,), part._version))
+            self._held.append((part, part._version, ref.name))
             return part
         buffers = self._buffers.setdefault(plane, [])
         if not buffers or buffers[-1].shape[0] < part.shape[0]:
@@ -174,23 +202,8 @@ class Stager:
         return buffers[-1][: part.shape[0]].copy_(part.detach())
 
 
-def _versions(rows: tuple[Tensor, ...]) -> int | tuple[int, int]:
-    return rows[0]._version if len(rows) == 1 else (rows[0]._version, rows[1]._version)
-
-
 def _facts(part: Tensor) -> _Facts:
     # A lazily negated view is the imaginary part of a conjugate: only these dtypes have any.
     negated = part.dtype in (torch.float16, torch.float32, torch.float64)
     stride = None if part.is_contiguous() else part.stride()
     return part.dtype, part.shape, stride, part.device, negated
-
-
-def _alike(part: Tensor, facts: _Facts) -> bool:
-    dtype, shape, stride, device, negated = facts
-    return (
-        part.dtype is dtype
-        and part.shape == shape
-        and (part.is_contiguous() if stride is None else part.stride() == stride)
-        and part.device == device
-        and not (negated and part.is_neg())
-    )

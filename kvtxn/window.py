@@ -71,10 +71,11 @@ class Window(WindowLife):
         """Give a group its slots; under ``undo`` save what they hold."""
         tensor = self._mappings.add(group, slots)
         if self._txn is None:
-            self._txn = self._manager.new_txn(layout := self._mappings.layout)
-            self._waits = self._txn.policy == "deferred" and not layout.has_settled
+            self._txn = self._manager.new_txn(self._mappings.layout)
         txn = self._txn
         txn.slots[group] = tensor
+        waits = txn.policy == "deferred" and not txn.layout.has_settled
+        self._waits = waits and len(txn.slots) == len(self._manager.groups)
         txn.in_range = self._mappings.in_range
         failure = self._mappings.failure
         if failure is not None and self._state is not WindowState.DIRECT:
@@ -114,11 +115,14 @@ class Window(WindowLife):
             SlotMappingError: no mapping, a malformed one, or a second, different one.
         """
         txn = self._txn
-        if txn is not None and slots is None and self._waits and self._state is WindowState.OPEN:
-            layer = self._manager.stager.again(ref, key, value, self._missing)
-            if layer is not None and ref.group in txn.slots:
-                self._remember(txn, layer)
-                return
+        if (
+            self._waits
+            and slots is None
+            and self._state is WindowState.OPEN
+            and self._manager.stager.again(ref, key, value, self._missing, txn.staged)  # type: ignore[union-attr]
+        ):
+            self._taken(txn)  # type: ignore[arg-type]  # there is one, if anything waits
+            return
         if self._state is not WindowState.STAGED and not allowed(self._state, Event.STAGE):
             self._refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
         check_ref(ref, self._manager.layers, self._missing)
@@ -142,8 +146,12 @@ class Window(WindowLife):
         name = layer.ref.name
         if self._state is not WindowState.DIRECT:
             txn.staged[name] = layer if txn.holds_rows else StagedLayer(layer.ref, ())
-        self._manager.metrics.layer_calls += txn.layout.num_rows
         del self._missing[name]
+        self._taken(txn)
+
+    def _taken(self, txn: Txn) -> None:
+        """One layer more is in."""
+        self._manager.metrics.layer_calls += txn.layout.num_rows
         if not self._missing:
             self._state = after(self._state, Event.STAGE_LAST)
 

@@ -55,7 +55,7 @@ class WindowLife:
         self._txn: Txn | None = None
         self._accepted: Tensor | SampledIds | None = None
         self._hook_error: Exception | None = None
-        self._waits = False  # staging writes nothing: deferred, and no row is settled
+        self._waits = False  # all groups have slots, and staging writes nothing: it is deferred
 
     # -- what it is ---------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Rig:
             self.refs.append(LayerRef(f"layer.{i}", key, value))
         self.executor = executor(self.refs, TxnConfig(max_rows=MAX_ROWS))
         self.slots = torch.full((1, 64), -1, dtype=torch.int64, device=device)
-        self.counters = torch.zeros(1, 3, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(1, 4, dtype=torch.int64, device=device)
         self.window = FixedWindow(self.executor, self.slots, self.counters, undo=undo)
 
     def rows(self, number: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -82,7 +82,7 @@ def test_commit_keeps_exactly_the_accepted_rows(triton_executor, kernel_device, 
     """One window after another over the same buffers; every byte of every cache compared."""
     device = kernel_device
     rig = Rig(triton_executor, device, undo=undo)
-    totals = [0, 0, 0]
+    totals = [0, 0, 0, 0]
     for number, (drafts, settled, sampled, slots) in enumerate(steps):
         layout = RowLayout.build(tuple(drafts), tuple(settled), torch.device(device))
         rig.slots.fill_(-1)
@@ -142,7 +142,7 @@ def test_window_kernel_stages_drafts_and_writes_settled_rows(
     starts = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
     rig.window.prefix(starts, seq_lens, lengths)
     assert lengths.tolist() == [6, 5]
-    prefix = rig.executor.attention.prefix(layout, ref, query, args, fresh=True)
+    prefix = rig.executor.attention.prefix(layout, ref, query, args)
     keep = rig.window.keep(ref, rig.slots[0, :6])
     got = rig.executor.attention.merge(layout, ref, query, (key, value), prefix, args, keep)
     assert torch.allclose(got.float(), wanted.float(), atol=2e-2)
