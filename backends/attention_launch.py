@@ -29,7 +29,7 @@ _CACHED_KEYS: Final = 32
 #: Programs per processor that are worth having; with more, each takes more.
 _WAVES: Final = 4
 
-#: Rows of a request up to which one program may take one row and one KV head ...
+#: Rows of a request up to which one program takes one row and one KV head ...
 _SHORT: Final = 16
 
 #: ... with at most so many products (query heads x keys x head size), so many to each warp.
@@ -67,7 +67,6 @@ class AttentionLauncher:
         self.processors = 1
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._many = _WAVES * self.processors
 
     def attend(
         self,
@@ -227,7 +226,7 @@ class AttentionLauncher:
         slices = -(-shape.requests.longest // blocks_for(shape).rows)
         programs = layout.num_requests * shape.heads * slices
         most = max(1, capacity // _MIN_SPLIT)
-        wanted = max(1, self._many // max(1, programs))
+        wanted = max(1, _WAVES * self.processors // max(1, programs))
         return floor_power(min(most, wanted, 64))
 
     def merge(
@@ -321,37 +320,22 @@ class AttentionLauncher:
         longest = shape.requests.longest
         queries, keys = 1 << (shape.group - 1).bit_length(), 1 << (longest - 1).bit_length()
         products = queries * keys * max(power(shape.d), power(shape.dv))
-        grid: tuple[int, ...] = (query.shape[0], shape.heads)
-        programs = math.prod(grid)
-        if longest <= _SHORT and products <= _MOST_PRODUCTS and programs <= self._many:
-            few = programs <= self.processors
+        if longest <= _SHORT and products <= _MOST_PRODUCTS:
+            grid: tuple[int, ...] = (query.shape[0], shape.heads)
+            few = math.prod(grid) <= self.processors
             warps = min(8, max(1, products // _PRODUCTS_PER_WARP) * (2 if few else 1))
             own = {"BLOCK_M": queries, "BLOCK_N": keys, "MORE": splits > 1, "num_warps": warps}
             return short_attention, grid, own
         blocks = blocks_for(shape)
-        grid = (layout.num_requests, shape.heads, -(-longest // blocks.rows))
         own = {
             "BLOCK_R": blocks.rows,
             "BLOCK_M": blocks.queries,
             "BLOCK_N": min(power(longest), _WINDOW_KEYS),
             "COMPUTE": _compute(query, ref),
-            "num_warps": max(
-                blocks.queries // 32, min(4, floor_power(self._many // math.prod(grid)))
-            ),
+            "num_warps": 2 if blocks.queries <= 32 else 4,
         }
+        grid = (layout.num_requests, shape.heads, -(-longest // blocks.rows))
         return window_attention, grid, own
-
-    def crowds(self, heads: int, longest: int) -> tuple[int, ...]:
-        """Numbers of rows above which the window kernel takes another form.
-
-        For whoever wants all forms compiled in time.
-
-        Args:
-            heads: KV heads.
-            longest: rows of the longest request.
-        """
-        short = (self.processors // heads, self._many // heads)
-        return (*short, *(longest * (self._many // (warps * heads)) for warps in (4, 2)))
 
     def _shape(self, layout: RowLayout, ref: LayerRef, query: Tensor, args: AttentionArgs) -> Shape:
         key, value = ref.planes[:2]

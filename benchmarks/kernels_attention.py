@@ -179,7 +179,7 @@ class Pass:
         self.commit()
 
     def own(self) -> None:
-        """The same in one kernel per layer, or two: cached rows, fresh rows, settled rows' writes."""
+        """The same in one kernel per layer, or two: cached rows, fresh rows, and the write."""
         launcher = self.load.executor.attention
         for ref in self.load.refs:
             launcher.attend(

@@ -156,10 +156,10 @@ def warm_up(hook: FlashHook, heads: int, dtype: torch.dtype) -> None:
     """
     steps, ref = hook.steps, hook.ref
     device, (kv_heads, size) = ref.device, ref.planes[0].row_shape
+    crowd = steps.attention.processors // kv_heads + 1
     for longest in range(2, steps.query_len + 1):
-        crowds = steps.attention.crowds(kv_heads, longest)
         for last in ((longest,), (longest, 2)):
-            for rows in (0, *(crowd + longest for crowd in crowds)):
+            for rows in (0, crowd):
                 lengths = (longest,) * (rows // longest) + last
                 if sum(lengths) > steps.manager.config.max_rows:
                     continue
