@@ -11,7 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..backends.attention_launch import AttentionLauncher, Prefix
+from ..backends.attention_launch import AttentionLauncher
+from ..backends.attention_shapes import Prefix
 from ..executor import AttentionArgs
 from ..integrations import vllm_internals as internals
 from ..layers import LayerRef

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from kvtxn.benchmarks.machine import describe
 
 #: Every kernel family, and the tests of the kit that run it, as pytest's ``-k`` takes them.
 FAMILIES: Final = {
@@ -47,10 +48,14 @@ FAMILIES: Final = {
     "ids": "test_sampled_ids_say_the_same or test_refusals_are_counted or test_per_window",
     "graphs": "test_commit_in_a_graph or test_a_tree_commit_in_a_graph",
     "fixed-window": "test_commit_keeps_exactly or test_window_kernel_stages or test_a_long_state",
+    "slices": "test_slices_of_the_cache or test_settled_rows_are_written_once or test_a_prefix_of",
 }
 
 #: Families without a class of the kit: tests of files of their own, on the Triton executor.
-_OWN_FILES: Final = {"fixed-window": ("test_fixed_window.py", "test_plans.py")}
+_OWN_FILES: Final = {
+    "fixed-window": ("test_fixed_window.py", "test_plans.py"),
+    "slices": ("test_attention_launch.py",),
+}
 
 TOOLS: Final = ("memcheck", "racecheck", "initcheck", "synccheck")
 
@@ -199,7 +204,9 @@ def main() -> int:
         checked = list(pool.map(lambda task: job(task[0], *task[1], args), tasks))
     results = plain + checked
     if args.output:
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
+        rows = [{k: v for k, v in result.items() if k != "output"} for result in checked]
+        written = {"machine": describe(), "suite": "sanitizer", "rows": rows}
+        args.output.write_text(json.dumps(written, indent=1) + "\n")
     for tool in args.tools:
         mine = [result for result in checked if result["tool"] == tool]
         clean, cases = sum(r["clean"] for r in mine), sum(r["passed"] for r in mine)
