@@ -75,19 +75,6 @@ def attention() -> str:
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
-def sanitizer() -> str:
-    """What compute-sanitizer said of the kernels, by tool."""
-    found = load("h200-sanitizer")
-    rows = []
-    for tool in dict.fromkeys(row["tool"] for row in found["rows"]):
-        jobs = [row for row in found["rows"] if row["tool"] == tool]
-        dirty = [f"{row['family']}, {row['complaints']}" for row in jobs if not row["clean"]]
-        cases, clean = sum(row["passed"] for row in jobs), len(jobs) - len(dirty)
-        rows.append([tool, str(len(jobs)), str(cases), str(clean), "; ".join(dirty) or "-"])
-    header = ["tool", "jobs", "cases", "jobs with 0 errors", "errors in"]
-    return f"{table(header, rows)}\n\n{machine_line(found['machine'])}."
-
-
 def models() -> str:
     """One commit of all drafts in windows of other models."""
     found = load("h200-models")
@@ -141,7 +128,6 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "models": models,
     "attention": attention,
     "host-gpu": host_gpu,
-    "sanitizer": sanitizer,
     "vllm-gpu": vllm_gpu,
     "vllm-tokens": lambda: exactness_report.tokens(load("h200-vllm-exactness")),
     "vllm-caches": lambda: exactness_report.caches(load("h200-vllm-exactness")),
