@@ -123,7 +123,8 @@ def paged_attention(
         v_scale: likewise.
         fresh_k_scale: float32 ``[num_rows, HEADS]``, any strides; if there are such in the cache.
         fresh_v_scale: likewise.
-        block_table: int ``[requests, max_blocks]``; entries past the length may be anything.
+        block_table: int ``[requests, max_blocks]``; entries past the length may be anything. One
+            that is outside the cache is never followed: the nearest block is read instead.
         seq_lens: int ``[requests]``, the window's rows included.
         starts: int32 ``[requests + 1]``, first row of each request.
         slots: int ``[num_rows]``, -1 is padding and is never written; if ``WRITE``.
