@@ -171,7 +171,7 @@ def _wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path) 
 
 
 def _end_with_whoever_started_this() -> None:
-    sys.stdin.read()  # ends when the other side does
+    os.read(0, 1)  # returns when the other side is gone
     os.kill(os.getpid(), signal.SIGTERM)
 
 
