@@ -15,7 +15,7 @@ import attrs
 from . import vllm_connectors as connectors
 
 #: vLLM releases whose internals were checked, one by one. In 0.30.0 speculation does not run on
-#: the CPU, kvtxn or not, so there was nothing to check.
+#: the CPU, kvtxn or not, and 0.33.0 had no CPU build, so there was nothing to check.
 SUPPORTED: Final = ("0.28.0", "0.29.0", "0.31.0", "0.32.0")
 
 #: Model runners that can be hooked, per device; vLLM's own choice comes last.
