@@ -36,7 +36,7 @@ _MODULE = """
         @pytest.fixture
         def program_settings(self):
             return settings(
-                max_examples=60, stateful_step_count=25, deadline=None, derandomize=True,
+                max_examples=150, stateful_step_count=25, deadline=None, derandomize=True,
                 database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck),
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import attrs
 import pytest
 import torch
 
@@ -176,6 +177,25 @@ class Isolation(KitBase):
             window.commit(rig.accepted(batch.draft_len))
         rig.expect_committed(batch, batch.kept(batch.draft_len))
         rig.check("after commit")
+
+    @pytest.mark.parametrize("end", ["commit", "abort"])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_settled_rows_are_outside_commit(self, kit: Kit, policy: str, end: str) -> None:
+        """What lies in their slots by then, whoever wrote it, is left alone."""
+        rig, shape = kit.rig(policy), SHAPES["many-settled"]
+        batch = rig.batch(shape)
+        later = attrs.evolve(rig.batch(shape), slots=batch.slots)
+        settled = [not draft for draft in batch.drafts]
+        counts = batch.draft_len if end == "commit" else [0] * len(batch.draft_len)
+        with rig.open(batch) as window:
+            rig.stage(window, batch)
+            rig.expect_staged(batch)
+            rig.write(later, settled)
+            rig.truth.impose()
+            window.commit(rig.accepted(counts)) if end == "commit" else window.abort()
+        rig.expect_committed(batch, batch.kept(counts))
+        rig.write(later, settled)
+        rig.check(f"after {end}")
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", ["undo", "direct"])

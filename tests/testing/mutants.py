@@ -22,6 +22,7 @@ from mutants_attention import (
     SlidesOneTooFar,
     WeighsWhatIsNotSeen,
 )
+from mutants_saving import SAVING_CAUGHT_BY, RestoresNothing
 from mutants_trees import TREES_CAUGHT_BY
 from torch import Tensor
 
@@ -216,52 +217,6 @@ class SettlesAtCommit(TorchExecutor):
             write_layers(self.layers, rows, txn.slots, ~txn.layout.is_draft)
 
 
-class RestoresTooMuch(TorchExecutor):
-    def commit(self, txn: Txn, accepted: Tensor) -> None:
-        super().commit(txn, accepted)
-        if txn.policy == "undo":
-            write_layers(self.layers, txn.saved, txn.slots, ~txn.kept(accepted))
-
-
-class RestoresNothing(TorchExecutor):
-    def restore(self, txn: Txn) -> None:
-        pass
-
-
-class RestoresWhatWasStaged(TorchExecutor):
-    def restore(self, txn: Txn) -> None:
-        saved = [ref for ref in self.layers if ref.name in {*txn.saved} & {*txn.staged}]
-        write_layers(saved, txn.saved, txn.slots, txn.permit(txn.layout.is_draft))
-
-
-class RestoresSettledRows(TorchExecutor):
-    def restore(self, txn: Txn) -> None:
-        saved = [ref for ref in self.layers if ref.name in txn.saved]
-        write_layers(saved, txn.saved, txn.slots, torch.ones_like(txn.layout.is_draft))
-
-
-class SavesNothing(TorchExecutor):
-    def save(self, txn: Txn, group: str) -> LayerRows:
-        saved = super().save(txn, group)
-        return {name: tuple(torch.zeros_like(p) for p in parts) for name, parts in saved.items()}
-
-
-class SavesAView(TorchExecutor):
-    """Takes a slice for a copy where a window is one row."""
-
-    def save(self, txn: Txn, group: str) -> LayerRows:
-        saved, slots = dict(super().save(txn, group)), txn.slots[group]
-        if slots.numel() == 1:
-            for ref in self.layers:
-                if ref.group == group:
-                    places = [plane.index(slots.clamp(0)) for plane in ref.planes]
-                    saved[ref.name] = tuple(
-                        plane.cells[int(block), int(offset)].unsqueeze(0)
-                        for plane, (block, offset) in zip(ref.planes, places, strict=True)
-                    )
-        return saved
-
-
 class NeverCounts(TorchExecutor):
     def commit(self, txn: Txn, accepted: Tensor) -> None:
         counters = txn.counters.clone()
@@ -353,8 +308,6 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     WrapsPaddingAround: "test_padding_anywhere",
     TrustsTheStagingOrder: "test_any_order_of_layers",
     KeepsTheFirstRowsItSaw: "test_a_chain_of_windows",
-    SavesAView: "test_rows_side_by_side",
-    RestoresWhatWasStaged: "test_rows_written_by_the_caller",
     MakesTheCacheContiguous: "test_every_layout_and_format",
     TouchesTheWordBefore: "test_every_layout_and_format",
     QuantisesTwice: "test_every_layout_and_format",
@@ -363,10 +316,6 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     ForgetsSettledRows: "test_only_settled_rows_are_written_by_staging",
     WritesDraftsAtStage: "test_only_settled_rows_are_written_by_staging",
     SettlesAtCommit: "test_only_settled_rows_are_written_by_staging",
-    RestoresTooMuch: "test_every_shape",
-    RestoresNothing: "test_abort_at_any_point",
-    RestoresSettledRows: "test_abort_at_any_point",
-    SavesNothing: "test_every_shape",
     NeverCounts: "test_per_window",
     CountsTwice: "test_per_window",
     CountsEveryLayer: "test_per_window",
@@ -386,6 +335,7 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     CannotGoOnAfterAFault: "test_the_next_window_is_sound",
     WritesAfterItSaidSo: "test_an_offloader_sees_accepted_rows_only",
     **TREES_CAUGHT_BY,
+    **SAVING_CAUGHT_BY,
 }
 
 #: Defects that only a GPU can show.

@@ -1,0 +1,75 @@
+"""Broken executors that save, restore or settle wrongly; see ``mutants``."""
+
+import torch
+from kvtxn.backends.torch_executor import TorchExecutor
+from torch import Tensor
+
+from kvtxn.executor import Txn
+from kvtxn.rows import LayerRows, write_layers
+
+
+class RestoresTooMuch(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        super().commit(txn, accepted)
+        if txn.policy == "undo":
+            write_layers(self.layers, txn.saved, txn.slots, ~txn.kept(accepted))
+
+
+class RestoresNothing(TorchExecutor):
+    def restore(self, txn: Txn) -> None:
+        pass
+
+
+class RestoresWhatWasStaged(TorchExecutor):
+    def restore(self, txn: Txn) -> None:
+        saved = [ref for ref in self.layers if ref.name in {*txn.saved} & {*txn.staged}]
+        write_layers(saved, txn.saved, txn.slots, txn.permit(txn.layout.is_draft))
+
+
+class RestoresSettledRows(TorchExecutor):
+    def restore(self, txn: Txn) -> None:
+        saved = [ref for ref in self.layers if ref.name in txn.saved]
+        write_layers(saved, txn.saved, txn.slots, torch.ones_like(txn.layout.is_draft))
+
+
+class SavesNothing(TorchExecutor):
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        saved = super().save(txn, group)
+        return {name: tuple(torch.zeros_like(p) for p in parts) for name, parts in saved.items()}
+
+
+class SavesAView(TorchExecutor):
+    """Takes a slice for a copy where a window is one row."""
+
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        saved, slots = dict(super().save(txn, group)), txn.slots[group]
+        if slots.numel() == 1:
+            for ref in self.layers:
+                if ref.group == group:
+                    places = [plane.index(slots.clamp(0)) for plane in ref.planes]
+                    saved[ref.name] = tuple(
+                        plane.cells[int(block), int(offset)].unsqueeze(0)
+                        for plane, (block, offset) in zip(ref.planes, places, strict=True)
+                    )
+        return saved
+
+
+class SettlesTwice(TorchExecutor):
+    """Writes the settled rows again at commit, over whatever is there by then."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        if txn.policy == "deferred":
+            rows = {name: layer.rows for name, layer in txn.staged.items()}
+            write_layers(self.layers, rows, txn.slots, txn.permit(~txn.layout.is_draft))
+        super().commit(txn, accepted)
+
+
+SAVING_CAUGHT_BY: dict[type[TorchExecutor], str] = {
+    RestoresTooMuch: "test_every_shape",
+    RestoresNothing: "test_abort_at_any_point",
+    RestoresWhatWasStaged: "test_rows_written_by_the_caller",
+    RestoresSettledRows: "test_abort_at_any_point",
+    SavesNothing: "test_every_shape",
+    SavesAView: "test_rows_side_by_side",
+    SettlesTwice: "test_settled_rows_are_outside_commit",
+}
