@@ -58,6 +58,13 @@ class Exactness(KitBase):
             batch = rig.batch(SHAPES[shape])
             _commit(rig, batch, shape, EXTREMES[accepting](batch, rig))
 
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_many_rows(self, kit: Kit, policy: str) -> None:
+        """More rows than one block of a kernel has, and more than the window before had."""
+        rig = kit.rig(policy, [LayerSpec(num_blocks=120)], max_rows=320)
+        for requests in (1, 40):
+            _commit(rig, rig.batch(((1,) * requests, (7,) * requests)))
+
     @pytest.mark.parametrize("drafts", [1, 2, 5])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_rows_side_by_side(self, kit: Kit, policy: str, drafts: int) -> None:
