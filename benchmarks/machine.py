@@ -23,7 +23,7 @@ def describe(commit: str | None = None) -> dict[str, Any]:
         commit: of these sources, where it cannot be found out.
     """
     facts: dict[str, Any] = {
-        "command": shlex.join(["kvtxn", *sys.argv[1:]]),
+        "command": shlex.join(["kvtxn", *_without_folder(sys.argv[1:])]),
         "commit": commit or commit_of(),
         "python": platform.python_version(),
         "processor": _processor(),
@@ -78,6 +78,14 @@ def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor())
+
+
+def _without_folder(arguments: list[str]) -> list[str]:
+    """Where results go is no condition, and another machine has other folders."""
+    if "--folder" not in arguments:
+        return arguments
+    place = arguments.index("--folder")
+    return arguments[:place] + arguments[place + 2 :]
 
 
 def _run(*command: str) -> str:

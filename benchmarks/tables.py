@@ -1,4 +1,4 @@
-"""The README's generated parts: ``python -m kvtxn.benchmarks.tables README.md``.
+"""The generated parts of documents: ``python -m kvtxn.benchmarks.tables``, in the root of the repo.
 
 Each stands between a pair of markers, ``<!-- name -->`` and ``<!-- /name -->``,
 and is made from the code or from a result file. Nothing between them is typed.
@@ -120,6 +120,9 @@ def vllm_gpu() -> str:
     return "\n\n".join(parts)
 
 
+#: The documents that have generated parts, from the root of the repo.
+DOCUMENTS: Final = (Path("README.md"), Path("benchmarks/README.md"))
+
 #: Marker -> what stands there.
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "states": states.as_markdown,
@@ -148,9 +151,9 @@ def fill(text: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the files named on the command line."""
-    parser = argparse.ArgumentParser(description="fill the generated parts of a document")
-    parser.add_argument("documents", type=Path, nargs="+")
+    """Rewrite the files named on the command line, or all that have generated parts."""
+    parser = argparse.ArgumentParser(description="fill the generated parts of documents")
+    parser.add_argument("documents", type=Path, nargs="*", default=DOCUMENTS)
     for path in parser.parse_args().documents:
         path.write_text(fill(path.read_text()))
 

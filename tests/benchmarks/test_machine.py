@@ -68,3 +68,9 @@ def test_where_results_go(monkeypatch, tmp_path):
     assert machine.results_folder() == machine.RESULTS
     monkeypatch.setattr(machine, "RESULTS", tmp_path / "results")
     assert machine.results_folder() == machine.Path()
+
+
+def test_the_command_without_its_folder(monkeypatch):
+    """What was run, but not where its results went."""
+    monkeypatch.setattr("sys.argv", ["kvtxn", "bench", "vllm", "--folder", "/x y", "--rounds", "6"])
+    assert machine.describe("abc")["command"] == "kvtxn bench vllm --rounds 6"
