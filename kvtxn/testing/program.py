@@ -230,6 +230,14 @@ class Program(RuleBasedStateMachine):
         if self.model.state is not None:
             self.commit(data, form, fault if at == "commit" else None)
 
+    @_none_open
+    @rule(shape=_SHAPES, fault=_FAULTS, data=st.data())
+    def a_whole_window_given_up(self, shape: Shape, fault: Fault, data: st.DataObject) -> None:
+        """From begin to abort, every row staged on the way."""
+        self.begin(shape, False, 0.3, None, data)
+        self.stage_the_rest(None)
+        self.abort(fault, True)
+
     # -- what a caller must not do --------------------------------------------------------
 
     @_some_missing
@@ -248,7 +256,7 @@ class Program(RuleBasedStateMachine):
         parts, slots = model.batch.tensors[ref.name], list(model.batch.slots[ref.group])
         if ref.group not in model.mapped:
             with pytest.raises(SlotMappingError):
-                self._open.stage(ref, *parts)
+                self._open.stage(ref, *handed_in(ref, parts))  # type: ignore[arg-type]
             return
         with pytest.raises(LayerError):
             self._open.stage(ref, *handed_in(ref, [part[..., :0] for part in parts]))  # type: ignore[arg-type]

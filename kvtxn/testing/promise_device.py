@@ -44,11 +44,11 @@ def _whole_window(
     slots, counts = rig.slots(batch), rig.accepted(batch.draft_len) - 1
     query = torch.zeros(batch.num_rows, 2, 5, device=rig.device)
     table = torch.zeros(requests, 2, dtype=torch.int64, device=rig.device)
-    seq_lens = rig.accepted([4] * requests)
+    seq_lens = rig.accepted([5] * requests)  # all rows of the longest, at least
     with watch:
         window = rig.manager.window(batch.draft_len, slots, batch.settled)
-        for ref in rig.refs:
-            window.stage(ref, *batch.tensors[ref.name])
+        for index, ref in enumerate(rig.refs):
+            rig.stage(window, batch, [index])
             if attend and ref.planes[0].row_shape == (2, 5):
                 window.attend(ref, query, table, seq_lens)
         window.commit(counts)

@@ -78,7 +78,10 @@ class Engines:
             code = child.wait(timeout=2400)
         text = (folder / "log").read_text()
         if code != 0:
-            raise RuntimeError(f"the engines' process ended with {code}:\n{text[-6000:]}")
+            errors = "\n".join(line for line in text.splitlines() if "Error: " in line)
+            raise RuntimeError(
+                f"the engines' process ended with {code}:\n{errors[:2000]}\n...\n{text[-4000:]}"
+            )
         reports: dict[str, dict[str, Any]] = json.loads((folder / "reports.json").read_text())
         return {name: {**report, "log": text} for name, report in reports.items()}
 

@@ -175,6 +175,7 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         del llm
     if job.get("ray"):
         vllm_ray.stop()
+    os.environ.clear()  # Ray leaves variables behind that later processes stumble over
     os.environ.update(before)
     return report
 
