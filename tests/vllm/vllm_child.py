@@ -154,9 +154,8 @@ def replace_kernels_once() -> None:
 
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One job: a report per engine."""
-    changed = job.get("environment", {})
-    before = {name: os.environ.get(name, "") for name in changed}
-    os.environ.update(changed)
+    before = dict(os.environ)
+    os.environ.update(job.get("environment", {}))
     report = {}
     for name, (kvtxn, scenarios) in job["engines"].items():
         print(f"kvtxn tests: engine {name!r} of {job['model']}", flush=True)
@@ -175,7 +174,7 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         del llm
     if job.get("ray"):
         vllm_ray.stop()
-    os.environ.clear()  # Ray leaves variables behind that later processes stumble over
+    os.environ.clear()
     os.environ.update(before)
     return report
 
