@@ -56,7 +56,6 @@ def window_runner(own: Any) -> Any:
             self.kvtxn = None
             super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
             if not is_profiling:
-                self.kvtxn_room = None  # the allocator keeps it, and gives it to the steps
                 self.kvtxn = open_steps(self, steps_over)
 
         def _update_states(self, scheduler_output: Any) -> Any:
