@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
 
 import torch
@@ -13,31 +12,22 @@ from ..errors import LayerError
 from ..executor import AttentionArgs
 from ..layers import LayerRef
 from ..layout import RowLayout
-from .attention_shapes import Keep, Prefix, Shape, blocks_for, floor_power, power, requests_of
+from .attention_shapes import (
+    Keep,
+    PagedTile,
+    Prefix,
+    Shape,
+    paged_tile,
+    power,
+    requests_of,
+    window_form,
+)
 from .row_scales import scales_of, typed
 from .triton_paged import combine, paged_attention
 from .triton_short import short_attention
 from .triton_window import window_attention
 
 _COMPUTE: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-#: Cached tokens that one program reads at least, and in one step: few, so that a processor has
-#: room for four programs, each with the next steps' tokens on their way (measured on an H200).
-_MIN_SPLIT: Final = 64
-_CACHED_KEYS: Final = 32
-
-#: Programs per processor that are worth having; with more, each takes more.
-_WAVES: Final = 4
-
-#: Rows of a request up to which one program takes one row and one KV head ...
-_SHORT: Final = 16
-
-#: ... with at most so many products (query heads x keys x head size), so many to each warp.
-_MOST_PRODUCTS: Final = 32768
-_PRODUCTS_PER_WARP: Final = 4096
-
-#: The window's rows that other window kernels read in one step.
-_WINDOW_KEYS: Final = 64
 
 
 def _compute(query: Tensor, ref: LayerRef) -> tl.dtype:
@@ -96,38 +86,45 @@ class AttentionLauncher:
             output = query.new_empty(*query.shape[:2], shape.dv)
         if slots is not None:
             _refuse_scales(ref)
-        splits = self._splits(layout, shape, args)
-        if splits == 1:
-            self._paged(layout, ref, query, args, shape, output.unsqueeze(0), None, fresh, slots)
+        tile = self._tile(layout, shape, args, _compute(query, ref))
+        if tile.splits == 1:
+            whole = output.unsqueeze(0)
+            self._paged(layout, ref, query, args, shape, tile, whole, None, fresh, slots)
             return output
-        parts = self._parts(query, shape, splits)
-        self._paged(layout, ref, query, args, shape, *parts, fresh, slots)
-        combine[query.shape[:2]](
+        parts = self._parts(query, shape, tile)
+        self._paged(layout, ref, query, args, shape, tile, *parts, fresh, slots)
+        self._combine(parts, output)
+        return output
+
+    def _combine(self, parts: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Merge what the slices found."""
+        (rows, heads, size), splits = output.shape, parts[0].shape[0]
+        combine[(rows, heads)](
             *parts,
             output,
             output.stride(0),
             output.stride(1),
-            query.shape[0],
-            HEADS=query.shape[1],
-            DV=shape.dv,
-            BLOCK_DV=power(shape.dv),
+            rows,
+            HEADS=heads,
+            DV=size,
+            BLOCK_DV=power(size),
             SPLITS=splits,
-            num_warps=max(1, min(4, splits * power(shape.dv) // 2048)),
+            num_warps=max(1, min(4, splits * power(size) // 2048)),
         )
-        return output
 
     def prefix(
         self, layout: RowLayout, ref: LayerRef, query: Tensor, args: AttentionArgs
     ) -> Prefix:
         """Attention over the rows before the window alone."""
         shape = self._shape(layout, ref, query, args)
-        parts = self._parts(query, shape, self._splits(layout, shape, args))
-        self._paged(layout, ref, query, args, shape, *parts, (), None)
+        tile = self._tile(layout, shape, args, _compute(query, ref))
+        parts = self._parts(query, shape, tile)
+        self._paged(layout, ref, query, args, shape, tile, *parts, (), None)
         return Prefix(*parts)
 
-    def _parts(self, query: Tensor, shape: Shape, splits: int) -> tuple[Tensor, Tensor]:
+    def _parts(self, query: Tensor, shape: Shape, tile: PagedTile) -> tuple[Tensor, Tensor]:
         """Room for the output and log-sum-exp of every slice."""
-        size = (splits, *query.shape[:2])
+        size = (tile.splits, *query.shape[:2])
         out = query.new_empty(*size, shape.dv, dtype=torch.float32)
         return out, query.new_empty(size, dtype=torch.float32)
 
@@ -138,6 +135,7 @@ class AttentionLauncher:
         query: Tensor,
         args: AttentionArgs,
         shape: Shape,
+        tile: PagedTile,
         output: Tensor,
         lse: Tensor | None,
         fresh: tuple[Tensor, ...] | None,
@@ -150,13 +148,12 @@ class AttentionLauncher:
         """
         key, value = ref.planes[:2]
         k, v = fresh[:2] if fresh else (query, query)
-        blocks, splits = blocks_for(shape), output.shape[0]
-        slices = -(-shape.requests.longest // blocks.rows)
-        grid = (layout.num_requests, shape.heads, splits * slices)
-        few = math.prod(grid) <= 2 * self.processors
+        slices = -(-shape.requests.longest // tile.rows)
+        grid = (layout.num_requests, shape.heads, tile.splits * slices)
+        starts = shape.requests.starts
         k_scale, v_scale = (scales_of(ref, side, self._ones) for side in (0, 1))
         own_k, own_v = (scales_of(ref, side, self._ones, fresh or None) for side in (0, 1))
-        starts, tree = shape.requests.starts, layout.tree
+        tree = layout.tree
         paged_attention[grid](
             query,
             k,
@@ -192,7 +189,7 @@ class AttentionLauncher:
             ref.num_slots,
             query.shape[0],
             shape.requests.longest,
-            splits,
+            tile.splits,
             args.scale,
             args.soft_cap or 1.0,
             args.sliding_window or 0,
@@ -209,25 +206,24 @@ class AttentionLauncher:
             VC_STEP=value.cells.stride(3),
             K_STEP=k.stride(2),
             V_STEP=v.stride(2),
-            BLOCK_R=blocks.rows,
-            BLOCK_M=blocks.queries,
-            BLOCK_N=_CACHED_KEYS,
-            BLOCK_W=min(power(shape.requests.longest), _CACHED_KEYS),
+            BLOCK_R=tile.rows,
+            BLOCK_M=tile.queries,
+            BLOCK_N=tile.keys,
+            BLOCK_W=min(power(shape.requests.longest), 32),
             COMPUTE=_compute(query, ref),
-            num_warps=min(8, blocks.warps * (2 if few else 1)),
-            num_stages=3,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
 
-    def _splits(self, layout: RowLayout, shape: Shape, args: AttentionArgs) -> int:
-        """Slices of the cached rows, a power of two, so that programs fill the device."""
+    def _tile(
+        self, layout: RowLayout, shape: Shape, args: AttentionArgs, compute: tl.dtype
+    ) -> PagedTile:
+        """How to divide the work, so that programs fill the device."""
         capacity = args.block_table.shape[1] * shape.block_size
         if args.sliding_window is not None:
             capacity = min(capacity, args.sliding_window)
-        slices = -(-shape.requests.longest // blocks_for(shape).rows)
-        programs = layout.num_requests * shape.heads * slices
-        most = max(1, capacity // _MIN_SPLIT)
-        wanted = max(1, _WAVES * self.processors // max(1, programs))
-        return floor_power(min(most, wanted, 64))
+        pairs, half = layout.num_requests * shape.heads, compute is not tl.float32
+        return paged_tile(shape, pairs, capacity, self.processors, half=half)
 
     def merge(
         self,
@@ -317,24 +313,19 @@ class AttentionLauncher:
         self, shape: Shape, layout: RowLayout, query: Tensor, ref: LayerRef, splits: int
     ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
         """The window kernel for this shape, its grid, and the constants that it alone has."""
-        longest = shape.requests.longest
-        queries, keys = 1 << (shape.group - 1).bit_length(), 1 << (longest - 1).bit_length()
-        products = queries * keys * max(power(shape.d), power(shape.dv))
-        if longest <= _SHORT and products <= _MOST_PRODUCTS:
-            grid: tuple[int, ...] = (query.shape[0], shape.heads)
-            few = math.prod(grid) <= self.processors
-            warps = min(8, max(1, products // _PRODUCTS_PER_WARP) * (2 if few else 1))
-            own = {"BLOCK_M": queries, "BLOCK_N": keys, "MORE": splits > 1, "num_warps": warps}
-            return short_attention, grid, own
-        blocks = blocks_for(shape)
-        own = {
-            "BLOCK_R": blocks.rows,
-            "BLOCK_M": blocks.queries,
-            "BLOCK_N": min(power(longest), _WINDOW_KEYS),
+        form = window_form(shape, query.shape[0], self.processors)
+        own: dict[str, Any] = {
+            "BLOCK_M": form.queries,
+            "BLOCK_N": form.keys,
             "COMPUTE": _compute(query, ref),
-            "num_warps": 2 if blocks.queries <= 32 else 4,
+            "MORE": splits > 1,
+            "num_warps": form.warps,
         }
-        grid = (layout.num_requests, shape.heads, -(-longest // blocks.rows))
+        longest = shape.requests.longest
+        if form.rows == 1:
+            return short_attention, (query.shape[0], shape.heads), own
+        own |= {"BLOCK_R": form.rows, "ONCE": longest <= form.keys}
+        grid = (layout.num_requests, shape.heads, -(-longest // form.rows))
         return window_attention, grid, own
 
     def _shape(self, layout: RowLayout, ref: LayerRef, query: Tensor, args: AttentionArgs) -> Shape:

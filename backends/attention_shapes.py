@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -10,6 +10,24 @@ import torch
 from torch import Tensor
 
 from ..layout import RowLayout, to_device
+
+#: Rows of a request, and query heads of a KV head, up to which one program may take one row.
+_SHORT: Final = 16
+
+#: Rows x KV heads per processor from which one program takes all rows of a request: the others
+#: would read its keys again, and what they gain by being many is no longer worth that.
+_CROWD: Final = 8
+
+#: The window's rows that one step reads at most.
+_WINDOW_KEYS: Final = 64
+
+#: Cached rows that one program reads at least, and in one step: few, so that a processor has
+#: room for four programs, each with the next steps' rows on their way.
+_MIN_SPLIT: Final = 64
+_CACHED_KEYS: Final = 32
+
+#: Programs per processor that are worth having; with more, each takes more.
+_WAVES: Final = 4
 
 
 @attrs.frozen(eq=False)
@@ -100,6 +118,90 @@ def blocks_for(shape: Shape) -> Blocks:
     queries = power(rows * shape.group)
     wide = max(power(shape.d), power(shape.dv))
     return Blocks(rows, queries, queries // 16 * (1 if wide <= 128 else 2))
+
+
+@attrs.frozen
+class WindowForm:
+    """How the window kernel divides its work.
+
+    Attributes:
+        rows: of a request, per program; 1 means ``short_attention``.
+        queries: room for their query heads.
+        keys: the window's rows that are read in one step.
+        warps: per program.
+    """
+
+    rows: int
+    queries: int
+    keys: int
+    warps: int
+
+
+def window_form(shape: Shape, num_rows: int, processors: int) -> WindowForm:
+    """The window kernel for a shape; measured on an H200.
+
+    Args:
+        shape: the layer and its requests.
+        num_rows: rows of the window.
+        processors: of the device.
+    """
+    longest, programs = shape.requests.longest, num_rows * shape.heads
+    short = max(longest, shape.group) <= _SHORT and max(shape.d, shape.dv) <= 256
+    if short and programs <= _CROWD * processors:
+        return WindowForm(1, power(shape.group), power(longest), 2 if programs <= processors else 1)
+    blocks = blocks_for(shape)
+    keys = min(power(longest), _WINDOW_KEYS)
+    return WindowForm(blocks.rows, blocks.queries, keys, 2 if blocks.queries <= 32 else 4)
+
+
+def crowds(heads: int, processors: int) -> tuple[int, ...]:
+    """Least numbers of rows of windows with ``heads`` KV heads that take different forms."""
+    return 1, processors // heads + 1, _CROWD * processors // heads + 1
+
+
+@attrs.frozen
+class PagedTile:
+    """How the kernel over cached rows divides its work.
+
+    Attributes:
+        rows: of a request, per program.
+        queries: room for their query heads.
+        keys: cached rows that are read in one step.
+        warps: per program.
+        stages: steps whose rows are on their way at once.
+        splits: slices of a request's cached rows, a power of two.
+    """
+
+    rows: int
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    splits: int
+
+
+def paged_tile(
+    shape: Shape, pairs: int, capacity: int, processors: int, *, half: bool
+) -> PagedTile:
+    """The tile for a shape; measured on an H200.
+
+    Args:
+        shape: the layer and its requests.
+        pairs: requests x KV heads.
+        capacity: most cached rows that a row may see.
+        processors: of the device.
+        half: products are of 16 bits.
+    """
+    blocks = blocks_for(shape)
+    programs = pairs * -(-shape.requests.longest // blocks.rows)
+    most, wanted = capacity // _MIN_SPLIT, _WAVES * processors // max(1, programs)
+    splits = floor_power(min(most, wanted, 64))
+    few = programs * splits <= 2 * processors
+    if few and half and max(power(shape.d), power(shape.dv)) <= 128:
+        # What counts is how long a step takes: least on blocks of 64 queries, by four warps.
+        return PagedTile(blocks.rows, max(64, blocks.queries), _CACHED_KEYS, 4, 4, splits)
+    warps = min(8, blocks.warps * (2 if few else 1))
+    return PagedTile(blocks.rows, blocks.queries, _CACHED_KEYS, warps, 3, splits)
 
 
 @attrs.frozen(eq=False)

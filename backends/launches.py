@@ -170,6 +170,7 @@ class Launches:
             "BLOCK": 0 if plan is None else plan.block_size,
             "ROWS": tile.rows,
             "COLS": tile.cols,
+            "TAIL": tile.tail,
             "CHUNK": tile.chunk,
             "ONCE": tile.once,
         }

@@ -8,13 +8,10 @@ import attrs
 
 from .pointer_table import Plan
 
-#: Fewest units a step of a program covers, and most in a window of many rows.
+#: Fewest units a step of a program covers, and most: where rows are few, and elsewhere.
 _MIN_COLS: Final = 16
-_MAX_COLS: Final = 32
-
-#: Most where rows are few, or no multiple of the least, or of narrow words.
 _WIDEST: Final = 128
-
+_MAX_COLS: Final = 64
 
 #: Windows of so many rows count as small, and beyond so many as large.
 _FEW_ROWS: Final = 128
@@ -32,6 +29,7 @@ class Tile:
         chunk: slots per step of the range check.
         warps: warps per program.
         once: no program has more than one step.
+        tail: units of a row beyond ``cols``, where those are taken in the same step; else 0.
     """
 
     programs: int
@@ -40,6 +38,7 @@ class Tile:
     chunk: int
     warps: int
     once: bool
+    tail: int = 0
 
 
 def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
@@ -50,19 +49,20 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
         num_rows: rows of the window.
         programs: how many programs fill the device; 1 where there is none.
     """
-    chunk = 128 if num_rows <= 128 else 1024
+    few = num_rows <= _FEW_ROWS
+    chunk = 128 if few else 512
     if plan is None:
         return Tile(1, 1, _MIN_COLS, chunk, 4, once=False)
-    few = num_rows <= _FEW_ROWS
-    cols = _columns(plan, _WIDEST if few else _MAX_COLS)
+    cols, tail = _columns(plan, num_rows)
     if programs == 1:  # interpreted: every step costs the same, whatever its size
         rows = min(64, 1 << max(0, num_rows - 1).bit_length())
-        return Tile(1, rows, cols, chunk, 4, once=num_rows <= rows)
+        return Tile(1, rows, cols, chunk, 4, once=num_rows <= rows, tail=tail)
     warps, units = _shape_of_steps(num_rows, cols)
     rows = max(1, 32 * warps * units // cols)
     steps = -(-num_rows // rows)
-    at_once = programs * (2 if few else 1) // plan.num_planes
-    return Tile(max(1, min(steps, at_once)), rows, cols, chunk, warps, once=steps <= at_once)
+    at_once = programs * (2 if few else 4) // plan.num_planes
+    taken = max(1, min(steps, at_once))
+    return Tile(taken, rows, cols, chunk, warps, once=steps <= at_once, tail=tail)
 
 
 def _shape_of_steps(num_rows: int, cols: int) -> tuple[int, int]:
@@ -76,11 +76,19 @@ def _shape_of_steps(num_rows: int, cols: int) -> tuple[int, int]:
     return (4 if num_rows <= _MANY_ROWS else 8), (4 if cols <= _MAX_COLS else 8)
 
 
-def _columns(plan: Plan, most: int) -> int:
-    """Units per step: a power of two that wastes few lanes on this row size."""
-    if not plan.wide or not plan.row_units:
-        return _WIDEST
-    whole = plan.row_units & -plan.row_units
+def _columns(plan: Plan, num_rows: int) -> tuple[int, int]:
+    """Units per step, a power of two that wastes few lanes on this row size, and the tail."""
+    units = plan.row_units
+    if not plan.wide or not units:
+        return _WIDEST, 0
+    whole = units & -units
     if whole >= _MIN_COLS:
-        return min(whole, most)
-    return min(_WIDEST, 1 << (plan.row_units - 1).bit_length())
+        if num_rows <= _FEW_ROWS:
+            return min(whole, _WIDEST), 0
+        if num_rows > _MANY_ROWS:
+            return _MIN_COLS, 0
+        return min(max(whole // 2, _MIN_COLS), _MAX_COLS), 0
+    most = 1 << (units.bit_length() - 1)
+    if most <= _WIDEST and units - most == whole and plan.run_units == units:
+        return most, whole  # two pieces of a row, such as a latent's and its rotary part's
+    return min(_WIDEST, 1 << (units - 1).bit_length()), 0

@@ -76,17 +76,27 @@ def blend(
 
 
 @triton.jit
+def settled_slots(
+    slots: tl.tensor, position: tl.tensor, rows: tl.tensor, mine: tl.tensor, limit: tl.tensor
+) -> tl.tensor:
+    """Where settled rows go, and which of ``mine`` do: those with slots in ``[0, limit)``."""
+    slot = tl.load(slots + rows, mask=mine, other=-1)
+    settled = tl.load(position + rows, mask=mine, other=0) < 0
+    wanted = mine & settled & (slot >= 0) & (slot < limit)
+    return tl.where(wanted, slot, 0).to(tl.int64), wanted
+
+
+@triton.jit
 def keep_rows(
     words: tl.tensor,
     cache: tl.tensor,
     buffer: tl.tensor,
-    slots: tl.tensor,
-    position: tl.tensor,
+    slot: tl.tensor,
+    wanted: tl.tensor,
     rows: tl.tensor,
     inside: tl.tensor,
     columns: tl.tensor,
     head: tl.tensor,
-    limit: tl.tensor,
     c_block: tl.tensor,
     c_slot: tl.tensor,
     c_head: tl.tensor,
@@ -96,18 +106,14 @@ def keep_rows(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """Write one head of settled rows to the cache, and of all rows to the staging buffer.
+    """Write one head of rows to the cache, where ``wanted``, and to the staging buffer.
 
-    Only slots in ``[0, limit)`` are written; slots of distinct rows are distinct (the window
-    guarantees it), and each head is one program's alone.
+    Slots of distinct rows are distinct (the window guarantees it), and each head is one program's
+    alone.
     """
     if WRITE:
-        slot = tl.load(slots + rows, mask=inside, other=-1)
-        settled = tl.load(position + rows, mask=inside, other=0) < 0
-        good = inside & settled & (slot >= 0) & (slot < limit)
-        slot = tl.where(good, slot, 0).to(tl.int64)
         place = (slot // BLOCK_SIZE) * c_block + (slot % BLOCK_SIZE) * c_slot + head * c_head
-        mask = good[:, None] & (columns < WIDTH)[None, :]
+        mask = wanted[:, None] & (columns < WIDTH)[None, :]
         tl.store(cache + place[:, None] + columns[None, :], words, mask=mask)
     if COPY:
         place = (rows * HEADS + head) * WIDTH
@@ -176,19 +182,28 @@ def fold_window(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COMPUTE: tl.constexpr,
+    ONCE: tl.constexpr,
 ) -> tl.tensor:
     """Fold the fresh rows of a request into ``out``, and keep those from ``base`` on, if asked to.
 
     Pointers and lengths are those of ``window_attention``; ``row`` ``[M]`` are the queries' rows
-    within the request, of which ``BLOCK_R`` begin at ``base``.
+    within the request, of which ``BLOCK_R`` begin at ``base``. ``ONCE``: no request has more rows
+    than ``BLOCK_N``.
     """
-    for start in range(0, tl.minimum(count, base + BLOCK_R), BLOCK_N):
+    end = tl.minimum(count, base + BLOCK_R)
+    if ONCE:
+        end = BLOCK_N
+    for start in range(0, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         inside = n < count
         k_at = ((first + n) * k_row + head * k_head)[:, None] + (d * K_STEP)[None, :]
         v_at = ((first + n) * v_row + head * v_head)[:, None] + (dv * V_STEP)[None, :]
         k = tl.load(key + k_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
         v = tl.load(value + v_at, mask=inside[:, None] & (dv < DV)[None, :], other=0.0)
+        mine = inside & (n >= base) & (n < base + BLOCK_R)
+        slot, wanted = n, mine
+        if WRITE:  # asked for at once: their way from memory overlaps with the products
+            slot, wanted = settled_slots(slots, position, first + n, mine, limit)
         allowed = inside[None, :] & real[:, None] & (n[None, :] <= row[:, None])
         if TREE:
             seen = visible + (first + row)[:, None] * longest + n[None, :]
@@ -214,13 +229,12 @@ def fold_window(
             q, numbers_k, numbers_v, allowed, top, total, out, scale, cap, CAPPED
         )  # fmt: skip
         if WRITE or COPY:
-            mine = inside & (n >= base) & (n < base + BLOCK_R)
             keep_rows(
-                k, key_cache, key_buffer, slots, position, first + n, mine, d, head, limit,
+                k, key_cache, key_buffer, slot, wanted, first + n, mine, d, head,
                 kc_block, kc_slot, kc_head, WRITE, COPY, HEADS, D, BLOCK_SIZE,
             )  # fmt: skip
             keep_rows(
-                v, value_cache, value_buffer, slots, position, first + n, mine, dv, head, limit,
+                v, value_cache, value_buffer, slot, wanted, first + n, mine, dv, head,
                 vc_block, vc_slot, vc_head, WRITE, COPY, HEADS, DV, BLOCK_SIZE,
             )  # fmt: skip
     return top, total, out

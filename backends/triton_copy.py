@@ -27,6 +27,7 @@ def copy_wide(
     TO_CACHE: tl.constexpr,
     LATE: tl.constexpr,
     COLS: tl.constexpr,
+    TAIL: tl.constexpr,
     UNITS: tl.constexpr,
     RUN: tl.constexpr,
 ) -> None:
@@ -41,13 +42,15 @@ def copy_wide(
         TO_CACHE: direction.
         LATE: look at ``bad`` only once the staged rows are on their way.
         COLS: units per step.
+        TAIL: if not 0, a row is one run of ``COLS`` and ``TAIL`` units, moved in one step: the
+            second piece is on its way before the first is written.
         UNITS: units per row where known when compiled, else 0.
         RUN: units per run likewise.
     """
     per_run = RUN if RUN > 0 else tl.load(line + 6)
     per_row = UNITS if UNITS > 0 else tl.load(line + 7)
     lanes = tl.arange(0, COLS * 2)
-    for start in range(0, per_row, COLS):
+    for start in range(0, per_row - TAIL, COLS):
         word = start * 2 + lanes
         if UNITS > 0 and UNITS == RUN:  # one run: nothing to look up
             here = wide_pointer(cache[:, None] + (word * 8)[None, :])
@@ -58,15 +61,25 @@ def copy_wide(
             here = wide_pointer(cache[:, None] + (run * tl.load(line + 3) + within)[None, :])
             there = wide_pointer(outside[:, None] + (run * tl.load(line + 5) + within)[None, :])
         inside = wanted[:, None] & (lanes >= 0)[None, :]
-        if UNITS % COLS != 0 or UNITS == 0:
+        if TAIL == 0 and (UNITS % COLS != 0 or UNITS == 0):
             inside = wanted[:, None] & (word < per_row * 2)[None, :]
-        if TO_CACHE:
-            rows = tl.load(there, mask=inside)
+        source = there if TO_CACHE else here
+        target = here if TO_CACHE else there
+        words = tl.load(source, mask=inside)
+        if TAIL > 0:
+            after = COLS * 2 + tl.arange(0, TAIL * 2)
+            here = wide_pointer(cache[:, None] + (after * 8)[None, :])
+            there = wide_pointer(outside[:, None] + (after * 8)[None, :])
+            also = wanted[:, None] & (after >= 0)[None, :]
+            rest = tl.load(there if TO_CACHE else here, mask=also)
+        if LATE:
+            stop = tl.max(bad, axis=0) * (COLS * 2 + TAIL * 2)
+            inside = inside & (lanes >= stop)[None, :]
+        tl.store(target, words, mask=inside)
+        if TAIL > 0:
             if LATE:
-                inside = inside & (lanes >= tl.max(bad, axis=0) * (COLS * 2))[None, :]
-            tl.store(here, rows, mask=inside)
-        else:
-            tl.store(there, tl.load(here, mask=inside), mask=inside)
+                also = also & (after >= stop)[None, :]
+            tl.store(here if TO_CACHE else there, rest, mask=also)
 
 
 @triton.jit

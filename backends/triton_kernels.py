@@ -181,6 +181,7 @@ def move_rows(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    TAIL: tl.constexpr,
     CHUNK: tl.constexpr,
     ONCE: tl.constexpr,
 ) -> None:
@@ -227,6 +228,7 @@ def move_rows(
         BLOCK: slots per block, likewise.
         ROWS: rows per step of a program.
         COLS: units per step.
+        TAIL: what is left of a row then, if it is taken in the same step; else 0.
         CHUNK: slots per step of the check.
         ONCE: no program has more than one step.
     """
@@ -328,6 +330,6 @@ def move_rows(
                 for_wide = tl.where(wanted, is_wide, 0) != 0
                 for_narrow = tl.where(wanted, 1 - is_wide, 0) != 0
             if WIDE:
-                copy_wide(here, there, for_wide, bad, line, TO_CACHE, LATE, COLS, UNITS, RUN)
+                copy_wide(here, there, for_wide, bad, line, TO_CACHE, LATE, COLS, TAIL, UNITS, RUN)
             if NARROW > 0:
                 copy_narrow(here, there, for_narrow, line, inside, TO_CACHE, COLS, NARROW)

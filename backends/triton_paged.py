@@ -225,7 +225,7 @@ def paged_attention(
                 fks_row, fks_head, fvs_row, fvs_head, kc_block, kc_slot, kc_head, vc_block, vc_slot,
                 vc_head, limit, longest, k_scaled, cap, window, TREE, CAPPED, SLIDING, WRITE, False,
                 K_SCALES, V_SCALES, HEADS, D, DV, K_STEP, V_STEP, BLOCK_SIZE, BLOCK_R, BLOCK_W,
-                COMPUTE,
+                COMPUTE, False,
             )  # fmt: skip
         some = tl.where(total == 0.0, 1.0, total)
         out = out / some[:, None]

@@ -122,13 +122,14 @@ def short_attention(
     BLOCK_DV: tl.constexpr,
     EACH: tl.constexpr,
     MORE: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ) -> None:
     """Causal attention over the window's fresh rows, merged with the prefix by log-sum-exp.
 
     Grid: (rows, KV heads). Arguments are those of ``window_attention``, which says what they
     are; no request has more than ``BLOCK_N`` rows, ``BLOCK_M`` holds the query heads of one KV
-    head. ``request`` is unread where ``EACH`` is not 0, ``MORE`` says that there are more splits
-    than one.
+    head; both are 16 at least, as tensor cores want it. ``request`` is unread where ``EACH`` is
+    not 0.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -150,7 +151,7 @@ def short_attention(
     lse_at = prefix_lse + row * l_row + heads * l_head
     part_at = prefix_out + row * p_row + (heads * p_head)[:, None] + dv[None, :]
     wide = real[:, None] & (dv < DV)[None, :]
-    q = tl.load(q_at, mask=real[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    q = tl.load(q_at, mask=real[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
     k = tl.load(k_at, mask=seen[:, None] & (d < D)[None, :], other=0.0)
     v = tl.load(v_at, mask=seen[:, None] & (dv < DV)[None, :], other=0.0)
     lse = tl.load(lse_at, mask=real, other=float("-inf"))
@@ -183,15 +184,16 @@ def short_attention(
         seen = seen & (key_at > tl.load(order + row) - window)
     elif SLIDING:
         seen = seen & (n > mine - window)
-    scores = tl.sum(q[:, None, :] * numbers_k[None, :, :], axis=2) * k_scaled
+    keys = tl.trans(numbers_k.to(COMPUTE))
+    scores = tl.dot(q, keys, input_precision="ieee") * k_scaled
     if CAPPED:
         scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
     scores = tl.where(seen[None, :], scores, float("-inf"))
     top = tl.max(scores, axis=1)
     weights = tl.exp(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
     total = tl.sum(weights, axis=1)
-    values = tl.where(seen[:, None], numbers_v, 0.0)
-    out = tl.sum(weights[:, :, None] * values[None, :, :], axis=1)
+    values = tl.where(seen[:, None], numbers_v, 0.0).to(COMPUTE)
+    out = tl.dot(weights.to(COMPUTE), values, input_precision="ieee")
     if V_SCALES > 0:
         out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
     top, total, out = blend(top, total, out, lse, part)

@@ -89,6 +89,8 @@ def window_attention(
     BLOCK_DV: tl.constexpr,
     COMPUTE: tl.constexpr,
     EACH: tl.constexpr,
+    MORE: tl.constexpr,
+    ONCE: tl.constexpr,
 ) -> None:
     """Causal attention over the window's fresh rows, merged with the prefix by log-sum-exp.
 
@@ -120,6 +122,8 @@ def window_attention(
             after it; if ``TREE``, else all up to itself.
         limit: slots of the cache.
         EACH: rows of every request where all are alike, else 0; ``starts`` is not read then.
+        MORE: there are more splits than one.
+        ONCE: no request has more rows than ``BLOCK_N``.
     """
     owner = tl.program_id(0)
     head = tl.program_id(1)
@@ -157,15 +161,16 @@ def window_attention(
             real, head, d, dv, k_row, k_head, v_row, v_head, ks_row, ks_head, vs_row, vs_head,
             kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, limit, longest, k_scaled, cap,
             window, TREE, CAPPED, SLIDING, WRITE, COPY, K_SCALES, V_SCALES, HEADS, D, DV, K_STEP,
-            V_STEP, BLOCK_SIZE, BLOCK_R, BLOCK_N, COMPUTE,
+            V_STEP, BLOCK_SIZE, BLOCK_R, BLOCK_N, COMPUTE, ONCE,
         )  # fmt: skip
         if V_SCALES > 0:
             out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
-        for split in range(splits):
-            if split > 0:
+        top, total, out = blend(top, total, out, lse, part)
+        if MORE:
+            for split in range(1, splits):
                 lse = tl.load(lse_at + split * l_split, mask=real, other=float("-inf"))
                 part = tl.load(part_at + split * p_split, mask=wide, other=0.0)
-            top, total, out = blend(top, total, out, lse, part)
+                top, total, out = blend(top, total, out, lse, part)
         out = out / tl.where(total == 0.0, 1.0, total)[:, None]
         place = (first + row) * o_row + q_head_index * o_head
         tl.store(output + place[:, None] + dv[None, :], out.to(output.dtype.element_ty), mask=wide)

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..backends.attention_shapes import Prefix
+from ..backends.attention_shapes import Prefix, crowds
 from ..executor import AttentionArgs
 from ..layers import LayerRef
 from ..layout import RowLayout
@@ -146,8 +146,8 @@ class Reading:
 def warm_up(hook: FlashHook, heads: int, dtype: torch.dtype) -> None:
     """Launch every form of the window kernel that a step outside of graphs may need.
 
-    Forms differ by the longest request, by whether all have its length, and by whether the
-    device has room for more programs. Graphs compile theirs when they are captured.
+    Forms differ by the longest request, by whether all have its length, and by how many rows
+    there are. Graphs compile theirs when they are captured.
 
     Args:
         hook: of a layer; others like it share its kernels.
@@ -156,10 +156,9 @@ def warm_up(hook: FlashHook, heads: int, dtype: torch.dtype) -> None:
     """
     steps, ref = hook.steps, hook.ref
     device, (kv_heads, size) = ref.device, ref.planes[0].row_shape
-    crowd = steps.attention.processors // kv_heads + 1
     for longest in range(2, steps.query_len + 1):
         for last in ((longest,), (longest, 2)):
-            for rows in (0, crowd):
+            for rows in crowds(kv_heads, steps.attention.processors):
                 lengths = (longest,) * (rows // longest) + last
                 if sum(lengths) > steps.manager.config.max_rows:
                     continue

@@ -68,6 +68,8 @@ class TransactionManager:
             )
         self.layers: Mapping[str, LayerRef] = MappingProxyType(by_name(layers))
         refs = tuple(self.layers.values())
+        #: Layers that a new window waits for; copied, which is quicker than made from ``layers``.
+        self.unstaged: dict[str, None] = dict.fromkeys(self.layers)
         self.device = refs[0].device
         self.groups: Mapping[str, int] = MappingProxyType(limits_of(refs))
         self.kinds: Mapping[str, Kind] = MappingProxyType({ref.group: ref.kind for ref in refs})

@@ -51,7 +51,7 @@ class WindowLife:
         self._mappings = mappings
         self._written_by = written_by
         self._state = WindowState.OPEN
-        self._missing = dict.fromkeys(manager.layers)
+        self._missing = manager.unstaged.copy()
         self._txn: Txn | None = None
         self._accepted: Tensor | SampledIds | None = None
         self._hook_error: Exception | None = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
+from kernels_here import importing_kernels
 
 from kvtxn import LayerRef
 from kvtxn.attention import attend
@@ -13,6 +15,10 @@ from kvtxn.executor import AttentionArgs
 from kvtxn.layout import RowLayout
 
 pytest.importorskip("triton")
+
+with importing_kernels():
+    from kvtxn.backends import attention_launch
+    from kvtxn.backends.attention_shapes import Keep, WindowForm
 
 BLOCKS, BLOCK, HEADS, GROUP, SIZE = 60, 4, 2, 3, 16
 DRAFTS, SETTLED, PASTS = (3, 0, 2), (1, 1, 2), (61, 9, 0)
@@ -60,6 +66,16 @@ class Case:
             **settings,
         )
 
+    def settled_cache(self) -> torch.Tensor:
+        """The cache once settled rows are written, one of which gets no slot here."""
+        self.slots[self.layout.starts[2]] = -1
+        expected = self.cache.clone()
+        for row, slot in enumerate(self.slots.tolist()):
+            if slot >= 0 and int(self.layout.position[row]) < 0:
+                expected[slot // BLOCK, :, slot % BLOCK, :SIZE] = self.fresh[0][row]
+                expected[slot // BLOCK, :, slot % BLOCK, SIZE:] = self.fresh[1][row]
+        return expected
+
     def check(self, got: torch.Tensor) -> None:
         """Against the reference."""
         wanted = attend(self.layout, self.ref.planes, self.fresh, self.query, self.args)
@@ -74,12 +90,18 @@ def launcher(kernel_device, triton_executor):
     return AttentionLauncher(torch.device(kernel_device))
 
 
+def divide(monkeypatch, launcher, splits: int) -> None:
+    """Let launches have so many slices."""
+    own = launcher._tile
+    monkeypatch.setattr(launcher, "_tile", lambda *facts: attrs.evolve(own(*facts), splits=splits))
+
+
 @pytest.mark.parametrize("how", SETTINGS)
 @pytest.mark.parametrize("splits", [1, 2, 8])
 def test_slices_of_the_cache(monkeypatch, launcher, kernel_device, splits, how):
     """One slice ends in the output; several are combined; some of them see nothing."""
     case = Case(kernel_device, **SETTINGS[how])
-    monkeypatch.setattr(launcher, "_splits", lambda *_: splits)
+    divide(monkeypatch, launcher, splits)
     case.check(launcher.attend(case.layout, case.ref, case.query, case.fresh, case.args))
 
 
@@ -87,16 +109,34 @@ def test_slices_of_the_cache(monkeypatch, launcher, kernel_device, splits, how):
 def test_settled_rows_are_written_once(monkeypatch, launcher, kernel_device, splits):
     """By the last slice alone, to their slots; padding and drafts nowhere."""
     case = Case(kernel_device)
-    case.slots[case.layout.starts[2]] = -1
-    expected = case.cache.clone()
-    for row, slot in enumerate(case.slots.tolist()):
-        if slot >= 0 and int(case.layout.position[row]) < 0:
-            expected[slot // BLOCK, :, slot % BLOCK, :SIZE] = case.fresh[0][row]
-            expected[slot // BLOCK, :, slot % BLOCK, SIZE:] = case.fresh[1][row]
-    monkeypatch.setattr(launcher, "_splits", lambda *_: splits)
+    expected = case.settled_cache()
+    divide(monkeypatch, launcher, splits)
     facts = (case.layout, case.ref, case.query, case.fresh, case.args)
     case.check(launcher.attend(*facts, slots=case.slots))
     assert torch.equal(case.cache, expected)
+
+
+FORMS = {
+    "row by row": WindowForm(1, 16, 16, 1),
+    "whole requests": WindowForm(4, 16, 16, 1),
+    "in slices": WindowForm(2, 16, 16, 2),
+}
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_window_kernel(monkeypatch, launcher, kernel_device, form, how):
+    """The same output, staged rows and settled rows, however the work is divided."""
+    case = Case(kernel_device, **SETTINGS[how])
+    monkeypatch.setattr(attention_launch, "window_form", lambda *_: FORMS[form])
+    prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
+    expected = case.settled_cache()
+    buffers = tuple(torch.full_like(each, 7.0) for each in case.fresh)
+    keep = Keep(case.slots, case.layout.position, buffers)
+    facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args)
+    case.check(launcher.merge(*facts, keep))
+    assert torch.equal(case.cache, expected)
+    assert all(map(torch.equal, buffers, case.fresh))
 
 
 @pytest.mark.parametrize("drafts", [(3, 0, 2), (18, 1, 0)])
@@ -104,7 +144,7 @@ def test_settled_rows_are_written_once(monkeypatch, launcher, kernel_device, spl
 def test_a_prefix_of_somebody_elses(monkeypatch, launcher, kernel_device, drafts, splits):
     """Short requests or long: another kernel, the same result."""
     case = Case(kernel_device, drafts, pasts=(40, 9, 0))
-    monkeypatch.setattr(launcher, "_splits", lambda *_: splits)
+    divide(monkeypatch, launcher, splits)
     prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
     facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args)
     case.check(launcher.merge(*facts))

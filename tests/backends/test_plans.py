@@ -70,6 +70,14 @@ def test_tiles_cover_every_row(rows):
     assert (tile.programs - 1) * tile.rows < rows
 
 
+@pytest.mark.parametrize(("size", "cols", "tail"), [(576, 64, 8), (512, 32, 0), (600, 128, 0)])
+def test_a_row_of_two_pieces_is_one_step(size, cols, tail):
+    """A latent and its rotary part; what is no two powers of two, or does not fit, is not."""
+    ref = LayerRef.latent("layer", torch.zeros(4, 8, size, dtype=torch.bfloat16))
+    tile = tile_for(_plan(ref, (size, 1)), 320, 1320)
+    assert (tile.cols, tile.tail) == (cols, tail)
+
+
 def test_the_address_book_uploads_only_what_changed():
     book = AddressBook(4, torch.device("cpu"))
     assert book.write([1, 2, 3])[:3].tolist() == [1, 2, 3]
@@ -122,3 +130,19 @@ def test_a_long_state_is_committed_whole(triton_executor, kernel_device, staging
             assert torch.equal(state[2], part[1])
             assert torch.equal(state[0], part[2])
             assert torch.equal(state[1], old[1])
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_a_row_of_two_pieces_is_moved_whole(triton_executor, kernel_device, policy):
+    """Both ways: committed, and put back."""
+    cache = torch.randn(4, 8, 72, device=kernel_device).half()
+    ref, expected = LayerRef.latent("latent", cache), cache.clone().view(-1, 72)
+    rows = torch.randn(5, 72, device=kernel_device).half()
+    slots = torch.tensor([3, 9, 30, 31, 17], device=kernel_device)
+    with registered(triton_executor) as name:
+        manager = TransactionManager([ref], TxnConfig(policy=policy, backend=name))
+        with manager.window([4], slots) as window:
+            window.stage(ref, rows)
+            window.commit([2])
+    expected[slots[:3]] = rows[:3]
+    assert torch.equal(cache.view(-1, 72), expected)
