@@ -29,6 +29,7 @@ class Task:
         tokens: to generate for each.
         drafts: per request.
         max_num_seqs: requests at once.
+        ranks: GPUs, by tensor parallelism.
         in_process: whether the engine's core runs in this process, so that its schedule does not
             depend on time; what looks inside needs it.
         windows: look at the caches around at least so many windows.
@@ -42,6 +43,7 @@ class Task:
     tokens: int
     drafts: int
     max_num_seqs: int
+    ranks: int = 1
     in_process: bool = True
     windows: int = 0
     faults: bool = False
@@ -65,10 +67,14 @@ def observe(task: Task, log: str) -> dict[str, Any]:
     found: dict[str, Any] = {"task": attrs.asdict(task), "start_seconds": seconds}
     found["tokens"] = _generate(llm, task.prompts, task, logprobs=True)
     found |= _counts(llm)
-    if task.in_process:
+    if task.in_process and task.ranks == 1:
         found |= _inside(llm, task)
         found["compiled_after_start"] = sorted(compiled)
-    else:
+    elif task.policy != "stock":
+        from ..integrations.vllm_plugin import snapshots
+
+        found["counters_of_ranks"] = snapshots(llm)
+    if not task.in_process:
         llm.llm_engine.engine_core.shutdown()
     return found
 
@@ -85,6 +91,7 @@ def _engine(task: Task) -> tuple[Any, float]:
         dtype="bfloat16",
         max_model_len=1024,
         max_num_seqs=task.max_num_seqs,
+        tensor_parallel_size=task.ranks,
         gpu_memory_utilization=0.02,
         kv_cache_memory_bytes=256 << 20,
         attention_config={"backend": task.attention},

@@ -14,9 +14,9 @@ def tokens(found: Result) -> str:
     """Prompts with equal tokens, and how near a tie it was where they part."""
     rows = []
     for engine in found["engines"]:
-        same = engine["tokens"]
-        if engine["compared_with"] == engine["task"]["name"]:
+        if engine.get("compared_with") in (None, engine["task"]["name"]):
             continue
+        same = engine["tokens"]
         gaps, noise = same["gaps"], same["noise"]
         rows.append(
             [
@@ -30,7 +30,26 @@ def tokens(found: Result) -> str:
         )
     header = ["engine", "compared with", "prompts with equal tokens"]
     header += ["best minus second where they part: median, most", "noise, 99 %", "accepted drafts"]
-    return f"{table(header, rows)}\n\n{_where(found)}"
+    return f"{table(header, rows)}\n\n{_ranks(found)}{_where(found)}"
+
+
+def _ranks(found: Result) -> str:
+    """Whether the ranks of each engine that has several counted the same, but for bytes."""
+    lines = []
+    for engine in found["engines"]:
+        counts = [_counts(rank) for rank in engine.get("counters_of_ranks", ())]
+        if len(counts) > 1:
+            same = all(each == counts[0] for each in counts)
+            agree = "the same" if same else "DIFFERENT"
+            windows = f"{counts[0]['kvtxn_windows_total']:.0f} windows"
+            fallbacks = f"{counts[0]['kvtxn_fallbacks_total']:.0f} fallbacks"
+            name = engine["task"]["name"]
+            lines.append(f"{name}: {len(counts)} ranks counted {agree}, {windows}, {fallbacks}.")
+    return " ".join([*lines, ""])
+
+
+def _counts(rank: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in rank.items() if "bytes" not in name}
 
 
 def caches(found: Result) -> str:

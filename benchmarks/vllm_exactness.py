@@ -9,32 +9,58 @@ stage of a step is made to fail once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
+import torch
 
 from . import machine
 from .exactness_engine import Task
 
 help: Final = "tokens, caches, faults and memory of whole vLLM engines on a GPU"
 
-#: Engine -> policy, attention backend, the engine it is compared with, and whether in its process.
-ENGINES: Final[Mapping[str, tuple[str, str, str, bool]]] = {
-    "stock": ("stock", "FLASH_ATTN", "stock", True),
-    "stock again": ("stock", "FLASH_ATTN", "stock", True),
-    "stock, TRITON_ATTN": ("stock", "TRITON_ATTN", "stock", True),
-    "undo": ("undo", "FLASH_ATTN", "stock", True),
-    "deferred": ("deferred", "FLASH_ATTN", "stock", True),
-    "undo, TRITON_ATTN": ("undo", "TRITON_ATTN", "stock, TRITON_ATTN", True),
-    "stock, multi-process": ("stock", "FLASH_ATTN", "stock", False),
-    "undo, multi-process": ("undo", "FLASH_ATTN", "stock, multi-process", False),
+
+@attrs.frozen
+class Kind:
+    """An engine.
+
+    Attributes:
+        policy: a kvtxn policy, or ``"stock"``.
+        compared_with: the engine whose tokens its own are compared with.
+        attention: vLLM's name of the attention backend.
+        in_process: whether its core runs in its caller's process.
+        ranks: GPUs, by tensor parallelism.
+    """
+
+    policy: str
+    compared_with: str = "stock"
+    attention: str = "FLASH_ATTN"
+    in_process: bool = True
+    ranks: int = 1
+
+
+#: By name.
+ENGINES: Final[Mapping[str, Kind]] = {
+    "stock": Kind("stock"),
+    "stock again": Kind("stock"),
+    "stock, TRITON_ATTN": Kind("stock", attention="TRITON_ATTN"),
+    "undo": Kind("undo"),
+    "deferred": Kind("deferred"),
+    "undo, TRITON_ATTN": Kind("undo", "stock, TRITON_ATTN", attention="TRITON_ATTN"),
+    "stock, multi-process": Kind("stock", in_process=False),
+    "undo, multi-process": Kind("undo", "stock, multi-process", in_process=False),
+    "stock, TP=2": Kind("stock", ranks=2),
+    "undo, TP=2": Kind("undo", "stock, TP=2", ranks=2),
+    "deferred, TP=2": Kind("deferred", ranks=2),
 }
 
 
@@ -45,18 +71,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafts", type=int, default=4, help="draft tokens per request")
     parser.add_argument("--requests", type=int, default=64, help="requests at once")
     parser.add_argument("--windows", type=int, default=1000, help="windows to look at")
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=list(ENGINES),
+        help="default: all that the machine has GPUs for",
+    )
     parser.add_argument("--timeout", type=float, default=500, help="seconds for all engines")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every engine, compare, print, and write the result."""
-    tasks = [_task(args, name) for name in args.engines]
-    found, errors = observed(tasks, args.timeout)
+    """Run every engine, compare, print, and write the result; exit code 1 if an engine failed."""
+    gpus = max(1, torch.cuda.device_count())
+    names = args.engines or [name for name, kind in ENGINES.items() if kind.ranks <= gpus]
+    tasks = [_task(args, name) for name in names]
+    found, errors, failed = observed(tasks, args.timeout)
     engines = []
     for task in tasks:
-        mine, base = found[task.name], found.get(ENGINES[task.name][2])
+        if task.name not in found:
+            continue
+        mine, base = found[task.name], found.get(ENGINES[task.name].compared_with)
         row = {k: v for k, v in mine.items() if k not in ("tokens", "few", "again", "faults")}
         if base is not None:
             row["compared_with"] = base["task"]["name"]
@@ -68,36 +103,40 @@ def run(args: argparse.Namespace) -> int:
         engines.append(row)
         print(json.dumps(row), flush=True)
     print(json.dumps(errors), flush=True)
+    for name, last in failed.items():
+        print(f"{name} ended without a result:\n{last}", file=sys.stderr, flush=True)
     if args.save:
         settings = {k: v for k, v in vars(args).items() if isinstance(v, (int, float, str))}
         result = {"settings": settings, "engines": engines, "attention": errors}
         print(f"written to {machine.write(args.save, result)}")
-    return 0
+    return 1 if failed else 0
 
 
 def _task(args: argparse.Namespace, name: str) -> Task:
-    policy, attention, _, in_process = ENGINES[name]
+    kind = ENGINES[name]
     return Task(
         name=name,
-        policy=policy,
-        attention=attention,
+        policy=kind.policy,
+        attention=kind.attention,
         prompts=args.prompts,
         tokens=args.tokens,
         drafts=args.drafts,
         max_num_seqs=args.requests,
-        in_process=in_process,
-        windows=args.windows if policy != "stock" else 0,
+        ranks=kind.ranks,
+        in_process=kind.in_process,
+        windows=args.windows if kind.policy != "stock" else 0,
         faults=True,
     )
 
 
 def observed(
     tasks: Sequence[Task], timeout: float
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """What each engine's process and the one for attention alone report.
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, str]]:
+    """What each engine's process reports, and the one for attention alone.
 
-    Raises:
-        RuntimeError: a process failed; the message ends with its last words.
+    Returns:
+        The reports by name, that of the attention, and of processes that failed or took too long
+        their last words, by name.
     """
     package = __package__ or ""
     with tempfile.TemporaryDirectory() as folder:
@@ -113,18 +152,24 @@ def observed(
             command = [sys.executable, "-m", f"{package}.{module}", *arguments]
             with log.open("w") as sink:
                 running.append(subprocess.Popen(command, stdout=sink, stderr=sink))
-        try:
-            for process in running:
-                process.wait(timeout)
-        finally:
-            for process in running:
-                process.kill()
-        for result, log in zip(results, logs, strict=True):
-            if not result.exists():
-                last = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-40:])
-                raise RuntimeError(f"an engine's process ended without a result:\n{last}")
-        reports = [json.loads(result.read_text()) for result in results]
-    return {task.name: report for task, report in zip(tasks, reports, strict=False)}, reports[-1]
+        until = time.monotonic() + timeout
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+            process.kill()
+        found, failed = dict[str, Any](), dict[str, str]()
+        names = [*(task.name for task in tasks), _ALONE]
+        for name, result, log in zip(names, results, logs, strict=True):
+            if result.exists():
+                found[name] = json.loads(result.read_text())
+            else:
+                text = log.read_text(errors="replace")
+                failed[name] = "".join(text.splitlines(keepends=True)[-40:])
+    return found, found.pop(_ALONE, []), failed
+
+
+#: What the process is called that measures attention without an engine.
+_ALONE: Final = "attention alone"
 
 
 def compare(base: Sequence[Any], other: Sequence[Any]) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def carry_out(name: str, job: dict[str, Any], folder: Path) -> None:
     os.environ.update(job.get("environment", {}))
     begin = time.monotonic()
     try:
-        report = run(build(job, folder), job)
+        llm = build(job, folder)  # held, for its end can take long
+        report = run(llm, job)
     except Exception as error:
         report = {"error": repr(error)[-2000:]}
         traceback.print_exc()

