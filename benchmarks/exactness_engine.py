@@ -92,6 +92,7 @@ def _engine(task: Task) -> tuple[Any, float]:
         max_model_len=1024,
         max_num_seqs=task.max_num_seqs,
         tensor_parallel_size=task.ranks,
+        disable_custom_all_reduce=True,  # GPUs may be unable to reach each other's memory
         gpu_memory_utilization=0.02,
         kv_cache_memory_bytes=256 << 20,
         attention_config={"backend": task.attention},
