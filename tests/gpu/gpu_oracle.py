@@ -48,7 +48,7 @@ class Watch(CacheOracle):
         assert groups
         self.oracle_counts = Counter[str]()
         counts, step = self.oracle_counts, []
-        prepare, sample = runner.prepare_attn, runner.sample
+        prepare, sampled_by = runner.prepare_attn, runner.postprocess_sampled
         graphs = runner.cudagraph_manager
         replay = graphs.run_fullgraph
 
@@ -68,22 +68,25 @@ class Watch(CacheOracle):
                 step.append(Step(caches, by_name, drafts, ends))
             return result
 
-        def sampled(hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
-            if step:
-                kept, rejected = step[0].rows([0] * len(step[0].drafts))
-                counts["early"] += step[0].changed(kept + rejected)
-            output = sample(hidden_states, batch, grammar_output)
-            if step:
-                accepted = [max(0, count - 1) for count in output[1].tolist()]
-                self.judge(step[0], accepted[: len(step[0].drafts)])
+        def sampled(
+            mapping: Any, tokens: Any, counted: Any, rejected: Any, starts: Any = None
+        ) -> None:
+            """Before the drafter runs; ranks that do not sample are told of an earlier step."""
+            judged = step[0] if step and runner.is_last_pp_rank else None
+            if judged is not None:
+                rows = judged.rows([0] * len(judged.drafts))
+                counts["early"] += judged.changed([*rows[0], *rows[1]])
+            sampled_by(mapping, tokens, counted, rejected, starts)
+            if judged is not None:
+                accepted = [max(0, count - 1) for count in counted.tolist()]
+                self.judge(judged, accepted[: len(judged.drafts)])
                 step.clear()
-            return output
 
         def replayed(*args: Any, **kwargs: Any) -> Any:
             counts["graphs"] += 1
             return replay(*args, **kwargs)
 
-        runner.prepare_attn, runner.sample = prepared, sampled
+        runner.prepare_attn, runner.postprocess_sampled = prepared, sampled
         graphs.run_fullgraph = replayed
 
     def randomise(self, spread: float) -> None:
