@@ -12,7 +12,8 @@ once, so that nothing is left to compile when it counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,11 @@ from .triton_executor import TritonExecutor
 #: Bytes between the starts of two planes' rows are a multiple of this.
 _ALIGNED: Final = 256
 
+#: How often an acceptance has to lie in one place before a graph reads it there, which is made in
+#: the middle of serving; and for how many places of one layout.
+_OFTEN: Final = 16
+_MOST_PLACES: Final = 4
+
 
 @triton.jit(do_not_specialize=["count"])
 def prefix_lengths(
@@ -52,6 +58,21 @@ def prefix_lengths(
         end = tl.load(starts + request + 1, mask=inside, other=0)
         total = tl.load(seq_lens + request, mask=inside, other=0)
         tl.store(lengths + request, tl.maximum(total - (end - start), 0), mask=inside)
+
+
+@attrs.frozen(eq=False)
+class _Commit:
+    """How windows of one layout are committed.
+
+    Attributes:
+        launch: with any acceptance.
+        graphs: by where an acceptance lies: the same launch, for less of the host.
+        seen: how often one lay where.
+    """
+
+    launch: Repeated
+    graphs: dict[int, torch.cuda.CUDAGraph] = attrs.Factory(dict)
+    seen: Counter[int] = attrs.Factory(Counter)
 
 
 class FixedWindow:
@@ -87,11 +108,10 @@ class FixedWindow:
         self.rows: LayerRows = _rows_of(refs, executor.config.max_rows)
         room = next(iter(self.rows.values()))[0].untyped_storage()
         self.nbytes = room.nbytes() + self.position.nbytes
-        self._repeated: tuple[WeakKeyDictionary[RowLayout, Repeated], ...] = (
-            WeakKeyDictionary(),
-            WeakKeyDictionary(),
-        )
+        self._saves: WeakKeyDictionary[RowLayout, Repeated] = WeakKeyDictionary()
+        self._commits: WeakKeyDictionary[RowLayout, _Commit] = WeakKeyDictionary()
         self._graphs: WeakKeyDictionary[RowLayout, torch.cuda.CUDAGraph] = WeakKeyDictionary()
+        self._stream: torch.cuda.Stream | None = None
         self._save = self._job(which.DRAFT, to_cache=False) if undo else None
         self._commit = self._job(which.REJECTED if undo else which.KEPT)
 
@@ -148,10 +168,10 @@ class FixedWindow:
         if graph is not None:
             graph.replay()
             return
-        again = self._repeated[0].get(layout)
+        again = self._saves.get(layout)
         if again is None:
             assert self._save is not None
-            again = self._repeated[0][layout] = self._make(self._save, layout, None)
+            again = self._saves[layout] = self._make(self._save, layout, None)
         again.run(layout.position)  # there is no acceptance; the kernel does not look at it
 
     def commit(self, layout: RowLayout, sampled: Tensor) -> None:
@@ -163,10 +183,19 @@ class FixedWindow:
                 the accepted drafts and one more.
         """
         sampled = sampled.contiguous()
-        again = self._repeated[1].get(layout)
-        if again is None:
-            again = self._repeated[1][layout] = self._make(self._commit, layout, sampled)
-        again.run(sampled)
+        known = self._commits.get(layout)
+        if known is None:
+            known = self._commits[layout] = _Commit(self._make(self._commit, layout, sampled))
+        place = sampled.data_ptr()
+        graph = known.graphs.get(place)
+        if graph is not None and sampled.dtype is torch.int32:
+            graph.replay()
+            return
+        known.launch.run(sampled)
+        if sampled.is_cuda and len(known.graphs) < _MOST_PLACES and sampled.dtype is torch.int32:
+            known.seen[place] += 1
+            if known.seen[place] >= _OFTEN:
+                known.graphs[place] = self._captured(lambda: known.launch.run(sampled))
 
     def _make(self, job: Job, layout: RowLayout, sampled: Tensor | None) -> Repeated:
         facts = (job, self._groups, layout, self._counters, sampled)
@@ -197,18 +226,22 @@ class FixedWindow:
 
     def _capture_save(self, layout: RowLayout) -> None:
         """Nothing of such a launch ever changes, and a graph of it takes less of the host."""
-        if self.position.device.type != "cuda" or layout in self._graphs:
-            return
+        if self.position.device.type == "cuda" and layout not in self._graphs:
+            self._graphs[layout] = self._captured(lambda: self.save(layout))
+
+    def _captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of one launch that was made before."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self.save(layout)
+                launch()
             finally:
                 graph.capture_end()
-        self._graphs[layout] = graph
+        return graph
 
     def _one_of_each_kind(self) -> Iterator[RowLayout]:
         """A layout for each way in which the kernel that moves rows can be compiled."""

@@ -154,3 +154,37 @@ def test_window_kernel_stages_drafts_and_writes_settled_rows(
         if hidden or int(layout.position[row]) < 0:
             rig.write(ref, row, key, value)
     assert torch.equal(rig.caches[0].view(torch.int16), found.view(torch.int16))
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_an_acceptance_that_stays_where_it_is(triton_executor, kernel_device, undo):
+    """After some windows a graph reads it there; what lies elsewhere is read elsewhere."""
+    rig = Rig(triton_executor, kernel_device, undo=undo)
+    layout = RowLayout.build((3, 3), (1, 1), torch.device(kernel_device))
+    rig.slots[0, :8] = torch.arange(8)
+    here, there = torch.zeros(2, 2, dtype=torch.int32, device=kernel_device)
+    expected = [0, 0, 0, 0]
+    for number in range(40):
+        sampled = there if number % 7 == 6 else here
+        counts = [1 + number % 4, 1 + number % 3]
+        sampled.copy_(torch.tensor(counts))
+        kept = sum(counts) - 2
+        rig.window.show(layout)
+        if undo:
+            rig.window.save(layout)
+        [fresh, *_] = rig.rows(8, number)
+        before = rig.refs[0].key_cache.clone()
+        if undo:
+            for row in range(8):
+                rig.write(rig.refs[0], row, *fresh)
+        else:
+            rig.window.rows_of(rig.refs[0], 0)[:8] = fresh[0]
+        rig.window.commit(layout, sampled)
+        for row, place in enumerate(layout.position.tolist()):
+            settled = undo and place < 0
+            wanted = fresh[0] if settled or 0 <= place < counts[row // 4] - 1 else None
+            got = rig.refs[0].key_cache[row // BLOCK, row % BLOCK]
+            old = before[row // BLOCK, row % BLOCK]
+            assert torch.equal(got, old if wanted is None else wanted[row])
+        expected = [expected[0] + 6, expected[1] + kept, expected[2] + 6 - kept, 0]
+    assert rig.counters[0].tolist() == expected
