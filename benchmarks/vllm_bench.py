@@ -8,7 +8,6 @@ ratios are taken within rounds. Results are written after every cell.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from . import machine, vllm_files, vllm_options
 from .vllm_cell import measure
 from .vllm_engine import Engine, EngineSpec, running
 from .vllm_models import DRAFTERS, MODELS, Model
-from .vllm_work import SCENARIOS, Point, make
+from .vllm_work import Point, make
 
 help: Final = "whole vLLM engines: stock against deferred and undo"
 
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         with running(specs(args, arguments)) as engines:
             result["conditions"] |= _conditions(engines)
             cells = result["cells"] = []
-            for point in points(args):
+            for point in vllm_options.points(args):
                 cells.append(_measure(args, engines, point))
                 result["conditions"]["seconds"] = time.time() - begin
                 path = vllm_files.write(args.folder, _name(args), result)
@@ -95,22 +94,6 @@ def _name(args: argparse.Namespace) -> str:
     return args.output or f"vllm-{args.model}-{args.drafter}"
 
 
-def points(args: argparse.Namespace) -> list[Point]:
-    """Every combination that was asked for."""
-    return [
-        Point(
-            scenario=scenario,
-            context=context or SCENARIOS[scenario].context,
-            tokens=args.tokens or SCENARIOS[scenario].tokens,
-            requests=requests,
-            acceptance=rate,
-        )
-        for scenario, context, requests, rate in itertools.product(
-            args.scenario, args.context or [None], args.requests, args.acceptance
-        )
-    ]
-
-
 def specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[EngineSpec]:
     """An engine for each time that stock is named, and for each policy and acceptance mode."""
     found: list[EngineSpec] = []
@@ -155,7 +138,7 @@ def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> di
         model: what is served.
         folder: where configurations can be written.
     """
-    loads = points(args)
+    loads = vllm_options.points(args)
     length = max(point.context + point.tokens for point in loads) + args.drafts + 8
     requests = max(point.requests for point in loads)
     speculation = DRAFTERS[args.drafter](folder, model, length) | {
@@ -168,7 +151,10 @@ def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> di
     settings: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}
     if torch.cuda.is_available():
         # Engines that start together must not measure each other's memory: its size is given.
-        cache = requests * (length + 64) * model.token_bytes + (256 << 20)
+        held = (
+            point.requests * (point.context + point.tokens + args.drafts + 72) for point in loads
+        )
+        cache = max(held) * model.token_bytes + (256 << 20)
         settings = {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.05}
         settings["dtype"] = "bfloat16"
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..config import ACCEPTANCE_MODES, POLICIES
 from ..errors import ConfigError
 from . import machine
 from .vllm_models import DRAFTERS, MODELS
-from .vllm_work import SCENARIOS
+from .vllm_work import SCENARIOS, Point
 
 _ABOUT: Final = """\
 Start one vLLM engine per policy, side by side, and let them take turns at the same work.
@@ -86,6 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="'real' (default), or shares of drafts that synthetic acceptance accepts",
     )
     load.add_argument(
+        "--cells",
+        type=_cells,
+        metavar="CELLS",
+        help="these cells in place of all combinations, each "
+        "SCENARIO:CONTEXT:REQUESTS:ACCEPTANCE, as in 'short:8192:8:0.3,mixed:1024:48:0.6'",
+    )
+    load.add_argument(
         "--arrivals", type=_positive, metavar="RATE", help="requests per second, mixed; default: 16"
     )
     load.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
@@ -103,19 +111,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what would have no effect, before an engine starts."""
-    if args.arrivals is not None and not any(SCENARIOS[name].mixed for name in args.scenario):
+    loads = points(args)
+    if args.arrivals is not None and not any(SCENARIOS[load.scenario].mixed for load in loads):
         raise ConfigError(
             "bench vllm",
             "--arrivals has no effect without a scenario in which requests arrive over time",
             expected="--scenario mixed",
-            got=",".join(args.scenario),
+            got=",".join(sorted({load.scenario for load in loads})),
         )
-    if args.acceptance != [None] and not torch.cuda.is_available():
+    rates = [load.acceptance for load in loads if load.acceptance is not None]
+    if rates and not torch.cuda.is_available():
         raise ConfigError(
             "bench vllm",
             "vLLM has no synthetic acceptance on CPUs",
             expected="--acceptance real",
-            got=f"rates {args.acceptance}",
+            got=f"rates {rates}",
         )
     if args.mask_modes and torch.cuda.is_available():
         raise ConfigError(
@@ -125,6 +135,23 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.mask_modes and set(args.policies) == {"stock"}:
         raise ConfigError("bench vllm", "--mask-modes has no effect on stock", hint="leave it out")
+
+
+def points(args: argparse.Namespace) -> list[Point]:
+    """The cells: those named, or every combination."""
+    combinations = itertools.product(
+        args.scenario, args.context or [None], args.requests, args.acceptance
+    )
+    return [
+        Point(
+            scenario=scenario,
+            context=context or SCENARIOS[scenario].context,
+            tokens=args.tokens or SCENARIOS[scenario].tokens,
+            requests=requests,
+            acceptance=rate,
+        )
+        for scenario, context, requests, rate in args.cells or combinations
+    ]
 
 
 # -- values of arguments ------------------------------------------------------------
@@ -170,6 +197,19 @@ def _rates(text: str) -> list[float | None]:
     if not all(0 <= rate <= 1 for rate in rates):
         raise argparse.ArgumentTypeError(f"shares lie between 0 and 1, not {text}")
     return list(rates)
+
+
+def _cells(text: str) -> list[tuple[str, int, int, float | None]]:
+    found = []
+    for cell in text.split(","):
+        parts = cell.split(":")
+        if len(parts) != 4:
+            raise argparse.ArgumentTypeError(
+                f"{cell!r} is not SCENARIO:CONTEXT:REQUESTS:ACCEPTANCE"
+            )
+        [scenario], [rate] = _names(*SCENARIOS)(parts[0]), _rates(parts[3])
+        found.append((scenario, _natural(parts[1]), _natural(parts[2]), rate))
+    return found
 
 
 def _object(text: str) -> dict[str, Any]:
