@@ -133,6 +133,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "host-gpu": host_gpu,
     "vllm-gpu": vllm_gpu,
     "vllm-tokens": lambda: exactness_report.tokens(load("h200-vllm-exactness")),
+    "vllm-tp2": lambda: exactness_report.tokens(load("h200-vllm-tp2")),
     "vllm-caches": lambda: exactness_report.caches(load("h200-vllm-exactness")),
     "vllm-faults": lambda: exactness_report.faults(load("h200-vllm-exactness")),
     "vllm-attention": lambda: exactness_report.attention(load("h200-vllm-exactness")),
