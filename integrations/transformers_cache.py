@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from ..config import Policy, TxnConfig
-from ..errors import ConfigError, LayerError
+from ..errors import AcceptanceError, ConfigError, LayerError
 from ..manager import TransactionManager
 from .paged_regions import Shape
 from .paged_sequences import PagedSequences
@@ -100,7 +100,7 @@ class TxnCache(Cache):  # type: ignore[misc]
         backend: likewise.
 
     Raises:
-        ConfigError: a size is no positive int.
+        ConfigError: a size is no positive int, or ``config`` no model configuration.
         LayerError: a layer is no plain, sliding or chunked attention.
 
     The memory is taken by the first forward, for its batch size. A cache that is full raises
@@ -166,9 +166,16 @@ class TxnCache(Cache):  # type: ignore[misc]
         the length to keep, as in older versions of transformers.
 
         Raises:
-            AcceptanceError: there are not that many tokens.
+            AcceptanceError: there are not that many tokens, or it is no int.
             CapacityError: a sliding layer no longer has the rows that would be seen.
         """
+        if not hasattr(tokens_to_remove, "__index__"):
+            raise AcceptanceError(
+                "crop",
+                "tokens_to_remove is not valid",
+                expected="an int, such as -2 for the last two tokens",
+                got=repr(tokens_to_remove),
+            )
         tokens_to_remove = int(tokens_to_remove)  # generate of some versions passes a tensor
         length = self._sequences.seq_length
         keep = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
@@ -212,6 +219,14 @@ def stock_layers(config: PreTrainedConfig) -> list[Any]:
     Raises:
         LayerError: the model has an encoder, or a layer keeps something else than attention rows.
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise ConfigError(
+            "TxnCache",
+            "config is no model configuration",
+            expected="a PreTrainedConfig",
+            got=type(config).__name__,
+            hint="pass model.config",
+        )
     if config.is_encoder_decoder:
         raise LayerError("TxnCache", "the model has an encoder", expected="a decoder-only model")
     layers: list[Any] = DynamicCache(config=config).layers

@@ -46,7 +46,7 @@ class Acceptance:
 
     def __init__(self, mode: str = "auto", device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        if mode not in ACCEPTANCE_MODES:
+        if not isinstance(mode, str) or mode not in ACCEPTANCE_MODES:
             raise ConfigError(
                 "Acceptance",
                 f"no mode is called {mode!r}",
@@ -89,6 +89,7 @@ class Acceptance:
             AcceptanceError: wrong rank, dtype, or number of requests.
         """
         _check_ids("from_ids", sampled)
+        _check_settings("from_ids", placeholder, vocab_size)
         limit = self._limit(draft_len, sampled.shape[0])
         settings = (placeholder, vocab_size)
         return self._run("ids", _ids_loop, _ids_vector, (sampled, limit), settings)
@@ -134,6 +135,7 @@ class Acceptance:
         """
         ids = sampled.ids
         _check_ids("commit", ids)
+        _check_settings("commit", sampled.placeholder, sampled.vocab_size)
         elsewhere = ids.device != self.device
         if ids.shape[0] != layout.num_requests or (elsewhere and not ids.is_cpu):
             raise AcceptanceError(
@@ -267,6 +269,19 @@ def _match_vector(draft_ids: Tensor, target_ids: Tensor, draft_len: Tensor) -> T
     same = draft_ids[:, :columns] == target_ids[:, :columns]
     prefix = same.to(torch.int64).cumprod(1).sum(1)
     return torch.minimum(prefix, draft_len).clamp(min=0)
+
+
+def _check_settings(operation: str, placeholder: object, vocab_size: object) -> None:
+    for name, value in (("placeholder", placeholder), ("vocab_size", vocab_size)):
+        optional = name == "vocab_size" and value is None
+        if not optional and (not isinstance(value, int) or isinstance(value, bool)):
+            raise AcceptanceError(
+                operation,
+                f"{name} is not valid",
+                expected="an int" if name == "placeholder" else "an int, or None",
+                got=repr(value),
+                hint="pass the sampler's own: the id that stands for nothing, the number of ids",
+            )
 
 
 def _check_ids(operation: str, ids: Tensor) -> None:

@@ -9,6 +9,7 @@ FlashAttention and FlashInfer's cascade). Then drafts need not be in the cache.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from .layers import LayerRef, Plane
 from .layout import RowLayout
 from .planes import decoded
 from .rows import read
+
+#: Numbers from here on are no scale, window or cap, and no int64.
+_TOO_LARGE: Final = 2**63
 
 
 def attend(
@@ -220,13 +224,14 @@ def check_scores(scale: object, sliding_window: object, soft_cap: object) -> Non
         ("soft_cap", soft_cap, 0),
     ):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        number = number and abs(value) < _TOO_LARGE  # type: ignore[arg-type]  # nor NaN
         whole = name != "sliding_window" or isinstance(value, int)
         positive = least is None or (number and value > 0)  # type: ignore[operator]
         if value is not None and not (number and whole and positive):
             raise LayerError(
                 "attend",
                 f"{name} is not valid",
-                expected="a number" if least is None else "a positive number, or None",
+                expected=f"a finite{'' if least is None else ' positive'} number, or None",
                 got=repr(value),
             )
 

@@ -21,7 +21,7 @@ STAGING: Final[tuple[str, ...]] = get_args(Staging)
 
 def _one_of(choices: tuple[str, ...]) -> Any:
     def check(_: object, attribute: attrs.Attribute[str], value: object) -> None:
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise ConfigError(
                 "TxnConfig",
                 f"{attribute.name} is not valid",
@@ -55,7 +55,7 @@ def _registered(_: object, __: attrs.Attribute[str], value: object) -> None:
     from . import registry
 
     names = registry.names()
-    if value != "auto" and value not in names:
+    if not isinstance(value, str) or (value != "auto" and value not in names):
         raise BackendUnavailableError(
             "TxnConfig",
             f"no backend is registered as {value!r}",

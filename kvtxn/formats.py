@@ -167,7 +167,7 @@ def row_format(
 
 def _stored_dtype(layer: str, cache: Tensor, kv_dtype: str) -> torch.dtype:
     """What the elements of ``cache`` mean under ``kv_dtype``."""
-    if kv_dtype not in KV_DTYPES:
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         raise LayerError(
             "LayerRef",
             f"kv_dtype of {layer!r} is unknown",

@@ -101,6 +101,13 @@ class LayerRef:
         for what, value in (("name", self.name), ("group", self.group)):
             if not isinstance(value, str) or not value:
                 raise LayerError("LayerRef", f"{what} must be a non-empty str", got=repr(value))
+        if not isinstance(self.states, (tuple, list)):
+            raise LayerError(
+                "LayerRef",
+                f"states of {self.name!r} must be a tuple of tensors",
+                got=type(self.states).__name__,
+                hint="use LayerRef.recurrent(name, *states)",
+            )
         planes = _state_planes(self) if self.states else _build_planes(self)
         object.__setattr__(self, "kind", _kind(self, planes[0].num_slots))
         object.__setattr__(self, "planes", planes)
@@ -306,7 +313,7 @@ def _check_together(ref: LayerRef, planes: tuple[Plane, ...]) -> None:
                 "LayerRef",
                 f"the caches of {ref.name!r} differ in dtype or device",
                 expected=f"{_shape(ref.key_cache)} on {first.device}",
-                got=f"{plane.part}: {plane.cells.dtype} on {plane.cells.device}",
+                got=f"{plane.part}: {plane.format.dtype} on {plane.cells.device}",
             )
     places = [plane.cells.data_ptr() for plane in planes if plane.offsets is None]
     if len({*places}) < len(places):

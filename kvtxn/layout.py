@@ -150,10 +150,9 @@ def as_lengths(what: str, value: Lengths, num_requests: int | None) -> tuple[int
     if hasattr(value, "__index__"):
         count = num_requests if num_requests is not None else 1
         return (_length(what, value.__index__()),) * count
-    try:
-        lengths = tuple(_length(what, item) for item in value)
-    except TypeError:
-        raise _bad_lengths(what, "an int or one int per request", repr(value)) from None
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise _bad_lengths(what, "an int or one int per request", repr(value))
+    lengths = tuple(_length(what, item) for item in value)
     if num_requests is not None and len(lengths) != num_requests:
         raise _bad_lengths(what, f"{num_requests} ints, one per request", len(lengths))
     return lengths

@@ -160,17 +160,27 @@ class TransactionManager:
                 "window",
                 f"window {self._open.number} is still {self._open.state.name}",
                 state=self._open.state.name,
-                hint="commit it or call manager.current.abort(); one window at a time",
+                hint="its hooks are still to be called: begin the next one after commit or abort "
+                "returned"
+                if self._open.state.is_final
+                else "commit it or call manager.current.abort(); one window at a time",
             )
-        if written_by not in ("window", "caller") or (
-            written_by == "caller" and self.policy == "deferred"
-        ):
+        known = isinstance(written_by, str) and written_by in ("window", "caller")
+        if not known or (written_by == "caller" and self.policy == "deferred"):
             raise ConfigError(
                 "window",
                 f"written_by={written_by!r} does not go with policy {self.policy!r}",
                 expected="'window', or 'caller' under undo or direct",
                 got=repr(written_by),
                 hint="stage the rows, or choose another policy",
+            )
+        if captured is not None and not isinstance(captured, CapturedRows):
+            raise ConfigError(
+                "window",
+                "captured is no CapturedRows",
+                expected="CapturedRows, or None",
+                got=type(captured).__name__,
+                hint="stage the rows into a CapturedRows while the forward is captured",
             )
         parents = None
         if tree is not None:

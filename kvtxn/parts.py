@@ -53,7 +53,8 @@ def check_parts(
         LayerError: a tensor is missing or does not fit.
     """
     if ref.states:
-        given: tuple[object, ...] = (key,) if isinstance(key, Tensor) else tuple(key)
+        several = isinstance(key, Sequence) and not isinstance(key, str)
+        given: tuple[object, ...] = tuple(key) if several else (key,)
         given = given if value is None else (*given, value)
         states = [state for state in given if isinstance(state, Tensor)]
         if len(given) != len(ref.planes) or len(states) < len(given):

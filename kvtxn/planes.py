@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import attrs
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from .errors import LayerError
 from .formats import WORDS, RowFormat, row_format, words
+
+#: dtypes of offset tables.
+_INTS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @attrs.frozen(eq=False)
@@ -149,6 +153,7 @@ def _paged_plane(layer: str, side: Side, kv_dtype: str, scales_in: int | None) -
     ):
         raise LayerError("LayerRef", "a scale must be a number or a tensor", got=repr(scale))
     scale = None if scales_in is not None else scale
+    scale = float(scale) if isinstance(scale, int) else scale
     shape = tuple((cache if offsets is None else offsets).shape)
     block_size, row_shape = (shape[1], shape[2:]) if offsets is None else (shape[0], shape[1:])
     heads = row_shape[0] if len(row_shape) == 2 else None
@@ -230,12 +235,15 @@ def check_offsets(layer: str, caches: list[Tensor], *tables: Tensor) -> list[Ten
                 expected="stride 1 in the last dimension",
                 got=list(cache.stride()),
             )
-    if any(table.ndim != 3 or table.shape[:2] != tables[0].shape[:2] for table in tables):
+    if any(not _is_table(table) or table.shape[:2] != tables[0].shape[:2] for table in tables):
         raise LayerError(
             "LayerRef",
             f"the offset tables of {layer!r} are misshapen",
-            expected="[block_size, num_kv_heads, head_size] each",
-            got=[list(table.shape) for table in tables],
+            expected="int [block_size, num_kv_heads, head_size] each",
+            got=[
+                f"{table.dtype} {list(table.shape)}" if isinstance(table, Tensor) else repr(table)
+                for table in tables
+            ],
         )
     flat = [table.reshape(-1).to("cpu", torch.int64) for table in tables]
     inside = all(
@@ -252,3 +260,8 @@ def check_offsets(layer: str, caches: list[Tensor], *tables: Tensor) -> list[Ten
             got=f"offsets up to {max(int(part.max()) for part in flat)}",
         )
     return [table.to(caches[0].device, torch.int64) for table in tables]
+
+
+def _is_table(table: object) -> bool:
+    """Whether it is a tensor of ints in three dimensions."""
+    return isinstance(table, Tensor) and table.ndim == 3 and table.dtype in _INTS

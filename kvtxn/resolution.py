@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from torch import Tensor
+
 from .errors import BackendUnavailableError, LayerError
 from .executor import Capabilities
 from .layers import Kind, LayerRef
@@ -53,7 +55,7 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
     """The layers by name; raises LayerError where they do not go together."""
     by_name: dict[str, LayerRef] = {}
     memory: dict[tuple[object, ...], str] = {}
-    if not isinstance(layers, Iterable):
+    if not isinstance(layers, Iterable) or isinstance(layers, Tensor):
         raise LayerError("TransactionManager", "layers is no iterable", got=type(layers).__name__)
     for ref in layers:
         if not isinstance(ref, LayerRef):

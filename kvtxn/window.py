@@ -209,7 +209,7 @@ class Window(WindowLife):
         name = str(getattr(ref, "name", ref))
         if self._state.is_final:
             self._refuse("attend", Event.ABORT, f"layer={name!r}")
-        if txn is None or name in self._missing or self._manager.layers.get(name) is not ref:
+        if txn is None or name in self._missing or self._manager.layers.get(name, txn) is not ref:
             raise LayerError(
                 "attend", f"layer {name!r} is not staged", hint="stage it before it attends"
             )

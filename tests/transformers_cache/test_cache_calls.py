@@ -74,6 +74,23 @@ def test_a_crop_reaches_over_several_forwards(model):
     assert follows(model, cache)
 
 
+@pytest.mark.parametrize("tokens", ["2", None, 1.5, [2]])
+def test_a_crop_is_an_int(model, tokens):
+    """Half a token is not rounded to none."""
+    cache = TxnCache(model.config, max_tokens=64)
+    feed(model, cache, 0, 5)
+    with pytest.raises(AcceptanceError, match="tokens_to_remove"):
+        cache.crop(tokens)
+    assert cache.get_seq_length() == 5
+
+
+@pytest.mark.parametrize("config", [None, 5, "llama", {}])
+def test_what_is_no_model_configuration(config):
+    """The model itself is a likely one; it has its configuration."""
+    with pytest.raises(ConfigError, match=r"model\.config"):
+        TxnCache(config, max_tokens=8)
+
+
 def test_a_positive_crop_is_a_length(model):
     """As stock took it up to 5.13; a length beyond the present one changes nothing."""
     cache = TxnCache(model.config, max_tokens=64)

@@ -1,0 +1,191 @@
+"""Whatever is passed in, a refusal is kvtxn's own: the call, what came, and a next step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from small_caches import rows
+
+from kvtxn import (
+    AcceptanceError,
+    BackendUnavailableError,
+    ConfigError,
+    KVTxnError,
+    LayerError,
+    LayerRef,
+    SampledIds,
+    SlotMappingError,
+    TransactionManager,
+    TxnConfig,
+    WindowState,
+    WindowStateError,
+)
+from kvtxn.acceptance import Acceptance
+
+SEVERAL = np.zeros(3)  # has no truth value of its own
+
+
+@pytest.fixture
+def manager(layers):
+    """Over the small caches, deferred."""
+    return TransactionManager(layers, TxnConfig(policy="deferred"))
+
+
+@pytest.fixture
+def window(manager, layers):
+    """One request with two drafts, every layer staged."""
+    opened = manager.window(2, [0, 1, 2])
+    for ref in layers:
+        opened.stage(ref, *rows(3))
+    return opened
+
+
+def says(caught, *words):
+    """Every word is in the message, and the fields are there."""
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert caught.value.operation
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("captured", ["x", 1, object(), SEVERAL])
+def test_rows_that_were_not_captured(manager, captured):
+    """``captured`` is checked before anything is asked of it."""
+    with pytest.raises(ConfigError) as caught:
+        manager.window(2, [0, 1, 2], captured=captured)
+    says(caught, "captured", type(captured).__name__, "CapturedRows")
+    assert manager.current is None
+
+
+@pytest.mark.parametrize("what", ["draft_len", "settled"])
+@pytest.mark.parametrize("value", [iter([1]), {1: 2}, {1}, b"x", "1"])
+def test_lengths_are_sequences(manager, what, value):
+    """An iterator could be read once only; keys, members and bytes are no lengths."""
+    with pytest.raises(SlotMappingError) as caught:
+        manager.window(**{"draft_len": 1, "slots": [0, 1], what: value})
+    says(caught, what, "one int per request")
+
+
+@pytest.mark.parametrize("field", ["policy", "backend", "acceptance", "on_error", "staging"])
+def test_settings_that_are_no_words(field):
+    """Also what cannot be compared with a word."""
+    with pytest.raises((ConfigError, BackendUnavailableError)) as caught:
+        TxnConfig(**{field: SEVERAL})
+    says(caught, "TxnConfig", "expected")
+
+
+def test_other_words_that_are_none(manager):
+    """The same of ``written_by``, ``kv_dtype`` and the mode of acceptance."""
+    cache = torch.zeros(2, 4, 1, 2)
+    for call in (
+        lambda: manager.window(1, [0, 1], written_by=SEVERAL),
+        lambda: LayerRef("a", cache, cache.clone(), kv_dtype=SEVERAL),
+        lambda: Acceptance(SEVERAL),
+    ):
+        with pytest.raises(KVTxnError, match="expected"):
+            call()
+
+
+@pytest.mark.parametrize("states", [1.5, 3, torch.zeros(3), "ab"])
+def test_states_are_a_tuple(states):
+    """One tensor would be taken apart along its first dimension."""
+    cache = torch.zeros(2, 4, 1, 2)
+    with pytest.raises(LayerError) as caught:
+        LayerRef("a", cache, None, states=states)
+    says(caught, "states", type(states).__name__)
+
+
+@pytest.mark.parametrize("table", ["x", [[[0]]], np.zeros((4, 1, 2), int), torch.zeros(4, 1, 2)])
+def test_offset_tables_are_int_tensors(table):
+    """A list, an array or a table of floats is refused, not converted."""
+    right = torch.arange(8).view(4, 1, 2)
+    for tables in ((table, right), (right, table)):
+        with pytest.raises(LayerError, match="offset tables"):
+            LayerRef(
+                "a",
+                torch.zeros(2, 8),
+                torch.zeros(2, 8),
+                key_offsets=tables[0],
+                value_offsets=tables[1],
+            )
+
+
+def test_a_whole_number_of_any_size_is_a_scale():
+    """Ints are numbers, also those that no int64 holds."""
+    code = torch.zeros(2, 4, 1, 2, dtype=torch.int8)
+    ref = LayerRef("a", code, code.clone(), k_scale=2**70, v_scale=3)
+    assert ref.planes[0].format.scale == 2.0**70
+
+
+def test_caches_of_two_dtypes_are_named_as_the_caller_knows_them():
+    """The message says bfloat16, not how the bytes are looked at."""
+    cache = torch.zeros(2, 4, 1, 2)
+    with pytest.raises(LayerError) as caught:
+        LayerRef("a", cache, cache.bfloat16())
+    says(caught, "torch.float32", "torch.bfloat16")
+
+
+@pytest.mark.parametrize("layers_given", [torch.tensor(3), torch.zeros(2), 5, None])
+def test_layers_that_are_none(layers_given):
+    """A tensor is iterable, or says so."""
+    with pytest.raises(LayerError, match="TransactionManager"):
+        TransactionManager(layers_given)
+
+
+@pytest.mark.parametrize("state", [None, 5, 1.5, object(), "xy"])
+def test_states_to_stage(state):
+    """A recurrent layer is staged with tensors."""
+    ref = LayerRef.recurrent("m", torch.zeros(5, 2, 3), torch.zeros(5, 4))
+    opened = TransactionManager([ref]).window(1, [0])
+    with pytest.raises(LayerError, match="one tensor per state"):
+        opened.stage(ref, state)
+    opened.stage(ref, (torch.zeros(2, 2, 3), torch.zeros(2, 4)))
+
+
+def test_attention_of_no_layer(window):
+    """None is no layer, though no layer is called so either."""
+    with pytest.raises(LayerError, match="is not staged"):
+        window.attend(None, torch.zeros(3, 2, 8), torch.zeros(1, 1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["scale", "sliding_window", "soft_cap"])
+@pytest.mark.parametrize("value", [2**70, float("nan"), float("inf"), -float("inf")])
+def test_scores_are_finite(window, layers, name, value):
+    """What the executor could only fail at is refused, and the window stays as it is."""
+    heads, size = layers[0].key_cache.shape[2:]
+    query = torch.zeros(3, heads, size)
+    table, lengths = torch.tensor([[0]]), torch.tensor([3])
+    with pytest.raises(LayerError) as caught:
+        window.attend(layers[0], query, table, lengths, **{name: value})
+    says(caught, name, "finite")
+    assert window.state is WindowState.STAGED
+    assert window.fallback_reason is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"placeholder": "x"}, {"placeholder": None}, {"vocab_size": 1.5}]
+)
+def test_sampled_ids_with_odd_settings(window, settings):
+    """A placeholder that no id equals would count every column."""
+    with pytest.raises(AcceptanceError) as caught:
+        window.commit(SampledIds(torch.tensor([[5, 7, -1]]), **settings))
+    says(caught, *settings, "commit")
+    assert window.state is WindowState.STAGED
+
+
+def test_a_hook_that_opens_a_window(manager, layers):
+    """It is told why it cannot, not to commit what is committed."""
+    caught = []
+
+    def hook(_):
+        with pytest.raises(WindowStateError) as error:
+            manager.window(1, [0, 1])
+        caught.append(error)
+
+    manager.on_commit(hook)
+    with manager.window(2, [0, 1, 2]) as w:
+        for ref in layers:
+            w.stage(ref, *rows(3))
+        w.commit(1)
+    says(caught[0], "COMMITTED", "hooks")
+    assert "manager.current.abort()" not in str(caught[0].value)
