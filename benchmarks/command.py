@@ -14,6 +14,7 @@ SUITES: Final = {
     "kernels": "kernels",
     "attention": "kernels_attention",
     "steps": "steps",
+    "readings": "readings",
     "vllm": "vllm_bench",
     "exactness": "vllm_exactness",
     "report": "report",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import states
-from . import exactness_report, vllm_report
+from . import exactness_report, readings, vllm_report
 from .document import machine_line, table
 from .machine import RESULTS
 
@@ -137,6 +137,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-caches": lambda: exactness_report.caches(load("h200-vllm-exactness")),
     "vllm-faults": lambda: exactness_report.faults(load("h200-vllm-exactness")),
     "vllm-attention": lambda: exactness_report.attention(load("h200-vllm-exactness")),
+    "readings": lambda: readings.report(load("cpu-readings")),
     "steps": lambda: exactness_report.steps(load("h200-steps")),
 }
 

@@ -38,6 +38,37 @@ def test_rows_and_bytes(layers, policy, written, avoided):
     assert counts["kvtxn_acceptance_rate"] == pytest.approx(1 / 3)
 
 
+class Unreadable(torch.Tensor):
+    """Counters that no host may ask: on a GPU each of these calls waits for it."""
+
+    WAITS = frozenset({"cpu", "item", "tolist", "numpy", "to", "nonzero", "equal",
+                       "__int__", "__bool__", "__float__", "__index__", "__repr__"})  # fmt: skip
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in cls.WAITS:
+            raise AssertionError(f"{func.__name__} waits for the device")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+@pytest.mark.parametrize("accepted", [[1, 0], torch.tensor([1, 0]), None], ids=str)
+def test_counting_never_waits_for_the_device_and_a_reading_does(
+    layers, monkeypatch, policy, accepted
+):
+    """Between two readings nothing but the device sees its counters."""
+    manager = TransactionManager(layers, TxnConfig(policy=policy, on_error="raise"))
+    plain = manager.metrics.rows
+    guarded = plain.as_subclass(Unreadable)
+    monkeypatch.setattr(manager.metrics, "rows", guarded)
+    monkeypatch.setattr(manager, "_counters", guarded[0])
+    run(manager, layers, accepted)
+    with pytest.raises(AssertionError, match="waits"):
+        manager.snapshot()
+    monkeypatch.setattr(manager.metrics, "rows", plain)
+    assert manager.snapshot()["kvtxn_rows_staged_total"] == 3
+
+
 def test_outcomes_and_bypasses_have_labels(layers):
     """Labels are folded into the name, beside the sum."""
     manager = TransactionManager(layers)

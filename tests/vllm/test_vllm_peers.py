@@ -1,11 +1,13 @@
-"""PEERS.md is what the recorded run says, and tells apart why tests do not pass."""
+"""PEERS.md is what the recorded runs say, and tells apart why tests do not pass."""
 
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
-from vllm_peers import RECORD, TABLE, by_file, cause, draw
+from vllm_peers import GPU_ENGINES, STOPPED, Runner, gather, plan
+from vllm_peers_page import RECORD, TABLE, by_file, cause, draw, said
 
 RECORDED = json.loads(RECORD.read_text())
 
@@ -14,11 +16,11 @@ def test_the_page_is_drawn_from_the_record():
     assert TABLE.read_text() == draw(RECORDED)
 
 
-def test_windows_were_had_and_nothing_differs():
+@pytest.mark.parametrize("platform", RECORDED)
+def test_windows_were_had(platform):
     """Without windows kvtxn would have had nothing to do with it."""
-    lines = RECORDED["files"].values()
+    lines = RECORDED[platform]["files"].values()
     assert any({"undo", "deferred"} <= line["windows"].keys() for line in lines)
-    assert not any(line["differs"] for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -32,17 +34,114 @@ def test_windows_were_had_and_nothing_differs():
     ],
 )
 def test_causes_are_told_apart(reason, wanted):
-    assert cause("failed", reason) == wanted
+    assert cause(reason) == wanted
+
+
+def test_a_reason_is_the_same_in_every_run():
+    assert said("at 0x7f3b of\n /tmp/tmpab1/x.py: `no`") == said("at 0x1 of /tmp/b/x.py: no")
+    assert len(said("long " * 100)) == 160
+
+
+def runs_of(undo, stock, deferred=None, windows=None):
+    """What three runs of some tests would say."""
+    outcomes = {"undo": undo, "stock": stock, "deferred": deferred or {}}
+    return {
+        policy: {
+            "tests": {test: (outcome, "") for test, outcome in found.items()},
+            "windows": (windows or {}).get(policy, {}),
+        }
+        for policy, found in outcomes.items()
+    }
 
 
 def test_an_outcome_that_differs_is_listed():
-    undo = {
-        "tests": {"a.py::x": ("passed", ""), "a.py::y": ("failed", "CUDA")},
-        "windows": {"a.py": 3},
-    }
-    stock = {"tests": {"a.py::y": ("passed", "")}, "windows": {}}
-    files = by_file({"undo": undo, "deferred": {"tests": {}, "windows": {}}, "stock": stock})
+    undo = {"a.py::x": "passed", "a.py::y": "failed"}
+    files = by_file(runs_of(undo, {"a.py::x": "passed", "a.py::y": "passed"}))
     assert files["a.py"]["passed"] == 1
-    assert files["a.py"]["windows"] == {"undo": 3}
     assert list(files["a.py"]["differs"]) == ["a.py::y"]
-    assert "1 end otherwise" in draw({"engine": "e", "files": files})
+    assert "1 end otherwise" in draw({"CPU": {"engine": "e", "files": files}})
+
+
+def test_a_test_that_stock_never_ran_is_no_equal():
+    assert "a.py::x" in by_file(runs_of({"a.py::x": "passed"}, {}))["a.py"]["differs"]
+
+
+def test_where_windows_were_had_deferred_counts_too():
+    same = {"a.py::x": "passed"}
+    windows = {"undo": {"a.py": 3}, "deferred": {"a.py": 2}}
+    assert not by_file(runs_of(same, same))["a.py"]["differs"]
+    assert not by_file(runs_of(same, same, same, windows))["a.py"]["differs"]
+    files = by_file(runs_of(same, same, {"a.py::x": "failed"}, windows))
+    assert files["a.py"]["windows"] == {"undo": 3, "deferred": 2}
+    assert list(files["a.py"]["differs"]) == ["a.py::x"]
+
+
+def test_files_with_engines_run_alone_under_every_policy(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in ("a", "b", "c", "max_len"):
+        path = tmp_path / "v1" / "spec_decode" / f"test_{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    tasks = plan(tmp_path, ["v1/spec_decode"], per_process=2)
+    alone = [name for name in GPU_ENGINES if name.startswith("v1/spec_decode")]
+    assert tasks[: 3 * len(alone)] == [
+        (policy, [name]) for name in alone for policy in ("undo", "deferred", "stock")
+    ]
+    a, b, c = (f"v1/spec_decode/test_{name}.py" for name in "abc")
+    pairs = [[a, b], [c]]
+    assert tasks[3 * len(alone) :] == [(p, pair) for pair in pairs for p in ("undo", "stock")]
+
+
+# -- the runner, on tests of our own ------------------------------------------------------
+
+HANGS = """
+import os, signal, time
+def test_before(): pass
+def test_hangs():
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as native code would
+    time.sleep(60)
+def test_after(): pass
+"""
+DIES = """
+import os
+def test_dies(): os._exit(9)
+def test_after(): assert 1 == 2
+"""
+
+
+class PlainRunner(Runner):
+    """Without vLLM."""
+
+    def options(self, policy):
+        return []
+
+
+def run(tmp_path, files, limit=60.0):
+    """What the runner says of these files, in one process."""
+    (tmp_path / "tests").mkdir()
+    for name, text in files.items():
+        (tmp_path / "tests" / name).write_text(text)
+    runner = PlainRunner(tmp_path, 2, time.monotonic() + limit, silence=2)
+    task = ("undo", list(files))
+    return gather([task], iter([runner(task)]))["undo"]["tests"]
+
+
+def test_a_hang_a_death_and_an_unreadable_file_leave_the_others_alone(tmp_path):
+    found = run(
+        tmp_path, {"test_a.py": HANGS, "test_b.py": DIES, "test_c.py": "import nothing_here"}
+    )
+    assert found["tests/test_a.py::test_before"][0] == "passed"
+    assert found["tests/test_a.py::test_after"][0] == "passed"
+    assert found["tests/test_a.py::test_hangs"] == ("failed", "said nothing for 4 s")
+    assert found["tests/test_b.py::test_dies"] == ("failed", "the process ended with 9")
+    assert found["tests/test_b.py::test_after"] == ("failed", "assert 1 == 2")
+    outcome, why = found["tests/test_c.py"]
+    assert outcome == "failed"
+    assert "nothing_here" in why
+    assert len(found) == 6
+
+
+def test_what_the_limit_cuts_was_not_run(tmp_path):
+    found = run(tmp_path, {"test_a.py": HANGS}, limit=2.5)
+    assert found["tests/test_a.py::test_hangs"] == ("not run", STOPPED)
+    assert "tests/test_a.py::test_after" not in found

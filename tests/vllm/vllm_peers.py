@@ -1,34 +1,52 @@
-"""Runs vLLM's own tests around speculation with kvtxn active, and writes PEERS.md.
+"""Runs vLLM's own tests around speculation with kvtxn active, and in stock beside it.
 
-    python tests/vllm/vllm_peers.py SOURCE [FILE ...]
+    python tests/vllm/vllm_peers.py SOURCE [--raw RUNS.json] [FILE ...]
+    python tests/vllm/vllm_peers.py --merge RUNS.json ...
 
-SOURCE is vLLM's unpacked source distribution, of the release that is installed; without files,
-all in the list below run, else these, and the others keep what they showed. Every file runs
-under ``undo``; files whose engines had windows run under ``deferred``, too; and those, and files
-with a failure, in stock. No number in the table is typed.
+SOURCE is vLLM's unpacked source distribution, of the release that is installed; its tests want
+``tblib``. Without files all in the lists below run, else these alone. Every
+file runs under ``undo`` and in stock, and what builds engines under ``deferred``, too. The results
+go into peers.json and PEERS.md, or else into RUNS.json, which may come from another machine and is
+merged later. What ran before and is not run again keeps what it showed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable
-from importlib.metadata import version
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-RECORD, TABLE = HERE / "peers.json", HERE / "PEERS.md"
+import torch
+from vllm_peers_models import fake_hub
+from vllm_peers_page import RECORD, merge
 
+HERE = Path(__file__).parent
+
+#: Tests that build engines: each runs in a process of its own, under every policy.
+CPU_ENGINES = ("v1/e2e/test_cpu_spec_decode.py",)
+GPU_ENGINES = (
+    "v1/spec_decode/test_max_len.py::test_eagle_max_len",
+    "v1/e2e/general/test_async_scheduling.py::test_with_ngram_gpu_spec_decoding",
+    "v1/spec_decode/test_max_len.py::test_ngram_gpu_max_len",
+    "v1/spec_decode/test_max_len.py::test_ngram_max_len",
+    "v1/spec_decode/test_max_len.py::test_mtp_speculative_config_max_model_len",
+    "v1/e2e/spec_decode/draft_model/test_async.py",
+)
+#: Read when vLLM is imported, which that test sets it too late for.
+VARIABLES = {"v1/e2e/spec_decode/draft_model/test_async.py": {"VLLM_GPU_SYNC_CHECK": "error"}}
 #: What is about speculation, rejection, or the cache that drafts are written to.
-FILES = (
-    "v1/e2e/test_cpu_spec_decode.py",
+UNITS = (
     "v1/sample/test_rejection_sampler.py",
     "v1/spec_decode",
     "v1/core/test_scheduler.py",
@@ -40,162 +58,213 @@ FILES = (
     "v1/structured_output/test_scheduler_speculative_padding.py",
     "v1/metrics/test_metrics_reader.py",
 )
+#: Of the model runner, and of graphs.
+GPU_UNITS = (
+    "v1/worker/test_gpu_model_runner_v2.py",
+    "v1/worker/test_gpu_model_runner.py",
+    "v1/worker/test_gpu_rejection_sampler_chunking.py",
+    "v1/worker/test_gpu_rejection_sampler_i64.py",
+    "v1/worker/test_gpu_block_table.py",
+    "v1/worker/test_gpu_input_batch_v2.py",
+    "v1/worker/test_gpu_warmup_blocks.py",
+    "v1/worker/test_gpu_target_dependent_ar_speculator.py",
+    "v1/worker/test_pp_utils.py",
+    "v1/cudagraph/test_cudagraph_dispatch.py",
+    "v1/cudagraph/test_cudagraph_manager.py",
+)
 
-#: Hub models that the demo's stands in for: small, trained, with a tokenizer.
-STAND_INS = ("Qwen/Qwen3-0.6B", "facebook/opt-125m", "distilbert/distilgpt2")
-DEMO = HERE.parents[1] / "integrations" / "demo" / "model"
+STOPPED = "stopped: out of time"
 
-#: Why a test does not pass in stock either: the first pattern that is found in its error.
-CAUSES = {
-    "the hub": r"offline|[Hh]ugging|hf\.co|local directory|couldn't connect|LocalEntry|Repo id",
-    "Triton": r"[Tt]riton|kernel parameters",
-    "a GPU": r"CUDA|cuda|GPU|gpu|NVIDIA|[Uu]nsupported platform|flash_attn",
-}
-
-HEAD = """# vLLM's own tests with kvtxn active
-
-Drawn by `python tests/vllm/vllm_peers.py SOURCE` from what it saw: {engine}, on a CPU and offline.
-Each file of vLLM's source distribution ran with
-`additional_config={{"kvtxn": {{"policy": "undo", "on_error": "raise"}}}}` in every engine that a
-test builds; where such an engine had windows (their number is in the table) it ran under
-`deferred`, too; and those files, and all with a failure, ran in stock. {verdict}
-
-Most of these tests build no engine. For a test that was skipped or failed the columns on the right
-say what it asks for. The demo's model stands in for {stand_ins}. The files in
-`v1/e2e/spec_decode` are left out: each asks for models of the hub or several GPUs.
-
-"""
+Task = tuple[str, list[str]]  # a policy, and files or tests
 
 
-def fake_hub(folder: Path) -> None:
-    """A cache of the hub in which the demo's model has other names."""
-    for name in STAND_INS:
-        model = folder / f"models--{name.replace('/', '--')}"
-        shutil.copytree(DEMO, model / "snapshots" / "one")
-        (model / "refs").mkdir()
-        (model / "refs" / "main").write_text("one")
+def plan(tests: Path, asked: list[str], per_process: int) -> list[Task]:
+    """What runs in one process each, longest first.
 
-
-def run(source: Path, policy: str, files: Iterable[str]) -> dict[str, Any]:
-    """Files under one policy: what became of each test, and the windows by file."""
-    report = source / f"{policy}.json"
-    environment = os.environ | {
-        "PYTHONPATH": str(HERE),
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_CACHE": str(source / "hub"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    options = ["-q", "-p", "no:cacheprovider", "--timeout", "300", "-W", "ignore"]
-    ours = ["-p", "vllm_peers_plugin", "--kvtxn-policy", policy, "--kvtxn-report", str(report)]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            *options,
-            *ours,
-            "--continue-on-collection-errors",
-            *files,
-        ],
-        cwd=source,
-        env=environment,
-        check=False,
-    )
-    found: dict[str, Any] = json.loads(report.read_text())
-    return found
-
-
-def cause(outcome: str, reason: str) -> str:
-    """What a test that does not pass in stock asks for."""
-    for name, pattern in CAUSES.items():
-        if re.search(pattern, reason):
-            return name
-    return "something else"
-
-
-def by_file(runs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the table says of each file."""
-    found: dict[str, dict[str, Any]] = {}
-    for test, (outcome, reason) in sorted(runs["undo"]["tests"].items()):
-        line = found.setdefault(file_of(test), {"passed": 0, "causes": Counter(), "differs": {}})
-        if outcome == "passed":
-            line["passed"] += 1
-        else:
-            line["causes"][cause(outcome, reason)] += 1
-        for other in ("deferred", "stock"):
-            absent = "not run" if (other, outcome) == ("stock", "failed") else outcome
-            there, why = runs[other]["tests"].get(test, (absent, ""))
-            if there != outcome:
-                line["differs"][test] = (
-                    f"{outcome} under undo ({reason}), {there} in {other} ({why})"
-                )
-    for file, line in found.items():
-        line["windows"] = {
-            policy: runs[policy]["windows"][file]
-            for policy in ("undo", "deferred")
-            if runs[policy]["windows"].get(file)
-        }
-    return found
-
-
-def file_of(test: str) -> str:
-    """The file of a test's id."""
-    return test.partition("::")[0]
-
-
-def draw(record: dict[str, Any]) -> str:
-    """The page."""
-    files = record["files"]
-    differing = {test: how for line in files.values() for test, how in line["differs"].items()}
-    passed = sum(line["passed"] for line in files.values())
-    verdict = f"Passed: {passed}. " + (
-        "What does not pass does not pass in stock either."
-        if not differing
-        else f"{len(differing)} end otherwise elsewhere; they are listed below."
-    )
-    others = [*CAUSES, "something else"]
-    lines = [
-        f"| file | passed | windows | {' | '.join(others)} |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+    Args:
+        tests: the folder that all names are relative to.
+        asked: files, folders or tests; none: all in the lists.
+        per_process: files without engines that share a process, whose start takes a while.
+    """
+    on_gpu = torch.cuda.is_available()
+    engines = [
+        name
+        for name in (GPU_ENGINES if on_gpu else CPU_ENGINES)
+        if not asked or any(name.startswith(wanted) for wanted in asked)
     ]
-    for file, line in files.items():
-        windows = ", ".join(f"{count} `{policy}`" for policy, count in line["windows"].items())
-        counts = " | ".join(str(line["causes"].get(name, "")) for name in others)
-        lines.append(f"| {file.removeprefix('tests/')} | {line['passed']} | {windows} | {counts} |")
-    notes = [f"- `{test}`: {how}" for test, how in differing.items()]
-    names = ", ".join(f"`{name}`" for name in STAND_INS)
-    head = HEAD.format(engine=record["engine"], verdict=verdict, stand_ins=names)
-    listed = [name for name in FILES if not any(name in file for file in files)]
-    notes += [f"- `{name}` was not run." for name in listed]
-    return "\n".join([head + "\n".join(lines), *([""] if notes else []), *notes, ""])
+    files = [
+        name if "::" in name else file.relative_to(tests).as_posix()
+        for name in asked or (*UNITS, *(GPU_UNITS if on_gpu else ()))
+        for file in (sorted((tests / name).glob("test_*.py")) or [tests / name])
+    ]
+    alone = {name.partition("::")[0] for name in engines}
+    units = [name for name in files if name.partition("::")[0] not in alone]
+    groups = [units[at : at + per_process] for at in range(0, len(units), per_process)]
+    return [(policy, [name]) for name in engines for policy in ("undo", "deferred", "stock")] + [
+        (policy, group) for group in groups for policy in ("undo", "stock")
+    ]
+
+
+class Runner:
+    """Runs tasks in processes.
+
+    Args:
+        folder: vLLM's tests, in ``tests``, and a ``hub``.
+        timeout: seconds for one test.
+        ends: when everything has to end, a ``time.monotonic``.
+        silence: a process that says nothing for so many seconds more has hung.
+    """
+
+    def __init__(self, folder: Path, timeout: float, ends: float, silence: float = 60) -> None:
+        self.folder, self.timeout, self.ends = folder, timeout, ends
+        self.silence = timeout + silence
+
+    def __call__(self, task: Task) -> list[dict[str, Any]]:
+        """What the tests of a task said; a test that hangs or takes its process along failed."""
+        policy, names = task
+        said: list[dict[str, Any]] = []
+        while time.monotonic() < self.ends:
+            done = [line["test"] for line in said if "test" in line]
+            found, how = self._process(policy, names, done)
+            said += found
+            tests = {line["test"] for line in found if "test" in line}
+            hung = [
+                line["start"] for line in found if line.get("start", None) not in {None} | tests
+            ]
+            if how is None:
+                break
+            # The others of its files get another process; one that came to no test never will.
+            outcome = "not run" if how == STOPPED else "failed"
+            for name in hung or [f"tests/{name}" for name in names]:
+                said.append({"test": name, "outcome": outcome, "why": how})
+            if not hung:
+                break
+        ends = Counter(line["outcome"] for line in said if "test" in line)
+        print(policy, *names, dict(ends), f"at {time.strftime('%X')}", flush=True)
+        return said
+
+    def _process(
+        self, policy: str, names: list[str], done: list[str]
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """One process: what its tests said, and how it ended if not by itself."""
+        descriptor, name = tempfile.mkstemp(suffix=".jsonl", dir=self.folder)
+        os.close(descriptor)
+        report = Path(name)
+        options = ["-q", "-p", "no:cacheprovider", f"--timeout={self.timeout:.0f}", "-W", "ignore"]
+        options += ["--continue-on-collection-errors", "-p", "vllm_peers_report"]
+        options += ["--kvtxn-report", str(report), *self.options(policy)]
+        skipped = [option for test in done for option in ("--deselect", test)]
+        log = report.with_suffix(".log")
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, *skipped]
+                + [f"tests/{name}" for name in names],
+                cwd=self.folder,
+                env=self._environment() | VARIABLES.get(names[0], {}),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            how = self._wait(process, report)
+        found = [json.loads(line) for line in report.read_text().splitlines()]
+        if how is None and not any("end" in line for line in found):
+            how = f"the process ended with {process.returncode}"
+            print(f"{policy} {names}: {how}\n{log.read_text()[-3000:]}", flush=True)
+        return found, how
+
+    def options(self, policy: str) -> list[str]:
+        """Of pytest, beside those for the report."""
+        return ["-p", "vllm_peers_plugin", "--kvtxn-policy", policy]
+
+    def _wait(self, process: subprocess.Popen[bytes], report: Path) -> str | None:
+        """Until the process ends, or is ended: why."""
+        why = None
+        while process.poll() is None and why is None:
+            time.sleep(0.2)
+            if time.time() - report.stat().st_mtime > self.silence:
+                why = f"said nothing for {self.silence:.0f} s"
+            elif time.monotonic() > self.ends:
+                why = STOPPED
+        if why is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return why
+
+    def _environment(self) -> dict[str, str]:
+        """Of the tests' processes."""
+        paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_CACHE": str(self.folder / "hub"),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "ENFORCE_EAGER": "1",  # a switch of test_async_scheduling's own
+        }
+
+
+def gather(tasks: list[Task], said: Iterator[list[dict[str, Any]]]) -> dict[str, Any]:
+    """By policy: what became of each test, and the windows by file."""
+    runs: dict[str, Any] = {}
+    for (policy, _), lines in zip(tasks, said, strict=True):
+        run = runs.setdefault(policy, {"tests": {}, "windows": {}})
+        for line in lines:
+            if "test" in line:
+                run["tests"][line["test"]] = (line["outcome"], line["why"])
+            elif "windows" in line:
+                run["windows"][line["file"]] = run["windows"].get(line["file"], 0) + line["windows"]
+    return runs
+
+
+def machine() -> tuple[str, str]:
+    """The name of the device, and what runs on it."""
+    from vllm import __version__ as release
+
+    if not torch.cuda.is_available():
+        return "CPU", f"vLLM {release} (CPU build), torch {torch.__version__}, V1 model runner"
+    name = torch.cuda.get_device_name()
+    return name, f"vLLM {release}, torch {torch.__version__}, both model runners"
 
 
 def main() -> None:
     """Run, keep, draw."""
-    files = [f"tests/{name}" for name in sys.argv[2:] or FILES]
-    with tempfile.TemporaryDirectory() as folder:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("source", nargs="?", type=Path, help="vLLM's unpacked source distribution")
+    parser.add_argument("files", nargs="*", help="relative to its tests; a file, folder or test")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--per-process", type=int, default=8, help="files that share a process")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one test")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all")
+    parser.add_argument("--raw", type=Path, help="write here what was seen, and nothing else")
+    parser.add_argument("--merge", type=Path, nargs="+", help="results of --raw, to be recorded")
+    asked = parser.parse_intermixed_args()
+    if asked.merge:
+        for path in asked.merge:
+            merge(json.loads(path.read_text()))
+        return
+    if asked.source is None:
+        parser.error("SOURCE or --merge")
+    ends = time.monotonic() + asked.limit
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         # Without the package beside them, or else the tests would import that one.
-        shutil.copytree(Path(sys.argv[1]) / "tests", Path(folder) / "tests")
-        fake_hub(Path(folder) / "hub")
-        runs = {"undo": run(Path(folder), "undo", files)}
-        engines = {file for file, count in runs["undo"]["windows"].items() if count}
-        failed = {
-            file_of(test)
-            for test, (outcome, _) in runs["undo"]["tests"].items()
-            if outcome == "failed"
-        }
-        runs["deferred"] = run(Path(folder), "deferred", sorted(engines))
-        runs["stock"] = run(Path(folder), "stock", sorted(engines | failed))
-    known = json.loads(RECORD.read_text())["files"] if RECORD.exists() else {}
-    record = {
-        "engine": f"vllm-cpu {version('vllm-cpu')}, V1 model runner",
-        "files": dict(sorted((known | by_file(runs)).items())),
-    }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    TABLE.write_text(draw(record))
+        shutil.copytree(asked.source / "tests", folder / "tests")
+        shutil.copy(asked.source / "pyproject.toml", folder)
+        fake_hub(folder / "hub")
+        tasks = plan(folder / "tests", asked.files, asked.per_process)
+        with ThreadPoolExecutor(asked.jobs) as pool:
+            runs = gather(tasks, pool.map(Runner(folder, asked.timeout, ends), tasks))
+    platform, engine = machine()
+    found = {"platform": platform, "engine": engine, "runs": runs}
+    if asked.raw:
+        asked.raw.write_text(json.dumps(found))
+    else:
+        merge(found)
+        print(f"recorded in {RECORD}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""What became of vLLM's own tests: a record of it, and PEERS.md. No number there is typed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import vllm_peers_models as models
+
+HERE = Path(__file__).parent
+RECORD, TABLE = HERE / "peers.json", HERE / "PEERS.md"
+
+#: Why a test does not pass in stock either: the first pattern that is found in its error.
+CAUSES = {
+    "the hub": r"offline|[Hh]ugging|hf\.co|local directory|couldn't connect|LocalEntry|Repo id"
+    r"|Invalid repository|Max retries|Cannot find an appropriate cached",
+    "Triton": r"[Tt]riton|kernel parameters|'NoneType' object is not callable",
+    "a GPU": r"CUDA|cuda|GPU|gpu|NVIDIA|[Uu]nsupported platform|flash_attn|ROCm|XPU",
+}
+OTHER = "something else"
+
+HEAD = """# vLLM's own tests with kvtxn active
+
+Drawn from what `python tests/vllm/vllm_peers.py SOURCE` saw, offline. Each file of vLLM's source
+distribution ran in stock and with
+`additional_config={{"kvtxn": {{"policy": "undo", "on_error": "raise"}}}}` in every engine that a
+test builds; files with engines ran under `deferred`, too. The number of windows that such engines
+had is in the table. Most of these tests build no engine, and see kvtxn's hooks alone.
+
+For a test that was skipped or failed the columns on the right say what it asks for, and the list
+below the table what it said. The demo's model stands in for {targets}; drafters of its shape with
+random weights stand in for {drafters}. On a GPU engines get 1 GiB for their caches, since several
+run at a time. Other tests of `v1/e2e/spec_decode` are left out: each asks for models of the hub or
+several GPUs.
+"""
+
+
+def cause(reason: str) -> str:
+    """What a test that does not pass in stock asks for."""
+    return next((name for name, pattern in CAUSES.items() if re.search(pattern, reason)), OTHER)
+
+
+def said(reason: str) -> str:
+    """A reason without what differs from one run to the next, in at most 160 characters."""
+    reason = re.sub(r"0x[0-9a-f]+|/tmp/\S+|[`|<>]", "", " ".join(reason.split()))
+    return reason if len(reason) <= 160 else reason[:157] + "..."
+
+
+def by_file(runs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the page says of each file.
+
+    Args:
+        runs: by policy what became of each test, ``{test: (outcome, reason)}``, and the number of
+            windows by file.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    nothing: tuple[str, str] = ("not run", "")
+    for test in sorted({test for run in runs.values() for test in run["tests"]}):
+        ends = {policy: run["tests"].get(test, nothing) for policy, run in runs.items()}
+        line = found.setdefault(
+            test.partition("::")[0],
+            {"passed": 0, "causes": Counter(), "reasons": Counter(), "differs": {}},
+        )
+        outcome, reason = ends["undo"]
+        if outcome == "passed":
+            line["passed"] += 1
+        else:
+            line["causes"][cause(reason)] += 1
+            line["reasons"][f"{outcome}: {said(reason)}"] += 1
+        others = {ends["stock"][0]}
+        if any(policy != "stock" and run["windows"].get(test.partition("::")[0])
+               for policy, run in runs.items()):  # fmt: skip
+            others.add(ends.get("deferred", nothing)[0])
+        if others != {outcome}:
+            line["differs"][test] = ", ".join(
+                f"{policy}: {outcome}" + f" ({said(reason)})" * bool(reason)
+                for policy, (outcome, reason) in ends.items()
+            )
+    for file, line in found.items():
+        line["windows"] = {
+            policy: run["windows"][file]
+            for policy, run in sorted(runs.items(), reverse=True)
+            if policy != "stock" and run["windows"].get(file)
+        }
+    return found
+
+
+def section(platform: str, record: dict[str, Any]) -> list[str]:
+    """The page's lines on one machine."""
+    files: dict[str, dict[str, Any]] = record["files"]
+    differing = {test: how for line in files.values() for test, how in line["differs"].items()}
+    passed = sum(line["passed"] for line in files.values())
+    verdict = (
+        "What does not pass does not pass in stock either."
+        if not differing
+        else f"{len(differing)} end otherwise elsewhere; they are listed below."
+    )
+    names = [*CAUSES, OTHER]
+    lines = ["", f"## {platform}", "", f"{record['engine']}. Passed: {passed}. {verdict}", ""]
+    lines += [
+        f"| file | passed | windows | {' | '.join(names)} |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for file, line in files.items():
+        windows = ", ".join(f"{count} `{policy}`" for policy, count in line["windows"].items())
+        counts = " | ".join(str(line["causes"].get(name, "")) for name in names)
+        lines.append(f"| {file.removeprefix('tests/')} | {line['passed']} | {windows} | {counts} |")
+    why = [
+        f"- {file.removeprefix('tests/')}: {count} `{reason}`"
+        for file, line in files.items()
+        for reason, count in sorted(line["reasons"].items())
+    ]
+    listed = [f"- `{test}`: {how}" for test, how in differing.items()]
+    return lines + [""] * bool(listed) + listed + [""] * bool(why) + why
+
+
+def draw(record: dict[str, Any]) -> str:
+    """The page."""
+    head = HEAD.format(
+        targets=", ".join(f"`{name}`" for name in models.TARGETS),
+        drafters=", ".join(f"`{name}`" for name in (*models.EAGLE, *models.EAGLE3)),
+    )
+    lines = [line for platform in sorted(record) for line in section(platform, record[platform])]
+    return head + "\n".join([*lines, ""])
+
+
+def merge(found: dict[str, Any]) -> None:
+    """Record what was seen on a machine, and draw the page anew."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    known = record.get(found["platform"], {"files": {}})["files"]
+    files = dict(sorted((known | by_file(found["runs"])).items()))
+    record[found["platform"]] = {"engine": found["engine"], "files": files}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    TABLE.write_text(draw(record))
