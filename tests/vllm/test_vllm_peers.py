@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+import torch
 from vllm_peers import GPU_ENGINES, STOPPED, Runner, gather, plan
 from vllm_peers_page import RECORD, TABLE, by_file, cause, draw, said
 
@@ -39,6 +40,8 @@ def test_causes_are_told_apart(reason, wanted):
 
 def test_a_reason_is_the_same_in_every_run():
     assert said("at 0x7f3b of\n /tmp/tmpab1/x.py: `no`") == said("at 0x1 of /tmp/b/x.py: no")
+    assert said("assert 0.81 > (0.82 * 20)") == said("assert 1.0 > (1.0 * 20)")
+    assert said("x.ValidationError: 1 validation error for Some Value error, no") == "no"
     assert len(said("long " * 100)) == 160
 
 
@@ -90,6 +93,21 @@ def test_files_with_engines_run_alone_under_every_policy(tmp_path, monkeypatch):
     a, b, c = (f"v1/spec_decode/test_{name}.py" for name in "abc")
     pairs = [[a, b], [c]]
     assert tasks[3 * len(alone) :] == [(p, pair) for pair in pairs for p in ("undo", "stock")]
+
+
+def test_vllms_stand_in_for_a_kernel_drops_what_it_writes():
+    """What the page says of random sampling on the CPU; the day this fails, that goes."""
+    kernels = pytest.importorskip("vllm.utils.cpu_triton_utils")
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("a build for GPUs")
+    current_platform.import_kernels()
+    temperature, ends = torch.tensor([0.5, 2.0]), torch.tensor([2, 3])
+    wanted, found = torch.tensor([0.5, 0.5, 2.0]), torch.full((3,), 7.0)
+    kernels._expand_kernel_impl(found, temperature, ends, 0, 1)
+    assert not torch.equal(found, wanted)
+    assert torch.equal(found, torch.full((3,), 7.0))
 
 
 # -- the runner, on tests of our own ------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -14,6 +15,7 @@ DEMO = HERE.parents[1] / "integrations" / "demo" / "model"
 TARGETS = (
     "Qwen/Qwen3-0.6B",
     "Qwen/Qwen3-8B",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
     "amd/PARD-Llama-3.2-1B",
     "distilbert/distilgpt2",
     "facebook/opt-125m",
@@ -23,6 +25,8 @@ TARGETS = (
 )
 #: Drafters for them, with random weights.
 EAGLE = ("yuhuili/EAGLE-LLaMA3-Instruct-8B", "yuhuili/EAGLE-LLaMA3.1-Instruct-8B")
+#: A configuration and a tokenizer, for tests that load no weights.
+IMAGES = ("llava-hf/llava-1.5-7b-hf",)
 EAGLE3 = ("nm-testing/Llama3_2_1B_speculator.eagle3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
 
 #: Some tests ask for longer ones than the model was trained for, none writes so much.
@@ -37,13 +41,28 @@ def fake_hub(folder: Path) -> None:
     (models / "target" / "config.json").write_text(json.dumps(config))
     write_drafter(models / "eagle", config, inputs=2)
     write_drafter(models / "eagle3", config, inputs=3)
-    for kind, names in {"target": TARGETS, "eagle": EAGLE, "eagle3": EAGLE3}.items():
+    kinds = {"target": TARGETS, "eagle": EAGLE, "eagle3": EAGLE3}
+    if find_spec("torchvision"):  # or else vLLM cannot look at such a model
+        write_configuration(models / "images")
+        kinds["images"] = IMAGES
+    for kind, names in kinds.items():
         for name in names:
             model = folder / f"models--{name.replace('/', '--')}"
             (model / "snapshots").mkdir(parents=True)
             os.symlink(models / kind, model / "snapshots" / "one")
             (model / "refs").mkdir()
             (model / "refs" / "main").write_text("one")
+
+
+def write_configuration(folder: Path) -> None:
+    """Of a model that sees images, as transformers' defaults have it; the demo's tokenizer."""
+    from transformers import LlavaConfig
+
+    config = LlavaConfig()
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
 
 
 def write_drafter(folder: Path, target: dict[str, object], inputs: int) -> None:
