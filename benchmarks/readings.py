@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
 
     rows = [measure(args, where) for where in (IN_PROCESS, OWN_PROCESS)]
     results = {"suite": "readings", "interval": INTERVAL, "rows": rows}
+    print(report({"machine": machine.describe(), **results}))
     if args.save:
         print(f"written to {machine.write(args.save, results)}")
-    print(report({"machine": machine.describe(), **results}))
     return 0
 
 
