@@ -160,6 +160,15 @@ def test_a_hang_a_death_and_an_unreadable_file_leave_the_others_alone(tmp_path):
 
 
 def test_what_the_limit_cuts_was_not_run(tmp_path):
-    found = run(tmp_path, {"test_a.py": HANGS}, limit=2.5)
+    found = run(tmp_path, {"test_a.py": HANGS, "test_b.py": DIES}, limit=3)
     assert found["tests/test_a.py::test_hangs"] == ("not run", STOPPED)
-    assert "tests/test_a.py::test_after" not in found
+    assert found["tests/test_b.py"] == ("not run", STOPPED)
+
+
+def test_what_never_began_was_not_run(tmp_path):
+    assert run(tmp_path, {"test_a.py": DIES}, limit=0) == {"tests/test_a.py": ("not run", STOPPED)}
+
+
+def test_a_process_that_comes_to_no_test_failed(tmp_path):
+    found = run(tmp_path, {"conftest.py": "import os; os._exit(3)", "test_a.py": DIES})
+    assert found["tests/test_a.py"] == ("failed", "the process ended with 3")

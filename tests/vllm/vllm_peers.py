@@ -128,17 +128,18 @@ class Runner:
             found, how = self._process(policy, names, done)
             said += found
             tests = {line["test"] for line in found if "test" in line}
-            hung = [
-                line["start"] for line in found if line.get("start", None) not in {None} | tests
-            ]
-            if how is None:
-                break
-            # The others of its files get another process; one that came to no test never will.
-            outcome = "not run" if how == STOPPED else "failed"
-            for name in hung or [f"tests/{name}" for name in names]:
-                said.append({"test": name, "outcome": outcome, "why": how})
+            started = [line["start"] for line in found if "start" in line]
+            hung = [test for test in started if test not in tests]
+            said += [_end(test, how) for test in hung if how is not None]
             if not hung:
                 break
+        else:
+            how = STOPPED
+        seen = {line["test"] for line in said if "test" in line}
+        # One that came to no test never will; the others of a file that hung had another process.
+        for name in names if how is not None else ():
+            if not any(test.startswith(f"tests/{name}") for test in seen):
+                said.append(_end(f"tests/{name}", how))
         ends = Counter(line["outcome"] for line in said if "test" in line)
         print(policy, *names, dict(ends), f"at {time.strftime('%X')}", flush=True)
         return said
@@ -203,6 +204,11 @@ class Runner:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "ENFORCE_EAGER": "1",  # a switch of test_async_scheduling's own
         }
+
+
+def _end(test: str, how: str | None) -> dict[str, Any]:
+    """The line of a test, or file, that did not come to an end."""
+    return {"test": test, "outcome": "not run" if how == STOPPED else "failed", "why": how}
 
 
 def gather(tasks: list[Task], said: Iterator[list[dict[str, Any]]]) -> dict[str, Any]:
