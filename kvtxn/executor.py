@@ -45,7 +45,8 @@ class Capabilities:
     Attributes:
         policies: policies it can carry out.
         attention: ``attend`` works, so ``deferred`` windows can read their own writes.
-        atomic: a raising method has written nothing (one launch for all layers).
+        atomic: a raising method has written nothing (one launch for all layers, which counts
+            too: nothing that could fail comes after the write).
         checks_range: checks on the device that slots lie inside their caches before any
             write; else the window does, with a few small operations.
         no_host_sync: nothing waits for the device from begin to the end of commit.

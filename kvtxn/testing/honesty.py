@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import BackendUnavailableError
-from ..executor import Capabilities, Executor
+from ..executor import Capabilities, Executor, Txn
+from ..layers import LayerRef
 from .caches import LayerSpec
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
 from .naive import attention, make_sequences
@@ -69,6 +73,17 @@ class Honesty(KitBase):
         assert not worked, f"{kit.name} declares that it cannot do draft trees, and can"
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_atomic(self, kit: Kit, policy: str) -> None:
+        """A commit that is declared to be atomic does nothing after it wrote: that could fail."""
+        if not kit.capabilities.atomic:
+            pytest.skip("no atomic commit is declared; then the window makes up for it")
+        later: list[str] = []
+        rig = kit.rig(policy, SIMPLE, executor=_watched(kit.executor, later))
+        for _ in range(3):  # what recurs may go another way than what is new
+            rig.run(rig.batch(), [2, 1])
+        assert not later, f"{kit.name} declares an atomic commit, but went on with {later[0]}"
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_capture(self, kit: Kit, policy: str) -> None:
         """A commit that is declared not to be capturable is not."""
         kit.need_cuda()
@@ -87,6 +102,33 @@ class Honesty(KitBase):
         policies = sorted(kit.capabilities.policies)
         silent = [works(partial(window_without_sync, kit.rig(p), False)) for p in policies]
         assert not all(silent), f"{kit.name} declares that it waits for the device, and does not"
+
+
+class _AfterWrites(TorchDispatchMode):
+    """Notes in ``later`` the operations that begin when one of the caches has changed."""
+
+    def __init__(self, layers: Sequence[LayerRef], later: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._later = later
+        self._cells = [plane.cells for ref in layers for plane in ref.planes]
+        self._before = [cells.clone() for cells in self._cells]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        pairs = zip(self._cells, self._before, strict=True)
+        if not capturing and not all(torch.equal(now, old) for now, old in pairs):
+            self._later.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _watched(executor: type[Executor], later: list[str]) -> type[Executor]:
+    """The same executor; what its commits do after they wrote goes to ``later``."""
+
+    def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
+        with _AfterWrites(self.layers, later):
+            executor.commit(self, txn, accepted)
+
+    return type(f"Watched{executor.__name__}", (executor,), {"commit": commit})
 
 
 def that_claims(executor: type[Executor], **claims: Any) -> type[Executor]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kernels_here import ON_GPU
 
 from kvtxn.testing import ExecutorConformance
+from kvtxn.testing.kit import TRANSACTIONAL, Kit
 
 
 class KernelConformance(ExecutorConformance):
@@ -27,3 +29,8 @@ class KernelConformance(ExecutorConformance):
     @pytest.fixture
     def history_settings(self, kernel_tree_settings: Any) -> Any:
         return kernel_tree_settings
+
+    @pytest.mark.skipif(not ON_GPU, reason="an interpreted launch copies its arguments back")
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_atomic(self, kit: Kit, policy: str) -> None:
+        super().test_atomic(kit, policy)

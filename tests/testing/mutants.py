@@ -288,6 +288,12 @@ class IgnoresTheCounts(TorchExecutor):
         super().commit(txn, torch.zeros_like(accepted))
 
 
+class ClaimsToBeAtomic(TorchExecutor):
+    """A fault between two layers leaves one committed and one not."""
+
+    capabilities: ClassVar = attrs.evolve(TorchExecutor.capabilities, atomic=True)
+
+
 class DeniesCapture(TorchExecutor):
     capabilities: ClassVar = Capabilities(attention=True, capturable=False)
 
@@ -332,6 +338,7 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     DeniesUndo: "test_policies",
     DeniesAttention: "test_attention",
     ClaimsAttention: "test_lengths_and_settings",
+    ClaimsToBeAtomic: "test_atomic",
     CannotGoOnAfterAFault: "test_the_next_window_is_sound",
     WritesAfterItSaidSo: "test_an_offloader_sees_accepted_rows_only",
     **TREES_CAUGHT_BY,
