@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import registry
+from ..executor import Executor, Txn
 from .batches import SHAPES, Batch, handed_in, random_counts
 from .caches import LAYOUTS, LayerSpec
 from .kit import POLICIES, Kit, KitBase
@@ -149,10 +150,11 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("policy", POLICIES)
     def test_device_counts_out_of_range(self, kit: Kit, policy: str) -> None:
         """Counts that only the device knows clamp to the drafts there are."""
-        kit.need_cuda()
-        rig = kit.rig(policy)
+        counts, clamped = [-7, 99, 2**40], [0, 2, 4]
+        host = kit.device.type == "cpu"  # where commit itself refuses them
+        rig = kit.rig(policy, executor=_handed(kit.executor, counts) if host else None)
         batch = rig.batch(((1, 1, 1), (3, 2, 4)))
-        _commit(rig, batch, "clamped", [0, 2, 4], rig.accepted([-7, 99, 2**40]))
+        _commit(rig, batch, "clamped", clamped, rig.accepted(clamped if host else counts))
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_device_slots_out_of_range(self, kit: Kit, policy: str) -> None:
@@ -164,6 +166,21 @@ class Exactness(KitBase):
             batch.slots["sliding"][1] = bad
             rig.run(batch, [1, 1])
             rig.check(f"slot {bad}")
+
+    @pytest.mark.parametrize("bad", [-2, 10**6])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_commit_that_the_device_refuses(self, kit: Kit, policy: str, bad: int) -> None:
+        """It writes nothing and puts nothing back, in any layer, and counts every row rejected."""
+        rig = kit.rig(policy, executor=_off_range(kit.executor, bad))
+        batch = rig.batch()
+        with rig.open(batch) as window:
+            rig.stage(window, batch)
+            rig.expect_staged(batch)
+            window.commit(rig.accepted([1, 1]))
+        rig.check("refused")
+        staged, committed, rejected = rig.rows()
+        assert (committed, rejected) == (0, staged)
+        assert rig.manager.snapshot()["kvtxn_windows_refused_total"] == 1
 
     @pytest.mark.parametrize("staging", ["auto", "reference", "copy"])
     @pytest.mark.parametrize("fmt", ["bf16", "fp32", "fp8_e4m3-head", "int8-row"])
@@ -248,6 +265,29 @@ class Exactness(KitBase):
         if torch.cuda.mem_get_info(kit.device)[0] < 4 * size:
             pytest.skip(f"{4 * size >> 30} GiB of free device memory are needed")
         _commit_far_out(kit, policy, spec, blocks)
+
+
+def _handed(executor: type[Executor], counts: list[int]) -> type[Executor]:
+    """The same executor, whose commits get these counts, as from a device."""
+
+    def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
+        executor.commit(self, txn, torch.tensor(counts).to(accepted.device))
+
+    return type(f"Handed{executor.__name__}", (executor,), {"commit": commit})
+
+
+def _off_range(executor: type[Executor], bad: int) -> type[Executor]:
+    """The same executor, whose commits meet a slot outside its cache, as from a device."""
+
+    def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
+        if executor.capabilities.checks_range:
+            txn.slots = {group: slots.clone() for group, slots in txn.slots.items()}
+            txn.slots["sliding"][-1] = bad
+        else:
+            txn.in_range = torch.zeros((), dtype=torch.bool, device=accepted.device)
+        executor.commit(self, txn, accepted)
+
+    return type(f"OffRange{executor.__name__}", (executor,), {"commit": commit})
 
 
 def _commit(

@@ -288,6 +288,23 @@ class IgnoresTheCounts(TorchExecutor):
         super().commit(txn, torch.zeros_like(accepted))
 
 
+class DoesNotClamp(TorchExecutor):
+    """A count below zero is one from the end."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        drafts = torch.tensor(txn.layout.draft_len)
+        negative = accepted.dtype is not torch.bool and txn.layout.tree is None
+        super().commit(txn, accepted % (drafts + 1) if negative else accepted)
+
+
+class WritesOutOfRange(TorchExecutor):
+    """Leaves out the row that has no place, and writes the others."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        txn.in_range = None
+        super().commit(txn, accepted)
+
+
 class ClaimsToBeAtomic(TorchExecutor):
     """A fault between two layers leaves one committed and one not."""
 
@@ -339,6 +356,8 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     DeniesAttention: "test_attention",
     ClaimsAttention: "test_lengths_and_settings",
     ClaimsToBeAtomic: "test_atomic",
+    DoesNotClamp: "test_device_counts_out_of_range",
+    WritesOutOfRange: "test_a_commit_that_the_device_refuses",
     CannotGoOnAfterAFault: "test_the_next_window_is_sound",
     WritesAfterItSaidSo: "test_an_offloader_sees_accepted_rows_only",
     **TREES_CAUGHT_BY,
