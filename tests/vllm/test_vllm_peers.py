@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
+import vllm_peers_page
 from vllm_peers import GPU_ENGINES, STOPPED, Runner, gather, plan
-from vllm_peers_page import RECORD, TABLE, by_file, cause, draw, said
+from vllm_peers_page import RECORD, TABLE, by_file, cause, draw, merge, said
 
 RECORDED = json.loads(RECORD.read_text())
 
@@ -77,6 +78,17 @@ def test_where_windows_were_had_deferred_counts_too():
     files = by_file(runs_of(same, same, {"a.py::x": "failed"}, windows))
     assert files["a.py"]["windows"] == {"undo": 3, "deferred": 2}
     assert list(files["a.py"]["differs"]) == ["a.py::x"]
+
+
+def test_what_was_not_run_again_keeps_what_it_showed(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_peers_page, "RECORD", tmp_path / "peers.json")
+    monkeypatch.setattr(vllm_peers_page, "TABLE", tmp_path / "PEERS.md")
+    for a, b in [("passed", "passed"), ("failed", "not run")]:
+        tests = {"a.py::x": a, "b.py::x": b, "c.py": "not run"}
+        merge({"platform": "CPU", "engine": "e", "runs": runs_of(tests, tests)})
+    files = json.loads((tmp_path / "peers.json").read_text())["CPU"]["files"]
+    assert [files[name]["passed"] for name in ("a.py", "b.py", "c.py")] == [0, 1, 0]
+    assert "not run" in (tmp_path / "PEERS.md").read_text()
 
 
 def test_files_with_engines_run_alone_under_every_policy(tmp_path, monkeypatch):

@@ -151,7 +151,17 @@ def merge(found: dict[str, Any]) -> None:
     """Record what was seen on a machine, and draw the page anew."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     known = record.get(found["platform"], {"files": {}})["files"]
-    files = dict(sorted((known | by_file(found["runs"])).items()))
+    new = {
+        file: line
+        for file, line in by_file(found["runs"]).items()
+        if file not in known or _was_run(line)
+    }
+    files = dict(sorted((known | new).items()))
     record[found["platform"]] = {"engine": found["engine"], "files": files}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     TABLE.write_text(draw(record))
+
+
+def _was_run(line: dict[str, Any]) -> bool:
+    """Whether anything of a file came to an end."""
+    return line["passed"] or not all(reason.startswith("not run") for reason in line["reasons"])
