@@ -22,6 +22,8 @@ from .attention_shapes import (
     requests_of,
     window_form,
 )
+from .jobs import Launch
+from .recurring_windows import RecurringWindows
 from .row_scales import scales_of, typed
 from .triton_paged import combine, paged_attention
 from .triton_short import short_attention
@@ -53,6 +55,7 @@ class AttentionLauncher:
 
     def __init__(self, device: torch.device) -> None:
         self._ones = torch.ones(1, dtype=torch.float32, device=device)
+        self._recurring = RecurringWindows()
         #: Multiprocessors of the device.
         self.processors = 1
         if device.type == "cuda":
@@ -248,19 +251,39 @@ class AttentionLauncher:
             keep: what to write beside the output; not for rows with scales of their own.
             output: where to; may be the prefix's own output. A new tensor where None.
         """
+        if output is None:
+            output = query.new_empty(*query.shape[:2], ref.planes[1].row_shape[1])
+        places = (query, *fresh[:2], prefix.out, prefix.lse, output)
+        places += () if keep is None or keep.buffers is None else keep.buffers
+        like = self._recurring.likeness(layout, ref, places, args, keep)
+        if not self._recurring.again(like, places):
+            launch = self._arranged(layout, ref, query, fresh, prefix, args, keep, output)
+            self._recurring.remember(like, launch, layout)
+        return output
+
+    def _arranged(
+        self,
+        layout: RowLayout,
+        ref: LayerRef,
+        query: Tensor,
+        fresh: tuple[Tensor, ...],
+        prefix: Prefix,
+        args: AttentionArgs,
+        keep: Keep | None,
+        output: Tensor,
+    ) -> Launch:
+        """The launch of a window kernel, down to its last argument."""
         shape = self._shape(layout, ref, query, args)
         key, value = ref.planes[:2]
         if keep is not None:
             _refuse_scales(ref)
-        if output is None:
-            output = query.new_empty(*query.shape[:2], shape.dv)
         k, v = fresh[:2]
         write = keep is not None and keep.slots is not None
         copies = keep.buffers if keep is not None else None
         k_scale, v_scale = (scales_of(ref, side, self._ones, fresh) for side in (0, 1))
         starts, tree = shape.requests.starts, layout.tree
-        kernel, grid, own = self._kernel(shape, layout, query, ref, prefix.out.shape[0])
-        kernel[grid](
+        kernel, grid, own, warps = self._kernel(shape, layout, query, ref, prefix.out.shape[0])
+        arguments = (
             query,
             k,
             v,
@@ -297,36 +320,37 @@ class AttentionLauncher:
             args.soft_cap or 1.0,
             args.sliding_window or 0,
             shape.requests.longest,
+        )
+        constants = {
             **shape.constants(),
             **own,
-            WRITE=write,
-            COPY=copies is not None,
-            K_SCALES=k_scale.count,
-            V_SCALES=v_scale.count,
-            K_STEP=k.stride(2),
-            V_STEP=v.stride(2),
-            EACH=shape.requests.each,
-        )
-        return output
+            "WRITE": write,
+            "COPY": copies is not None,
+            "K_SCALES": k_scale.count,
+            "V_SCALES": v_scale.count,
+            "K_STEP": k.stride(2),
+            "V_STEP": v.stride(2),
+            "EACH": shape.requests.each,
+        }
+        return Launch(kernel, grid, arguments, constants, warps)
 
     def _kernel(
         self, shape: Shape, layout: RowLayout, query: Tensor, ref: LayerRef, splits: int
-    ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
-        """The window kernel for this shape, its grid, and the constants that it alone has."""
+    ) -> tuple[Any, tuple[int, int, int], dict[str, Any], int]:
+        """The window kernel for this shape, its grid, constants that it alone has, and warps."""
         form = window_form(shape, query.shape[0], self.processors)
         own: dict[str, Any] = {
             "BLOCK_M": form.queries,
             "BLOCK_N": form.keys,
             "COMPUTE": _compute(query, ref),
             "MORE": splits > 1,
-            "num_warps": form.warps,
         }
         longest = shape.requests.longest
         if form.rows == 1:
-            return short_attention, (query.shape[0], shape.heads), own
+            return short_attention, (query.shape[0], shape.heads, 1), own, form.warps
         own |= {"BLOCK_R": form.rows, "ONCE": longest <= form.keys}
         grid = (layout.num_requests, shape.heads, -(-longest // form.rows))
-        return window_attention, grid, own
+        return window_attention, grid, own, form.warps
 
     def _shape(self, layout: RowLayout, ref: LayerRef, query: Tensor, args: AttentionArgs) -> Shape:
         key, value = ref.planes[:2]

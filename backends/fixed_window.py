@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
-from weakref import WeakKeyDictionary
 
 import attrs
 import torch
@@ -60,18 +60,24 @@ def prefix_lengths(
         tl.store(lengths + request, tl.maximum(total - (end - start), 0), mask=inside)
 
 
-@attrs.frozen(eq=False)
-class _Commit:
-    """How windows of one layout are committed.
+#: Layouts that something is prepared for; beyond, all is prepared anew.
+_MOST_LAYOUTS: Final = 1024
+
+
+@attrs.define(eq=False)
+class _Ready:
+    """What is prepared for windows of one layout.
 
     Attributes:
-        launch: with any acceptance.
-        graphs: by where an acceptance lies: the same launch, for less of the host.
+        save: launches the save, as a graph once there is one.
+        commit: the commit's launch, with any acceptance.
+        commits: by where an acceptance lies, the same as a graph: that takes less of the host.
         seen: how often one lay where.
     """
 
-    launch: Repeated
-    graphs: dict[int, torch.cuda.CUDAGraph] = attrs.Factory(dict)
+    save: Callable[[], None] | None = None
+    commit: Repeated | None = None
+    commits: dict[int, torch.cuda.CUDAGraph] = attrs.Factory(dict)
     seen: Counter[int] = attrs.Factory(Counter)
 
 
@@ -108,9 +114,7 @@ class FixedWindow:
         self.rows: LayerRows = _rows_of(refs, executor.config.max_rows)
         room = next(iter(self.rows.values()))[0].untyped_storage()
         self.nbytes = room.nbytes() + self.position.nbytes
-        self._saves: WeakKeyDictionary[RowLayout, Repeated] = WeakKeyDictionary()
-        self._commits: WeakKeyDictionary[RowLayout, _Commit] = WeakKeyDictionary()
-        self._graphs: WeakKeyDictionary[RowLayout, torch.cuda.CUDAGraph] = WeakKeyDictionary()
+        self._ready: dict[RowLayout, _Ready] = {}
         self._stream: torch.cuda.Stream | None = None
         self._save = self._job(which.DRAFT, to_cache=False) if undo else None
         self._commit = self._job(which.REJECTED if undo else which.KEPT)
@@ -164,15 +168,19 @@ class FixedWindow:
 
     def save(self, layout: RowLayout) -> None:
         """Under undo: remember what the draft slots hold; before the forward."""
-        graph = self._graphs.get(layout)
-        if graph is not None:
-            graph.replay()
-            return
-        again = self._saves.get(layout)
-        if again is None:
+        ready = self._ready.get(layout) or self._prepare(layout)
+        if ready.save is None:
             assert self._save is not None
-            again = self._saves[layout] = self._make(self._save, layout, None)
-        again.run(layout.position)  # there is no acceptance; the kernel does not look at it
+            again = self._make(self._save, layout, None)
+            # There is no acceptance; the kernel does not look at it.
+            ready.save = partial(again.run, layout.position)
+        ready.save()
+
+    def _prepare(self, layout: RowLayout) -> _Ready:
+        if len(self._ready) >= _MOST_LAYOUTS:
+            self._ready.clear()
+        ready = self._ready[layout] = _Ready()
+        return ready
 
     def commit(self, layout: RowLayout, sampled: Tensor) -> None:
         """Write the kept rows, or under undo restore the rejected ones, and count.
@@ -183,19 +191,19 @@ class FixedWindow:
                 the accepted drafts and one more.
         """
         sampled = sampled.contiguous()
-        known = self._commits.get(layout)
-        if known is None:
-            known = self._commits[layout] = _Commit(self._make(self._commit, layout, sampled))
+        ready = self._ready.get(layout) or self._prepare(layout)
         place = sampled.data_ptr()
-        graph = known.graphs.get(place)
+        graph = ready.commits.get(place)
         if graph is not None and sampled.dtype is torch.int32:
             graph.replay()
             return
-        known.launch.run(sampled)
-        if sampled.is_cuda and len(known.graphs) < _MOST_PLACES and sampled.dtype is torch.int32:
-            known.seen[place] += 1
-            if known.seen[place] >= _OFTEN:
-                known.graphs[place] = self._captured(lambda: known.launch.run(sampled))
+        if ready.commit is None:
+            ready.commit = self._make(self._commit, layout, sampled)
+        ready.commit.run(sampled)
+        if sampled.is_cuda and len(ready.commits) < _MOST_PLACES and sampled.dtype is torch.int32:
+            ready.seen[place] += 1
+            if ready.seen[place] >= _OFTEN:
+                ready.commits[place] = self._captured(partial(ready.commit.run, sampled))
 
     def _make(self, job: Job, layout: RowLayout, sampled: Tensor | None) -> Repeated:
         facts = (job, self._groups, layout, self._counters, sampled)
@@ -226,8 +234,9 @@ class FixedWindow:
 
     def _capture_save(self, layout: RowLayout) -> None:
         """Nothing of such a launch ever changes, and a graph of it takes less of the host."""
-        if self.position.device.type == "cuda" and layout not in self._graphs:
-            self._graphs[layout] = self._captured(lambda: self.save(layout))
+        ready = self._ready[layout]
+        if self.position.device.type == "cuda" and isinstance(ready.save, partial):
+            ready.save = self._captured(ready.save).replay
 
     def _captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """A graph of one launch that was made before."""

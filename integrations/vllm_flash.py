@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..backends.attention_shapes import Prefix, crowds
+from ..backends.attention_shapes import Keep, Prefix, crowds
 from ..executor import AttentionArgs
 from ..layers import LayerRef
 from ..layout import RowLayout
@@ -34,11 +34,13 @@ class FlashHook:
         steps: the runner's.
         ref: the layer.
         args: how it attends; block table and lengths come from the metadata.
+        keep: where its rows are staged, in a forward that wrote the settled ones already.
     """
 
     steps: GpuSteps
     ref: LayerRef
     args: AttentionArgs
+    keep: Keep
 
 
 @attrs.define(eq=False)
@@ -124,7 +126,7 @@ class Reading:
             self.left(hook),
             output[rows],
         )
-        keep = window.keep(ref, metadata.slot_mapping[rows] if self.captured else None)
+        keep = window.keep(ref, metadata.slot_mapping[rows]) if self.captured else hook.keep
         self.steps.attention.merge(
             layout,
             ref,
@@ -174,7 +176,7 @@ def warm_up(hook: FlashHook, heads: int, dtype: torch.dtype) -> None:
                     (fresh, fresh),
                     Prefix.single(query, lse),
                     hook.args,
-                    steps.window.keep(ref, None),
+                    hook.keep,
                     query,
                 )
 

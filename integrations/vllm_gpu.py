@@ -82,6 +82,7 @@ class GpuSteps:
         self.query_len = query_len
         self.step: Step | None = None
         self.deferred = manager.policy == "deferred"
+        self._undoes = manager.policy == "undo"
         self.uniform = False
         self._slots = slots
         with torch.inference_mode(False):
@@ -127,7 +128,7 @@ class GpuSteps:
                 layout = self._plan(drafts, lengths, prefilling)
             if self.deferred:
                 self.window.show(layout)
-            elif layout is not None and self.manager.policy == "undo":
+            elif layout is not None and self._undoes:
                 self.window.save(layout)
         except Exception as error:
             self._failed("begin", error)

@@ -159,7 +159,7 @@ def hook_attention(steps: GpuSteps, layers: list[internals.TargetLayer], builder
             sliding_window=scores.sliding_window,
             soft_cap=scores.soft_cap,
         )
-        layer.impl.kvtxn = FlashHook(steps, ref, args)
+        layer.impl.kvtxn = FlashHook(steps, ref, args, steps.window.keep(ref, None))
     for builder in builders:
         builder.kvtxn = steps
     forms = {}

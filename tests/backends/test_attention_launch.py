@@ -148,3 +148,28 @@ def test_a_prefix_of_somebody_elses(monkeypatch, launcher, kernel_device, drafts
     prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
     facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args)
     case.check(launcher.merge(*facts))
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_layers_that_attend_alike(launcher, kernel_device, how):
+    """From the second on they are launched with other addresses; each with its own rows."""
+    case = Case(kernel_device, **SETTINGS[how])
+    launches = []
+    arranged = launcher._arranged
+    launcher._arranged = lambda *facts: launches.append(None) or arranged(*facts)
+    for number in range(4):
+        case.query = case.query + number  # new tensors, but of the same form
+        case.fresh = tuple(rows.flip(0) - number for rows in case.fresh)
+        prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
+        room = torch.full((2, *case.fresh[0].shape), 7.0, device=kernel_device)
+        keep = Keep(None, case.layout.position, (room[0], room[1]))
+        before = case.cache.clone()
+        facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args)
+        case.check(launcher.merge(*facts, keep))
+        assert torch.equal(case.cache, before)
+        assert all(map(torch.equal, room, case.fresh))
+    assert len(launches) == (1 if torch.device(kernel_device).type == "cuda" else 4)
+    other = Case(kernel_device, (1, 0, 1), **SETTINGS[how])
+    prefix = launcher.prefix(other.layout, other.ref, other.query, other.args)
+    facts = (other.layout, other.ref, other.query, other.fresh, prefix, other.args)
+    other.check(launcher.merge(*facts, Keep(None, other.layout.position, (room[0], room[1]))))
