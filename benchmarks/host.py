@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from .. import CapturedRows, LayerRef, TransactionManager, TxnConfig
+from ..cli import natural
 from . import machine
 
 help: Final = "host time of an idle window, by policy and number of requests"
@@ -27,17 +28,26 @@ help: Final = "host time of an idle window, by policy and number of requests"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--draft-len", type=int, default=4)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--layers", type=natural, default=32)
+    parser.add_argument("--draft-len", type=natural, default=4)
+    parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32])
     parser.add_argument("--policies", nargs="+", default=["deferred", "undo", "direct"])
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--captured", action="store_true", help="windows over captured rows")
-    parser.add_argument("--windows", type=int, default=300, help="windows per measurement")
+    parser.add_argument("--windows", type=natural, default=300, help="windows per measurement")
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+
+
+def _device(text: str) -> str:
+    known = text.partition(":")[0]
+    if known not in ("cpu", "cuda") or (known == "cuda" and not torch.cuda.is_available()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, nor a CUDA device that is here")
+    return text
 
 
 def run(args: argparse.Namespace) -> int:

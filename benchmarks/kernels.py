@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ..cli import natural
 from ..rows import write_layers
 from . import gate as kit
 from . import machine
@@ -37,10 +38,12 @@ _PIECE: Final = 128 * 2**20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama3-8b"])
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 16, 64, 128])
-    parser.add_argument("--drafts", type=int, nargs="+", default=[4])
+    parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 16, 64, 128])
+    parser.add_argument("--drafts", type=natural, nargs="+", default=[4])
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.0, 0.1, 0.3, 0.7, 1.0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[None], help="not the model's own")
+    parser.add_argument(
+        "--layers", type=natural, nargs="+", default=[None], help="not the model's own"
+    )
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy
 
+from ..cli import natural
 from . import machine
 from .document import machine_line, table
 
@@ -27,7 +28,7 @@ OWN_PROCESS: Final = "in a process of its own"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
-    parser.add_argument("--readings", type=int, default=2000, help="per engine")
+    parser.add_argument("--readings", type=natural, default=2000, help="per engine")
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
 

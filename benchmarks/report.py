@@ -25,14 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write NAME.md and NAME.png beside each file."""
     for path in args.files:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-        if found.get("format") != vllm_files.FORMAT:
+        found = _format(path)
+        if found != vllm_files.FORMAT:
             raise ConfigError(
                 "bench report",
                 f"{path} is not a result of `kvtxn bench vllm`",
                 expected=f"a JSON file of format {vllm_files.FORMAT}",
-                got=found.get("format", "none" if found else "no such file"),
+                got=found,
+                hint="pass what `kvtxn bench vllm` wrote",
             )
         for made in vllm_files.publish(path):
             print(made)
     return 0
+
+
+def _format(path: Path) -> object:
+    """The format that the file says it has, or what it is instead."""
+    if not path.is_file():
+        return "no such file"
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        return "no JSON"
+    return found.get("format", "none") if isinstance(found, dict) else "no JSON object"

@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from .. import LayerRef, TransactionManager, TxnConfig
+from ..cli import natural
 from . import machine
 from .models import BLOCK_SIZE, MODELS
 
@@ -27,15 +28,18 @@ help: Final = "host time that windows add to a step of an engine on a GPU"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
     parser.add_argument("--model", choices=sorted(MODELS), default="llama3-8b")
-    parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--drafts", type=natural, default=4)
+    parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--policies", nargs="+", default=["deferred", "undo"])
-    parser.add_argument("--steps", type=int, default=2000, help="steps per measurement")
+    parser.add_argument("--steps", type=natural, default=2000, help="steps per measurement")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every combination and print a table."""
+    if not torch.cuda.is_available():
+        print("the benchmark of steps needs a CUDA device")
+        return 1
     rows = []
     for policy in args.policies:
         steps, opened = _steps(args, policy)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ..cli import natural
 from ..config import ACCEPTANCE_MODES, POLICIES
 from ..errors import ConfigError
 from . import machine
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", choices=sorted(MODELS), default="tiny", help="default: tiny; see below"
     )
     what.add_argument("--drafter", choices=sorted(DRAFTERS), default="ngram", help="default: ngram")
-    what.add_argument("--drafts", type=_natural, default=4, help="per request; default: 4")
+    what.add_argument("--drafts", type=natural, default=4, help="per request; default: 4")
     what.add_argument(
         "--policies",
         type=_names("stock", *POLICIES),
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how sampled ids become accepted counts (TxnConfig.acceptance): an engine for each "
         f"policy and mode; on CPUs alone. Of {', '.join(ACCEPTANCE_MODES)}",
     )
-    what.add_argument("--batch", type=_natural, help="most requests that run at once; default: all")
+    what.add_argument("--batch", type=natural, help="most requests that run at once; default: all")
     what.add_argument(
         "--engine-args",
         type=_object,
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--scenario", type=_names(*SCENARIOS), default="short", help="see below")
     load.add_argument("--requests", type=_naturals, default="1,4", help="default: 1,4")
     load.add_argument("--context", type=_naturals, help="prompt tokens; default: the scenario's")
-    load.add_argument("--tokens", type=_natural, help="tokens to generate per request; likewise")
+    load.add_argument("--tokens", type=natural, help="tokens to generate per request; likewise")
     load.add_argument(
         "--acceptance",
         type=_rates,
@@ -97,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arrivals", type=_positive, metavar="RATE", help="requests per second, mixed; default: 16"
     )
     load.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    load.add_argument("--rounds", type=_natural, default=3, help="measured rounds; default: 3")
+    load.add_argument("--rounds", type=natural, default=3, help="measured rounds; default: 3")
     out = parser.add_argument_group("result")
     out.add_argument("--output", metavar="NAME", help="default: vllm-MODEL-DRAFTER")
     out.add_argument(
@@ -157,12 +158,6 @@ def points(args: argparse.Namespace) -> list[Point]:
 # -- values of arguments ------------------------------------------------------------
 
 
-def _natural(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
-
-
 def _positive(text: str) -> float:
     try:
         value = float(text)
@@ -174,7 +169,7 @@ def _positive(text: str) -> float:
 
 
 def _naturals(text: str) -> list[int]:
-    return [_natural(part) for part in text.split(",")]
+    return [natural(part) for part in text.split(",")]
 
 
 def _names(*known: str) -> Callable[[str], list[str]]:
@@ -208,7 +203,7 @@ def _cells(text: str) -> list[tuple[str, int, int, float | None]]:
                 f"{cell!r} is not SCENARIO:CONTEXT:REQUESTS:ACCEPTANCE"
             )
         [scenario], [rate] = _names(*SCENARIOS)(parts[0]), _rates(parts[3])
-        found.append((scenario, _natural(parts[1]), _natural(parts[2]), rate))
+        found.append((scenario, natural(parts[1]), natural(parts[2]), rate))
     return found
 
 

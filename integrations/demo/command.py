@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ...cli import natural
 from .engine import MODEL, Job, Result
 from .engine import run as run_engine
 
@@ -34,13 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="continue this text; may be repeated"
     )
-    parser.add_argument("--count", type=int, default=8, help="prompts to use without --prompt")
+    parser.add_argument("--count", type=natural, default=8, help="prompts to use without --prompt")
     parser.add_argument("--model", default=str(MODEL), help="a model's folder (the shipped one)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate each")
+    parser.add_argument("--max-tokens", type=natural, default=128, help="tokens to generate each")
     parser.add_argument(
         "--repetition-penalty", type=float, default=1.1, help="of greedy decoding; 1 is none"
     )
-    parser.add_argument("--draft-tokens", type=int, default=4, help="most drafts per verify pass")
+    parser.add_argument(
+        "--draft-tokens", type=natural, default=4, help="most drafts per verify pass"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 import torch
-from kvtxn.benchmarks import vllm_bench
+from kvtxn.benchmarks import vllm_bench, vllm_options
 from kvtxn.benchmarks.vllm_models import DRAFTERS, MODELS
 
 from kvtxn.cli import main
@@ -26,7 +26,7 @@ def engine_arguments(tmp_path, *arguments: str) -> dict:
 
 def test_one_cell_for_each_combination():
     """Every list is walked; a scenario says what was left out."""
-    found = vllm_bench.points(parse("--scenario", "short,long", "--requests", "1,8"))
+    found = vllm_options.points(parse("--scenario", "short,long", "--requests", "1,8"))
     assert [(p.scenario, p.context, p.tokens, p.requests) for p in found] == [
         ("short", 64, 32, 1),
         ("short", 64, 32, 8),
@@ -34,7 +34,7 @@ def test_one_cell_for_each_combination():
         ("long", 8192, 256, 8),
     ]
     given = parse("--context", "16,32", "--tokens", "5", "--acceptance", "0.1,0.9")
-    found = vllm_bench.points(given)
+    found = vllm_options.points(given)
     assert {(p.context, p.tokens, p.acceptance) for p in found} == {
         (context, 5, rate) for context in (16, 32) for rate in (0.1, 0.9)
     }
