@@ -9,10 +9,11 @@ SHORT = ["eight", "chunked", "prefix"]
 FULL = [*SHORT, "preempted", "same_step"]
 
 #: Here requests are admitted while others run: where vLLM schedules ahead of the GPU, as it does by
-#: default, what a batch holds depends on time, and in bfloat16 a near-tie on what a batch holds.
+#: default unless drafts are n-grams, what a batch holds depends on time, and in bfloat16 a near-tie
+#: on what a batch holds. Near-ties also fall as those kernels sum that each engine compiles anew.
 TIMED = ("chunked", "preempted", "same_step")
 
-#: One request meets a near-tie here that falls either way, in stock engines as well.
+#: One request meets a near-tie here that falls either way, also between engines that are alike.
 NEAR_TIE = "same_step"
 
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -21,13 +22,15 @@ AGAIN = ("again", "undo", "deferred")
 UNDO = ("undo",)
 
 
-def missing(name: str | None = None) -> str | None:
+def missing(name: str | None = None, count: int = 1) -> str | None:
     """Why there is no vLLM on a GPU to test with here, or too few GPUs for a job."""
     import torch
 
     if not torch.cuda.is_available():
         return "there is no GPU"
-    if name is not None and torch.cuda.device_count() < JOBS[name].get("gpus", 1):
+    if name is not None:
+        count = JOBS[name].get("gpus", 1)
+    if torch.cuda.device_count() < count:
         return "there is one GPU"
     try:
         version("vllm")

@@ -20,8 +20,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
 import gpu_models  # noqa: E402
 from vllm_server import OPTIONS, Page, Server, requests, serving  # noqa: E402
 
-RECORD = HERE / "served.json"
-
 #: The CPU's, but for what is compiled and captured here.
 ALWAYS = (
     *(word for word in OPTIONS if word not in ("--enforce-eager", "--dtype", "float32")),
