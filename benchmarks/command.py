@@ -13,6 +13,7 @@ SUITES: Final = {
     "host": "host",
     "kernels": "kernels",
     "attention": "kernels_attention",
+    "counters": "kernel_counters",
     "steps": "steps",
     "readings": "readings",
     "vllm": "vllm_bench",

@@ -67,11 +67,13 @@ def attention() -> str:
     found = load("h200-attention")
     rows = []
     for row in found["rows"]:
-        alone, stock, split = (row["us"][name] for name in ("attention", "stock", "split"))
-        times = [f"{alone:.0f}", f"{stock:.0f}", f"{split:.0f}", f"{split / stock:.2f}"]
+        us = row["us"]
+        times = [f"{us['attention']:.0f}", f"{us['stock']:.0f}"]
+        for way in ("split", "own"):
+            times += [f"{us[way]:.0f}", f"{us[way] / us['stock']:.3f}"]
         rows.append([f"{row['requests']}, {row['context']}", *times])
     header = ["requests, context", "attention alone", "stock: write + attention"]
-    header += ["split attention + commit", "of stock"]
+    header += ["split attention + commit", "of stock", "`w.attend`'s kernel + commit", "of stock"]
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
@@ -84,9 +86,60 @@ def models() -> str:
             us = row["us"]
             stock = f"{us['stock']:.0f}" if "stock" in us else "-"
             times = [stock, f"{us['commit']:.1f}", f"{us['floor']:.1f}"]
+            times.append(f"{us['commit'] / us['floor']:.2f}")
             rows.append([row["model"], str(row["layers"]), str(row["rows"]), *times])
-    header = ["model", "layers", "rows", "stock writes", "commit all drafts", "copy of equal bytes"]
+    header = ["model", "layers", "rows", "stock writes", "commit all drafts"]
+    header += ["copy of equal bytes", "of the copy"]
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+def sweeps() -> str:
+    """One commit over rows, drafts per request and layers, against stock and the copy."""
+    rows = []
+    for name in ("h200-scaling", "h200-drafts", "h200-layers"):
+        found = load(name)
+        for row in found["rows"]:
+            us = row["us"]
+            shape = [str(row[part]) for part in ("requests", "drafts", "layers", "rows")]
+            times = [
+                f"{us['stock']:.0f}",
+                f"{us['commit']:.1f}",
+                f"{us['stock'] / us['commit']:.1f}",
+            ]
+            share = f"{row['accepted']:.0%}"
+            rows.append([*shape, share, *times, f"{us['commit'] / us['floor']:.2f}"])
+    header = ["requests", "drafts", "layers", "rows", "accepted", "stock writes", "commit"]
+    header += ["times faster", "of a copy"]
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+def counters() -> str:
+    """Bytes written, by the hardware's counters."""
+    found = load("h200-counters")
+    by_share: dict[float, list[str]] = {}
+    for row in found["rows"]:
+        per = f"{32 * row['l2_write_sectors'] / row['bytes']:.3f}" if row["bytes"] else "-"
+        by_share.setdefault(row["accepted"], []).extend([f"{row['bytes'] / 1e6:.2f}", per])
+    rows = [[f"{share:.0%}", *cells] for share, cells in by_share.items()]
+    header = ["accepted", "commit, MB", "L2 writes per byte"]
+    header += ["undo's save, MB", "L2 writes per byte", "undo's restore, MB", "L2 writes per byte"]
+    return f"{table(header, rows)}\n\n{machine_line(found['machine'])}."
+
+
+def sanitizer() -> str:
+    """What compute-sanitizer said of each family of kernels."""
+    found = load("h200-sanitizer")
+    by_family: dict[tuple[str, str], dict[str, str]] = {}
+    for row in found["rows"]:
+        said = f"{row['complaints']} in {row['passed']} cases" if row["clean"] else "not clean"
+        by_family.setdefault((row["executor"], row["family"]), {})[row["tool"]] = said
+    tools = sorted({row["tool"] for row in found["rows"]})
+    rows = [
+        [f"`{executor}`", family, *(said.get(tool, "-") for tool in tools)]
+        for (executor, family), said in by_family.items()
+    ]
+    header = ["executor", "family", *tools]
+    return f"{table(header, rows)}\n\nComplaints. {machine_line(found['machine'])}."
 
 
 def host_gpu() -> str:
@@ -94,6 +147,7 @@ def host_gpu() -> str:
     rows = []
     for what, name in (
         ("`triton`, layer by layer", "h200-host-triton"),
+        ("`triton`, captured rows", "h200-host-triton-captured"),
         ("`cudagraph`, layer by layer", "h200-host-cudagraph"),
         ("`cudagraph`, captured rows", "h200-host-captured"),
     ):
@@ -134,6 +188,9 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "host": host,
     "kernels": kernels,
     "models": models,
+    "sweeps": sweeps,
+    "counters": counters,
+    "sanitizer": sanitizer,
     "attention": attention,
     "host-gpu": host_gpu,
     "vllm-gpu": lambda: vllm_gpu(
