@@ -34,7 +34,7 @@ from ..executor import (
 from ..layers import LayerRef
 from ..layout import RowLayout
 from ..rows import LayerRows
-from .graph_recipes import recipe_for
+from .graph_recipes import commit_by, recipe_for
 from .triton_executor import TritonExecutor
 
 #: Graphs kept; the one not used for longest is dropped. Of a standing window, likewise.
@@ -137,7 +137,7 @@ class CudaGraphExecutor(Executor):
         # A tree has buffers of its own shape, which no bucket has: its launch is made directly.
         plain = txn.layout.num_rows > 0 and txn.layout.tree is None
         if not plain or torch.cuda.is_current_stream_capturing():
-            self._inner.commit(txn, accepted)  # type: ignore[arg-type]
+            commit_by(self._inner, txn, accepted)
         elif txn.standing is not None and self._reads_slots_in_place and source.is_contiguous():
             self._commit_standing(txn.standing, txn, accepted, source)
         else:
@@ -167,9 +167,9 @@ class CudaGraphExecutor(Executor):
 
             def run(dry_run: bool) -> None:
                 if dry_run:
-                    self._inner.commit(dry, nothing)  # type: ignore[arg-type]
+                    commit_by(self._inner, dry, nothing)
                 else:
-                    self._inner.commit(txn, _like(accepted, fixed))  # type: ignore[arg-type]
+                    commit_by(self._inner, txn, _like(accepted, fixed))
 
             captured = graphs[key] = _Captured(self._capture(run), txn.layout, fixed, txn)
         if not in_place:

@@ -133,12 +133,17 @@ class ByCopy(Recipe):
         elif policy == "deferred":
             txn.staged = {r.name: StagedLayer(r, rows[r.name]) for r in self._inner.layers}
         txn.in_range = self._in_range if checked else None
-        ids = self._inner.capabilities.takes_ids
-        self._inner.commit(txn, accepted if ids else as_counts(accepted))  # type: ignore[arg-type]
+        commit_by(self._inner, txn, accepted)
 
     def held(self) -> object:
         """The buffers are the recipe's own, and the recipe is the executor's."""
         return None
+
+
+def commit_by(executor: Executor, txn: Txn, accepted: Tensor | SampledIds) -> None:
+    """The executor's own commit; one that takes no ids is given their counts."""
+    ids = executor.capabilities.takes_ids
+    executor.commit(txn, accepted if ids else as_counts(accepted))  # type: ignore[arg-type]
 
 
 def recipe_for(inner: Executor) -> Recipe:

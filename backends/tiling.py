@@ -15,7 +15,10 @@ _MAX_COLS: Final = 64
 
 #: Windows of so many rows count as small, and beyond so many as large.
 _FEW_ROWS: Final = 128
-_MANY_ROWS: Final = 1024
+_MANY_ROWS: Final = 256
+
+#: Rows of a step in a large window.
+_STEP_ROWS: Final = 64
 
 
 @attrs.frozen
@@ -57,23 +60,19 @@ def tile_for(plan: Plan | None, num_rows: int, programs: int) -> Tile:
     if programs == 1:  # interpreted: every step costs the same, whatever its size
         rows = min(64, 1 << max(0, num_rows - 1).bit_length())
         return Tile(1, rows, cols, chunk, 4, once=num_rows <= rows, tail=tail)
-    warps, units = _shape_of_steps(num_rows, cols)
+    whole = plan.wide and plan.row_units > 0 and plan.row_units % _MIN_COLS == 0
+    large = plan.num_planes * -(-num_rows // _STEP_ROWS)
+    if whole and num_rows > _MANY_ROWS and large >= programs // 5:
+        # Every program looks at every slot: few programs with many rows each, as long as there
+        # are two for each processor.
+        cols, warps, units = _MIN_COLS, 8, 4
+    else:
+        warps, units = (1, 8) if few else (4, 4 if cols <= _MAX_COLS else 8)
     rows = max(1, 32 * warps * units // cols)
     steps = -(-num_rows // rows)
     at_once = programs * (2 if few else 4) // plan.num_planes
     taken = max(1, min(steps, at_once))
     return Tile(taken, rows, cols, chunk, warps, once=steps <= at_once, tail=tail)
-
-
-def _shape_of_steps(num_rows: int, cols: int) -> tuple[int, int]:
-    """Warps, and loads that each thread has under way at once; measured on an H200.
-
-    Few rows: what counts is how soon the last program starts. Many: a step covers more rows
-    than it keeps, so that small steps leave fewer threads without work.
-    """
-    if num_rows <= _FEW_ROWS:
-        return 1, 8
-    return (4 if num_rows <= _MANY_ROWS else 8), (4 if cols <= _MAX_COLS else 8)
 
 
 def _columns(plan: Plan, num_rows: int) -> tuple[int, int]:
@@ -85,8 +84,6 @@ def _columns(plan: Plan, num_rows: int) -> tuple[int, int]:
     if whole >= _MIN_COLS:
         if num_rows <= _FEW_ROWS:
             return min(whole, _WIDEST), 0
-        if num_rows > _MANY_ROWS:
-            return _MIN_COLS, 0
         return min(max(whole // 2, _MIN_COLS), _MAX_COLS), 0
     most = 1 << (units.bit_length() - 1)
     if most <= _WIDEST and units - most == whole and plan.run_units == units:

@@ -83,7 +83,8 @@ class RowFormat:
         """
         numbers = rows.to(torch.float32)
         largest = torch.where(numbers.isfinite(), numbers.abs(), 0.0).amax(-1, keepdim=True)
-        scales = (largest / self._limit).clamp(min=_LEAST_SCALE)
+        # Not by a number: GPUs multiply by its reciprocal then, which rounds twice.
+        scales = (largest / torch.full_like(largest, self._limit)).clamp(min=_LEAST_SCALE)
         return self._codes(numbers / scales), scales if rows.ndim == 2 else scales.squeeze(-1)
 
     @property

@@ -70,6 +70,16 @@ def test_tiles_cover_every_row(rows):
     assert (tile.programs - 1) * tile.rows < rows
 
 
+@pytest.mark.parametrize(("rows", "planes", "step"), [(160, 64, 8), (640, 64, 64), (640, 8, 8)])
+def test_steps_are_large_where_many_are_left(rows, planes, step):
+    """Each program checks all slots, so few of them; but two for each of 132 processors."""
+    cache = torch.zeros(4, 8, 8, 128, dtype=torch.bfloat16)
+    refs = [LayerRef(f"layer.{i}", cache, cache.clone()) for i in range(planes // 2)]
+    ends = [RowsAt((1024, 128, 1), True)] * planes
+    plan = build_plan([plane for ref in refs for plane in ref.planes], ends, [0] * planes)
+    assert tile_for(plan, rows, 1320).rows == step
+
+
 @pytest.mark.parametrize(("size", "cols", "tail"), [(576, 64, 8), (512, 32, 0), (600, 128, 0)])
 def test_a_row_of_two_pieces_is_one_step(size, cols, tail):
     """A latent and its rotary part; what is no two powers of two, or does not fit, is not."""

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -205,7 +206,8 @@ def main() -> int:
     results = plain + checked
     if args.output:
         rows = [{k: v for k, v in result.items() if k != "output"} for result in checked]
-        written = {"machine": describe(), "suite": "sanitizer", "rows": rows}
+        tools = shlex.join(["python", "tests/gpu/sanitize.py", "--tools", *args.tools])
+        written = {"machine": describe() | {"command": tools}, "suite": "sanitizer", "rows": rows}
         args.output.write_text(json.dumps(written, indent=1) + "\n")
     for tool in args.tools:
         mine = [result for result in checked if result["tool"] == tool]
