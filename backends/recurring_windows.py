@@ -83,9 +83,8 @@ class RecurringWindows:
         return (
             id(layout),
             id(keep.position),
-            places[0].dtype,
             places[3].shape,
-            *(place.stride() for place in places),
+            *((place.dtype, place.stride()) for place in places),
             *((p.cells.dtype, p.cells.stride(), p.row_shape, p.block_size) for p in ref.planes),
             ref.num_slots,
             args.scale,
