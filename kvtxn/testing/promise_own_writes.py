@@ -85,12 +85,15 @@ class OwnWrites(KitBase):
         for payload in ("native", "cast"):
             attend_and_compare(rig, *PASTS["uneven"], attention_tolerance, {}, payload)
 
+    @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_half_precision_queries(self, kit: Kit, policy: str, dtype: torch.dtype) -> None:
+    def test_half_precision_queries(
+        self, kit: Kit, policy: str, dtype: torch.dtype, fmt: str
+    ) -> None:
         """The output has the query's dtype, and is right to its precision."""
         kit.need_attention()
-        rig = kit.rig(policy, [_spec(size=16)])
+        rig = kit.rig(policy, [_spec(fmt=fmt, size=16)])
         attend_and_compare(rig, *PASTS["uneven"], 2e-2, {}, dtype=dtype)
 
     @pytest.mark.parametrize("policy", POLICIES)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from kernels_here import ON_GPU
 
 from kvtxn.testing import ExecutorConformance
-from kvtxn.testing.kit import TRANSACTIONAL, Kit
+from kvtxn.testing.kit import POLICIES, TRANSACTIONAL, Kit
 
 
 class KernelConformance(ExecutorConformance):
@@ -34,3 +35,13 @@ class KernelConformance(ExecutorConformance):
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_atomic(self, kit: Kit, policy: str) -> None:
         super().test_atomic(kit, policy)
+
+    @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_half_precision_queries(
+        self, kit: Kit, policy: str, dtype: torch.dtype, fmt: str
+    ) -> None:
+        if not ON_GPU and dtype is torch.bfloat16 and fmt == "bf16":
+            pytest.skip("the interpreter multiplies bfloat16 matrices as if they were integers")
+        super().test_half_precision_queries(kit, policy, dtype, fmt)
