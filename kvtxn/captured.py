@@ -43,9 +43,20 @@ class CapturedRows:
 
     Attributes:
         by_reference: False once a check has failed and the copies are in use.
+
+    Raises:
+        ConfigError: ``check`` is no bool.
     """
 
     def __init__(self, *, check: bool = True) -> None:
+        if not isinstance(check, bool):
+            raise ConfigError(
+                "CapturedRows",
+                "check is not valid",
+                expected="a bool",
+                got=repr(check),
+                hint="leave it out, or pass False where references may be trusted",
+            )
         self.by_reference = True
         self._check = check
         self._held: dict[str, StagedLayer] = {}

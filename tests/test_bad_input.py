@@ -10,6 +10,7 @@ from small_caches import rows
 from kvtxn import (
     AcceptanceError,
     BackendUnavailableError,
+    CapturedRows,
     ConfigError,
     KVTxnError,
     LayerError,
@@ -55,6 +56,14 @@ def test_rows_that_were_not_captured(manager, captured):
         manager.window(2, [0, 1, 2], captured=captured)
     says(caught, "captured", type(captured).__name__, "CapturedRows")
     assert manager.current is None
+
+
+@pytest.mark.parametrize("check", ["no", 0, None, SEVERAL])
+def test_a_check_of_captured_rows_that_is_no_bool(check):
+    """A word that means no would have meant yes."""
+    with pytest.raises(ConfigError) as caught:
+        CapturedRows(check=check)
+    says(caught, "check", "a bool")
 
 
 @pytest.mark.parametrize("what", ["draft_len", "settled"])
