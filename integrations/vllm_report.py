@@ -10,6 +10,7 @@ import attrs
 from ..config import POLICIES
 from .vllm_matrix import matrix
 from .vllm_policy import RUNNERS, SUPPORTED, Facts, decide
+from .vllm_settings import settings
 
 
 def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -23,6 +24,10 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         The release, the engine that is judged, each policy's outcome with its reason, and
         what "auto" comes to for every kind of engine on this device.
         What only a loaded model can tell (sinks, shared caches) is assumed to be absent.
+
+    Raises:
+        ConfigError: the arguments ask kvtxn for something that is not valid.
+        BackendUnavailableError: or for a backend that is not registered.
     """
     from . import vllm_internals as internals
 
@@ -31,6 +36,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         runner = RUNNERS.get(device, (Facts().runner,))[-1]  # the one that vLLM prefers there
         facts = Facts(version=internals.version(), device=device, runner=runner)
     else:
+        settings(engine_args.get("additional_config"), max_rows=1)
         facts = internals.config_facts(internals.config_from(engine_args))
     plain = attrs.asdict(Facts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}

@@ -8,8 +8,10 @@ import attrs
 import pytest
 from kvtxn.integrations.vllm_matrix import BACKENDS, FAMILIES, FORMATS, PARALLELISM, matrix
 from kvtxn.integrations.vllm_policy import RULES, Facts, decide
+from kvtxn.integrations.vllm_report import report
 
 from kvtxn.config import POLICIES
+from kvtxn.errors import ConfigError
 
 DEVICES = {"cpu": Facts(), "cuda": Facts(device="cuda", runner="v2"), "tpu": Facts(device="tpu")}
 
@@ -58,3 +60,10 @@ def test_an_unsupported_release_is_one_line():
         str(row)
         == "any | any | any: off (" + RULES[0].says(attrs.evolve(Facts(), version="0.1.0")) + ")"
     )
+
+
+@pytest.mark.parametrize("asked", [{"policy": "nope"}, {"polcy": "undo"}, {}, "undo"])
+def test_settings_that_are_not_valid_are_said_before_anything_is_judged(asked):
+    """As the plug-in says them; no engine has to be built for that."""
+    with pytest.raises(ConfigError, match="policy|a dict"):
+        report({"model": "nowhere", "additional_config": {"kvtxn": asked}})
