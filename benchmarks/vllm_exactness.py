@@ -23,6 +23,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from ..cli import natural
 from . import machine
 from .exactness_engine import Task
 
@@ -66,11 +67,11 @@ ENGINES: Final[Mapping[str, Kind]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("--prompts", type=int, default=240)
-    parser.add_argument("--tokens", type=int, default=128, help="to generate per prompt")
-    parser.add_argument("--drafts", type=int, default=4, help="draft tokens per request")
-    parser.add_argument("--requests", type=int, default=64, help="requests at once")
-    parser.add_argument("--windows", type=int, default=1000, help="windows to look at")
+    parser.add_argument("--prompts", type=natural, default=240)
+    parser.add_argument("--tokens", type=natural, default=128, help="to generate per prompt")
+    parser.add_argument("--drafts", type=natural, default=4, help="draft tokens per request")
+    parser.add_argument("--requests", type=natural, default=64, help="requests at once")
+    parser.add_argument("--windows", type=natural, default=1000, help="windows to look at")
     parser.add_argument(
         "--engines",
         nargs="+",
@@ -82,8 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every engine, compare, print, and write the result; exit code 1 if an engine failed."""
-    gpus = max(1, torch.cuda.device_count())
+    """Run every engine, compare, print, and write the result; exit code 1 if one failed."""
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        print("the comparison of whole engines needs a CUDA device")
+        return 1
     names = args.engines or [name for name, kind in ENGINES.items() if kind.ranks <= gpus]
     tasks = [_task(args, name) for name in names]
     found, errors, failed = observed(tasks, args.timeout)

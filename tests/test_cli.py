@@ -6,6 +6,7 @@ import json
 import logging
 
 import pytest
+import torch
 
 from kvtxn import __version__, cli, doctor
 from kvtxn.cli import main
@@ -91,6 +92,7 @@ def test_engine_arguments_that_cannot_be_judged(monkeypatch, capsys):
         "host --device nonsense",
         "kernels --requests 0",
         "steps --drafts 0",
+        "exactness --prompts 0",
     ],
 )
 def test_bench_refuses_what_cannot_be_measured(capsys, arguments):
@@ -99,6 +101,14 @@ def test_bench_refuses_what_cannot_be_measured(capsys, arguments):
         main(["bench", *arguments.split()])
     assert caught.value.code == 2
     assert f"argument {arguments.split()[1]}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("suite", ["kernels", "steps", "exactness"])
+def test_bench_without_a_gpu(capsys, suite):
+    """What is about GPUs says so and starts nothing."""
+    assert main(["bench", suite]) == 1
+    assert "a CUDA device" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -65,5 +65,5 @@ def test_an_unsupported_release_is_one_line():
 @pytest.mark.parametrize("asked", [{"policy": "nope"}, {"polcy": "undo"}, {}, "undo"])
 def test_settings_that_are_not_valid_are_said_before_anything_is_judged(asked):
     """As the plug-in says them; no engine has to be built for that."""
-    with pytest.raises(ConfigError, match="policy|a dict"):
+    with pytest.raises(ConfigError, match=r"policy|a dict"):
         report({"model": "nowhere", "additional_config": {"kvtxn": asked}})
