@@ -10,13 +10,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint versions core bench clean
+.PHONY: demo test interpreted lint versions core bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
 
 test: $(READY)
 	$(BIN)/pytest $(TEST_ARGS)
+
+# Every case of the kit for the Triton executor, on the CPU; `test` takes one in twenty.
+interpreted: $(READY)
+	$(BIN)/pytest tests/backends --interpret-all
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import attrs
 
 from ..config import POLICIES
 from .vllm_matrix import matrix
-from .vllm_policy import RUNNERS, SUPPORTED, Facts, decide
+from .vllm_policy import ON_GPU, RUNNERS, SUPPORTED, Facts, decide
 from .vllm_settings import settings
+
+#: Settings of models whose layers may have sinks.
+_SINKS: Final = (
+    "attention_sinks",
+    "add_swa_attention_sink_bias",
+    "add_full_attention_sink_bias",
+)
+
+#: What only a loaded model tells for certain, as far as its configuration gives it away.
+FROM_MODEL: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "kv_sharing": lambda model: bool(getattr(model, "num_kv_shared_layers", 0)),
+    "sinks": lambda model: (
+        model.model_type == "gpt_oss" or any(bool(getattr(model, name, False)) for name in _SINKS)
+    ),
+    "alibi": lambda model: model.model_type == "bloom" or bool(getattr(model, "alibi", False)),
+}
+
+#: Said with every decision about an engine that does not run yet.
+ASSUMED: Final = (
+    "no attention sinks, ALiBi or layers that share rows beyond what the model's configuration "
+    "says, and vLLM's own choice of attention unless one is named; of an engine that runs, its log "
+    "line 'vllm.active' or 'vllm.inactive' has the last word"
+)
 
 
 def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -23,7 +46,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
     Returns:
         The release, the engine that is judged, each policy's outcome with its reason, and
         what "auto" comes to for every kind of engine on this device.
-        What only a loaded model can tell (sinks, shared caches) is assumed to be absent.
+        What only a loaded model can tell is taken from ``FROM_MODEL``; see ``ASSUMED``.
 
     Raises:
         ConfigError: the arguments ask kvtxn for something that is not valid.
@@ -37,7 +60,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         facts = Facts(version=internals.version(), device=device, runner=runner)
     else:
         settings(engine_args.get("additional_config"), max_rows=1)
-        facts = internals.config_facts(internals.config_from(engine_args))
+        facts = engine_facts(internals.config_from(engine_args))
     plain = attrs.asdict(Facts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
     decisions = {asked: decide(asked, facts) for asked in POLICIES}
@@ -48,6 +71,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             "runner": facts.runner,
             "method": facts.method,
             **special,
+            "assumed": ASSUMED,
         },
         "policies": [
             f"{asked} -> {decision.policy} ({decision.reason})"
@@ -55,3 +79,18 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         ],
         "matrix": [str(row) for row in matrix(facts)],
     }
+
+
+def engine_facts(config: Any) -> Facts:
+    """What a ``VllmConfig`` says, and what its model's configuration gives away."""
+    from . import vllm_internals as internals
+
+    facts = internals.config_facts(config)
+    if facts.version not in SUPPORTED:
+        return facts
+    model = config.model_config.hf_text_config
+    named = config.attention_config.backend if facts.version in ON_GPU else None
+    changes: dict[str, Any] = {fact: says(model) for fact, says in FROM_MODEL.items()}
+    if facts.device == "cuda" and named is not None:
+        changes["attention"] = named.name
+    return attrs.evolve(facts, **changes)

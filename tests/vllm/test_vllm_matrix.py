@@ -6,6 +6,7 @@ from itertools import product
 
 import attrs
 import pytest
+import vllm_models
 from kvtxn.integrations.vllm_matrix import BACKENDS, FAMILIES, FORMATS, PARALLELISM, matrix
 from kvtxn.integrations.vllm_policy import RULES, Facts, decide
 from kvtxn.integrations.vllm_report import report
@@ -67,3 +68,20 @@ def test_settings_that_are_not_valid_are_said_before_anything_is_judged(asked):
     """As the plug-in says them; no engine has to be built for that."""
     with pytest.raises(ConfigError, match=r"policy|a dict"):
         report({"model": "nowhere", "additional_config": {"kvtxn": asked}})
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [("llama", None), ("gemma3n", "shared rows"), ("gptoss", "sinks"), ("bloom", "alibi")],
+)
+def test_an_engine_is_judged_as_the_plugin_will(tmp_path, model, rule):
+    """What its model's configuration gives away is known before it is loaded."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    folder = vllm_models.write(model, tmp_path)
+    options = {"model": folder, "skip_tokenizer_init": True, "dtype": "float32"}
+    found = report({**options, "speculative_config": speculation})
+    policy, reason = found["policies"][0].removeprefix("auto -> ").split(" ", 1)
+    assert policy == ("deferred" if rule is None else "undo")
+    says = {each.name: each.reason for each in RULES}
+    assert rule is None or says[rule] in reason
+    assert "has the last word" in found["engine"]["assumed"]
