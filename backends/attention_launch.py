@@ -153,10 +153,9 @@ class AttentionLauncher:
         k, v = fresh[:2] if fresh else (query, query)
         slices = -(-shape.requests.longest // tile.rows)
         grid = (layout.num_requests, shape.heads, tile.splits * slices)
-        starts = shape.requests.starts
         k_scale, v_scale = (scales_of(ref, side, self._ones) for side in (0, 1))
         own_k, own_v = (scales_of(ref, side, self._ones, fresh or None) for side in (0, 1))
-        tree = layout.tree
+        starts, tree = shape.requests.starts, layout.tree
         paged_attention[grid](
             query,
             k,
@@ -212,7 +211,7 @@ class AttentionLauncher:
             BLOCK_R=tile.rows,
             BLOCK_M=tile.queries,
             BLOCK_N=tile.keys,
-            BLOCK_W=min(power(shape.requests.longest), 32),
+            BLOCK_W=min(power(shape.requests.longest), tile.keys),
             COMPUTE=_compute(query, ref),
             num_warps=tile.warps,
             num_stages=tile.stages,

@@ -89,8 +89,8 @@ def engine_facts(config: Any) -> Facts:
     if facts.version not in SUPPORTED:
         return facts
     model = config.model_config.hf_text_config
-    named = config.attention_config.backend if facts.version in ON_GPU else None
     changes: dict[str, Any] = {fact: says(model) for fact, says in FROM_MODEL.items()}
-    if facts.device == "cuda" and named is not None:
-        changes["attention"] = named.name
+    if facts.device == "cuda" and facts.version in ON_GPU:
+        named = config.attention_config.backend
+        changes["attention"] = named and named.name
     return attrs.evolve(facts, **changes)
