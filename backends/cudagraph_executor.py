@@ -3,7 +3,8 @@
 It wraps any capture-safe executor and captures its commit once per *bucket* of rows. What a
 replay reads lies in buffers of its own: slots (padded with -1), layout, acceptance; what it
 writes are the caches. Every address that a graph has baked in is compared before each
-replay, always: a cache or a staged row that moved means another graph, never a wild write.
+replay, always: for staged rows that moved another graph is captured, and a cache that moved is
+an error, never a wild write. Draft trees are not replayed: their commit is an ordinary launch.
 
 Windows over captured rows need no buffers: everything but the acceptance is where it was, so
 their graphs read it all in place.
@@ -67,7 +68,11 @@ class _Captured:
 
 
 class CudaGraphExecutor(Executor):
-    """Replays the commit of the Triton executor; ``replaying`` makes it of any other."""
+    """Replays the commit of the Triton executor; ``replaying`` makes one of any other.
+
+    Not replayed, but handed to the inner executor as they are: commits of windows with a draft
+    tree or without rows, and every commit while the caller captures a graph itself.
+    """
 
     name: ClassVar[str] = "cudagraph"
     inner: ClassVar[type[Executor]] = TritonExecutor
@@ -134,7 +139,7 @@ class CudaGraphExecutor(Executor):
         """
         self._check_caches()
         source = accepted.ids if isinstance(accepted, SampledIds) else accepted
-        # A tree has buffers of its own shape, which no bucket has: its launch is made directly.
+        # A bucket has no buffers for a tree's table and path, so its commit is launched directly.
         plain = txn.layout.num_rows > 0 and txn.layout.tree is None
         if not plain or torch.cuda.is_current_stream_capturing():
             commit_by(self._inner, txn, accepted)

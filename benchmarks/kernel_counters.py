@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from ..cli import natural
 from . import machine
 from .models import Case
 
@@ -31,7 +32,7 @@ _LAUNCHES: Final = ("deferred commit", "undo save", "undo restore")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=natural, default=64)
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 

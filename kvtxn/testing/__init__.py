@@ -4,31 +4,12 @@ It needs pytest and Hypothesis (``pip install kvtxn[testing]``); nothing else
 in kvtxn imports it.
 """
 
+import pkgutil
+
 import pytest
 
-pytest.register_assert_rewrite(
-    *(
-        f"{__name__}.{module}"
-        for module in (
-            "honesty",
-            "program",
-            "promise_counts",
-            "promise_device",
-            "promise_discipline",
-            "promise_exactness",
-            "promise_fallback",
-            "promise_histories",
-            "promise_hooks",
-            "promise_isolation",
-            "promise_overwriting",
-            "promise_own_writes",
-            "promise_tree_attention",
-            "promise_tree_evicting",
-            "promise_trees",
-            "state_walk",
-        )
-    )
-)
+# Before they are imported: so a failing promise shows both sides of what it compared.
+pytest.register_assert_rewrite(*(f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__)))
 
 from .caches import LAYOUTS, LayerSpec  # noqa: E402  (assertions are rewritten on import)
 from .conformance import ExecutorConformance  # noqa: E402
