@@ -163,21 +163,16 @@ def host_gpu() -> str:
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
-def vllm_gpu(*names: str, folder: str = "") -> str:
-    """Tokens per second of whole engines, relative to stock's in the same rounds.
-
-    Args:
-        names: of the result files.
-        folder: where they are, from the document.
-    """
+def vllm_gpu(*names: str) -> str:
+    """Tokens per second of whole engines, relative to stock's in the same rounds."""
     parts = []
     for name in names:
         found = load(name)
         settings = found["settings"]
         parts.append(f"{settings['model']}, {settings['drafter']}, k = {settings['drafts']}:")
         parts += [vllm_report.speed(found["cells"]), vllm_report.method(found)]
-        beside = f"[Latency and windows]({folder}results/{name}.md)"
-        plot = f"[a plot]({folder}results/{name}.png)"
+        beside = f"[Latency and windows](results/{name}.md)"
+        plot = f"[a plot](results/{name}.png)"
         parts.append(f"{machine_line(found['machine'])}. {beside}, {plot}.")
     return "\n\n".join(parts)
 
@@ -196,9 +191,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "sanitizer": sanitizer,
     "attention": attention,
     "host-gpu": host_gpu,
-    "vllm-gpu": lambda: vllm_gpu(
-        "h200-vllm-llama3-8b-eagle", "h200-vllm-host-bound-ngram", folder="benchmarks/"
-    ),
+    "vllm-gpu": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle", "h200-vllm-host-bound-ngram"),
     "vllm-gpu-8k": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-8k"),
     "vllm-gpu-admissions": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-admissions"),
     "vllm-gpu-again": lambda: vllm_gpu("h200-vllm-host-bound-ngram-again"),

@@ -46,11 +46,14 @@ def test_wheel_holds_the_demo_model(wheel):
 
 def test_the_source_distribution_is_whole(tmp_path):
     """What a distributor needs to build and to test: every source file, data, tests and all."""
+    results = ROOT / "benchmarks" / "results"
     with tarfile.open(build_sdist(tmp_path)) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     expected = {path.relative_to(ROOT).as_posix() for path in sources()}
     expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     expected |= {"integrations/demo/model/model.safetensors", "integrations/demo/prompts.json"}
+    expected |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/README.md")}
+    expected |= {f"benchmarks/results/{path.name}" for path in results.glob("*.json")}
     assert expected <= names
     assert not any(name.endswith((".pyc", ".gz")) for name in names)
 

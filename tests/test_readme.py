@@ -1,4 +1,4 @@
-"""The README's code runs, and what is generated in it is current."""
+"""The documents' code runs, and what is generated in them is current."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ from kvtxn.benchmarks import tables
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
-PYTHON = [code for language, code in BLOCKS if language == "python"]
-SHELL = "".join(code for language, code in BLOCKS if language == "bash")
+GUIDES = (Path("kvtxn/README.md"), Path("integrations/README.md"))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+
+
+PYTHON = [
+    pytest.param(code, id=f"{path}-{number}")
+    for path in (Path("README.md"), *GUIDES)
+    for number, code in enumerate(blocks(path, "python"))
+    if "from vllm" not in code
+]
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +42,24 @@ def test_generated_parts_are_current():
         assert sum(text.count(f"<!-- {name} -->") for text in texts) == 1
 
 
+#: A link to a file of this repo, and to which heading.
+LINK = re.compile(r"\]\(([^)#:]+)(?:#([^)]+))?\)")
+
+
+def places(path: Path) -> set[str]:
+    """What links can name in a document: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
-    """Those to files of this repo."""
-    for document in tables.DOCUMENTS:
-        path = ROOT / document
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{document}: {target}"
+    """Those to files of this repo, and to headings in them."""
+    for document in {*tables.DOCUMENTS, *GUIDES, Path("CONTRIBUTING.md")}:
+        for target, place in LINK.findall((ROOT / document).read_text()):
+            path = (ROOT / document).parent / target
+            assert path.exists(), f"{document}: {target}"
+            if place:
+                assert place in places(path), f"{document}: {target}#{place}"
 
 
 def test_a_stale_part_is_noticed():
@@ -45,7 +67,7 @@ def test_a_stale_part_is_noticed():
     assert tables.fill(README.replace("| STAGED |", "| READY |")) == README
 
 
-@pytest.mark.parametrize("code", [c for c in PYTHON if "from vllm" not in c])
+@pytest.mark.parametrize("code", PYTHON)
 def test_python_blocks_run(code, tmp_path):
     """Each block by itself, the kit's block under pytest."""
     path = tmp_path / "test_block.py"
@@ -63,7 +85,7 @@ def test_python_blocks_run(code, tmp_path):
 
 def test_example_is_fifteen_lines():
     """As the heading says."""
-    example = next(code for code in PYTHON if "manager.window" in code)
+    example = next(code for code in blocks(Path("README.md"), "python") if "manager.window" in code)
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
 
 
@@ -72,8 +94,9 @@ def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?:`|^)make (\w+)", README, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-    assert "make demo" in SHELL
-    assert "make test" in SHELL
+    shell = "".join(blocks(Path("README.md"), "bash"))
+    assert "make demo" in shell
+    assert "make test" in shell
 
 
 def test_folders_exist():

@@ -96,7 +96,7 @@ def test_a_tree_has_one_parent_per_draft(layers):
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
 def test_the_path_moves_to_the_next_slots(layers, policy):
-    """The README's picture: settled row, then the path, and nothing else."""
+    """The guide's picture: settled row, then the path, and nothing else."""
     manager, before = TransactionManager(layers, TxnConfig(policy=policy)), copies(layers)
     staged = []
     with manager.activate(), kv_window(5, list(range(6)), tree=TREE) as w:

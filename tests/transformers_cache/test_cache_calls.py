@@ -283,9 +283,9 @@ def test_import_says_what_is_missing(tmp_path, setup, says):
     assert "ImportError" in done.stderr
 
 
-@pytest.mark.skipif(transformers.__version__ != "5.19.0", reason="what the README says of 5.19.0")
+@pytest.mark.skipif(transformers.__version__ != "5.19.0", reason="what the guide says of 5.19.0")
 def test_what_stock_caches_do_here(model):
-    """The README's comparison, so that it stays true."""
+    """The guide's comparison, so that it stays true."""
     past_window = DynamicCache(config=model.config)
     feed(model, past_window, 0, 30)
     with pytest.raises(RuntimeError, match="does not track past states"):
