@@ -44,6 +44,11 @@ def test_wheel_holds_the_demo_model(wheel):
     assert not any("corpus" in name for name in wheel.namelist())
 
 
+def test_wheel_holds_no_documents_or_results(wheel):
+    """They are for those who have the repository, or a source distribution."""
+    assert not any("results" in name or name.endswith(".md") for name in wheel.namelist())
+
+
 def test_the_source_distribution_is_whole(tmp_path):
     """What a distributor needs to build and to test: every source file, data, tests and all."""
     results = ROOT / "benchmarks" / "results"
@@ -52,7 +57,7 @@ def test_the_source_distribution_is_whole(tmp_path):
     expected = {path.relative_to(ROOT).as_posix() for path in sources()}
     expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     expected |= {"integrations/demo/model/model.safetensors", "integrations/demo/prompts.json"}
-    expected |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/README.md")}
+    expected |= {f"{folder}/README.md" for folder in ("kvtxn", "integrations", "benchmarks")}
     expected |= {f"benchmarks/results/{path.name}" for path in results.glob("*.json")}
     assert expected <= names
     assert not any(name.endswith((".pyc", ".gz")) for name in names)
