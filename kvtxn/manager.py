@@ -24,7 +24,7 @@ from .layout import Lengths, RowLayout
 from .log import debugging, get_logger
 from .metrics import Metrics
 from .resolution import by_name, choose_policy, limits_of
-from .slots import SlotMappings, Slots
+from .slots import SlotMappings, SlotRules, Slots
 from .staging import Stager
 from .states import WindowState
 from .tree import KnownParents, Parents, build_layout, known_tree
@@ -89,6 +89,14 @@ class TransactionManager:
         self.may_stop_halfway = self.config.debug or not backend.capabilities.atomic
         self.needs_guard = self.may_stop_halfway and (
             self.config.debug or self.config.on_error == "raise"
+        )
+        self._slot_rules = SlotRules(
+            limits=self.groups,
+            kinds=self.kinds,
+            device=self.device,
+            max_rows=self.config.max_rows,
+            check_range=not self.executor.capabilities.checks_range,
+            may_share=self.policy != "undo",
         )
         self._layout = lru_cache(maxsize=256)(
             lambda draft_len, settled, parents: build_layout(
@@ -260,16 +268,11 @@ class TransactionManager:
     ) -> SlotMappings:
         """The slots of a new window, none given yet; ``keep`` makes its own copy of a mapping."""
         return SlotMappings(
-            self.groups,
-            self.device,
-            self.config.max_rows,
+            self._slot_rules,
             draft_len,
             settled,
             lambda *lengths: self._layout(*lengths, parents),
-            not self.executor.capabilities.checks_range,
             keep,
-            self.kinds,
-            may_share=self.policy != "undo",
         )
 
     def new_txn(self, layout: RowLayout) -> Txn:

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+import attrs
 import torch
 from torch import Tensor
 
 from .errors import CapacityError, SlotMappingError
-from .layers import PAGED, Kind
+from .layers import Kind
 from .layout import Lengths, RowLayout, as_lengths, to_device
 
 #: Where the rows of a window go: one mapping, or one per group; None is said later.
@@ -36,56 +37,63 @@ def count_of(slots: object) -> int | None:
     return len(slots) if isinstance(slots, Sequence) else None
 
 
+@attrs.frozen(eq=False, kw_only=True)
+class SlotRules:
+    """What every slot mapping of one manager has to obey.
+
+    Attributes:
+        limits: slots in the smallest cache of each group.
+        kinds: what the slots of each group are.
+        device: where the caches are.
+        max_rows: most rows a window may have.
+        check_range: whether slots on a device have to be checked here, not by the executor.
+        may_share: whether rows of a ring may share a slot; where they are taken back, they
+            must not.
+    """
+
+    limits: Mapping[str, int]
+    kinds: Mapping[str, Kind]
+    device: torch.device
+    max_rows: int
+    check_range: bool
+    may_share: bool
+
+
 class SlotMappings:
     """The slots of a window, by group, and the row layout that follows from them.
 
     Args:
-        limits: slots in the smallest cache of each group.
-        device: where the caches are.
-        max_rows: most rows a window may have.
+        rules: the manager's.
         draft_len: an int for every request, or one per request.
         settled: likewise.
         build: makes (or remembers) a layout from lengths.
-        check_range: whether device slots have to be checked here.
         keep: makes the window's own int64 copy of a group's slots, on the device.
-        kinds: what the slots of each group are; all paged where left out.
-        may_share: whether rows of a ring may share a slot; where they are taken back, they
-            must not.
 
     Attributes:
+        in_range: bool scalar on the device, whether every slot lies inside its cache; None where
+            nothing had to be checked there.
         failure: what ``keep`` raised, if it did.
     """
 
     def __init__(
         self,
-        limits: Mapping[str, int],
-        device: torch.device,
-        max_rows: int,
+        rules: SlotRules,
         draft_len: Lengths,
         settled: Lengths,
         build: Callable[[tuple[int, ...], tuple[int, ...]], RowLayout],
-        check_range: bool,
         keep: Callable[[str, Tensor], Tensor],
-        kinds: Mapping[str, Kind] | None = None,
-        *,
-        may_share: bool = True,
     ) -> None:
-        self._kinds = kinds or {}
-        self._may_share = may_share
-        self._limits = limits
-        self._device = device
-        self._max_rows = max_rows
+        self._rules = rules
         self._lengths = (draft_len, settled)
         self._build = build
-        self._check_range = check_range
         self._keep = keep
         self._given: dict[str, Tensor | list[int]] = {}
         self._own: dict[str, Tensor] = {}
         self._layout: RowLayout | None = None
         self.in_range: Tensor | None = None
+        self.failure: Exception | None = None
         as_lengths("draft_len", draft_len, None)  # refuse what can never fit, at once
         as_lengths("settled", settled, None)
-        self.failure: Exception | None = None
         fixed = [n for n in (self._count(draft_len), self._count(settled)) if n is not None]
         if fixed:
             self._layout = self._resolve(fixed[0])
@@ -101,11 +109,11 @@ class SlotMappings:
         draft_len = as_lengths("draft_len", self._lengths[0], num_requests)
         settled = as_lengths("settled", self._lengths[1], num_requests)
         rows = sum(draft_len) + sum(settled)
-        if rows > self._max_rows:
+        if rows > self._rules.max_rows:
             raise CapacityError(
                 "window",
                 "more rows than the manager has room for",
-                expected=f"at most max_rows={self._max_rows}",
+                expected=f"at most max_rows={self._rules.max_rows}",
                 got=rows,
                 hint="raise TxnConfig.max_rows, or split the batch",
             )
@@ -131,15 +139,15 @@ class SlotMappings:
             return {}
         if isinstance(slots, Mapping):
             return slots
-        if len(self._limits) > 1:
+        if len(self._rules.limits) > 1:
             raise SlotMappingError(
                 "window",
                 "one slot mapping for several groups",
-                expected=f"a mapping with {', '.join(map(repr, self._limits))}",
+                expected=f"a mapping with {', '.join(map(repr, self._rules.limits))}",
                 got="a single tensor",
                 hint="groups have block tables of their own: pass {group: slots}",
             )
-        return {next(iter(self._limits)): slots}
+        return {next(iter(self._rules.limits)): slots}
 
     def add(self, group: str, slots: Tensor | Sequence[int]) -> Tensor:
         """Check a group's mapping; returns the window's own int64 copy, one slot per row.
@@ -149,15 +157,15 @@ class SlotMappings:
                 range or a slot named twice.
             CapacityError: more rows than ``max_rows``, or than a ring that cannot be lapped.
         """
-        if group not in self._limits:
+        if group not in self._rules.limits:
             raise SlotMappingError(
                 "window",
                 f"no layer is in group {group!r}",
-                expected=f"one of {', '.join(map(repr, self._limits))}",
+                expected=f"one of {', '.join(map(repr, self._rules.limits))}",
                 got=repr(group),
             )
         tensor = self._as_tensor(group, slots)
-        kind = self._kinds.get(group, PAGED)
+        kind = self._rules.kinds[group]
         count = tensor.numel()
         layout = self._layout or self._resolve(
             count if kind.name == "recurrent" else self._requests_in(count)
@@ -167,12 +175,12 @@ class SlotMappings:
         if tensor.is_cpu:
             given = host = tensor.tolist()
             self._check_host(group, host, kind, layout)
-            tensor = to_device(tensor, self._device, torch.int64)
+            tensor = to_device(tensor, self._rules.device, torch.int64)
         if kind.name == "recurrent":
             tensor = tensor[layout.request]
         own = self._copy(group, tensor)
-        if self._check_range and not isinstance(given, list):
-            inside = ((own >= -1) & (own < self._limits[group])).all()
+        if self._rules.check_range and not isinstance(given, list):
+            inside = ((own >= -1) & (own < self._rules.limits[group])).all()
             self.in_range = inside if self.in_range is None else self.in_range & inside
         self._layout = layout
         self._given[group] = given
@@ -182,7 +190,7 @@ class SlotMappings:
     def rows_in(self, group: str, slots: object) -> int | None:
         """Rows of a window that this mapping of a group would make; None where it says nothing."""
         count = count_of(slots)
-        if count is None or self._kinds.get(group, PAGED).name != "recurrent":
+        if count is None or self._rules.kinds[group].name != "recurrent":
             return count
         return (self._layout or self._resolve(count)).num_rows
 
@@ -202,7 +210,7 @@ class SlotMappings:
                 hint=f"one slot per {one}, -1 for padding",
             )
         longest = max((b - a for a, b in pairwise(layout.starts)), default=0)
-        if kind.overwrites and not self._may_share and longest > kind.reuse:
+        if kind.overwrites and not self._rules.may_share and longest > kind.reuse:
             raise CapacityError(
                 "window",
                 f"a request has more rows than its ring in group {group!r} has slots",
@@ -238,11 +246,11 @@ class SlotMappings:
                 expected="int32 or int64 [num_rows]",
                 got=f"{tensor.dtype} {list(tensor.shape)}",
             )
-        if not tensor.is_cpu and tensor.device != self._device:
+        if not tensor.is_cpu and tensor.device != self._rules.device:
             raise SlotMappingError(
                 "window",
                 f"slots of group {group!r} are on another device",
-                expected=f"{self._device} or the host",
+                expected=f"{self._rules.device} or the host",
                 got=tensor.device,
             )
         return tensor
@@ -264,7 +272,7 @@ class SlotMappings:
 
     def _check_host(self, group: str, values: list[int], kind: Kind, layout: RowLayout) -> None:
         used = [slot for slot in values if slot != -1]
-        limit = self._limits[group]
+        limit = self._rules.limits[group]
         if used and (min(used) < 0 or max(used) >= limit):
             bad = next(slot for slot in used if not 0 <= slot < limit)
             raise SlotMappingError(
