@@ -30,6 +30,7 @@ from ..rows import LayerRows
 from . import triton_select as which
 from .attention_shapes import Keep
 from .jobs import Job, Repeated
+from .launches import Given, acceptance_of
 from .tiling import tile_for
 from .triton_executor import TritonExecutor
 
@@ -171,8 +172,8 @@ class FixedWindow:
         ready = self._ready.get(layout) or self._prepare(layout)
         if ready.save is None:
             assert self._save is not None
-            again = self._make(self._save, layout, None)
-            # There is no acceptance; the kernel does not look at it.
+            # There is no acceptance; the kernel does not look at what stands in its place.
+            again = self._make(self._save, layout, acceptance_of(None, layout))
             ready.save = partial(again.run, layout.position)
         ready.save()
 
@@ -198,16 +199,16 @@ class FixedWindow:
             graph.replay()
             return
         if ready.commit is None:
-            ready.commit = self._make(self._commit, layout, sampled)
+            ready.commit = self._make(self._commit, layout, (which.SAMPLED, sampled, 0, 0, 0))
         ready.commit.run(sampled)
         if sampled.is_cuda and len(ready.commits) < _MOST_PLACES and sampled.dtype is torch.int32:
             ready.seen[place] += 1
             if ready.seen[place] >= _OFTEN:
                 ready.commits[place] = self._captured(partial(ready.commit.run, sampled))
 
-    def _make(self, job: Job, layout: RowLayout, sampled: Tensor | None) -> Repeated:
-        facts = (job, self._groups, layout, self._counters, sampled)
-        return Repeated(self._executor.arranged(*facts, accept=which.SAMPLED))
+    def _make(self, job: Job, layout: RowLayout, given: Given) -> Repeated:
+        launch = self._executor.arranged(job, self._groups, layout, self._counters, given)
+        return Repeated(launch)
 
     def warm_up(self, layouts: Sequence[RowLayout]) -> None:
         """Make every launch once, so that no kernel compiles and nothing is planned later.

@@ -23,15 +23,12 @@ Given = tuple[int, Tensor, int, int, int]
 _NO_LIMIT: Final = 2**63 - 1
 
 
-def acceptance_of(
-    accepted: Tensor | SampledIds | None, layout: RowLayout, accept: int | None = None
-) -> Given:
+def acceptance_of(accepted: Tensor | SampledIds | None, layout: RowLayout) -> Given:
     """What the kernel is to be told of the acceptance.
 
     Args:
         accepted: counts, mask, ids or, for ``layout.tree``, paths; None where there is none.
         layout: the rows.
-        accept: what ``accepted`` is, where its type does not say it.
     """
     if accepted is None:
         return which.NOTHING, layout.position, 0, 0, 0
@@ -45,8 +42,8 @@ def acceptance_of(
         columns = accepted.shape[1]
         return which.PATH, accepted.contiguous(), columns, tree.table.data_ptr(), tree.depth
     if accepted.dtype is torch.bool:
-        return accept or which.MASK, accepted.view(torch.uint8).contiguous(), 0, 0, 0
-    return accept or which.COUNTS, accepted.contiguous(), 0, 0, 0
+        return which.MASK, accepted.view(torch.uint8).contiguous(), 0, 0, 0
+    return which.COUNTS, accepted.contiguous(), 0, 0, 0
 
 
 #: Launches that are remembered; beyond, all are forgotten.

@@ -20,7 +20,7 @@ from ..rows import LayerRows
 from . import triton_select as which
 from .attention_launch import AttentionLauncher
 from .jobs import Job, Launch
-from .launches import Launches, acceptance_of
+from .launches import Given, Launches, acceptance_of
 from .pointer_table import AddressBook, Plan, RowsAt, build_plan, most_lines
 from .saved_rows import SavedRows
 
@@ -216,7 +216,6 @@ class TritonExecutor(Executor):
         counters: Tensor,
         accepted: Tensor | SampledIds | None,
         *,
-        accept: int | None = None,
         slots: Tensor | None = None,
         count: bool = True,
     ) -> None:
@@ -228,31 +227,25 @@ class TritonExecutor(Executor):
             layout: the rows; only ``num_rows``, ``request`` and ``position`` are read.
             counters: int64 ``[lines, 4]``.
             accepted: counts, mask, ids or, for ``layout.tree``, paths.
-            accept: what ``accepted`` is, as ``triton_select`` numbers it; None: what its
-                type says.
             slots: int64 ``[num_rows]``, to be read instead of the fixed buffer; for one group.
             count: False where ``accepted`` only says which rows to move.
         """
         if layout.num_rows:
             slots = self._slots if slots is None else slots
-            given = acceptance_of(accepted, layout, accept)
+            given = acceptance_of(accepted, layout)
             count = count and accepted is not None
             self._launches.make(job, known, layout, counters, given, slots, count=count)
 
     def arranged(
-        self,
-        job: Job,
-        known: int,
-        layout: RowLayout,
-        counters: Tensor,
-        accepted: Tensor | SampledIds | None,
-        *,
-        accept: int | None = None,
+        self, job: Job, known: int, layout: RowLayout, counters: Tensor, given: Given
     ) -> Launch:
-        """What ``launch`` does with rows, not done yet; its arguments are the same."""
-        given = acceptance_of(accepted, layout, accept)
+        """What ``launch`` makes, for code that repeats it by itself; ``layout`` has rows.
+
+        With any acceptance in ``given`` it counts.
+        """
+        count = given[0] != which.NOTHING
         facts = (job, known, layout, counters, given, self._slots)
-        return self._launches.arranged(*facts, count=accepted is not None)
+        return self._launches.arranged(*facts, count=count)
 
     # -- planning -----------------------------------------------------------------
 
