@@ -8,11 +8,12 @@ ratios are taken within rounds. Results are written after every cell.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +21,8 @@ from typing import Any, Final
 import torch
 
 from . import machine, vllm_files, vllm_options
-from .vllm_cell import measure
-from .vllm_engine import Engine, EngineSpec, running
+from .vllm_cell import Takes, measure
+from .vllm_engine import EngineSpec, Switched, running
 from .vllm_models import DRAFTERS, MODELS, Model
 from .vllm_work import Point, make
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         arguments = engine_arguments(args, MODELS[args.model], Path(folder))
-        with running(specs(args, arguments)) as engines:
+        with _running(specs(args, arguments), one_engine=args.one_engine) as engines:
             result["conditions"] |= _conditions(engines)
             cells = result["cells"] = []
             for point in vllm_options.points(args):
@@ -55,7 +56,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, engines: Sequence[Engine], point: Point) -> dict[str, Any]:
+@contextlib.contextmanager
+def _running(found: Sequence[EngineSpec], *, one_engine: bool) -> Iterator[Sequence[Takes]]:
+    """An engine for each, or one that is each of them in turn."""
+    if not one_engine:
+        with running(found) as engines:
+            yield engines
+        return
+    with running([next(spec for spec in found if spec.policy != "stock")]) as [engine]:
+        yield [Switched(engine, spec) for spec in found]
+
+
+def _measure(args: argparse.Namespace, engines: Sequence[Takes], point: Point) -> dict[str, Any]:
     """One cell."""
     work = partial(
         make,
@@ -68,11 +80,11 @@ def _measure(args: argparse.Namespace, engines: Sequence[Engine], point: Point) 
     return measure(engines, point, work, args.rounds)
 
 
-def _conditions(engines: Sequence[Engine]) -> dict[str, Any]:
+def _conditions(engines: Sequence[Takes]) -> dict[str, Any]:
     """What else a reader has to know of the engines."""
     spec = engines[0].spec
     return {
-        "engines": len(engines),
+        "engines": len({id(getattr(each, "engine", each)) for each in engines}),
         "processors": os.cpu_count(),
         "announced": {engine.spec.label: engine.announced() for engine in engines},
         "arguments": {key: value for key, value in spec.arguments.items() if key != "model"},

@@ -10,14 +10,17 @@ import attrs
 
 from . import paired
 from .vllm_child import Measured
-from .vllm_engine import Engine
+from .vllm_engine import Engine, Switched
 from .vllm_work import Point, Work
 
 Counters = list[dict[str, float]]
 
+#: What takes turns.
+Takes = Engine | Switched
+
 
 def measure(
-    engines: Sequence[Engine], point: Point, work: Callable[[int], Work], rounds: int
+    engines: Sequence[Takes], point: Point, work: Callable[[int], Work], rounds: int
 ) -> dict[str, Any]:
     """One cell: rounds in which every engine runs once, in a fair order.
 

@@ -69,7 +69,10 @@ def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
     if command == "stop":
         llm.llm_engine.engine_core.shutdown()
         return False
-    if command == "snapshot":
+    if command == "switch":
+        llm.collective_rpc(_switch, args=(work,))
+        pipe.send((False, None))
+    elif command == "snapshot":
         from ..integrations.vllm_plugin import snapshots
 
         pipe.send((False, snapshots(llm) if active else []))
@@ -145,6 +148,13 @@ def _counts(llm: Any) -> tuple[int, int]:
         int(counts.get("vllm:spec_decode_num_draft_tokens", 0)),
         int(counts.get("vllm:spec_decode_num_accepted_tokens", 0)),
     )
+
+
+def _switch(worker: Any, on: bool) -> None:
+    """Let the steps of a running engine, which wrote through, have windows or be stock's."""
+    runner = worker.model_runner
+    steps = worker.__dict__.setdefault("kvtxn_steps", runner.kvtxn)
+    runner.kvtxn = steps if on else None
 
 
 def _set_rates(worker: Any, rates: tuple[float, ...]) -> None:

@@ -131,6 +131,11 @@ class Engine:
         measured: Measured = self._answer("during a repetition")
         return measured
 
+    def switch(self, on: bool) -> None:
+        """From now on steps have windows, or are stock's; for an engine under ``undo``."""
+        self._send(("switch", on))
+        self._answer("while its windows were switched")
+
     def snapshot(self) -> list[dict[str, float]]:
         """The plugin's counters per rank; empty for stock."""
         self._send(("snapshot", None))
@@ -193,3 +198,36 @@ class Engine:
             f"the engine {self.spec.label!r} {problem}",
             hint=f"its log says last:\n{last}",
         )
+
+
+@attrs.frozen(eq=False)
+class Switched:
+    """An engine as it runs with its windows switched on, or off: then it is stock.
+
+    What differs between two engines of one configuration (the kernels that each of them compiled,
+    where its memory lies) is the same here. Only under ``undo``: under ``deferred`` the captured
+    forward itself is another.
+
+    Attributes:
+        engine: one with windows.
+        spec: what to be; its policy says whether windows are on.
+    """
+
+    engine: Engine
+    spec: EngineSpec
+
+    def run(self, work: Work) -> Measured:
+        """Do one repetition this way."""
+        self.engine.switch(self.spec.policy != "stock")
+        return self.engine.run(work)
+
+    def snapshot(self) -> list[dict[str, float]]:
+        """The plugin's counters per rank; empty for stock."""
+        if self.spec.policy == "stock":
+            return []
+        self.engine.switch(True)
+        return self.engine.snapshot()
+
+    def announced(self) -> str | None:
+        """What the plug-in said that it does."""
+        return None if self.spec.policy == "stock" else self.engine.announced()

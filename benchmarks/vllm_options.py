@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how sampled ids become accepted counts (TxnConfig.acceptance): an engine for each "
         f"policy and mode; on CPUs alone. Of {', '.join(ACCEPTANCE_MODES)}",
     )
+    what.add_argument(
+        "--one-engine",
+        action="store_true",
+        help="one engine under undo, whose windows are switched off where it is stock's turn: no "
+        "two engines differ less",
+    )
     what.add_argument("--batch", type=natural, help="most requests that run at once; default: all")
     what.add_argument(
         "--engine-args",
@@ -133,6 +139,13 @@ def check(args: argparse.Namespace) -> None:
             "bench vllm",
             "--mask-modes has no effect on a GPU: the commit's own launch counts there",
             hint="leave it out",
+        )
+    if args.one_engine and (set(args.policies) != {"stock", "undo"} or args.mask_modes):
+        raise ConfigError(
+            "bench vllm",
+            "--one-engine is stock and undo by turns; no other policy leaves the forward as it is",
+            expected="--policies stock,undo and no --mask-modes",
+            got=",".join([*args.policies, *(args.mask_modes or ())]),
         )
     if args.mask_modes and set(args.policies) == {"stock"}:
         raise ConfigError("bench vllm", "--mask-modes has no effect on stock", hint="leave it out")

@@ -89,6 +89,8 @@ def method(result: Mapping[str, Any]) -> str:
         f"an interval that holds the true median with {sure:.1f} % (sign test; the order within "
         "a round rotates)."
     )
+    if result["settings"].get("one_engine"):
+        text += " Both are one engine, its windows switched on and off."
     if ratios[0]["confidence"] < LEVEL:
         return f"{text} Too few rounds to show a difference: that takes six."
     return f"{text} Bold: the interval leaves 1 out; by chance alone {100 - sure:.0f} % of all do."
@@ -150,8 +152,10 @@ def conditions(result: Mapping[str, Any]) -> str:
     facts = result["conditions"]
     lines = [f"{machine_line(result['machine'])}."]
     lines += [f"{label}: `{line}`" for label, line in facts["announced"].items() if line]
+    one = facts["engines"] == 1
+    engines = "One engine" if one else f"{facts['engines']} engines at once"
     lines.append(
-        f"{facts['engines']} engines at once on {facts['processors']} processors, "
+        f"{engines} on {facts['processors']} processors, "
         f"{facts['started']}, {facts['seconds']:.0f} s."
     )
     if facts.get("gpu"):

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from kvtxn.benchmarks.vllm_child import _set_rates
-from kvtxn.benchmarks.vllm_engine import Engine, EngineError, EngineSpec
+from kvtxn.benchmarks.vllm_child import _set_rates, _switch
+from kvtxn.benchmarks.vllm_engine import Engine, EngineError, EngineSpec, Switched
 from kvtxn.benchmarks.vllm_work import Work
 
 from kvtxn.cli import main
@@ -77,7 +77,7 @@ class LLM:
         self.drafted += 7
         return [SimpleNamespace(name="vllm:spec_decode_num_draft_tokens", value=self.drafted)]
     def collective_rpc(self, call, args):
-        print("rates", args[0], flush=True)
+        print(call.__name__, args[0], flush=True)
 '''
 
 PARAMETERS = """
@@ -139,7 +139,7 @@ def test_a_repetition(start):
         prompts=[[1], [2], [3]], max_tokens=[3, 2, 1], tokens=True, temperature=0.25, rates=[0.5]
     )
     found = engine.run(work)
-    assert "rates (0.5,)" in engine.log()
+    assert "_set_rates (0.5,)" in engine.log()
     assert "temperature 0.25" in engine.log()
     assert found.token_ids == [[0, 0, 0], [1, 1], [2]]
     assert (found.generated, found.drafted, found.accepted) == (6, 7, 0)
@@ -233,6 +233,31 @@ def test_a_time_limit_from_outside_leaves_nothing_behind(pretended, tmp_path):
     assert bench.wait(timeout=60) == 128 + signal.SIGTERM
     until(lambda: gone(engine))
     assert not (tmp_path / "out").exists()
+
+
+def test_one_engine_is_stock_and_undo_by_turns(start):
+    """Before a repetition, and before its counters are read, its windows are on or off."""
+    engine = start("works", "undo")
+    engine.ready()
+    off, on = (
+        Switched(engine, attrs.evolve(engine.spec, policy=policy)) for policy in ("stock", "undo")
+    )
+    work = Work(prompts=[[1]], max_tokens=1)
+    for each in (off, on, off):
+        assert each.run(work).generated == 1
+    assert off.snapshot() == []
+    assert on.snapshot() == [{"kvtxn_active": 1.0}]
+    switched = [line for line in engine.log().splitlines() if line.startswith("_switch")]
+    assert switched == [f"_switch {on}" for on in (False, True, False, True)]
+
+
+def test_steps_are_switched():
+    """Off they are none, and on they are those of before."""
+    steps = object()
+    worker = SimpleNamespace(model_runner=SimpleNamespace(kvtxn=steps))
+    for on in (False, False, True, False, True):
+        _switch(worker, on)
+        assert worker.model_runner.kvtxn is (steps if on else None)
 
 
 def test_rates_are_set_given_those_before():

@@ -51,16 +51,14 @@ def check(found: dict, shape: dict, where: str = "") -> None:
             assert isinstance(found[name], kind), f"{where}{name} is {found[name]!r}"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where a run left its files."""
+def bench(folder, *arguments):
+    """Run the benchmark as a user would."""
     if reason := missing():
         pytest.skip(reason)
     pytest.importorskip("matplotlib")
-    folder = tmp_path_factory.mktemp("bench")
     command = "import sys; from kvtxn.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(  # as a user would
-        [sys.executable, "-c", command, "bench", "vllm", *ARGUMENTS, "--folder", str(folder)],
+    done = subprocess.run(
+        [sys.executable, "-c", command, "bench", "vllm", *arguments, "--folder", str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -69,6 +67,13 @@ def folder(tmp_path_factory):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == [str(folder / f"smoke.{kind}") for kind in ("json", "md", "png")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a run left its files."""
+    folder = tmp_path_factory.mktemp("bench")
+    bench(folder, *ARGUMENTS)
     return folder
 
 
@@ -134,3 +139,21 @@ def test_markdown_and_plot(folder):
     assert "deferred+loop, of stock" in text
     assert (folder / "smoke.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "smoke.png").stat().st_size < 100_000
+
+
+def test_one_engine_is_stock_and_undo(tmp_path):
+    """Windows switched off are none: all that was counted is what the other turns drafted."""
+    given = ["--policies", "stock,undo", "--one-engine", "--requests", "3", "--rounds", "3"]
+    bench(tmp_path, *given, "--tokens", "24", "--output", "smoke")
+    result = json.loads((tmp_path / "smoke.json").read_text())
+    assert result["conditions"]["engines"] == 1
+    [cell] = result["cells"]
+    stock, undo = (cell["engines"][label] for label in ("stock", "undo"))
+    assert undo["of_stock"]["same_tokens"]
+    assert stock["counters"] == []
+    drafted = sum(each["drafted"] for each in undo["rounds"])
+    assert drafted == sum(each["drafted"] for each in stock["rounds"]) > 0
+    assert drafted <= undo["counters"][0]["kvtxn_rows_staged_total"] < 1.5 * drafted
+    text = (tmp_path / "smoke.md").read_text()
+    assert "its windows switched on and off" in text
+    assert "One engine on" in text
