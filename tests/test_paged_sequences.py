@@ -24,6 +24,7 @@ class Model:
         self.batch, self.next = batch, 1
         self.tokens: list[int] = []  # kept and pending
         self.pending = 0
+        self.broken = False  # a forward is still under way: under "undo" its rows are in the cache
         self.replay: dict[tuple[int, int, int], int] = {}  # layer, sequence, slot: token
 
     def rows(self, tokens, layer, size):
@@ -37,8 +38,10 @@ class Model:
         fresh = list(range(self.next, self.next + count))
         self.next += count
         seen = [*self.tokens, *fresh]
+        self.broken = False  # whatever comes of this one
         for layer, window in enumerate(self.shape.windows):
             if layer == fail_after:
+                self.broken = True
                 return
             parts = [self.rows(fresh, layer, size) for size in (KEY_SIZE, VALUE_SIZE)]
             got = self.sequences.take(layer, *parts)
@@ -65,6 +68,7 @@ class Model:
 
     def crop(self, remove):
         """Take back pending tokens, and older ones if there are not enough."""
+        self.broken = False
         self.sequences.crop(remove)
         pending = min(remove, self.pending)
         self._settle(pending)
@@ -126,11 +130,12 @@ def test_random_programs(steps, batch, policy):
             model.sequences.recording = values[0]
         elif step == "reset":
             model.sequences.reset()
-            model.tokens, model.pending = [], 0
+            model.tokens, model.pending, model.broken = [], 0, False
         elif step == "clone" and not model.pending:
             model.sequences.abort()  # a broken forward counts as nothing
+            model.broken = False
             model.sequences = model.sequences.clone()
-        if policy == "deferred" or (not model.pending and not broken(model)):
+        if policy == "deferred" or not (model.pending or model.broken):
             model.check()
     assert model.sequences.seq_length == len(model.tokens)
 
@@ -141,12 +146,6 @@ def crop(model, remove):
         model.crop(min(remove, len(model.tokens)))
     except CapacityError:
         assert remove > model.shape.max_drafts or remove > model.pending
-
-
-def broken(model):
-    """Whether a forward is still under way: under "undo" its rows are in the cache."""
-    window = model.sequences._window
-    return window is not None and bool(window.missing)
 
 
 @given(

@@ -90,10 +90,14 @@ def launcher(kernel_device, triton_executor):
     return AttentionLauncher(torch.device(kernel_device))
 
 
-def divide(monkeypatch, launcher, splits: int) -> None:
+def divide(monkeypatch, splits: int) -> None:
     """Let launches have so many slices."""
-    own = launcher._tile
-    monkeypatch.setattr(launcher, "_tile", lambda *facts: attrs.evolve(own(*facts), splits=splits))
+    own = attention_launch.paged_tile
+
+    def divided(*facts, **others):
+        return attrs.evolve(own(*facts, **others), splits=splits)
+
+    monkeypatch.setattr(attention_launch, "paged_tile", divided)
 
 
 @pytest.mark.parametrize("how", SETTINGS)
@@ -101,7 +105,7 @@ def divide(monkeypatch, launcher, splits: int) -> None:
 def test_slices_of_the_cache(monkeypatch, launcher, kernel_device, splits, how):
     """One slice ends in the output; several are combined; some of them see nothing."""
     case = Case(kernel_device, **SETTINGS[how])
-    divide(monkeypatch, launcher, splits)
+    divide(monkeypatch, splits)
     case.check(launcher.attend(case.layout, case.ref, case.query, case.fresh, case.args))
 
 
@@ -110,7 +114,7 @@ def test_settled_rows_are_written_once(monkeypatch, launcher, kernel_device, spl
     """By the last slice alone, to their slots; padding and drafts nowhere."""
     case = Case(kernel_device)
     expected = case.settled_cache()
-    divide(monkeypatch, launcher, splits)
+    divide(monkeypatch, splits)
     facts = (case.layout, case.ref, case.query, case.fresh, case.args)
     case.check(launcher.attend(*facts, slots=case.slots))
     assert torch.equal(case.cache, expected)
@@ -144,19 +148,20 @@ def test_every_form_of_the_window_kernel(monkeypatch, launcher, kernel_device, f
 def test_a_prefix_of_somebody_elses(monkeypatch, launcher, kernel_device, drafts, splits):
     """Short requests or long: another kernel, the same result."""
     case = Case(kernel_device, drafts, pasts=(40, 9, 0))
-    divide(monkeypatch, launcher, splits)
+    divide(monkeypatch, splits)
     prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
     facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args)
     case.check(launcher.merge(*facts))
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-def test_layers_that_attend_alike(launcher, kernel_device, how):
+def test_layers_that_attend_alike(monkeypatch, launcher, kernel_device, how):
     """From the second on they are launched with other addresses; each with its own rows."""
     case = Case(kernel_device, **SETTINGS[how])
-    launches = []
-    arranged = launcher._arranged
-    launcher._arranged = lambda *facts: launches.append(None) or arranged(*facts)
+    launches, own = [], attention_launch.Launch
+    monkeypatch.setattr(
+        attention_launch, "Launch", lambda *facts: launches.append(None) or own(*facts)
+    )
     for number in range(4):
         case.query = case.query + number  # new tensors, but of the same form
         case.fresh = tuple(rows.flip(0) - number for rows in case.fresh)
