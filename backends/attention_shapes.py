@@ -7,9 +7,15 @@ from weakref import WeakKeyDictionary
 
 import attrs
 import torch
+import triton.language as tl
 from torch import Tensor
 
+from ..errors import LayerError
+from ..executor import AttentionArgs
+from ..layers import LayerRef
 from ..layout import RowLayout, to_device
+
+_COMPUTE: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 #: Rows of a request, and query heads of a KV head, up to which one program may take one row.
 _SHORT: Final = 16
@@ -62,7 +68,19 @@ def requests_of(layout: RowLayout, device: torch.device) -> Requests:
 
 @attrs.frozen(eq=False)
 class Shape:
-    """What every attention launch of a layer has in common."""
+    """What every attention launch of a layer has in common.
+
+    Attributes:
+        requests: the window's.
+        heads: KV heads.
+        group: query heads of each KV head.
+        d: head size of queries and keys.
+        dv: head size of values.
+        block_size: slots per block of the cache.
+        tree: the window has draft trees.
+        capped: scores have a soft cap.
+        sliding: a query sees a sliding window.
+    """
 
     requests: Requests
     heads: int
@@ -236,3 +254,61 @@ class Keep:
     slots: Tensor | None
     position: Tensor
     buffers: tuple[Tensor, Tensor] | None = None
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """One layer's attention in one window.
+
+    Attributes:
+        layout: which rows are whose.
+        ref: the layer.
+        query: ``[num_rows, num_q_heads, head_size]``.
+        args: see ``Window.attend``.
+        shape: what every launch of it has in common.
+        compute: the dtype of products.
+    """
+
+    layout: RowLayout
+    ref: LayerRef
+    query: Tensor
+    args: AttentionArgs
+    shape: Shape
+    compute: tl.dtype
+
+
+def call_of(layout: RowLayout, ref: LayerRef, query: Tensor, args: AttentionArgs) -> Call:
+    """What attends, ready to be launched."""
+    key, value = ref.planes[:2]
+    heads, size = key.row_shape
+    shape = Shape(
+        requests_of(layout, query.device),
+        heads,
+        query.shape[1] // heads,
+        size,
+        value.row_shape[1],
+        key.block_size,
+        layout.tree is not None,
+        args.soft_cap is not None,
+        args.sliding_window is not None,
+    )
+    return Call(layout, ref, query, args, shape, _compute(query, ref))
+
+
+def _compute(query: Tensor, ref: LayerRef) -> tl.dtype:
+    """16-bit products where nothing is lost by them, else float32."""
+    stored = ref.planes[0].format.dtype
+    exact = stored is query.dtype or stored.itemsize == 1
+    if ref.planes[-1].is_scale:  # a code times its scale has more digits
+        return tl.float32
+    return _COMPUTE.get(query.dtype, tl.float32) if exact else tl.float32
+
+
+def refuse_scales(ref: LayerRef) -> None:
+    """Refuse to write rows with scales of their own: the attention kernels write none."""
+    if ref.planes[-1].is_scale:
+        raise LayerError(
+            "attend",
+            f"the window kernel cannot write rows of {ref.name!r}, whose scales lie beside them",
+            hint="stage them instead, and attend without slots and without anything to keep",
+        )

@@ -17,7 +17,7 @@ from kvtxn.layout import RowLayout
 pytest.importorskip("triton")
 
 with importing_kernels():
-    from kvtxn.backends import attention_launch
+    from kvtxn.backends import attention_launch, window_launch
     from kvtxn.backends.attention_shapes import Keep, WindowForm
 
 BLOCKS, BLOCK, HEADS, GROUP, SIZE = 60, 4, 2, 3, 16
@@ -132,7 +132,7 @@ FORMS = {
 def test_every_form_of_the_window_kernel(monkeypatch, launcher, kernel_device, form, how):
     """The same output, staged rows and settled rows, however the work is divided."""
     case = Case(kernel_device, **SETTINGS[how])
-    monkeypatch.setattr(attention_launch, "window_form", lambda *_: FORMS[form])
+    monkeypatch.setattr(window_launch, "window_form", lambda *_: FORMS[form])
     prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
     expected = case.settled_cache()
     buffers = tuple(torch.full_like(each, 7.0) for each in case.fresh)
@@ -158,9 +158,9 @@ def test_a_prefix_of_somebody_elses(monkeypatch, launcher, kernel_device, drafts
 def test_layers_that_attend_alike(monkeypatch, launcher, kernel_device, how):
     """From the second on they are launched with other addresses; each with its own rows."""
     case = Case(kernel_device, **SETTINGS[how])
-    launches, own = [], attention_launch.Launch
+    launches, own = [], window_launch.Launch
     monkeypatch.setattr(
-        attention_launch, "Launch", lambda *facts: launches.append(None) or own(*facts)
+        window_launch, "Launch", lambda *facts: launches.append(None) or own(*facts)
     )
     for number in range(4):
         case.query = case.query + number  # new tensors, but of the same form
