@@ -14,7 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from gpu_jobs import STOCK
 from gpu_models import DEMO, write
+from gpu_ties import CANDIDATES
 from vllm_scenarios import SCENARIOS, Engine, Tokens
 
 ENVIRONMENT = {
@@ -58,9 +60,7 @@ def build(job: dict[str, Any], folder: Path) -> Any:
     if job.get("draft"):
         speculation["model"] = write(job["draft"], folder)
     policy = job["policy"]
-    ours = (
-        {} if policy in ("stock", "again") else {"kvtxn": {"policy": policy, "on_error": "raise"}}
-    )
+    ours = {} if policy in STOCK else {"kvtxn": {"policy": policy, "on_error": "raise"}}
     options: dict[str, Any] = {
         "block_size": 32,
         "num_gpu_blocks_override": 26,
@@ -69,6 +69,7 @@ def build(job: dict[str, Any], folder: Path) -> Any:
         "max_num_batched_tokens": 64,
         "gpu_memory_utilization": 0.03,
         "kv_cache_memory_bytes": 64 << 20,
+        "logprobs_mode": "raw_logits",
     }
     if job["attention"]:
         options["attention_config"] = {"backend": job["attention"]}
@@ -102,10 +103,12 @@ def run(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     names = ["unwatched", *job["scenarios"]]
     for name in names:
         llm.reset_prefix_cache()
-        engine, stats, snaps = Engine(llm), counters(llm), snapshots(llm)
+        engine, stats, snaps = Engine(llm, CANDIDATES), counters(llm), snapshots(llm)
         tokens = SCENARIOS[names[1] if name == "unwatched" else name](engine)
         results[name] = {
             "tokens": tokens,
+            "prompts": engine.prompts,
+            "logits": engine.logprobs,
             "cached": engine.cached,
             "hits": engine.hits,
             "stats": {key: value - stats[key] for key, value in counters(llm).items()},

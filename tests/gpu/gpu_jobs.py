@@ -16,9 +16,14 @@ TIMED = ("chunked", "preempted", "same_step")
 #: One request meets a near-tie here that falls either way, also between engines that are alike.
 NEAR_TIE = "same_step"
 
+#: Engines without kvtxn: ``again`` says how far stock agrees with itself, and ``other``, whose
+#: attention is Triton's, how far two of its attention backends agree.
+STOCK = ("stock", "again", "other")
+
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 BOTH = ("undo", "deferred")
-AGAIN = ("again", "undo", "deferred")
+AGAIN = ("again", *BOTH)
+OTHER = ("other", *BOTH)
 UNDO = ("undo",)
 
 
@@ -86,12 +91,12 @@ BLOCKS_OF_64 = {"block_size": 64, "num_gpu_blocks_override": 20}
 
 #: By name.
 JOBS: dict[str, dict[str, Any]] = {
-    "flash": job("llama", "FLASH_ATTN", BOTH, "every schedule", scenarios=FULL),
+    "flash": job("llama", "FLASH_ATTN", OTHER, "every schedule", scenarios=FULL),
     "triton": job("llama", "TRITON_ATTN", UNDO, "another attention", scenarios=FULL),
     "flashinfer": job("llama", "FLASHINFER", UNDO, "another attention", scenarios=FULL),
     "flex": job("llama", "FLEX_ATTENTION", UNDO, "another attention", scenarios=SHORT),
     "gemma3": job(
-        *("gemma3", "FLASH_ATTN", BOTH, "two KV-cache groups, one of sliding windows"),
+        *("gemma3", "FLASH_ATTN", OTHER, "two KV-cache groups, one of sliding windows"),
         scenarios=FULL,
         options={"prefix_cache_retention_interval": None},
     ),
@@ -143,7 +148,7 @@ JOBS: dict[str, dict[str, Any]] = {
         **drafter("mtp"),
     ),
     "trained": job(
-        *("demo", "FLASH_ATTN", BOTH, "a trained model, to compare tensor parallelism with"),
+        *("demo", "FLASH_ATTN", OTHER, "a trained model, to compare tensor parallelism with"),
         scenarios=["novels"],
         options=ROOM,
     ),
@@ -190,10 +195,16 @@ def scenarios(name: str) -> list[str]:
     return found
 
 
+def attention(name: str, policy: str) -> str:
+    """vLLM's name of the attention backend of an engine."""
+    return "TRITON_ATTN" if policy == "other" else str(JOBS[name]["attention"])
+
+
 def engines(names: list[str]) -> dict[str, dict[str, Any]]:
     """An engine for each policy of these jobs, and stock; the longest first."""
     found = {
-        f"{name}.{policy}": JOBS[name] | {"policy": policy, "scenarios": scenarios(name)}
+        f"{name}.{policy}": JOBS[name]
+        | {"policy": policy, "scenarios": scenarios(name), "attention": attention(name, policy)}
         for name in names
         for policy in ("stock", *JOBS[name]["policies"])
     }

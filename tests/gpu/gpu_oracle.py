@@ -7,11 +7,12 @@ may be a replayed graph, and what else these tests do inside a worker.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
 from kvtxn.integrations import vllm_internals, vllm_policy
-from vllm_oracle import CacheOracle, Step
+from vllm_oracle import CacheOracle, Step, drafted, groups_of, mark, once_slots_are_known
 
 from kvtxn.config import POLICIES
 
@@ -37,34 +38,30 @@ class Watch(CacheOracle):
         runner._model_forward = forwarded
 
     def _watch_v2(self, runner: Any) -> None:
-        mine = {id(module) for module in runner.get_model().modules()}
         found = runner.compilation_config.static_forward_context
-        groups = {
-            name: number
-            for number, group in enumerate(runner.kv_cache_config.kv_cache_groups)
-            for name in group.layer_names
-            if id(found[name]) in mine
-        }
-        assert groups
+        groups = groups_of(runner)
         self.oracle_counts = Counter[str]()
         counts, step = self.oracle_counts, []
         prepare, sampled_by = runner.prepare_attn, runner.postprocess_sampled
         graphs = runner.cudagraph_manager
         replay = graphs.run_fullgraph
+        waiting = once_slots_are_known(runner.block_tables, "compute_slot_mappings")
 
         def prepared(batch: Any) -> Any:
-            result = prepare(batch)
             step.clear()
             counts["steps"] += 1
+            slots = runner.block_tables.slot_mappings
+            by_name = {name: slots[number] for name, number in groups.items()}
+            caches = {name: found[name].kv_cache for name in groups}
             if batch.num_draft_tokens:
                 drafts = batch.num_draft_tokens_per_req.tolist()
                 ends = batch.query_start_loc_np[1 : len(drafts) + 1].tolist()
+                waiting.append(partial(mark, caches, by_name, drafted(drafts, ends)))
+            result = prepare(batch)
+            if batch.num_draft_tokens:
                 lengths = batch.num_scheduled_tokens.tolist()
                 mixed = any(n > d + 1 for n, d in zip(lengths, drafts, strict=True))
                 counts["mixed"] += mixed
-                slots = runner.block_tables.slot_mappings
-                caches = {name: found[name].kv_cache for name in groups}
-                by_name = {name: slots[number] for name, number in groups.items()}
                 step.append(Step(caches, by_name, drafts, ends))
             return result
 
@@ -74,8 +71,7 @@ class Watch(CacheOracle):
             """Before the drafter runs; ranks that do not sample are told of an earlier step."""
             judged = step[0] if step and runner.is_last_pp_rank else None
             if judged is not None:
-                rows = judged.rows([0] * len(judged.drafts))
-                counts["early"] += judged.changed([*rows[0], *rows[1]])
+                counts["early"] += judged.changed(judged.drafted())
             sampled_by(mapping, tokens, counted, rejected, starts)
             if judged is not None:
                 accepted = [max(0, count - 1) for count in counted.tolist()]

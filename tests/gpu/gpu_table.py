@@ -15,11 +15,12 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
 
-from gpu_jobs import JOBS, scenarios  # noqa: E402
+from gpu_jobs import JOBS, STOCK, scenarios  # noqa: E402
+from gpu_ties import compare  # noqa: E402
 
 RECORD = HERE / "grid.json"
 PAGE = HERE / "GRID.md"
-SEEN = ("windows", "rejected", "rejected_written", "strays", "early", "kept_unwritten", "graphs")
+SEEN = ("windows", "rejected", "rejected_written", "strays", "early", "lost", "graphs")
 
 HEAD = """# vLLM on a GPU
 
@@ -29,10 +30,18 @@ a trained one; torch.compile and CUDA graphs as vLLM sets them, each engine in a
 
 *windows* (*graphs*: replayed whole) and *rejected* rows are those that an oracle saw that reads the
 caches on the device around each step and knows nothing of kvtxn; *left* is how many rejected rows
-were still there after it, *strays* how many layers had changed anywhere else, *early* how many
-draft rows were in the cache before their commit; *bypassed* steps have no window, so their rows are
-left as in stock. *accepted* of *drafted* rows are vLLM's own counts. *same tokens*: requests of all
-scenarios, the first one also without the oracle, whose tokens are stock's under the same attention.
+were still there after it, *lost* how many accepted rows were not in each layer, *strays* how many
+layers had changed anywhere else, *early* how many draft rows were in the cache before their commit;
+*bypassed* steps have no window, so their rows are left as in stock. So that a row counts as written
+though it comes to the bytes that were in its place before, the oracle puts others there first.
+*accepted* of *drafted* rows are vLLM's own counts. *same tokens*: requests of all scenarios, the
+first one also without the oracle, whose tokens are stock's under the same attention.
+
+*noise* is the most that a logit differs by from stock's after the same tokens, and *gap*, of the
+requests that part from stock, the most by which stock's best token leads the one taken instead; in
+steps of bfloat16 at the size of the best logit (1/16 from 8 to 16). Drafts of EAGLE and Medusa are
+accepted by lot here, and where those part nothing leads: *noise* says that the logits do not part.
+"-": an older run, which did not look at this.
 
 Under `deferred` another order of sums can tip a near-tie in bfloat16, and these models' best two
 logits are often equal. Under `undo` tokens are stock's, but that each engine compiles its own
@@ -61,6 +70,7 @@ def cell(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
         "ranks": len(ours["kvtxn"]),
         "ranks_agree": all(rank == seen[0] for rank in seen),
         **{key: seen[-1].get(key, 0) for key in SEEN if seen},
+        **(compare(ours, stock) if "logits" in ours and "logits" in stock else {}),
         "fallbacks": counts.get("kvtxn_fallbacks_total", 0),
         "counted": counts.get("kvtxn_windows_total_committed", 0),
         "bypassed": {
@@ -106,6 +116,11 @@ def bypassed(cells: list[dict[str, Any]]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "0"
 
 
+def most(key: str, cells: list[dict[str, Any]]) -> str:
+    """The largest of some cells, or "-" where they do not say."""
+    return f"{max(cell[key] for cell in cells):g}" if all(key in cell for cell in cells) else "-"
+
+
 def line(name: str, policy: str, found: dict[str, Any]) -> str:
     """One policy of one engine."""
     cells = found["cells"]
@@ -115,16 +130,19 @@ def line(name: str, policy: str, found: dict[str, Any]) -> str:
         return int(sum(cell.get(key, 0) for cell in among))
 
     every = list(cells.values())
-    looked = [*(str(total(key)) for key in ("rejected", "rejected_written", "strays"))]
+    marked = all("lost" in cell for cell in watched)
+    looked = [*(str(total(key)) for key in ("rejected", "rejected_written"))]
+    looked += [str(total("lost")) if marked else "-", str(total("strays"))]
     looked.append(str(total("early")) if policy == "deferred" else "")
     windows = f"{total('windows')} ({total('graphs')})"
     if not watched:  # a run without the oracle
         windows = str(total("counted", every))
-        looked = ["-"] * 3 + ["-" if policy == "deferred" else ""]
+        looked = ["-"] * 4 + ["-" if policy == "deferred" else ""]
     columns = [
         f"{name}, {found['runner'].upper()}, {found['attention']}",
         f"`{policy}`",
         f"{total('same', every)} / {total('requests', every)}",
+        *(most(key, every) for key in ("gap", "noise")),
         f"{total('accepted', every)} / {total('drafted', every)}",
         windows,
         *looked,
@@ -134,26 +152,35 @@ def line(name: str, policy: str, found: dict[str, Any]) -> str:
     return f"| {' | '.join(columns)} |"
 
 
-def agreement(name: str, found: dict[str, Any]) -> str:
+def agreement(name: str, policy: str, found: dict[str, Any]) -> str:
     """How far two stock engines agree."""
     cells = list(found["cells"].values())
     same, all_ = (sum(cell[key] for cell in cells) for key in ("same", "requests"))
-    return f"- {name}: {same} of {all_} requests have the same tokens."
+    who = (
+        name
+        if policy == "again"
+        else f"{name}, {found['attention']} next to {JOBS[name]['attention']}"
+    )
+    ties = "; ".join(f"{key} {most(key, cells)}" for key in ("gap", "noise"))
+    return f"- {who}: {same} of {all_} requests have the same tokens; {ties}."
 
 
 def draw(grid: dict[str, Any]) -> str:
     """The page."""
-    head = "| engine | policy | same tokens | accepted / drafted | windows (graphs) | rejected "
-    lines = [f"{head}| left | strays | early | bypassed | fallbacks |", "|---|---|" + "---:|" * 9]
+    head = "| engine | policy | same tokens | gap | noise | accepted / drafted | windows (graphs) "
+    lines = [
+        f"{head}| rejected | left | lost | strays | early | bypassed | fallbacks |",
+        "|---|---|" + "---:|" * 12,
+    ]
     notes, failed, again = [], [], []
     for name, policies in grid["jobs"].items():
         notes.append(f"- {name}: {JOBS[name]['says']}; {', '.join(scenarios(name))}.")
         for policy, found in policies.items():
             if "error" in found:
                 failed.append(f"- {name}, `{policy}`: {found['error']}")
-            elif policy == "again":
-                again.append(agreement(name, found))
-            elif policy != "stock":
+            elif policy in STOCK:
+                again += [agreement(name, policy, found)] if policy != "stock" else []
+            else:
                 lines.append(line(name, policy, found))
     for policy, found in grid["jobs"].get("tp2", {}).items():
         if "as_alone" in found:

@@ -1,17 +1,22 @@
-"""Real vLLM on a GPU: undo changes no token, and no policy leaves a rejected row behind."""
+"""Real vLLM on a GPU: tokens part from stock's at near-ties alone, under undo hardly there.
+
+No policy leaves a rejected row behind, and none loses an accepted one.
+"""
 
 from __future__ import annotations
 
 import pytest
-from gpu_jobs import JOBS, NEAR_TIE, TIMED, V1, scenarios
+from gpu_jobs import JOBS, NEAR_TIE, STOCK, TIMED, V1, attention, scenarios
+from gpu_ties import NEAR, NOISE, compare
 
-CELLS = [
-    pytest.param(kind, policy, scenario, id=f"{kind}-{policy}-{scenario}")
+ALL = [
+    (kind, policy, scenario)
     for kind, found in JOBS.items()
     for policy in found["policies"]
-    if policy != "again"
     for scenario in ("unwatched", *scenarios(kind))
 ]
+CELLS = [pytest.param(*cell, id="-".join(cell)) for cell in ALL if cell[1] not in STOCK]
+STOCKS = [pytest.param(*cell, id="-".join(cell)) for cell in ALL if cell[1] in STOCK]
 
 
 def reports_of(reports, kind, *policies):
@@ -24,18 +29,15 @@ def reports_of(reports, kind, *policies):
 
 @pytest.mark.parametrize(("kind", "policy", "scenario"), CELLS)
 def test_a_cell(reports, kind, policy, scenario):
-    """Tokens and acceptance are stock's, or under deferred nearly; the caches are clean."""
+    """Tokens and acceptance are stock's but for near-ties; the caches are clean."""
     report, ours = reports_of(reports, kind, "stock", policy)
     stock, ours, active = report[scenario], ours[scenario], active_ranks(ours)
-    same = sum(a == b for a, b in zip(ours["tokens"], stock["tokens"], strict=True))
     ahead = JOBS[kind].get("options", {}).get("async_scheduling", True)
-    if policy == "undo" and ahead and scenario in TIMED:
-        assert same >= 0.5 * len(stock["tokens"])
-    elif policy == "undo" and scenario == NEAR_TIE:
-        assert same >= len(stock["tokens"]) - 1
-    elif policy == "undo":
-        assert same == len(stock["tokens"])
+    varies = scenario == NEAR_TIE or (ahead and scenario in TIMED)
+    if policy == "undo" and not varies:
+        assert ours["tokens"] == stock["tokens"]
         assert ours["stats"] == stock["stats"]
+    near(kind, compare(ours, stock))
     assert 0 < ours["stats"]["accepted"] <= ours["stats"]["drafted"]
     assert active == JOBS[kind].get("active", [True] * len(active))
     seen_by_rank = ours.get("oracle", [None] * len(active))
@@ -47,6 +49,20 @@ def test_a_cell(reports, kind, policy, scenario):
         assert counts["kvtxn_windows_total_committed"] == counts["kvtxn_windows_total"] > 0
         if seen is not None:
             judge(counts, seen, policy, JOBS[kind].get("bypassed", 0.1))
+
+
+@pytest.mark.parametrize(("kind", "policy", "scenario"), STOCKS)
+def test_stock_next_to_stock(reports, kind, policy, scenario):
+    """What is asked of kvtxn's engines is what stock keeps to, with another attention or again."""
+    stock, other = reports_of(reports, kind, "stock", policy)
+    near(kind, compare(other[scenario], stock[scenario]))
+
+
+def near(kind, found):
+    """Logits are as near as rounding allows, and so are the tokens that engines differ in."""
+    assert found["noise"] <= NOISE
+    assert found["gap"] <= NEAR
+    assert not found["by_lot"] or JOBS[kind].get("random")
 
 
 def active_ranks(report):
@@ -67,7 +83,7 @@ def judge(counts, seen, policy, most):
     assert 0 <= stocks <= most * seen["rejected"]
     assert seen.get("rejected_written", 0) <= stocks
     assert seen.get("strays", 0) == 0 or stocks
-    assert seen.get("kept_unwritten", 0) <= 0.3 * seen["kept"]  # the same bytes as before
+    assert seen.get("lost", 0) == 0
     if policy == "deferred":
         assert seen.get("early", 0) <= drafts
 
@@ -87,8 +103,9 @@ def test_the_oracle_sees_rejected_rows_in_stock(reports, kind):
 @pytest.mark.parametrize("kind", JOBS)
 def test_the_engine_is_the_one_that_was_meant(reports, kind):
     """Attention, runner and graphs."""
-    for found in reports_of(reports, kind, "stock", *JOBS[kind]["policies"]):
-        assert found["attention"] == JOBS[kind]["attention"]
+    policies = ("stock", *JOBS[kind]["policies"])
+    for policy, found in zip(policies, reports_of(reports, kind, *policies), strict=True):
+        assert found["attention"] == attention(kind, policy)
         assert found["runner"] == ("v1" if V1.items() <= environment(kind).items() else "v2")
         assert found["graphs"] != "NONE"
 

@@ -7,6 +7,7 @@ import json
 import pytest
 from gpu_jobs import JOBS, scenarios
 from gpu_table import PAGE, RECORD, draw
+from gpu_ties import NEAR, NOISE
 from kvtxn.integrations.vllm_policy import ATTENTION, RUNNERS
 
 GRID = json.loads(RECORD.read_text())
@@ -25,20 +26,39 @@ def test_the_page_is_drawn_from_the_record():
     assert PAGE.read_text() != draw(changed)
 
 
+def test_a_record_without_the_newer_columns_is_drawn():
+    """With "-" in their place; what a newer one says is in its own cells."""
+    changed = json.loads(json.dumps(GRID))
+    flash = changed["jobs"]["flash"]["undo"]["cells"]
+    for cell in flash.values():
+        for key in ("gap", "noise", "lost", "by_lot", "followed"):
+            cell.pop(key, None)
+    assert "| `undo` | 40 / 40 | - | - |" in draw(changed)
+    for cell in flash.values():
+        cell |= {"gap": 2.0, "noise": 1.5, "lost": 0}
+    assert "| `undo` | 40 / 40 | 2 | 1.5 |" in draw(changed)
+
+
 def test_what_needs_one_gpu_is_recorded():
-    """Every policy and scenario of it."""
+    """Every policy and scenario of it; stock again or with another attention only explains."""
     for name, found in JOBS.items():
         if found.get("gpus", 1) == 1:
-            assert set(GRID["jobs"][name]) == {"stock", *found["policies"]}
+            assert set(GRID["jobs"][name]) >= {"stock", *found["policies"]} - {"again", "other"}
             for seen in GRID["jobs"][name].values():
                 assert list(seen["cells"]) == ["unwatched", *scenarios(name)]
 
 
 @pytest.mark.parametrize(("kind", "policy"), SEEN)
 def test_a_record_is_clean(kind, policy):
-    """No rejected row left, nothing else changed, nothing early, no fallback."""
+    """No rejected row left, none lost, nothing else changed, nothing early, no fallback, and ties.
+
+    Older cells do not say what was lost, nor how near logits are.
+    """
     for cell in GRID["jobs"][kind][policy]["cells"].values():
         assert cell["fallbacks"] == 0
+        assert cell.get("lost", 0) == 0
+        assert cell.get("gap", 0) <= NEAR
+        assert cell.get("noise", 0) <= NOISE
         if not cell["bypassed"]:
             assert not any(cell.get(key, 0) for key in ("rejected_written", "strays"))
             assert policy == "undo" or cell.get("early", 0) == 0

@@ -34,7 +34,7 @@ def test_equals_stock(reports, job, policy, scenario):
         assert counts["kvtxn_rows_rejected_total"] == seen["rejected"]
         assert seen["rejected_written"] == 0
         assert seen["strays"] == 0
-        assert seen["kept_unwritten"] <= 0.1 * seen["kept"]
+        assert seen["lost"] == 0
         if policy == "deferred":
             assert seen["early"] == 0
 
@@ -45,7 +45,7 @@ def test_the_oracle_sees_rejected_rows_in_stock(reports, job):
     for result in reports(job)["stock"].values():
         if "oracle" in result:
             for seen in result["oracle"]:
-                assert seen["rejected_written"] > 0.5 * seen["rejected"] > 0
+                assert seen["rejected_written"] == seen["rejected"] > 0
                 assert seen["strays"] > 0
 
 
@@ -97,7 +97,11 @@ def test_an_unsupported_release_runs_stock(reports, job):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_logprobs_are_stocks(reports, job, policy):
     """The same tokens in the same order; bit-equal where the attention is vLLM's own."""
-    stock, ours = (reports(job)[name]["logprobs"]["logprobs"] for name in ("stock", policy))
+    stock, ours = (
+        [pair for request in report["logprobs"]["logprobs"] for step in request for pair in step]
+        for report in (reports(job)["stock"], reports(job)[policy])
+    )
+    assert stock
     assert [token for token, _ in ours] == [token for token, _ in stock]
     allowed = 0.0 if policy == "undo" else 1e-4
     assert all(abs(a - b) <= allowed for (_, a), (_, b) in zip(ours, stock, strict=True))

@@ -9,6 +9,8 @@ engine, where it finds every rejected row written.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +32,67 @@ def planes(cache: Tensor) -> tuple[Tensor, ...]:
     if cache.ndim == 3:
         return (cache,)
     if cache.is_cuda:
-        return (cache.transpose(1, 2),)
+        return cache.transpose(1, 2).chunk(2, -1)
     blocks, heads, size, both = cache.shape
     halves = cache.view(blocks, heads, 2, size * both // 2)
     key = halves[:, :, 0].view(blocks, heads, both // 2, size).permute(0, 3, 1, 2)
     value = halves[:, :, 1].view(blocks, heads, size, both // 2).permute(0, 2, 1, 3)
     return key, value
+
+
+def mark(caches: dict[str, Tensor], slots: dict[str, Tensor], rows: list[int]) -> None:
+    """Put tiny numbers into these rows, which are about to be written; others in every row.
+
+    Nobody may read what a slot holds until then. Without this a row would look unwritten that comes
+    to the bytes of an earlier one in its place, as when the same is asked twice.
+    """
+    for number, (name, cache) in enumerate(caches.items()):
+        slot = slots[name][rows]
+        slot = slot[slot >= 0]
+        for plane in planes(cache):
+            shape = plane.shape[2:]
+            places = torch.arange(shape.numel(), device=slot.device).view(shape) + 7 * number
+            numbers = slot.view(-1, *[1] * len(shape)) + places
+            size = plane.shape[1]
+            plane[slot // size, slot % size] = (1 + numbers % 100).to(plane.dtype)
+
+
+def drafted(drafts: list[int], ends: list[int]) -> list[int]:
+    """The draft rows of a batch; each request's lie at its end."""
+    pairs = zip(drafts, ends, strict=True)
+    return [row for count, end in pairs for row in range(end - count, end)]
+
+
+def groups_of(runner: Any) -> dict[str, int]:
+    """The KV-cache group of each of the target's layers."""
+    mine = {id(module) for module in runner.get_model().modules()}
+    found = runner.compilation_config.static_forward_context
+    groups = {
+        name: number
+        for number, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+        for name in group.layer_names
+        if id(found[name]) in mine
+    }
+    assert groups
+    return groups
+
+
+def once_slots_are_known(tables: Any, method: str) -> list[Callable[[], None]]:
+    """What is put into this list is called when the tables' ``method`` has computed slots.
+
+    That is before the runner's subclass, if it has one, or the forward looks at the caches.
+    """
+    waiting: list[Callable[[], None]] = []
+    compute = getattr(tables, method)
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        result = compute(*args, **kwargs)
+        while waiting:
+            waiting.pop()()
+        return result
+
+    setattr(tables, method, computed)
+    return waiting
 
 
 class Step:
@@ -55,8 +112,17 @@ class Step:
             rejected += range(end - drafts + count, end)
         return kept, rejected
 
-    def changed(self, rows: list[int], copies: dict[str, Tensor] | None = None) -> int:
-        """How many rows differ from before, in whichever layer; in the caches, or in copies."""
+    def drafted(self) -> list[int]:
+        """All of them."""
+        return drafted(self.drafts, self.ends)
+
+    def changed(
+        self, rows: list[int], copies: dict[str, Tensor] | None = None, everywhere: bool = False
+    ) -> int:
+        """How many rows differ from before, in whichever layer; in the caches, or in copies.
+
+        ``everywhere``: in each layer, its keys and its values.
+        """
         if not rows:
             return 0
         found = []
@@ -68,7 +134,8 @@ class Step:
                 size = now.shape[1]
                 block, offset = slot // size, slot % size
                 found.append((now[block, offset] != then[block, offset]).flatten(1).any(1))
-        return int(torch.stack(found).any(0).sum())
+        differ = torch.stack(found)
+        return int((differ.all(0) if everywhere else differ.any(0)).sum())
 
     def strays(self, allowed: list[int]) -> int:
         """Layers that changed anywhere but in the rows that may be written."""
@@ -91,15 +158,9 @@ class CacheOracle:
     def oracle_install(self) -> None:
         """Watch every step from now on."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        mine = {id(module) for module in runner.get_model().modules()}
         found = runner.compilation_config.static_forward_context
-        names = [
-            name
-            for group in runner.kv_cache_config.kv_cache_groups
-            for name in group.layer_names
-            if id(found[name]) in mine
-        ]
-        assert names
+        groups = groups_of(runner)
+        names = list(groups)
         packings = {
             getattr(found[name], "isa", getattr(found[name].impl, "isa", "latent"))
             for name in names
@@ -108,9 +169,17 @@ class CacheOracle:
         self.oracle_counts = Counter[str]()
         self.oracle_names, self.oracle_layers = names, found
         counts, plan, step = self.oracle_counts, [], []
+        tables = runner.input_batch.block_table
+        waiting = once_slots_are_known(tables, "compute_slot_mapping")
         prepare, forward, sample = runner._prepare_inputs, runner._model_forward, runner._sample
 
         def prepared(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+            asked = scheduler_output.scheduled_spec_decode_tokens
+            drafts = [len(asked.get(request, ())) for request in runner.input_batch.req_ids]
+            rows = drafted(drafts, num_scheduled_tokens.cumsum().tolist())
+            caches = {name: found[name].kv_cache for name in names}
+            slots = {name: tables[number].slot_mapping.gpu for name, number in groups.items()}
+            waiting.append(partial(mark, caches, slots, rows))
             result = prepare(scheduler_output, num_scheduled_tokens)
             plan[:] = [[] if result[1] is None else list(result[1].num_draft_tokens)]
             ends = runner.query_start_loc.np[1 : len(plan[0]) + 1].tolist()
@@ -133,8 +202,7 @@ class CacheOracle:
             result = forward(*args, **kwargs)
             if step:
                 self.after_forward(step[0])
-                kept, rejected = step[0].rows([0] * len(step[0].drafts))
-                counts["early"] += step[0].changed(kept + rejected)
+                counts["early"] += step[0].changed(step[0].drafted())
             return result
 
         def sampled(logits: Any, metadata: Any) -> Any:
@@ -158,7 +226,7 @@ class CacheOracle:
         counts["kept"] += len(kept)
         counts["rejected"] += len(rejected)
         counts["rejected_written"] += step.changed(rejected)
-        counts["kept_unwritten"] += len(kept) - step.changed(kept)
+        counts["lost"] += len(kept) - step.changed(kept, everywhere=True)
         counts["strays"] += step.strays([*others, *kept])
 
     def before_forward(self, step: Step | None) -> None:

@@ -12,34 +12,58 @@ Tokens = list[list[int]]
 
 
 class Engine:
-    """A vLLM engine with what the scenarios need around it."""
+    """A vLLM engine with what the scenarios need around it.
 
-    def __init__(self, llm: Any) -> None:
+    Args:
+        llm: the engine.
+        scores: ask for so many of the likeliest tokens of every step.
+
+    Attributes:
+        cached: prompt tokens that were in the prefix cache.
+        hits: requests that hit a block in the step that filled it.
+        prompts: of the requests, in the order of the tokens that a scenario returns.
+        logprobs: of the same, per step ``[token, logprob]`` from the likeliest on; where asked for.
+    """
+
+    def __init__(self, llm: Any, scores: int | None = None) -> None:
         self.llm = llm
+        self.scores = scores
         self.cached = 0
         self.hits = 0
-        self.logprobs: list[list[float]] = []
+        self.prompts: Tokens = []
+        self.logprobs: list[list[list[list[float]]]] = []
 
     def run(self, prompts: Tokens, outputs: int, temperature: float = 0.0) -> Tokens:
         """Generate; sampling uses the worker's global generator."""
+        return self.ask(prompts, self.params(outputs, temperature))
+
+    def params(self, outputs: int, temperature: float = 0.0) -> Any:
+        """How a request is asked for, unless a scenario is about that."""
         from vllm import SamplingParams
 
-        params = SamplingParams(
-            temperature=temperature, max_tokens=outputs, ignore_eos=True, detokenize=False
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=outputs,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=self.scores,
         )
-        return self.ask(prompts, params)
 
     def ask(self, prompts: Tokens, params: Any) -> Tokens:
         """Generate with these parameters; every output of every prompt."""
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         results = self.llm.generate(asked, params, use_tqdm=False)
         self.cached += sum(result.num_cached_tokens or 0 for result in results)
-        outputs = [output for result in results for output in result.outputs]
-        for output in outputs:
-            for step in output.logprobs or []:
-                ranked = sorted(step.items(), key=lambda item: item[1].rank)
-                self.logprobs += [[token, found.logprob] for token, found in ranked]
-        return [list(output.token_ids) for output in outputs]
+        pairs = zip(prompts, results, strict=True)
+        return [self.keep(prompt, output) for prompt, found in pairs for output in found.outputs]
+
+    def keep(self, prompt: list[int], output: Any) -> list[int]:
+        """What a request that is over came to."""
+        self.prompts.append(prompt)
+        steps = output.logprobs or []
+        ranked = [sorted(step.items(), key=lambda item: -item[1].logprob) for step in steps]
+        self.logprobs.append([[[token, found.logprob] for token, found in step] for step in ranked])
+        return list(output.token_ids)
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -93,30 +117,27 @@ def same_step(engine: Engine) -> Tokens:
     vLLM hashes a block when it schedules the step that computes its last row, so a request
     that is admitted in this step reads rows written within the same forward.
     """
-    from vllm import SamplingParams
-
-    inner = engine.llm.llm_engine
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    inner, params = engine.llm.llm_engine, engine.params(40)
     results: Tokens = []
     for trial in range(12):
         if engine.hits == 2:
             break
         prompt, name = text(100 + trial, 20 + trial % 5), f"same-step-{trial}"
-        late, done = name + "-late", dict[str, list[int]]()
+        late, done, asked = name + "-late", dict[str, Any](), {name: prompt}
         tokens, admitted = list(prompt), 0
         inner.add_request(name, {"prompt_token_ids": prompt}, params)
         while inner.has_unfinished_requests():
             if not admitted and len(tokens) > len(prompt) and len(tokens) % 32 == 0:
                 admitted = len(tokens)
-                longer = {"prompt_token_ids": [*tokens, *text(200 + trial, 5)]}
-                inner.add_request(late, longer, params)
+                asked[late] = [*tokens, *text(200 + trial, 5)]
+                inner.add_request(late, {"prompt_token_ids": asked[late]}, params)
             for output in inner.step():
                 if output.request_id == late:
                     engine.hits += late not in done and output.num_cached_tokens == admitted
                 else:
                     tokens = prompt + list(output.outputs[0].token_ids)
-                done[output.request_id] = list(output.outputs[0].token_ids)
-        results += [done[key] for key in sorted(done)]
+                done[output.request_id] = output.outputs[0]
+        results += [engine.keep(asked[key], done[key]) for key in sorted(done)]
     return results
 
 

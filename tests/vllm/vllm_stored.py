@@ -68,7 +68,7 @@ class StoreOracle(CacheOracle):
         if self.judged is None:
             return
         step, rejected = self.judged
-        kept = [row for row in step.rows([0] * len(step.drafts))[1] if row not in rejected]
+        kept = [row for row in step.drafted() if row not in rejected]
         self.oracle_counts["order: " + ", ".join(self.moments)] += 1
         for moment, copies in self.taking.taken.items():
             self.oracle_counts[f"{moment}: rejected"] += step.changed(rejected, copies)
@@ -91,7 +91,7 @@ class StoreOracle(CacheOracle):
             self.taking.taken.clear()
             self.moments.clear()
         if self.watches_store and step is not None:
-            self.drafts = set(self._slots(step, step.rows([0] * len(step.drafts))[1]))
+            self.drafts = set(self._slots(step, step.drafted()))
             self.old = {slot: self._row(slot) for slot in self.drafts}
 
     def after_forward(self, step: Step) -> None:
