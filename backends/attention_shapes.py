@@ -20,8 +20,8 @@ _COMPUTE: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 #: Rows of a request, and query heads of a KV head, up to which one program may take one row.
 _SHORT: Final = 16
 
-#: Rows x KV heads per processor from which one program takes all rows of a request: the others
-#: would read its keys again, and what they gain by being many is no longer worth that.
+#: Rows x KV heads per processor from which one program takes all rows of a request: with so many
+#: programs, reading a request's keys once is worth more than having more programs.
 _CROWD: Final = 8
 
 #: The window's rows that one step reads at most.

@@ -1,9 +1,9 @@
-"""Launches of a window kernel that differ from an earlier one in addresses alone.
+"""Repeated launches of a window kernel that differ in addresses alone.
 
-The layers of a forward attend alike: the same rows, shapes and strides, other tensors. Triton
-looks at each of some eighty arguments to find the kernel that was compiled for such ones, which
-takes several times as long as the launch, once per layer wherever the forward is no graph. Here
-that is done at the first layer; the others call the compiled kernel with their own addresses.
+The layers of a forward attend alike: the same rows, shapes and strides, but other tensors. To find
+the compiled kernel, Triton looks at each of some eighty arguments, which takes several times as
+long as the launch, and would happen once per layer wherever the forward is not a graph. Here it
+happens at the first layer; the others call the compiled kernel with their own addresses.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RecurringWindows:
         args: AttentionArgs,
         keep: Keep | None,
     ) -> Hashable | None:
-        """All that a launch depends on but its addresses; None where it has to be made anew.
+        """Everything a launch depends on except addresses; None where it cannot be repeated.
 
         Args:
             layout: the rows.
@@ -93,7 +93,7 @@ class RecurringWindows:
         )
 
     def again(self, like: Hashable | None, places: tuple[Tensor, ...]) -> bool:
-        """Launch like an earlier one, if there was one; whether that was done."""
+        """Repeat an earlier launch with these addresses; False where there is none to repeat."""
         known = None if like is None else self._known.get(like)
         if known is None:
             return False

@@ -23,7 +23,7 @@ COUNTS: Final = 1
 MASK: Final = 2
 #: Tokens sampled per request: the accepted drafts and one more.
 SAMPLED: Final = 3
-#: The sampled ids themselves; those that are no placeholder and below the vocabulary's size.
+#: The sampled ids themselves; placeholders and ids beyond the vocabulary count as nothing.
 IDS: Final = 4
 #: Nodes along the accepted path of each request's draft tree.
 PATH: Final = 5

@@ -81,7 +81,7 @@ def _processor() -> str:
 
 
 def _without_folder(arguments: list[str]) -> list[str]:
-    """Where results go is no condition, and another machine has other folders."""
+    """Where results go does not affect them, and differs from machine to machine."""
     if "--folder" not in arguments:
         return arguments
     place = arguments.index("--folder")

@@ -67,8 +67,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         Args:
             key_states: ``[batch, num_kv_heads, count, head_size]``.
             value_states: likewise.
-            args: nothing of it is needed.
-            kwargs: likewise.
+            args: unused.
+            kwargs: unused.
         """
         return self._sequences.take(self._index, key_states, value_states)
 
@@ -100,8 +100,8 @@ class TxnCache(Cache):  # type: ignore[misc]
         backend: likewise.
 
     Raises:
-        ConfigError: a size is no positive int, or ``config`` no model configuration.
-        LayerError: a layer is no plain, sliding or chunked attention.
+        ConfigError: a size is not a positive int, or ``config`` not a model configuration.
+        LayerError: a layer is something else than full, sliding or chunked attention.
 
     The memory is taken by the first forward, for its batch size. A cache that is full raises
     ``CapacityError`` and stays as it is. An exception in the middle of a forward leaves every
@@ -166,7 +166,7 @@ class TxnCache(Cache):  # type: ignore[misc]
         the length to keep, as in older versions of transformers.
 
         Raises:
-            AcceptanceError: there are not that many tokens, or it is no int.
+            AcceptanceError: there are not that many tokens, or it is not an int.
             CapacityError: a sliding layer no longer has the rows that would be seen.
         """
         if not hasattr(tokens_to_remove, "__index__"):
@@ -222,7 +222,7 @@ def stock_layers(config: PreTrainedConfig) -> list[Any]:
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
             "TxnCache",
-            "config is no model configuration",
+            "config is not a model configuration",
             expected="a PreTrainedConfig",
             got=type(config).__name__,
             hint="pass model.config",

@@ -1,4 +1,4 @@
-"""vLLM's CPU attention with a window: what is no draft is written, drafts are staged.
+"""vLLM's CPU attention with a window: drafts are staged, all other rows are written.
 
 Two kinds of layers. Over keys and values, the whole batch attends here, over
 cache and window, since the CPU kernels return no log-sum-exp. Latent attention
@@ -46,7 +46,7 @@ def _write(
     slots: Tensor,
     rows: Callable[[], tuple[Tensor, ...]],
 ) -> None:
-    """Write what is no draft; stage the drafts.
+    """Stage the drafts; write all other rows.
 
     Args:
         hook: the layer's.
@@ -82,7 +82,7 @@ def window_attention(own: Any) -> Any:
         def do_kv_cache_update(
             self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
         ) -> None:
-            """Write what is no draft; stage the drafts."""
+            """Stage the drafts; write all other rows."""
             write = super().do_kv_cache_update
             _write(
                 self.kvtxn,
@@ -162,7 +162,7 @@ def latent_attention(own: Any) -> Any:
             kv_cache_dtype: str,
             k_scale: Tensor,
         ) -> None:
-            """Write what is no draft; stage the drafts."""
+            """Stage the drafts; write all other rows."""
             write = super().do_kv_cache_update
             _write(
                 self.kvtxn,

@@ -27,7 +27,7 @@ class PackedSteps(GpuSteps):
     Args:
         manager: over the target's layers, in the order of the groups.
         query_len: most rows that a request with drafts has.
-        vocab_size: sampled ids at or above it are no tokens.
+        vocab_size: sampled ids at or above it do not count as tokens.
     """
 
     def __init__(self, manager: TransactionManager, query_len: int, vocab_size: int) -> None:

@@ -254,7 +254,7 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
 
 
 def vocab_size(runner: Any) -> int:
-    """Ids at or above it are no tokens."""
+    """The vocabulary's size; ids at or above it do not count as tokens."""
     return int(runner.input_batch.vocab_size)
 
 
@@ -315,7 +315,7 @@ class Batch:
         starts: int ``[num_requests + 1]``, the first row of each request, and the end.
         seq_lens: int ``[num_requests]``.
         block_table: int ``[num_requests, max_blocks]``.
-        num_rows: rows that are no padding.
+        num_rows: rows without padding.
     """
 
     starts: Tensor

@@ -1,7 +1,7 @@
 """Where the rows of vLLM's layers lie.
 
 The CPU kernels store K transposed or interleaved, differently per instruction
-set, so a row there is no strided view. Instead of knowing each packing, the
+set, so a row there is not a strided view. Instead of knowing each packing, the
 layout is *probed*: the real writer fills one scratch block with bit patterns
 that tell, for every element of the block, which element of which row it holds.
 """

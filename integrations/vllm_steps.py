@@ -59,7 +59,7 @@ class Steps:
 
     Args:
         manager: over the target's layers; one group per KV-cache group.
-        vocab_size: sampled ids at or above it are no tokens.
+        vocab_size: sampled ids at or above it do not count as tokens.
 
     Attributes:
         manager: as given.

@@ -21,7 +21,7 @@ from .layout import RowLayout
 from .planes import decoded
 from .rows import read
 
-#: Numbers from here on are no scale, window or cap, and no int64.
+#: Scales, sliding windows and soft caps have to be smaller than this, as an int64 is.
 _TOO_LARGE: Final = 2**63
 
 
@@ -304,7 +304,7 @@ def partial_attention(
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1))
     out = weights @ values.repeat_interleave(groups, 0)
-    # A weight of 0 does not take out what is no number, so it is put in where it is seen.
+    # 0 x NaN is NaN: values that are not finite were zeroed, and now spoil the rows that see them.
     spoilt = torch.einsum("mn,nhd->hmd", mask.to(torch.float32), (~finite).to(torch.float32))
     return out.masked_fill(spoilt.repeat_interleave(groups, 0) > 0, torch.nan), lse
 

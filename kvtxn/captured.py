@@ -4,8 +4,8 @@ A graph's memory pool may reuse a tensor's memory inside the graph as soon as no
 the tensor. ``CapturedRows`` holds every key and value until the capture ends; then they
 stay intact through each replay, and the commit reads them where the forward left them. A
 compiler that plans memory by itself does not ask who holds a tensor, so this is checked, not
-assumed: the graph copies the rows as it produces them, and after a replay both must agree.
-Where they do not, the copies take over; they are kept then, and are dropped otherwise.
+assumed: the graph copies the rows as it produces them, and after a replay ``verify`` compares the
+two. Where they differ, the copies are used instead.
 
 A window over them, ``manager.window(..., captured=rows)``, is STAGED when it begins. What
 such windows have in common is validated once and looked up afterwards.
@@ -30,7 +30,7 @@ from .slots import SlotMappings, Slots
 if TYPE_CHECKING:
     from .manager import TransactionManager
 
-#: Shapes and places that are remembered; beyond, all are validated anew.
+#: Windows that are remembered; when there are more, all are forgotten and validated anew.
 _MAX_STANDING: Final = 64
 
 
@@ -45,7 +45,7 @@ class CapturedRows:
         by_reference: False once a check has failed and the copies are in use.
 
     Raises:
-        ConfigError: ``check`` is no bool.
+        ConfigError: ``check`` is not a bool.
     """
 
     def __init__(self, *, check: bool = True) -> None:
@@ -146,7 +146,7 @@ class CapturedRows:
     def standing(
         self, manager: TransactionManager, draft_len: Lengths, slots: Slots, settled: Lengths
     ) -> tuple[Standing, SlotMappings]:
-        """The window of this shape at these places, validated now or before.
+        """What windows of this shape over these rows and slots share; validated the first time.
 
         Slots on the device are read where they are, and so must not be written to before commit;
         others are copied, as in any window.
@@ -211,9 +211,10 @@ class CapturedRows:
 def _key(
     manager: TransactionManager, draft_len: Lengths, slots: Slots, settled: Lengths
 ) -> tuple[object, ...]:
-    """What a standing window depends on; empty where it cannot recur.
+    """What identifies a window that can recur; empty where it cannot.
 
-    Slots that are checked or copied by the host, or before the launch, are new every time.
+    It cannot where slots come from the host, or are checked or copied before the launch: those
+    may differ every time.
     """
     if not manager.executor.capabilities.checks_range:
         return ()

@@ -111,7 +111,7 @@ def as_counts(accepted: Tensor | SampledIds) -> Tensor:
 
 @attrs.define(eq=False)
 class Standing:
-    """Windows that recur over captured rows: one shape, the same places, validated once.
+    """What windows over the same captured rows have in common: shape and places, validated once.
 
     Attributes:
         layout: the rows.
@@ -145,9 +145,10 @@ class Txn:
         saved: under ``undo``, the rows the caches held before, by layer name.
         in_range: bool scalar on the device, False where a slot lies outside its cache
             and nothing may be written; None where the host checked.
-        pattern: where not None, the staged rows have the strides of every other window with
-            this very object, layer by layer.
-        standing: where not None, what this window has in common with others, addresses included.
+        pattern: an object that this window shares with others whose staged rows have the same
+            strides, layer by layer; None where that is not known.
+        standing: what this window shares with others over the same captured rows, addresses
+            included; None for other windows.
         counters: int64 ``[num_counts, 4]`` on the device; see ``count``.
     """
 

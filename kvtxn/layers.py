@@ -64,7 +64,7 @@ class LayerRef:
         v_scale: likewise for V.
         kv_dtype: ``"auto"``, ``"fp8"`` (= ``"fp8_e4m3"``), ``"fp8_e5m2"``, ``"int8"``, or the
             cache's own floating dtype by name.
-        key_offsets: for a cache whose rows are no strided view, such as a CPU kernel's
+        key_offsets: for a cache whose rows are not strided views, such as a CPU kernel's
             packing: int ``[block_size, num_kv_heads, head_size]``, the element of a block
             that holds each part of the row at each block offset. Both caches are then
             ``[num_blocks, block_numel]``, and may be the same tensor.

@@ -52,7 +52,7 @@ class RowLayout:
         request: int64 ``[num_rows]``, the request of each row.
         position: int64 ``[num_rows]``, 0, 1, ... for draft rows, -1 for settled rows.
         is_draft: bool ``[num_rows]``.
-        tree: how the drafts hang together, where they are no plain sequence.
+        tree: the draft trees; None where the drafts are plain sequences.
     """
 
     draft_len: tuple[int, ...]

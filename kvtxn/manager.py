@@ -64,7 +64,7 @@ class TransactionManager:
         self.config = config if config is not None else TxnConfig()
         if not isinstance(self.config, TxnConfig):
             raise ConfigError(
-                "TransactionManager", "config is no TxnConfig", got=type(config).__name__
+                "TransactionManager", "config is not a TxnConfig", got=type(config).__name__
             )
         self.layers: Mapping[str, LayerRef] = MappingProxyType(by_name(layers))
         refs = tuple(self.layers.values())
@@ -185,7 +185,7 @@ class TransactionManager:
         if captured is not None and not isinstance(captured, CapturedRows):
             raise ConfigError(
                 "window",
-                "captured is no CapturedRows",
+                "captured is not a CapturedRows",
                 expected="CapturedRows, or None",
                 got=type(captured).__name__,
                 hint="stage the rows into a CapturedRows while the forward is captured",
@@ -250,7 +250,7 @@ class TransactionManager:
         return self.hooks.add("on_abort", callback)
 
     def bypass(self, reason: str) -> None:
-        """Count a step that could have had a window and, for ``reason``, has none."""
+        """Count a step that could have had a window but, for ``reason``, has none."""
         self.metrics.bypassed[_label(reason)] += 1
 
     def snapshot(self) -> dict[str, float]:

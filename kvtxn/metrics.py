@@ -38,8 +38,8 @@ class Family:
         name: a counter ends in ``_total``; others are gauges.
         help: one sentence.
         label: what tells its values apart; None: there is one value.
-        per_rank: each rank of an engine counts what is its own: a sum over ranks is right. Else
-            every rank counts the same windows, and one rank speaks for all.
+        per_rank: each rank of an engine counts its own share, so values are summed over ranks.
+            Otherwise every rank counts the same windows, and one rank's value is the engine's.
     """
 
     name: str

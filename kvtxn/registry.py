@@ -39,7 +39,7 @@ def register(name: str, executor: type[Executor]) -> None:
 
     Raises:
         ConfigError: ``name`` is taken by another executor, is "auto" or no name at all, or
-            ``executor`` is no finished ``Executor`` subclass.
+            ``executor`` is not a complete ``Executor`` subclass.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(

@@ -56,7 +56,9 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
     by_name: dict[str, LayerRef] = {}
     memory: dict[tuple[object, ...], str] = {}
     if not isinstance(layers, Iterable) or isinstance(layers, Tensor):
-        raise LayerError("TransactionManager", "layers is no iterable", got=type(layers).__name__)
+        raise LayerError(
+            "TransactionManager", "layers is not an iterable", got=type(layers).__name__
+        )
     for ref in layers:
         if not isinstance(ref, LayerRef):
             raise LayerError(

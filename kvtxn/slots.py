@@ -14,7 +14,7 @@ from .errors import CapacityError, SlotMappingError
 from .layers import Kind
 from .layout import Lengths, RowLayout, as_lengths, to_device
 
-#: Where the rows of a window go: one mapping, or one per group; None is said later.
+#: Where the rows of a window go: one mapping, or one per group; None where ``stage`` brings it.
 Slots = Tensor | Sequence[int] | Mapping[str, Tensor | Sequence[int]] | None
 
 
@@ -30,7 +30,7 @@ def _laps(slots: list[int], ring_size: int, layout: RowLayout) -> bool:
 
 
 def count_of(slots: object) -> int | None:
-    """How many rows ``slots`` speak of; None where they are no slots at all."""
+    """The number of slots in a mapping; None if it is not a mapping of slots."""
     shape = getattr(slots, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) == 1 else None
@@ -100,7 +100,7 @@ class SlotMappings:
 
     @staticmethod
     def _count(lengths: Lengths) -> int | None:
-        """How many requests ``lengths`` speaks of; None where it is one int for all."""
+        """The number of requests, if there is one length per request; None for one int for all."""
         if hasattr(lengths, "__len__") and not (isinstance(lengths, Tensor) and not lengths.ndim):
             return len(lengths)
         return None
@@ -188,7 +188,7 @@ class SlotMappings:
         return own
 
     def rows_in(self, group: str, slots: object) -> int | None:
-        """Rows of a window that this mapping of a group would make; None where it says nothing."""
+        """Rows of a window with this mapping for a group; None if it is not a mapping of slots."""
         count = count_of(slots)
         if count is None or self._rules.kinds[group].name != "recurrent":
             return count

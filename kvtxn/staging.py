@@ -20,7 +20,7 @@ from .executor import StagedLayer
 from .layers import LayerRef, Plane
 from .parts import stored_rows
 
-#: Numbers of rows whose windows are remembered; beyond, all are forgotten.
+#: Window sizes whose rows are remembered; when there are more, all are forgotten.
 _MAX_LOOKS: Final = 64
 
 #: dtype, shape, stride (None if contiguous), device, and whether the negative bit could be set.
@@ -29,7 +29,7 @@ _Facts = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, torch.device, bo
 
 @attrs.define(eq=False)
 class _Looks:
-    """What the rows of windows with one number of rows looked like, layer by layer.
+    """What staged rows looked like, layer by layer, in earlier windows with as many rows.
 
     Attributes:
         layers: facts of each layer's key and value, of tensors that passed every check.
@@ -77,7 +77,7 @@ class Stager:
 
     @property
     def pattern(self) -> object | None:
-        """For ``Txn.pattern``: what this window's rows, all taken, have in common with others."""
+        """For ``Txn.pattern``, once every layer is taken."""
         return self._looks.pattern if self._known else None
 
     def again(
@@ -88,11 +88,11 @@ class Stager:
         missing: dict[str, None],
         staged: dict[str, StagedLayer],
     ) -> bool:
-        """Take a layer's rows in, if they look exactly as rows did that passed every check.
+        """Take a layer's rows, if they look exactly like rows that passed every check before.
 
-        A few comparisons, in place of the checks that explain: this runs once per layer and
-        window, so nothing in it is a call of its own. False means that those checks are needed;
-        nothing was taken then. A layer that is known here is one of the manager's.
+        This is the fast path: it runs once per layer and window, so it compares a few facts,
+        inline, where ``check_parts`` validates and explains. False means that those checks are
+        needed; nothing was taken then.
 
         Args:
             ref: the layer.

@@ -6,9 +6,9 @@ the nodes of the accepted path ``n0, n1, ...`` to places 0, 1, ...: there they l
 sequence of only accepted tokens would lie. A node sees its ancestors and itself (tree
 attention: Miao et al., 2024, arXiv:2305.09781; Cai et al., 2024, arXiv:2401.10774).
 
-What ends up in place ``t`` is decided for each place by itself, without a loop over the path:
-node ``path[t]``, if the path up to it is exactly that node's own way from the root. So an
-invalid path is cut at the first node whose parent is not the node before it.
+Each place ``t`` is decided independently, without a loop over the path: it gets node ``path[t]``
+if the path up to there is exactly that node's own way from the root. So an invalid path is cut at
+the first node whose parent is not the node before it.
 """
 
 from __future__ import annotations
@@ -198,14 +198,14 @@ def as_parents(tree: object) -> KnownParents:
     """What ``window`` was given as ``tree``: every parent comes before its child.
 
     Raises:
-        TreeError: it is no such sequence.
+        TreeError: it is not such a sequence.
     """
     if isinstance(tree, Tensor) and tree.device.type != "cpu":
         _refuse_tree("tree is on a device", f"{tree.dtype} on {tree.device}")
     if hasattr(tree, "tolist"):
         tree = tree.tolist()
     if not isinstance(tree, Sequence) or isinstance(tree, (str, bytes)):
-        _refuse_tree("tree is no sequence", type(tree).__name__)
+        _refuse_tree("tree is not a sequence", type(tree).__name__)
     if any(isinstance(item, Sequence) or hasattr(item, "tolist") for item in tree):
         return tuple(_parents(item, request) for request, item in enumerate(tree))
     return _parents(tree, None)
@@ -216,7 +216,7 @@ def _parents(tree: object, request: int | None) -> tuple[int, ...]:
     if hasattr(tree, "tolist"):
         tree = tree.tolist()
     if not isinstance(tree, Sequence) or isinstance(tree, (str, bytes)):
-        _refuse_tree(f"the tree{where} is no sequence", repr(tree))
+        _refuse_tree(f"the tree{where} is not a sequence", repr(tree))
     for node, parent in enumerate(tree):
         if type(parent) is not int or not -1 <= parent < node:
             _refuse_tree(f"the parent of draft row {node}{where} does not come before it", parent)

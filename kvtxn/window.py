@@ -48,7 +48,7 @@ class Window(WindowLife):
                 self._state = after(self._state, Event.STAGE_LAST)
 
     def _begin_staged(self, standing: Standing) -> None:
-        """Every layer's rows are in already; the manager calls this instead, once."""
+        """Begin with every layer staged, from captured rows; the manager calls this, once."""
         manager = self._manager
         self._txn = txn = manager.new_txn(standing.layout)
         txn.slots, txn.staged = standing.slots, standing.staged
@@ -116,12 +116,13 @@ class Window(WindowLife):
         """
         txn = self._txn
         if (
-            self._waits
+            txn is not None
+            and self._waits
             and slots is None
             and self._state is WindowState.OPEN
-            and self._manager.stager.again(ref, key, value, self._missing, txn.staged)  # type: ignore[union-attr]
+            and self._manager.stager.again(ref, key, value, self._missing, txn.staged)
         ):
-            self._taken(txn)  # type: ignore[arg-type]  # there is one, if anything waits
+            self._taken(txn)
             return
         if self._state is not WindowState.STAGED and not allowed(self._state, Event.STAGE):
             self._refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
@@ -142,7 +143,7 @@ class Window(WindowLife):
         self._remember(txn, layer)
 
     def _remember(self, txn: Txn, layer: StagedLayer) -> None:
-        """The layer is in."""
+        """Note that the layer is staged, and its rows where commit needs them."""
         name = layer.ref.name
         if self._state is not WindowState.DIRECT:
             txn.staged[name] = layer if txn.holds_rows else StagedLayer(layer.ref, ())
@@ -150,7 +151,7 @@ class Window(WindowLife):
         self._taken(txn)
 
     def _taken(self, txn: Txn) -> None:
-        """One layer more is in."""
+        """Count one more staged layer; the last one makes the window STAGED."""
         self._manager.metrics.layer_calls += txn.layout.num_rows
         if not self._missing:
             self._state = after(self._state, Event.STAGE_LAST)
@@ -258,9 +259,9 @@ class Window(WindowLife):
                 ``[num_requests, depth]`` padded with -1, or one sequence per request; on a
                 device, a path is cut at its first row whose parent is not the one before.
 
-        A slot on the device that lies outside its cache makes the commit write nothing. Only the
-        device knows, so the label says COMMITTED all the same: that the commit was handed over
-        whole. ``manager.snapshot()["kvtxn_windows_refused_total"]`` says how many were refused.
+        A device slot outside its cache makes the commit write nothing. Only the device knows
+        that, so the label still says COMMITTED: the commit was handed over whole.
+        ``manager.snapshot()["kvtxn_windows_refused_total"]`` counts such commits.
 
         Raises:
             IncompleteWindowError: a layer is missing; the window stays open.
@@ -360,9 +361,17 @@ class Window(WindowLife):
             raise
 
     def fall_back(self, operation: str, error: Exception) -> None:
-        """The caller failed: write what is staged; other rows are its own, commit only counts.
+        """The caller's own code failed: give this window up, and write what is staged directly.
 
-        Not for trees: a row that the window does not have it cannot move.
+        From here on the caller writes the rows of layers that are not staged; commit only
+        counts. Not for windows with a draft tree, whose commit has to move rows it was given.
+
+        Args:
+            operation: what failed; becomes ``fallback_reason`` and a label of the metrics.
+            error: what it raised; logged, or raised again under ``on_error="raise"``.
+
+        Raises:
+            WindowStateError: the window is over or fell back already, or has a draft tree.
         """
         if not allowed(self._state, Event.FALL_BACK) or self._txn is None:
             self._refuse("fall_back", Event.FALL_BACK)

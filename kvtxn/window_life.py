@@ -1,8 +1,7 @@
-"""What becomes of a window: its state, what a failure does to it, and its end.
+"""A window's state, what a failure does to it, and how it ends; the base of ``Window``.
 
-``Window`` acts; this is what it acts on. A window that cannot keep its promise
-any more goes DIRECT, and the reference in ``kvtxn.recovery`` finishes what the
-executor left; where even that fails, the label says FAILED.
+A window whose executor failed goes DIRECT, and the reference in ``kvtxn.recovery``
+finishes what the executor left; where even that fails, the label says FAILED.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ WrittenBy = Literal["window", "caller"]
 
 
 class WindowLife:
-    """The state of one window, and every way in which it changes outside the plain path.
+    """The state of one window, and every change to it that is not a plain stage or commit.
 
     Attributes:
         number: counts the manager's windows from 0.
@@ -55,7 +54,7 @@ class WindowLife:
         self._txn: Txn | None = None
         self._accepted: Tensor | SampledIds | None = None
         self._hook_error: Exception | None = None
-        self._waits = False  # all groups have slots, and staging writes nothing: it is deferred
+        self._waits = False  # all groups have slots, and staging has nothing to write
 
     # -- what it is ---------------------------------------------------------------
 
@@ -93,9 +92,9 @@ class WindowLife:
             waiting = [layer for layer in layers if layer.rows]  # under undo they are written
             self._or_fail(lambda: self._write_without_executor(txn, waiting))
 
-    # What a counter cannot take back keeps its policy after a fallback, in the hands of the
-    # reference: written through, a rejected row would have evicted a live one for good. Rows
-    # of a tree are written through, and kept all the same: commit moves those of the path.
+    # Rings and states keep their policy even after a fallback, carried out by the reference:
+    # written through, a rejected row would evict a live one for good. Rows of a tree are written
+    # through, but held as well, since commit moves those of the accepted path.
 
     def _holds(self, ref: LayerRef) -> bool:
         """Whether drafts of this layer wait for commit even in a window that fell back."""
@@ -110,7 +109,7 @@ class WindowLife:
         return {name: layer for name, layer in staged if moves or self._holds(layer.ref)}
 
     def _save_what_is_evicted(self, txn: Txn, group: str) -> None:
-        """Under ``undo``, where the executor did not: what the slots of a ring hold."""
+        """Under ``undo``, save what the slots of a ring hold, where the executor did not."""
         if self._manager.policy == "undo" and self._manager.kinds[group].overwrites:
             refs = [ref for ref in txn.layers if ref.group == group and ref.name not in txn.saved]
             self._or_fail(lambda: txn.saved.update(read_layers(refs, txn.slots)))
@@ -124,7 +123,7 @@ class WindowLife:
         txn.staged.update({layer.ref.name: layer for layer in waiting})
 
     def _finish_held(self, txn: Txn, accepted: Tensor | None) -> None:
-        """The end of a window that fell back, for rings, states and trees: what was held back."""
+        """End a window that fell back: write what rings, states and trees held back."""
         before = {ref.name: txn.saved[ref.name] for ref in txn.layers if ref.name in txn.saved}
         before = {name: rows for name, rows in before.items() if self._evicts(name)}
         recovery.finish(txn, accepted, before, self._held_layers().values())
@@ -170,7 +169,7 @@ class WindowLife:
         raise error
 
     def _finish(self, event: Event, accepted: object = None) -> None:
-        """Label the end, tell whoever listens, and let go of everything the window held."""
+        """Label the end, call the hooks, and let go of everything the window held."""
         self._state = after(self._state, event)
         try:
             if event is not Event.FAIL:
@@ -196,7 +195,7 @@ class WindowLife:
                 self._hook_error = self._hook_error or error
 
     def _surface(self) -> None:
-        """``on_error="raise"``: a hook's error comes out, once everything is done."""
+        """Under ``on_error="raise"``, raise the first hook's error, once everything is done."""
         if self._hook_error is not None and self._manager.config.on_error == "raise":
             raise self._hook_error
 
