@@ -118,7 +118,7 @@ def build_plan(planes: Sequence[Plane], rows: Sequence[RowsAt], groups: Sequence
     cut = [(plane, *piece) for plane, line in enumerate(whole) for piece in _cut(line)]
     lines = [line for _, _, line in cut]
     device = planes[0].cells.device
-    facts = torch.tensor([[line[name] for name in FIELDS] for line in lines])
+    facts = torch.tensor([[line[name] for name in FIELDS] for line in lines], device="cpu")
     table = to_device(facts, device, torch.int64)
     narrow = [line["unit_bytes"] for line in lines if not line["wide"]]
     return Plan(
@@ -259,7 +259,7 @@ class _Page:
     """Host memory for one upload."""
 
     def __init__(self, size: int, pinned: bool) -> None:
-        self._host = torch.empty(size, dtype=torch.int64, pin_memory=pinned)
+        self._host = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._cells = (ctypes.c_int64 * size).from_address(self._host.data_ptr())
         self._sent = torch.cuda.Event() if pinned else None
 

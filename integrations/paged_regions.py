@@ -46,8 +46,11 @@ class Region:
 
         A row whose slot a later row of the same forward takes has none: -1.
         """
-        position = torch.arange(length, length + count)
-        slot = position % self.num_rows + torch.arange(batch).unsqueeze(1) * self.num_rows
+        position = torch.arange(length, length + count, device="cpu")
+        slot = (
+            position % self.num_rows
+            + torch.arange(batch, device="cpu").unsqueeze(1) * self.num_rows
+        )
         return slot.masked_fill(position < length + count - self.num_rows, -1).flatten()
 
     def new_cache(self, like: Tensor, block_size: int) -> Tensor:

@@ -132,8 +132,9 @@ def row_format(
         LayerError: dtype, ``kv_dtype`` and scale do not go together.
     """
     dtype = _stored_dtype(layer, cache, kv_dtype)
+    where = scale.device if isinstance(scale, Tensor) else "cpu"  # whatever torch's default is
     if dtype in _FLOATS:
-        given = scale is not None and not bool((torch.as_tensor(scale) == 1).all())
+        given = scale is not None and not bool((torch.as_tensor(scale, device=where) == 1).all())
         if given or scales_in is not None:
             raise LayerError(
                 "LayerRef",
@@ -143,7 +144,7 @@ def row_format(
         return RowFormat(dtype)
     if scales_in is not None:
         return RowFormat(dtype, None, scales_in)
-    factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32)
+    factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=where)
     if not bool((factor.isfinite() & (factor > 0)).all()):
         raise LayerError(
             "LayerRef",
@@ -177,7 +178,14 @@ def _stored_dtype(layer: str, cache: Tensor, kv_dtype: str) -> torch.dtype:
         )
     known = (*_FLOATS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     if kv_dtype == "auto":
-        if cache.dtype not in known:
+        if cache.dtype not in (*known, torch.uint8):
+            raise LayerError(
+                "LayerRef",
+                f"the cache of {layer!r} has a dtype that no format has",
+                expected=f"one of {', '.join(map(str, (*known, torch.uint8)))}",
+                got=cache.dtype,
+            )
+        if cache.dtype is torch.uint8:
             raise LayerError(
                 "LayerRef",
                 f"the cache of {layer!r} is {cache.dtype}, which does not say what it holds",

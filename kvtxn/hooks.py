@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import recovery
-from .errors import ConfigError
+from .errors import ConfigError, SlotMappingError
 from .layout import RowLayout
 from .rows import latest
 from .states import WindowState
@@ -59,7 +59,18 @@ class EndedWindow:
         Returns:
             int64 ``[num_rows]`` in the order of the rows; -1 for rejected rows, for padding
             and, in rings and states, for rows whose slot a later one has taken.
+
+        Raises:
+            SlotMappingError: the window had no slots in that group.
         """
+        if group not in self.slots:
+            raise SlotMappingError(
+                "stored",
+                f"the window had no slots in group {group!r}",
+                expected=f"one of {', '.join(map(repr, self.slots))}",
+                got=repr(group),
+                hint="name a group of the window's own, as in EndedWindow.slots",
+            )
         slots, stored = self.slots[group], self.kept | self.settled
         if group in self.overwriting:
             stored = latest(slots, stored)

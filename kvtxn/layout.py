@@ -33,7 +33,7 @@ def to_device(values: Sequence[int] | Tensor, device: torch.device, dtype: torch
     Pinned memory makes the copy asynchronous; torch's caching host allocator
     keeps it alive until the copy is done.
     """
-    host = torch.as_tensor(values, dtype=dtype)
+    host = torch.as_tensor(values, dtype=dtype, device="cpu")  # whatever torch's default device
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
@@ -132,7 +132,7 @@ def as_lengths(what: str, value: Lengths, num_requests: int | None) -> tuple[int
     if type(value) is int and value >= 0:  # the usual case, and the quick one
         return (value,) * (1 if num_requests is None else num_requests)
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
-        value = torch.as_tensor(value)  # numpy: arrays have an __index__ that they do not mean
+        value = torch.as_tensor(value, device="cpu")  # numpy: its __index__ is not meant
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or value.is_floating_point() or value.dtype is torch.bool:
             raise SlotMappingError(
@@ -203,11 +203,11 @@ def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Te
 def _host_accepted(accepted: object, layout: RowLayout) -> Tensor:
     """Counts or a mask on the host, in range; an int counts for every request."""
     if hasattr(accepted, "__array__") and not isinstance(accepted, Tensor):
-        accepted = torch.as_tensor(accepted)
+        accepted = torch.as_tensor(accepted, device="cpu")
     if hasattr(accepted, "__index__") and not isinstance(accepted, (bool, Tensor)):
         accepted = [accepted.__index__()] * layout.num_requests
     try:
-        host = torch.as_tensor(accepted)
+        host = torch.as_tensor(accepted, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         host = None
     if host is None or isinstance(accepted, (bool, str)):
@@ -234,7 +234,7 @@ def _host_accepted(accepted: object, layout: RowLayout) -> Tensor:
                 got=count,
                 hint="count accepted draft rows only, without the bonus token",
             )
-    return torch.tensor(counts, dtype=torch.int64)
+    return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
 def _check_shape(accepted: Tensor, layout: RowLayout) -> None:

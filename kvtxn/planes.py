@@ -185,9 +185,9 @@ def state_plane(part: str, layer: str, state: Tensor) -> Plane:
     if len(shape) <= 2:
         view = cells.as_strided((count, 1, *shape), (state.stride(0), 0, *strides), start)
         return Plane(part, view, shape, 1, number, None, given)
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(shape, strides, strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
     table = places.reshape(1, -1).to(state.device)
     extent = int(places.max()) + 1
     view = cells.as_strided((count, extent), (state.stride(0), 1), start)
@@ -209,10 +209,18 @@ def _together(
 
 
 def check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
-    """Refuse a cache of another rank, without elements, or whose rows share memory."""
+    """Refuse a cache of another rank, without memory of its own, or whose rows share it."""
     if not isinstance(cache, Tensor) or cache.ndim != ndim:
         got = list(cache.shape) if isinstance(cache, Tensor) else type(cache).__name__
         raise LayerError("LayerRef", f"a cache of {name!r} is misshapen", expected=shape, got=got)
+    if cache.layout is not torch.strided or cache.is_meta:
+        raise LayerError(
+            "LayerRef",
+            f"a cache of {name!r} has no memory to write to",
+            expected="a dense tensor on the CPU or a GPU",
+            got=f"{cache.layout} on {cache.device}",
+            hint="make the cache on the device that the rows are on",
+        )
     strides = zip(cache.stride(), cache.shape, strict=True)
     aliased = any(stride == 0 and size > 1 for stride, size in strides)
     if aliased or 0 in cache.shape:

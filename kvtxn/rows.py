@@ -7,6 +7,7 @@ ends in it, and every other executor must leave the same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 
 import attrs
 import torch
@@ -87,7 +88,9 @@ def write(plane: Plane, rows: Tensor, selection: Selection) -> None:
     payload = words(rows)[selection.source]
     if selection.live is not None:
         payload = torch.where(selection.live, payload, plane.cells[index])
-    plane.cells.index_put_(index, payload)
+    # torch lets a tensor that was made in inference mode be written to in that mode alone.
+    with torch.inference_mode() if plane.cells.is_inference() else nullcontext():
+        plane.cells.index_put_(index, payload)
 
 
 #: Rows of some layers, by layer name: one ``[num_rows, *row_shape]`` tensor per plane, in the

@@ -229,7 +229,7 @@ class SlotMappings:
 
     def _as_tensor(self, group: str, slots: Tensor | Sequence[int]) -> Tensor:
         try:
-            tensor = slots if isinstance(slots, Tensor) else torch.as_tensor(slots)
+            tensor = slots if isinstance(slots, Tensor) else torch.as_tensor(slots, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise SlotMappingError(
                 "window",

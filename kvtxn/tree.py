@@ -80,9 +80,9 @@ class Tree:
             parents,
             depth,
             all(each == tuple(range(-1, len(each) - 1)) for each in parents),
-            to_device(torch.tensor(table).view(rows, 1 + depth), device, torch.int64),
+            to_device(torch.tensor(table, device="cpu").view(rows, 1 + depth), device, torch.int64),
             to_device(order, device, torch.int64),
-            to_device(torch.tensor(visible).view(rows, longest), device, torch.bool),
+            to_device(torch.tensor(visible, device="cpu").view(rows, longest), device, torch.bool),
         )
 
     @property
@@ -242,7 +242,7 @@ def as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tensor
         AcceptanceError: wrong shape, dtype or, on the host, no path of the tree.
     """
     if hasattr(accepted, "__array__") and not isinstance(accepted, Tensor):
-        accepted = torch.as_tensor(accepted)
+        accepted = torch.as_tensor(accepted, device="cpu")
     if isinstance(accepted, Tensor):
         fits = accepted.ndim == 2 and accepted.shape[0] == layout.num_requests
         if not fits or accepted.dtype not in SIGNED:
@@ -262,7 +262,7 @@ def as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tensor
             _refuse_path(layout, repr(accepted))
         paths.append(_checked_path(layout, request, list(path)))
     columns = max(map(len, paths), default=0)
-    padded = torch.tensor([path + [-1] * (columns - len(path)) for path in paths])
+    padded = torch.tensor([path + [-1] * (columns - len(path)) for path in paths], device="cpu")
     return to_device(padded.view(len(paths), columns), device, torch.int64)
 
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 from small_caches import changed_slots, copies, make_layers, rows
 
-from kvtxn import ConfigError, TransactionManager, TxnConfig, WindowState, WindowStateError
+from kvtxn import (
+    ConfigError,
+    SlotMappingError,
+    TransactionManager,
+    TxnConfig,
+    WindowState,
+    WindowStateError,
+)
 
 SLOTS = torch.tensor([0, 1, 2, 10, 11, -1])
 
@@ -172,6 +179,8 @@ def test_groups_have_slots_of_their_own():
         w.stage(layers[0], *rows(3), slots["a"])
         w.abort()
     assert list(told[1].slots) == ["a"]
+    with pytest.raises(SlotMappingError, match="no slots in group 'b'; expected one of 'a'"):
+        told[1].stored("b")
 
 
 def test_failed_windows_tell_nobody(layers, monkeypatch):

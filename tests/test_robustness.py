@@ -11,6 +11,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from small_caches import changed_slots, copies, make_layers, noise, rows
 
 from kvtxn import (
+    AcceptanceError,
     ConfigError,
     LayerError,
     LayerRef,
@@ -63,6 +64,62 @@ def test_a_manager_made_in_inference_mode_works_outside(layers, policy):
         stage_all(w, layers)
         w.commit(1)
     assert manager.snapshot()["kvtxn_windows_total_committed"] == 2
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+def test_caches_made_in_inference_mode_are_written_outside(policy):
+    """torch refuses such writes; the engine that made the caches need not make the steps."""
+    with torch.inference_mode():
+        made = make_layers()
+    manager = TransactionManager(made, TxnConfig(policy=policy, on_error="raise"))
+    with manager.window(2, SLOTS) as w:
+        stage_all(w, made)
+        w.commit(1)
+    assert w.state is WindowState.COMMITTED
+    assert all(ref.key_cache[0, 1].any() for ref in made)
+
+
+@pytest.fixture
+def elsewhere():
+    """torch makes tensors on another device, unless told where."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+@pytest.mark.parametrize("given", [list, lambda slots: torch.tensor(slots, device="cpu")])
+def test_the_default_device_does_not_matter(request, policy, given):
+    """Host values stay on the host, where they are checked, and reach the caches' device."""
+    made = make_layers()
+    staged = {ref.name: rows(3) for ref in made}
+    accepted = [given([0]), given([2])]
+    request.getfixturevalue("elsewhere")
+    manager = TransactionManager(made, TxnConfig(policy=policy))
+    for counts, slots in zip(accepted, ([0, 1, 2], [3, 4, 5]), strict=True):
+        with manager.window([2], given(slots)) as w:
+            for ref in made:
+                w.stage(ref, *staged[ref.name], slots=given(slots))
+            with pytest.raises(AcceptanceError):
+                w.commit([9])
+            w.commit(counts)
+    with pytest.raises(SlotMappingError, match="two rows"):
+        manager.window(2, given([0, 0, 1]))
+    assert all(torch.equal(ref.key_cache[0, 3], staged[ref.name][0][0]) for ref in made)
+    assert manager.snapshot()["kvtxn_rows_committed_total"] == 2
+
+
+def test_layers_and_trees_do_not_follow_the_default_device(elsewhere):
+    """Scales, states of several dimensions, and paths are host values too."""
+    host = torch.device("cpu")
+    codes = torch.zeros(2, 4, 1, 2, dtype=torch.int8, device=host)
+    LayerRef("a", codes, codes.clone(), k_scale=2.0, v_scale=0.5)
+    state = torch.zeros(2, 6, 2, 3, 4, device=host)[:, ::2].transpose(1, 3)
+    manager = TransactionManager([LayerRef.recurrent("s", state)], TxnConfig(policy="deferred"))
+    with manager.window(2, [1], tree=[-1, -1]) as w:
+        w.stage(manager.layers["s"], torch.ones(3, *state.shape[1:], device=host))
+        w.commit([[1]])
+    assert bool(state[1].all())
 
 
 def test_a_failing_count_ends_the_window(manager_with, monkeypatch):
