@@ -78,6 +78,26 @@ class WindowLife:
 
     # -- failures and the end ------------------------------------------------------
 
+    def fall_back(self, operation: str, error: Exception) -> None:
+        """The caller's own code failed: give this window up, and write what is staged directly.
+
+        From here on the caller writes the rows of layers that are not staged; commit only
+        counts. Not for windows with a draft tree, whose commit has to move rows it was given.
+
+        Args:
+            operation: what failed; becomes ``fallback_reason`` and a label of the metrics.
+            error: what it raised; logged, or raised again under ``on_error="raise"``.
+
+        Raises:
+            WindowStateError: the window is over or fell back already, or has a draft tree.
+        """
+        if not allowed(self._state, Event.FALL_BACK) or self._txn is None:
+            self._refuse("fall_back", Event.FALL_BACK)
+        if self._txn.layout.tree is not None:
+            self._refuse("fall_back", Event.FALL_BACK, "a window with a draft tree")
+        self._on_failure(operation, error, tuple(self._txn.staged.values()))
+        self._missing.clear()
+
     def _on_failure(
         self, operation: str, error: Exception, layers: Sequence[StagedLayer] = ()
     ) -> None:
