@@ -13,56 +13,29 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from torch import Tensor
-
 from ..config import TxnConfig
 from ..manager import TransactionManager
 from . import vllm_internals as internals
 from . import vllm_internals_gpu as inside
 from .vllm_gpu_packed import PackedSteps
 from .vllm_hooks import hook_runner
-from .vllm_runner_v2 import hold_room, open_steps
+from .vllm_runner_gpu import GpuHead
+from .vllm_runner_head import V1Head
 
 
 @cache
 def window_runner(own: Any) -> Any:
     """A subclass of a runner's own class; an object of that class can become one of this."""
 
-    class WindowRunner(own):  # type: ignore[misc]
-        """Every method is vLLM's, plus a window.
+    class WindowRunner(V1Head, GpuHead, own):  # type: ignore[misc]
+        """Every method is vLLM's, plus a window."""
 
-        Attributes:
-            kvtxn: the steps, once the KV cache exists; None while kvtxn stays out.
-            kvtxn_config: the settings.
-            kvtxn_rank: the worker's rank.
-            kvtxn_room: memory held while vLLM measures what is free, for the steps to take.
-        """
-
-        kvtxn: PackedSteps | None = None
-        kvtxn_config: TxnConfig
-        kvtxn_rank: int = 0
-        kvtxn_room: Tensor | None = None
+        kvtxn: PackedSteps | None
         _kvtxn_all_draft = True
 
-        def profile_run(self, *args: Any, **kwargs: Any) -> None:
-            """What the steps will need is taken before vLLM sizes the KV cache by what is left."""
-            hold_room(self)
-            super().profile_run(*args, **kwargs)
-
-        def initialize_kv_cache(
-            self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
-        ) -> None:
-            """Caches are new: so are the steps. None for a profiling run's caches."""
-            self.kvtxn = None
-            super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
-            if not is_profiling:
-                self.kvtxn = open_steps(self, steps_over)
-
-        def _update_states(self, scheduler_output: Any) -> Any:
-            """A step begins: a window that is still open belongs to one that was abandoned."""
-            if self.kvtxn is not None:
-                self.kvtxn.abandon()
-            return super()._update_states(scheduler_output)
+        def kvtxn_steps_over(self, manager: TransactionManager) -> PackedSteps:
+            """Steps over slots of their own, since this runner keeps them by group."""
+            return PackedSteps(manager, inside.query_len(self), internals.vocab_size(self))
 
         def _may_reorder_batch(self, scheduler_output: Any) -> None:
             """The attention reads the rows that lead a batch as the window's."""
@@ -123,8 +96,3 @@ def _as_captured(builders: list[Any]) -> Iterator[None]:
 def attach(runner: Any, config: TxnConfig, rank: int) -> None:
     """Hook a runner; the KV cache does not exist yet. Hooking it twice is harmless."""
     hook_runner(runner, config, rank, inside.V1_METHODS, window_runner)
-
-
-def steps_over(runner: Any, manager: TransactionManager) -> PackedSteps:
-    """Steps over slots of their own, since this runner keeps them by group."""
-    return PackedSteps(manager, inside.query_len(runner), internals.vocab_size(runner))

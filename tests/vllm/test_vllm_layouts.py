@@ -10,7 +10,7 @@ from kernels_here import importing_kernels
 
 with importing_kernels():
     from kvtxn.integrations.vllm_internals import TargetLayer
-    from kvtxn.integrations.vllm_runner_v2 import layer_refs
+    from kvtxn.integrations.vllm_runner_gpu import layer_refs
 
 BLOCKS, HEADS, SIZE, WIDTH, LAYERS = 4, 2, 8, 16, 3
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from kvtxn.integrations import vllm_internals_gpu as inside
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_runner_v2 import hold_room
+    from kvtxn.integrations.vllm_runner_gpu import hold_room
 
 from kvtxn import TxnConfig
 
