@@ -53,12 +53,13 @@ class Region:
         )
         return slot.masked_fill(position < length + count - self.num_rows, -1).flatten()
 
-    def new_cache(self, like: Tensor, block_size: int) -> Tensor:
+    def new_cache(self, like: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
         """A cache for rows of this kind, zeroed.
 
         Args:
-            like: ``[batch, num_kv_heads, count, head_size]``, of the cache's dtype and device.
+            like: ``[batch, num_kv_heads, count, head_size]``, on the cache's device.
             block_size: slots per block.
+            dtype: the cache's.
 
         Returns:
             ``[batch * num_rows / block_size, block_size, num_kv_heads, head_size]``, a view of
@@ -68,7 +69,7 @@ class Region:
         batch, heads, _, head_size = like.shape
         blocks = batch * self.num_rows // block_size
         with torch.inference_mode(False):  # it outlives the mode it is made in
-            pages = like.new_zeros(heads, blocks, block_size, head_size)
+            pages = like.new_zeros(heads, blocks, block_size, head_size, dtype=dtype)
         return pages.permute(1, 2, 0, 3)
 
     def runs(self, cache: Tensor) -> Tensor:

@@ -148,7 +148,11 @@ class PagedSequences:
         self._refs, self._runs = [], []
         for layer, parts in enumerate(rows):
             region = self.region(layer)
-            key_cache, value_cache = (region.new_cache(p, self.shape.block_size) for p in parts)
+            # Under autocast keys come rotated, in float32, and values do not: both fit the wider.
+            dtype = torch.promote_types(*(part.dtype for part in parts))
+            key_cache, value_cache = (
+                region.new_cache(part, self.shape.block_size, dtype) for part in parts
+            )
             name = f"model.layers.{layer}"
             self._refs.append(LayerRef(name, key_cache, value_cache, group=region.group))
             self._runs.append((region.runs(key_cache), region.runs(value_cache)))

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from ..config import Policy, TxnConfig
+from ..eager import outside_graphs
 from ..errors import AcceptanceError, ConfigError, LayerError
 from ..manager import TransactionManager
 from .paged_regions import Shape
@@ -70,6 +72,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             args: unused.
             kwargs: unused.
         """
+        if torch.compiler.is_compiling():
+            return outside_graphs(PagedLayer.update)(self, key_states, value_states)
         return self._sequences.take(self._index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

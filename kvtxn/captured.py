@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from .eager import outside_graphs
 from .errors import ConfigError, LayerError, WindowStateError
 from .executor import StagedLayer, Standing
 from .formats import words
@@ -77,6 +78,8 @@ class CapturedRows:
             WindowStateError: the layer was staged before.
             LayerError: not one tensor per plane.
         """
+        if torch.compiler.is_compiling():
+            return outside_graphs(CapturedRows.stage)(self, ref, *parts)
         if not isinstance(ref, LayerRef):
             raise LayerError("stage", f"{ref!r} is no LayerRef", got=type(ref).__name__)
         if ref.name in self._held:

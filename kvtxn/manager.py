@@ -16,6 +16,7 @@ from . import registry
 from .acceptance import Acceptance
 from .captured import CapturedRows
 from .config import TxnConfig
+from .eager import outside_graphs
 from .errors import ConfigError, WindowStateError
 from .executor import SampledIds, Txn, as_counts
 from .hooks import Callback, Hook, Hooks
@@ -163,6 +164,16 @@ class TransactionManager:
             BackendUnavailableError: the executor cannot do trees.
             LayerError: captured rows do not fit.
         """
+        if torch.compiler.is_compiling():
+            return outside_graphs(TransactionManager.window)(
+                self,
+                draft_len,
+                slots,
+                settled,
+                tree=tree,
+                written_by=written_by,
+                captured=captured,
+            )
         if self._open is not None:
             raise WindowStateError(
                 "window",

@@ -298,6 +298,10 @@ def _refuse_path(layout: RowLayout, got: object) -> NoReturn:
     )
 
 
+#: What ``Window.commit`` takes; see there.
+Accepted = int | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | Tensor | SampledIds
+
+
 def as_acceptance(accepted: object, layout: RowLayout, device: torch.device) -> Tensor:
     """What ``commit`` was given, for any window: a path, or counts or a mask.
 

@@ -13,15 +13,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from . import attention, recovery
+from . import attention
+from .eager import outside_graphs
 from .errors import LayerError, UnresolvedWindowError, incomplete
 from .executor import SampledIds, StagedLayer, Standing, Txn, as_counts
 from .layers import LayerRef
 from .parts import check_parts, check_ref
-from .rows import LayerRows
 from .slots import Slots
 from .states import Event, WindowState, after, allowed
-from .tree import as_acceptance
+from .tree import Accepted, as_acceptance
 from .window_life import WindowLife
 
 
@@ -114,6 +114,9 @@ class Window(WindowLife):
             LayerError: unknown layer, staged before, or tensors that do not fit.
             SlotMappingError: no mapping, a malformed one, or a second, different one.
         """
+        if torch.compiler.is_compiling():
+            outside_graphs(Window.stage)(self, ref, key, value, slots)
+            return
         txn = self._txn
         if (
             txn is not None
@@ -206,6 +209,17 @@ class Window(WindowLife):
             WindowStateError: the window is over.
             LayerError: the layer is not staged, or the query does not fit it.
         """
+        if torch.compiler.is_compiling():
+            return outside_graphs(Window.attend)(
+                self,
+                ref,
+                query,
+                block_table,
+                seq_lens,
+                scale=scale,
+                sliding_window=sliding_window,
+                soft_cap=soft_cap,
+            )
         txn = self._txn
         name = str(getattr(ref, "name", ref))
         if self._state.is_final:
@@ -237,15 +251,7 @@ class Window(WindowLife):
 
     # -- commit and abort ---------------------------------------------------------
 
-    def commit(
-        self,
-        accepted: int
-        | Sequence[int]
-        | Sequence[bool]
-        | Sequence[Sequence[int]]
-        | Tensor
-        | SampledIds,
-    ) -> None:
+    def commit(self, accepted: Accepted) -> None:
         """Make exactly the accepted draft rows durable, in all layers, or change nothing.
 
         In a tree window they move to the request's first draft slots, in the path's order.
@@ -270,6 +276,9 @@ class Window(WindowLife):
             Exception: whatever an ``on_commit`` hook raised, under ``on_error="raise"``; the
                 window is committed.
         """
+        if torch.compiler.is_compiling():
+            outside_graphs(Window.commit)(self, accepted)
+            return
         if self._missing and not self._state.is_final:
             raise incomplete(self._state.name, list(self._missing), len(self._manager.layers))
         if not allowed(self._state, Event.COMMIT):
@@ -297,31 +306,6 @@ class Window(WindowLife):
         self._finish(Event.COMMIT, accepted)
         self._surface()
 
-    def _act_commit(self, txn: Txn, counts: Tensor | SampledIds) -> None:
-        """The executor's commit; on failure finish it, or restore and raise."""
-        before: LayerRows = txn.saved
-        config = self._manager.config
-        counted = txn.counters.clone() if self._manager.may_stop_halfway else None
-        try:
-            if txn.policy == "deferred" and self._manager.needs_guard:
-                before = recovery.read_back(txn)
-            txn.pattern = self._manager.stager.pattern
-            self._executor.commit(txn, counts)  # type: ignore[arg-type]
-            if config.debug:
-                recovery.verify(txn, as_counts(counts), before)
-        except Exception as error:
-            if counted is not None:
-                txn.counters.copy_(counted)  # a window counts once, however often it is tried
-            if config.on_error == "raise":
-                self._take_back_and_raise("commit", error, before)
-            self._enter_direct("commit", error)
-            known = as_counts(counts)
-            self._or_fail(lambda: recovery.finish_commit(txn, known, before))
-            self._or_fail(lambda: txn.count(txn.kept(known)))
-        except BaseException:
-            self._finish(Event.FAIL)  # interrupted half-way: nothing can be promised
-            raise
-
     def abort(self) -> None:
         """Take every draft row back; settled rows stay. The caches are as before the window.
 
@@ -333,6 +317,9 @@ class Window(WindowLife):
             Exception: whatever an ``on_abort`` hook raised, under ``on_error="raise"``; the
                 window is aborted.
         """
+        if torch.compiler.is_compiling():
+            outside_graphs(Window.abort)(self)
+            return
         if not allowed(self._state, Event.ABORT):
             self._refuse("abort", Event.ABORT)
         txn = self._txn
@@ -346,20 +333,6 @@ class Window(WindowLife):
         self._finish(Event.ABORT)
         self._surface()
 
-    def _act_restore(self, txn: Txn) -> None:
-        """The executor's restore; on failure the reference does it."""
-        try:
-            self._executor.restore(txn)
-        except Exception as error:
-            if self._manager.config.on_error == "raise":
-                self._take_back_and_raise("abort", error, txn.saved)
-            self._enter_direct("abort", error)
-            self._or_fail(lambda: recovery.put_back(txn, txn.saved))
-        except BaseException:  # interrupted: finish, since putting back twice does no harm
-            self._or_fail(lambda: recovery.put_back(txn, txn.saved))
-            self._finish(Event.ABORT)
-            raise
-
     def __enter__(self) -> Self:
         if self._state.is_final:
             self._refuse("with", Event.ABORT)
@@ -371,6 +344,9 @@ class Window(WindowLife):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if torch.compiler.is_compiling():
+            outside_graphs(Window.__exit__)(self, kind, error, trace)
+            return
         if self._state.is_final:
             return
         state = self._state

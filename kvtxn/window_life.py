@@ -164,6 +164,45 @@ class WindowLife:
             self._finish(Event.FAIL)
             raise
 
+    def _act_commit(self, txn: Txn, counts: Tensor | SampledIds) -> None:
+        """The executor's commit; on failure finish it, or restore and raise."""
+        before: LayerRows = txn.saved
+        config = self._manager.config
+        counted = txn.counters.clone() if self._manager.may_stop_halfway else None
+        try:
+            if txn.policy == "deferred" and self._manager.needs_guard:
+                before = recovery.read_back(txn)
+            txn.pattern = self._manager.stager.pattern
+            self._executor.commit(txn, counts)  # type: ignore[arg-type]
+            if config.debug:
+                recovery.verify(txn, as_counts(counts), before)
+        except Exception as error:
+            if counted is not None:
+                txn.counters.copy_(counted)  # a window counts once, however often it is tried
+            if config.on_error == "raise":
+                self._take_back_and_raise("commit", error, before)
+            self._enter_direct("commit", error)
+            known = as_counts(counts)
+            self._or_fail(lambda: recovery.finish_commit(txn, known, before))
+            self._or_fail(lambda: txn.count(txn.kept(known)))
+        except BaseException:
+            self._finish(Event.FAIL)  # interrupted half-way: nothing can be promised
+            raise
+
+    def _act_restore(self, txn: Txn) -> None:
+        """The executor's restore; on failure the reference does it."""
+        try:
+            self._executor.restore(txn)
+        except Exception as error:
+            if self._manager.config.on_error == "raise":
+                self._take_back_and_raise("abort", error, txn.saved)
+            self._enter_direct("abort", error)
+            self._or_fail(lambda: recovery.put_back(txn, txn.saved))
+        except BaseException:  # interrupted: finish, since putting back twice does no harm
+            self._or_fail(lambda: recovery.put_back(txn, txn.saved))
+            self._finish(Event.ABORT)
+            raise
+
     def _take_back_and_raise(
         self,
         operation: str,

@@ -245,6 +245,25 @@ def test_reset_begins_anew(model):
     assert cache.manager is manager
 
 
+def test_autocast(model):
+    """Rotated keys come in float32 there, values do not; stock keeps both."""
+    total = PROMPT.shape[1] + NEW_TOKENS
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock, _ = run(model)
+        ours, _ = run(model, past_key_values=TxnCache(model.config, max_tokens=total))
+    assert torch.equal(ours.sequences, stock.sequences)
+
+
+def test_a_compiled_model(model):
+    """The compiler leaves the transaction alone and compiles what lies between."""
+    compiled = torch.compile(model.forward, backend="eager", dynamic=True)
+    cache = TxnCache(model.config, max_tokens=64)
+    with torch.no_grad():
+        compiled(TEXT[:, :20], past_key_values=cache)
+        compiled(TEXT[:, 20:24], past_key_values=cache)
+    assert follows(model, cache)
+
+
 def test_refusals(model):
     """Sizes, models and calls that make no sense."""
     for size in (0, -1, True, 1.5, None):

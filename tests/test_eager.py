@@ -1,0 +1,117 @@
+"""Windows in code that ``torch.compile`` compiles: the graph ends where a window is called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from small_caches import HEAD_SIZE, HEADS, make_layers
+
+from kvtxn import (
+    CapturedRows,
+    TransactionManager,
+    TxnConfig,
+    UnresolvedWindowError,
+    WindowState,
+    kv_window,
+)
+
+SLOTS = [4, 5, 6, 7]
+
+
+@pytest.fixture(autouse=True)
+def _no_memory():
+    """Each test compiles anew."""
+    torch._dynamo.reset()
+
+
+def stage_all(window, layers, hidden):
+    """Every layer's rows are short-lived results of the one before; the sum of what it sees."""
+    seen = hidden.new_zeros(())
+    for ref in layers:
+        window.stage(ref, hidden * 2, hidden * 3)
+        block = torch.tensor([[1]])
+        seen = seen + window.attend(ref, hidden, block, torch.tensor([4])).sum()
+        hidden = (hidden + 1).sin()
+    return seen
+
+
+def step(manager, layers, hidden):
+    """A whole step: begin, a forward, commit."""
+    with manager.window(3, SLOTS) as window:
+        seen = stage_all(window, layers, hidden)
+        window.commit(2)
+    return seen, window
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+@pytest.mark.parametrize("compiled", ["forward", "step"])
+def test_a_compiled_caller_leaves_the_same_bytes(policy, compiled):
+    """Whether the compiler sees the forward alone or everything around it, too."""
+    layers, plain = make_layers(), make_layers()
+    for ours, theirs in zip(layers, plain, strict=True):
+        ours.key_cache.copy_(theirs.key_cache)
+        ours.value_cache.copy_(theirs.value_cache)
+    hidden = torch.randn(4, HEADS, HEAD_SIZE)
+    want, _ = step(TransactionManager(plain, TxnConfig(policy=policy)), plain, hidden)
+    manager = TransactionManager(layers, TxnConfig(policy=policy))
+    if compiled == "step":
+        seen, window = torch.compile(step, backend="aot_eager")(manager, layers, hidden)
+    else:
+        with manager.window(3, SLOTS) as window:
+            seen = torch.compile(stage_all, backend="aot_eager")(window, layers, hidden)
+            window.commit(2)
+    assert window.state is WindowState.COMMITTED
+    torch.testing.assert_close(seen, want)
+    for ours, theirs in zip(layers, plain, strict=True):
+        assert torch.equal(ours.key_cache, theirs.key_cache)
+        assert torch.equal(ours.value_cache, theirs.value_cache)
+
+
+def test_a_mistake_is_the_same_error():
+    """The active manager, an abort, and a window that nobody resolves."""
+    layers = make_layers()
+    manager = TransactionManager(layers, TxnConfig(policy="deferred"))
+
+    def abort(hidden):
+        with manager.activate(), kv_window(3, SLOTS) as window:
+            stage_all(window, layers, hidden)
+            window.abort()
+        return hidden + 1
+
+    def forget(hidden):
+        with manager.window(3, SLOTS):
+            return hidden + 1
+
+    hidden = torch.randn(4, HEADS, HEAD_SIZE)
+    torch.compile(abort, backend="eager")(hidden)
+    with pytest.raises(UnresolvedWindowError):
+        torch.compile(forget, backend="eager")(hidden)
+    assert manager.current is None
+    assert manager.snapshot()["kvtxn_windows_total_aborted"] == 2
+
+
+def test_captured_rows():
+    """Held as the graph's outputs, so that they live."""
+    layers = make_layers()
+    manager = TransactionManager(layers, TxnConfig(policy="deferred"))
+    held = CapturedRows(check=False)
+
+    def forward(hidden):
+        for ref in layers:
+            held.stage(ref, hidden * 2, hidden * 3)
+            hidden = hidden + 1
+        return hidden
+
+    hidden = torch.randn(4, HEADS, HEAD_SIZE)
+    torch.compile(forward, backend="aot_eager")(hidden)
+    manager.window([4], SLOTS, settled=0, captured=held).commit([3])
+    assert torch.equal(layers[0].key_cache[1, :3], hidden[:3] * 2)
+
+
+def test_the_compiler_is_not_imported():
+    """It takes longer than all the rest."""
+    code = "import sys, kvtxn; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
