@@ -18,7 +18,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest $(TEST_ARGS)
 
-# Every case of the kit for the Triton executor, on the CPU; `test` takes one in twenty.
+# Every case of the kit for the GPU executors, on the CPU; `test` takes one in twenty, or five.
 interpreted: $(READY)
 	$(BIN)/pytest tests/backends --interpret-all
 

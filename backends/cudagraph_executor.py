@@ -13,10 +13,10 @@ their graphs read it all in place.
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Protocol
 
 import attrs
 import torch
@@ -38,14 +38,24 @@ from ..rows import LayerRows
 from .graph_recipes import commit_by, recipe_for
 from .triton_executor import TritonExecutor
 
-#: Graphs kept; the one not used for longest is dropped. Of a standing window, likewise.
+#: Graphs of buckets that are kept; beyond, the one not used for longest is dropped.
 _MAX_GRAPHS: Final = 64
 
 #: Graphs of one shape that read the acceptance where the caller has it; beyond, it is copied.
 _MAX_IN_PLACE: Final = 4
 
+#: In place of an acceptance's address and length: it is copied into a buffer of the graph's own.
+_COPIED: Final = (0, 0)
+
 #: Smallest bucket of rows.
 _MIN_BUCKET: Final = 8
+
+
+class Graph(Protocol):
+    """What a capture gives: a ``torch.cuda.CUDAGraph``, or what stands in for one."""
+
+    def replay(self) -> None:
+        """Run what was captured, over the same buffers."""
 
 
 @attrs.define(eq=False)
@@ -60,7 +70,7 @@ class _Captured:
         filled: the layout that the buffers hold now.
     """
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     layout: RowLayout
     accepted: Tensor
     held: object
@@ -87,8 +97,8 @@ class CudaGraphExecutor(Executor):
         # Planes of one storage move together: one of them is enough.
         self._caches = tuple({c.untyped_storage().data_ptr(): c for c in cells}.values())
         self._addresses = [cache.data_ptr() for cache in self._caches]
-        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
-        self._in_place: dict[Hashable, int] = {}
+        self._graphs: OrderedDict[tuple[Hashable, tuple[int, int]], _Captured] = OrderedDict()
+        self._in_place: Counter[Hashable] = Counter()
         groups = {ref.group for ref in self.layers}
         self._reads_slots_in_place = len(groups) == 1 or not isinstance(self._inner, TritonExecutor)
         #: Graphs captured and replayed so far.
@@ -176,7 +186,7 @@ class CudaGraphExecutor(Executor):
                 else:
                     commit_by(self._inner, txn, _like(accepted, fixed))
 
-            captured = graphs[key] = _Captured(self._capture(run), txn.layout, fixed, txn)
+            captured = graphs[key] = _Captured(self.capture(run), txn.layout, fixed, txn)
         if not in_place:
             captured.accepted.copy_(source)
         captured.graph.replay()
@@ -189,23 +199,32 @@ class CudaGraphExecutor(Executor):
         shared = (bucket, baked, txn.counters.data_ptr(), _kind(accepted, source))
         # A mask ends with the rows of the window, and the graph reads as many as the bucket has.
         in_place = source.is_contiguous() and source.dtype is not torch.bool
-        key: Hashable = (*shared, source.data_ptr() if in_place else 0)
-        captured = self._graphs.get(key)
-        if captured is None and in_place and self._in_place.get(shared, 0) >= _MAX_IN_PLACE:
-            key, in_place = (*shared, 0), False
-            captured = self._graphs.get(key)
+        length = 0 if self._recipe.reads_by_address else source.shape[0]
+        place = (source.data_ptr(), length) if in_place else _COPIED
+        captured = self._graphs.get((shared, place))
+        if captured is None and in_place and self._in_place[shared] >= _MAX_IN_PLACE:
+            place, in_place = _COPIED, False
+            captured = self._graphs.get((shared, place))
         if captured is None:
             captured = self._capture_bucket(txn, bucket, accepted, source if in_place else None)
-            self._graphs[key] = captured
-            self._in_place[shared] = self._in_place.get(shared, 0) + in_place
-            if len(self._graphs) > _MAX_GRAPHS:
-                self._graphs.popitem(last=False)
+            self._keep(shared, place, captured)
+        self._graphs.move_to_end((shared, place))
         self._recipe.load(txn)
         self._fill(captured, txn.layout)
         if not in_place:
             captured.accepted[: source.shape[0]].copy_(source)
         captured.graph.replay()
         self.replays += 1
+
+    def _keep(self, shared: Hashable, place: tuple[int, int], captured: _Captured) -> None:
+        """Remember a graph; where there are too many, forget the one not used for longest."""
+        self._graphs[shared, place] = captured
+        self._in_place[shared] += place != _COPIED
+        if len(self._graphs) > _MAX_GRAPHS:
+            (shared, place), _ = self._graphs.popitem(last=False)
+            self._in_place[shared] -= place != _COPIED
+            if not self._in_place[shared]:
+                del self._in_place[shared]
 
     def _capture_bucket(
         self, txn: Txn, bucket: int, accepted: Tensor | SampledIds, source: Tensor | None
@@ -225,10 +244,13 @@ class CudaGraphExecutor(Executor):
         def run(dry_run: bool) -> None:
             self._recipe.run(layout, scratch if dry_run else txn.counters, fixed)
 
-        return _Captured(self._capture(run), layout, source, self._recipe.held())
+        return _Captured(self.capture(run), layout, source, self._recipe.held())
 
-    def _capture(self, run: Callable[[bool], None]) -> torch.cuda.CUDAGraph:
-        """The graph of ``run(False)``, after ``run(True)`` compiled what it needs."""
+    def capture(self, run: Callable[[bool], None]) -> Graph:
+        """The graph of ``run(False)``, after ``run(True)`` compiled what it needs.
+
+        Where there are no CUDA graphs, a subclass may return something that runs it again.
+        """
         run(True)
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):

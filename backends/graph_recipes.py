@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,14 @@ from .triton_executor import TritonExecutor
 
 
 class Recipe(abc.ABC):
-    """One executor's commit, made fit to be captured."""
+    """One executor's commit, made fit to be captured.
+
+    Attributes:
+        reads_by_address: the acceptance is read by address alone, so a graph serves acceptances
+            of any length at one place; otherwise it knows the length that it was captured with.
+    """
+
+    reads_by_address: ClassVar[bool]
 
     @abc.abstractmethod
     def key(self, txn: Txn, bucket: int) -> Hashable:
@@ -49,6 +57,8 @@ class Recipe(abc.ABC):
 class ByTable(Recipe):
     """The Triton executor's launch; rows are found through a table of addresses."""
 
+    reads_by_address: ClassVar[bool] = True
+
     def __init__(self, inner: TritonExecutor) -> None:
         self._inner = inner
         self._job: Job | None = None
@@ -75,6 +85,8 @@ class ByTable(Recipe):
 
 class ByCopy(Recipe):
     """Any executor's commit, over copies of the window's rows, slots and verdict."""
+
+    reads_by_address: ClassVar[bool] = False
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner

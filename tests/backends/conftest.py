@@ -54,26 +54,27 @@ def kernel_tree_settings(kernel_program_settings: Any) -> Any:
     return hypothesis.settings(kernel_program_settings, max_examples=1000 if ON_GPU else 4)
 
 
-#: One case in so many is interpreted, of tests with that many cases or more; else one.
-SPARSE = 20
+#: Without a GPU one case in so many is taken of the kit's tests, of those with fewer cases one.
+SPARSE = {"TestTriton": 20, "TestPretendedGraphs": 5}
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Interpreted, the whole kit takes half an hour: take every test of it, in a few cases each.
 
-    A GPU runs all cases, and so does the CPU under ``--interpret-all``. Which ones are taken
-    differs from test to test, so that policies, layouts and formats all have their turn.
+    With stand-ins for graphs, which are not interpreted, in more of them. A GPU runs all cases, and
+    so does the CPU under ``--interpret-all``. Which ones are taken differs from test to test, so
+    that policies, layouts and formats all have their turn.
     """
     if ON_GPU or config.getoption("--interpret-all"):
         return
-    cases: dict[str, list[Any]] = {}
+    cases: dict[tuple[str, str], list[Any]] = {}
     for item in items:
-        if item.cls is not None and item.cls.__name__ == "TestTriton":
-            cases.setdefault(item.originalname, []).append(item)
+        if item.cls is not None and item.cls.__name__ in SPARSE:
+            cases.setdefault((item.cls.__name__, item.originalname), []).append(item)
     left_out = set()
-    for number, (name, each) in enumerate(sorted(cases.items())):
+    for number, ((kit, name), each) in enumerate(sorted(cases.items())):
         if name not in ("test_random_trees", "test_random_histories"):
-            taken = range(number % min(len(each), SPARSE), len(each), SPARSE)
+            taken = range(number % min(len(each), SPARSE[kit]), len(each), SPARSE[kit])
             left_out |= {id(item) for index, item in enumerate(each) if index not in taken}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]

@@ -1,20 +1,59 @@
-"""The CUDA-graph executor: the kit on a GPU; buckets and refusals anywhere."""
+"""The CUDA-graph executor: the kit with graphs on a GPU, and with stand-ins for them elsewhere."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from kernel_kit import KernelConformance
+from kernels_here import ON_GPU
 from kvtxn.backends.torch_executor import TorchExecutor
 
+from kvtxn import SampledIds
 from kvtxn.testing import Rig, registered
 
 cudagraph = pytest.importorskip("kvtxn.backends.cudagraph_executor")
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+class Again:
+    """Stands for a graph: runs again what was captured, over the same buffers."""
+
+    def __init__(self, run) -> None:
+        self.run = run
+
+    def replay(self) -> None:
+        self.run(False)
 
 
-if torch.cuda.is_available():
+class Pretending(cudagraph.replaying(TorchExecutor)):
+    """All of the executor but CUDA's own graphs, so that it runs anywhere; for tests only."""
+
+    @classmethod
+    def unavailable(cls, device):
+        return None
+
+    def capture(self, run):
+        run(True)
+        self.captures += 1
+        return Again(run)
+
+
+@pytest.fixture
+def replaying(monkeypatch):
+    """The executor whose graphs run here."""
+    if ON_GPU:
+        return cudagraph.CudaGraphExecutor
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return Pretending
+
+
+@pytest.fixture
+def rig_of(replaying, kernel_device):
+    """Makes a rig of it."""
+    with registered(replaying) as name:
+        yield lambda **config: Rig(name, "deferred", torch.device(kernel_device), **config)
+
+
+if ON_GPU:
 
     class TestCudaGraph(KernelConformance):
         @pytest.fixture
@@ -28,6 +67,15 @@ if torch.cuda.is_available():
         def backend(self):
             return cudagraph.replaying(TorchExecutor)
 
+else:
+
+    class TestPretendedGraphs(KernelConformance):
+        """Buckets, buffers and keys are the executor's own; only the graphs are not."""
+
+        @pytest.fixture
+        def backend(self, replaying):
+            return replaying
+
 
 @pytest.mark.parametrize(
     ("rows", "bucket"), [(1, 8), (8, 8), (9, 16), (80, 128), (300, 320), (320, 320)]
@@ -40,64 +88,73 @@ def test_it_says_why_it_cannot_run_on_a_cpu():
     assert "CUDA" in cudagraph.CudaGraphExecutor.unavailable(torch.device("cpu"))
 
 
-@needs_gpu
-def test_a_bucket_is_captured_once_and_replayed():
+def commit(rig, shape, accepted, kept):
+    """A whole window, compared."""
+    batch = rig.batch(shape)
+    with rig.open(batch) as window:
+        rig.stage(window, batch)
+        window.commit(accepted)
+    rig.expect_committed(batch, batch.kept(kept))
+    rig.check("after a replay")
+
+
+def test_a_bucket_is_captured_once_and_replayed(rig_of):
     """Other rows, slots, payload and counts of the same bucket need no other graph."""
-    with registered(cudagraph.CudaGraphExecutor) as name:
-        rig = Rig(name, "deferred", torch.device("cuda"))
-        for shape, counts in (
-            (((1, 1), (3, 2)), [3, 1]),
-            (((1, 1), (2, 4)), [0, 4]),
-            (((1,), (5,)), [2]),
-        ):
-            batch = rig.batch(shape)
-            rig.run(batch, counts)
-            rig.expect_committed(batch, batch.kept(counts))
-            rig.check("after a replay")
-        executor = rig.manager.executor
-        assert executor.replays == 3
-        assert executor.captures <= 3
+    rig = rig_of()
+    for shape, counts in (
+        (((1, 1), (3, 2)), [3, 1]),
+        (((1, 1), (2, 4)), [0, 4]),
+        (((1,), (5,)), [2]),
+    ):
+        commit(rig, shape, rig.accepted(counts), counts)
+    assert rig.manager.executor.replays == 3
+    assert rig.manager.executor.captures <= 3
 
 
-@needs_gpu
-def test_many_places_of_the_counts_do_not_make_many_graphs():
+def test_many_places_of_the_counts_do_not_make_many_graphs(rig_of):
     """The counts are read in place a few times, then copied."""
-    with registered(cudagraph.CudaGraphExecutor) as name:
-        rig = Rig(name, "deferred", torch.device("cuda"))
-        kept_alive = []
-        for _ in range(9):
-            batch = rig.batch(((1, 1), (3, 2)))
-            counts = rig.accepted([2, 1])
-            kept_alive.append(counts)
-            with rig.open(batch) as window:
-                rig.stage(window, batch)
-                window.commit(counts)
-            rig.expect_committed(batch, batch.kept([2, 1]))
-            rig.check("after a replay")
-        assert rig.manager.executor.captures == 5
+    rig = rig_of()
+    kept_alive = []
+    for _ in range(9):
+        kept_alive.append(SampledIds(torch.tensor([[7, 7, 7], [7, 7, -1]]).to(rig.device)))
+        commit(rig, ((1, 1), (3, 2)), kept_alive[-1], [2, 1])
+    assert rig.manager.executor.captures == 5
 
 
-class ReplayingAnywhere(cudagraph.replaying(TorchExecutor)):
-    """What comes before a graph is captured needs no GPU; for tests only."""
+def test_one_place_may_hold_more_or_fewer_requests(rig_of):
+    """A slice of an engine's buffer: the graph of a small batch must not serve a larger one."""
+    rig = rig_of()
+    ids = torch.tensor([[7, 7, -1]] * 3).to(rig.device)
+    for _ in range(2):
+        commit(rig, ((1, 1), (2, 1)), SampledIds(ids[:2]), [1, 1])
+        commit(rig, ((1, 1, 1), (1, 1, 1)), SampledIds(ids), [1, 1, 1])
 
-    @classmethod
-    def unavailable(cls, device):
-        return None
+
+def test_the_graph_not_used_for_longest_is_dropped(rig_of, monkeypatch):
+    """And one that is used again and again stays."""
+    monkeypatch.setattr(cudagraph, "_MAX_GRAPHS", 2)
+    rig = rig_of(max_rows=64)
+    buckets = {drafts: torch.tensor([[7] * drafts]).to(rig.device) for drafts in (4, 12, 20)}
+    for drafts in (4, 12, 4, 20, 4):
+        commit(rig, ((1,), (drafts,)), SampledIds(buckets[drafts]), [drafts - 1])
+    executor = rig.manager.executor
+    assert executor.captures == 3
+    commit(rig, ((1,), (12,)), SampledIds(buckets[12]), [11])
+    assert executor.captures == 4
 
 
 @pytest.mark.parametrize("plane", [0, -1])
-def test_a_cache_that_moved_is_an_error(kernel_device, plane):
+def test_a_cache_that_moved_is_an_error(rig_of, plane):
     """A replay writes to addresses; the executor compares them every time."""
-    with registered(ReplayingAnywhere) as name:
-        rig = Rig(name, "deferred", torch.device(kernel_device), on_error="raise")
-        batch = rig.batch(((1,), (2,)))
-        window = rig.open(batch)
-        rig.stage(window, batch)
-        cells = list(rig.manager.layers.values())[plane].planes[plane].cells
-        storage, before = cells.untyped_storage(), cells.data_ptr()
-        storage.resize_(2 * storage.nbytes())  # memory elsewhere, with the same rows in it
-        assert cells.data_ptr() != before
-        with pytest.raises(RuntimeError, match=r"moved.*make a new manager"):
-            window.commit(rig.accepted([1]))
-        rig.expect_settled(batch)
-        rig.check("nothing was written")
+    rig = rig_of()
+    batch = rig.batch(((1,), (2,)))
+    window = rig.open(batch)
+    rig.stage(window, batch)
+    cells = list(rig.manager.layers.values())[plane].planes[plane].cells
+    storage, before = cells.untyped_storage(), cells.data_ptr()
+    storage.resize_(2 * storage.nbytes())  # memory elsewhere, with the same rows in it
+    assert cells.data_ptr() != before
+    with pytest.raises(RuntimeError, match=r"moved.*make a new manager"):
+        window.commit(rig.accepted([1]))
+    rig.expect_settled(batch)
+    rig.check("nothing was written")
