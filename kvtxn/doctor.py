@@ -132,7 +132,7 @@ def as_text(report: dict[str, Any]) -> str:
             f"({choice['why']})"
         )
     known = {"kvtxn", "python", "platform", "packages", "devices", "backends", "auto"}
-    for name in report.keys() - known:
+    for name in [name for name in report if name not in known]:
         lines += _section(name, report[name])
     return "\n".join(lines)
 

@@ -61,6 +61,22 @@ def test_a_broken_integration_does_not_hide_the_report(monkeypatch):
     assert "engine    unavailable: RuntimeError: no such engine" in doctor.as_text(report)
 
 
+def test_sections_of_integrations_stand_in_order(monkeypatch):
+    """That of their entry points, every time."""
+    names = [f"engine{number}" for number in range(8)]
+
+    class Reporting:
+        def __init__(self, name):
+            self.name = name
+
+        def load(self):
+            return lambda engine_args: {"version": 1}
+
+    monkeypatch.setattr(doctor, "entry_points", lambda group: map(Reporting, names))
+    lines = doctor.as_text(doctor.examine()).splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("engine")] == names
+
+
 def test_engine_arguments_that_cannot_be_judged(monkeypatch, capsys):
     """It is the arguments that are refused, not the engine that is missing; the exit code is 1."""
 

@@ -24,32 +24,35 @@ class Again:
         self.run(False)
 
 
-class Pretending(cudagraph.replaying(TorchExecutor)):
+def pretending(executor):
     """All of the executor but CUDA's own graphs, so that it runs anywhere; for tests only."""
 
-    @classmethod
-    def unavailable(cls, device):
-        return None
+    class Pretending(cudagraph.replaying(executor)):
+        @classmethod
+        def unavailable(cls, device):
+            return None
 
-    def capture(self, run):
-        run(True)
-        self.captures += 1
-        return Again(run)
+        def capture(self, run):
+            run(True)
+            self.captures += 1
+            return Again(run)
 
-
-@pytest.fixture
-def replaying(monkeypatch):
-    """The executor whose graphs run here."""
-    if ON_GPU:
-        return cudagraph.CudaGraphExecutor
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return Pretending
 
 
 @pytest.fixture
-def rig_of(replaying, kernel_device):
-    """Makes a rig of it."""
-    with registered(replaying) as name:
+def anywhere(monkeypatch):
+    """Nothing is being captured, where torch has no CUDA to ask."""
+    if not ON_GPU:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def rig_of(request, anywhere, triton_executor, kernel_device):
+    """Makes a rig of the executor over another one."""
+    inner = {"torch": TorchExecutor, "triton": triton_executor}[request.param]
+    executor = cudagraph.replaying(inner) if ON_GPU else pretending(inner)
+    with registered(executor) as name:
         yield lambda **config: Rig(name, "deferred", torch.device(kernel_device), **config)
 
 
@@ -73,8 +76,8 @@ else:
         """Buckets, buffers and keys are the executor's own; only the graphs are not."""
 
         @pytest.fixture
-        def backend(self, replaying):
-            return replaying
+        def backend(self, anywhere):
+            return pretending(TorchExecutor)
 
 
 @pytest.mark.parametrize(
