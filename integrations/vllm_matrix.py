@@ -1,6 +1,7 @@
 """What kvtxn does with every kind of engine, as ``kvtxn doctor`` prints it.
 
-Nothing is decided here: every row asks ``vllm_policy.decide``, as the plugin does.
+Nothing is decided here: every row asks ``vllm_policy.decide``, as the plugin does. What was seen
+running, next to stock, is what the records of this repository's tests say; they are compared.
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ from .vllm_policy import Decision, Facts, decide
 
 Changes = Mapping[str, object]
 
+PLAIN: Final = "Llama, Qwen3, Mistral, Gemma2, Gemma3"
+LATENT: Final = "DeepSeek-V2, -V3 (latent)"
+ALIBI: Final = "Bloom, MPT (ALiBi)"
+SINKS: Final = "gpt-oss (sinks)"
+SHARED: Final = "Gemma3n (layers share rows)"
+
 #: What a family of models has that the plainest does not.
 FAMILIES: Final[Mapping[str, Changes]] = {
-    "Llama, Qwen3, Mistral, Gemma2, Gemma3": {},
-    "DeepSeek-V2, -V3 (latent)": {"mla": True},
-    "Bloom, MPT (ALiBi)": {"alibi": True},
-    "gpt-oss (sinks)": {"sinks": True},
-    "Gemma3n (layers share rows)": {"kv_sharing": True},
+    PLAIN: {},
+    LATENT: {"mla": True},
+    ALIBI: {"alibi": True},
+    SINKS: {"sinks": True},
+    SHARED: {"kv_sharing": True},
     "Mamba, Qwen3-Next (recurrent)": {"recurrent": True},
 }
 
 FORMATS: Final[Mapping[str, Changes]] = {
-    "float32": {},
+    "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "fp8": {"kv_cache_dtype": "fp8"},
     "scales per row (int8_per_token_head)": {"kv_cache_dtype": "int8_per_token_head"},
@@ -51,6 +58,47 @@ BACKENDS: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
 ANY: Final = "any"
 POLICIES: Final = ("deferred", "undo", "direct")
 
+#: A family, an attention backend, a format, and the parallelism.
+Kind = tuple[str, str, str, str]
+
+_UNDO: Final = ("undo",)
+_BOTH: Final = ("deferred", "undo")
+_ONE: Final = "one worker"
+
+#: By device and runner: kinds of engines that the tests ran next to stock, and under what.
+SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
+    ("cpu", "v1"): {
+        (PLAIN, "CPU_ATTN", "float32", _ONE): _BOTH,
+        (PLAIN, "CPU_ATTN", "float32", "tensor"): _BOTH,
+        (PLAIN, "CPU_ATTN", "fp8", _ONE): _BOTH,
+        (LATENT, "CPU_MLA", "float32", _ONE): _BOTH,
+        (ALIBI, "CPU_ATTN", "float32", _ONE): _UNDO,
+        (SINKS, "CPU_ATTN", "float32", _ONE): _UNDO,
+        (SHARED, "CPU_ATTN", "float32", _ONE): _UNDO,
+    },
+    ("cuda", "v1"): {
+        (PLAIN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
+        (PLAIN, "TRITON_ATTN", "bfloat16", _ONE): _UNDO,
+        (PLAIN, "FLASHINFER", "bfloat16", _ONE): _UNDO,
+        (LATENT, "TRITON_MLA", "bfloat16", _ONE): _UNDO,
+    },
+    ("cuda", "v2"): {
+        (PLAIN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
+        (PLAIN, "FLASH_ATTN", "bfloat16", "tensor"): _BOTH,
+        (PLAIN, "FLASH_ATTN", "bfloat16", "pipeline (last stage)"): _UNDO,
+        (PLAIN, "FLASH_ATTN", "fp8", _ONE): _UNDO,
+        (PLAIN, "TRITON_ATTN", "bfloat16", _ONE): _UNDO,
+        (PLAIN, "TRITON_ATTN", "fp8", _ONE): _UNDO,
+        (PLAIN, "FLASHINFER", "bfloat16", _ONE): _UNDO,
+        (PLAIN, "FLASHINFER", "fp8", _ONE): _UNDO,
+        (PLAIN, "FLEX_ATTENTION", "bfloat16", _ONE): _UNDO,
+        (LATENT, "TRITON_MLA", "bfloat16", _ONE): _UNDO,
+        (LATENT, "TRITON_MLA", "fp8", _ONE): _UNDO,
+        (LATENT, "FLASHMLA", "bfloat16", _ONE): _UNDO,
+        (LATENT, "FLASH_ATTN_MLA", "bfloat16", _ONE): _UNDO,
+    },
+}
+
 
 @attrs.frozen
 class Row:
@@ -62,6 +110,7 @@ class Row:
         parallelism: of ``PARALLELISM``.
         auto: what the policy "auto" comes to: a policy, or "off", and why.
         named: policies that can be had by name.
+        seen: of these, "direct" aside, those that were seen running.
         facts: each engine that the row stands for.
     """
 
@@ -70,6 +119,7 @@ class Row:
     parallelism: tuple[str, ...]
     auto: Decision
     named: tuple[str, ...]
+    seen: tuple[str, ...]
     facts: tuple[Facts, ...] = attrs.field(repr=False)
 
     def __str__(self) -> str:
@@ -85,7 +135,13 @@ class Row:
         )
         also = [name for name in self.named if name not in (self.auto.policy, "direct")]
         by_name = f", {', '.join(also)} by name" if also else ""
-        return f"{' | '.join(columns)}: {self.auto.policy}{by_name} ({self.auto.reason})"
+        says = f"{' | '.join(columns)}: {self.auto.policy}{by_name} ({self.auto.reason})"
+        windows = tuple(name for name in self.named if name != "direct")
+        if not windows:
+            return says
+        if self.seen in ((), windows):
+            return f"{says}; {'seen running' if self.seen else 'not seen running'}"
+        return f"{says}; {', '.join(self.seen)} seen running"
 
 
 def matrix(facts: Facts) -> list[Row]:
@@ -97,7 +153,8 @@ def matrix(facts: Facts) -> list[Row]:
     Returns:
         Rows that together name every kind once; those with one outcome are drawn together.
     """
-    here = Facts(version=facts.version, device=facts.device, runner=facts.runner)
+    dtype = "float32" if facts.device == "cpu" else "bfloat16"  # over a cache of another format
+    here = Facts(version=facts.version, device=facts.device, runner=facts.runner, dtype=dtype)
     attention, latent = BACKENDS.get(here.device, ((ANY,), (ANY,)))
     rows = [
         _row(here, (family, backend), number, parallelism)
@@ -121,7 +178,9 @@ def _row(here: Facts, kind: tuple[str, str], number: str, parallelism: str) -> R
     }
     facts = attrs.evolve(here, **changes)
     named = tuple(policy for policy in POLICIES if decide(policy, facts).policy == policy)
-    return Row((kind,), (number,), (parallelism,), decide("auto", facts), named, (facts,))
+    known = SEEN.get((here.device, here.runner), {}).get((*kind, number, parallelism), ())
+    seen = tuple(policy for policy in named if policy in known)
+    return Row((kind,), (number,), (parallelism,), decide("auto", facts), named, seen, (facts,))
 
 
 def _drawn_together(rows: list[Row], column: str) -> list[Row]:

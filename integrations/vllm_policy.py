@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple
 import attrs
 
 from . import vllm_connectors as connectors
+from . import vllm_lacks as lacks
 
 #: vLLM releases whose internals were checked, one by one. In 0.30.0 speculation does not run on
 #: the CPU, kvtxn or not, and 0.33.0 had no CPU build, so there was nothing to check.
@@ -113,7 +114,7 @@ class Rule:
             read the window, so drafts have to be in the cache. ``"auto"``: deferring works and
             can be had by name, but "auto", which promises stock's tokens, does not take it.
         applies: whether it concerns an engine.
-        reason: one sentence; ``{names}`` are facts.
+        reason: one sentence; ``{names}`` are facts, ``{lacking}`` what ``lacking`` says.
         example: how an engine that it concerns differs from the plainest one.
     """
 
@@ -125,7 +126,14 @@ class Rule:
 
     def says(self, facts: Facts) -> str:
         """The reason, for this engine."""
-        return self.reason.format_map(attrs.asdict(facts))
+        return self.reason.format_map(attrs.asdict(facts) | {"lacking": lacking(facts)})
+
+
+def lacking(facts: Facts) -> str:
+    """What the engine asks of its attention backend that vLLM has not; "" if there is none."""
+    asked = {"ALiBi": facts.alibi, "attention sinks": facts.sinks, "shared rows": facts.kv_sharing}
+    wanted = [facts.dtype, facts.kv_cache_dtype, *(name for name, has in asked.items() if has)]
+    return lacks.lacking(facts.attention, wanted) if facts.device == "cuda" else ""
 
 
 #: In order of precedence: of several reasons the first one is given.
@@ -213,6 +221,13 @@ RULES: Final[tuple[Rule, ...]] = (
         lambda f: f.recurrent,
         "recurrent state cannot be in a window",
         {"recurrent": True},
+    ),
+    Rule(
+        "not in vLLM",
+        "windows",
+        lambda f: bool(lacking(f)),
+        "vLLM itself has no {lacking} in attention backend {attention}",
+        {"device": "cuda", "runner": "v2", "attention": "FLASH_ATTN"},  # and float32
     ),
     Rule(
         "quantised latents",

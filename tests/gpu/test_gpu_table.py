@@ -8,6 +8,7 @@ import pytest
 from gpu_jobs import JOBS, scenarios
 from gpu_table import PAGE, RECORD, draw
 from gpu_ties import NEAR, NOISE
+from kvtxn.integrations import vllm_matrix
 from kvtxn.integrations.vllm_policy import ATTENTION, RUNNERS
 
 GRID = json.loads(RECORD.read_text())
@@ -69,3 +70,23 @@ def test_the_table_names_what_was_seen():
     kept = [policies["undo"] for policies in GRID["jobs"].values()]
     assert {seen["attention"] for seen in kept} == set(ATTENTION["cuda"])
     assert {seen["runner"] for seen in kept} == set(RUNNERS["cuda"])
+
+
+def test_the_matrix_says_what_was_seen():
+    """Kinds of engines in which windows were recorded, by runner, and under which policies."""
+    families = dict.fromkeys(("llama", "demo", "gemma3"), vllm_matrix.PLAIN)
+    found = {}
+    for name, policies in GRID["jobs"].items():
+        options = JOBS[name].get("options", {})
+        parallel = "tensor" if "tensor_parallel_size" in options else "one worker"
+        if "pipeline_parallel_size" in options:
+            parallel = "pipeline (last stage)"
+        for policy, seen in policies.items():
+            if policy in ("deferred", "undo") and "cells" in seen:
+                family = families.get(JOBS[name]["model"], vllm_matrix.LATENT)
+                number = options.get("kv_cache_dtype", "bfloat16")
+                kind = (family, seen["attention"], number, parallel)
+                kinds = found.setdefault(("cuda", seen["runner"]), {})
+                kinds[kind] = kinds.get(kind, set()) | {policy}
+    for where, kinds in found.items():
+        assert kinds == {kind: set(policies) for kind, policies in vllm_matrix.SEEN[where].items()}

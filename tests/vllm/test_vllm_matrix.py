@@ -7,7 +7,8 @@ from itertools import product
 import attrs
 import pytest
 import vllm_models
-from kvtxn.integrations.vllm_matrix import BACKENDS, FAMILIES, FORMATS, PARALLELISM, matrix
+from kvtxn.integrations.vllm_lacks import LACKS
+from kvtxn.integrations.vllm_matrix import BACKENDS, FAMILIES, FORMATS, PARALLELISM, SEEN, matrix
 from kvtxn.integrations.vllm_policy import RULES, Facts, decide
 from kvtxn.integrations.vllm_report import report
 
@@ -52,7 +53,55 @@ def test_rows_say_it_in_a_line():
         "(vLLM's V1 model runner cannot speculate under pipeline parallelism)"
     )
     plain = next(line for line in lines if line.startswith("Llama"))
-    assert "on CPU_ATTN | float32 | one worker, tensor: deferred, undo by name (" in plain
+    assert "on CPU_MLA | float32 | one worker: deferred, undo by name (" in plain
+
+
+def test_what_was_seen_is_in_its_line():
+    """Next to what is promised from reading alone."""
+    lines = [str(row) for row in matrix(Facts(device="cuda", runner="v2"))]
+    [plain] = [line for line in lines if line.startswith("Llama") and "deferred by name" in line]
+    assert "on FLASH_ATTN | bfloat16 | one worker, tensor: undo, deferred by name" in plain
+    assert plain.endswith("; seen running")
+    unseen = [line for line in lines if line.endswith("; not seen running")]
+    for family in ("ALiBi", "sinks", "share rows"):
+        assert any(family in line for line in unseen)
+    assert not any(": off" in line and "seen" in line for line in lines)
+
+
+def test_what_was_seen_under_one_policy_alone_is_said(monkeypatch):
+    [kind] = [kind for kind, policies in SEEN["cpu", "v1"].items() if kind[2] == "fp8"]
+    monkeypatch.setitem(SEEN["cpu", "v1"], kind, ("undo",))
+    lines = [str(row) for row in matrix(Facts())]
+    assert any("fp8" in line and line.endswith("; undo seen running") for line in lines)
+
+
+@pytest.mark.parametrize("where", SEEN)
+def test_what_was_seen_is_a_kind_of_engine_that_can_be(where):
+    device, runner = where
+    rows = matrix(Facts(device=device, runner=runner))
+    drawn = {
+        (*kind, number, parallelism): row.seen
+        for row in rows
+        for kind, number, parallelism in product(row.kinds, row.formats, row.parallelism)
+        if row.seen
+    }
+    assert {kind: set(seen) for kind, seen in drawn.items()} == {
+        kind: set(seen) for kind, seen in SEEN[where].items()
+    }
+
+
+@pytest.mark.parametrize("backend", LACKS)
+def test_what_vllm_lacks_is_what_it_declares(backend):
+    """Types of models and formats of caches, where the backend can be imported here."""
+    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
+    try:
+        found = registry.AttentionBackendEnum[backend].get_class()
+    except (ImportError, AssertionError) as error:
+        pytest.skip(f"{backend} cannot be imported here: {error}")
+    types = {str(each).removeprefix("torch.") for each in found.supported_dtypes}
+    assert types >= {"float16", "bfloat16"}
+    assert ("float32" in LACKS[backend]) == ("float32" not in types)
+    assert ("fp8" in LACKS[backend]) == ("fp8" not in found.supported_kv_cache_dtypes)
 
 
 def test_an_unsupported_release_is_one_line():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from kvtxn.integrations.vllm_matrix import ALIBI, LATENT, PLAIN, SEEN, SHARED, SINKS
 from vllm_jobs import COMPARED, JOBS, POLICIES, covered
 from vllm_table import RECORD, TABLE, draw
 
@@ -30,6 +31,22 @@ def test_a_stale_table_is_noticed():
     changed = json.loads(json.dumps(GRID))
     changed["llama"]["policies"]["undo"]["one"]["accepted"] += 1
     assert TABLE.read_text() != draw(changed)
+
+
+def test_the_matrix_says_what_was_seen():
+    """Kinds of engines that are recorded next to stock, and under which policies."""
+    families = {"deepseek": LATENT, "bloom": ALIBI, "gptoss": SINKS, "gemma3n": SHARED}
+    found = {}
+    for job, recorded in GRID.items():
+        family = families.get(JOBS[job]["model"], PLAIN)
+        options = JOBS[job].get("options", {})
+        parallel = "tensor" if "tensor_parallel_size" in options else "one worker"
+        number = options.get("kv_cache_dtype", "float32")
+        kind = (family, "CPU_MLA" if family == LATENT else "CPU_ATTN", number, parallel)
+        cells = recorded["policies"]
+        seen = {policy for policy in POLICIES if isinstance(cells[policy], dict)}
+        found[kind] = found.get(kind, set()) | seen
+    assert found == {kind: set(policies) for kind, policies in SEEN["cpu", "v1"].items()}
 
 
 @pytest.mark.parametrize("job", COMPARED)
