@@ -1,15 +1,18 @@
-"""Calls that ``torch.compile`` leaves as they are.
+"""Windows in code that ``torch.compile`` compiles.
 
 A window holds what it is given until commit. Inside a compiled graph a tensor may be gone
-by then: the compiler reuses a buffer once it has seen its last use. So every call on a
-window ends the graph before it, and what it is given is an output of that graph, which lives.
-It also spares the compiler, and those who read its messages, the code behind the call.
+by then: the compiler reuses a buffer once it has seen its last use, and torch's version
+counter does not notice. So every call on a window ends the graph before it, and what it is
+given is an output of that graph, which lives. An operator (``torch.library``) hides the call
+from the compiler; there rows are copied.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from types import FrameType
+from typing import Final, ParamSpec, TypeVar
 
 import torch
 
@@ -30,3 +33,22 @@ def outside_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _Res
     if function not in _outside:
         _outside[function] = torch.compiler.disable(function)
     return _outside[function]  # type: ignore[return-value]
+
+
+#: Where compiled graphs run: those of inductor, and of every compiler that takes AOTAutograd's.
+_RUNNERS: Final = ("torch._inductor", "torch._functorch")
+
+
+def within_graph() -> bool:
+    """Whether a compiled graph is what called; without a compiler in the process it costs nothing.
+
+    Nothing on the tensors tells: it is read off the stack.
+    """
+    if "torch._functorch.aot_autograd" not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(_RUNNERS):
+            return True
+        frame = frame.f_back
+    return False

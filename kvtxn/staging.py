@@ -2,7 +2,8 @@
 
 By reference where that can be checked: a held tensor keeps its memory, and
 torch's version counter tells whether somebody wrote into it before commit.
-Tensors made in inference mode have no such counter, so ``"auto"`` copies them.
+Tensors made in inference mode have no such counter, and compiled graphs reuse
+memory without counting, so ``"auto"`` copies the rows of both.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .config import TxnConfig
+from .eager import within_graph
 from .errors import WindowStateError
 from .executor import StagedLayer
 from .layers import LayerRef, Plane
@@ -105,6 +107,7 @@ class Stager:
             name, (dtype, shape, stride, device, negated), second = self._looks.layers[ref]
             if (
                 name not in missing
+                or (self._watched and within_graph())
                 or key.dtype is not dtype
                 or key.shape != shape
                 or not (key.is_contiguous() if stride is None else key.stride() == stride)
@@ -188,7 +191,7 @@ class Stager:
 
     def _keep(self, ref: LayerRef, plane: Plane, part: Tensor) -> Tensor:
         """The tensor itself where an in-place write would be noticed, else a copy."""
-        if self._mode == "auto" and not part.is_inference():
+        if self._mode == "auto" and not part.is_inference() and not within_graph():
             self._held.append((part, part._version, ref.name))
             return part
         buffers = self._buffers.setdefault(plane, [])

@@ -1,7 +1,8 @@
-"""Windows in code that ``torch.compile`` compiles: the graph ends where a window is called."""
+"""Windows in code that ``torch.compile`` compiles: what is staged lives until commit."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -109,6 +110,52 @@ def test_captured_rows():
     torch.compile(forward, backend="aot_eager")(hidden)
     manager.window([4], SLOTS, settled=0, captured=held).commit([3])
     assert torch.equal(layers[0].key_cache[1, :3], hidden[:3] * 2)
+
+
+STAGING: list = []  # what the operator below stages into
+
+
+@torch.library.custom_op("kvtxn_tests::stage", mutates_args=())
+def stage_in_a_graph(key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+    """A cache update as engines hide it from the compiler: a dependency is all that comes out."""
+    window, layers = STAGING[-1]
+    window.stage(layers[layer], key, value)
+    return key.new_zeros(())
+
+
+@stage_in_a_graph.register_fake
+def _(key, value, layer):
+    return key.new_zeros(())
+
+
+def forward_in_a_graph(hidden, weight, count):
+    done = hidden.new_zeros(())
+    for layer in range(count):
+        key, value = hidden @ weight, (hidden + 1) @ weight
+        done = done + stage_in_a_graph(key, value, layer)
+        hidden = (key + value).sin()
+    return hidden + done
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+def test_an_operator_within_a_graph():
+    """The compiler reuses the memory of rows that it sees no use of: held, they would be lost."""
+    layers = make_layers(6)
+    manager = TransactionManager(layers, TxnConfig(policy="deferred"))
+    hidden, weight = torch.randn(4, HEADS, HEAD_SIZE), torch.randn(HEAD_SIZE, HEAD_SIZE) / 3
+    compiled = torch.compile(forward_in_a_graph, fullgraph=True)
+    for forward in (compiled, forward_in_a_graph, compiled):
+        with manager.window([4], SLOTS, 0) as window:
+            STAGING.append((window, layers))
+            forward(hidden, weight, len(layers))
+            window.commit([4])
+        rows = hidden
+        for ref in layers:
+            key, value = rows @ weight, (rows + 1) @ weight
+            torch.testing.assert_close(ref.key_cache[1], key, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ref.value_cache[1], value, atol=1e-4, rtol=1e-4)
+            ref.key_cache.zero_()
+            rows = (key + value).sin()
 
 
 def test_the_compiler_is_not_imported():
