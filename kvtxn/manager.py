@@ -163,6 +163,7 @@ class TransactionManager:
             TreeError: the tree is malformed, or does not fit ``draft_len``.
             BackendUnavailableError: the executor cannot do trees.
             LayerError: captured rows do not fit.
+            ConfigError: ``written_by`` or ``captured`` does not go with the policy.
         """
         if torch.compiler.is_compiling():
             return outside_graphs(TransactionManager.window)(
@@ -175,15 +176,35 @@ class TransactionManager:
                 captured=captured,
             )
         if self._open is not None:
-            raise WindowStateError(
-                "window",
-                f"window {self._open.number} is still {self._open.state.name}",
-                state=self._open.state.name,
-                hint="its hooks are still to be called: begin the next one after commit or abort "
-                "returned"
-                if self._open.state.is_final
-                else "commit it or call manager.current.abort(); one window at a time",
+            raise _still_open(self._open)
+        self._check_rows(written_by, captured)
+        parents = None
+        if tree is not None:
+            rows = "captured" if captured is not None else written_by
+            parents = known_tree(tree, draft_len, self.executor, rows)
+        standing = None
+        if captured is None:
+            mappings = self.mappings(draft_len, settled, self.executor.own_slots, parents)
+        else:
+            standing, mappings = captured.standing(self, draft_len, slots, settled)
+        self._open = window = Window(self, self._opened, mappings, written_by)
+        try:
+            if standing is None:
+                window._begin(slots)
+            else:
+                window._begin_staged(standing)
+        except BaseException:
+            self._open = None
+            raise
+        self._opened += 1
+        if debugging():
+            log.debug(
+                "window.begin", window=window.number, rows=window.num_rows, policy=self.policy
             )
+        return window
+
+    def _check_rows(self, written_by: object, captured: object) -> None:
+        """Refuse, with a ConfigError, ways to bring rows that do not exist or fit the policy."""
         known = isinstance(written_by, str) and written_by in ("window", "caller")
         if not known or (written_by == "caller" and self.policy == "deferred"):
             raise ConfigError(
@@ -201,31 +222,6 @@ class TransactionManager:
                 got=type(captured).__name__,
                 hint="stage the rows into a CapturedRows while the forward is captured",
             )
-        parents = None
-        if tree is not None:
-            rows = "captured" if captured is not None else written_by
-            parents = known_tree(tree, draft_len, self.executor, rows)
-        if captured is None:
-            mappings = self.mappings(draft_len, settled, self.executor.own_slots, parents)
-            window = Window(self, self._opened, mappings, written_by)
-        else:
-            standing, mappings = captured.standing(self, draft_len, slots, settled)
-            window = Window(self, self._opened, mappings, written_by)
-        self._open = window
-        try:
-            if captured is None:
-                window._begin(slots)
-            else:
-                window._begin_staged(standing)
-        except BaseException:
-            self._open = None
-            raise
-        self._opened += 1
-        if debugging():
-            log.debug(
-                "window.begin", window=window.number, rows=window.num_rows, policy=self.policy
-            )
-        return window
 
     @contextmanager
     def activate(self) -> Iterator[TransactionManager]:
@@ -334,6 +330,19 @@ class TransactionManager:
         if window.state is not WindowState.COMMITTED or accepted is None:
             return drafts if window.state is WindowState.ABORTED else 0
         return drafts - int(txn.layout.kept(as_counts(accepted)).sum())
+
+
+def _still_open(window: Window) -> WindowStateError:
+    """The error for a second window beside one that is not over."""
+    state = window.state
+    return WindowStateError(
+        "window",
+        f"window {window.number} is still {state.name}",
+        state=state.name,
+        hint="its hooks are still to be called: begin the next one after commit or abort returned"
+        if state.is_final
+        else "commit it or call manager.current.abort(); one window at a time",
+    )
 
 
 def _label(reason: str) -> str:
