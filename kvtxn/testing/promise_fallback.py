@@ -17,7 +17,7 @@ from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
 from .promise_isolation import leave_by
 from .rig import VARIED, Rig
 
-#: Calls of each method in one window over ``VARIED``: five layers in two groups.
+#: Calls of each method in one window over ``VARIED``: six layers in two groups.
 _CALLS: Final = {
     "save": (1, 2),
     "stage": (1, 3, 5),
