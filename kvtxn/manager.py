@@ -77,7 +77,10 @@ class TransactionManager:
         kinds = frozenset(kind.name for kind in self.kinds.values())
         backend = registry.resolve(self.config.backend, self.device, kinds)
         self.policy, self.policy_reason = choose_policy(
-            self.config.policy, backend.capabilities, kinds
+            self.config.policy,
+            backend.capabilities,
+            kinds,
+            latent=any(ref.is_latent for ref in refs),
         )
         with torch.inference_mode(False):  # its buffers outlive the mode they are made in
             self.executor = registry.build(backend, refs, self.config)

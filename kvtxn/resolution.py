@@ -12,7 +12,11 @@ from .layers import Kind, LayerRef
 
 
 def choose_policy(
-    wanted: str, capabilities: Capabilities, kinds: Collection[str] = ("paged",)
+    wanted: str,
+    capabilities: Capabilities,
+    kinds: Collection[str] = ("paged",),
+    *,
+    latent: bool = False,
 ) -> tuple[str, str]:
     """The policy to use and the reason; raises BackendUnavailableError where it cannot be.
 
@@ -20,6 +24,7 @@ def choose_policy(
         wanted: a policy, or "auto".
         capabilities: of the executor.
         kinds: names of the kinds of layers it is for.
+        latent: whether a layer has latent rows, which ``Window.attend`` does not take.
     """
     stateful = "recurrent" in kinds
     if wanted == "undo" and stateful:
@@ -44,10 +49,11 @@ def choose_policy(
     if "deferred" in capabilities.policies:
         if set(kinds) == {"recurrent"}:
             return "deferred", "no layer has attention, and commit selects among the states"
-        if capabilities.attention:
+        if capabilities.attention and not latent:
             return "deferred", "attention can read the window"
     if "undo" in capabilities.policies and not stateful:
-        return "undo", "attention cannot read the window, so rows are written and taken back"
+        rows = "a window's latent rows" if latent else "the window"
+        return "undo", f"attention cannot read {rows}, so rows are written and taken back"
     return "direct", "the backend can neither defer nor undo"
 
 

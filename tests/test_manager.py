@@ -31,6 +31,16 @@ def test_auto_defers_where_attention_reads_the_window(layers):
     assert manager.executor.name == "torch"
 
 
+def test_auto_does_not_defer_latents(layers):
+    """``attend`` does not take them: a forward could not see its own drafts."""
+    latent = LayerRef.latent("latent", torch.zeros(4, 4, 8))
+    for refs in ([latent], [latent, *layers]):
+        manager = TransactionManager(refs)
+        assert manager.policy == "undo"
+        assert "latent rows" in manager.policy_reason
+    assert TransactionManager([latent], TxnConfig(policy="deferred")).policy == "deferred"
+
+
 @pytest.mark.parametrize(
     ("capabilities", "policy"),
     [
