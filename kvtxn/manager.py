@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 
 import torch
@@ -102,11 +102,7 @@ class TransactionManager:
             check_range=not self.executor.capabilities.checks_range,
             may_share=self.policy != "undo",
         )
-        self._layout = lru_cache(maxsize=256)(
-            lambda draft_len, settled, parents: build_layout(
-                draft_len, settled, parents, self.device
-            )
-        )
+        self._layout = lru_cache(maxsize=256)(partial(build_layout, device=self.device))
         self._open: Window | None = None
         self._opened = 0
         log.info(

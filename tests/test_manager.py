@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -29,6 +31,24 @@ def test_auto_defers_where_attention_reads_the_window(layers):
     assert manager.policy == "deferred"
     assert "attention can read" in manager.policy_reason
     assert manager.executor.name == "torch"
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+def test_caches_go_with_their_last_reference(policy):
+    """At once: gigabytes cannot wait for the garbage collector."""
+    layers = make_layers()
+    manager = TransactionManager(layers, TxnConfig(policy=policy))
+    with manager.window(2, [0, 1, 2]) as window:
+        for ref in layers:
+            window.stage(ref, *rows(3))
+        window.commit(1)
+    memory = weakref.ref(layers[0].key_cache)
+    gc.disable()
+    try:
+        del layers, ref, window, manager
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_auto_does_not_defer_latents(layers):
