@@ -30,7 +30,13 @@ def tokens(found: Result) -> str:
         )
     header = ["engine", "compared with", "prompts with equal tokens"]
     header += ["best minus second where they part: median, most", "noise, 99 %", "accepted drafts"]
-    return f"{table(header, rows)}\n\n{_ranks(found)}{_where(found)}"
+    return f"{table(header, rows)}\n\n{_failed(found)}{_ranks(found)}{_where(found)}"
+
+
+def _failed(found: Result) -> str:
+    """Engines that left nothing to compare, and what they said last."""
+    failed = [f"{name} (`{last}`)" for name, last in found.get("failed", {}).items()]
+    return f"Without a result: {'; '.join(failed)}. " if failed else ""
 
 
 def _ranks(found: Result) -> str:

@@ -171,6 +171,7 @@ def vllm_gpu(*names: str) -> str:
         settings = found["settings"]
         parts.append(f"{settings['model']}, {settings['drafter']}, k = {settings['drafts']}:")
         parts += [vllm_report.speed(found["cells"]), vllm_report.method(found)]
+        parts += [missing] if (missing := vllm_report.unmeasured(found)) else []
         beside = f"[Latency and windows](results/{name}.md)"
         plot = f"[a plot](results/{name}.png)"
         parts.append(f"{machine_line(found['machine'])}. {beside}, {plot}.")

@@ -2,7 +2,8 @@
 
 One engine per policy, each in processes of its own, all up at once; every cell repeats in
 rounds of one run per engine, so drift hits all alike. The order within a round rotates, and
-ratios are taken within rounds. Results are written after every cell.
+ratios are taken within rounds. Results are written after every cell; one that an engine's failure
+or the end of the time leaves out is listed as not measured.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from ..errors import KVTxnError
 from . import machine, vllm_files, vllm_options
 from .vllm_cell import Takes, measure
 from .vllm_engine import EngineSpec, Switched, running
@@ -45,15 +47,32 @@ def run(args: argparse.Namespace) -> int:
         arguments = engine_arguments(args, MODELS[args.model], Path(folder))
         with _running(specs(args, arguments), one_engine=args.one_engine) as engines:
             result["conditions"] |= _conditions(engines)
-            cells = result["cells"] = []
-            for point in vllm_options.points(args):
-                cells.append(_measure(args, engines, point))
-                result["conditions"]["seconds"] = time.time() - begin
-                path = vllm_files.write(args.folder, _name(args), result)
-                print(vllm_files.line(cells[-1]), file=sys.stderr, flush=True)
+            result["cells"] = []
+            try:
+                for point in vllm_options.points(args):
+                    result["cells"].append(_measure(args, engines, point))
+                    path = _write(args, result, begin)
+                    print(vllm_files.line(result["cells"][-1]), file=sys.stderr, flush=True)
+            except BaseException as error:
+                result["conditions"]["ended"] = _reason(error)
+                vllm_files.publish(_write(args, result, begin))
+                raise
     for made in vllm_files.publish(path):
         print(made)
     return 0
+
+
+def _write(args: argparse.Namespace, result: dict[str, Any], begin: float) -> Path:
+    """The JSON as it is by now."""
+    result["conditions"]["seconds"] = time.time() - begin
+    return vllm_files.write(args.folder, _name(args), result)
+
+
+def _reason(error: BaseException) -> str:
+    """Why cells are missing, in a line."""
+    if isinstance(error, KVTxnError):
+        return error.problem.partition("\n")[0]
+    return f"the run ended with {type(error).__name__}"
 
 
 @contextlib.contextmanager

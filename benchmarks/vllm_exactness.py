@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name} ended without a result:\n{last}", file=sys.stderr, flush=True)
     if args.save:
         settings = {k: v for k, v in vars(args).items() if isinstance(v, (int, float, str))}
-        result = {"settings": settings, "engines": engines, "attention": errors}
+        words = {name: text.strip().rpartition("\n")[2] for name, text in failed.items()}
+        result = {"settings": settings, "engines": engines, "attention": errors, "failed": words}
         print(f"written to {machine.write(args.save, result)}")
     return 1 if failed else 0
 

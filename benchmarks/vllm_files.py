@@ -1,10 +1,10 @@
 """The files of a ``kvtxn bench vllm`` result: JSON, and Markdown and a plot made from it.
 
 The JSON has ``machine`` (hardware, versions, commit, command), ``settings`` (the options),
-``conditions`` (what else held: engine arguments, environment, what the plug-in announced) and
-``cells``: a load and, under ``engines``, for each what its rounds gave, what the plug-in counted
-meanwhile per rank, and ``of_stock``, the comparison. ``tests/vllm/test_vllm_bench.py`` has all
-names and types.
+``conditions`` (what else held: engine arguments, environment, what the plug-in announced, and in
+``ended`` what kept cells from being measured) and ``cells``: a load and, under ``engines``, for
+each what its rounds gave, what the plug-in counted meanwhile per rank, and ``of_stock``, the
+comparison. ``tests/vllm/test_vllm_bench.py`` has all names and types.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def publish(path: Path) -> list[Path]:
     document = path.with_suffix(".md")
     document.write_text(vllm_report.report(result))
     made = [path, document]
+    if not result["cells"]:
+        return made
     try:
         from .vllm_plot import draw
     except ImportError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -166,6 +166,11 @@ def points(args: argparse.Namespace) -> list[Point]:
         )
         for scenario, context, requests, rate in args.cells or combinations
     ]
+
+
+def asked(settings: Mapping[str, Any]) -> list[Point]:
+    """The cells that a result was to have, from its settings."""
+    return points(argparse.Namespace(**{"cells": None, **settings}))
 
 
 # -- values of arguments ------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, Final
 import matplotlib
 
 from .vllm_cell import by_policy
-from .vllm_report import name
+from .vllm_report import load, name
 
 _COLOURS: Final = ("#2563a8", "#c98a2b", "#2f8f5b", "#8a4fa3", "#b23b3b", "#4a9aa5")
 _STOCK: Final = "#888888"
@@ -51,9 +51,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 
 def _load(cell: Mapping[str, Any]) -> str:
-    scenario, context, requests, drafts = name(cell)
-    how_many = "1 request" if requests == "1" else f"{requests} requests"
-    return f"{scenario}, {context} tokens\n{how_many}, {drafts}"
+    scenario, context, _, drafts = name(cell)
+    return f"{scenario}, {context} tokens\n{load(cell)[1]}, {drafts}"
 
 
 def _speed(axis: Any, cells: Sequence[Mapping[str, Any]]) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from .document import machine_line, table
 from .paired import LEVEL
 from .vllm_cell import by_policy
+from .vllm_options import asked
+from .vllm_work import Point
 
 Cell = Mapping[str, Any]
 
@@ -16,8 +20,12 @@ def report(result: Mapping[str, Any]) -> str:
     """A whole result file: speed, latency, what the windows did, and how it was measured."""
     settings, cells = result["settings"], result["cells"]
     parts = [f"# {settings['model']}, {settings['drafter']}, {settings['drafts']} drafts"]
-    parts += ["## Speed", speed(cells), method(result)]
-    parts += ["## Latency", latency(cells)]
+    if cells:
+        parts += ["## Speed", speed(cells), method(result)]
+    if missing := unmeasured(result):
+        parts += ["## Not measured", missing]
+    if cells:
+        parts += ["## Latency", latency(cells)]
     if any(by_policy(cell) for cell in cells):
         parts += ["## Windows", windows(cells)]
     parts.append(conditions(result))
@@ -29,6 +37,25 @@ def name(cell: Cell) -> list[str]:
     rate = cell["acceptance"]
     drafts = "real" if rate is None else f"{100 * rate:.0f} %"
     return [cell["scenario"], str(cell["context"]), str(cell["requests"]), drafts]
+
+
+def unmeasured(result: Mapping[str, Any]) -> str:
+    """Cells that were asked for and are not in the result, and why; "" if all are."""
+    names = attrs.fields_dict(Point)
+    measured = [{name: cell[name] for name in names} for cell in result["cells"]]
+    wanted = [attrs.asdict(point) for point in asked(result["settings"])]
+    lines = [f"- {', '.join(load(cell))}" for cell in wanted if cell not in measured]
+    if not lines:
+        return ""
+    why = result["conditions"].get("ended", "the run did not get that far")
+    return "\n".join([f"Asked for and not measured ({why}):", "", *lines])
+
+
+def load(cell: Cell) -> list[str]:
+    """What the load was, in words."""
+    scenario, context, requests, drafts = name(cell)
+    how_many = "1 request" if requests == "1" else f"{requests} requests"
+    return [f"{scenario}, {context} tokens of context", how_many, f"{drafts} acceptance"]
 
 
 _LOAD = ["scenario", "context", "requests", "acceptance"]

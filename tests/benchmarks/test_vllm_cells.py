@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 from collections import deque
 from itertools import pairwise
 
 import attrs
 import pytest
-from kvtxn.benchmarks import report, vllm_cell, vllm_files, vllm_report
+from kvtxn.benchmarks import report, vllm_bench, vllm_cell, vllm_files, vllm_report
 from kvtxn.benchmarks.vllm_child import Measured
-from kvtxn.benchmarks.vllm_engine import EngineSpec
+from kvtxn.benchmarks.vllm_engine import EngineError, EngineSpec
 from kvtxn.benchmarks.vllm_work import SCENARIOS, Point, make, positions
 
 from kvtxn.cli import main
@@ -76,7 +78,10 @@ def result(cell):
     return {
         "format": vllm_files.FORMAT,
         "machine": {"processor": "abacus", "torch": "2", "commit": "0", "command": "kvtxn"},
-        "settings": {"model": "tiny", "drafter": "ngram", "drafts": 4, "rounds": 6},
+        "settings": {
+            **{"model": "tiny", "drafter": "ngram", "drafts": 4, "rounds": 6, "tokens": 4},
+            **{"scenario": ["short"], "context": [8], "requests": [2], "acceptance": [0.3]},
+        },
         "conditions": {
             "announced": {"stock": None, "deferred": "policy='deferred'"},
             "engines": 3,
@@ -144,6 +149,79 @@ def test_markdown_says_it_all(result):
     assert "power and its limit: 1980 MHz, 50, 200 W." in text
     assert "`VLLM_THIS=1`" in text
     assert text.count("| no |") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ({"requests": [2, 8]}, ["- short, 8 tokens of context, 8 requests, 30 % acceptance"]),
+        (
+            {"cells": [["mixed", 16, 1, None], ["short", 8, 2, 0.3]]},
+            ["- mixed, 16 tokens of context, 1 request, real acceptance"],
+        ),
+        ({"tokens": 5}, ["- short, 8 tokens of context, 2 requests, 30 % acceptance"]),
+        ({}, []),
+    ],
+)
+@pytest.mark.parametrize("ended", [None, "the engine 'undo' gave no answer within 9 s"])
+def test_markdown_lists_what_was_not_measured(result, settings, missing, ended):
+    """As the settings asked for it, with the reason where there is one."""
+    result["settings"] |= settings
+    result["conditions"] |= {} if ended is None else {"ended": ended}
+    text = vllm_report.report(result)
+    assert [line for line in text.splitlines() if line.startswith("- ")] == missing
+    assert ("## Not measured" in text) == bool(missing)
+    assert (f"({ended or 'the run did not get that far'}):" in text) == bool(missing)
+
+
+def test_a_result_without_a_cell_has_markdown_and_no_plot(result, tmp_path):
+    """All that was asked for is listed."""
+    path = vllm_files.write(tmp_path, "nothing", result | {"cells": []})
+    assert vllm_files.publish(path) == [path, path.with_suffix(".md")]
+    text = path.with_suffix(".md").read_text()
+    assert "- short, 8 tokens of context, 2 requests, 30 % acceptance" in text
+    assert "## Speed" not in text
+
+
+class Failing(Pretender):
+    """An engine that ends in the second cell."""
+
+    def announced(self):
+        return None
+
+    def run(self, work):
+        if len(self.works) == 2:
+            raise self.failure
+        return super().run(work)
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        (
+            EngineError("bench vllm", "the engine 'stock' ended\nin flames"),
+            "the engine 'stock' ended",
+        ),
+        (SystemExit(143), "the run ended with SystemExit"),
+    ],
+)
+def test_cells_are_kept_when_an_engine_fails(failure, says, monkeypatch, tmp_path, log):
+    """Markdown and JSON of what was measured, with what was not and why; the error goes on."""
+    engine = Failing("stock", 1.0, log)
+    engine.failure = failure
+    monkeypatch.setattr(vllm_bench, "running", lambda _: contextlib.nullcontext([engine]))
+    parser = argparse.ArgumentParser()
+    vllm_bench.add_arguments(parser)
+    given = ["--policies", "stock", "--requests", "1,3", "--rounds", "1", "--output", "cut"]
+    args = parser.parse_args([*given, "--folder", str(tmp_path)])
+    with pytest.raises(type(failure)):
+        vllm_bench.run(args)
+    found = json.loads((tmp_path / "cut.json").read_text())
+    assert [cell["requests"] for cell in found["cells"]] == [1]
+    text = (tmp_path / "cut.md").read_text()
+    assert f"({says}):" in text
+    assert "- short, 64 tokens of context, 3 requests, real acceptance" in text
+    assert "| short | 64 | 1 | real |" in text
 
 
 def test_few_rounds_show_nothing(log):
