@@ -65,7 +65,8 @@ def test_state_of_the_gpu(monkeypatch, tmp_path):
 
 def test_where_results_go(monkeypatch, tmp_path):
     """With the others in a checkout; an installed package has none, so not into its folder."""
-    assert machine.results_folder() == machine.RESULTS
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    assert machine.results_folder() == tmp_path
     monkeypatch.setattr(machine, "RESULTS", tmp_path / "results")
     assert machine.results_folder() == machine.Path()
 
