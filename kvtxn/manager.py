@@ -368,6 +368,8 @@ def kv_window(
     settled: Lengths = 1,
     *,
     tree: Parents | None = None,
+    written_by: WrittenBy = "window",
+    captured: CapturedRows | None = None,
 ) -> Window:
     """``TransactionManager.window`` of the active manager.
 
@@ -381,4 +383,6 @@ def kv_window(
             "no manager is active",
             hint="wrap the call in `with manager.activate():`",
         )
-    return manager.window(draft_len, slots, settled, tree=tree)
+    return manager.window(
+        draft_len, slots, settled, tree=tree, written_by=written_by, captured=captured
+    )

@@ -181,8 +181,8 @@ def _checked(ref: LayerRef, plane: Plane, num_rows: int | None, part: Tensor) ->
         raise LayerError(
             "stage",
             f"{plane.part} of {ref.name!r} is sparse or a lazy view",
-            expected="a strided tensor",
-            got=part.layout,
+            expected="a strided tensor that holds its numbers",
+            got="a negated view" if part.layout is torch.strided else part.layout,
             hint="materialise it first: tensor.to_dense() or tensor.resolve_neg()",
         )
     return part if plane.given_shape is None else part.reshape(-1, *plane.row_shape)

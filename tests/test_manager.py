@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import logging
 import weakref
 
@@ -18,6 +19,7 @@ from kvtxn import (
     LayerRef,
     TransactionManager,
     TxnConfig,
+    WindowState,
     WindowStateError,
     kv_window,
 )
@@ -49,6 +51,19 @@ def test_caches_go_with_their_last_reference(policy):
         assert memory() is None
     finally:
         gc.enable()
+
+
+def test_kv_window_takes_what_window_takes(layers):
+    """The same names, order and defaults; and all of them arrive."""
+    method = inspect.signature(TransactionManager.window).parameters
+    function = inspect.signature(kv_window).parameters
+    assert list(function.values()) == list(method.values())[1:]
+    with TransactionManager(layers, TxnConfig(policy="undo")).activate():
+        with kv_window(1, [0, 1], written_by="caller") as window:
+            assert window.state is WindowState.STAGED
+            window.abort()
+        with pytest.raises(ConfigError, match="captured"):
+            kv_window(1, [0, 1], captured=[])
 
 
 def test_auto_does_not_defer_latents(layers):
