@@ -91,9 +91,7 @@ def not_allowed(
         expected=wanted,
         got=state,
         state=state,
-        hint="a window is single-use: open a new one"
-        if final
-        else "every layer is staged: commit or abort",
+        hint="a window is single-use: open a new one" if final else "commit or abort this one",
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import recovery
-from .errors import not_allowed
+from .errors import WindowStateError, not_allowed
 from .executor import SampledIds, StagedLayer, Txn, as_counts
 from .hooks import Moment, ended
 from .layers import LayerRef
@@ -89,13 +89,21 @@ class WindowLife:
             error: what it raised; logged, or raised again under ``on_error="raise"``.
 
         Raises:
-            WindowStateError: the window is over or fell back already, or has a draft tree.
+            WindowStateError: the window is over or fell back already, has no slots yet, or has a
+                draft tree.
         """
-        if not allowed(self._state, Event.FALL_BACK) or self._txn is None:
+        if not allowed(self._state, Event.FALL_BACK):
             self._refuse("fall_back", Event.FALL_BACK)
-        if self._txn.layout.tree is not None:
-            self._refuse("fall_back", Event.FALL_BACK, "a window with a draft tree")
-        self._on_failure(operation, error, tuple(self._txn.staged.values()))
+        txn = self._txn
+        if txn is None or txn.layout.tree is not None:
+            why = "no slots yet" if txn is None else "a draft tree"
+            raise WindowStateError(
+                "fall_back",
+                f"the window has {why}, in state {self._state.name}",
+                state=self._state.name,
+                hint="abort it; then the rows are the caller's to write",
+            )
+        self._on_failure(operation, error, tuple(txn.staged.values()))
         self._missing.clear()
 
     def _on_failure(

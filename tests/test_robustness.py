@@ -293,6 +293,20 @@ def test_staging_twice_is_one_error_whenever_it_happens():
         w.abort()
 
 
+def test_when_a_caller_cannot_give_up(layers):
+    """Before there is anything to write, or twice; the window is as it was."""
+    manager = TransactionManager(layers)
+    with manager.window(2) as w:
+        with pytest.raises(WindowStateError, match="no slots yet, in state OPEN"):
+            w.fall_back("runner", RuntimeError())
+        w.stage(layers[0], *rows(3), SLOTS)
+        w.fall_back("runner", RuntimeError())
+        with pytest.raises(WindowStateError, match=r"state DIRECT.*commit or abort this one"):
+            w.fall_back("runner", RuntimeError())
+        w.commit(1)
+    assert w.state is WindowState.FELL_BACK
+
+
 def test_a_finished_window_cannot_be_entered(layers):
     """Single-use; and the error has the facts as attributes."""
     w = TransactionManager(layers).window(1, [0, 1])
