@@ -82,7 +82,8 @@ class TxnConfig:
         staging: how rows wait for a deferred commit. ``"reference"``: the caller's tensors
             are held, and the caller promises not to write into them. ``"copy"``: into a
             fixed buffer. ``"auto"``: by reference where torch's version counter would notice
-            an in-place write by commit, else by copy.
+            an in-place write by commit, else by copy: in inference mode, and from within a
+            graph of ``torch.compile``.
         debug: check every commit against the reference, row by row. Slow, and it
             waits for the device; for hunting a bug, not for serving.
 

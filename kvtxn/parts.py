@@ -11,13 +11,19 @@ from .errors import LayerError, StagedTwiceError
 from .layers import LayerRef, Plane
 
 
-def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[str, object]) -> None:
+def check_ref(
+    ref: LayerRef,
+    layers: Mapping[str, LayerRef],
+    missing: Mapping[str, object],
+    written_by: str = "window",
+) -> None:
     """Refuse a layer the manager does not know, or one that is in the window already.
 
     Args:
         ref: what was passed to ``stage``.
         layers: the manager's layers by name.
         missing: names of the layers that are not staged yet.
+        written_by: whoever writes the window's rows; where the caller does, no layer is staged.
     """
     name = getattr(ref, "name", None)
     if not isinstance(ref, LayerRef) or layers.get(ref.name) is not ref:
@@ -29,7 +35,11 @@ def check_ref(ref: LayerRef, layers: Mapping[str, LayerRef], missing: Mapping[st
             hint="pass the LayerRef that the TransactionManager was built with",
         )
     if name not in missing:
-        raise StagedTwiceError("stage", f"layer {name!r} is in this window already")
+        raise StagedTwiceError(
+            "stage",
+            f"layer {name!r} is in this window already",
+            hint="its rows are the caller's to write" if written_by == "caller" else "",
+        )
 
 
 def check_parts(

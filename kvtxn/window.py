@@ -129,7 +129,7 @@ class Window(WindowLife):
             return
         if self._state is not WindowState.STAGED and not allowed(self._state, Event.STAGE):
             self._refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
-        check_ref(ref, self._manager.layers, self._missing)
+        check_ref(ref, self._manager.layers, self._missing, self._written_by)
         if slots is None and ref.group not in self._mappings:
             raise self._mappings.missing(ref.group)
         rows = self.num_rows if self._txn is not None else self._mappings.rows_in(ref.group, slots)

@@ -105,6 +105,7 @@ class WindowLife:
             )
         self._on_failure(operation, error, tuple(txn.staged.values()))
         self._missing.clear()
+        self._written_by = "caller"
 
     def _on_failure(
         self, operation: str, error: Exception, layers: Sequence[StagedLayer] = ()
