@@ -9,6 +9,7 @@ Two parts are right whether or not the drafts are written, so one graph serves e
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Final
 
 import attrs
@@ -51,16 +52,16 @@ class Reading:
         steps: the runner's.
         layout: the requests with drafts, or in a captured graph any that it may serve.
         captured: the forward is a graph: it is told nothing, and admits no new request.
-        prefix: int32 ``[num_requests]``, rows in the cache before the step.
-        schedules: FlashAttention's, for the prefix, by sliding window.
+        prefix: the requests with drafts, over the rows that they had before the step.
+        rest: all other requests, over all their rows; None without any.
         slots: the batch's slots without the drafts'.
     """
 
     steps: GpuSteps
     layout: RowLayout
     captured: bool
-    prefix: Tensor | None = None
-    schedules: dict[int | None, Tensor | None] = attrs.Factory(dict)
+    prefix: inside.FlashRequests | None = None
+    rest: inside.FlashRequests | None = None
     slots: Tensor | None = None
 
     @property
@@ -69,36 +70,31 @@ class Reading:
         step = self.steps.step
         return not self.captured and (step is None or step.direct)
 
-    def prepare(self, hook: FlashHook, impl: Any, metadata: Any) -> Tensor:
+    def prepare(self, metadata: Any) -> inside.FlashRequests:
         """What layers share, made at the first of them; inside a graph it is captured there."""
-        count = self.layout.num_requests
-        if self.prefix is None:
-            self.prefix = torch.empty(
-                count, dtype=torch.int32, device=metadata.query_start_loc.device
-            )
-            self.steps.window.prefix(
-                metadata.query_start_loc[: count + 1], metadata.seq_lens[:count], self.prefix
-            )
-            if not self.captured:
-                self.slots = metadata.slot_mapping.clone()
-                self.slots[: self.layout.num_rows].masked_fill_(self.layout.is_draft, -1)
-        sliding = hook.args.sliding_window
-        if sliding not in self.schedules:
-            self.schedules[sliding] = inside.flash_schedule(
-                impl, metadata, self.prefix, hook.ref, self.left(hook)
-            )
-        return self.prefix
+        layout, count = self.layout, self.layout.num_requests
+        lengths = torch.empty(count, dtype=torch.int32, device=metadata.query_start_loc.device)
+        longest = max(end - start for start, end in pairwise(layout.starts))
+        prefix = inside.FlashRequests.leading(metadata, lengths, longest, captured=self.captured)
+        self.steps.window.prefix(prefix.starts, metadata.seq_lens[:count], lengths)
+        if not self.captured:
+            self.slots = metadata.slot_mapping.clone()
+            self.slots[: layout.num_rows].masked_fill_(layout.is_draft, -1)
+            if metadata.num_actual_tokens > layout.num_rows:
+                self.rest = inside.FlashRequests.following(metadata, count)
+        self.prefix = prefix
+        return prefix
 
-    def left(self, hook: FlashHook) -> int:
-        """How many rows before the last one of the prefix it sees; -1 is all.
+    def window(self, hook: FlashHook) -> tuple[int, int]:
+        """How many rows before the last one of the prefix a row sees, and after it; -1 is all.
 
         FlashAttention aligns windows to the end of the keys, and the step's own rows are not
         among them; so their number counts off, which has to be one for all requests.
         """
         sliding = hook.args.sliding_window
         if sliding is None:
-            return -1
-        return sliding - 1 - self.layout.starts[1]
+            return -1, -1
+        return sliding - 1 - self.layout.starts[1], -1
 
     def attend(
         self,
@@ -108,41 +104,33 @@ class Reading:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        kv_cache: Tensor,
         metadata: Any,
         output: Tensor,
     ) -> None:
-        """One layer's attention over the batch, into ``output``."""
-        prefix = self.prepare(hook, impl, metadata)
-        window, layout, ref = self.steps.window, self.layout, hook.ref
+        """One layer's attention over the batch, into ``output``.
+
+        In a step that is no graph, what is done here for each layer is what the host has to keep
+        up with; so nothing is sliced twice, and nothing here that could be done once per step.
+        """
+        prefix = self.prefix or self.prepare(metadata)
+        steps, layout, ref = self.steps, self.layout, hook.ref
         rows = slice(layout.num_rows)
+        drafted, out = query[rows], output[rows]
         if self.slots is not None:  # a request admitted in this step may read what others write
-            _own.FlashAttentionImpl.do_kv_cache_update(
-                impl, layer, key, value, kv_cache, self.slots
-            )
-        lse = inside.flash_prefix(
-            *(impl, layer, metadata, ref, query[rows], prefix),
-            self.schedules[hook.args.sliding_window],
-            self.left(hook),
-            output[rows],
-        )
-        keep = window.keep(ref, metadata.slot_mapping[rows]) if self.captured else hook.keep
-        self.steps.attention.merge(
-            layout,
-            ref,
-            query[rows],
-            (key[rows], value[rows]),
-            Prefix.single(output[rows], lse),
-            hook.args,
-            keep,
-            output[rows],
-        )
+            inside.flash_write(impl, layer, ref, key, value, self.slots)
+        lse = prefix.attend(impl, ref, self.window(hook), drafted, out)
+        keep = hook.keep
+        if self.captured:
+            keep = steps.window.keep(ref, metadata.slot_mapping[rows])
+        fresh, found = (key[rows], value[rows]), Prefix.single(out, lse)
+        steps.attention.merge(layout, ref, drafted, fresh, found, hook.args, keep, out)
         if self.captured:
             return
-        if metadata.num_actual_tokens > layout.num_rows:
-            inside.flash_rest(impl, layer, metadata, ref, query, output, layout.num_requests)
-        assert self.steps.step is not None
-        self.steps.step.staged.append(ref)
+        if self.rest is not None:
+            whole = slice(metadata.num_actual_tokens)
+            self.rest.attend(impl, ref, impl.sliding_window, query[whole], output[whole])
+        assert steps.step is not None
+        steps.step.staged.append(ref)
 
 
 def warm_up(hook: FlashHook, heads: int, dtype: torch.dtype) -> None:
@@ -249,8 +237,7 @@ class WindowFlashImpl(_own.FlashAttentionImpl):  # type: ignore[misc]
         hook, reading = self.kvtxn, getattr(attn_metadata, "kvtxn", None)
         if hook is not None and reading is not None and not reading.stopped:
             try:
-                batch = (query, key, value, kv_cache, attn_metadata, output)
-                reading.attend(hook, self, layer, *batch)
+                reading.attend(hook, self, layer, query, key, value, attn_metadata, output)
                 return output
             except Exception as error:
                 if reading.captured:

@@ -180,97 +180,139 @@ def flash_shape(common: Any) -> tuple[int, int, int]:
     return int(common.num_reqs), int(common.max_query_len), int(common.num_actual_tokens)
 
 
-def flash_schedule(
-    impl: Any, metadata: Any, prefix: Tensor, ref: LayerRef, left: int
-) -> Tensor | None:
-    """FlashAttention 3's schedule for the prefix of each request; other versions have none."""
-    if impl.vllm_flash_attn_version != 3:
-        return None
-    schedule: Tensor = internals.flash_attention().get_scheduler_metadata(
-        batch_size=prefix.shape[0],
-        max_seqlen_q=metadata.max_query_len,
-        max_seqlen_k=metadata.max_seq_len,
-        num_heads_q=impl.num_heads,
-        num_heads_kv=impl.num_kv_heads,
-        headdim=impl.head_size,
-        cache_seqlens=prefix,
-        qkv_dtype=ref.key_cache.dtype,
-        cu_seqlens_q=metadata.query_start_loc[: prefix.shape[0] + 1],
-        page_size=ref.key_cache.shape[1],
-        causal=False,
-        window_size=(left, -1),
-        has_softcap=bool(impl.logits_soft_cap),
-        num_splits=metadata.max_num_splits,
-    )
-    return schedule
+@attrs.define(eq=False)
+class FlashRequests:
+    """Requests that follow each other in a batch, as FlashAttention takes them.
+
+    Made once per step; all that its layers share is in here, since tensors that are sliced for
+    each layer take as long on the host as the call itself.
+
+    Attributes:
+        starts: int32 ``[num_requests + 1]``, each one's first row in the batch, and the end.
+        keys: int32 ``[num_requests]``, how many of each one's keys in the cache it sees.
+        blocks: int32 ``[num_requests, max_blocks]``, its blocks.
+        longest: most rows of one.
+        most_keys: most keys of one.
+        causal: whether the last row sees the last key and each one before it one less; else every
+            row sees all.
+        splits: most parts that one's keys are divided into; 0 lets FlashAttention choose.
+        schedules: which part of the GPU does what, by sliding window.
+    """
+
+    starts: Tensor
+    keys: Tensor
+    blocks: Tensor
+    longest: int
+    most_keys: int
+    causal: bool
+    splits: int
+    schedules: dict[tuple[int, int], Tensor | None] = attrs.Factory(dict)
+
+    @classmethod
+    def leading(cls, metadata: Any, keys: Tensor, longest: int, *, captured: bool) -> FlashRequests:
+        """The first ``len(keys)`` requests of a batch, over that many keys, not causal."""
+        count = keys.shape[0]
+        return cls(
+            metadata.query_start_loc[: count + 1],
+            keys,
+            metadata.block_table[:count],
+            longest,
+            metadata.max_seq_len,
+            causal=False,
+            splits=metadata.max_num_splits if captured else _splits(metadata),
+        )
+
+    @classmethod
+    def following(cls, metadata: Any, count: int) -> FlashRequests:
+        """The requests after the first ``count``, over all their keys."""
+        return cls(
+            metadata.query_start_loc[count:],
+            metadata.seq_lens[count:],
+            metadata.block_table[count:],
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            causal=True,
+            splits=_splits(metadata),
+        )
+
+    def attend(
+        self, impl: Any, ref: LayerRef, window: tuple[int, int], query: Tensor, output: Tensor
+    ) -> Tensor:
+        """One layer's attention, into ``output``.
+
+        Args:
+            impl: vLLM's attention of the layer, whose rows are stored as they are.
+            ref: the layer.
+            window: rows that a row sees to the left and to the right of its place; -1 is all.
+            query: ``[rows, num_q_heads, head_size]``, rows as ``starts`` counts them.
+            output: likewise.
+
+        Returns:
+            The log-sum-exp, float32 ``[num_q_heads, rows]``.
+        """
+        if window not in self.schedules:
+            self.schedules[window] = self._schedule(impl, ref, window)
+        _, lse = internals.flash_attention().flash_attn_varlen_func(
+            q=query,
+            k=ref.key_cache,
+            v=ref.value_cache,
+            out=output,
+            cu_seqlens_q=self.starts,
+            max_seqlen_q=self.longest,
+            seqused_k=self.keys,
+            max_seqlen_k=self.most_keys,
+            softmax_scale=impl.scale,
+            causal=self.causal,
+            window_size=window,
+            softcap=impl.logits_soft_cap,
+            block_table=self.blocks,
+            return_softmax_lse=True,
+            scheduler_metadata=self.schedules[window],
+            num_splits=self.splits,
+            fa_version=impl.vllm_flash_attn_version,
+        )
+        found: Tensor = lse
+        return found
+
+    def _schedule(self, impl: Any, ref: LayerRef, window: tuple[int, int]) -> Tensor | None:
+        """FlashAttention 3 would make it anew in every call; other versions have none."""
+        if impl.vllm_flash_attn_version != 3:
+            return None
+        schedule: Tensor = internals.flash_attention().get_scheduler_metadata(
+            batch_size=self.keys.shape[0],
+            max_seqlen_q=self.longest,
+            max_seqlen_k=self.most_keys,
+            num_heads_q=impl.num_heads,
+            num_heads_kv=impl.num_kv_heads,
+            headdim=impl.head_size,
+            cache_seqlens=self.keys,
+            qkv_dtype=ref.key_cache.dtype,
+            cu_seqlens_q=self.starts,
+            page_size=ref.key_cache.shape[1],
+            causal=self.causal,
+            window_size=window,
+            has_softcap=bool(impl.logits_soft_cap),
+            num_splits=self.splits,
+        )
+        return schedule
 
 
-def flash_prefix(
-    impl: Any,
-    module: Any,
-    metadata: Any,
-    ref: LayerRef,
-    query: Tensor,
-    prefix: Tensor,
-    schedule: Tensor | None,
-    left: int,
-    output: Tensor,
-) -> Tensor:
-    """Attention over each request's prefix, into ``output``; log-sum-exp ``[heads, rows]``."""
-    count = prefix.shape[0]
-    _, lse = internals.flash_attention().flash_attn_varlen_func(
-        q=query,
-        k=ref.key_cache,
-        v=ref.value_cache,
-        out=output,
-        cu_seqlens_q=metadata.query_start_loc[: count + 1],
-        max_seqlen_q=metadata.max_query_len,
-        seqused_k=prefix,
-        max_seqlen_k=metadata.max_seq_len,
-        softmax_scale=impl.scale,
-        causal=False,
-        window_size=[left, -1],
-        softcap=impl.logits_soft_cap,
-        block_table=metadata.block_table[:count],
-        return_softmax_lse=True,
-        scheduler_metadata=schedule,
-        num_splits=metadata.max_num_splits,
-        fa_version=impl.vllm_flash_attn_version,
-        **_descales(impl, module, count),
-    )
-    found: Tensor = lse
-    return found
+def _splits(metadata: Any) -> int:
+    """Outside of graphs FlashAttention knows best, unless results must not depend on the batch."""
+    return 1 if metadata.max_num_splits == 1 else 0
 
 
-def flash_rest(
-    impl: Any, module: Any, metadata: Any, ref: LayerRef, query: Tensor, output: Tensor, first: int
+def flash_write(
+    impl: Any, module: Any, ref: LayerRef, key: Tensor, value: Tensor, slots: Tensor
 ) -> None:
-    """The stock attention for the requests from ``first`` on, whose rows are in the cache."""
-    rows = slice(metadata.num_actual_tokens)
-    seq_lens = metadata.seq_lens[first:]
-    internals.flash_attention().flash_attn_varlen_func(
-        q=query[rows],
-        k=ref.key_cache,
-        v=ref.value_cache,
-        out=output[rows],
-        cu_seqlens_q=metadata.query_start_loc[first:],
-        max_seqlen_q=metadata.max_query_len,
-        seqused_k=seq_lens,
-        max_seqlen_k=metadata.max_seq_len,
-        softmax_scale=impl.scale,
-        causal=True,
-        window_size=list(impl.sliding_window),
-        softcap=impl.logits_soft_cap,
-        block_table=metadata.block_table[first:],
-        num_splits=metadata.max_num_splits,
-        fa_version=impl.vllm_flash_attn_version,
-        **_descales(impl, module, seq_lens.shape[0]),
+    """Write a batch's rows as the stock attention does, but those whose slot is -1."""
+    internals.flash_attention().reshape_and_cache_flash(
+        key,
+        value,
+        ref.key_cache,
+        ref.value_cache,
+        slots,
+        impl.kv_cache_dtype,
+        module._k_scale,
+        module._v_scale,
     )
-
-
-def _descales(impl: Any, module: Any, requests: int) -> dict[str, Tensor]:
-    shape = (requests, impl.num_kv_heads)
-    return {
-        "k_descale": module._k_scale.expand(shape),
-        "v_descale": module._v_scale.expand(shape),
-    }
