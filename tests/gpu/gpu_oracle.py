@@ -66,15 +66,19 @@ class Watch(CacheOracle):
             return result
 
         def sampled(
-            mapping: Any, tokens: Any, counted: Any, rejected: Any, starts: Any = None
+            idx_mapping: Any,
+            sampled_tokens: Any,
+            num_sampled: Any,
+            num_rejected: Any,
+            query_start_loc: Any = None,
         ) -> None:
             """Before the drafter runs; ranks that do not sample are told of an earlier step."""
             judged = step[0] if step and runner.is_last_pp_rank else None
             if judged is not None:
                 counts["early"] += judged.changed(judged.drafted())
-            sampled_by(mapping, tokens, counted, rejected, starts)
+            sampled_by(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
             if judged is not None:
-                accepted = [max(0, count - 1) for count in counted.tolist()]
+                accepted = [max(0, count - 1) for count in num_sampled.tolist()]
                 self.judge(judged, accepted[: len(judged.drafts)])
                 step.clear()
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
 
 from gpu_jobs import JOBS, STOCK, scenarios  # noqa: E402
-from gpu_ties import compare  # noqa: E402
+from gpu_ties import compare, pairs  # noqa: E402
 
 RECORD = HERE / "grid.json"
 PAGE = HERE / "GRID.md"
@@ -57,12 +57,12 @@ And where vLLM schedules ahead of the GPU, what a batch holds depends on time; e
 
 def cell(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
     """One scenario of one policy, next to stock's."""
-    pairs = list(zip(ours["tokens"], stock["tokens"], strict=True))
+    both = pairs(ours, stock)
     seen = ours.get("oracle", [])
     counts = ours["kvtxn"][-1]
     return {
-        "requests": len(pairs),
-        "same": sum(a == b for a, b in pairs),
+        "requests": len(both),
+        "same": sum(b is not None and stock["tokens"][a] == ours["tokens"][b] for a, b in both),
         **{key: ours["stats"][key] for key in ("drafted", "accepted", "preemptions")},
         "stock_accepted": stock["stats"]["accepted"],
         "hits": ours["hits"],

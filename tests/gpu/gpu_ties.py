@@ -34,16 +34,16 @@ def compare(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
         that of the token which the other engine took, infinite where that is none of the likeliest;
         ``noise``: the most that a logit differs by after the same tokens, the first that differs
         included; both in steps. ``by_lot``: requests that part at a draft that was accepted by lot,
-        so that it says nothing about logits; ``followed``: those whose prompts differ, since they
-        quote another request's answer.
+        so that it says nothing about logits; ``followed``: those whose prompts the other engine
+        has not seen, since they quote another request's answer.
     """
     found = {"gap": 0.0, "noise": 0.0, "by_lot": 0, "followed": 0}
-    for number, prompt in enumerate(stock["prompts"]):
-        if ours["prompts"][number] != prompt:
+    for number, place in pairs(ours, stock):
+        if place is None:
             found["followed"] += 1
             continue
-        pair = [(each["tokens"][number], each["logits"][number]) for each in (stock, ours)]
-        (expected, scores), (tokens, others) = pair
+        expected, scores = stock["tokens"][number], stock["logits"][number]
+        tokens, others = ours["tokens"][place], ours["logits"][place]
         equal = (a == b for a, b in zip(expected, tokens, strict=True))
         first = next((place for place, same in enumerate(equal) if not same), None)
         alike = len(tokens) if first is None else first + 1
@@ -56,6 +56,18 @@ def compare(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
             found["by_lot"] += 1
         else:
             found["gap"] = max(found["gap"], gap(chosen[0][1], tokens[first]))
+    return found
+
+
+def pairs(ours: dict[str, Any], stock: dict[str, Any]) -> list[tuple[int, int | None]]:
+    """Each request of stock's, and the other engine's of the same prompt; None without one."""
+    waiting: dict[str, list[int]] = {}
+    for place, prompt in enumerate(ours.get("prompts") or range(len(ours["tokens"]))):
+        waiting.setdefault(str(prompt), []).append(place)
+    found = []
+    for number, prompt in enumerate(stock.get("prompts") or range(len(stock["tokens"]))):
+        places = waiting.get(str(prompt))
+        found.append((number, places.pop(0) if places else None))
     return found
 
 

@@ -45,7 +45,9 @@ class Runner:
     def prepare_attn(self, batch):
         self.block_tables.compute_slot_mappings()
 
-    def postprocess_sampled(self, mapping, tokens, counted, rejected, starts):
+    def postprocess_sampled(
+        self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=None
+    ):
         pass
 
 
@@ -56,8 +58,10 @@ class Undoing(Runner):
         super().prepare_attn(batch)
         self.saved = self.rows.clone()
 
-    def postprocess_sampled(self, mapping, tokens, counted, rejected, starts):
-        kept = int(counted[0])  # the settled row is one of them
+    def postprocess_sampled(
+        self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=None
+    ):
+        kept = int(num_sampled[0])  # the settled row is one of them
         self.rows[SLOTS[kept:4]] = self.saved[SLOTS[kept:4]]
 
 
@@ -72,13 +76,15 @@ def seen(runner, accepted, *, forward=None):
         query_start_loc_np=numpy.array([0, 4, 6]),
         num_scheduled_tokens=numpy.array(LENGTHS),
     )
+    others = dict.fromkeys(("idx_mapping", "sampled_tokens", "num_rejected"))
     written = torch.arange(len(SLOTS) * LATENT).view(-1, LATENT) + 2.5
     for _ in range(2):  # the same rows in the same places once more
         runner.prepare_attn(batch)
         runner.rows[SLOTS] = written
         if forward is not None:
             forward(runner.rows)
-        runner.postprocess_sampled(None, None, torch.tensor([1 + accepted, 0]), None, None)
+        sampled = {"num_sampled": torch.tensor([1 + accepted, 0])}  # by name, as between stages
+        runner.postprocess_sampled(**others, **sampled)
     return watch.oracle_take()
 
 

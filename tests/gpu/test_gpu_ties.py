@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from gpu_ties import NEAR, NOISE, compare, step
+from gpu_ties import NEAR, NOISE, compare, pairs, step
 from test_gpu_grid import judge, near
 
 
@@ -45,6 +45,15 @@ def test_a_near_tie():
     ours = report([EIGHT, [(2, 12.0), (1, 11.875), (9, 5.0)], [(9, 1.0), (5, 0.5)]])
     assert compare(ours, STOCK) == {"gap": 1, "noise": 2, "by_lot": 0, "followed": 0}
     near("flash", compare(ours, STOCK))
+
+
+def test_requests_are_those_of_the_same_prompt():
+    """In whatever order, and however many: what was asked can depend on what was answered."""
+    more = report([EIGHT], [EIGHT], [EIGHT], prompts=[[1], [2], [1]])
+    less = report([EIGHT], [EIGHT], prompts=[[3], [1]])
+    assert pairs(less, more) == [(0, 1), (1, None), (2, None)]
+    assert pairs(more, less) == [(0, None), (1, 0)]
+    assert compare(less, more) == {"gap": 0, "noise": 0, "by_lot": 0, "followed": 2}
 
 
 def test_no_near_tie():
