@@ -227,15 +227,47 @@ class AttentionLauncher:
         """
         if output is None:
             output = query.new_empty(*query.shape[:2], ref.planes[1].row_shape[1])
-        places = (query, *fresh[:2], prefix.out, prefix.lse, output)
-        places += () if keep is None or keep.buffers is None else keep.buffers
-        like = self._recurring.likeness(layout, ref, places, args, keep)
-        if not self._recurring.again(like, places):
-            call = call_of(layout, ref, query, args)
-            rows = (fresh, prefix, keep, output)
-            launch = window_launch.arranged(call, *rows, self._ones, self.processors)
-            self._recurring.remember(like, launch, layout)
+        call = call_of(layout, ref, query, args)
+        rows = (fresh, prefix, keep, output)
+        window_launch.arranged(call, *rows, self._ones, self.processors).run()
         return output
+
+    def merge_into(
+        self,
+        layout: RowLayout,
+        ref: LayerRef,
+        query: Tensor,
+        fresh: tuple[Tensor, Tensor],
+        output: Tensor,
+        lse: Tensor,
+        args: AttentionArgs,
+        keep: Keep,
+    ) -> None:
+        """The window kernel after FlashAttention, whose output is the prefix's and becomes all.
+
+        A launch that differs from an earlier one in addresses alone is quick; then nothing is
+        sliced either. So this takes tensors whose first rows are the window's.
+
+        Args:
+            layout: which rows are whose.
+            ref: the layer.
+            query: ``[num_rows or more, num_q_heads, head_size]``.
+            fresh: keys and values as the cache stores them, likewise.
+            output: likewise, FlashAttention's; the rest of it stays as it is.
+            lse: float32 ``[num_q_heads, num_rows]``, FlashAttention's.
+            args: scale, sliding window, soft cap.
+            keep: what to write beside the output.
+        """
+        places = (query, *fresh, output, lse)
+        like = self._recurring.likeness(layout, ref, places, args, keep)
+        if self._recurring.again(like, ref, places):
+            return
+        query, key, value, output = (each[: layout.num_rows] for each in places[:4])
+        prefix = Prefix.single(output, lse)
+        call = call_of(layout, ref, query, args)
+        rows = ((key, value), prefix, keep, output)
+        launch = window_launch.arranged(call, *rows, self._ones, self.processors)
+        self._recurring.remember(like, launch, layout)
 
 
 def _parts(call: Call, tile: PagedTile) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ happens at the first layer; the others call the compiled kernel with their own a
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import count
 from typing import Any, Final
 
 import attrs
@@ -29,8 +30,26 @@ _ALIGNED: Final = 16
 #: Tensors that differ: query, keys, values, the prefix's output and log-sum-exp, and the output
 #: come first among a kernel's arguments. Later there are keys and values once more, in place of a
 #: cache that is not written, and from there on the buffers that rows are copied to.
-_PLACES: Final = 8
+_FIRST: Final = 6
 _BUFFERS: Final = 12
+
+
+@attrs.frozen(eq=False)
+class _Layer:
+    """What does not change from step to step.
+
+    Attributes:
+        keep: what is written beside the output.
+        args: how it attends.
+        kind: a number, the same for layers that are launched alike but for addresses; None where
+            a launch cannot be repeated.
+        buffers: the addresses of ``keep.buffers``.
+    """
+
+    keep: Keep
+    args: AttentionArgs
+    kind: int | None
+    buffers: tuple[int, ...]
 
 
 @attrs.frozen(eq=False)
@@ -51,56 +70,80 @@ class _Known:
 
 
 class RecurringWindows:
-    """The launches of one device's window kernels."""
+    """The launches of one device's window kernels, over FlashAttention's prefix."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
+        self._layers: dict[LayerRef, _Layer] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._numbers = count()
 
     def likeness(
         self,
         layout: RowLayout,
         ref: LayerRef,
-        places: tuple[Tensor, ...],
+        places: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         args: AttentionArgs,
-        keep: Keep | None,
+        keep: Keep,
     ) -> Hashable | None:
         """Everything a launch depends on except addresses; None where it cannot be repeated.
 
         Args:
             layout: the rows.
             ref: the layer.
-            places: query, keys, values, the prefix's output and log-sum-exp, output, and the
-                buffers that rows are copied to.
+            places: query, keys, values, output and log-sum-exp; the rows lead, more may follow.
             args: scale, sliding window, soft cap.
             keep: what is written beside the output.
         """
-        whole = keep is not None and keep.slots is None and len(places) == _PLACES
-        if not whole or not places[0].is_cuda or layout.tree is not None or len(ref.planes) != 2:
-            return None
-        assert keep is not None
-        if any(plane.format.scale is not None for plane in ref.planes):
+        query, key, value, output, lse = places
+        layer = self._layers.get(ref)
+        if layer is None or layer.keep is not keep or layer.args is not args:
+            layer = self._layers[ref] = self._look(ref, args, keep)
+        if layer.kind is None or layout.tree is not None or not query.is_cuda:
             return None
         return (
+            layer.kind,
             id(layout),
-            id(keep.position),
-            places[3].shape,
-            *((place.dtype, place.stride()) for place in places),
-            *((p.cells.dtype, p.cells.stride(), p.row_shape, p.block_size) for p in ref.planes),
-            ref.num_slots,
-            args.scale,
-            args.soft_cap,
-            args.sliding_window,
+            query.shape[1:],
+            *(query.dtype, key.dtype, value.dtype, output.dtype, lse.dtype),
+            *(query.stride(), key.stride(), value.stride(), output.stride(), lse.stride()),
         )
 
-    def again(self, like: Hashable | None, places: tuple[Tensor, ...]) -> bool:
+    def _look(self, ref: LayerRef, args: AttentionArgs, keep: Keep) -> _Layer:
+        """Compare a layer with those seen so far."""
+        plain = len(ref.planes) == 2 and all(plane.format.scale is None for plane in ref.planes)
+        if keep.slots is not None or keep.buffers is None or not plain:
+            return _Layer(keep, args, None, ())
+        buffers = tuple(each.data_ptr() for each in keep.buffers)
+        if any(address % _ALIGNED for address in buffers):
+            return _Layer(keep, args, None, ())
+        facts = (
+            id(keep.position),
+            *((each.dtype, each.stride()) for each in keep.buffers),
+            *((p.cells.dtype, p.cells.stride(), p.row_shape, p.block_size) for p in ref.planes),
+            *(ref.num_slots, args.scale, args.soft_cap, args.sliding_window),
+        )
+        if facts not in self._kinds:
+            if len(self._kinds) >= _MOST:
+                self._kinds.clear()  # numbers never come twice
+            self._kinds[facts] = next(self._numbers)
+        return _Layer(keep, args, self._kinds[facts], buffers)
+
+    def again(
+        self,
+        like: Hashable | None,
+        ref: LayerRef,
+        places: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    ) -> bool:
         """Repeat an earlier launch with these addresses; False where there is none to repeat."""
         known = None if like is None else self._known.get(like)
         if known is None:
             return False
-        first = tuple(place.data_ptr() for place in places)
-        if any(address % _ALIGNED for address in first):
+        query, key, value, output, lse = map(Tensor.data_ptr, places)
+        if (query | key | value | output | lse) % _ALIGNED:
             return False
-        known.run(*first[:6], *known.between, *first[1:3], *first[6:], *known.after)
+        first = (query, key, value, output, lse, output)
+        known.run(*first, *known.between, key, value, *self._layers[ref].buffers, *known.after)
         return True
 
     def remember(self, like: Hashable | None, launch: Launch, layout: RowLayout) -> None:
@@ -116,7 +159,7 @@ class RecurringWindows:
         after = [*addresses[_BUFFERS + 2 :], *(launch.constants[name] for name in names)]
         self._known[like] = _Known(
             compiled[launch.grid],
-            tuple(addresses[6 : _BUFFERS - 2]),
+            tuple(addresses[_FIRST : _BUFFERS - 2]),
             tuple(after),
-            (launch.arguments[6 : _BUFFERS - 2], launch.arguments[_BUFFERS + 2 :], layout),
+            (launch.arguments[_FIRST : _BUFFERS - 2], launch.arguments[_BUFFERS + 2 :], layout),
         )

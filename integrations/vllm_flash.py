@@ -115,20 +115,17 @@ class Reading:
         prefix = self.prefix or self.prepare(metadata)
         steps, layout, ref = self.steps, self.layout, hook.ref
         rows = slice(layout.num_rows)
-        drafted, out = query[rows], output[rows]
         if self.slots is not None:  # a request admitted in this step may read what others write
             inside.flash_write(impl, layer, ref, key, value, self.slots)
-        lse = prefix.attend(impl, ref, self.window(hook), drafted, out)
+        lse = prefix.attend(impl, ref, self.window(hook), query[rows], output[rows])
         keep = hook.keep
         if self.captured:
             keep = steps.window.keep(ref, metadata.slot_mapping[rows])
-        fresh, found = (key[rows], value[rows]), Prefix.single(out, lse)
-        steps.attention.merge(layout, ref, drafted, fresh, found, hook.args, keep, out)
+        steps.attention.merge_into(layout, ref, query, (key, value), output, lse, hook.args, keep)
         if self.captured:
             return
         if self.rest is not None:
-            whole = slice(metadata.num_actual_tokens)
-            self.rest.attend(impl, ref, impl.sliding_window, query[whole], output[whole])
+            self.rest.attend(impl, ref, impl.sliding_window, query, output)
         assert steps.step is not None
         steps.step.staged.append(ref)
 

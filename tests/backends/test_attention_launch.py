@@ -165,16 +165,27 @@ def test_layers_that_attend_alike(monkeypatch, launcher, kernel_device, how):
     for number in range(4):
         case.query = case.query + number  # new tensors, but of the same form
         case.fresh = tuple(rows.flip(0) - number for rows in case.fresh)
-        prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
-        room = torch.full((2, *case.fresh[0].shape), 7.0, device=kernel_device)
-        keep = Keep(None, case.layout.position, (room[0], room[1]))
-        before = case.cache.clone()
-        facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args)
-        case.check(launcher.merge(*facts, keep))
-        assert torch.equal(case.cache, before)
+        room = merged_into(monkeypatch, launcher, case)
         assert all(map(torch.equal, room, case.fresh))
     assert len(launches) == (1 if torch.device(kernel_device).type == "cuda" else 4)
     other = Case(kernel_device, (1, 0, 1), **SETTINGS[how])
-    prefix = launcher.prefix(other.layout, other.ref, other.query, other.args)
-    facts = (other.layout, other.ref, other.query, other.fresh, prefix, other.args)
-    other.check(launcher.merge(*facts, Keep(None, other.layout.position, (room[0], room[1]))))
+    merged_into(monkeypatch, launcher, other)
+
+
+def merged_into(monkeypatch, launcher, case):
+    """The window's rows lead a batch; what follows them, and the cache, stay as they are."""
+    divide(monkeypatch, 1)
+    prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
+    room = torch.full((2, *case.fresh[0].shape), 7.0, device=case.query.device)
+    keep = Keep(None, case.layout.position, (room[0], room[1]))
+    query, key, value, output = (
+        torch.cat([rows, torch.full_like(rows[:3], float("nan"))])
+        for rows in (case.query, *case.fresh[:2], prefix.out[0])
+    )
+    before, lse = case.cache.clone(), prefix.lse[0].t().contiguous()
+    launcher.merge_into(case.layout, case.ref, query, (key, value), output, lse, case.args, keep)
+    count = case.layout.num_rows
+    case.check(output[:count])
+    assert output[count:].isnan().all()
+    assert torch.equal(case.cache, before)
+    return room
