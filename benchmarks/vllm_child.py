@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
+import numpy
+import torch
 
 from .vllm_work import Work
 
@@ -151,7 +153,12 @@ def _counts(llm: Any) -> tuple[int, int]:
 
 
 def _switch(worker: Any, on: bool) -> None:
-    """Let the steps of a running engine, which wrote through, have windows or be stock's."""
+    """Let the steps of a running engine, which writes through, have windows or be stock's.
+
+    Either way what is drawn from now on is the same, and so is which drafts are accepted by lot.
+    """
+    numpy.random.seed(0)
+    torch.manual_seed(0)
     runner = worker.model_runner
     steps = worker.__dict__.setdefault("kvtxn_steps", runner.kvtxn)
     runner.kvtxn = steps if on else None

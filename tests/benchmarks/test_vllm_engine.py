@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
+import numpy
 import pytest
 import torch
 from kvtxn.benchmarks.vllm_child import _set_rates, _switch
@@ -254,12 +255,14 @@ def test_one_engine_is_stock_and_undo_by_turns(start):
 
 
 def test_steps_are_switched():
-    """Off they are none, and on they are those of before."""
-    steps = object()
+    """Off they are none, and on they are those of before; what is drawn by lot stays the same."""
+    steps, drawn = object(), set()
     worker = SimpleNamespace(model_runner=SimpleNamespace(kvtxn=steps))
     for on in (False, False, True, False, True):
         _switch(worker, on)
         assert worker.model_runner.kvtxn is (steps if on else None)
+        drawn.add((numpy.random.randint(2**31), torch.rand(()).item()))
+    assert len(drawn) == 1
 
 
 def test_rates_are_set_given_those_before():

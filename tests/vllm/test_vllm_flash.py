@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_jobs import missing
 from vllm_step_rig import BLOCK, DEVICE, HEADS, SIZE, Rig, anywhere  # noqa: F401
 
@@ -133,6 +134,10 @@ class Batch:
         )
 
     def attend(self, reading, layer: int, sliding: int | None, splits: int = 32) -> None:
+        reading.attend(*self.arguments(layer, sliding, splits))
+
+    def arguments(self, layer: int, sliding: int | None, splits: int):
+        """What a layer's attention is called with."""
         ref, steps = self.rig.steps.layers[layer], self.rig.steps
         args = AttentionArgs(
             block_table=steps.window.position,
@@ -154,7 +159,7 @@ class Batch:
         )
         module = SimpleNamespace(_k_scale=None, _v_scale=None)
         given = (self.query, self.key, self.value, self.metadata(splits), self.output)
-        reading.attend(hook, impl, module, *given)
+        return hook, impl, module, *given
 
     def expected(self, cache, sliding: int | None) -> torch.Tensor:
         """Causal attention of each request over what it had and its own rows."""
@@ -234,3 +239,31 @@ def test_a_captured_forward(flash, sliding, shown):
     drafts = {1, 2, 3, 5, 6, 7} if shown else set()
     assert batch.rig.caches[0].equal(batch.written(before, drafts))
     assert [call["num_splits"] for call in flash.calls] == [32]  # fixed, whatever a step has
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked for; in a step that is no graph each takes the host some time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_later_layers_slice_two_tensors(flash, monkeypatch):
+    """What layers share is made at the first; the others slice query and output for the prefix."""
+    batch = Batch(before=[3, 4, 0], lengths=[3, 3, 5], padding=4)
+    batch.begin([2, 2, 0])
+    steps, lse = batch.rig.steps, torch.zeros(GROUP * HEADS, 6, device=DEVICE)
+    monkeypatch.setattr(steps, "attention", SimpleNamespace(merge_into=lambda *_: None))
+    for name in ("flash_attn_varlen_func", "reshape_and_cache_flash"):
+        monkeypatch.setattr(vllm_internals.flash_attention(), name, lambda *_, **__: (None, lse))
+    reading = Reading(steps, steps.step.layout, captured=False)
+    first, second = (batch.arguments(layer, None, 32) for layer in range(2))
+    reading.attend(*first)
+    with Calls() as calls:
+        reading.attend(*second)
+    assert calls.names == ["slice.Tensor"] * 2
