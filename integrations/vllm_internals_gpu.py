@@ -5,7 +5,7 @@ Both model runners, their batches and graphs, and the calls of FlashAttention's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -36,6 +36,26 @@ V1_METHODS: Final = {
         for name in ("initialize_kv_cache", "_update_states", "_prepare_inputs", "_sample")
     },
 }
+
+
+def after_warm_up(wrapper: Any, then: Callable[[], None]) -> None:
+    """Do something once a worker has warmed up.
+
+    With the V2 runner vLLM goes through whole steps for that, drafts and all, of requests that
+    nobody sent and that its own counters leave out.
+
+    Args:
+        wrapper: the worker's.
+        then: what to do.
+    """
+    own = wrapper.worker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        then()
+        return result
+
+    wrapper.worker.compile_or_warm_up_model = compile_or_warm_up_model
 
 
 # -- the V2 runner ------------------------------------------------------------------

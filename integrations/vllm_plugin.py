@@ -13,6 +13,7 @@ and why; then the engine runs as if kvtxn were not installed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from ..errors import KVTxnError
@@ -90,7 +91,10 @@ def _on_worker(wrapper: Any) -> None:
             if facts.runner == "v1":
                 from .vllm_runner_v1 import attach
             else:
+                from .vllm_internals_gpu import after_warm_up
                 from .vllm_runner_v2 import attach
+
+                after_warm_up(wrapper, partial(_restart, internals.runner_of(wrapper)))
 
             if policy == "deferred":  # before the model is made, which asks for its attention
                 internals.register_flash_attention(FLASH_ATTENTION)
@@ -103,6 +107,13 @@ def _on_worker(wrapper: Any) -> None:
         log.exception("vllm.inactive", why=repr(error))
         if surfaces_errors(asked):
             raise
+
+
+def _restart(runner: Any) -> None:
+    """Windows until now served nobody."""
+    steps = getattr(runner, "kvtxn", None)
+    if steps is not None:
+        steps.manager.metrics.restart()
 
 
 def _most_rows(config: Any, device: str) -> int:

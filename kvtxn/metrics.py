@@ -144,6 +144,16 @@ class Metrics:
             rows = torch.zeros(2, lines, 4, dtype=torch.int64, device=device)
         return cls(policy, row_bytes, tuple(overwrites.values()), rows)
 
+    def restart(self) -> None:
+        """Count windows and rows from zero again, as after steps that served nobody.
+
+        In place, since captured graphs count in ``rows``. What failed stays counted.
+        """
+        self.rows.zero_()
+        self.windows.clear()
+        self.bypassed.clear()
+        self.layer_calls = 0
+
     def snapshot(self) -> dict[str, float]:
         """Everything, flat, by Prometheus name; labels are folded into the name.
 

@@ -134,3 +134,22 @@ def test_known_labels_begin_at_zero(layers):
     counts = TransactionManager(layers).snapshot()
     for name in ("fallbacks_total_commit", "windows_total_failed", "hook_errors_total_on_abort"):
         assert counts[f"kvtxn_{name}"] == 0
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+def test_counting_starts_again(layers, policy):
+    """From zero, in the same place; a fault stays to be seen."""
+    manager = TransactionManager(layers, TxnConfig(policy=policy))
+    run(manager, layers, [1, 0])
+    manager.bypass("cascade")
+    manager.note_fallback(None, "commit", RuntimeError("once"))
+    where = manager.metrics.rows.data_ptr()
+    manager.metrics.restart()
+    again = manager.snapshot()
+    assert {name for name, value in again.items() if value} == {
+        "kvtxn_fallbacks_total",
+        "kvtxn_fallbacks_total_commit",
+    }
+    run(manager, layers, [1, 0])
+    assert manager.snapshot()["kvtxn_rows_staged_total"] == 3
+    assert manager.metrics.rows.data_ptr() == where

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations import vllm_internals, vllm_plugin, vllm_runner
+import torch
+from kvtxn.integrations import vllm_internals, vllm_internals_gpu, vllm_plugin, vllm_runner
 from vllm_jobs import missing
 
-from kvtxn import ConfigError
+from kvtxn import ConfigError, LayerRef, TransactionManager
 
 needs_vllm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -170,6 +172,25 @@ def test_a_cache_that_cannot_be_understood_leaves_stock(lines, on_error):
     assert "vllm.inactive" in lines[0]
     assert runner.kvtxn is None
     assert runner._sample(None, None) == "sampled"
+
+
+def test_steps_of_vllms_own_warm_up_are_not_counted():
+    """Once it is over, counters start from zero; and an engine without steps has none."""
+    manager = TransactionManager([LayerRef("a", *torch.zeros(2, 2, 4, 1, 8))])
+    runner = SimpleNamespace(kvtxn=SimpleNamespace(manager=manager))
+
+    def warm_up(times):
+        for _ in range(times):
+            manager.bypass("order")
+        return "times"
+
+    for held in (runner, SimpleNamespace(), SimpleNamespace(kvtxn=None)):
+        worker = SimpleNamespace(compile_or_warm_up_model=warm_up)
+        found = SimpleNamespace(worker=worker)
+        vllm_internals_gpu.after_warm_up(found, partial(vllm_plugin._restart, held))
+        manager.metrics.restart()
+        assert worker.compile_or_warm_up_model(times=3) == "times"
+        assert manager.snapshot()["kvtxn_bypassed_windows_total"] == (0 if held is runner else 3)
 
 
 def test_register_never_raises(monkeypatch):
