@@ -195,7 +195,9 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-gpu": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle", "h200-vllm-host-bound-ngram"),
     "vllm-gpu-8k": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-8k"),
     "vllm-gpu-admissions": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-admissions"),
-    "vllm-gpu-again": lambda: vllm_gpu("h200-vllm-host-bound-ngram-again"),
+    "vllm-gpu-again": lambda: vllm_gpu(
+        "h200-vllm-llama3-8b-eagle-again", "h200-vllm-host-bound-ngram-again"
+    ),
     "vllm-tokens": lambda: exactness_report.tokens(load("h200-vllm-exactness")),
     "vllm-tp2": lambda: exactness_report.tokens(load("h200-vllm-tp2")),
     "vllm-caches": lambda: exactness_report.caches(load("h200-vllm-exactness")),

@@ -43,15 +43,11 @@ steps of bfloat16 at the size of the best logit (1/16 from 8 to 16). Drafts of E
 accepted by lot here, and where those part nothing leads: *noise* says that the logits do not part.
 "-": an older run, which did not look at this.
 
-Under `deferred` another order of sums can tip a near-tie in bfloat16, and these models' best two
-logits are often equal. Under `undo` tokens are stock's, but that each engine compiles its own
-kernels, whatever its policy, and a near-tie falls as they sum: v1_flash and v1_flash_steady are
-alike under `undo` (drafts from n-grams are never scheduled ahead) and part from each other in the
-one request in which v1_flash parts from stock; of draft and draft_steady, the same token is stock's
-in one and that under `undo` in the other. With `enforce_eager`, where nothing is compiled, every
-step of that scenario has the same bits under `undo` as in stock: cache rows, hidden states, logits.
-And where vLLM schedules ahead of the GPU, what a batch holds depends on time; engines called
-*steady* do not.
+Under `deferred` sums are made in another order, as between two of vLLM's own attention backends (at
+the end of the page), so a near-tie can fall the other way; the best two logits of random models are
+often equal. Under `undo` tokens are stock's wherever the same requests share a step. Where vLLM
+schedules ahead of the GPU, which do depends on time; engines called *steady* do not. Besides, each
+engine compiles kernels of its own, whatever its policy, and a near-tie falls as they sum.
 """
 
 
