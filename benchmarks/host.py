@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=natural, default=300, help="windows per measurement")
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    parser.add_argument(
+        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
+    )
 
 
 def _device(text: str) -> str:

@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=natural, nargs="+", default=[None], help="not the model's own"
     )
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    parser.add_argument(
+        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

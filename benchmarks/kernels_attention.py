@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
     parser.add_argument("--model", choices=MODELS, default="llama3-8b")
     parser.add_argument("--accepted", type=float, default=0.3)
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    parser.add_argument(
+        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -52,8 +52,7 @@ def gpu_state() -> str | None:
 
 def write(name: str, results: dict[str, Any]) -> Path:
     """Write one result file with its machine line; returns its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = results_folder() / f"{name}.json"
     path.write_text(json.dumps({"machine": describe(), **results}, indent=1) + "\n")
     return path
 

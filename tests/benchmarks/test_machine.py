@@ -75,3 +75,14 @@ def test_the_command_without_its_folder(monkeypatch):
     """What was run, but not where its results went."""
     monkeypatch.setattr("sys.argv", ["kvtxn", "bench", "vllm", "--folder", "/x y", "--rounds", "6"])
     assert machine.describe("abc")["command"] == "kvtxn bench vllm --rounds 6"
+
+
+def test_what_is_saved_goes_there(monkeypatch, tmp_path):
+    """In a checkout to the others; an installed package is nobody's place to write to."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "RESULTS", tmp_path / "package" / "results")
+    assert machine.write("mine", {"rows": []}) == machine.Path("mine.json")
+    machine.RESULTS.mkdir(parents=True)
+    assert machine.write("mine", {"rows": []}) == machine.RESULTS / "mine.json"
+    for path in (tmp_path / "mine.json", machine.RESULTS / "mine.json"):
+        assert '"rows": []' in path.read_text()
