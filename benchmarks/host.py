@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=natural, default=300, help="windows per measurement")
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
-    )
+    machine.add_save(parser)
 
 
 def _device(text: str) -> str:

@@ -33,9 +33,7 @@ _LAUNCHES: Final = ("deferred commit", "undo save", "undo restore")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
     parser.add_argument("--requests", type=natural, default=64)
-    parser.add_argument(
-        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
-    )
+    machine.add_save(parser)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 

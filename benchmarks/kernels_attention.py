@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
     parser.add_argument("--model", choices=MODELS, default="llama3-8b")
     parser.add_argument("--accepted", type=float, default=0.3)
-    parser.add_argument(
-        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
-    )
+    machine.add_save(parser)
 
 
 def run(args: argparse.Namespace) -> int:

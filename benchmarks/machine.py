@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import shlex
@@ -48,6 +49,13 @@ def gpu_state() -> str | None:
     """Clock, temperature and power of the first GPU at this moment; None without one."""
     fields = "clocks.sm,clocks.max.sm,temperature.gpu,power.draw,power.limit"
     return _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader") or None
+
+
+def add_save(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--save``, whose value is a name for ``write``."""
+    parser.add_argument(
+        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
+    )
 
 
 def write(name: str, results: dict[str, Any]) -> Path:

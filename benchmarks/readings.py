@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
     parser.add_argument("--readings", type=natural, default=2000, help="per engine")
     parser.add_argument("--policy", default="auto")
-    parser.add_argument(
-        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
-    )
+    machine.add_save(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--policies", nargs="+", default=["deferred", "undo"])
     parser.add_argument("--steps", type=natural, default=2000, help="steps per measurement")
-    parser.add_argument(
-        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
-    )
+    machine.add_save(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -79,9 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: all that the machine has GPUs for",
     )
     parser.add_argument("--timeout", type=float, default=500, help="seconds for all engines")
-    parser.add_argument(
-        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
-    )
+    machine.add_save(parser)
 
 
 def run(args: argparse.Namespace) -> int:
