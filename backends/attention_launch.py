@@ -20,6 +20,7 @@ from .attention_shapes import (
     power,
     refuse_scales,
 )
+from .jobs import Launch
 from .recurring_windows import RecurringWindows
 from .row_scales import scales_of, typed
 from .triton_paged import combine, paged_attention
@@ -228,8 +229,7 @@ class AttentionLauncher:
         if output is None:
             output = query.new_empty(*query.shape[:2], ref.planes[1].row_shape[1])
         call = call_of(layout, ref, query, args)
-        rows = (fresh, prefix, keep, output)
-        window_launch.arranged(call, *rows, self._ones, self.processors).run()
+        self._window(call, fresh, prefix, keep, output).run()
         return output
 
     def merge_into(
@@ -263,11 +263,22 @@ class AttentionLauncher:
         if self._recurring.again(like, ref, places):
             return
         query, key, value, output = (each[: layout.num_rows] for each in places[:4])
-        prefix = Prefix.single(output, lse)
         call = call_of(layout, ref, query, args)
-        rows = ((key, value), prefix, keep, output)
-        launch = window_launch.arranged(call, *rows, self._ones, self.processors)
+        launch = self._window(call, (key, value), Prefix.single(output, lse), keep, output)
         self._recurring.remember(like, launch, layout)
+
+    def _window(
+        self,
+        call: Call,
+        fresh: tuple[Tensor, ...],
+        prefix: Prefix,
+        keep: Keep | None,
+        output: Tensor,
+    ) -> Launch:
+        """The window kernel's launch on this device; see ``window_launch.arranged``."""
+        return window_launch.arranged(
+            call, fresh, prefix, keep, output, self._ones, self.processors
+        )
 
 
 def _parts(call: Call, tile: PagedTile) -> tuple[Tensor, Tensor]:

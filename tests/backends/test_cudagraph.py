@@ -131,6 +131,9 @@ def test_one_place_may_hold_more_or_fewer_requests(rig_of):
     for _ in range(2):
         commit(rig, ((1, 1), (2, 1)), SampledIds(ids[:2]), [1, 1])
         commit(rig, ((1, 1, 1), (1, 1, 1)), SampledIds(ids), [1, 1, 1])
+    executor = rig.manager.executor
+    assert executor.captures == (2 if executor.inner is TorchExecutor else 1)  # Triton: by address
+    assert executor.replays == 4
 
 
 def test_the_graph_not_used_for_longest_is_dropped(rig_of, monkeypatch):
