@@ -15,6 +15,7 @@ from .attention_shapes import (
     Keep,
     PagedTile,
     Prefix,
+    Tail,
     call_of,
     paged_tile,
     power,
@@ -213,6 +214,7 @@ class AttentionLauncher:
         args: AttentionArgs,
         keep: Keep | None = None,
         output: Tensor | None = None,
+        tail: Tail | None = None,
     ) -> Tensor:
         """The window kernel: the prefix merged with causal attention over ``fresh``.
 
@@ -225,11 +227,13 @@ class AttentionLauncher:
             args: scale, sliding window, soft cap.
             keep: what to write beside the output; not for rows with scales of their own.
             output: where to; may be the prefix's own output. A new tensor where None.
+            tail: where the prefix's last rows are, if its attention was causal; not for draft
+                trees, nor for rows with scales of their own.
         """
         if output is None:
             output = query.new_empty(*query.shape[:2], ref.planes[1].row_shape[1])
         call = call_of(layout, ref, query, args)
-        self._window(call, fresh, prefix, keep, output).run()
+        self._window(call, fresh, prefix, keep, tail, output).run()
         return output
 
     def merge_into(
@@ -242,6 +246,7 @@ class AttentionLauncher:
         lse: Tensor,
         args: AttentionArgs,
         keep: Keep,
+        tail: Tail | None = None,
     ) -> None:
         """The window kernel after FlashAttention, whose output is the prefix's and becomes all.
 
@@ -254,17 +259,19 @@ class AttentionLauncher:
             query: ``[num_rows or more, num_q_heads, head_size]``.
             fresh: keys and values as the cache stores them, likewise.
             output: likewise, FlashAttention's; the rest of it stays as it is.
-            lse: float32 ``[num_q_heads, num_rows]``, FlashAttention's.
+            lse: float32 ``[num_q_heads, num_rows or more]``, FlashAttention's.
             args: scale, sliding window, soft cap.
             keep: what to write beside the output.
+            tail: see ``merge``.
         """
         places = (query, *fresh, output, lse)
-        like = self._recurring.likeness(layout, ref, places, args, keep)
-        if self._recurring.again(like, ref, places):
+        like = self._recurring.likeness(layout, ref, places, args, keep, tail)
+        if self._recurring.again(like, ref, places, tail):
             return
         query, key, value, output = (each[: layout.num_rows] for each in places[:4])
         call = call_of(layout, ref, query, args)
-        launch = self._window(call, (key, value), Prefix.single(output, lse), keep, output)
+        prefix = Prefix.single(output, lse)
+        launch = self._window(call, (key, value), prefix, keep, tail, output)
         self._recurring.remember(like, launch, layout)
 
     def _window(
@@ -273,11 +280,12 @@ class AttentionLauncher:
         fresh: tuple[Tensor, ...],
         prefix: Prefix,
         keep: Keep | None,
+        tail: Tail | None,
         output: Tensor,
     ) -> Launch:
         """The window kernel's launch on this device; see ``window_launch.arranged``."""
         return window_launch.arranged(
-            call, fresh, prefix, keep, output, self._ones, self.processors
+            call, fresh, prefix, keep, tail, output, self._ones, self.processors
         )
 
 

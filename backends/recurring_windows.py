@@ -18,8 +18,9 @@ from torch import Tensor
 from ..executor import AttentionArgs
 from ..layers import LayerRef
 from ..layout import RowLayout
-from .attention_shapes import Keep
+from .attention_shapes import Keep, Tail
 from .jobs import Launch
+from .row_scales import typed
 
 #: Launches that are remembered; beyond, all are forgotten.
 _MOST: Final = 64
@@ -27,11 +28,14 @@ _MOST: Final = 64
 #: Triton compiles for addresses that are multiples of this, or are not.
 _ALIGNED: Final = 16
 
-#: Tensors that differ: query, keys, values, the prefix's output and log-sum-exp, and the output
-#: come first among a kernel's arguments. Later there are keys and values once more, in place of a
-#: cache that is not written, and from there on the buffers that rows are copied to.
+#: What differs among a kernel's arguments: query, keys, values, the prefix's output and
+#: log-sum-exp, and the output come first. Later there are the cache (keys and values once more,
+#: where it is not read), the buffers that rows are copied to, and what says where a prefix ends.
+#: Then, where a batch goes on after the window's rows, how far apart the heads' log-sum-exps are.
 _FIRST: Final = 6
-_BUFFERS: Final = 12
+_CACHE: Final = 10
+_REST: Final = 16
+_L_HEAD: Final = 35
 
 
 @attrs.frozen(eq=False)
@@ -43,13 +47,15 @@ class _Layer:
         args: how it attends.
         kind: a number, the same for layers that are launched alike but for addresses; None where
             a launch cannot be repeated.
-        buffers: the addresses of ``keep.buffers``.
+        cache: the addresses of keys and values.
+        buffers: those of ``keep.buffers``.
     """
 
     keep: Keep
     args: AttentionArgs
     kind: int | None
-    buffers: tuple[int, ...]
+    cache: tuple[int, ...] = ()
+    buffers: tuple[int, ...] = ()
 
 
 @attrs.frozen(eq=False)
@@ -59,13 +65,17 @@ class _Known:
     Attributes:
         run: launches it, given every argument and constant.
         between: what stands between the first six addresses and those of the cache.
-        after: what comes after the buffers.
+        prefix: what stands where a prefix's end would.
+        rest: what comes after all that differs, up to the heads' distance.
+        last: what comes after that.
         held: what the addresses in there point to, and what the key's identities are of.
     """
 
     run: Any
     between: tuple[Any, ...]
-    after: tuple[Any, ...]
+    prefix: tuple[int, int]
+    rest: tuple[Any, ...]
+    last: tuple[Any, ...]
     held: tuple[Any, ...]
 
 
@@ -85,8 +95,9 @@ class RecurringWindows:
         places: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         args: AttentionArgs,
         keep: Keep,
+        tail: Tail | None,
     ) -> Hashable | None:
-        """Everything a launch depends on except addresses; None where it cannot be repeated.
+        """Everything a launch depends on except what differs; None where it cannot be repeated.
 
         Args:
             layout: the rows.
@@ -94,6 +105,7 @@ class RecurringWindows:
             places: query, keys, values, output and log-sum-exp; the rows lead, more may follow.
             args: scale, sliding window, soft cap.
             keep: what is written beside the output.
+            tail: where the prefix's last rows are, if its attention was causal.
         """
         query, key, value, output, lse = places
         layer = self._layers.get(ref)
@@ -104,19 +116,21 @@ class RecurringWindows:
         return (
             layer.kind,
             id(layout),
+            None if tail is None else tail.blocks.stride(0),
             query.shape[1:],
             *(query.dtype, key.dtype, value.dtype, output.dtype, lse.dtype),
-            *(query.stride(), key.stride(), value.stride(), output.stride(), lse.stride()),
+            *(query.stride(), key.stride(), value.stride(), output.stride(), lse.stride(1)),
         )
 
     def _look(self, ref: LayerRef, args: AttentionArgs, keep: Keep) -> _Layer:
         """Compare a layer with those seen so far."""
         plain = len(ref.planes) == 2 and all(plane.format.scale is None for plane in ref.planes)
         if keep.slots is not None or keep.buffers is None or not plain:
-            return _Layer(keep, args, None, ())
+            return _Layer(keep, args, None)
         buffers = tuple(each.data_ptr() for each in keep.buffers)
-        if any(address % _ALIGNED for address in buffers):
-            return _Layer(keep, args, None, ())
+        cache = tuple(typed(plane).data_ptr() for plane in ref.planes)
+        if any(address % _ALIGNED for address in (*cache, *buffers)):
+            return _Layer(keep, args, None)
         facts = (
             id(keep.position),
             *((each.dtype, each.stride()) for each in keep.buffers),
@@ -127,23 +141,29 @@ class RecurringWindows:
             if len(self._kinds) >= _MOST:
                 self._kinds.clear()  # numbers never come twice
             self._kinds[facts] = next(self._numbers)
-        return _Layer(keep, args, self._kinds[facts], buffers)
+        return _Layer(keep, args, self._kinds[facts], cache, buffers)
 
     def again(
         self,
         like: Hashable | None,
         ref: LayerRef,
         places: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        tail: Tail | None,
     ) -> bool:
         """Repeat an earlier launch with these addresses; False where there is none to repeat."""
         known = None if like is None else self._known.get(like)
         if known is None:
             return False
         query, key, value, output, lse = map(Tensor.data_ptr, places)
-        if (query | key | value | output | lse) % _ALIGNED:
+        layer, prefix = self._layers[ref], known.prefix
+        cache: tuple[int, ...] = (key, value)
+        if tail is not None:
+            cache, prefix = layer.cache, (tail.seq_lens.data_ptr(), tail.blocks.data_ptr())
+        if (query | key | value | output | lse | prefix[0] | prefix[1]) % _ALIGNED:
             return False
-        first = (query, key, value, output, lse, output)
-        known.run(*first, *known.between, key, value, *self._layers[ref].buffers, *known.after)
+        first = (query, key, value, output, lse, output, *known.between)
+        differing = (*cache, *layer.buffers, *prefix)
+        known.run(*first, *differing, *known.rest, places[-1].stride(0), *known.last)
         return True
 
     def remember(self, like: Hashable | None, launch: Launch, layout: RowLayout) -> None:
@@ -154,12 +174,14 @@ class RecurringWindows:
             return
         if len(self._known) >= _MOST:
             self._known.clear()
-        addresses = [a.data_ptr() if isinstance(a, Tensor) else a for a in launch.arguments]
-        names = launch.kernel.arg_names[len(addresses) :]
-        after = [*addresses[_BUFFERS + 2 :], *(launch.constants[name] for name in names)]
+        facts = [a.data_ptr() if isinstance(a, Tensor) else a for a in launch.arguments]
+        names = launch.kernel.arg_names[len(facts) :]
+        constants = (launch.constants[name] for name in names)
         self._known[like] = _Known(
             compiled[launch.grid],
-            tuple(addresses[_FIRST : _BUFFERS - 2]),
-            tuple(after),
-            (launch.arguments[_FIRST : _BUFFERS - 2], launch.arguments[_BUFFERS + 2 :], layout),
+            tuple(facts[_FIRST:_CACHE]),
+            (facts[_REST - 2], facts[_REST - 1]),
+            tuple(facts[_REST:_L_HEAD]),
+            (*facts[_L_HEAD + 1 :], *constants),
+            (launch.arguments[_FIRST:_CACHE], launch.arguments[_REST:], layout),
         )

@@ -238,3 +238,89 @@ def fold_window(
                 vc_block, vc_slot, vc_head, WRITE, COPY, HEADS, DV, BLOCK_SIZE,
             )  # fmt: skip
     return top, total, out
+
+
+@triton.jit
+def tail_places(
+    blocks: tl.tensor,
+    line: tl.tensor,
+    seq_len: tl.tensor,
+    count: tl.tensor,
+    n: tl.tensor,
+    row: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Blocks of a prefix's last rows, places in them, and which a causal prefix hid from ``row``.
+
+    Of a request with ``count`` rows in the window, ``n`` in ``[1, count)`` stands for the row that
+    is ``count - n`` before the window; row ``i`` lacks those with ``n > i``. ``line`` is where the
+    request's blocks begin, ``seq_len`` counts the window's rows too.
+    """
+    at = seq_len - 2 * count + n
+    hidden = (n > row) & (n < count) & (at >= 0)
+    at = tl.where(hidden, at, 0)
+    block = tl.load(blocks + line + at // BLOCK_SIZE, mask=hidden, other=0).to(tl.int64)
+    return block, at % BLOCK_SIZE, hidden
+
+
+@triton.jit
+def fold_tail(
+    q: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    blocks: tl.tensor,
+    line: tl.tensor,
+    seq_len: tl.tensor,
+    base: tl.tensor,
+    count: tl.tensor,
+    row: tl.tensor,
+    real: tl.tensor,
+    head: tl.tensor,
+    d: tl.tensor,
+    dv: tl.tensor,
+    kc_block: tl.tensor,
+    kc_slot: tl.tensor,
+    kc_head: tl.tensor,
+    vc_block: tl.tensor,
+    vc_slot: tl.tensor,
+    vc_head: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
+    CAPPED: tl.constexpr,
+    SLIDING: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ONCE: tl.constexpr,
+) -> tl.tensor:
+    """Fold what a causal prefix hid from a request's rows, see ``tail_places``, into ``out``.
+
+    Arguments are those of ``fold_window``.
+    """
+    end = count
+    if ONCE:
+        end = BLOCK_N
+    for start in range(0, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        block, place, hidden = tail_places(blocks, line, seq_len, count, n, base, BLOCK_SIZE)
+        k_at = block * kc_block + place * kc_slot + head * kc_head
+        v_at = block * vc_block + place * vc_slot + head * vc_head
+        k_mask = hidden[:, None] & (d < D)[None, :]
+        v_mask = hidden[:, None] & (dv < DV)[None, :]
+        k = tl.load(key_cache + k_at[:, None] + d[None, :], mask=k_mask, other=0.0)
+        v = tl.load(value_cache + v_at[:, None] + dv[None, :], mask=v_mask, other=0.0)
+        allowed = hidden[None, :] & real[:, None] & (n[None, :] > row[:, None])
+        if SLIDING:
+            allowed = allowed & (n[None, :] - count > row[:, None] - window)
+        numbers_v, out = without_nan(v.to(tl.float32), allowed, out)
+        numbers_k, numbers_v = k.to(tl.float32).to(COMPUTE), numbers_v.to(COMPUTE)
+        top, total, out = fold(
+            q, numbers_k, numbers_v, allowed, top, total, out, scale, cap, CAPPED
+        )  # fmt: skip
+    return top, total, out

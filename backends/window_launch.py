@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_shapes import Call, Keep, Prefix, refuse_scales, window_form
+from .attention_shapes import Call, Keep, Prefix, Tail, refuse_scales, window_form
 from .jobs import Launch
 from .row_scales import scales_of, typed
 from .triton_short import short_attention
@@ -19,6 +19,7 @@ def arranged(
     fresh: tuple[Tensor, ...],
     prefix: Prefix,
     keep: Keep | None,
+    tail: Tail | None,
     output: Tensor,
     unused: Tensor,
     processors: int,
@@ -30,6 +31,7 @@ def arranged(
         fresh: keys and values as the cache stores them.
         prefix: attention over what came before.
         keep: what to write beside the output.
+        tail: where the prefix's last rows are, if its attention was causal.
         output: where to.
         unused: what is passed where there are no scales.
         processors: of the device.
@@ -37,10 +39,12 @@ def arranged(
     layout, ref, query = call.layout, call.ref, call.query
     args, shape = call.args, call.shape
     key, value = ref.planes[:2]
-    if keep is not None:
+    if keep is not None or tail is not None:
         refuse_scales(ref)
     k, v = fresh[:2]
     write = keep is not None and keep.slots is not None
+    cached = write or tail is not None
+    assert tail is None or layout.tree is None, "where a path begins, rows know nothing of it"
     copies = keep.buffers if keep is not None else None
     k_scale, v_scale = (scales_of(ref, side, unused, fresh) for side in (0, 1))
     starts, tree = shape.requests.starts, layout.tree
@@ -56,10 +60,12 @@ def arranged(
         layout.request,
         k_scale.numbers,
         v_scale.numbers,
-        typed(key) if write else k,
-        typed(value) if write else v,
+        typed(key) if cached else k,
+        typed(value) if cached else v,
         k if copies is None else copies[0],
         v if copies is None else copies[1],
+        starts if tail is None else tail.seq_lens,
+        starts if tail is None else tail.blocks,
         keep.slots if keep is not None and keep.slots is not None else starts,
         layout.position if keep is None else keep.position,
         starts if tree is None else tree.order,
@@ -76,6 +82,7 @@ def arranged(
         output.stride(1),
         *key.cells.stride()[:3],
         *value.cells.stride()[:3],
+        0 if tail is None else tail.blocks.stride(0),
         ref.num_slots,
         prefix.out.shape[0],
         args.scale,
@@ -88,6 +95,7 @@ def arranged(
         **own,
         "WRITE": write,
         "COPY": copies is not None,
+        "TAIL": tail is not None,
         "K_SCALES": k_scale.count,
         "V_SCALES": v_scale.count,
         "K_STEP": k.stride(2),

@@ -2,9 +2,14 @@
 
 Registered under vLLM's own name for it, so models and captured graphs use it as they are. With
 no window and at layers that are not the target's it is vLLM's own code, untouched. With one,
-FlashAttention attends over the rows before the step (not causal, with log-sum-exp), and one
-kernel adds the step's own rows, stages the drafts and, in a captured graph, writes the rest.
-Two parts are right whether or not the drafts are written, so one graph serves every step.
+FlashAttention attends over the rows before the step, with log-sum-exp, and one kernel adds the
+step's own rows, stages the drafts and, in a captured graph, writes the rest. Two parts are right
+whether or not the drafts are written, so one graph serves every step.
+
+A step that admits a request is no graph. There one call attends for all: causally, over what is
+in the cache by then. From all but a window's last row that hides what the prefix ends with, and
+the kernel adds that, too. A sliding window would have to begin elsewhere for the drafts than for
+the rest; so those layers make two calls, for the drafts over the whole prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..backends.attention_shapes import Keep, Prefix, crowds
+from ..backends.attention_shapes import Keep, Prefix, Tail, crowds
 from ..executor import AttentionArgs
 from ..layers import LayerRef
 from ..layout import RowLayout
@@ -52,17 +57,23 @@ class Reading:
         steps: the runner's.
         layout: the requests with drafts, or in a captured graph any that it may serve.
         captured: the forward is a graph: it is told nothing, and admits no new request.
+        lengths: int32 ``[num_requests]`` of the batch: what each has in the cache, drafts aside.
+        slots: the batch's slots without the drafts'; None in a captured graph.
+        every: all requests, over what they have.
+        tail: what that hides from the drafts.
         prefix: the requests with drafts, over the rows that they had before the step.
         rest: all other requests, over all their rows; None without any.
-        slots: the batch's slots without the drafts'.
     """
 
     steps: GpuSteps
     layout: RowLayout
     captured: bool
+    lengths: Tensor | None = None
+    slots: Tensor | None = None
+    every: inside.FlashRequests | None = None
+    tail: Tail | None = None
     prefix: inside.FlashRequests | None = None
     rest: inside.FlashRequests | None = None
-    slots: Tensor | None = None
 
     @property
     def stopped(self) -> bool:
@@ -70,20 +81,34 @@ class Reading:
         step = self.steps.step
         return not self.captured and (step is None or step.direct)
 
-    def prepare(self, metadata: Any) -> inside.FlashRequests:
-        """What layers share, made at the first of them; inside a graph it is captured there."""
-        layout, count = self.layout, self.layout.num_requests
-        lengths = torch.empty(count, dtype=torch.int32, device=metadata.query_start_loc.device)
-        longest = max(end - start for start, end in pairwise(layout.starts))
-        prefix = inside.FlashRequests.leading(metadata, lengths, longest, captured=self.captured)
-        self.steps.window.prefix(prefix.starts, metadata.seq_lens[:count], lengths)
+    def prepare(self, metadata: Any) -> Tensor:
+        """What all layers share, made at the first of them; in a graph it is captured there."""
+        count, totals = self.layout.num_requests, metadata.seq_lens
+        lengths = torch.empty_like(totals[:count]) if self.captured else totals.clone()
+        starts = metadata.query_start_loc[: count + 1]
+        self.steps.window.prefix(starts, totals[:count], lengths[:count])
         if not self.captured:
             self.slots = metadata.slot_mapping.clone()
-            self.slots[: layout.num_rows].masked_fill_(layout.is_draft, -1)
-            if metadata.num_actual_tokens > layout.num_rows:
-                self.rest = inside.FlashRequests.following(metadata, count)
-        self.prefix = prefix
-        return prefix
+            self.slots[: self.layout.num_rows].masked_fill_(self.layout.is_draft, -1)
+        self.lengths = lengths
+        return lengths
+
+    def at_once(self, metadata: Any, lengths: Tensor) -> inside.FlashRequests:
+        """One call for all requests, made at the first layer that takes it."""
+        self.tail = Tail(metadata.seq_lens, metadata.block_table)
+        self.every = inside.FlashRequests.whole(metadata, lengths)
+        return self.every
+
+    def apart(self, metadata: Any, lengths: Tensor) -> inside.FlashRequests:
+        """Calls for those with drafts and for the rest, made at the first layer that takes them."""
+        count, starts = self.layout.num_requests, self.layout.starts
+        longest = max(end - start for start, end in pairwise(starts))
+        self.prefix = inside.FlashRequests.leading(
+            metadata, lengths[:count], longest, captured=self.captured
+        )
+        if not self.captured and metadata.num_actual_tokens > starts[-1]:
+            self.rest = inside.FlashRequests.following(metadata, count)
+        return self.prefix
 
     def window(self, hook: FlashHook) -> tuple[int, int]:
         """How many rows before the last one of the prefix a row sees, and after it; -1 is all.
@@ -112,19 +137,26 @@ class Reading:
         In a step that is no graph, what is done here for each layer is what the host has to keep
         up with; so nothing is sliced twice, and nothing here that could be done once per step.
         """
-        prefix = self.prefix or self.prepare(metadata)
-        steps, layout, ref = self.steps, self.layout, hook.ref
-        rows = slice(layout.num_rows)
+        lengths = self.lengths
+        if lengths is None:
+            lengths = self.prepare(metadata)
+        steps, layout, ref, keep, tail = self.steps, self.layout, hook.ref, hook.keep, None
         if self.slots is not None:  # a request admitted in this step may read what others write
             inside.flash_write(impl, layer, ref, key, value, self.slots)
-        lse = prefix.attend(impl, ref, self.window(hook), query[rows], output[rows])
-        keep = hook.keep
+        if self.captured or hook.args.sliding_window is not None:
+            prefix, rows = self.prefix or self.apart(metadata, lengths), slice(layout.num_rows)
+            lse = prefix.attend(impl, ref, self.window(hook), query[rows], output[rows])
+        else:
+            every = self.every or self.at_once(metadata, lengths)
+            lse, tail = every.attend(impl, ref, impl.sliding_window, query, output), self.tail
         if self.captured:
-            keep = steps.window.keep(ref, metadata.slot_mapping[rows])
-        steps.attention.merge_into(layout, ref, query, (key, value), output, lse, hook.args, keep)
+            keep = steps.window.keep(ref, metadata.slot_mapping[: layout.num_rows])
+        steps.attention.merge_into(
+            layout, ref, query, (key, value), output, lse, hook.args, keep, tail
+        )
         if self.captured:
             return
-        if self.rest is not None:
+        if tail is None and self.rest is not None:
             self.rest.attend(impl, ref, impl.sliding_window, query, output)
         assert steps.step is not None
         steps.step.staged.append(ref)
@@ -133,8 +165,8 @@ class Reading:
 def warm_up(hook: FlashHook, heads: int, dtype: torch.dtype) -> None:
     """Launch every form of the window kernel that a step outside of graphs may need.
 
-    Forms differ by the longest request, by whether all have its length, and by how many rows
-    there are. Graphs compile theirs when they are captured.
+    Forms differ by the longest request, by whether all have its length, by how many rows there
+    are, and by whether the prefix hides its end. Graphs compile theirs when they are captured.
 
     Args:
         hook: of a layer; others like it share its kernels.
@@ -154,6 +186,7 @@ def warm_up(hook: FlashHook, heads: int, dtype: torch.dtype) -> None:
                 query = torch.zeros(layout.num_rows, heads, size, dtype=dtype, device=device)
                 fresh = query[:, :kv_heads].contiguous()
                 lse = torch.zeros(heads, layout.num_rows, device=device)
+                none = torch.zeros(len(lengths), 1, dtype=torch.int32, device=device)
                 steps.attention.merge(
                     layout,
                     ref,
@@ -163,6 +196,7 @@ def warm_up(hook: FlashHook, heads: int, dtype: torch.dtype) -> None:
                     hook.args,
                     hook.keep,
                     query,
+                    Tail(none[:, 0], none) if hook.args.sliding_window is None else None,
                 )
 
 

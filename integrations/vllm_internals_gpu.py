@@ -229,6 +229,19 @@ class FlashRequests:
     schedules: dict[tuple[int, int], Tensor | None] = attrs.Factory(dict)
 
     @classmethod
+    def whole(cls, metadata: Any, keys: Tensor) -> FlashRequests:
+        """All requests of a batch, over that many keys."""
+        return cls(
+            metadata.query_start_loc,
+            keys,
+            metadata.block_table,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            causal=True,
+            splits=_splits(metadata),
+        )
+
+    @classmethod
     def leading(cls, metadata: Any, keys: Tensor, longest: int, *, captured: bool) -> FlashRequests:
         """The first ``len(keys)`` requests of a batch, over that many keys, not causal."""
         count = keys.shape[0]

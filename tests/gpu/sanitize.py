@@ -49,12 +49,14 @@ FAMILIES: Final = {
     "ids": "test_sampled_ids_say_the_same or test_refusals_are_counted or test_per_window",
     "graphs": "test_commit_in_a_graph or test_a_tree_commit_in_a_graph",
     "fixed-window": "test_commit_keeps_exactly or test_window_kernel_stages or test_a_long_state",
+    "tails": "test_a_causal_prefix",
     "slices": "test_slices_of_the_cache or test_settled_rows_are_written_once or test_a_prefix_of",
 }
 
 #: Families without a class of the kit: tests of files of their own, on the Triton executor.
 _OWN_FILES: Final = {
     "fixed-window": ("test_fixed_window.py", "test_plans.py"),
+    "tails": ("test_attention_launch.py",),
     "slices": ("test_attention_launch.py",),
 }
 

@@ -202,11 +202,11 @@ def test_a_mixed_batch(flash, sliding, splits):
     for ref in steps.layers:
         for plane, rows in enumerate((batch.key, batch.value)):
             assert steps.window.rows_of(ref, plane)[list(drafts)].equal(rows[list(drafts)])
-    prefix, rest = flash.calls[:2]
-    assert (prefix["causal"], rest["causal"]) == (False, True)
-    assert (prefix["max_seqlen_q"], rest["max_seqlen_q"]) == (3, 5)
+    # One call for all; sliding windows begin elsewhere for the drafts.
+    wanted = [(True, 5)] if sliding is None else [(False, 3), (True, 5)]
+    assert [(call["causal"], call["max_seqlen_q"]) for call in flash.calls] == 2 * wanted
     assert {call["num_splits"] for call in flash.calls} == {1 if splits == 1 else 0}
-    assert flash.schedules == 2  # for both layers
+    assert flash.schedules == len(wanted)  # for both layers
 
 
 def test_uneven_drafts_and_nothing_else(flash):
@@ -253,8 +253,9 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_later_layers_slice_two_tensors(flash, monkeypatch):
-    """What layers share is made at the first; the others slice query and output for the prefix."""
+@pytest.mark.parametrize(("sliding", "slices"), [(None, 0), (5, 2)])
+def test_later_layers_ask_torch_for_next_to_nothing(flash, monkeypatch, sliding, slices):
+    """What layers share is made at the first; two calls slice query and output for the prefix."""
     batch = Batch(before=[3, 4, 0], lengths=[3, 3, 5], padding=4)
     batch.begin([2, 2, 0])
     steps, lse = batch.rig.steps, torch.zeros(GROUP * HEADS, 6, device=DEVICE)
@@ -262,8 +263,8 @@ def test_later_layers_slice_two_tensors(flash, monkeypatch):
     for name in ("flash_attn_varlen_func", "reshape_and_cache_flash"):
         monkeypatch.setattr(vllm_internals.flash_attention(), name, lambda *_, **__: (None, lse))
     reading = Reading(steps, steps.step.layout, captured=False)
-    first, second = (batch.arguments(layer, None, 32) for layer in range(2))
+    first, second = (batch.arguments(layer, sliding, 32) for layer in range(2))
     reading.attend(*first)
     with Calls() as calls:
         reading.attend(*second)
-    assert calls.names == ["slice.Tensor"] * 2
+    assert calls.names == ["slice.Tensor"] * slices
