@@ -195,6 +195,8 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-gpu": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle", "h200-vllm-host-bound-ngram"),
     "vllm-gpu-8k": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-8k"),
     "vllm-gpu-admissions": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-admissions"),
+    "vllm-gpu-ngram": lambda: vllm_gpu("h200-vllm-llama3-8b-ngram"),
+    "vllm-gpu-one-engine": lambda: vllm_gpu("h200-vllm-undo-one-engine"),
     "vllm-gpu-again": lambda: vllm_gpu(
         "h200-vllm-llama3-8b-eagle-again", "h200-vllm-host-bound-ngram-again"
     ),
