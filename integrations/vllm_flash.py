@@ -236,6 +236,17 @@ class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[mi
             metadata.kvtxn = Reading(steps, layout, self.capturing)
         return metadata
 
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+        """The V1 runner's metadata for another KV-cache group like this: a reading of its own.
+
+        vLLM copies an earlier group's, and what that one's layers share are its blocks and slots.
+        """
+        updated = super().update_block_table(metadata, blk_table, slot_mapping)
+        reading = getattr(metadata, "kvtxn", None)
+        if reading is not None:
+            updated.kvtxn = Reading(reading.steps, reading.layout, reading.captured)
+        return updated
+
 
 class WindowFlashImpl(_own.FlashAttentionImpl):  # type: ignore[misc]
     """Attends through the step's window where there is one."""

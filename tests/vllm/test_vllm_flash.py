@@ -21,7 +21,7 @@ from kernels_here import importing_kernels
 
 with importing_kernels():
     from kvtxn.integrations import vllm_internals
-    from kvtxn.integrations.vllm_flash import FlashHook, Reading
+    from kvtxn.integrations.vllm_flash import FlashHook, Reading, WindowFlashBuilder
 
     from kvtxn.executor import AttentionArgs
 
@@ -104,16 +104,20 @@ class Batch:
         for length in self.lengths:
             self.starts.append(self.starts[-1] + length)
         count = len(self.lengths)
-        self.blocks = torch.arange(2 * count, dtype=torch.int32, device=DEVICE).view(count, 2)
-        self.slots = [
-            2 * BLOCK * r + old + i
-            for r, (old, length) in enumerate(zip(self.before, self.lengths, strict=True))
-            for i in range(length)
-        ]
+        self.place(torch.arange(2 * count, dtype=torch.int32, device=DEVICE).view(count, 2))
         size = (self.rows + self.padding, HEADS, SIZE)
         self.key, self.value = torch.randn(2, *size, device=DEVICE)
         self.query = torch.randn(size[0], GROUP * HEADS, SIZE, device=DEVICE)
         self.output = torch.full_like(self.query, 7.0)
+
+    def place(self, blocks: torch.Tensor) -> None:
+        """Which blocks are whose."""
+        self.blocks = blocks
+        self.slots = [
+            int(blocks[r, place // BLOCK]) * BLOCK + place % BLOCK
+            for r, (old, length) in enumerate(zip(self.before, self.lengths, strict=True))
+            for place in range(old, old + length)
+        ]
 
     def begin(self, drafts) -> None:
         self.rig.begin(drafts, self.lengths)
@@ -167,7 +171,7 @@ class Batch:
         old_key, old_value = cache.transpose(1, 2).split(SIZE, -1)
         for r, old in enumerate(self.before):
             rows, at = slice(*self.starts[r : r + 2]), torch.arange(old)
-            where = 2 * r + at // BLOCK, at % BLOCK
+            where = self.blocks[r].cpu()[at // BLOCK].long(), at % BLOCK
             key = torch.cat([old_key[where], self.key[rows]])
             value = torch.cat([old_value[where], self.value[rows]])
             seen = visible(self.lengths[r], len(key), True, -1 if sliding is None else sliding - 1)
@@ -207,6 +211,24 @@ def test_a_mixed_batch(flash, sliding, splits):
     assert [(call["causal"], call["max_seqlen_q"]) for call in flash.calls] == 2 * wanted
     assert {call["num_splits"] for call in flash.calls} == {1 if splits == 1 else 0}
     assert flash.schedules == len(wanted)  # for both layers
+
+
+def test_a_group_like_an_earlier_one(flash):
+    """vLLM copies that one's metadata; blocks and slots are others, for the rows of both parts."""
+    batch = Batch(before=[3, 4, 0], lengths=[3, 3, 5])
+    batch.begin([2, 2, 0])
+    steps, builder = batch.rig.steps, object.__new__(WindowFlashBuilder)
+    first, other = batch.metadata(32), batch.blocks.roll(-1, 0)
+    first.kvtxn = Reading(steps, steps.step.layout, captured=False)
+    slots = torch.tensor([(at + 2 * BLOCK) % (6 * BLOCK) for at in batch.slots], device=DEVICE)
+    second = builder.update_block_table(first, other, slots)
+    for layer, metadata in enumerate((first, second)):
+        batch.place(metadata.block_table)
+        before = batch.rig.caches[layer].clone()
+        *facts, _, output = batch.arguments(layer, None, 32)
+        metadata.kvtxn.attend(*facts, metadata, output)
+        torch.testing.assert_close(output, batch.expected(before, None))
+        assert batch.rig.caches[layer].equal(batch.written(before, {1, 2, 4, 5}))
 
 
 def test_uneven_drafts_and_nothing_else(flash):
