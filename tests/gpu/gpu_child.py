@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    "TORCHINDUCTOR_DETERMINISTIC": "1",  # else each engine times its reductions, and sums its own way
+    "TORCHINDUCTOR_DETERMINISTIC": "1",  # else each engine times reductions, and sums its own way
 }
 COUNTERS = {
     "drafted": "vllm:spec_decode_num_draft_tokens",
