@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from ..config import TxnConfig
+from ..errors import LayerError
 from ..executor import AttentionArgs
 from ..layers import LayerRef
 from ..log import get_logger
@@ -82,12 +83,27 @@ def layer_refs(layers: Sequence[internals.TargetLayer], kv_dtype: str) -> list[L
 
 
 def hook_attention(steps: GpuSteps, layers: Sequence[internals.TargetLayer], builders: Any) -> None:
-    """Let the layers' attention read the windows."""
+    """Let the layers' attention read the windows.
+
+    Raises:
+        LayerError: a sliding window is no longer than what a request may have in one step.
+            FlashAttention takes what is then left of it before the step, less than nothing, for
+            no bound at all.
+    """
     from .vllm_flash import FlashHook, warm_up
 
     for layer, ref in zip(layers, steps.layers, strict=True):
         scores = inside.scores_of(layer.impl)
-        steps.uniform |= scores.sliding_window is not None
+        if scores.sliding_window is not None:
+            steps.uniform = True
+            if scores.sliding_window <= steps.query_len:
+                raise LayerError(
+                    "vllm",
+                    f"the sliding window of {ref.name!r} is no longer than a request's rows",
+                    expected=f"more than {steps.query_len}",
+                    got=scores.sliding_window,
+                    hint="verify fewer drafts at once, or use policy 'undo'",
+                )
         args = AttentionArgs(
             block_table=steps.window.position,  # the metadata's is used
             seq_lens=steps.window.position,

@@ -22,7 +22,9 @@ from kernels_here import importing_kernels
 with importing_kernels():
     from kvtxn.integrations import vllm_internals
     from kvtxn.integrations.vllm_flash import FlashHook, Reading, WindowFlashBuilder
+    from kvtxn.integrations.vllm_runner_gpu import hook_attention
 
+    from kvtxn.errors import LayerError
     from kvtxn.executor import AttentionArgs
 
 GROUP = 2  # query heads of a KV head
@@ -261,6 +263,15 @@ def test_a_captured_forward(flash, sliding, shown):
     drafts = {1, 2, 3, 5, 6, 7} if shown else set()
     assert batch.rig.caches[0].equal(batch.written(before, drafts))
     assert [call["num_splits"] for call in flash.calls] == [32]  # fixed, whatever a step has
+
+
+def test_a_sliding_window_within_a_step_is_refused():
+    """FlashAttention would see all that came before the step; nothing is hooked then."""
+    steps = Rig("deferred").steps
+    impl = SimpleNamespace(scale=0.3, logits_soft_cap=0, sliding_window=(steps.query_len - 1, 0))
+    with pytest.raises(LayerError, match=r"sliding window of 'layer.0'.*more than 4"):
+        hook_attention(steps, [SimpleNamespace(impl=impl)] * 2, [])
+    assert not hasattr(impl, "kvtxn")
 
 
 class Calls(TorchDispatchMode):
