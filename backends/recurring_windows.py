@@ -111,7 +111,7 @@ class RecurringWindows:
         layer = self._layers.get(ref)
         if layer is None or layer.keep is not keep or layer.args is not args:
             layer = self._layers[ref] = self._look(ref, args, keep)
-        if layer.kind is None or layout.tree is not None or not query.is_cuda:
+        if layer.kind is None or layout.tree is not None:
             return None
         return (
             layer.kind,
