@@ -6,9 +6,9 @@ FlashAttention attends over the rows before the step, with log-sum-exp, and one 
 step's own rows, stages the drafts and, in a captured graph, writes the rest. Two parts are right
 whether or not the drafts are written, so one graph serves every step.
 
-A step that admits a request is no graph. There one call attends for all: causally, over what is
-in the cache by then. From all but a window's last row that hides what the prefix ends with, and
-the kernel adds that, too. A sliding window would have to begin elsewhere for the drafts than for
+A step that admits a request is no graph. There one call attends for all, causally: over the rows
+before the step for those with drafts, over all rows for the rest. From all but a request's last row
+in the window that hides what the prefix ends with, and the kernel adds that, too. A sliding window would have to begin elsewhere for the drafts than for
 the rest; so those layers make two calls, for the drafts over the whole prefix.
 """
 
@@ -57,10 +57,11 @@ class Reading:
         steps: the runner's.
         layout: the requests with drafts, or in a captured graph any that it may serve.
         captured: the forward is a graph: it is told nothing, and admits no new request.
-        lengths: int32 ``[num_requests]`` of the batch: what each has in the cache, drafts aside.
+        lengths: int32 ``[num_requests]``: of those with drafts the rows before the step, of others
+            all. In a captured graph it ends with the layout's requests.
         slots: the batch's slots without the drafts'; None in a captured graph.
-        every: all requests, over what they have.
-        tail: what that hides from the drafts.
+        every: all requests, over that many rows.
+        tail: where those rows are that this hides from the window's.
         prefix: the requests with drafts, over the rows that they had before the step.
         rest: all other requests, over all their rows; None without any.
     """
