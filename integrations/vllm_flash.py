@@ -8,8 +8,9 @@ whether or not the drafts are written, so one graph serves every step.
 
 A step that admits a request is no graph. There one call attends for all, causally: over the rows
 before the step for those with drafts, over all rows for the rest. From all but a request's last row
-in the window that hides what the prefix ends with, and the kernel adds that, too. A sliding window would have to begin elsewhere for the drafts than for
-the rest; so those layers make two calls, for the drafts over the whole prefix.
+in the window that hides what the prefix ends with, and the kernel adds that, too. A sliding window
+would have to begin elsewhere for the drafts than for the rest; so those layers make two calls, for
+the drafts over the whole prefix.
 """
 
 from __future__ import annotations
