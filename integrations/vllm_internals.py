@@ -1,7 +1,7 @@
 """Everything that kvtxn takes from vLLM's inside, one small function per thing.
 
 No other file here imports vLLM's modules or reads the attributes of its
-objects. Checked against the releases in ``vllm_policy.SUPPORTED``; a method
+objects. Checked against the releases in ``vllm_facts.SUPPORTED``; a method
 that looks different is noticed when the runner is hooked (``vllm_hooks``).
 """
 
@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .vllm_policy import ATTENTION, SUPPORTED, Facts
+from .vllm_facts import ATTENTION, SUPPORTED, Facts
 
 #: Methods that are overridden or called, with the parameters they have to have; "?" marks one
 #: that not every release has.
@@ -119,17 +119,16 @@ def most_window_rows(config: Any) -> int:
 
 
 def config_facts(config: Any) -> Facts:
-    """What a ``VllmConfig`` says; the layers are known later, see ``target_layers``.
+    """What a ``VllmConfig`` says, if its release was checked; ``target_layers`` knows the rest."""
+    if (number := version()) not in SUPPORTED:
+        return Facts(version=number)
+    from vllm import envs
 
-    Of a release that was not checked nothing but its number is read.
-    """
-    if version() not in SUPPORTED:
-        return Facts(version=version())
     parallel, model = config.parallel_config, config.model_config
-    speculation = config.speculative_config
+    speculation, on_gpu = config.speculative_config, config.device_config.device_type == "cuda"
     context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     return Facts(
-        version=version(),
+        version=number,
         device=config.device_config.device_type,
         runner="v2" if config.use_v2_model_runner else "v1",
         method=None if speculation is None else speculation.method,
@@ -142,14 +141,11 @@ def config_facts(config: Any) -> Facts:
         mla=model.use_mla,
         recurrent=model.is_hybrid,
         microbatches=parallel.use_ubatching,
-        adaptive=_on_gpu(config) and _adapts(config.speculative_config),
-        mixed_graphs=_on_gpu(config)
+        adaptive=on_gpu and _adapts(speculation),
+        mixed_graphs=on_gpu
         and config.compilation_config.cudagraph_mode.mixed_mode().name == "FULL",
+        batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
     )
-
-
-def _on_gpu(config: Any) -> bool:
-    return bool(config.device_config.device_type == "cuda")
 
 
 def _adapts(speculation: Any) -> bool:
@@ -241,6 +237,7 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
     known = config_facts(runner.vllm_config)
     backends = [layer.module.get_attn_backend().get_name() for layer in layers]
     backends.sort(key=lambda name: name in ATTENTION.get(known.device, ()))
+    versions = (getattr(layer.impl, "vllm_flash_attn_version", None) for layer in layers)
     facts = attrs.evolve(
         known,
         foreign_layer=foreign,
@@ -249,6 +246,7 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], Facts]:
         attention=next(iter(backends), None),
         sinks=any(getattr(layer.impl, "sinks", None) is not None for layer in layers),
         alibi=any(getattr(layer.impl, "alibi_slopes", None) is not None for layer in layers),
+        flash=max(filter(None, versions), default=None),
     )
     return layers, facts
 

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import attrs
 
-from .vllm_policy import Decision, Facts, decide
+from .vllm_facts import Facts
+from .vllm_policy import Decision, decide
 
 Changes = Mapping[str, object]
 

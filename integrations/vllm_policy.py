@@ -1,4 +1,4 @@
-"""What to do for a given vLLM engine: the facts, the rules, the decision.
+"""What to do for a given vLLM engine: the rules, the decision.
 
 ``RULES`` is the one table: the plugin decides by it, and ``kvtxn doctor``
 prints what it says for every kind of engine (``vllm_matrix``). A new rule is a
@@ -14,87 +14,7 @@ import attrs
 
 from . import vllm_connectors as connectors
 from . import vllm_lacks as lacks
-
-#: vLLM releases whose internals were checked, one by one. In 0.30.0 speculation does not run on
-#: the CPU, kvtxn or not, and 0.33.0 had no CPU build, so there was nothing to check.
-SUPPORTED: Final = ("0.28.0", "0.29.0", "0.31.0", "0.32.0")
-
-#: Model runners that can be hooked, per device; vLLM's own choice comes last.
-RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v1", "v2")}
-
-#: Attention backends whose rows can be addressed, per device.
-ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {
-    "cpu": ("CPU_ATTN", "CPU_MLA"),
-    "cuda": (
-        *("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"),
-        *("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"),
-    ),
-}
-
-#: Formats of the KV cache whose rows can be addressed, per device. Where each row has scales of its
-#: own, vLLM keeps them between the rows, on GPUs alone; there they were not read yet.
-FORMATS: Final[Mapping[str, tuple[str, ...]]] = {
-    "cpu": ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
-    "cuda": ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3"),
-}
-
-#: Releases whose GPU side was checked.
-ON_GPU: Final = ("0.32.0",)
-
-
-@attrs.frozen(kw_only=True)
-class Facts:
-    """A vLLM engine as far as it matters here; the defaults describe the plainest one.
-
-    The first block is known from the configuration, the second once the model is loaded.
-
-    Attributes:
-        version: of vLLM.
-        device: ``"cpu"``, ``"cuda"``, ...
-        runner: ``"v1"`` or ``"v2"``, vLLM's model runner.
-        method: of speculation, such as ``"ngram"``; None without speculation.
-        dtype: of the model's activations.
-        kv_cache_dtype: ``"auto"`` or an 8-bit format.
-        tensor_parallel: ranks that share every layer's heads.
-        pipeline_parallel: number of pipeline stages.
-        context_parallel: ranks that share one sequence's cache.
-        connector: name of the KV connector that moves rows in and out of the cache, if any.
-        mla: multi-head latent attention.
-        recurrent: some layers keep a state instead of rows.
-        microbatches: the batch is cut into overlapping halves.
-        adaptive: how many drafts are verified changes from step to step.
-        mixed_graphs: one captured graph serves prompts and drafts together.
-        attention: backend of the target's layers, such as ``"CPU_ATTN"``; None before they are
-            known. Of several, one that is not in ``ATTENTION``, if there is any.
-        last_stage: these are the layers of the last pipeline stage.
-        foreign_layer: a layer of the target with rows in a cache that is not plain attention.
-        kv_sharing: some layers read another layer's rows.
-        sinks: attention sinks.
-        alibi: ALiBi slopes.
-    """
-
-    version: str = SUPPORTED[-1]
-    device: str = "cpu"
-    runner: str = "v1"
-    method: str | None = "ngram"
-    dtype: str = "float32"
-    kv_cache_dtype: str = "auto"
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    context_parallel: int = 1
-    connector: str | None = None
-    mla: bool = False
-    recurrent: bool = False
-    microbatches: bool = False
-    adaptive: bool = False
-    mixed_graphs: bool = False
-
-    attention: str | None = None
-    last_stage: bool = True
-    foreign_layer: str | None = None
-    kv_sharing: bool = False
-    sinks: bool = False
-    alibi: bool = False
+from .vllm_facts import ATTENTION, FLASH, FORMATS, ON_GPU, RUNNERS, SUPPORTED, Facts
 
 
 class Decision(NamedTuple):
@@ -311,6 +231,20 @@ RULES: Final[tuple[Rule, ...]] = (
         lambda f: f.mixed_graphs,
         "graphs that mix prompts and drafts cannot read the window",
         {"mixed_graphs": True},
+    ),
+    Rule(
+        "batch invariance",
+        "deferred",
+        lambda f: f.batch_invariant,
+        "how the window attention sums depends on what shares a step",
+        {"batch_invariant": True},
+    ),
+    Rule(
+        "FlashAttention",
+        "deferred",
+        lambda f: f.flash is not None and f.flash not in FLASH,
+        "how FlashAttention {flash} reads a window was not checked",
+        {"flash": 4},
     ),
     Rule(
         "quantised on GPUs",

@@ -8,8 +8,9 @@ from typing import Any, Final
 import attrs
 
 from ..config import POLICIES
+from .vllm_facts import ON_GPU, RUNNERS, SUPPORTED, Facts
 from .vllm_matrix import matrix
-from .vllm_policy import ON_GPU, RUNNERS, SUPPORTED, Facts, decide
+from .vllm_policy import decide
 from .vllm_settings import settings
 
 #: Settings of models whose layers may have sinks.

@@ -55,7 +55,7 @@ class GpuHead(RunnerHead):
 def layer_refs(layers: Sequence[internals.TargetLayer], kv_dtype: str) -> list[LayerRef]:
     """The target layers over their caches.
 
-    Every backend in ``vllm_policy.ATTENTION`` sees ``[num_blocks, heads, block_size,
+    Every backend in ``vllm_facts.ATTENTION`` sees ``[num_blocks, heads, block_size,
     2 * head_size]``, a row's keys before its values, with strides of its own (of latent rows:
     ``[num_blocks, block_size, latent_size]``); so strides are all that differs between them.
     """

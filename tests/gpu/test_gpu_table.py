@@ -9,7 +9,7 @@ from gpu_jobs import JOBS, scenarios
 from gpu_table import PAGE, RECORD, draw
 from gpu_ties import NEAR, NOISE
 from kvtxn.integrations import vllm_matrix
-from kvtxn.integrations.vllm_policy import ATTENTION, RUNNERS
+from kvtxn.integrations.vllm_facts import ATTENTION, RUNNERS
 
 GRID = json.loads(RECORD.read_text())
 SEEN = [

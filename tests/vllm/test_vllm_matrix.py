@@ -7,9 +7,10 @@ from itertools import product
 import attrs
 import pytest
 import vllm_models
+from kvtxn.integrations.vllm_facts import Facts
 from kvtxn.integrations.vllm_lacks import LACKS
 from kvtxn.integrations.vllm_matrix import BACKENDS, FAMILIES, FORMATS, PARALLELISM, SEEN, matrix
-from kvtxn.integrations.vllm_policy import RULES, Facts, decide
+from kvtxn.integrations.vllm_policy import RULES, decide
 from kvtxn.integrations.vllm_report import report
 
 from kvtxn.config import POLICIES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -85,7 +86,16 @@ def lines(monkeypatch):
     monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(logger, "level", logging.INFO)
     monkeypatch.setattr(vllm_internals, "version", lambda: "0.32.0")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=SimpleNamespace()))
     return said
+
+
+def test_what_the_environment_says_counts(lines):
+    """vLLM's own switch, which is in no configuration."""
+    config = wrapper({"policy": "deferred"}).vllm_config
+    assert not vllm_internals.config_facts(config).batch_invariant
+    sys.modules["vllm"].envs.VLLM_BATCH_INVARIANT = True
+    assert vllm_internals.config_facts(config).batch_invariant
 
 
 def test_a_worker_that_asks_is_hooked_and_can_be_unhooked(lines):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from kvtxn.integrations.vllm_policy import RULES, Facts, decide
+from kvtxn.integrations.vllm_facts import Facts
+from kvtxn.integrations.vllm_policy import RULES, decide
 from kvtxn.integrations.vllm_settings import settings, surfaces_errors
 
 from kvtxn import ConfigError

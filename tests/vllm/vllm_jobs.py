@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from kvtxn.integrations.vllm_policy import SUPPORTED
+from kvtxn.integrations.vllm_facts import SUPPORTED
 
 GRID = ["one", "eight", "chunked", "preempted", "prefix", "sampled", "same_step"]
 REQUESTS = ["structured", "logprobs", "stop", "n2", "abort"]
