@@ -98,7 +98,7 @@ def faults(found: Result) -> str:
             rows.append(
                 [
                     f"{engine['task']['name']}, {each['stage']}",
-                    str(each["fallbacks"]),
+                    str(each["fallbacks"]) if each["calls"] else "did not fail",
                     str(each["resting"]),
                     f"{same['same']} of {same['prompts']}",
                     f"{same['gaps'][-1]:.3f}" if same["gaps"] else "-",

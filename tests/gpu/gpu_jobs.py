@@ -96,7 +96,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "flashinfer": job("llama", "FLASHINFER", UNDO, "another attention", scenarios=FULL),
     "flex": job("llama", "FLEX_ATTENTION", UNDO, "another attention", scenarios=SHORT),
     "gemma3": job(
-        *("gemma3", "FLASH_ATTN", OTHER, "two KV-cache groups, one of sliding windows"),
+        *("gemma3", "FLASH_ATTN", (*AGAIN, "other"), "two KV-cache groups, one of sliding windows"),
         scenarios=FULL,
         options={"prefix_cache_retention_interval": None},
     ),
@@ -116,7 +116,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "v1_flashinfer": job("llama", "FLASHINFER", UNDO, "the V1 runner", environment=V1),
     "v1_mla": job("deepseek", "TRITON_MLA", UNDO, "the V1 runner, latent rows", environment=V1),
     "v1_gemma3": job(
-        *("gemma3", "FLASH_ATTN", BOTH, "the V1 runner, two KV-cache groups"),
+        *("gemma3", "FLASH_ATTN", AGAIN, "the V1 runner, two KV-cache groups"),
         environment=V1,
         scenarios=FULL,
         options={"prefix_cache_retention_interval": None},

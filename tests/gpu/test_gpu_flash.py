@@ -19,11 +19,13 @@ from kvtxn.layout import RowLayout
 if reason := missing():
     pytest.skip(reason, allow_module_level=True)
 
+import vllm.vllm_flash_attn  # noqa: F401  # its operators
 from kvtxn.backends.attention_launch import AttentionLauncher
 from kvtxn.backends.attention_shapes import Keep, Tail
 from kvtxn.integrations import vllm_internals_gpu as inside
 
 BLOCK, HEADS, GROUP, SIZE, SCALE = 16, 8, 4, 128, 0.09
+OPERATORS = {2: "varlen_fwd", 3: "fwd"}
 BEFORE, LENGTHS, DRAFTS = [1, 2, 3, 4, 5, 33, 700, 0, 90], [5, 5, 3, 5, 5, 2, 5, 40, 1], 7
 
 
@@ -41,6 +43,8 @@ def softmax(query, key, value):
 @pytest.mark.parametrize("splits", [0, 1])
 def test_one_call_for_all(version, splits):
     """The first requests have drafts; the last two are a prompt and a plain decode row."""
+    if not hasattr(getattr(torch.ops, f"_vllm_fa{version}_C"), OPERATORS[version]):
+        pytest.skip(f"FlashAttention {version} is not in this build")
     made = torch.Generator("cuda").manual_seed(5)
 
     def noise(*shape):

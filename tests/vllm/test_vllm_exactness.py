@@ -63,7 +63,7 @@ def test_a_row_of_nobody():
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
 def test_each_fault_happens_once(policy):
-    """It is counted, and the calls after it go well."""
+    """It is counted, and the calls after it go well; the attention's is in ``test_vllm_flash``."""
     for stage, policies in STAGES.items():
         if policy not in policies or stage == "attend":
             continue

@@ -20,6 +20,7 @@ if reason := missing():
 from kernels_here import importing_kernels
 
 with importing_kernels():
+    from kvtxn.benchmarks.exactness_watch import InjectedFault, fault
     from kvtxn.integrations import vllm_internals
     from kvtxn.integrations.vllm_flash import FlashHook, Reading, WindowFlashBuilder
     from kvtxn.integrations.vllm_runner_gpu import hook_attention
@@ -213,6 +214,18 @@ def test_a_mixed_batch(flash, sliding, splits):
     assert [(call["causal"], call["max_seqlen_q"]) for call in flash.calls] == 2 * wanted
     assert {call["num_splits"] for call in flash.calls} == {1 if splits == 1 else 0}
     assert flash.schedules == len(wanted)  # for both layers
+
+
+def test_an_injected_fault_comes_by(flash):
+    """Where ``kvtxn bench exactness`` lets the attention fail, a layer comes by."""
+    batch = Batch(before=[3, 4, 0], lengths=[3, 3, 5])
+    batch.begin([2, 2, 0])
+    reading = Reading(batch.rig.steps, batch.rig.steps.step.layout, captured=False)
+    with fault(batch.rig.steps, "attend", 1) as calls:
+        batch.attend(reading, 0, None)
+        with pytest.raises(InjectedFault):
+            batch.attend(reading, 1, None)
+    assert calls == [2]
 
 
 def test_a_group_like_an_earlier_one(flash):
