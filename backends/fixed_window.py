@@ -191,7 +191,8 @@ class FixedWindow:
             sampled: int32 ``[num_requests]`` or longer, on the device: tokens sampled for each,
                 the accepted drafts and one more.
         """
-        sampled = sampled.contiguous()
+        if not sampled.is_contiguous():
+            sampled = sampled.contiguous()
         ready = self._ready.get(layout) or self._prepare(layout)
         place = sampled.data_ptr()
         graph = ready.commits.get(place)

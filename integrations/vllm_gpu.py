@@ -29,6 +29,11 @@ from ..states import WindowState
 _REST: Final = 8
 _LONGEST_REST: Final = 4096
 
+#: How windows end, as counters call it; to look it up takes the host longer than to count.
+_COMMITTED: Final = WindowState.COMMITTED.value
+_FELL_BACK: Final = WindowState.FELL_BACK.value
+_ABORTED: Final = WindowState.ABORTED.value
+
 #: Numbers of requests for which everything is prepared at the start.
 _READY: Final = 256
 
@@ -83,11 +88,12 @@ class GpuSteps:
         self.step: Step | None = None
         self.deferred = manager.policy == "deferred"
         self._undoes = manager.policy == "undo"
+        self._direct = manager.policy == "direct"
         self.uniform = False
         self._slots = slots
         with torch.inference_mode(False):
             rows = manager.metrics.rows[0]
-            self.window = FixedWindow(executor, slots, rows, undo=manager.policy == "undo")
+            self.window = FixedWindow(executor, slots, rows, undo=self._undoes)
         self._windows = manager.metrics.windows
         self._latest: tuple[bytes, ...] | None = None
         self._judged: RowLayout | str | None = None
@@ -102,7 +108,7 @@ class GpuSteps:
 
         Overwrites the runner's slots, so no step may be under way.
         """
-        if self.manager.policy == "direct":
+        if self._direct:
             return
         most = min(_READY, self.manager.config.max_rows // self.query_len)
         drafts = self.query_len - 1
@@ -182,35 +188,34 @@ class GpuSteps:
         step, self.step = self.step, None
         if step is None:
             return
-        outcome = WindowState.FELL_BACK
+        outcome = _FELL_BACK
         if step.direct:
             self._count(step.layout, sampled)
         else:
             try:
-                if self.manager.policy == "direct":
+                if self._direct:
                     self._count(step.layout, sampled)
                 else:
                     self.window.commit(step.layout, sampled)
-                outcome = WindowState.COMMITTED
+                outcome = _COMMITTED
+                self._pause = _REST
             except Exception as error:
                 self._failed("commit", error)
                 self._repair(step.layout, sampled)
                 self._count(step.layout, sampled)
-        self._windows[outcome.value] += 1
-        if outcome is WindowState.COMMITTED:
-            self._pause = _REST
+        self._windows[outcome] += 1
 
     def abandon(self) -> None:
         """The step came to nothing: no draft row stays."""
         step, self.step = self.step, None
         if step is None or step.direct:
             return
-        if self.manager.policy == "undo":
+        if self._undoes:
             none = torch.ones(
                 step.layout.num_requests, dtype=torch.int32, device=self.manager.device
             )
             self.window.commit(step.layout, none)
-        self._windows[WindowState.ABORTED.value] += 1
+        self._windows[_ABORTED] += 1
 
     def graph_layout(self, requests: int, longest: int, rows: int) -> RowLayout | None:
         """What a graph of this shape has to serve; None where no window can be in it."""

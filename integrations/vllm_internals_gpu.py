@@ -61,25 +61,16 @@ def after_warm_up(wrapper: Any, then: Callable[[], None]) -> None:
 # -- the V2 runner ------------------------------------------------------------------
 
 
-@attrs.frozen
-class BatchRows:
-    """The rows of a batch as the host knows them, numpy ``[num_requests]`` each.
-
-    Attributes:
-        drafts: draft rows per request; None where the batch has none.
-        lengths: rows per request.
-        prefilling: rows are still the prompt's.
-    """
-
-    drafts: Any
-    lengths: Any
-    prefilling: Any
+#: The rows of a batch as the host knows them, numpy ``[num_requests]`` each: draft rows per request,
+#: or None where the batch has none; rows per request; and whether these are still the prompt's. A
+#: plain tuple: between all else that a step does, making an object takes the host ten times as long.
+BatchRows = tuple[Any, Any, Any]
 
 
 def batch_rows(batch: Any) -> BatchRows:
     """What ``prepare_attn`` is given."""
     drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
-    return BatchRows(drafts, batch.num_scheduled_tokens, batch.is_prefilling_np)
+    return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
 
 
 def query_len(runner: Any) -> int:
@@ -97,7 +88,7 @@ def prepared_rows(runner: Any, prepared: Any, lengths: Any) -> BatchRows:
         drafts = lengths.copy()
         drafts[:] = metadata.num_draft_tokens
     known = batch.num_computed_tokens_cpu[:count]
-    return BatchRows(drafts, lengths, known < batch.num_prompt_tokens[:count])
+    return drafts, lengths, known < batch.num_prompt_tokens[:count]
 
 
 def lead_with_drafts(runner: Any, scheduler_output: Any) -> None:
@@ -137,11 +128,6 @@ def room_for_rows(runner: Any, rows: int) -> Tensor:
         if name not in drafters
     )
     return torch.empty(rows * each, dtype=torch.uint8, device=runner.device)
-
-
-def samples(runner: Any) -> bool:
-    """Whether this rank samples; under pipeline parallelism only the last does."""
-    return bool(runner.is_last_pp_rank)
 
 
 def admits(state: Any) -> bool:

@@ -49,9 +49,9 @@ def window_runner(own: Any) -> Any:
             steps = self.kvtxn
             if steps is not None:
                 rows = inside.prepared_rows(self, prepared, num_scheduled_tokens)
-                self._kvtxn_all_draft = rows.drafts is not None and bool(rows.drafts.all())
+                self._kvtxn_all_draft = rows[0] is not None and bool(rows[0].all())
                 slots = inside.slots_of_groups(self, list(steps.manager.groups))
-                steps.begin_among(rows.drafts, rows.lengths, rows.prefilling, slots)
+                steps.begin_among(*rows, slots)
             return prepared
 
         def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:

@@ -46,8 +46,7 @@ def window_runner(own: Any) -> Any:
             """Slots are in place after this: plan the step."""
             prepared = super().prepare_attn(input_batch)
             if self.kvtxn is not None:
-                rows = inside.batch_rows(input_batch)
-                self.kvtxn.begin(rows.drafts, rows.lengths, rows.prefilling)
+                self.kvtxn.begin(*inside.batch_rows(input_batch))
             return prepared
 
         def postprocess_sampled(
@@ -60,9 +59,9 @@ def window_runner(own: Any) -> Any:
         ) -> None:
             """What was sampled is on its way to the host: commit, before the drafter runs.
 
-            Only ranks that sample say what was accepted in the step that is under way.
+            Of pipeline stages the last alone samples, and the others have no windows.
             """
-            if self.kvtxn is not None and inside.samples(self):
+            if self.kvtxn is not None:
                 self.kvtxn.commit(num_sampled)
             super().postprocess_sampled(
                 idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc

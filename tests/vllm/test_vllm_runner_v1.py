@@ -56,12 +56,12 @@ def test_what_prepare_inputs_says():
     runner = SimpleNamespace(input_batch=Batch("abc", [9, 3, 5], [5, 5, 5]))
     lengths = numpy.array([3, 2, 1], dtype=numpy.int32)
     metadata = SimpleNamespace(num_draft_tokens=[2, 0, 0])
-    rows = inside.prepared_rows(runner, (None, metadata, 3), lengths)
-    assert rows.drafts.tolist() == [2, 0, 0]
-    assert rows.lengths.tolist() == [3, 2, 1]
-    assert rows.prefilling.tolist() == [False, True, False]
+    drafts, rows, prefilling = inside.prepared_rows(runner, (None, metadata, 3), lengths)
+    assert drafts.tolist() == [2, 0, 0]
+    assert rows.tolist() == [3, 2, 1]
+    assert prefilling.tolist() == [False, True, False]
     for without in (None, SimpleNamespace(num_draft_tokens=[0, 0, 0])):
-        assert inside.prepared_rows(runner, (None, without, 1), lengths).drafts is None
+        assert inside.prepared_rows(runner, (None, without, 1), lengths)[0] is None
 
 
 class Own:
