@@ -61,9 +61,10 @@ def after_warm_up(wrapper: Any, then: Callable[[], None]) -> None:
 # -- the V2 runner ------------------------------------------------------------------
 
 
-#: The rows of a batch as the host knows them, numpy ``[num_requests]`` each: draft rows per request,
-#: or None where the batch has none; rows per request; and whether these are still the prompt's. A
-#: plain tuple: between all else that a step does, making an object takes the host ten times as long.
+#: The rows of a batch as the host knows them, numpy ``[num_requests]`` each: drafts per request, or
+#: None where the batch has none; rows per request; and whether these are still the prompt's.
+#: A plain tuple: in the middle of a step, with the processor's caches full of all else, making an
+#: object takes long.
 BatchRows = tuple[Any, Any, Any]
 
 
