@@ -1,0 +1,99 @@
+"""The V2 runner on a GPU: what the hooked class does, with stand-ins for runner and steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from kernels_here import importing_kernels
+
+with importing_kernels():
+    from kvtxn.integrations.vllm_runner_v2 import window_runner
+
+
+class Own:
+    """Stands for vLLM's runner: what it was asked goes into the same list as the steps' calls."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def gather_batch_req_state(self, scheduler_output, dummy_run):
+        return scheduler_output, 4
+
+    def prepare_attn(self, input_batch):
+        self.calls.append("prepare")
+        return "prepared"
+
+    def postprocess_sampled(self, *given):
+        self.calls.append(("postprocess", given))
+
+
+class Steps:
+    """Stands for the runner's steps."""
+
+    def __init__(self, calls, deferred) -> None:
+        self.calls, self.deferred = calls, deferred
+
+    def begin(self, drafts, lengths, prefilling):
+        self.calls.append(("begin", drafts, lengths.tolist(), prefilling.tolist()))
+
+    def commit(self, sampled):
+        self.calls.append(("commit", sampled.tolist()))
+
+
+def hooked(deferred=True):
+    """A runner that became one of ours."""
+    runner = Own()
+    runner.__class__ = window_runner(Own)
+    runner.kvtxn = Steps(runner.calls, deferred)
+    return runner
+
+
+def batch(drafts):
+    """What vLLM knows of three requests."""
+    return SimpleNamespace(
+        num_draft_tokens=sum(drafts),
+        num_draft_tokens_per_req=numpy.array(drafts),
+        num_scheduled_tokens=numpy.array([3, 2, 7]),
+        is_prefilling_np=numpy.array([False, False, True]),
+    )
+
+
+def test_a_step_is_planned_and_committed():
+    """Planned once slots are in place; committed before vLLM goes on, which drafts next."""
+    runner, sampled = hooked(), torch.tensor([2, 1, 1], dtype=torch.int32)
+    assert runner.prepare_attn(batch([2, 1, 0])) == "prepared"
+    runner.postprocess_sampled("idx", "tokens", sampled, "rejected", "starts")
+    prepared, (begun, drafts, *rows), committed, own = runner.calls
+    assert (prepared, begun, drafts.tolist()) == ("prepare", "begin", [2, 1, 0])
+    assert rows == [[3, 2, 7], [False, False, True]]
+    assert committed == ("commit", [2, 1, 1])
+    assert own == ("postprocess", ("idx", "tokens", sampled, "rejected", "starts"))
+
+
+def test_a_step_without_drafts_is_planned_as_such():
+    """vLLM's numbers per request mean nothing then."""
+    runner = hooked()
+    runner.prepare_attn(batch([0, 0, 0]))
+    assert runner.calls[1][:2] == ("begin", None)
+
+
+@pytest.mark.parametrize(
+    ("deferred", "admits", "found"), [(True, True, None), (True, False, 4), (False, True, 4)]
+)
+def test_a_graph_never_admits_a_request(deferred, admits, found):
+    """What such a graph writes after it reads is settled."""
+    state = SimpleNamespace(has_prefill=admits)
+    assert hooked(deferred).gather_batch_req_state(state, False) == (state, found)
+    assert hooked(deferred).gather_batch_req_state(None, True) == (None, 4)
+
+
+def test_without_steps_it_is_vllms():
+    runner = hooked()
+    runner.kvtxn = None
+    runner.prepare_attn(batch([2, 1, 0]))
+    runner.postprocess_sampled("idx", "tokens", None, None)
+    assert runner.gather_batch_req_state(SimpleNamespace(has_prefill=True), False)[1] == 4
+    assert [call[0] for call in runner.calls[1:]] == ["postprocess"]
