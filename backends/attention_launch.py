@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +23,6 @@ from .attention_shapes import (
     power,
     refuse_scales,
 )
-from .jobs import Launch
 from .recurring_windows import RecurringWindows
 from .row_scales import scales_of, typed
 from .triton_paged import combine, paged_attention
@@ -41,6 +42,9 @@ class AttentionLauncher:
         self.processors = 1
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._window = partial(
+            window_launch.arranged, unused=self._ones, processors=self.processors
+        )
 
     def attend(
         self,
@@ -273,20 +277,6 @@ class AttentionLauncher:
         prefix = Prefix.single(output, lse)
         launch = self._window(call, (key, value), prefix, keep, tail, output)
         self._recurring.remember(like, launch, layout)
-
-    def _window(
-        self,
-        call: Call,
-        fresh: tuple[Tensor, ...],
-        prefix: Prefix,
-        keep: Keep | None,
-        tail: Tail | None,
-        output: Tensor,
-    ) -> Launch:
-        """The window kernel's launch on this device; see ``window_launch.arranged``."""
-        return window_launch.arranged(
-            call, fresh, prefix, keep, tail, output, self._ones, self.processors
-        )
 
 
 def _parts(call: Call, tile: PagedTile) -> tuple[Tensor, Tensor]:

@@ -98,7 +98,7 @@ class Reading:
     def at_once(self, metadata: Any, lengths: Tensor) -> inside.FlashRequests:
         """One call for all requests, made at the first layer that takes it."""
         self.tail = Tail(metadata.seq_lens, metadata.block_table)
-        self.every = inside.FlashRequests.whole(metadata, lengths)
+        self.every = inside.FlashRequests.following(metadata, 0, lengths)
         return self.every
 
     def apart(self, metadata: Any, lengths: Tensor) -> inside.FlashRequests:
@@ -109,7 +109,7 @@ class Reading:
             metadata, lengths[:count], longest, captured=self.captured
         )
         if not self.captured and metadata.num_actual_tokens > starts[-1]:
-            self.rest = inside.FlashRequests.following(metadata, count)
+            self.rest = inside.FlashRequests.following(metadata, count, lengths)
         return self.prefix
 
     def window(self, hook: FlashHook) -> tuple[int, int]:

@@ -216,19 +216,6 @@ class FlashRequests:
     schedules: dict[tuple[int, int], Tensor | None] = attrs.Factory(dict)
 
     @classmethod
-    def whole(cls, metadata: Any, keys: Tensor) -> FlashRequests:
-        """All requests of a batch, over that many keys."""
-        return cls(
-            metadata.query_start_loc,
-            keys,
-            metadata.block_table,
-            metadata.max_query_len,
-            metadata.max_seq_len,
-            causal=True,
-            splits=_splits(metadata),
-        )
-
-    @classmethod
     def leading(cls, metadata: Any, keys: Tensor, longest: int, *, captured: bool) -> FlashRequests:
         """The first ``len(keys)`` requests of a batch, over that many keys, not causal."""
         count = keys.shape[0]
@@ -243,11 +230,11 @@ class FlashRequests:
         )
 
     @classmethod
-    def following(cls, metadata: Any, count: int) -> FlashRequests:
-        """The requests after the first ``count``, over all their keys."""
+    def following(cls, metadata: Any, count: int, keys: Tensor) -> FlashRequests:
+        """The requests after the first ``count``, causal; ``keys`` are those of all requests."""
         return cls(
             metadata.query_start_loc[count:],
-            metadata.seq_lens[count:],
+            keys[count:],
             metadata.block_table[count:],
             metadata.max_query_len,
             metadata.max_seq_len,

@@ -49,9 +49,10 @@ def window_runner(own: Any) -> Any:
             steps = self.kvtxn
             if steps is not None:
                 rows = inside.prepared_rows(self, prepared, num_scheduled_tokens)
-                self._kvtxn_all_draft = rows[0] is not None and bool(rows[0].all())
+                drafts, lengths, prefilling = rows
+                self._kvtxn_all_draft = drafts is not None and bool(drafts.all())
                 slots = inside.slots_of_groups(self, list(steps.manager.groups))
-                steps.begin_among(*rows, slots)
+                steps.begin_among(drafts, lengths, prefilling, slots)
             return prepared
 
         def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:

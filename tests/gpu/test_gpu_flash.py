@@ -78,7 +78,8 @@ def test_one_call_for_all(version, splits):
         **{"num_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_size": SIZE},
     )
     output = torch.empty_like(query)
-    lse = inside.FlashRequests.whole(metadata, keys).attend(impl, ref, (-1, -1), query, output)
+    requests = inside.FlashRequests.following(metadata, 0, keys)
+    lse = requests.attend(impl, ref, (-1, -1), query, output)
     drafts = tuple(length - 1 for length in LENGTHS[:DRAFTS])
     layout = RowLayout.build(drafts, (1,) * DRAFTS, torch.device("cuda"))
     room = torch.empty_like(key), torch.empty_like(value)
