@@ -78,6 +78,7 @@ async def _publish(reference: ReferenceType[Any], page: Any) -> None:
 @cache
 def remembering_client(own: Any) -> Any:
     """A subclass of a client's own class; an object of that class can become one of this."""
+    interpreter = sys  # at its end it empties modules, and this one's names are None
 
     class RememberingClient(own):  # type: ignore[misc]
         """Takes a last snapshot of its engine.
@@ -93,11 +94,12 @@ def remembering_client(own: Any) -> Any:
         kvtxn_ended = False
 
         def shutdown(self, *args: Any, **kwargs: Any) -> Any:
-            _take_last(self)
+            if not interpreter.is_finalizing():
+                _take_last(self)
             return super().shutdown(*args, **kwargs)
 
         def __del__(self) -> None:
-            if not _take_last(self):
+            if not interpreter.is_finalizing() and not _take_last(self):
                 self.shutdown()  # the thread that waits keeps this object from being collected
             getattr(super(), "__del__", lambda: None)()
 
@@ -106,7 +108,7 @@ def remembering_client(own: Any) -> Any:
 
 def _take_last(client: Any) -> bool:
     """Keep a last snapshot, once; whether the engine answered or could not be asked."""
-    if client.kvtxn_ended or sys.is_finalizing() or os.getpid() != client.kvtxn_pid:
+    if client.kvtxn_ended or os.getpid() != client.kvtxn_pid:
         return True
     client.kvtxn_ended = True
 

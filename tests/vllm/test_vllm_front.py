@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import sys
 from threading import Event
 from types import SimpleNamespace
 
@@ -105,6 +106,17 @@ def test_a_forked_copy_reaches_nothing(hooked):
     client = hooked()
     client.kvtxn_pid = os.getpid() + 1
     client.shutdown()
+    assert (client.calls, client.downs) == (0, 1)
+
+
+def test_nothing_is_asked_at_the_very_end_of_the_interpreter(hooked, monkeypatch):
+    """It empties modules before it lets go of a script's objects: their names are None then."""
+    client = hooked()
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    for name in ("_take_last", "sys", "os", "log"):
+        monkeypatch.setattr(vllm_front, name, None)
+    client.__del__()
+    assert client.shutdown(timeout=3) == 3
     assert (client.calls, client.downs) == (0, 1)
 
 
