@@ -72,7 +72,7 @@ def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
         llm.llm_engine.engine_core.shutdown()
         return False
     if command == "switch":
-        llm.collective_rpc(_switch, args=(work,))
+        llm.collective_rpc(switch, args=(work,))
         pipe.send((False, None))
     elif command == "snapshot":
         from ..integrations.vllm_plugin import snapshots
@@ -152,7 +152,7 @@ def _counts(llm: Any) -> tuple[int, int]:
     )
 
 
-def _switch(worker: Any, on: bool) -> None:
+def switch(worker: Any, on: bool) -> None:
     """Let the steps of a running engine, which writes through, have windows or be stock's.
 
     Either way what is drawn from now on is the same, and so is which drafts are accepted by lot.

@@ -14,7 +14,7 @@ import attrs
 import numpy
 import pytest
 import torch
-from kvtxn.benchmarks.vllm_child import _set_rates, _switch
+from kvtxn.benchmarks.vllm_child import _set_rates, switch
 from kvtxn.benchmarks.vllm_engine import Engine, EngineError, EngineSpec, Switched
 from kvtxn.benchmarks.vllm_work import Work
 
@@ -250,8 +250,8 @@ def test_one_engine_is_stock_and_undo_by_turns(start):
         assert each.run(work).generated == 1
     assert off.snapshot() == []
     assert on.snapshot() == [{"kvtxn_active": 1.0}]
-    switched = [line for line in engine.log().splitlines() if line.startswith("_switch")]
-    assert switched == [f"_switch {on}" for on in (False, True, False, True)]
+    switched = [line for line in engine.log().splitlines() if line.startswith("switch")]
+    assert switched == [f"switch {on}" for on in (False, True, False, True)]
 
 
 def test_steps_are_switched():
@@ -259,7 +259,7 @@ def test_steps_are_switched():
     steps, drawn = object(), set()
     worker = SimpleNamespace(model_runner=SimpleNamespace(kvtxn=steps))
     for on in (False, False, True, False, True):
-        _switch(worker, on)
+        switch(worker, on)
         assert worker.model_runner.kvtxn is (steps if on else None)
         drawn.add((numpy.random.randint(2**31), torch.rand(()).item()))
     assert len(drawn) == 1

@@ -95,34 +95,49 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def run(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Every scenario; the first one once before anybody watches, who makes the host wait."""
+    """Every scenario; the first one once before anybody watches, who makes the host wait.
+
+    Under undo all of them come first without windows: then this engine is stock, and sums as it
+    does with them, while another engine has compiled kernels of its own.
+    """
     from kvtxn.integrations.vllm_plugin import snapshots
 
     results: dict[str, Any] = {"idle": snapshots(llm)} | llm.collective_rpc("describe")[-1]
     if job.get("random"):
         llm.collective_rpc("randomise", args=(0.08,))
-    names = ["unwatched", *job["scenarios"]]
+    names, without = job["scenarios"], {}
+    if job["policy"] == "undo":
+        llm.collective_rpc("switch", args=(False,))
+        without = {name: {"off": say(llm, name)} for name in names}
+        llm.collective_rpc("switch", args=(True,))
+    results["unwatched"] = say(llm, names[0]) | without.get(names[0], {})
+    llm.collective_rpc("oracle_install")
     for name in names:
-        llm.reset_prefix_cache()
-        engine, stats, snaps = Engine(llm, CANDIDATES), counters(llm), snapshots(llm)
-        tokens = SCENARIOS[names[1] if name == "unwatched" else name](engine)
-        results[name] = {
-            "tokens": tokens,
-            "prompts": engine.prompts,
-            "logits": engine.logprobs,
-            "cached": engine.cached,
-            "hits": engine.hits,
-            "stats": {key: value - stats[key] for key, value in counters(llm).items()},
-            "kvtxn": [
-                {key: value - old.get(key, 0) for key, value in new.items()}
-                for new, old in zip(snapshots(llm), snaps, strict=True)
-            ],
-        }
-        if name == "unwatched":
-            llm.collective_rpc("oracle_install")
-        else:
-            results[name]["oracle"] = llm.collective_rpc("oracle_take")
+        results[name] = say(llm, name) | without.get(name, {})
+        results[name]["oracle"] = llm.collective_rpc("oracle_take")
     return results
+
+
+def say(llm: Any, name: str) -> dict[str, Any]:
+    """What an engine makes of one scenario."""
+    from kvtxn.integrations.vllm_plugin import snapshots
+
+    llm.reset_prefix_cache()
+    llm.collective_rpc("oracle_seed", args=(0,))
+    engine, stats, snaps = Engine(llm, CANDIDATES), counters(llm), snapshots(llm)
+    tokens = SCENARIOS[name](engine)
+    return {
+        "tokens": tokens,
+        "prompts": engine.prompts,
+        "logits": engine.logprobs,
+        "cached": engine.cached,
+        "hits": engine.hits,
+        "stats": {key: value - stats[key] for key, value in counters(llm).items()},
+        "kvtxn": [
+            {key: value - old.get(key, 0) for key, value in new.items()}
+            for new, old in zip(snapshots(llm), snaps, strict=True)
+        ],
+    }
 
 
 def carry_out(name: str, job: dict[str, Any], folder: Path) -> None:

@@ -10,11 +10,9 @@ FULL = [*SHORT, "preempted", "same_step"]
 
 #: Here requests are admitted while others run: where vLLM schedules ahead of the GPU, as it does by
 #: default unless drafts are n-grams, what a batch holds depends on time, and in bfloat16 a near-tie
-#: on what a batch holds. Near-ties also fall as those kernels sum that each engine compiles anew.
+#: on what a batch holds. Between engines, near-ties also fall as those kernels sum that each
+#: compiles anew.
 TIMED = ("chunked", "preempted", "same_step")
-
-#: One request meets a near-tie here that falls either way, also between engines that are alike.
-NEAR_TIE = "same_step"
 
 #: Engines without kvtxn: ``again`` says how far stock agrees with itself, and ``other``, whose
 #: attention is Triton's, how far two of its attention backends agree.

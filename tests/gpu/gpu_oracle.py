@@ -10,7 +10,9 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
+from kvtxn.benchmarks import vllm_child
 from kvtxn.integrations import vllm_internals, vllm_policy
 from vllm_oracle import CacheOracle, Step, drafted, groups_of, mark, once_slots_are_known
 
@@ -116,10 +118,16 @@ class Watch(CacheOracle):
             "attention": facts.attention,
             "runner": facts.runner,
             "graphs": runner.compilation_config.cudagraph_mode.name,
+            "ahead": bool(runner.scheduler_config.async_scheduling),
             "cache": sorted({f"{x.cache.dtype}{list(x.cache.stride()[1:])}" for x in layers}),
             "groups": len({x.group for x in layers}),
         }
 
     def oracle_seed(self, seed: int) -> None:
-        """Seed the worker's generator."""
+        """Seed what the worker draws from; drafts that are accepted by lot are among that."""
+        numpy.random.seed(seed)
         torch.manual_seed(seed)
+
+    def switch(self, on: bool) -> None:
+        """Under undo, let the steps have windows or be stock's."""
+        vllm_child.switch(self, on)

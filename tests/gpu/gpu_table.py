@@ -35,7 +35,9 @@ layers had changed anywhere else, *early* how many draft rows were in the cache 
 *bypassed* steps have no window, so their rows are left as in stock. So that a row counts as written
 though it comes to the bytes that were in its place before, the oracle puts others there first.
 *accepted* of *drafted* rows are vLLM's own counts. *same tokens*: requests of all scenarios, the
-first one also without the oracle, whose tokens are stock's under the same attention.
+first one also without the oracle, whose tokens are those of a stock engine with the same attention.
+*switched*: requests of which one and the same engine says the same with its windows switched off,
+that is, as stock, to the last bit of every logit.
 
 *noise* is the most that a logit differs by from stock's after the same tokens, and *gap*, of the
 requests that part from stock, the most by which stock's best token leads the one taken instead; in
@@ -45,9 +47,10 @@ accepted by lot here, and where those part nothing leads: *noise* says that the 
 
 Under `deferred` sums are made in another order, as between two of vLLM's own attention backends (at
 the end of the page), so a near-tie can fall the other way; the best two logits of random models are
-often equal. Under `undo` tokens are stock's wherever the same requests share a step. Where vLLM
-schedules ahead of the GPU, which do depends on time; engines called *steady* do not. Besides, each
-engine compiles kernels of its own, whatever its policy, and a near-tie falls as they sum.
+often equal. Under `undo` all is stock's to the bit wherever the same requests share a step, which
+*switched* shows. Where vLLM schedules ahead of the GPU, which do depends on time; engines called
+*steady* do not. Besides, each engine compiles kernels of its own, whatever its policy, and a
+near-tie falls as they sum: so stock parts from stock, too.
 """
 
 
@@ -67,6 +70,7 @@ def cell(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
         "ranks_agree": all(rank == seen[0] for rank in seen),
         **{key: seen[-1].get(key, 0) for key in SEEN if seen},
         **(compare(ours, stock) if "logits" in ours and "logits" in stock else {}),
+        **({"switched": identical(ours, ours["off"])} if "off" in ours else {}),
         "fallbacks": counts.get("kvtxn_fallbacks_total", 0),
         "counted": counts.get("kvtxn_windows_total_committed", 0),
         "bypassed": {
@@ -77,6 +81,13 @@ def cell(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def identical(ours: dict[str, Any], off: dict[str, Any]) -> int:
+    """Requests of which an engine says the same, logits included, with its windows off."""
+    keys = ("prompts", "tokens", "logits")
+    here, there = (zip(*(found[key] for key in keys), strict=True) for found in (ours, off))
+    return sum(a == b for a, b in zip(here, there, strict=False))
+
+
 def record(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What is worth keeping of the engines' reports, by job and policy; errors as they are."""
     found: dict[str, Any] = {}
@@ -84,7 +95,7 @@ def record(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
         name, _, policy = engine.rpartition(".")
         stock = reports.get(f"{name}.stock", {"error": "no stock engine"})
         error = report.get("error") or stock.get("error")
-        kept = {key: report.get(key) for key in ("attention", "runner", "graphs", "cache")}
+        kept = {key: report.get(key) for key in ("attention", "runner", "graphs", "ahead", "cache")}
         if error is not None:
             kept["error"], kept["log"] = error, report.get("log", "")[-3000:]
         else:
@@ -117,6 +128,13 @@ def most(key: str, cells: list[dict[str, Any]]) -> str:
     return f"{max(cell[key] for cell in cells):g}" if all(key in cell for cell in cells) else "-"
 
 
+def switched(policy: str, cells: list[dict[str, Any]]) -> str:
+    """Requests that are the same to the bit in one engine; for undo alone."""
+    if policy != "undo":
+        return ""
+    return str(sum(cell["switched"] for cell in cells)) if "switched" in cells[0] else "-"
+
+
 def line(name: str, policy: str, found: dict[str, Any]) -> str:
     """One policy of one engine."""
     cells = found["cells"]
@@ -139,6 +157,7 @@ def line(name: str, policy: str, found: dict[str, Any]) -> str:
         f"`{policy}`",
         f"{total('same', every)} / {total('requests', every)}",
         *(most(key, every) for key in ("gap", "noise")),
+        switched(policy, every),
         f"{total('accepted', every)} / {total('drafted', every)}",
         windows,
         *looked,
@@ -163,10 +182,13 @@ def agreement(name: str, policy: str, found: dict[str, Any]) -> str:
 
 def draw(grid: dict[str, Any]) -> str:
     """The page."""
-    head = "| engine | policy | same tokens | gap | noise | accepted / drafted | windows (graphs) "
+    head = (
+        "| engine | policy | same tokens | gap | noise | switched | accepted / drafted "
+        "| windows (graphs) "
+    )
     lines = [
         f"{head}| rejected | left | lost | strays | early | bypassed | fallbacks |",
-        "|---|---|" + "---:|" * 12,
+        "|---|---|" + "---:|" * 13,
     ]
     notes, failed, again = [], [], []
     for name, policies in grid["jobs"].items():
@@ -200,13 +222,14 @@ def draw(grid: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Take a record over, job by job, and draw."""
+    """Take a record over, policy by policy, and draw."""
     grid = json.loads(RECORD.read_text()) if RECORD.exists() else {"commits": [], "jobs": {}}
     if len(sys.argv) > 1:
         new, commit = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
         for name, policies in new["jobs"].items():
-            grid["jobs"][name] = {policy: {"commit": commit, **policies[policy]}
-                                  for policy in sorted(policies)}  # fmt: skip
+            known = grid["jobs"].get(name, {})
+            known |= {each: {"commit": commit, **found} for each, found in policies.items()}
+            grid["jobs"][name] = {policy: known[policy] for policy in sorted(known)}
         jobs = {name: grid["jobs"][name] for name in JOBS if name in grid["jobs"]}
         commits = {found["commit"] for policies in jobs.values() for found in policies.values()}
         grid = {"machine": new["machine"], "commits": sorted(commits), "jobs": jobs}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from gpu_jobs import JOBS, scenarios
+from gpu_jobs import JOBS, TIMED, scenarios
 from gpu_table import PAGE, RECORD, draw
 from gpu_ties import NEAR, NOISE
 from kvtxn.integrations import vllm_matrix
@@ -32,13 +32,13 @@ def test_a_record_without_the_newer_columns_is_drawn():
     changed = json.loads(json.dumps(GRID))
     flash = changed["jobs"]["flash"]["undo"]["cells"]
     for cell in flash.values():
-        for key in ("gap", "noise", "lost", "by_lot", "followed"):
+        for key in ("gap", "noise", "switched", "lost", "by_lot", "followed"):
             cell.pop(key, None)
     same, requests = (sum(cell[key] for cell in flash.values()) for key in ("same", "requests"))
-    assert f"| `undo` | {same} / {requests} | - | - |" in draw(changed)
+    assert f"| `undo` | {same} / {requests} | - | - | - |" in draw(changed)
     for cell in flash.values():
-        cell |= {"gap": 2.0, "noise": 1.5, "lost": 0}
-    assert f"| `undo` | {same} / {requests} | 2 | 1.5 |" in draw(changed)
+        cell |= {"gap": 2.0, "noise": 1.5, "switched": 1, "lost": 0}
+    assert f"| `undo` | {same} / {requests} | 2 | 1.5 | {len(flash)} |" in draw(changed)
 
 
 def test_what_needs_one_gpu_is_recorded():
@@ -56,7 +56,10 @@ def test_a_record_is_clean(kind, policy):
 
     Older cells do not say what was lost, nor how near logits are.
     """
-    for cell in GRID["jobs"][kind][policy]["cells"].values():
+    found = GRID["jobs"][kind][policy]
+    for scenario, cell in found["cells"].items():
+        if "switched" in cell and not (found["ahead"] and scenario in TIMED):
+            assert cell["switched"] == cell["requests"]
         assert cell["fallbacks"] == 0
         assert cell.get("lost", 0) == 0
         assert cell.get("gap", 0) <= NEAR
