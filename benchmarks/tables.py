@@ -196,7 +196,9 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-gpu-8k": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-8k"),
     "vllm-gpu-admissions": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-admissions"),
     "vllm-gpu-ngram": lambda: vllm_gpu("h200-vllm-llama3-8b-ngram"),
-    "vllm-gpu-one-engine": lambda: vllm_gpu("h200-vllm-undo-one-engine"),
+    "vllm-gpu-one-engine": lambda: vllm_gpu(
+        "h200-vllm-undo-one-engine", "h200-vllm-undo-one-engine-8b"
+    ),
     "vllm-gpu-again": lambda: vllm_gpu(
         "h200-vllm-llama3-8b-eagle-again", "h200-vllm-host-bound-ngram-again"
     ),
