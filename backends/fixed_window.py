@@ -42,6 +42,9 @@ _ALIGNED: Final = 256
 _OFTEN: Final = 16
 _MOST_PLACES: Final = 4
 
+#: What is shown after a failure.
+_UNKNOWN: Final = object()
+
 
 @triton.jit(do_not_specialize=["count"])
 def prefix_lengths(
@@ -70,12 +73,14 @@ class _Ready:
     """What is prepared for windows of one layout.
 
     Attributes:
+        marks: what ``position`` is while these windows' drafts are marked.
         save: launches the save, as a graph once there is one.
         commit: the commit's launch, with any acceptance.
         commits: by where an acceptance lies, the same as a graph: that takes less of the host.
         seen: how often one lay where.
     """
 
+    marks: Tensor | None = None
     save: Callable[[], None] | None = None
     commit: Repeated | None = None
     commits: dict[int, torch.cuda.CUDAGraph] = attrs.Factory(dict)
@@ -105,16 +110,17 @@ class FixedWindow:
         self._executor = executor
         self._slots = slots
         self._counters = counters
-        self._shown: RowLayout | None = None
+        self._shown: object = None
         refs = executor.layers
         self._groups = (1 << len({ref.group for ref in refs})) - 1
         executor.use_slots(slots)
         self.position = torch.full(
             (executor.config.max_rows,), -1, dtype=torch.int64, device=refs[0].device
         )
+        self._no_marks = self.position.clone()
         self.rows: LayerRows = _rows_of(refs, executor.config.max_rows)
         room = next(iter(self.rows.values()))[0].untyped_storage()
-        self.nbytes = room.nbytes() + self.position.nbytes
+        self.nbytes = room.nbytes() + 2 * self.position.nbytes
         self._ready: dict[RowLayout, _Ready] = {}
         self._stream: torch.cuda.Stream | None = None
         self._save = self._job(which.DRAFT, to_cache=False) if undo else None
@@ -129,18 +135,20 @@ class FixedWindow:
     def show(self, layout: RowLayout | None) -> None:
         """Mark the draft rows of the next forward; None marks no row, so all are written.
 
-        Free where the last step looked the same.
+        Free where the last step looked the same, one copy where an earlier one did.
         """
         if layout is self._shown:
             return
-        before = 0 if self._shown is None else self._shown.num_rows
-        now = 0 if layout is None else layout.num_rows
-        self._shown = None  # whatever fails below, the next call does it all
-        if layout is not None:
-            self.position[:now].copy_(layout.position)
-        if before > now:
-            self.position[now:before].fill_(-1)
+        self._shown = _UNKNOWN  # whatever fails below, the next call does it all
+        self.position.copy_(self._no_marks if layout is None else self._marks(layout))
         self._shown = layout
+
+    def _marks(self, layout: RowLayout) -> Tensor:
+        ready = self._ready.get(layout) or self._prepare(layout)
+        if ready.marks is None:
+            ready.marks = self._no_marks.clone()
+            ready.marks[: layout.num_rows] = layout.position
+        return ready.marks
 
     def prefix(self, starts: Tensor, seq_lens: Tensor, lengths: Tensor) -> None:
         """Fill ``lengths`` with what each request has in the cache before this step.

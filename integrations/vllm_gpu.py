@@ -37,6 +37,9 @@ _ABORTED: Final = WindowState.ABORTED.value
 #: Numbers of requests for which everything is prepared at the start.
 _READY: Final = 256
 
+#: Batches of which is known what becomes of them; beyond, all are judged anew.
+_MOST_BATCHES: Final = 1024
+
 
 @attrs.define(eq=False)
 class Step:
@@ -95,8 +98,7 @@ class GpuSteps:
             rows = manager.metrics.rows[0]
             self.window = FixedWindow(executor, slots, rows, undo=self._undoes)
         self._windows = manager.metrics.windows
-        self._latest: tuple[bytes, ...] | None = None
-        self._judged: RowLayout | str | None = None
+        self._judged: dict[tuple[bytes, ...], RowLayout | str | None] = {}
         self._pause = _REST
         self._rest = 0
         self.layout = lru_cache(maxsize=1024)(
@@ -147,11 +149,12 @@ class GpuSteps:
     def _plan(self, drafts: Any, lengths: Any, prefilling: Any) -> RowLayout | None:
         """The layout of the requests with drafts; None, and the reason counted, without one."""
         key = (drafts.tobytes(), lengths.tobytes(), prefilling.tobytes())
-        if key != self._latest:
-            self._latest = None
-            self._judged = self._judge(drafts, lengths, prefilling)
-            self._latest = key
-        judged = self._judged
+        try:
+            judged = self._judged[key]
+        except KeyError:
+            if len(self._judged) >= _MOST_BATCHES:
+                self._judged.clear()
+            judged = self._judged[key] = self._judge(drafts, lengths, prefilling)
         if isinstance(judged, str):
             self.manager.bypass(judged)
             return None

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_jobs import missing
-from vllm_step_rig import BLOCK, DEVICE, HEADS, SIZE, Rig, anywhere  # noqa: F401
+from vllm_step_rig import BLOCK, DEVICE, HEADS, SIZE, Calls, Rig, anywhere  # noqa: F401
 
 if reason := missing():
     pytest.skip(reason, allow_module_level=True)
@@ -285,18 +284,6 @@ def test_a_sliding_window_within_a_step_is_refused():
     with pytest.raises(LayerError, match=r"sliding window of 'layer.0'.*more than 4"):
         hook_attention(steps, [SimpleNamespace(impl=impl)] * 2, [])
     assert not hasattr(impl, "kvtxn")
-
-
-class Calls(TorchDispatchMode):
-    """Counts what torch is asked for; in a step that is no graph each takes the host some time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("sliding", "slices"), [(None, 0), (5, 2)])

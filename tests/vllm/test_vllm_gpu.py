@@ -5,9 +5,13 @@ The kernels run on the GPU where there is one, else through Triton's interpreter
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy
 import pytest
 import torch
-from vllm_step_rig import ON_GPU, Rig, anywhere, fixed_window, triton_kernels  # noqa: F401
+from kvtxn.integrations import vllm_gpu
+from vllm_step_rig import ON_GPU, Calls, Rig, anywhere, fixed_window, triton_kernels  # noqa: F401
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
@@ -50,6 +54,56 @@ def test_a_step_that_cannot_have_a_window_says_why(drafts, lengths, prefilling, 
     assert rig.count(f"bypassed_windows_total_{reason}") == 1
     rig.commit([1] * len(drafts))
     assert rig.count("windows_total") == 1
+
+
+@pytest.mark.parametrize(("policy", "asked"), [("deferred", ["copy_.default"]), ("undo", [])])
+def test_a_batch_that_comes_again_takes_next_to_nothing(policy, asked, monkeypatch):
+    """Batches seen before are neither judged nor marked anew, in whatever order they come."""
+    rig = Rig(policy)
+    batches = [([3, 3], [4, 4]), ([2], [3]), ([0, 0], [1, 1]), ([1, 2], [4, 3]), ([1], [4])]
+    for _ in range(2):
+        for drafts, lengths in batches:
+            rig.begin(drafts, lengths)
+            marked = int((rig.steps.window.position >= 0).sum())
+            assert marked == (sum(drafts) if rig.steps.deferred else 0)
+            assert (rig.steps.step is None) == (sum(drafts) == 0)
+            rig.commit([1] * len(drafts))
+        monkeypatch.setattr(rig.steps, "_judge", None)
+    monkeypatch.setattr(rig.steps.window, "save", lambda layout: None)  # one launch, prepared
+    drafts, lengths = numpy.array(batches[0])
+    with Calls() as calls:
+        rig.steps.begin(drafts, lengths, drafts < 0)
+    assert calls.names == asked
+    assert rig.count("fallbacks_total") == 0
+
+
+def test_marks_that_fail_late_are_taken_back():
+    """Drafts that stayed marked in a step without a window would be in no cache."""
+    rig = Rig("deferred")
+    position, calls = rig.steps.window.position, []
+
+    def copy(marks):
+        position.copy_(marks)
+        calls.append(marks)
+        if len(calls) == 1:
+            raise RuntimeError("a test made this fail")
+
+    rig.steps.window.position = SimpleNamespace(copy_=copy)
+    rig.begin([3], [4])
+    assert rig.steps.step is None
+    assert rig.count("fallbacks_total_begin") == 1
+    assert bool((position == -1).all())
+
+
+def test_what_is_kept_of_batches_is_bounded(monkeypatch):
+    """And a batch that is judged once more has the window that it had."""
+    monkeypatch.setattr(vllm_gpu, "_MOST_BATCHES", 2)
+    rig = Rig("deferred")
+    for drafts, lengths in ([([3], [4]), ([2], [3]), ([1], [2])] * 2)[:5]:
+        rig.begin(drafts, lengths)
+        assert rig.steps.step.layout.draft_len == tuple(drafts)
+        rig.commit([1])
+        assert len(rig.steps._judged) <= 2
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from kernels_here import ON_GPU, importing_kernels
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig
 from kvtxn.config import Policy
@@ -20,7 +21,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_gpu import GpuSteps
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-__all__ = ["DEVICE", "ON_GPU", "Rig", "anywhere", "fixed_window", "triton_kernels"]
+__all__ = ["DEVICE", "ON_GPU", "Calls", "Rig", "anywhere", "fixed_window", "triton_kernels"]
 
 HEADS, SIZE, BLOCK, BLOCKS = 2, 8, 4, 8
 
@@ -31,6 +32,18 @@ def anywhere(monkeypatch):
     monkeypatch.setattr(
         triton_executor.TritonExecutor, "unavailable", classmethod(lambda cls, device: None)
     )
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked for; each takes the host some time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 class Rig:
