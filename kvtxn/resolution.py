@@ -51,8 +51,18 @@ def choose_policy(
             return "deferred", "no layer has attention, and commit selects among the states"
         if capabilities.attention and not latent:
             return "deferred", "attention can read the window"
-    if "undo" in capabilities.policies and not stateful:
-        rows = "a window's latent rows" if latent else "the window"
+    rows = "a window's latent rows" if latent else "the window"
+    if stateful:
+        raise BackendUnavailableError(
+            "TransactionManager",
+            "policy 'auto' has none to take: attention cannot read "
+            f"{rows}, and a recurrent state that is written before its commit is lost",
+            expected="deferred",
+            got="'auto'",
+            hint="use policy='deferred' where an attention of your own reads the window, or a "
+            "manager of their own for the states",
+        )
+    if "undo" in capabilities.policies:
         return "undo", f"attention cannot read {rows}, so rows are written and taken back"
     return "direct", "the backend can neither defer nor undo"
 

@@ -245,9 +245,8 @@ class Window(WindowLife):
                 return self._executor.attend(txn, layer, query, args)
         except Exception as error:
             self._on_failure("attend", error, tuple(txn.staged.values()))
-        held = self._held_layers().get(ref.name)
-        rows = None if held is None else held.rows
-        return attention.attend(txn.layout, ref.planes, rows, query, args)
+        layer = txn.staged.get(ref.name, layer)
+        return attention.attend(txn.layout, ref.planes, layer.rows or None, query, args)
 
     # -- commit and abort ---------------------------------------------------------
 

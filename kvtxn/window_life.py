@@ -148,7 +148,9 @@ class WindowLife:
         held = [layer for layer in layers if self._holds(layer.ref)]
         recovery.write_through(txn, [layer for layer in layers if layer not in held])
         recovery.write_settled(txn, held)
-        waiting = held if txn.layout.tree is None else layers
+        # Attention goes on reading what it read before, whatever the slots are.
+        reads = self._manager.policy == "deferred" or txn.layout.tree is not None
+        waiting = layers if reads else held
         txn.staged.update({layer.ref.name: layer for layer in waiting})
 
     def _finish_held(self, txn: Txn, accepted: Tensor | None) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtxn.backends.torch_executor import TorchExecutor
 from small_caches import BLOCK_SIZE, HEAD_SIZE, HEADS, make_layers, noise, rows
 
-from kvtxn import LayerError, LayerRef, TransactionManager, TxnConfig
+from kvtxn import LayerError, LayerRef, TransactionManager, TxnConfig, registry
 from kvtxn.attention import merge, partial_attention
 from kvtxn.executor import AttentionArgs
 
@@ -130,3 +131,51 @@ def test_a_layer_must_be_staged_first():
         with pytest.raises(LayerError, match="not staged"):
             w.attend(layers[1], noise(6, 2, 8), TABLE, LENGTHS)
         w.abort()
+
+
+class Failing(TorchExecutor):
+    """Fails at one operation."""
+
+    at = ""
+
+    def stage(self, txn, layer):
+        if self.at == "stage":
+            raise RuntimeError("a test made this fail")
+        super().stage(txn, layer)
+
+    def attend(self, txn, layer, query, args):
+        if self.at == "attend":
+            raise RuntimeError("a test made this fail")
+        return super().attend(txn, layer, query, args)
+
+
+@pytest.fixture
+def failing():
+    """The name of an executor that fails where it is told."""
+    registry.register("failing", Failing)
+    yield "failing"
+    registry.unregister("failing")
+
+
+@pytest.mark.parametrize("own_block", [1, -1, 999])
+@pytest.mark.parametrize("slots", [[16, 17, 18, 19], [16, -1, 18, -1]])
+@pytest.mark.parametrize("at", ["stage", "attend"])
+def test_after_a_fallback_attention_reads_what_it_read_before(
+    monkeypatch, failing, at, slots, own_block
+):
+    """Also where the table need not name the window's own blocks, and rows have no slot."""
+    seen = []
+    for fails in ("", at):
+        monkeypatch.setattr(Failing, "at", fails)
+        torch.manual_seed(0)
+        refs = [LayerRef(name, *torch.randn(2, 8, 16, 2, 8)) for name in "ab"]
+        manager = TransactionManager(refs, TxnConfig(policy="deferred", backend=failing))
+        table = torch.tensor([[0, own_block]], dtype=torch.int32)
+        with manager.window(3, slots) as window:
+            for ref in refs:
+                window.stage(ref, *torch.randn(2, 4, 2, 8))
+                seen.append(window.attend(ref, torch.randn(4, 4, 8), table, torch.tensor([20])))
+            window.commit(1)
+        assert window.fallback_reason == (fails or None)
+    for healthy, ours in zip(seen[:2], seen[2:], strict=True):
+        assert torch.allclose(ours, healthy, atol=1e-6)

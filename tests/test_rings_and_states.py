@@ -219,8 +219,20 @@ def test_auto_defers_states():
     """With or without attention; never undo."""
     blind = Capabilities(attention=False)
     assert choose_policy("auto", blind, {"recurrent"})[0] == "deferred"
-    assert choose_policy("auto", blind, {"recurrent", "paged"})[0] == "direct"
+    assert (
+        choose_policy("auto", Capabilities(attention=True), {"recurrent", "paged"})[0] == "deferred"
+    )
     assert choose_policy("auto", blind, {"ring"})[0] == "undo"
+
+
+def test_auto_has_nothing_for_states_beside_rows_that_nobody_can_read():
+    """Written through, a rejected state would take the place of the live one."""
+    with pytest.raises(BackendUnavailableError, match=r"cannot read the window.*is lost"):
+        choose_policy("auto", Capabilities(attention=False), {"recurrent", "paged"})
+    latent = LayerRef.latent("mla", torch.zeros(8, 4, 12), group="mla")
+    with pytest.raises(BackendUnavailableError, match=r"latent rows.*use policy='deferred'"):
+        TransactionManager([latent, make_state()])
+    assert manager(latent, make_state(), policy="deferred").policy == "deferred"
 
 
 def test_states_of_other_dtypes_come_as_they_are():
