@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def _format(path: Path) -> object:
     """The format that the file says it has, or what it is instead."""
     if not path.is_file():
-        return "no such file"
+        return "a folder" if path.is_dir() else "no such file"
     try:
         found = json.loads(path.read_text())
     except ValueError:

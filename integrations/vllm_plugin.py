@@ -5,9 +5,9 @@ Inactive unless asked for:
     LLM(model=..., speculative_config=...,
         additional_config={"kvtxn": {"policy": "auto"}})
 
-The keys are those of ``TxnConfig``. In every worker that has a model runner
-one line of the log says ``vllm.active`` with the policy, or ``vllm.inactive``
-and why; then the engine runs as if kvtxn were not installed.
+The keys are those of ``TxnConfig``. Then in every worker that has a model
+runner one line of the log says ``vllm.active`` with the policy, or
+``vllm.inactive`` and why, and the engine runs as if kvtxn were not installed.
 """
 
 from __future__ import annotations

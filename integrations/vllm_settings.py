@@ -12,7 +12,7 @@ from ..errors import ConfigError
 
 def is_asked(additional_config: object) -> bool:
     """Whether the user asks for kvtxn at all."""
-    return isinstance(additional_config, Mapping) and "kvtxn" in additional_config
+    return isinstance(additional_config, Mapping) and additional_config.get("kvtxn") is not None
 
 
 def settings(additional_config: object, max_rows: int) -> TxnConfig | None:

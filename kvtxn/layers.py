@@ -9,6 +9,8 @@ has to be in it. That is their ``Kind``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import combinations
 from typing import Any, Final
 
 import attrs
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import LayerError
+from .overlaps import overlap
 from .planes import Plane as Plane
 from .planes import Side, check_cache, check_offsets, paged_planes, state_plane
 
@@ -264,8 +267,7 @@ def _state_planes(ref: LayerRef) -> tuple[Plane, ...]:
                 expected=_shape(ref.states[0]),
                 got=[_shape(state) for state in ref.states[1:]],
             )
-    if len({plane.cells.data_ptr() for plane in planes}) < len(planes):
-        raise LayerError("LayerRef", f"two states of {ref.name!r} are the same memory")
+    _check_apart(ref, "states", planes)
     return planes
 
 
@@ -315,11 +317,16 @@ def _check_together(ref: LayerRef, planes: tuple[Plane, ...]) -> None:
                 expected=f"{_shape(ref.key_cache)} on {first.device}",
                 got=f"{plane.part}: {plane.format.dtype} on {plane.cells.device}",
             )
-    places = [plane.cells.data_ptr() for plane in planes if plane.offsets is None]
-    if len({*places}) < len(places):
-        raise LayerError(
-            "LayerRef",
-            f"two caches of {ref.name!r} are the same memory",
-            expected="distinct memory for K, V and their scales",
-            got="one tensor twice",
-        )
+    _check_apart(ref, "caches", [plane for plane in planes if plane.offsets is None])
+
+
+def _check_apart(ref: LayerRef, what: str, planes: Iterable[Plane]) -> None:
+    """Refuse planes that overlap."""
+    for one, other in combinations(planes, 2):
+        if overlap(one.cells, other.cells):
+            raise LayerError(
+                "LayerRef",
+                f"two {what} of {ref.name!r} are, in part or whole, the same memory",
+                expected="distinct memory for each",
+                got=f"{one.part} and {other.part} that overlap",
+            )

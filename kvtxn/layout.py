@@ -210,7 +210,7 @@ def _host_accepted(accepted: object, layout: RowLayout) -> Tensor:
         host = torch.as_tensor(accepted, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         host = None
-    if host is None or isinstance(accepted, (bool, str)):
+    if host is None or host.layout is not torch.strided or isinstance(accepted, (bool, str)):
         raise AcceptanceError(
             "commit",
             "accepted is not valid",

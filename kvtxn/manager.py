@@ -256,8 +256,11 @@ class TransactionManager:
         return self.hooks.add("on_abort", callback)
 
     def bypass(self, reason: str) -> None:
-        """Count a step that could have had a window but, for ``reason``, has none."""
-        self.metrics.bypassed[_label(reason)] += 1
+        """Count a step that could have had a window but, for ``reason``, has none; say it once."""
+        label = _label(reason)
+        self.metrics.bypassed[label] += 1
+        if self.metrics.bypassed[label] == 1:
+            log.info("window.bypassed", reason=label, says="its rows are written and left as ever")
 
     def snapshot(self) -> dict[str, float]:
         """All counters by Prometheus name. Waits for the device; never call it in a step."""

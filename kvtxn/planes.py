@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .errors import LayerError
 from .formats import WORDS, RowFormat, row_format, words
+from .overlaps import overlaps_itself
 
 #: dtypes of offset tables.
 _INTS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -213,20 +214,21 @@ def check_cache(name: str, cache: Tensor, ndim: int, shape: str) -> None:
     if not isinstance(cache, Tensor) or cache.ndim != ndim:
         got = list(cache.shape) if isinstance(cache, Tensor) else type(cache).__name__
         raise LayerError("LayerRef", f"a cache of {name!r} is misshapen", expected=shape, got=got)
-    if cache.layout is not torch.strided or cache.is_meta:
+    lazy = cache.is_conj() or cache.is_neg()
+    if cache.layout is not torch.strided or cache.is_meta or lazy:
         raise LayerError(
             "LayerRef",
             f"a cache of {name!r} has no memory to write to",
             expected="a dense tensor on the CPU or a GPU",
-            got=f"{cache.layout} on {cache.device}",
+            got=f"{'a view that negates' if lazy else cache.layout} on {cache.device}",
             hint="make the cache on the device that the rows are on",
         )
-    strides = zip(cache.stride(), cache.shape, strict=True)
-    aliased = any(stride == 0 and size > 1 for stride, size in strides)
-    if aliased or 0 in cache.shape:
+    if 0 in cache.shape or overlaps_itself(cache):
+        shares = "is a view, expanded or not, whose elements share their memory"
+        what = "is empty" if 0 in cache.shape else shares
         raise LayerError(
             "LayerRef",
-            f"a cache of {name!r} is {'an expanded view' if aliased else 'empty'}",
+            f"a cache of {name!r} {what}",
             expected="distinct memory for every row",
             got=f"shape {list(cache.shape)}, strides {list(cache.stride())}",
         )

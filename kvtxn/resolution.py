@@ -9,6 +9,7 @@ from torch import Tensor
 from .errors import BackendUnavailableError, LayerError
 from .executor import Capabilities
 from .layers import Kind, LayerRef
+from .overlaps import begin, end, overlap
 
 
 def choose_policy(
@@ -95,6 +96,7 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
                     hint="list a shared cache once, under the layer that writes it",
                 )
         by_name[ref.name] = ref
+    _check_apart(by_name.values())
     if not by_name:
         raise LayerError("TransactionManager", "no layers", expected="at least one", got=0)
     devices = {ref.device for ref in by_name.values()}
@@ -107,6 +109,25 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
             hint="make one manager per device",
         )
     return by_name
+
+
+def _check_apart(refs: Iterable[LayerRef]) -> None:
+    """Refuse layers of one group whose caches overlap."""
+    places = [(ref, plane.cells) for ref in refs for plane in ref.planes if plane.offsets is None]
+    places.sort(key=lambda place: begin(place[1]))
+    near: list[tuple[LayerRef, Tensor]] = []
+    for ref, cells in places:
+        near = [place for place in near if end(place[1]) > begin(cells)]
+        for other, theirs in near:
+            if other is not ref and other.group == ref.group and overlap(theirs, cells):
+                raise LayerError(
+                    "TransactionManager",
+                    f"the caches of {other.name!r} and {ref.name!r} overlap",
+                    expected="distinct memory for every layer of a group",
+                    got=f"{begin(cells) - begin(theirs)} bytes from the one to the other",
+                    hint="hand in each layer's own part of the memory",
+                )
+        near.append((ref, cells))
 
 
 def limits_of(refs: Sequence[LayerRef]) -> dict[str, int]:

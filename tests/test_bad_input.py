@@ -182,6 +182,14 @@ def test_sampled_ids_with_odd_settings(window, settings):
     assert window.state is WindowState.STAGED
 
 
+def test_counts_without_memory(window):
+    """The window stays as it is."""
+    with pytest.raises(AcceptanceError) as caught:
+        window.commit(torch.tensor([1]).to_sparse())
+    says(caught, "accepted is not valid", "commit")
+    assert window.state is WindowState.STAGED
+
+
 def test_a_hook_that_opens_a_window(manager, layers):
     """It is told why it cannot, not to commit what is committed."""
     caught = []

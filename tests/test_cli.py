@@ -148,6 +148,29 @@ def test_errors_of_use_end_with_two(capsys):
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--prompt", " ", "nothing to continue"),
+        ("--model", "/nowhere", "no folder with a model's config.json"),
+        ("--repetition-penalty", "-1", "not a number above 0"),
+        ("--repetition-penalty", "nan", "not a number above 0"),
+    ],
+)
+def test_the_demo_refuses_before_an_engine_starts(capsys, option, value, says):
+    """As an error of use, not as a difference in tokens."""
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", f"{option}={value}"])
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_report_of_a_folder(tmp_path, capsys):
+    """Says that it is one."""
+    assert main(["bench", "report", str(tmp_path)]) == 2
+    assert "a folder" in capsys.readouterr().err
+
+
 def test_arguments_that_are_no_json_are_shown_and_explained(capsys):
     """What came, and what is wrong with it."""
     with pytest.raises(SystemExit):

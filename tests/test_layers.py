@@ -11,6 +11,17 @@ from kvtxn import LayerError, LayerRef
 from kvtxn.rows import read
 
 
+def overlapping(count: int, *shape: int) -> list[torch.Tensor]:
+    """Tensors of one memory, each a block further than the one before."""
+    memory = noise(shape[0] + count - 1, *shape[1:])
+    return [memory[i : i + shape[0]] for i in range(count)]
+
+
+def overlapping_rows() -> torch.Tensor:
+    """Each row begins in the middle of the one before."""
+    return noise(100).as_strided((2, 4, 2, 8), (32, 8, 8, 1))
+
+
 def test_fields_are_kept():
     """What was given can be read back."""
     key, value = noise(2, 4, 2, 8), noise(2, 4, 2, 8)
@@ -80,10 +91,16 @@ def test_offset_table_addresses_single_elements():
         (lambda: LayerRef("a", noise(2, 4, 8), noise(2, 4, 8)), "misshapen"),
         (lambda: LayerRef("a", noise(2, 4, 2, 8), noise(3, 4, 2, 8)), "differ in blocks"),
         (lambda: LayerRef("a", noise(2, 4, 2, 8), noise(2, 4, 2, 8).half()), "dtype or device"),
-        (lambda: LayerRef("a", noise(1, 1, 1, 8).expand(2, 4, 2, 8), noise(2, 4, 2, 8)), "expand"),
+        (
+            lambda: LayerRef("a", noise(1, 1, 1, 8).expand(2, 4, 2, 8), noise(2, 4, 2, 8)),
+            "share their",
+        ),
         (lambda: LayerRef("a", noise(0, 4, 2, 8), noise(0, 4, 2, 8)), "empty"),
         (lambda: LayerRef("a", *torch.ones(2, 2, 4, 2, 8, device="meta")), "no memory to write to"),
         (lambda: LayerRef.latent("a", noise(2, 4, 8).to_sparse()), "no memory to write to"),
+        (lambda: LayerRef("a", *torch._neg_view(noise(2, 2, 4, 2, 8))), "view that negates"),
+        (lambda: LayerRef("a", overlapping_rows(), noise(2, 4, 2, 8)), "share their memory"),
+        (lambda: LayerRef("a", *overlapping(2, 2, 4, 2, 8)), "in part or whole, the same memory"),
         (lambda: LayerRef("a", *torch.ones(2, 2, 4, 2, 8).long()), "dtype that no format has"),
         (lambda: LayerRef("", noise(2, 4, 2, 8), noise(2, 4, 2, 8)), "name"),
         (lambda: LayerRef("a", noise(2, 4, 2, 8), noise(2, 4, 2, 8), group=""), "group"),

@@ -105,6 +105,7 @@ def test_layers_must_fit_together():
         ([one, one], "named 'layer.0'"),
         (["layer.0"], "LayerRef objects"),
         ([one, LayerRef("b", one.key_cache, one.value_cache)], "share one cache"),
+        ([one, LayerRef("b", one.key_cache[1:], noise(5, 4, 2, 8))], "overlap"),
         ([one, LayerRef("b", key, value)], "block sizes differ"),
     ]:
         with pytest.raises(LayerError, match=message):

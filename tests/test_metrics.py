@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -67,6 +68,16 @@ def test_counting_never_waits_for_the_device_and_a_reading_does(
         manager.snapshot()
     monkeypatch.setattr(manager.metrics, "rows", plain)
     assert manager.snapshot()["kvtxn_rows_staged_total"] == 3
+
+
+def test_a_reason_to_have_no_window_is_said_once(layers, caplog):
+    """At info: whoever set max_rows too small finds out."""
+    manager = TransactionManager(layers)
+    with caplog.at_level(logging.INFO, logger="kvtxn"):
+        for reason in ("max_rows", "cascade", "max_rows"):
+            manager.bypass(reason)
+    said = [line for line in caplog.messages if "window.bypassed" in line]
+    assert ["max_rows" in line for line in said] == [True, False]
 
 
 def test_outcomes_and_bypasses_have_labels(layers):

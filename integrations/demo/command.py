@@ -33,13 +33,19 @@ PROMPTS: Final = Path(__file__).parent / "prompts.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="continue this text; may be repeated"
+        "--prompt",
+        action="append",
+        type=_text,
+        metavar="TEXT",
+        help="continue this text; may be repeated",
     )
     parser.add_argument("--count", type=natural, default=8, help="prompts to use without --prompt")
-    parser.add_argument("--model", default=str(MODEL), help="a model's folder (the shipped one)")
+    parser.add_argument(
+        "--model", type=_model, default=str(MODEL), help="a model's folder (the shipped one)"
+    )
     parser.add_argument("--max-tokens", type=natural, default=128, help="tokens to generate each")
     parser.add_argument(
-        "--repetition-penalty", type=float, default=1.1, help="of greedy decoding; 1 is none"
+        "--repetition-penalty", type=_penalty, default=1.1, help="of greedy decoding; 1 is none"
     )
     parser.add_argument(
         "--draft-tokens", type=natural, default=4, help="most drafts per verify pass"
@@ -47,8 +53,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _text(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("there is nothing to continue")
+    return text
+
+
+def _model(path: str) -> str:
+    if not (Path(path) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{path!r} is no folder with a model's config.json")
+    return path
+
+
+def _penalty(text: str) -> float:
+    try:
+        penalty = float(text)
+    except ValueError:
+        penalty = 0.0
+    if not 0 < penalty <= 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 2")
+    return penalty
+
+
 def run(args: argparse.Namespace) -> int:
-    """Generate with each policy and compare; exit code 1 if tokens or acceptance differ."""
+    """Generate with each policy and compare.
+
+    Returns:
+        The exit code: 1 if tokens or acceptance differ, 2 if an engine failed.
+    """
     prompts = tuple(args.prompt or json.loads(PROMPTS.read_text())[: args.count])
     console = Console(stderr=args.json)
     results: dict[str, Result] = {}
@@ -70,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
                 results[policy] = run_engine(job, partial(_advance, bar, task))
             except RuntimeError as error:
                 console.print(f"[bold red]{error}", highlight=False)
-                return 1
+                return 2
     verdict = compare(results)
     if args.json:
         runs = {policy: attrs.asdict(result) for policy, result in results.items()}
