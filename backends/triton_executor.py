@@ -162,6 +162,10 @@ class TritonExecutor(Executor):
         if query.shape[0] == 0:
             return query.new_empty(0, query.shape[1], layer.ref.planes[1].row_shape[1])
         query = query if query.stride(-1) == 1 else query.contiguous()
+        table, lengths = attention.block_table, attention.seq_lens
+        if table.stride(1) != 1 or lengths.stride(0) != 1:
+            table, lengths = table.contiguous(), lengths.contiguous()
+            attention = attrs.evolve(attention, block_table=table, seq_lens=lengths)
         return self.attention.attend(txn.layout, layer.ref, query, fresh, attention)
 
     # -- for executors that wrap this one ---------------------------------------------

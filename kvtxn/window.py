@@ -198,7 +198,7 @@ class Window(WindowLife):
                 query heads is a multiple of the KV heads.
             block_table: int ``[num_requests, max_blocks]``, blocks of the layer's group.
             seq_lens: int ``[num_requests]``, tokens per request, this window's included; every
-                node of a tree counts.
+                node of a tree counts. All three may have any strides.
             scale: of the scores; 1 / sqrt(head_size) where None.
             sliding_window: tokens a query sees, itself included; None is all.
             soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
