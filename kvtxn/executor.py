@@ -16,6 +16,9 @@ The contract, which ``kvtxn.testing.ExecutorConformance`` tests:
   request. Of the rows that a call writes, the last one with a slot is written to it, and the
   others nowhere: executors that move rows in parallel leave those out. What a call *puts
   back* has distinct slots, except that under ``undo`` saved copies of one slot are equal.
+- What a window staged is let go when it ends, so that its memory is the caller's again; only
+  what belongs to a ``Standing`` may stay.
+- Arguments of ``attend`` have any strides, and their sizes no bound.
 - Where ``txn.in_range`` is given and False on the device, nothing is written.
 - A method that raises may be followed by any other; the window then repairs
   with the reference in ``kvtxn.rows``. An executor whose ``atomic`` capability

@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent / "testing"))
 
 import mutants
 import mutants_overwriting
+import mutants_sizes
 
-CAUGHT_BY = mutants.CAUGHT_BY | mutants_overwriting.CAUGHT
+CAUGHT_BY = mutants.CAUGHT_BY | mutants_overwriting.CAUGHT | mutants_sizes.CAUGHT_BY
 
 _MODULE = """
     import sys

@@ -192,6 +192,14 @@ def cast(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random
     return torch.tensor(values, dtype=dtype).view(rows, heads, size)
 
 
+def spread(part: Tensor) -> Tensor:
+    """The same numbers as a view with gaps, as a slice of a fused projection is."""
+    wide = part.new_zeros(*part.shape[:-1], part.shape[-1] * 2 + 1)
+    view = wide[..., 1::2]
+    view.copy_(part)
+    return view
+
+
 def random_counts(batch: Batch, rng: random.Random) -> list[int]:
     """Some number of accepted drafts per request."""
     return [rng.randint(0, drafts) for drafts in batch.draft_len]

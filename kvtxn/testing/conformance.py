@@ -15,6 +15,7 @@ from .promise_hooks import Hooks
 from .promise_isolation import AllOrNothing, Isolation
 from .promise_overwriting import Overwriting
 from .promise_own_writes import OwnWrites
+from .promise_sizes import Sizes
 from .promise_tree_attention import TreeAttention
 from .promise_tree_evicting import EvictingTrees
 from .promise_trees import Trees
@@ -25,6 +26,7 @@ from .state_walk import StateTable
 class ExecutorConformance(
     Honesty,
     Exactness,
+    Sizes,
     AllOrNothing,
     Isolation,
     OwnWrites,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import (
     CapacityError,
@@ -142,6 +144,23 @@ class Discipline(KitBase):
         rig.run(batch, [1, 1])
         rig.expect_committed(batch, batch.kept([1, 1]))
         rig.check("the next window")
+
+    @pytest.mark.parametrize("end", ["commit", "abort"])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_staged_tensors_are_let_go(self, kit: Kit, policy: str, end: str) -> None:
+        """Once a window has ended, nobody but the caller keeps its tensors in memory."""
+        rig = kit.rig(policy, SIMPLE)
+        for _ in range(2):  # a window like the one before may go another way
+            batch = rig.batch()
+            parts = itertools.chain.from_iterable(batch.tensors.values())
+            memory = [StorageWeakRef(part.untyped_storage()) for part in parts]
+            with rig.open(batch) as window:
+                rig.stage(window, batch)
+                window.commit(rig.accepted([1, 2])) if end == "commit" else window.abort()
+            del batch, parts, window
+            gc.collect()
+            held = sum(not storage.expired() for storage in memory)
+            assert held == 0, f"{held} of {len(memory)} staged tensors are held after {end}"
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_misuse_changes_nothing(self, kit: Kit, policy: str) -> None:

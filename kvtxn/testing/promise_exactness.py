@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import registry
 from ..executor import Executor, Txn
-from .batches import SHAPES, Batch, handed_in, random_counts
+from .batches import SHAPES, Batch, handed_in, random_counts, spread
 from .caches import LAYOUTS, LayerSpec
 from .kit import POLICIES, Kit, KitBase
 from .number_formats import FORMATS
@@ -194,7 +194,7 @@ class Exactness(KitBase):
             with torch.inference_mode(), rig.open(batch) as window:
                 for ref in rig.refs:
                     parts = batch.tensors[ref.name]
-                    parts = tuple(map(_spread, parts)) if strided else parts
+                    parts = tuple(map(spread, parts)) if strided else parts
                     window.stage(ref, *handed_in(ref, parts))  # type: ignore[arg-type]
                 window.commit([2, 1])
             rig.expect_committed(batch, batch.kept([2, 1]))
@@ -304,14 +304,6 @@ def _commit(
         window.commit(rig.accepted(counts) if given is None else given)
     rig.expect_committed(batch, batch.kept(counts))
     rig.check(f"{when} after commit of {list(counts)}")
-
-
-def _spread(part: Tensor) -> Tensor:
-    """The same rows as a view with gaps, as a slice of a fused projection is."""
-    wide = part.new_zeros(part.shape[0], *part.shape[1:-1], part.shape[-1] * 2 + 1)
-    view = wide[..., 1::2]
-    view.copy_(part)
-    return view
 
 
 def _write_as_an_engine(rig: Rig, batch: Batch) -> None:

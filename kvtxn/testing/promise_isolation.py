@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -196,6 +197,22 @@ class Isolation(KitBase):
         rig.expect_committed(batch, batch.kept(counts))
         rig.write(later, settled)
         rig.check(f"after {end}")
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_two_managers(self, kit: Kit, policy: str) -> None:
+        """Windows of a process's managers, open at once, have nothing in common."""
+        rigs = [kit.rig(policy, seed=seed) for seed in (1, 2)]
+        for ends in itertools.product(["commit", "abort"], repeat=2):
+            batches = [rig.batch() for rig in rigs]
+            windows = [rig.open(batch) for rig, batch in zip(rigs, batches, strict=True)]
+            for index, which in itertools.product(range(len(VARIED)), (0, 1)):
+                rigs[which].stage(windows[which], batches[which], [index])
+            for rig, batch, window, end in zip(rigs, batches, windows, ends, strict=True):
+                counts = [2, 1] if end == "commit" else [0, 0]
+                window.commit(rig.accepted(counts)) if end == "commit" else window.abort()
+                rig.expect_committed(batch, batch.kept(counts))
+            for rig in rigs:
+                rig.check(f"windows that ended in {' and '.join(ends)}")
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", ["undo", "direct"])

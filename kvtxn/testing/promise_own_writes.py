@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pytest
 import torch
+from torch import Tensor
 
+from .batches import spread
 from .caches import KEY_VALUE, LayerSpec
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
 from .naive import attention, make_sequences
@@ -53,6 +55,23 @@ _STORED: Final = [
 ]
 
 
+def _slice(dense: Tensor) -> Tensor:
+    """Part of a wider tensor, as a fused projection or an engine's own block table is cut."""
+    wide = dense.new_zeros(dense.shape[0], dense.shape[1] + 3, *dense.shape[2:])
+    view = wide[:, 2:-1]
+    view.copy_(dense)
+    return view
+
+
+def _turned(dense: Tensor) -> Tensor:
+    """The first two dimensions lie the other way round."""
+    return dense.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+#: Heads, and query heads of each, by layer: one to one, one for all, groups of four and of eight.
+_GROUPINGS: Final = ((3, 1), (1, 8), (2, 4), (2, 8))
+
+
 class OwnWrites(KitBase):
     """A verify pass sees its own drafts, exactly as if they were in the cache."""
 
@@ -70,6 +89,27 @@ class OwnWrites(KitBase):
         ]
         rig = kit.rig(policy, specs)
         attend_and_compare(rig, *PASTS[past], attention_tolerance, SETTINGS[how])
+
+    @pytest.mark.parametrize("how", [{}, {"sliding_window": 90}], ids=["plain", "window-90"])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_groupings_and_long_prefixes(
+        self, kit: Kit, attention_tolerance: float, policy: str, how: dict[str, Any]
+    ) -> None:
+        """Query heads find their KV head, and a prefix of many blocks is read to its start."""
+        kit.need_attention()
+        specs = [_spec(fmt="fp32", heads=heads, size=8, num_blocks=60) for heads, _ in _GROUPINGS]
+        rig = kit.rig(policy, specs)
+        groups = [queries for _, queries in _GROUPINGS]
+        past = (((1, 1), (3, 1)), (150, 67))
+        attend_and_compare(rig, *past, attention_tolerance, how, groups=groups)
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_strided_arguments(self, kit: Kit, attention_tolerance: float, policy: str) -> None:
+        """Queries, block tables and lengths are views of something larger."""
+        kit.need_attention()
+        rig = kit.rig(policy, [_spec(fmt="fp32", size=8)] * 3)
+        views = (_slice, _turned, spread)
+        attend_and_compare(rig, *PASTS["uneven"], attention_tolerance, {}, views=views)
 
     @pytest.mark.parametrize(("policy", "fmt", "layout"), _STORED)
     def test_layouts_and_formats(
@@ -125,6 +165,8 @@ def attend_and_compare(
     payload: str = "native",
     dtype: torch.dtype = torch.float32,
     forest: Sequence[Sequence[int]] | None = None,
+    groups: Sequence[int] = (2,),
+    views: Sequence[Callable[[Tensor], Tensor]] = (),
 ) -> None:
     """Stage, attend and compare, layer by layer as a forward does.
 
@@ -138,6 +180,8 @@ def attend_and_compare(
         dtype: of the queries.
         forest: parents of each request's drafts; each row is compared with attention over a
             sequence that has its own branch only.
+        groups: query heads of each KV head, by layer, over and over.
+        views: by layer, what makes query and block table strided; the lengths are, too.
     """
     sequences = make_sequences(rig, shape, prefixes, payload)
     batch = sequences.batch
@@ -150,11 +194,15 @@ def attend_and_compare(
         for index, cache in enumerate(rig.caches):
             rig.stage(window, batch, [index])
             generator = torch.Generator().manual_seed(index)
-            heads = (batch.num_rows, cache.spec.heads * 2, cache.spec.size)
-            query = torch.randn(heads, generator=generator).to(dtype)
+            heads = cache.spec.heads * groups[index % len(groups)]
+            query_shape = (batch.num_rows, heads, cache.spec.size)
+            query = torch.randn(query_shape, generator=generator).to(dtype)
             table = sequences.table(cache).to(rig.device)
             seq_lens = torch.tensor(sequences.seq_lens, dtype=torch.int32).to(rig.device)
-            out = window.attend(cache.ref, query.to(rig.device), table, seq_lens, **settings)
+            given = query.to(rig.device)
+            if views:
+                given, table, seq_lens = views[index](given), views[index](table), spread(seq_lens)
+            out = window.attend(cache.ref, given, table, seq_lens, **settings)
             expected = attention(full, cache, sequences, query, forest=forest, **settings)
             assert out.dtype is dtype
             assert out.shape == expected.shape

@@ -1,0 +1,127 @@
+"""Executors with one bound, or one assumption about their memory, that nobody promised."""
+
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from kvtxn.backends.torch_executor import TorchExecutor
+from torch import Tensor
+
+from kvtxn.executor import AttentionArgs, StagedLayer, Txn
+from kvtxn.rows import LayerRows, read_layers, write_layers
+
+
+class CommitsEightLayers(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        every = self.layers
+        self.layers = every[:8]
+        try:
+            super().commit(txn, accepted)
+        finally:
+            self.layers = every
+
+
+class CountsSixtyFourRequests(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        if accepted.ndim == 1 and accepted.dtype is not torch.bool:
+            accepted = accepted.clone()
+            accepted[64:] = 0
+        super().commit(txn, accepted)
+
+
+class KeepsSixteenDrafts(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        counts = accepted.ndim == 1 and accepted.dtype is not torch.bool
+        super().commit(txn, accepted.clamp(max=16) if counts else accepted)
+
+
+class CutsWideRows(TorchExecutor):
+    """Moves 1 024 elements of a row; beyond them stays what was there."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        old = read_layers(self.layers, txn.slots)
+        super().commit(txn, accepted)
+        new = read_layers(self.layers, txn.slots)
+        for name, parts in new.items():
+            for part, before in zip(parts, old[name], strict=True):
+                part.flatten(1)[:, 1024:] = before.flatten(1)[:, 1024:]
+        write_layers(self.layers, new, txn.slots, txn.kept(accepted))
+
+
+class PairsQueryHeads(TorchExecutor):
+    """Query head h reads KV head h // 2, however many there are."""
+
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        heads = layer.ref.planes[0].row_shape[0]
+        outs = []
+        for head in range(query.shape[1]):
+            every = query[:, head : head + 1].expand(-1, heads, -1)
+            out = super().attend(txn, layer, every, args)
+            outs.append(out[:, min(head // 2, heads - 1)])
+        return torch.stack(outs, 1)
+
+
+class SeesSixtyFourTokens(TorchExecutor):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        window = min(args.sliding_window or 64, 64)
+        return super().attend(txn, layer, query, attrs.evolve(args, sliding_window=window))
+
+
+class ReadsSixteenBlocks(TorchExecutor):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        table = args.block_table.clone()
+        table[:, 16:] = table[:, 15:16]
+        return super().attend(txn, layer, query, attrs.evolve(args, block_table=table))
+
+
+def _as_if_dense(tensor: Tensor) -> Tensor:
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride())
+
+
+class TakesQueriesForDense(TorchExecutor):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        return super().attend(txn, layer, _as_if_dense(query), args)
+
+
+class TakesTablesForDense(TorchExecutor):
+    def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
+        table = _as_if_dense(args.block_table)
+        return super().attend(txn, layer, query, attrs.evolve(args, block_table=table))
+
+
+class SharesItsBuffers(TorchExecutor):
+    """Saved rows lie in one buffer per layer name, for all managers of the process."""
+
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    def save(self, txn: Txn, group: str) -> LayerRows:
+        saved = {}
+        for name, parts in super().save(txn, group).items():
+            rooms = [
+                self.buffers.setdefault((name, side, part.shape, part.dtype), part)
+                for side, part in enumerate(parts)
+            ]
+            saved[name] = tuple(room.copy_(part) for room, part in zip(rooms, parts, strict=True))
+        return saved
+
+
+class NeverLetsGo(TorchExecutor):
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        super().commit(txn, accepted)
+        self.__dict__.setdefault("windows", []).append(dict(txn.staged))
+
+
+#: The defect, and the test of the kit that must go red for it.
+CAUGHT_BY: dict[type[TorchExecutor], str] = {
+    CommitsEightLayers: "test_many_layers",
+    CountsSixtyFourRequests: "test_many_requests",
+    KeepsSixteenDrafts: "test_long_drafts",
+    CutsWideRows: "test_wide_rows",
+    PairsQueryHeads: "test_groupings_and_long_prefixes",
+    SeesSixtyFourTokens: "test_groupings_and_long_prefixes",
+    ReadsSixteenBlocks: "test_groupings_and_long_prefixes",
+    TakesQueriesForDense: "test_strided_arguments",
+    TakesTablesForDense: "test_strided_arguments",
+    SharesItsBuffers: "test_two_managers",
+    NeverLetsGo: "test_staged_tensors_are_let_go",
+}
