@@ -188,9 +188,9 @@ class Window(WindowLife):
         """Causal attention of the window's rows that reads the window's own writes.
 
         Equal to attention over a cache with all rows of the window written; what a query sees of
-        a row without a slot (-1) is left open. In a tree a draft
-        row sees what came before the drafts, its ancestors and itself, and is as far from
-        them, for a sliding window, as it is deep.
+        a row without a slot (-1) is left open. In a tree a draft row sees what came before the
+        drafts, its ancestors and itself, and is as far from them, for a sliding window, as it is
+        deep.
 
         Args:
             ref: a staged layer with key and value planes.
