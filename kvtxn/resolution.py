@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .errors import BackendUnavailableError, LayerError
 from .executor import Capabilities
-from .layers import Kind, LayerRef
+from .layers import Kind, LayerRef, Plane
 from .overlaps import begin, end, overlap
 
 
@@ -71,7 +71,6 @@ def choose_policy(
 def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
     """The layers by name; raises LayerError where they do not go together."""
     by_name: dict[str, LayerRef] = {}
-    memory: dict[tuple[object, ...], str] = {}
     if not isinstance(layers, Iterable) or isinstance(layers, Tensor):
         raise LayerError(
             "TransactionManager", "layers is not an iterable", got=type(layers).__name__
@@ -85,16 +84,6 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
             raise LayerError(
                 "TransactionManager", f"two layers are named {ref.name!r}", hint="names are keys"
             )
-        for plane in ref.planes:
-            # Groups may share memory: an engine's allocator gives each block to one of them.
-            part = plane.part if plane.offsets is not None else ""
-            place = (ref.group, plane.cells.data_ptr(), part)
-            if memory.setdefault(place, ref.name) != ref.name:
-                raise LayerError(
-                    "TransactionManager",
-                    f"layers {memory[place]!r} and {ref.name!r} share one cache",
-                    hint="list a shared cache once, under the layer that writes it",
-                )
         by_name[ref.name] = ref
     _check_apart(by_name.values())
     if not by_name:
@@ -112,22 +101,32 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
 
 
 def _check_apart(refs: Iterable[LayerRef]) -> None:
-    """Refuse layers of one group whose caches overlap."""
-    places = [(ref, plane.cells) for ref in refs for plane in ref.planes if plane.offsets is None]
-    places.sort(key=lambda place: begin(place[1]))
-    near: list[tuple[LayerRef, Tensor]] = []
-    for ref, cells in places:
-        near = [place for place in near if end(place[1]) > begin(cells)]
+    """Refuse layers of one group whose caches overlap.
+
+    Groups may share memory: an engine's allocator gives each block to one of them.
+    """
+    places = [(ref, plane) for ref in refs for plane in ref.planes]
+    places.sort(key=lambda place: begin(place[1].cells))
+    near: list[tuple[LayerRef, Plane]] = []
+    for ref, plane in places:
+        near = [place for place in near if end(place[1].cells) > begin(plane.cells)]
         for other, theirs in near:
-            if other is not ref and other.group == ref.group and overlap(theirs, cells):
+            if other is not ref and other.group == ref.group and _share(theirs, plane):
                 raise LayerError(
                     "TransactionManager",
-                    f"the caches of {other.name!r} and {ref.name!r} overlap",
+                    f"layers {other.name!r} and {ref.name!r} share one cache, or overlap",
                     expected="distinct memory for every layer of a group",
-                    got=f"{begin(cells) - begin(theirs)} bytes from the one to the other",
-                    hint="hand in each layer's own part of the memory",
+                    got=f"{begin(plane.cells) - begin(theirs.cells)} bytes from one to the other",
+                    hint="list a shared cache once, under the layer that writes it",
                 )
-        near.append((ref, cells))
+        near.append((ref, plane))
+
+
+def _share(one: Plane, other: Plane) -> bool:
+    """Whether two layers' planes have memory in common; of blocks with offsets, equal parts do."""
+    if one.offsets is None and other.offsets is None:
+        return overlap(one.cells, other.cells)
+    return one.part == other.part and begin(one.cells) == begin(other.cells)
 
 
 def limits_of(refs: Sequence[LayerRef]) -> dict[str, int]:

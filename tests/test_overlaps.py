@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtxn import LayerRef, TransactionManager
+from kvtxn import LayerError, LayerRef, TransactionManager
 from kvtxn.overlaps import overlap, overlaps_itself
 
 views = st.tuples(
@@ -49,6 +49,15 @@ def test_with_the_same_strides_it_is_known(first, second):
     if not overlaps_itself(one) and not overlaps_itself(other):
         shared = bool({*addresses(one)} & {*addresses(other)})
         assert overlap(one, other) is overlap(other, one) is shared
+
+
+def test_what_begins_at_one_place_overlaps():
+    """Whatever the strides, and the size of an element."""
+    one = MEMORY.as_strided((4, 6), (6, 1))
+    for other in (one.t(), one[:, ::2], one.view(torch.float16), one[:1, :1]):
+        assert overlap(one, other) is overlap(other, one) is True
+    with pytest.raises(LayerError, match="the same memory"):
+        LayerRef("a", cache := torch.zeros(3, 4, 4, 8), cache.transpose(1, 2))
 
 
 @settings(max_examples=200, deadline=None)
