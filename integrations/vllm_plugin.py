@@ -79,8 +79,7 @@ def _on_worker(wrapper: Any) -> None:
         rank = internals.rank_of(wrapper)
         facts = internals.config_facts(config)
         wanted = settings(asked, _most_rows(config, facts.device))
-        if wanted is None:
-            return
+        assert wanted is not None  # it is asked for
         policy, why = decide(wanted.policy, facts)
         if policy == "off":
             log.warning("vllm.inactive", rank=rank, why=why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 import attrs
 
@@ -10,7 +11,7 @@ from ..config import POLICIES, TxnConfig
 from ..errors import ConfigError
 
 
-def is_asked(additional_config: object) -> bool:
+def is_asked(additional_config: object) -> TypeGuard[Mapping[str, Any]]:
     """Whether the user asks for kvtxn at all."""
     return isinstance(additional_config, Mapping) and additional_config.get("kvtxn") is not None
 
@@ -26,9 +27,9 @@ def settings(additional_config: object, max_rows: int) -> TxnConfig | None:
         ConfigError: a key or value is not valid.
         BackendUnavailableError: no backend of that name is registered.
     """
-    given = additional_config.get("kvtxn") if isinstance(additional_config, Mapping) else None
-    if given is None:
+    if not is_asked(additional_config):
         return None
+    given = additional_config["kvtxn"]
     known = [field.name for field in attrs.fields(TxnConfig)]
     if not isinstance(given, Mapping):
         raise ConfigError(
