@@ -1,10 +1,10 @@
 """Windows at fixed places, for engines whose forward is a CUDA graph.
 
 A captured forward cannot be told anything new, so all that changes from step to step lies in
-fixed buffers: ``position`` says which rows are drafts (the window kernel reads it), ``rows``
-takes the staged rows, and the engine's own slot mapping is read where it is. One captured
-graph then serves windows, bypassed steps and fallbacks alike: with no row marked as a draft
-the window kernel writes every row into the cache, as stock would.
+fixed buffers: ``position`` says which rows are drafts (``slot_tables`` reads it), ``rows`` is
+where they wait, and the engine's own slot mapping is read where it is. One captured graph then
+serves windows, bypassed steps and fallbacks alike: with no row marked as a draft every row is
+written into the cache, as stock would.
 
 Everything here is one launch on the host: no allocation, no wait. ``warm_up`` makes every launch
 once, so that nothing is left to compile when it counts.
@@ -19,8 +19,6 @@ from typing import Final
 
 import attrs
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..executor import StagedLayer
@@ -28,7 +26,6 @@ from ..layers import LayerRef
 from ..layout import RowLayout
 from ..rows import LayerRows
 from . import triton_select as which
-from .attention_shapes import Keep
 from .jobs import Job, Repeated
 from .launches import Given, acceptance_of
 from .tiling import tile_for
@@ -44,24 +41,6 @@ _MOST_PLACES: Final = 4
 
 #: What is shown after a failure.
 _UNKNOWN: Final = object()
-
-
-@triton.jit(do_not_specialize=["count"])
-def prefix_lengths(
-    starts: tl.tensor, seq_lens: tl.tensor, lengths: tl.tensor, count: tl.int32, BLOCK: tl.constexpr
-) -> None:
-    """What each request has in the cache before this step: ``seq_len`` minus its own rows.
-
-    Grid: one program. ``starts``: int32 ``[count + 1]``, ``seq_lens``: int32 ``[count]``,
-    ``lengths``: int32 ``[count]``, written. Requests of padding have no rows and length 0.
-    """
-    for first in range(0, count, BLOCK):
-        request = first + tl.arange(0, BLOCK)
-        inside = request < count
-        start = tl.load(starts + request, mask=inside, other=0)
-        end = tl.load(starts + request + 1, mask=inside, other=0)
-        total = tl.load(seq_lens + request, mask=inside, other=0)
-        tl.store(lengths + request, tl.maximum(total - (end - start), 0), mask=inside)
 
 
 #: Layouts that something is prepared for; beyond, all is prepared anew.
@@ -96,16 +75,24 @@ class FixedWindow:
             executor's layers; the engine fills them before each forward.
         counters: int64 ``[lines, 4]``, see ``Txn.count``.
         undo: whether rows are written through and restored, instead of staged.
+        rows: where rows wait, by layer name ``[max_rows, *row_shape]`` per plane, any strides; None
+            makes room for them.
 
     Attributes:
         position: int64 ``[max_rows]``: 0, 1, ... for draft rows, -1 for all others.
         rows: by layer name, ``[max_rows, *row_shape]`` per plane: the staged rows, or under
-            undo what the caches held before. All are parts of one allocation.
-        nbytes: what that takes on the device.
+            undo what the caches held before.
+        nbytes: what all this takes on the device.
     """
 
     def __init__(
-        self, executor: TritonExecutor, slots: Tensor, counters: Tensor, *, undo: bool
+        self,
+        executor: TritonExecutor,
+        slots: Tensor,
+        counters: Tensor,
+        *,
+        undo: bool,
+        rows: LayerRows | None = None,
     ) -> None:
         self._executor = executor
         self._slots = slots
@@ -118,9 +105,9 @@ class FixedWindow:
             (executor.config.max_rows,), -1, dtype=torch.int64, device=refs[0].device
         )
         self._no_marks = self.position.clone()
-        self.rows: LayerRows = _rows_of(refs, executor.config.max_rows)
-        room = next(iter(self.rows.values()))[0].untyped_storage()
-        self.nbytes = room.nbytes() + 2 * self.position.nbytes
+        self.rows: LayerRows = _rows_of(refs, executor.config.max_rows) if rows is None else rows
+        parts = [part for each in self.rows.values() for part in each]
+        self.nbytes = sum(part.nbytes for part in parts) + 2 * self.position.nbytes
         self._ready: dict[RowLayout, _Ready] = {}
         self._stream: torch.cuda.Stream | None = None
         self._save = self._job(which.DRAFT, to_cache=False) if undo else None
@@ -149,27 +136,6 @@ class FixedWindow:
             ready.marks = self._no_marks.clone()
             ready.marks[: layout.num_rows] = layout.position
         return ready.marks
-
-    def prefix(self, starts: Tensor, seq_lens: Tensor, lengths: Tensor) -> None:
-        """Fill ``lengths`` with what each request has in the cache before this step.
-
-        Args:
-            starts: int32 ``[num_requests + 1]``.
-            seq_lens: int32 ``[num_requests]``, this step's rows included.
-            lengths: int32 ``[num_requests]``.
-        """
-        count = lengths.shape[0]
-        prefix_lengths[(1,)](starts, seq_lens, lengths, count, BLOCK=256)
-
-    def keep(self, ref: LayerRef, slots: Tensor | None) -> Keep:
-        """What the window kernel writes for a layer: its rows to stage, settled ones to the cache.
-
-        Args:
-            ref: the layer.
-            slots: int64 ``[num_rows]``; None where settled rows were written already.
-        """
-        key, value = (self.rows_of(ref, i) for i in (0, 1))
-        return Keep(slots, self.position, (key, value))
 
     def rows_of(self, ref: LayerRef, plane: int) -> Tensor:
         """A plane's staged rows in the plane's own dtype."""
@@ -239,8 +205,6 @@ class FixedWindow:
             none = torch.ones(layout.num_requests, dtype=torch.int32, device=self.position.device)
             self.commit(layout, none)
         self.show(None)
-        starts = torch.zeros(2, dtype=torch.int32, device=self.position.device)
-        self.prefix(starts, starts[:1], torch.empty_like(starts[:1]))
 
     def _capture_save(self, layout: RowLayout) -> None:
         """Nothing of such a launch ever changes, and a graph of it takes less of the host."""

@@ -167,7 +167,7 @@ def fault(steps: Any, stage: str, after: int) -> Iterator[list[int]]:
         "plan": (steps, "_plan"),
         "save": (steps.window, "save"),
         "show": (steps.window, "show"),
-        "attend": (steps.attention, "merge_into"),
+        "attend": (steps, "waits"),
         "commit": (steps.window, "commit"),
     }[stage]
     real, calls = getattr(owner, name), [0]

@@ -153,7 +153,7 @@ def _counts(llm: Any) -> tuple[int, int]:
 
 
 def switch(worker: Any, on: bool) -> None:
-    """Let the steps of a running engine, which writes through, have windows or be stock's.
+    """Let the steps of a running engine have windows or be stock's.
 
     Either way what is drawn from now on is the same, and so is which drafts are accepted by lot.
     """
@@ -161,6 +161,8 @@ def switch(worker: Any, on: bool) -> None:
     torch.manual_seed(0)
     runner = worker.model_runner
     steps = worker.__dict__.setdefault("kvtxn_steps", runner.kvtxn)
+    if steps is not None and steps.deferred:
+        steps.window.show(None)  # graphs read it
     runner.kvtxn = steps if on else None
 
 

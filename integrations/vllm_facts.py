@@ -30,8 +30,8 @@ FORMATS: Final[Mapping[str, tuple[str, ...]]] = {
     "cuda": ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3"),
 }
 
-#: Versions of FlashAttention whose calls were checked.
-FLASH: Final = (2, 3)
+#: Versions of FlashAttention that were seen reading blocks of one row.
+FLASH: Final = (3,)
 
 #: Releases whose GPU side was checked.
 ON_GPU: Final = ("0.32.0",)
@@ -58,7 +58,6 @@ class Facts:
         recurrent: some layers keep a state instead of rows.
         microbatches: the batch is cut into overlapping halves.
         adaptive: how many drafts are verified changes from step to step.
-        mixed_graphs: one captured graph serves prompts and drafts together.
         batch_invariant: a request's sums must not depend on what else is in the batch.
         attention: backend of the target's layers, such as ``"CPU_ATTN"``; None before they are
             known. Of several, one that is not in ``ATTENTION``, if there is any.
@@ -68,6 +67,7 @@ class Facts:
         sinks: attention sinks.
         alibi: ALiBi slopes.
         flash: version of FlashAttention, where the layers use it.
+        spare_blocks: on a GPU, the caches have blocks behind vLLM's own, for rows that wait.
     """
 
     version: str = SUPPORTED[-1]
@@ -84,7 +84,6 @@ class Facts:
     recurrent: bool = False
     microbatches: bool = False
     adaptive: bool = False
-    mixed_graphs: bool = False
     batch_invariant: bool = False
 
     attention: str | None = None
@@ -94,3 +93,4 @@ class Facts:
     sinks: bool = False
     alibi: bool = False
     flash: int | None = None
+    spare_blocks: bool = True

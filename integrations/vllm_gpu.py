@@ -22,7 +22,7 @@ from ..executor import StagedLayer
 from ..layers import LayerRef
 from ..layout import RowLayout
 from ..manager import TransactionManager
-from ..rows import write_layers
+from ..rows import LayerRows, write_layers
 from ..states import WindowState
 
 #: Steps without a window after a first fault; doubled at each further one, up to the limit.
@@ -63,19 +63,24 @@ class GpuSteps:
         manager: over the target's layers, in the order of ``slots``' groups.
         slots: the runner's slot mappings, int64 ``[num_groups, n]``, filled before each forward.
         query_len: most rows that a request with drafts has.
+        rows: where draft rows wait, see ``FixedWindow``.
 
     Attributes:
         manager: as given.
         window: the fixed buffers.
         query_len: as given.
         layers: the target's, in the order of the forward.
-        attention: launches the window kernel.
         deferred: whether draft rows wait.
-        uniform: the attention wants requests of one length (sliding windows do).
         step: the forward that is under way, if it has a window.
     """
 
-    def __init__(self, manager: TransactionManager, slots: Tensor, query_len: int) -> None:
+    def __init__(
+        self,
+        manager: TransactionManager,
+        slots: Tensor,
+        query_len: int,
+        rows: LayerRows | None = None,
+    ) -> None:
         executor = manager.executor
         if not isinstance(executor, TritonExecutor):
             raise BackendUnavailableError(
@@ -86,17 +91,15 @@ class GpuSteps:
             )
         self.manager = manager
         self.layers = executor.layers
-        self.attention = executor.attention
         self.query_len = query_len
         self.step: Step | None = None
         self.deferred = manager.policy == "deferred"
         self._undoes = manager.policy == "undo"
         self._direct = manager.policy == "direct"
-        self.uniform = False
         self._slots = slots
         with torch.inference_mode(False):
-            rows = manager.metrics.rows[0]
-            self.window = FixedWindow(executor, slots, rows, undo=self._undoes)
+            counters = manager.metrics.rows[0]
+            self.window = FixedWindow(executor, slots, counters, undo=self._undoes, rows=rows)
         self._windows = manager.metrics.windows
         self._judged: dict[tuple[bytes, ...], RowLayout | str | None] = {}
         self._pause = _REST
@@ -175,12 +178,16 @@ class GpuSteps:
             (not drafts.all(), "order"),
             (longest > self.query_len, "long_query"),
             (int(lengths.sum()) > self.manager.config.max_rows, "max_rows"),
-            (self.uniform and longest != int(lengths.min()), "uneven_sliding"),
             (prefilling[:count].any(), "prompt_with_drafts"),
         ):
             if applies:
                 return reason
         return self.layout(tuple(drafts.tolist()), tuple((lengths - drafts).tolist()))
+
+    def waits(self, ref: LayerRef) -> None:
+        """The drafts of one more layer wait, in a forward that the host sees."""
+        assert self.step is not None
+        self.step.staged.append(ref)
 
     def commit(self, sampled: Tensor) -> None:
         """Make the accepted rows durable.
@@ -219,14 +226,6 @@ class GpuSteps:
             )
             self.window.commit(step.layout, none)
         self._windows[_ABORTED] += 1
-
-    def graph_layout(self, requests: int, longest: int, rows: int) -> RowLayout | None:
-        """What a graph of this shape has to serve; None where no window can be in it."""
-        if not self.deferred or longest != self.query_len or rows != requests * longest:
-            return None
-        if rows > self.manager.config.max_rows:
-            return None
-        return self.layout((longest - 1,) * requests, (1,) * requests)
 
     # -- failures -------------------------------------------------------------------
 

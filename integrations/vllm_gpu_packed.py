@@ -3,8 +3,8 @@
 The V1 model runner keeps requests where they were when others leave, so those with drafts do
 not lead the batch, and its slots lie in one buffer per KV-cache group. Before each forward the
 slots of the rows that matter are brought together; from there on it is a step like any other.
-Under ``deferred`` the attention needs these rows to lead, and the runner sees to it: a step where
-they do not is bypassed.
+Under ``deferred`` the fixed buffers say for the batch's first rows which of them wait, and the
+runner sees to it that these lead: a step where they do not is bypassed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..layout import to_device
 from ..manager import TransactionManager
+from ..rows import LayerRows
 from .vllm_gpu import GpuSteps
 
 
@@ -28,12 +29,19 @@ class PackedSteps(GpuSteps):
         manager: over the target's layers, in the order of the groups.
         query_len: most rows that a request with drafts has.
         vocab_size: sampled ids at or above it do not count as tokens.
+        rows: where draft rows wait, see ``FixedWindow``.
     """
 
-    def __init__(self, manager: TransactionManager, query_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        manager: TransactionManager,
+        query_len: int,
+        vocab_size: int,
+        rows: LayerRows | None = None,
+    ) -> None:
         shape = (len(manager.groups), manager.config.max_rows)
         slots = torch.full(shape, -1, dtype=torch.int64, device=manager.device)
-        super().__init__(manager, slots, query_len)
+        super().__init__(manager, slots, query_len, rows)
         self._vocab_size = vocab_size
         self._requests: Tensor | None = None
         self._index = lru_cache(maxsize=512)(

@@ -142,8 +142,6 @@ def config_facts(config: Any) -> Facts:
         recurrent=model.is_hybrid,
         microbatches=parallel.use_ubatching,
         adaptive=on_gpu and _adapts(speculation),
-        mixed_graphs=on_gpu
-        and config.compilation_config.cudagraph_mode.mixed_mode().name == "FULL",
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
     )
 

@@ -1,11 +1,12 @@
 """What kvtxn takes from vLLM's inside on GPUs; what it imports comes from ``vllm_internals``.
 
-Both model runners, their batches and graphs, and the calls of FlashAttention's operators.
+Both model runners, their batches and graphs, and how their caches lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Final
 
 import attrs
@@ -13,21 +14,19 @@ import torch
 from torch import Tensor
 
 from ..errors import LayerError
-from ..layers import LayerRef
 from . import vllm_internals as internals
 
 #: Methods of the V2 runner that are overridden, with the parameters they have to have.
 RUNNER_METHODS: Final = {
     "profile_run": ("randomize_inputs",),
     "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-    "gather_batch_req_state": ("scheduler_output", "dummy_run"),
     "prepare_attn": ("input_batch",),
     "postprocess_sampled": (
         *("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
     ),
 }
 
-#: Likewise for the V1 runner; two more are only passed through, whatever they take.
+#: Likewise for the V1 runner.
 V1_METHODS: Final = {
     "profile_run": ("randomize_inputs",),
     "_may_reorder_batch": ("scheduler_output",),
@@ -131,11 +130,6 @@ def room_for_rows(runner: Any, rows: int) -> Tensor:
     return torch.empty(rows * each, dtype=torch.uint8, device=runner.device)
 
 
-def admits(state: Any) -> bool:
-    """Whether a batch has requests whose prompt is not done."""
-    return state is not None and bool(state.has_prefill)
-
-
 def slot_mappings(runner: Any, groups: Sequence[str]) -> Tensor:
     """The slots of these groups, int64 ``[num_groups, max_tokens]``, one buffer for ever.
 
@@ -169,157 +163,86 @@ def metadata_builders(runner: Any, names: set[str]) -> list[Any]:
 # -- FlashAttention -------------------------------------------------------------------
 
 
-def scores_of(impl: Any) -> internals.Scores:
-    """A layer's settings; vLLM says -1 and 0 where there is no window and no cap."""
-    left, cap = int(impl.sliding_window[0]), float(impl.logits_soft_cap)
-    return internals.Scores(
-        float(impl.scale), left + 1 if left >= 0 else None, cap if cap > 0 else None
-    )
+def takes_slots(runner: Any) -> bool:
+    """Whether any layer attends through FlashAttention 3, which takes blocks of one row."""
+    modules = runner.compilation_config.static_forward_context.values()
+    impls = (getattr(module, "impl", None) for module in modules)
+    return any(getattr(impl, "vllm_flash_attn_version", None) == 3 for impl in impls)
 
 
-def query_heads(impl: Any) -> int:
-    """Query heads of a layer, on this rank."""
-    return int(impl.num_heads)
-
-
-def flash_shape(common: Any) -> tuple[int, int, int]:
-    """Requests, rows of the longest request and rows of a batch that is to be captured."""
-    return int(common.num_reqs), int(common.max_query_len), int(common.num_actual_tokens)
-
-
-@attrs.define(eq=False)
-class FlashRequests:
-    """Requests that follow each other in a batch, as FlashAttention takes them.
-
-    Made once per step; all that its layers share is in here, since tensors that are sliced for
-    each layer take as long on the host as the call itself.
+@attrs.frozen
+class SpareBlocks:
+    """Blocks behind those that vLLM hands out, for drafts that wait.
 
     Attributes:
-        starts: int32 ``[num_requests + 1]``, each one's first row in the batch, and the end.
-        keys: int32 ``[num_requests]``, how many of each one's keys in the cache it sees.
-        blocks: int32 ``[num_requests, max_blocks]``, its blocks.
-        longest: most rows of one.
-        most_keys: most keys of one.
-        causal: whether the last row sees the last key and each one before it one less; else every
-            row sees all.
-        splits: most parts that one's keys are divided into; 0 lets FlashAttention choose.
-        schedules: which part of the GPU does what, by sliding window.
+        own: blocks that vLLM hands out.
+        total: those and the spare ones.
+        first: by group, the first slot that is its alone; groups may share their memory.
     """
 
-    starts: Tensor
-    keys: Tensor
-    blocks: Tensor
-    longest: int
-    most_keys: int
-    causal: bool
-    splits: int
-    schedules: dict[tuple[int, int], Tensor | None] = attrs.Factory(dict)
+    own: int
+    total: int
+    first: Mapping[str, int]
 
     @classmethod
-    def leading(cls, metadata: Any, keys: Tensor, longest: int, *, captured: bool) -> FlashRequests:
-        """The first ``len(keys)`` requests of a batch, over that many keys, not causal."""
-        count = keys.shape[0]
-        return cls(
-            metadata.query_start_loc[: count + 1],
-            keys,
-            metadata.block_table[:count],
-            longest,
-            metadata.max_seq_len,
-            causal=False,
-            splits=metadata.max_num_splits if captured else _splits(metadata),
-        )
+    def none(cls) -> SpareBlocks:
+        """Where there are none."""
+        return cls(1, 1, {})
 
-    @classmethod
-    def following(cls, metadata: Any, count: int, keys: Tensor) -> FlashRequests:
-        """The requests after the first ``count``, causal; ``keys`` are those of all requests."""
-        return cls(
-            metadata.query_start_loc[count:],
-            keys[count:],
-            metadata.block_table[count:],
-            metadata.max_query_len,
-            metadata.max_seq_len,
-            causal=True,
-            splits=_splits(metadata),
-        )
-
-    def attend(
-        self, impl: Any, ref: LayerRef, window: tuple[int, int], query: Tensor, output: Tensor
-    ) -> Tensor:
-        """One layer's attention, into ``output``.
-
-        Args:
-            impl: vLLM's attention of the layer, whose rows are stored as they are.
-            ref: the layer.
-            window: rows that a row sees to the left and to the right of its place; -1 is all.
-            query: ``[rows, num_q_heads, head_size]``, rows as ``starts`` counts them.
-            output: likewise.
-
-        Returns:
-            The log-sum-exp, float32 ``[num_q_heads, rows]``.
-        """
-        if window not in self.schedules:
-            self.schedules[window] = self._schedule(impl, ref, window)
-        _, lse = internals.flash_attention().flash_attn_varlen_func(
-            q=query,
-            k=ref.key_cache,
-            v=ref.value_cache,
-            out=output,
-            cu_seqlens_q=self.starts,
-            max_seqlen_q=self.longest,
-            seqused_k=self.keys,
-            max_seqlen_k=self.most_keys,
-            softmax_scale=impl.scale,
-            causal=self.causal,
-            window_size=window,
-            softcap=impl.logits_soft_cap,
-            block_table=self.blocks,
-            return_softmax_lse=True,
-            scheduler_metadata=self.schedules[window],
-            num_splits=self.splits,
-            fa_version=impl.vllm_flash_attn_version,
-        )
-        found: Tensor = lse
-        return found
-
-    def _schedule(self, impl: Any, ref: LayerRef, window: tuple[int, int]) -> Tensor | None:
-        """FlashAttention 3 would make it anew in every call; other versions have none."""
-        if impl.vllm_flash_attn_version != 3:
-            return None
-        schedule: Tensor = internals.flash_attention().get_scheduler_metadata(
-            batch_size=self.keys.shape[0],
-            max_seqlen_q=self.longest,
-            max_seqlen_k=self.most_keys,
-            num_heads_q=impl.num_heads,
-            num_heads_kv=impl.num_kv_heads,
-            headdim=impl.head_size,
-            cache_seqlens=self.keys,
-            qkv_dtype=ref.key_cache.dtype,
-            cu_seqlens_q=self.starts,
-            page_size=ref.key_cache.shape[1],
-            causal=self.causal,
-            window_size=window,
-            has_softcap=bool(impl.logits_soft_cap),
-            num_splits=self.splits,
-        )
-        return schedule
+    def begin(self, cache: Tensor) -> int:
+        """The first spare block of a layer's cache; its kernels may count smaller blocks."""
+        return int(cache.shape[0]) // self.total * self.own
 
 
-def _splits(metadata: Any) -> int:
-    """Outside of graphs FlashAttention knows best, unless results must not depend on the batch."""
-    return 1 if metadata.max_num_splits == 1 else 0
+def with_spare_blocks(config: Any, rows: int, without: set[str]) -> tuple[Any, SpareBlocks]:
+    """A KV-cache configuration with room for so many more rows of each group.
+
+    Args:
+        config: vLLM's ``KVCacheConfig``; stays as it is.
+        rows: that can wait at once.
+        without: layers that need no such room.
+
+    Raises:
+        LayerError: the caches do not lie as they were checked.
+    """
+    own, added, first = config.num_blocks, 0, {}
+    for number, group in enumerate(config.kv_cache_groups):
+        if without.issuperset(group.layer_names):
+            continue
+        size = group.kv_cache_spec.block_size
+        first[f"group.{number}"] = (own + added) * size
+        added += -(-rows // size)
+    more = deepcopy(config)
+    more.num_blocks = own + added
+    for tensor in more.kv_cache_tensors:
+        # Where a block holds all layers' pages, more blocks follow. Else each layer has a region
+        # of its own, and all of these grow.
+        regions = tensor.block_stride * own != tensor.size
+        for name in ("size", "offset", "layer_stride") if regions else ("size",):
+            each, rest = divmod(getattr(tensor, name), own)
+            if rest:
+                raise LayerError(
+                    "vllm",
+                    "the KV cache is not laid out by blocks",
+                    expected=f"{name} of a KVCacheTensor a multiple of {own} blocks",
+                    got=getattr(tensor, name),
+                    hint="use policy 'undo'",
+                )
+            setattr(tensor, name, each * more.num_blocks)
+    return more, SpareBlocks(own, more.num_blocks, first)
 
 
-def flash_write(
-    impl: Any, module: Any, ref: LayerRef, key: Tensor, value: Tensor, slots: Tensor
-) -> None:
-    """Write a batch's rows as the stock attention does, but those whose slot is -1."""
-    internals.flash_attention().reshape_and_cache_flash(
-        key,
-        value,
-        ref.key_cache,
-        ref.value_cache,
-        slots,
-        impl.kv_cache_dtype,
-        module._k_scale,
-        module._v_scale,
-    )
+def by_rows(cache: Tensor) -> Tensor | None:
+    """A layer's cache as blocks of one row; None where rows do not follow each other evenly.
+
+    Args:
+        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+
+    Returns:
+        ``[num_blocks * block_size, num_kv_heads, 1, 2 * head_size]``, by slot.
+    """
+    if cache.dim() != 4 or cache.stride(0) != cache.shape[2] * cache.stride(2):
+        return None
+    blocks, heads, size, width = cache.shape
+    _, head, row, each = cache.stride()
+    return cache.as_strided((blocks * size, heads, 1, width), (row, head, row, each))

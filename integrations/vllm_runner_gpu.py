@@ -6,50 +6,111 @@ steps take their place. Each runner says when a step begins and what was accepte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from ..config import TxnConfig
-from ..errors import LayerError
-from ..executor import AttentionArgs
 from ..layers import LayerRef
 from ..log import get_logger
 from ..manager import TransactionManager
+from ..rows import LayerRows
 from . import vllm_internals as internals
 from . import vllm_internals_gpu as inside
+from .vllm_facts import Facts
 from .vllm_gpu import GpuSteps
+from .vllm_policy import decide
 from .vllm_runner_head import RunnerHead
 
 log = get_logger()
 
 
 class GpuHead(RunnerHead):
-    """Steps in fixed buffers, which captured graphs read."""
+    """Steps in fixed buffers, which captured graphs read.
+
+    Attributes:
+        kvtxn_spare: blocks behind vLLM's own, for drafts that wait; None without any.
+    """
+
+    kvtxn_spare: inside.SpareBlocks | None = None
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """What the steps will need is taken before vLLM sizes the KV cache by what is left."""
         hold_room(self)
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
+    ) -> None:
+        """Where drafts may wait, the caches get blocks of which the scheduler is not told."""
+        self.kvtxn_spare = None
+        if not is_profiling:
+            self.kvtxn_room = None  # the allocator keeps it, and gives it to what comes
+            kv_cache_config = add_spare_blocks(self, kv_cache_config)
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
+
+    def kvtxn_facts(self, layers: Sequence[internals.TargetLayer], facts: Facts) -> Facts:
+        """See ``RunnerHead``."""
+        even = all(inside.by_rows(layer.cache) is not None for layer in layers)
+        return attrs.evolve(facts, spare_blocks=even and self.kvtxn_spare is not None)
+
     def kvtxn_steps(
         self, layers: Sequence[internals.TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[GpuSteps, dict[str, object]]:
-        """See ``RunnerHead``; rows are staged where the forward leaves them."""
+        """See ``RunnerHead``; drafts wait behind vLLM's own blocks."""
+        spare = self.kvtxn_spare or inside.SpareBlocks.none()
+        own = [attrs.evolve(each, cache=each.cache[: spare.begin(each.cache)]) for each in layers]
         manager = TransactionManager(
-            layer_refs(layers, kv_dtype), attrs.evolve(settings, staging="reference")
+            layer_refs(own, kv_dtype), attrs.evolve(settings, staging="reference")
         )
-        steps = self.kvtxn_steps_over(manager)
+        rows = None
+        if settings.policy == "deferred":
+            rows = {
+                ref.name: waiting_rows(ref, spare.first[ref.group], settings.max_rows)
+                for ref in layer_refs(layers, kv_dtype)
+            }
+        steps = self.kvtxn_steps_over(manager, rows)
         if settings.policy == "deferred":
             names = {layer.name for layer in layers}
-            hook_attention(steps, layers, inside.metadata_builders(self, names))
+            hook_attention(steps, layers, spare.first, inside.metadata_builders(self, names))
         steps.warm_up()
         return steps, {"buffer_bytes": steps.window.nbytes}
 
-    def kvtxn_steps_over(self, manager: TransactionManager) -> Any:
-        """Steps that read the slots where this runner keeps them."""
+    def kvtxn_steps_over(self, manager: TransactionManager, rows: LayerRows | None) -> Any:
+        """Steps that read the slots where this runner keeps them; ``rows``: where drafts wait."""
         raise NotImplementedError
+
+
+def add_spare_blocks(runner: Any, kv_cache_config: Any) -> Any:
+    """A configuration with blocks for drafts that wait, if any may; else the one given."""
+    config: TxnConfig = runner.kvtxn_config
+    try:
+        last = getattr(runner, "is_last_pp_rank", True)
+        facts = attrs.evolve(internals.config_facts(runner.vllm_config), last_stage=last)
+        if decide(config.policy, facts).policy == "deferred" and inside.takes_slots(runner):
+            drafters = internals.draft_layers(runner)
+            kv_cache_config, runner.kvtxn_spare = inside.with_spare_blocks(
+                kv_cache_config, config.max_rows, drafters
+            )
+    except Exception as error:
+        if config.on_error == "raise":
+            raise
+        log.warning("vllm.no_spare_blocks", rank=runner.kvtxn_rank, why=repr(error))
+    return kv_cache_config
+
+
+def waiting_rows(ref: LayerRef, first: int, count: int) -> tuple[Tensor, ...]:
+    """The rows from a slot on, ``[count, *row_shape]`` for each plane; slots follow each other."""
+    found = []
+    for plane in ref.planes:
+        cells = plane.cells
+        at = cells.storage_offset() + first * cells.stride(1)
+        found.append(
+            cells.as_strided((count, *cells.shape[2:]), (cells.stride(1), *cells.stride()[2:]), at)
+        )
+    return tuple(found)
 
 
 def layer_refs(layers: Sequence[internals.TargetLayer], kv_dtype: str) -> list[LayerRef]:
@@ -82,46 +143,29 @@ def layer_refs(layers: Sequence[internals.TargetLayer], kv_dtype: str) -> list[L
     return refs
 
 
-def hook_attention(steps: GpuSteps, layers: Sequence[internals.TargetLayer], builders: Any) -> None:
+def hook_attention(
+    steps: GpuSteps,
+    layers: Sequence[internals.TargetLayer],
+    spare: Mapping[str, int],
+    builders: Sequence[Any],
+) -> None:
     """Let the layers' attention read the windows.
 
-    Raises:
-        LayerError: a sliding window is no longer than what a request may have in one step.
-            FlashAttention takes what is then left of it before the step, less than nothing, for
-            no bound at all.
+    Args:
+        steps: the runner's.
+        layers: in the order of its layers, over their whole caches.
+        spare: by group, the first slot where drafts wait.
+        builders: what makes the attention metadata of these layers.
     """
     from .vllm_flash import FlashHook, warm_up
 
     for layer, ref in zip(layers, steps.layers, strict=True):
-        scores = inside.scores_of(layer.impl)
-        if scores.sliding_window is not None:
-            steps.uniform = True
-            if scores.sliding_window <= steps.query_len:
-                raise LayerError(
-                    "vllm",
-                    f"the sliding window of {ref.name!r} is no longer than a request's rows",
-                    expected=f"more than {steps.query_len}",
-                    got=scores.sliding_window,
-                    hint="verify fewer drafts at once, or use policy 'undo'",
-                )
-        args = AttentionArgs(
-            block_table=steps.window.position,  # the metadata's is used
-            seq_lens=steps.window.position,
-            scale=scores.scale,
-            sliding_window=scores.sliding_window,
-            soft_cap=scores.soft_cap,
-        )
-        layer.impl.kvtxn = FlashHook(steps, ref, args, steps.window.keep(ref, None))
+        rows = inside.by_rows(layer.cache)
+        assert rows is not None  # else the policy is another one
+        layer.impl.kvtxn = FlashHook(steps, ref, spare[ref.group], rows)
     for builder in builders:
         builder.kvtxn = steps
-    forms = {}
-    for layer in layers:
-        hook = layer.impl.kvtxn
-        args, block_size = hook.args, hook.ref.planes[0].block_size
-        alike = (args.sliding_window is None, args.soft_cap is None, layer.row_shape, block_size)
-        forms[alike] = layer, hook
-    for layer, hook in forms.values():
-        warm_up(hook, inside.query_heads(layer.impl), layer.dtype)
+    warm_up({ref.planes[0].block_size for ref in steps.layers}, steps.window.position)
 
 
 def hold_room(runner: Any) -> None:

@@ -16,6 +16,7 @@ from .. import __version__
 from ..config import Policy, TxnConfig
 from ..log import get_logger
 from . import vllm_internals as internals
+from .vllm_facts import Facts
 from .vllm_policy import decide
 
 log = get_logger()
@@ -46,6 +47,10 @@ class RunnerHead:
             self.kvtxn_room = None  # the allocator keeps it, and gives it to the steps
             self.kvtxn = open_steps(self)
 
+    def kvtxn_facts(self, layers: Sequence[internals.TargetLayer], facts: Facts) -> Facts:
+        """What is known of the engine once its caches exist."""
+        return facts
+
     def kvtxn_steps(
         self, layers: Sequence[internals.TargetLayer], kv_dtype: str, settings: TxnConfig
     ) -> tuple[Any, dict[str, object]]:
@@ -74,7 +79,7 @@ def open_steps(runner: Any) -> Any:
     config: TxnConfig = runner.kvtxn_config
     try:
         layers, facts = internals.target_layers(runner)
-        policy, why = decide(config.policy, facts)
+        policy, why = decide(config.policy, runner.kvtxn_facts(layers, facts))
         if policy == "off":
             log.warning("vllm.inactive", rank=runner.kvtxn_rank, why=why)
             return None

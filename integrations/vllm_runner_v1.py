@@ -8,13 +8,12 @@ for the device. ``_prepare_inputs`` says which rows are drafts and has their slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from ..config import TxnConfig
 from ..manager import TransactionManager
+from ..rows import LayerRows
 from . import vllm_internals as internals
 from . import vllm_internals_gpu as inside
 from .vllm_gpu_packed import PackedSteps
@@ -31,14 +30,15 @@ def window_runner(own: Any) -> Any:
         """Every method is vLLM's, plus a window."""
 
         kvtxn: PackedSteps | None
-        _kvtxn_all_draft = True
 
-        def kvtxn_steps_over(self, manager: TransactionManager) -> PackedSteps:
+        def kvtxn_steps_over(
+            self, manager: TransactionManager, rows: LayerRows | None
+        ) -> PackedSteps:
             """Steps over slots of their own, since this runner keeps them by group."""
-            return PackedSteps(manager, inside.query_len(self), internals.vocab_size(self))
+            return PackedSteps(manager, inside.query_len(self), internals.vocab_size(self), rows)
 
         def _may_reorder_batch(self, scheduler_output: Any) -> None:
-            """The attention reads the rows that lead a batch as the window's."""
+            """The fixed buffers say of the rows that lead a batch which of them wait."""
             super()._may_reorder_batch(scheduler_output)
             if self.kvtxn is not None and self.kvtxn.deferred:
                 inside.lead_with_drafts(self, scheduler_output)
@@ -49,29 +49,9 @@ def window_runner(own: Any) -> Any:
             steps = self.kvtxn
             if steps is not None:
                 rows = inside.prepared_rows(self, prepared, num_scheduled_tokens)
-                drafts, lengths, prefilling = rows
-                self._kvtxn_all_draft = drafts is not None and bool(drafts.all())
                 slots = inside.slots_of_groups(self, list(steps.manager.groups))
-                steps.begin_among(drafts, lengths, prefilling, slots)
+                steps.begin_among(*rows, slots)
             return prepared
-
-        def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-            """A graph writes settled rows after it reads: one with a new request must not."""
-            steps = self.kvtxn
-            asked = kwargs.get("force_uniform_decode")
-            if steps is not None and steps.deferred and asked is None and not self._kvtxn_all_draft:
-                kwargs["force_uniform_decode"] = False
-            return super()._determine_batch_execution_and_padding(*args, **kwargs)
-
-        def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-            """Before a graph is captured its kernels run once outside of it, as they will be."""
-            steps = self.kvtxn
-            warms = kwargs.get("force_attention") and kwargs.get("uniform_decode")
-            if steps is None or not steps.deferred or not warms:
-                return super()._dummy_run(*args, **kwargs)
-            names = {ref.name for ref in steps.layers}
-            with _as_captured(inside.metadata_builders(self, names)):
-                return super()._dummy_run(*args, **kwargs)
 
         def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
             """What was sampled says what was accepted: commit."""
@@ -81,17 +61,6 @@ def window_runner(own: Any) -> Any:
             return output
 
     return WindowRunner
-
-
-@contextmanager
-def _as_captured(builders: list[Any]) -> Iterator[None]:
-    for builder in builders:
-        builder.capturing = True
-    try:
-        yield
-    finally:
-        for builder in builders:
-            builder.capturing = False
 
 
 def attach(runner: Any, config: TxnConfig, rank: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config import TxnConfig
 from ..manager import TransactionManager
+from ..rows import LayerRows
 from . import vllm_internals_gpu as inside
 from .vllm_gpu import GpuSteps
 from .vllm_hooks import hook_runner
@@ -29,18 +30,10 @@ def window_runner(own: Any) -> Any:
 
         kvtxn: GpuSteps | None
 
-        def kvtxn_steps_over(self, manager: TransactionManager) -> GpuSteps:
+        def kvtxn_steps_over(self, manager: TransactionManager, rows: LayerRows | None) -> GpuSteps:
             """Steps that read the slots where this runner keeps them."""
             slots = inside.slot_mappings(self, list(manager.groups))
-            return GpuSteps(manager, slots, inside.query_len(self))
-
-        def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-            """A graph writes settled rows after it reads: one with a new request must not."""
-            state, uniform = super().gather_batch_req_state(scheduler_output, dummy_run)
-            steps = self.kvtxn
-            if steps is not None and steps.deferred and inside.admits(state):
-                uniform = None
-            return state, uniform
+            return GpuSteps(manager, slots, inside.query_len(self), rows)
 
         def prepare_attn(self, input_batch: Any) -> Any:
             """Slots are in place after this: plan the step."""

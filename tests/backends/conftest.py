@@ -10,7 +10,8 @@ import torch
 from kernels_here import ON_GPU, importing_kernels
 
 with importing_kernels():
-    import kvtxn.backends.fixed_window  # noqa: F401
+    import kvtxn.backends.fixed_window
+    import kvtxn.backends.slot_tables  # noqa: F401
     from kvtxn.backends.triton_executor import TritonExecutor
 
 

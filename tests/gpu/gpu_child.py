@@ -97,8 +97,8 @@ def counters(llm: Any) -> dict[str, float]:
 def run(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Every scenario; the first one once before anybody watches, who makes the host wait.
 
-    Under undo all of them come first without windows: then this engine is stock, and sums as it
-    does with them, while another engine has compiled kernels of its own.
+    Under a policy all of them come first without windows: then this engine is stock, and sums as
+    it does with them, while another engine has compiled kernels of its own.
     """
     from kvtxn.integrations.vllm_plugin import snapshots
 
@@ -106,7 +106,7 @@ def run(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     if job.get("random"):
         llm.collective_rpc("randomise", args=(0.08,))
     names, without = job["scenarios"], {}
-    if job["policy"] == "undo":
+    if job["policy"] not in STOCK:
         llm.collective_rpc("switch", args=(False,))
         without = {name: {"off": say(llm, name)} for name in names}
         llm.collective_rpc("switch", args=(True,))

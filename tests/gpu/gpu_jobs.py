@@ -64,7 +64,7 @@ def job(model: str, attention: str, policies: tuple[str, ...], says: str, **more
 def steady(found: dict[str, Any], says: str) -> dict[str, Any]:
     """The same without scheduling ahead of the GPU: what a batch holds depends on nothing."""
     options = found.get("options", {}) | {"async_scheduling": False}
-    return found | {"says": says, "options": options, "policies": UNDO}
+    return found | {"says": says, "options": options, "policies": BOTH}
 
 
 #: For as many requests as there are novels' sentences at a time.
@@ -105,7 +105,7 @@ JOBS: dict[str, dict[str, Any]] = {
         options=BLOCKS_OF_64,
     ),
     "flash_mla": job("deepseek", "FLASH_ATTN_MLA", UNDO, "latent rows", scenarios=SHORT),
-    "flash_fp8": job("llama", "FLASH_ATTN", UNDO, "rows of 8 bits", options=FP8),
+    "flash_fp8": job("llama", "FLASH_ATTN", BOTH, "rows of 8 bits", options=FP8),
     "triton_fp8": job("llama", "TRITON_ATTN", UNDO, "rows of 8 bits", options=FP8),
     "flashinfer_fp8": job("llama", "FLASHINFER", UNDO, "rows of 8 bits", options=FP8),
     "mla_fp8": job("deepseek", "TRITON_MLA", UNDO, "latent rows of 8 bits", options=FP8),
@@ -118,7 +118,6 @@ JOBS: dict[str, dict[str, Any]] = {
         environment=V1,
         scenarios=FULL,
         options={"prefix_cache_retention_interval": None},
-        bypassed=0.5,  # a step with uneven drafts: sliding windows want them even
     ),
     "draft": job(
         *("llama", "FLASH_ATTN", BOTH, "drafts from a model with layers of its own"),
@@ -157,14 +156,14 @@ JOBS: dict[str, dict[str, Any]] = {
         gpus=2,
     ),
     "pp2": job(
-        *("llama", "FLASH_ATTN", UNDO, "two pipeline stages: windows on the last one alone"),
+        *("llama", "FLASH_ATTN", BOTH, "two pipeline stages: windows on the last one alone"),
         options=STAGES,
         speculation=ON_GPU,
         gpus=2,
         active=[False, True],
     ),
     "pp2_eagle": job(
-        *("llama", "FLASH_ATTN", UNDO, "the same, drafts from EAGLE"),
+        *("llama", "FLASH_ATTN", BOTH, "the same, drafts from EAGLE"),
         options=STAGES,
         gpus=2,
         active=[False, True],

@@ -14,7 +14,15 @@ import numpy
 import torch
 from kvtxn.benchmarks import vllm_child
 from kvtxn.integrations import vllm_internals, vllm_policy
-from vllm_oracle import CacheOracle, Step, drafted, groups_of, mark, once_slots_are_known
+from vllm_oracle import (
+    CacheOracle,
+    Step,
+    caches_of,
+    drafted,
+    groups_of,
+    mark,
+    once_slots_are_known,
+)
 
 from kvtxn.config import POLICIES
 
@@ -40,7 +48,6 @@ class Watch(CacheOracle):
         runner._model_forward = forwarded
 
     def _watch_v2(self, runner: Any) -> None:
-        found = runner.compilation_config.static_forward_context
         groups = groups_of(runner)
         self.oracle_counts = Counter[str]()
         counts, step = self.oracle_counts, []
@@ -54,7 +61,7 @@ class Watch(CacheOracle):
             counts["steps"] += 1
             slots = runner.block_tables.slot_mappings
             by_name = {name: slots[number] for name, number in groups.items()}
-            caches = {name: found[name].kv_cache for name in groups}
+            caches = caches_of(runner, groups)
             if batch.num_draft_tokens:
                 drafts = batch.num_draft_tokens_per_req.tolist()
                 ends = batch.query_start_loc_np[1 : len(drafts) + 1].tolist()
@@ -129,5 +136,5 @@ class Watch(CacheOracle):
         torch.manual_seed(seed)
 
     def switch(self, on: bool) -> None:
-        """Under undo, let the steps have windows or be stock's."""
+        """Let the steps have windows or be stock's."""
         vllm_child.switch(self, on)

@@ -9,7 +9,7 @@ engine, where it finds every rejected row written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -75,6 +75,15 @@ def groups_of(runner: Any) -> dict[str, int]:
     }
     assert groups
     return groups
+
+
+def caches_of(runner: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """The caches of these layers, as far as vLLM hands their blocks out."""
+    found = runner.compilation_config.static_forward_context
+    there = runner.kv_cache_config.num_blocks
+    known = runner.vllm_config.cache_config.num_gpu_blocks or there
+    caches = {name: found[name].kv_cache for name in names}
+    return {name: cache[: len(cache) // there * known] for name, cache in caches.items()}
 
 
 def once_slots_are_known(tables: Any, method: str) -> list[Callable[[], None]]:
@@ -177,7 +186,7 @@ class CacheOracle:
             asked = scheduler_output.scheduled_spec_decode_tokens
             drafts = [len(asked.get(request, ())) for request in runner.input_batch.req_ids]
             rows = drafted(drafts, num_scheduled_tokens.cumsum().tolist())
-            caches = {name: found[name].kv_cache for name in names}
+            caches = caches_of(runner, names)
             slots = {name: tables[number].slot_mapping.gpu for name, number in groups.items()}
             waiting.append(partial(mark, caches, slots, rows))
             result = prepare(scheduler_output, num_scheduled_tokens)
@@ -196,7 +205,7 @@ class CacheOracle:
             step.clear()
             if plan and any(plan[0]):
                 slots = get_forward_context().slot_mapping
-                caches = {name: found[name].kv_cache for name in names}
+                caches = caches_of(runner, names)
                 step.append(Step(caches, {name: slots[name] for name in names}, *plan))
             self.before_forward(step[0] if step else None)
             result = forward(*args, **kwargs)
