@@ -81,7 +81,7 @@ def planned(layout: KVCacheLayout, groups: list[tuple[str, Any]], blocks: int = 
 
 
 def allocated(
-    config: Any, layout: KVCacheLayout, kernel_size: int | None = None
+    config: Any, layout: KVCacheLayout, kernel_size: int | None = None, device: str = "cpu"
 ) -> dict[str, Tensor]:
     """Each layer's cache, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
 
@@ -89,9 +89,10 @@ def allocated(
         config: a ``KVCacheConfig``.
         layout: that it was planned for.
         kernel_size: rows of a block as the attention counts them; None: a page.
+        device: where they are.
     """
     sizes = None if kernel_size is None else [kernel_size] * len(config.kv_cache_groups)
-    return allocate_kv_cache(config, torch.device("cpu"), layout, sizes)
+    return allocate_kv_cache(config, torch.device(device), layout, sizes)
 
 
 def cells(cache: Tensor, slots: Tensor) -> Tensor:
