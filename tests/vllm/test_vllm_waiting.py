@@ -32,6 +32,7 @@ def test_a_step_whose_drafts_wait(case, kernel_size, version):
     runner.initialize_kv_cache(config)
     assert runner.kvtxn.manager.policy == "deferred"
     assert config == planned(LBNHC, GROUPS[case])
+    assert set(runner.kvtxn_spare.first) == set(runner.kvtxn.manager.groups)
     groups = runner.kv_cache_config.kv_cache_groups
     for ref in runner.kvtxn.layers:  # the library is told of vLLM's own blocks alone
         page = groups[int(ref.group.removeprefix("group."))].kv_cache_spec.block_size
@@ -80,22 +81,22 @@ def test_a_profiling_runs_caches_are_vllms_own():
 
 
 @pytest.mark.parametrize(
-    ("policy", "facts", "version"),
+    ("policy", "facts", "last", "version"),
     [
-        ("undo", {}, 3),
-        ("direct", {}, 3),
-        ("auto", {"mla": True}, 3),
-        ("auto", {"method": None}, 3),
-        ("auto", {"runner": "v2", "pipeline_parallel": 2, "last_stage": False}, 3),
-        ("auto", {}, 2),
-        ("deferred", {}, None),
+        ("undo", {}, True, 3),
+        ("direct", {}, True, 3),
+        ("auto", {"mla": True}, True, 3),
+        ("auto", {"method": None}, True, 3),
+        ("auto", {"pipeline_parallel": 2}, False, 3),  # the runner alone knows its stage
+        ("auto", {}, True, 2),
+        ("deferred", {}, True, None),
     ],
 )
-def test_where_none_may_wait_the_configuration_is_vllms(policy, facts, version):
+def test_where_none_may_wait_the_configuration_is_vllms(policy, facts, last, version):
     """Itself, not a copy."""
     config = planned(LBNHC, GROUPS["one group"])
     runner = hooked(config, policy=policy)
-    runner.is_last_pp_rank = facts.get("last_stage", True)
+    runner.is_last_pp_rank = last
     runner.vllm_config.facts = attrs.evolve(ENGINE, **facts)
     for module in runner.compilation_config.static_forward_context.values():
         module.impl = Made(vllm_flash_attn_version=version)
