@@ -52,9 +52,12 @@ class GpuHead(RunnerHead):
         super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
 
     def kvtxn_facts(self, layers: Sequence[internals.TargetLayer], facts: Facts) -> Facts:
-        """See ``RunnerHead``."""
-        even = all(inside.by_rows(layer.cache) is not None for layer in layers)
-        return attrs.evolve(facts, spare_blocks=even and self.kvtxn_spare is not None)
+        """See ``RunnerHead``; layers may differ in their attention, and all have to wait."""
+        waits = all(
+            inside.takes_slots(layer.impl) and inside.by_rows(layer.cache) is not None
+            for layer in layers
+        )
+        return attrs.evolve(facts, spare_blocks=waits and self.kvtxn_spare is not None)
 
     def kvtxn_steps(
         self, layers: Sequence[internals.TargetLayer], kv_dtype: str, settings: TxnConfig
@@ -89,7 +92,7 @@ def add_spare_blocks(runner: Any, kv_cache_config: Any) -> Any:
     try:
         last = getattr(runner, "is_last_pp_rank", True)
         facts = attrs.evolve(internals.config_facts(runner.vllm_config), last_stage=last)
-        if decide(config.policy, facts).policy == "deferred" and inside.takes_slots(runner):
+        if decide(config.policy, facts).policy == "deferred" and inside.any_takes_slots(runner):
             drafters = internals.draft_layers(runner)
             kv_cache_config, runner.kvtxn_spare = inside.with_spare_blocks(
                 kv_cache_config, config.max_rows, drafters
