@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from ..config import TxnConfig
@@ -47,8 +48,10 @@ class GpuHead(RunnerHead):
         """Where drafts may wait, the caches get blocks of which the scheduler is not told."""
         self.kvtxn_spare = None
         if not is_profiling:
-            self.kvtxn_room = None  # the allocator keeps it, and gives it to what comes
             kv_cache_config = add_spare_blocks(self, kv_cache_config)
+        if self.kvtxn_spare is not None:
+            self.kvtxn_room = None
+            torch.cuda.empty_cache()  # the caches are one allocation: no part of it can be reused
         super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
 
     def kvtxn_facts(self, layers: Sequence[internals.TargetLayer], facts: Facts) -> Facts:

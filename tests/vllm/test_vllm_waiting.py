@@ -69,6 +69,19 @@ def test_caches_without_blocks_of_one_row_are_restored(case, layout):
     assert named.kvtxn is None
 
 
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_what_was_held_for_rows_is_let_go_when_they_get_room(policy):
+    """In the caches, before these are allocated; or beside them, once the steps come."""
+    config = planned(LBNHC, GROUPS["one group"])
+    runner = hooked(config, policy=policy)
+    runner.kvtxn_room = torch.empty(8)
+    runner.initialize_kv_cache(config, True)
+    assert runner.room_then is runner.kvtxn_room is not None
+    runner.initialize_kv_cache(config)
+    assert (runner.room_then is None) == (policy == "deferred")
+    assert runner.kvtxn_room is None
+
+
 def test_a_profiling_runs_caches_are_vllms_own():
     """What the last ones had behind them is forgotten."""
     config = planned(LBNHC, GROUPS["one group"])
