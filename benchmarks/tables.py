@@ -69,10 +69,11 @@ def attention() -> str:
     for row in found["rows"]:
         us = row["us"]
         times = [f"{us['attention']:.0f}", f"{us['stock']:.0f}"]
-        for way in ("split", "own"):
+        for way in ("slots", "split", "own"):
             times += [f"{us[way]:.0f}", f"{us[way] / us['stock']:.3f}"]
         rows.append([f"{row['requests']}, {row['context']}", *times])
     header = ["requests, context", "attention alone", "stock: write + attention"]
+    header += ["stock's calls by slot + commit", "of stock"]
     header += ["split attention + commit", "of stock", "`w.attend`'s kernel + commit", "of stock"]
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
