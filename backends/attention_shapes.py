@@ -172,11 +172,6 @@ def window_form(shape: Shape, num_rows: int, processors: int) -> WindowForm:
     return WindowForm(blocks.rows, blocks.queries, keys, 2 if blocks.queries <= 32 else 4)
 
 
-def crowds(heads: int, processors: int) -> tuple[int, ...]:
-    """Least numbers of rows of windows with ``heads`` KV heads that take different forms."""
-    return 1, processors // heads + 1, _CROWD * processors // heads + 1
-
-
 @attrs.frozen
 class PagedTile:
     """How the kernel over cached rows divides its work.

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from .attention_shapes import Call, Keep, Prefix, Tail, refuse_scales, window_form
-from .jobs import Launch
 from .row_scales import scales_of, typed
 from .triton_short import short_attention
 from .triton_window import window_attention
 
 
-def arranged(
+def launch_window(
     call: Call,
     fresh: tuple[Tensor, ...],
     prefix: Prefix,
@@ -23,8 +22,8 @@ def arranged(
     output: Tensor,
     unused: Tensor,
     processors: int,
-) -> Launch:
-    """The launch of a window kernel, down to its last argument.
+) -> None:
+    """Launch the window kernel.
 
     Args:
         call: what attends.
@@ -48,8 +47,8 @@ def arranged(
     copies = keep.buffers if keep is not None else None
     k_scale, v_scale = (scales_of(ref, side, unused, fresh) for side in (0, 1))
     starts, tree = shape.requests.starts, layout.tree
-    kernel, grid, own, warps = _kernel(call, prefix.out.shape[0], processors)
-    arguments = (
+    kernel, grid, own = _kernel(call, prefix.out.shape[0], processors)
+    kernel[grid](
         query,
         k,
         v,
@@ -89,26 +88,23 @@ def arranged(
         args.soft_cap or 1.0,
         args.sliding_window or 0,
         shape.requests.longest,
-    )
-    constants = {
         **shape.constants(),
         **own,
-        "WRITE": write,
-        "COPY": copies is not None,
-        "TAIL": tail is not None,
-        "K_SCALES": k_scale.count,
-        "V_SCALES": v_scale.count,
-        "K_STEP": k.stride(2),
-        "V_STEP": v.stride(2),
-        "EACH": shape.requests.each,
-    }
-    return Launch(kernel, grid, arguments, constants, warps)
+        WRITE=write,
+        COPY=copies is not None,
+        TAIL=tail is not None,
+        K_SCALES=k_scale.count,
+        V_SCALES=v_scale.count,
+        K_STEP=k.stride(2),
+        V_STEP=v.stride(2),
+        EACH=shape.requests.each,
+    )
 
 
 def _kernel(
     call: Call, splits: int, processors: int
-) -> tuple[Any, tuple[int, int, int], dict[str, Any], int]:
-    """The window kernel for this shape, its grid, constants that it alone has, and warps."""
+) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    """The window kernel for this shape, its grid, and what it alone is given."""
     shape, num_rows = call.shape, call.query.shape[0]
     form = window_form(shape, num_rows, processors)
     own: dict[str, Any] = {
@@ -116,10 +112,11 @@ def _kernel(
         "BLOCK_N": form.keys,
         "COMPUTE": call.compute,
         "MORE": splits > 1,
+        "num_warps": form.warps,
     }
     longest = shape.requests.longest
     if form.rows == 1:
-        return short_attention, (num_rows, shape.heads, 1), own, form.warps
+        return short_attention, (num_rows, shape.heads), own
     own |= {"BLOCK_R": form.rows, "ONCE": longest <= form.keys}
     grid = (call.layout.num_requests, shape.heads, -(-longest // form.rows))
-    return window_attention, grid, own, form.warps
+    return window_attention, grid, own
