@@ -14,7 +14,6 @@ from .attention_shapes import (
     Keep,
     PagedTile,
     Prefix,
-    Tail,
     call_of,
     paged_tile,
     power,
@@ -210,7 +209,6 @@ class AttentionLauncher:
         args: AttentionArgs,
         keep: Keep | None = None,
         output: Tensor | None = None,
-        tail: Tail | None = None,
     ) -> Tensor:
         """The window kernel: the prefix merged with causal attention over ``fresh``.
 
@@ -223,13 +221,11 @@ class AttentionLauncher:
             args: scale, sliding window, soft cap.
             keep: what to write beside the output; not for rows with scales of their own.
             output: where to; may be the prefix's own output. A new tensor where None.
-            tail: where the prefix's last rows are, if its attention was causal; not for draft
-                trees, nor for rows with scales of their own.
         """
         if output is None:
             output = query.new_empty(*query.shape[:2], ref.planes[1].row_shape[1])
         call = call_of(layout, ref, query, args)
-        launch_window(call, fresh, prefix, keep, tail, output, self._ones, self._processors)
+        launch_window(call, fresh, prefix, keep, output, self._ones, self._processors)
         return output
 
 

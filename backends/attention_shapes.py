@@ -252,23 +252,6 @@ class Keep:
 
 
 @attrs.frozen(eq=False)
-class Tail:
-    """Where the window kernel finds those rows of the prefix that the prefix's own attention hid.
-
-    Causal attention ends at its last key. Over a prefix alone, to which a request's ``n`` rows do
-    not belong, it hides from row ``i`` the last ``n - 1 - i`` rows of it.
-
-    Attributes:
-        seq_lens: int32 ``[num_requests]`` or longer, the window's rows included.
-        blocks: int32 ``[num_requests, max_blocks]`` or more rows, each one's blocks; the last
-            dimension contiguous.
-    """
-
-    seq_lens: Tensor
-    blocks: Tensor
-
-
-@attrs.frozen(eq=False)
 class Call:
     """One layer's attention in one window.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_shapes import Call, Keep, Prefix, Tail, refuse_scales, window_form
+from .attention_shapes import Call, Keep, Prefix, refuse_scales, window_form
 from .row_scales import scales_of, typed
 from .triton_short import short_attention
 from .triton_window import window_attention
@@ -18,7 +18,6 @@ def launch_window(
     fresh: tuple[Tensor, ...],
     prefix: Prefix,
     keep: Keep | None,
-    tail: Tail | None,
     output: Tensor,
     unused: Tensor,
     processors: int,
@@ -30,7 +29,6 @@ def launch_window(
         fresh: keys and values as the cache stores them.
         prefix: attention over what came before.
         keep: what to write beside the output.
-        tail: where the prefix's last rows are, if its attention was causal.
         output: where to.
         unused: what is passed where there are no scales.
         processors: of the device.
@@ -38,12 +36,10 @@ def launch_window(
     layout, ref, query = call.layout, call.ref, call.query
     args, shape = call.args, call.shape
     key, value = ref.planes[:2]
-    if keep is not None or tail is not None:
+    if keep is not None:
         refuse_scales(ref)
     k, v = fresh[:2]
     write = keep is not None and keep.slots is not None
-    cached = write or tail is not None
-    assert tail is None or layout.tree is None, "where a path begins, rows know nothing of it"
     copies = keep.buffers if keep is not None else None
     k_scale, v_scale = (scales_of(ref, side, unused, fresh) for side in (0, 1))
     starts, tree = shape.requests.starts, layout.tree
@@ -59,12 +55,10 @@ def launch_window(
         layout.request,
         k_scale.numbers,
         v_scale.numbers,
-        typed(key) if cached else k,
-        typed(value) if cached else v,
+        typed(key) if write else k,
+        typed(value) if write else v,
         k if copies is None else copies[0],
         v if copies is None else copies[1],
-        starts if tail is None else tail.seq_lens,
-        starts if tail is None else tail.blocks,
         keep.slots if keep is not None and keep.slots is not None else starts,
         layout.position if keep is None else keep.position,
         starts if tree is None else tree.order,
@@ -81,7 +75,6 @@ def launch_window(
         output.stride(1),
         *key.cells.stride()[:3],
         *value.cells.stride()[:3],
-        0 if tail is None else tail.blocks.stride(0),
         ref.num_slots,
         prefix.out.shape[0],
         args.scale,
@@ -92,7 +85,6 @@ def launch_window(
         **own,
         WRITE=write,
         COPY=copies is not None,
-        TAIL=tail is not None,
         K_SCALES=k_scale.count,
         V_SCALES=v_scale.count,
         K_STEP=k.stride(2),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
 from typing import Any
 
 import attrs
@@ -11,7 +10,7 @@ import torch
 from kernels_here import importing_kernels
 
 from kvtxn import LayerRef
-from kvtxn.attention import attend, partial_attention
+from kvtxn.attention import attend
 from kvtxn.executor import AttentionArgs
 from kvtxn.layout import RowLayout
 
@@ -19,7 +18,7 @@ pytest.importorskip("triton")
 
 with importing_kernels():
     from kvtxn.backends import attention_launch, window_launch
-    from kvtxn.backends.attention_shapes import Keep, Prefix, Tail, WindowForm
+    from kvtxn.backends.attention_shapes import Keep, WindowForm
 
 BLOCKS, BLOCK, HEADS, GROUP, SIZE = 60, 4, 2, 3, 16
 DRAFTS, SETTLED, PASTS = (3, 0, 2), (1, 1, 2), (61, 9, 0)
@@ -35,9 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Case:
     """Requests of different lengths over one packed cache."""
 
-    def __init__(
-        self, device: str, drafts=DRAFTS, settled=SETTLED, pasts=PASTS, **settings
-    ) -> None:
+    def __init__(self, device: str, drafts=DRAFTS, pasts=PASTS, **settings) -> None:
         made = torch.Generator().manual_seed(3)
 
         def noise(*shape: int) -> torch.Tensor:
@@ -45,13 +42,13 @@ class Case:
 
         self.cache = noise(BLOCKS, HEADS, BLOCK, 2 * SIZE)
         self.ref = LayerRef("layer", *self.cache.transpose(1, 2).split(SIZE, -1))
-        self.layout = RowLayout.build(drafts, settled, torch.device(device))
+        self.layout = RowLayout.build(drafts, SETTLED, torch.device(device))
         rows = self.layout.num_rows
         self.query = noise(rows, HEADS * GROUP, SIZE)
         self.fresh = (noise(rows, HEADS, SIZE), noise(rows, HEADS, SIZE))
         requests = len(drafts)
         blocks = torch.randperm(BLOCKS, generator=made)[: requests * MOST].view(requests, MOST)
-        lengths = [sum(parts) for parts in zip(pasts, drafts, settled, strict=True)]
+        lengths = [sum(parts) for parts in zip(pasts, drafts, SETTLED, strict=True)]
         self.slots = torch.tensor(
             [
                 int(blocks[request, place // BLOCK]) * BLOCK + place % BLOCK
@@ -76,33 +73,6 @@ class Case:
                 expected[slot // BLOCK, :, slot % BLOCK, :SIZE] = self.fresh[0][row]
                 expected[slot // BLOCK, :, slot % BLOCK, SIZE:] = self.fresh[1][row]
         return expected
-
-    def causal_prefix(self) -> Prefix:
-        """What causal attention makes of a prefix: its end is hidden from all rows but the last.
-
-        Of a sliding window a row sees what it would see of it with its own rows there.
-        """
-        rows, heads = self.query.shape[:2]
-        out = self.query.new_full((1, rows, heads, SIZE), float("nan"))
-        lse = self.query.new_full((1, heads, rows + 3), float("nan"))  # others follow in a batch
-        for request, (first, last) in enumerate(pairwise(self.layout.starts)):
-            own = torch.arange(last - first, device=out.device)
-            past = int(self.args.seq_lens[request]) - len(own)
-            where = torch.arange(past, device=out.device)
-            blocks = self.args.block_table[request].long()
-            slots = blocks[where // BLOCK], where % BLOCK
-            facts = (self.ref.key_cache[slots], self.ref.value_cache[slots], past + own, where)
-            seen = where <= past - len(own) + own.view(-1, 1)
-            part, lse[0, :, first:last] = partial_attention(
-                self.query[first:last], *facts, seen, self.args
-            )
-            out[0, first:last] = part.transpose(0, 1)
-        return Prefix(out, lse.transpose(1, 2))
-
-    @property
-    def tail(self) -> Tail:
-        """Where a causal prefix's last rows are."""
-        return Tail(self.args.seq_lens, self.args.block_table)
 
     def check(self, got: torch.Tensor) -> None:
         """Against the reference."""
@@ -180,38 +150,3 @@ def test_a_prefix_of_somebody_elses(monkeypatch, launcher, kernel_device, drafts
     prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
     facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args)
     case.check(launcher.merge(*facts))
-
-
-#: Rows per request: settled ones, drafts, and what was there before; some have less than rows.
-TAILS = {
-    "uneven": ((3, 0, 2), (1, 1, 2), (61, 9, 2)),
-    "alike": ((3, 3, 3), (1, 1, 1), (61, 1, 3)),
-    "long": ((18, 4, 1), (1, 1, 3), (40, 30, 0)),
-}
-
-
-@pytest.mark.parametrize("how", SETTINGS)
-@pytest.mark.parametrize(
-    ("form", "rows"),
-    [both for both in product(FORMS, TAILS) if both != ("row by row", "long")],
-)
-def test_a_causal_prefix(monkeypatch, launcher, kernel_device, form, rows, how):
-    """What it hid is read from the cache, and nothing else is, however the work is divided."""
-    drafts, settled, pasts = TAILS[rows]
-    case = Case(kernel_device, drafts, settled, pasts, **SETTINGS[how])
-    monkeypatch.setattr(window_launch, "window_form", lambda *_: FORMS[form])
-    prefix = case.causal_prefix()
-    wanted = attend(case.layout, case.ref.planes, case.fresh, case.query, case.args)
-    others = torch.ones(case.cache.shape[:3:2], dtype=torch.bool)  # blocks and places in them
-    for request, past in enumerate(pasts):
-        for place in range(max(0, past - max(drafts) - 2), past):
-            others[int(case.args.block_table[request, place // BLOCK]), place % BLOCK] = False
-    case.cache.transpose(1, 2)[others.to(kernel_device)] = float("nan")
-    room = tuple(torch.full_like(each, 7.0) for each in case.fresh)
-    keep, before = Keep(None, case.layout.position, room), case.cache.clone()
-    facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args, keep)
-    got = launcher.merge(*facts, tail=case.tail)
-    assert torch.allclose(got, wanted, atol=1e-4), (got - wanted).abs().max()
-    assert all(map(torch.equal, room, case.fresh))
-    assert torch.equal(case.cache.view(torch.int32), before.view(torch.int32))
-    assert not torch.allclose(launcher.merge(*facts), wanted, atol=1e-4)
