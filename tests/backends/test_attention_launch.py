@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 with importing_kernels():
     from kvtxn.backends import attention_launch, window_launch
-    from kvtxn.backends.attention_shapes import Keep, WindowForm
+    from kvtxn.backends.attention_shapes import Keep, Prefix, WindowForm
 
 BLOCKS, BLOCK, HEADS, GROUP, SIZE = 60, 4, 2, 3, 16
 DRAFTS, SETTLED, PASTS = (3, 0, 2), (1, 1, 2), (61, 9, 0)
@@ -34,11 +34,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Case:
     """Requests of different lengths over one packed cache."""
 
-    def __init__(self, device: str, drafts=DRAFTS, pasts=PASTS, **settings) -> None:
+    def __init__(
+        self, device: str, drafts=DRAFTS, pasts=PASTS, *, dtype=torch.float32, **settings
+    ) -> None:
         made = torch.Generator().manual_seed(3)
 
         def noise(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=made).to(device)
+            return torch.randn(shape, generator=made).to(device, dtype)
 
         self.cache = noise(BLOCKS, HEADS, BLOCK, 2 * SIZE)
         self.ref = LayerRef("layer", *self.cache.transpose(1, 2).split(SIZE, -1))
@@ -64,12 +66,13 @@ class Case:
             **settings,
         )
 
-    def settled_cache(self) -> torch.Tensor:
+    def settled_cache(self, position: torch.Tensor | None = None) -> torch.Tensor:
         """The cache once settled rows are written, one of which gets no slot here."""
+        position = self.layout.position if position is None else position
         self.slots[self.layout.starts[2]] = -1
         expected = self.cache.clone()
         for row, slot in enumerate(self.slots.tolist()):
-            if slot >= 0 and int(self.layout.position[row]) < 0:
+            if slot >= 0 and int(position[row]) < 0:
                 expected[slot // BLOCK, :, slot % BLOCK, :SIZE] = self.fresh[0][row]
                 expected[slot // BLOCK, :, slot % BLOCK, SIZE:] = self.fresh[1][row]
         return expected
@@ -77,7 +80,8 @@ class Case:
     def check(self, got: torch.Tensor) -> None:
         """Against the reference."""
         wanted = attend(self.layout, self.ref.planes, self.fresh, self.query, self.args)
-        assert torch.allclose(got, wanted, atol=1e-4), (got - wanted).abs().max()
+        atol = 1e-4 if got.dtype is torch.float32 else 2e-3
+        assert torch.allclose(got, wanted, atol=atol), (got - wanted).abs().max()
 
 
 @pytest.fixture
@@ -150,3 +154,29 @@ def test_a_prefix_of_somebody_elses(monkeypatch, launcher, kernel_device, drafts
     prefix = launcher.prefix(case.layout, case.ref, case.query, case.args)
     facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args)
     case.check(launcher.merge(*facts))
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_after_flash_attention(monkeypatch, launcher, kernel_device, form, marked):
+    """Its output becomes all; +inf where a row saw no key; unmarked drafts are written as well."""
+    case = Case(kernel_device, dtype=torch.float16)
+    monkeypatch.setattr(window_launch, "window_form", lambda *_: FORMS[form])
+    divide(monkeypatch, 1)
+    own = launcher.prefix(case.layout, case.ref, case.query, case.args)
+    blind = own.lse[0].isneginf()
+    assert blind.any()
+    rows, heads = blind.shape
+    out = case.query.new_full((rows + 3, heads, SIZE), 7.0)  # others follow in a batch
+    lse = own.lse.new_full((heads, rows + 3), float("nan"))
+    out[:rows] = own.out[0].masked_fill(blind.unsqueeze(-1), float("nan"))
+    lse[:, :rows] = own.lse[0].masked_fill(blind, float("inf")).t()
+    position = case.layout.position if marked else torch.full_like(case.layout.position, -1)
+    expected = case.settled_cache(position)
+    prefix = Prefix.single(out[:rows], lse[:, :rows])
+    facts = (case.layout, case.ref, case.query, case.fresh, prefix, case.args)
+    got = launcher.merge(*facts, Keep(case.slots, position), output=out[:rows])
+    assert got.data_ptr() == out.data_ptr()
+    case.check(got)
+    assert torch.equal(out[rows:], torch.full_like(out[rows:], 7.0))
+    assert torch.equal(case.cache, expected)
