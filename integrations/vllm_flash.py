@@ -23,6 +23,7 @@ from torch import Tensor
 from ..backends.slot_tables import slot_tables
 from ..layers import LayerRef
 from . import vllm_internals as internals
+from . import vllm_internals_gpu as inside
 from .vllm_gpu import GpuSteps
 
 _own: Final[Any] = internals.flash_attention()
@@ -53,12 +54,14 @@ class Reading:
     Attributes:
         steps: the runner's.
         captured: the forward is a graph, and serves steps of any kind.
+        builder: of the metadata.
         slots: where the batch's rows are written, the drafts' among the spare slots.
         metadata: with a block table by slot.
     """
 
     steps: GpuSteps
     captured: bool
+    builder: WindowFlashBuilder
     slots: Tensor | None = None
     metadata: Any = None
 
@@ -79,6 +82,8 @@ class Reading:
         )
         self.metadata = copy(metadata)
         self.metadata.block_table = table
+        if self.builder.schedules:
+            self.metadata.scheduler_metadata = inside.flash_schedule(self.builder, metadata)
         self.metadata.kvtxn = None  # else the two would hold each other, and the table, for long
 
     def read(self) -> Any:
@@ -110,13 +115,18 @@ def warm_up(block_sizes: Iterable[int], position: Tensor) -> None:
 class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """Builds vLLM's metadata, and says where the forward has a window.
 
+    There FlashAttention's schedule is left out, which vLLM makes with three launches: the first
+    layer makes it with one, and in a graph with none that the host would see.
+
     Attributes:
         kvtxn: the runner's steps; None for layers that are not the target's.
         capturing: what is built is for a graph that will serve every step of its shape.
+        schedules: whether vLLM makes a schedule; None until it was asked for one.
     """
 
     kvtxn: GpuSteps | None = None
     capturing = False
+    schedules: bool | None = None
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Metadata for a graph that will serve every step of its shape."""
@@ -130,10 +140,14 @@ class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[mi
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
         """Metadata for one step; a drafter builds its own fast."""
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        steps = self.kvtxn
-        if steps is not None and (self.capturing or (steps.step is not None and not fast_build)):
-            metadata.kvtxn = Reading(steps, self.capturing)
+        steps, capturing = self.kvtxn, self.capturing
+        window = steps is not None and steps.step is not None and not (fast_build or capturing)
+        quick = fast_build or (window and self.schedules is not None)
+        metadata = super().build(common_prefix_len, common_attn_metadata, quick)
+        if not quick:
+            self.schedules = metadata.scheduler_metadata is not None
+        if steps is not None and (window or capturing):
+            metadata.kvtxn = Reading(steps, capturing, self)
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
@@ -144,7 +158,7 @@ class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[mi
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
         reading = getattr(metadata, "kvtxn", None)
         if reading is not None:
-            updated.kvtxn = Reading(reading.steps, reading.captured)
+            updated.kvtxn = Reading(reading.steps, reading.captured, reading.builder)
         return updated
 
 

@@ -246,3 +246,17 @@ def by_rows(cache: Tensor) -> Tensor | None:
     blocks, heads, size, width = cache.shape
     _, head, row, each = cache.stride()
     return cache.as_strided((blocks * size, heads, 1, width), (row, head, row, each))
+
+
+def flash_schedule(builder: Any, metadata: Any) -> Any:
+    """FlashAttention's schedule of a batch, as its metadata builder makes it, in one launch."""
+    return builder._get_scheduler_metadata(
+        aot_schedule=True,
+        batch_size=metadata.seq_lens.shape[0],
+        cu_query_lens=metadata.query_start_loc,
+        max_query_len=metadata.max_query_len,
+        seqlens=metadata.seq_lens,
+        max_seq_len=metadata.max_seq_len,
+        causal=metadata.causal,
+        max_num_splits=metadata.max_num_splits,
+    )

@@ -145,7 +145,7 @@ class Batch:
         window = self.steps.step is not None
         found = self.plain_metadata()
         if window:
-            found.kvtxn = Reading(self.steps, captured=False)
+            found.kvtxn = Reading(self.steps, False, self.builder)
         self.metadata = {layer.name: found for layer in self.layers}
 
     def plain_metadata(self):
@@ -233,7 +233,7 @@ def test_a_captured_forward(flash, monkeypatch, shown):
         batch.steps.window.show(None)
     batch.steps.step = None  # a graph is not told
     found = batch.plain_metadata()
-    found.kvtxn = Reading(batch.steps, captured=True)
+    found.kvtxn = Reading(batch.steps, True, batch.builder)
     batch.metadata = dict.fromkeys(batch.metadata, found)
     for number in range(2):
         batch.check(number, left_out={1, 2, 3, 5, 6, 7} if shown else ())
@@ -257,16 +257,51 @@ def test_metadata_is_built_for_windows_and_graphs(monkeypatch):
     """Not for steps without one, and not for what a drafter builds, which it does fast."""
     batch = Batch(monkeypatch, [3], [3])
     own = vllm_flash._own.FlashAttentionMetadataBuilder
-    monkeypatch.setattr(own, "build", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(
+        *(own, "build"),
+        lambda _, prefix, common, fast: SimpleNamespace(scheduler_metadata=None if fast else 5),
+    )
     monkeypatch.setattr(
         own, "build_for_cudagraph_capture", lambda self, common: self.build(0, common)
     )
     build = batch.builder.build
+    batch.begin([2])
+    assert build(0, None).scheduler_metadata == 5  # the first says whether vLLM makes a schedule
+    batch.steps.abandon()
     assert not hasattr(build(0, None), "kvtxn")
+    assert build(0, None).scheduler_metadata == 5
     assert batch.builder.build_for_cudagraph_capture(None).kvtxn.captured
     batch.begin([2])
     assert not build(0, None).kvtxn.captured
+    assert build(0, None).scheduler_metadata is None  # the first layer makes it
     assert not hasattr(build(0, None, True), "kvtxn")
+
+
+@pytest.mark.parametrize("makes", [True, False])
+def test_the_schedule_is_made_once_and_as_vllm_makes_it(flash, monkeypatch, makes):
+    """Where vLLM makes one at all: with several sliding windows it does not."""
+    batch = Batch(monkeypatch, [3, 4], [3, 3])
+    batch.begin([2, 2])
+    batch.builder.schedules, asked = makes, []
+
+    def schedule(self, **given):
+        asked.append(given)
+        return "a schedule"
+
+    monkeypatch.setattr(WindowFlashBuilder, "_get_scheduler_metadata", schedule)
+    for number in range(2):
+        batch.check(number, left_out={1, 2, 4, 5})
+    found = batch.plain_metadata()
+    assert len(asked) == makes
+    for given in asked:
+        assert given.pop("seqlens").equal(found.seq_lens)
+        assert given.pop("cu_query_lens").equal(found.query_start_loc)
+        assert given == {
+            **{"aot_schedule": True, "batch_size": 2, "max_query_len": 3, "max_seq_len": 7},
+            **{"causal": True, "max_num_splits": 0},
+        }
+    wanted = "a schedule" if makes else None
+    assert [call["scheduler_metadata"] for call in flash.calls] == [wanted] * 2
 
 
 @pytest.mark.parametrize("operator", ["write", "attend"])
