@@ -146,6 +146,10 @@ class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[mi
         metadata = super().build(common_prefix_len, common_attn_metadata, quick)
         if not quick:
             self.schedules = metadata.scheduler_metadata is not None
+        if steps is not None and capturing:
+            # vLLM would read it from a buffer that every step fills anew, a drafter's graphs, too;
+            # without one FlashAttention makes its own.
+            metadata.scheduler_metadata = None
         if steps is not None and (window or capturing):
             metadata.kvtxn = Reading(steps, capturing, self)
         return metadata
