@@ -161,7 +161,7 @@ def switch(worker: Any, on: bool) -> None:
     torch.manual_seed(0)
     runner = worker.model_runner
     steps = worker.__dict__.setdefault("kvtxn_steps", runner.kvtxn)
-    if steps is not None and steps.deferred:
+    if getattr(steps, "deferred", False):  # on a GPU
         steps.window.show(None)  # graphs read it
     runner.kvtxn = steps if on else None
 

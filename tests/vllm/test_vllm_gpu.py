@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from kvtxn.integrations import vllm_gpu
-from vllm_step_rig import ON_GPU, Calls, Rig, anywhere, fixed_window, triton_kernels  # noqa: F401
+from vllm_step_rig import ON_GPU, Calls, Rig, anywhere, triton_kernels  # noqa: F401
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
@@ -140,8 +140,7 @@ def test_nothing_compiles_after_warming_up(policy):
 
 def compiled_kernels() -> int:
     """Variants that were compiled of the kernels that a step launches."""
-    kernels = (triton_kernels.move_rows, fixed_window.prefix_lengths)
-    return sum(len(each[0]) for kernel in kernels for each in kernel.device_caches.values())
+    return sum(len(each[0]) for each in triton_kernels.move_rows.device_caches.values())
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
@@ -182,19 +181,41 @@ def test_an_abandoned_step_leaves_no_draft_row(policy):
 
 
 def test_attention_that_fails_half_way():
-    """Layers that had staged their drafts write them; the rest of the step is stock's."""
+    """Layers whose drafts wait get them; those that follow are stock's to write."""
     rig = Rig("deferred")
     before = [cache.clone() for cache in rig.caches]
     rig.begin([3], [4])
     made = rig.forward()
-    step = rig.steps.step
-    assert step is not None
-    step.staged.extend(rig.steps.layers)
+    first, second = rig.steps.layers
+    rig.steps.waits(first)
+    untouched = rig.caches[1].clone()
     rig.steps.fell_back(RuntimeError("no attention"))
+    assert rig.steps.step.direct
+    assert rig.caches[1].equal(untouched)
+    for cache, rows in zip((second.key_cache, second.value_cache), made[1], strict=True):
+        cache[0, :4] = rows
     rig.commit([2])
     rig.expect(before, made, [3], [4], [4])
+    assert rig.count("fallbacks_total_attend") == 1
     assert rig.count("windows_total_fell_back") == 1
     assert rig.count("rows_committed_total") == 1
+
+
+def test_rows_wait_behind_the_runners_own_blocks():
+    """Nothing else is taken for them."""
+    rig = Rig("deferred")
+    rig.begin([3, 3], [4, 4])
+    made = rig.forward()
+    drafts = [1, 2, 3, 5, 6, 7]
+    for ref, rows in zip(rig.steps.layers, made, strict=True):
+        own = ref.key_cache.untyped_storage().data_ptr()
+        for plane in (0, 1):
+            waiting = rig.steps.window.rows_of(ref, plane)
+            assert waiting.shape == (16, *ref.planes[plane].row_shape)
+            assert waiting.untyped_storage().data_ptr() == own
+            assert waiting[drafts].equal(rows[plane][drafts])
+    marks = 2 * rig.steps.window.position.nbytes
+    assert rig.steps.window.nbytes == marks + 2 * 2 * 16 * 2 * 8 * 4
 
 
 def test_errors_can_be_asked_for(monkeypatch):

@@ -9,7 +9,18 @@ import pytest
 import vllm_models
 from kvtxn.integrations.vllm_facts import Facts
 from kvtxn.integrations.vllm_lacks import LACKS
-from kvtxn.integrations.vllm_matrix import BACKENDS, FAMILIES, FORMATS, PARALLELISM, SEEN, matrix
+from kvtxn.integrations.vllm_matrix import (
+    ALIBI,
+    BACKENDS,
+    FAMILIES,
+    FORMATS,
+    PARALLELISM,
+    PLAIN,
+    SEEN,
+    SHARED,
+    SINKS,
+    matrix,
+)
 from kvtxn.integrations.vllm_policy import RULES, decide
 from kvtxn.integrations.vllm_report import report
 
@@ -59,14 +70,38 @@ def test_rows_say_it_in_a_line():
 
 def test_what_was_seen_is_in_its_line():
     """Next to what is promised from reading alone."""
-    lines = [str(row) for row in matrix(Facts(device="cuda", runner="v2"))]
-    [plain] = [line for line in lines if line.startswith("Llama") and "deferred by name" in line]
-    assert "on FLASH_ATTN | bfloat16 | one worker, tensor: undo, deferred by name" in plain
-    assert plain.endswith("; seen running")
+    rows = matrix(Facts(device="cuda", runner="v2"))
+    [seen] = [
+        str(row)
+        for row in rows
+        if (PLAIN, "FLASH_ATTN") in row.kinds
+        and "bfloat16" in row.formats
+        and "one worker" in row.parallelism
+    ]
+    assert ": deferred, undo by name (" in seen
+    assert seen.endswith("; seen running")
+    lines = [str(row) for row in rows]
     unseen = [line for line in lines if line.endswith("; not seen running")]
     for family in ("ALiBi", "sinks", "share rows"):
         assert any(family in line for line in unseen)
     assert not any(": off" in line and "seen" in line for line in lines)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_flash_attention_defers_whatever_it_sums(runner):
+    """What vLLM has of it; layers that share rows read them within the forward."""
+    families = {PLAIN, ALIBI, SINKS, SHARED}
+    rows = matrix(Facts(device="cuda", runner=runner))
+    found = {
+        (family, number): row.auto.policy
+        for row in rows
+        for (family, backend), number in product(row.kinds, row.formats)
+        if backend == "FLASH_ATTN" and "one worker" in row.parallelism and family in families
+    }
+    for family in families:
+        policy = "undo" if family == SHARED else "deferred"
+        assert found[family, "bfloat16"] == found[family, "fp8"] == policy
+        assert found[family, "float32"] == "off"
 
 
 def test_what_was_seen_under_one_policy_alone_is_said(monkeypatch):

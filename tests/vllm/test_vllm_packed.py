@@ -129,7 +129,7 @@ def test_more_rows_than_there_is_room_for():
 
 
 def test_deferred_wants_them_to_lead():
-    """The attention reads the first rows of the batch as the window's."""
+    """The fixed buffers say of a batch's first rows which of them wait."""
     runner = Runner.__new__(Runner)
     cache = torch.randn(BLOCKS, HEADS, BLOCK, 2 * SIZE, device=DEVICE)
     key, value = cache.transpose(1, 2).split(SIZE, -1)

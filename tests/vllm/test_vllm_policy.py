@@ -71,6 +71,50 @@ def test_auto_defers_only_where_tokens_stay_stocks():
     assert decide("deferred", facts).policy == "deferred"  # by name it can be had
 
 
+@pytest.mark.parametrize("asked", ["auto", "deferred"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv_cache_dtype": "fp8"},
+        {"sinks": True},
+        {"alibi": True},
+        {"batch_invariant": True},
+        {"tensor_parallel": 2},
+        {"attention": "FLASH_ATTN", "flash": 3},
+    ],
+)
+def test_on_gpus_sums_are_stocks_so_auto_defers(asked, runner, changes):
+    """Drafts are read by vLLM's own attention, whatever the format and whatever it does."""
+    facts = Facts(device="cuda", runner=runner, dtype="bfloat16")
+    assert decide(asked, attrs.evolve(facts, **changes)).policy == "deferred"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention": "FLASH_ATTN", "flash": 2}, "FlashAttention 2 was not seen"),
+        ({"attention": "FLASH_ATTN", "flash": 4}, "FlashAttention 4 was not seen"),
+        ({"spare_blocks": False}, "no room for rows that wait"),
+        # What is known first is said, though such an engine has no spare blocks either.
+        ({"attention": "TRITON_ATTN", "spare_blocks": False}, "TRITON_ATTN cannot read"),
+        ({"attention": "FLASH_ATTN", "flash": 2, "spare_blocks": False}, "FlashAttention 2"),
+    ],
+)
+def test_on_gpus_auto_undoes_where_drafts_cannot_wait(changes, says):
+    facts = attrs.evolve(Facts(device="cuda", runner="v2", dtype="bfloat16"), **changes)
+    auto = decide("auto", facts)
+    assert (auto.policy, says in auto.reason) == ("undo", True)
+    off = decide("deferred", facts)
+    assert (off.policy, says in off.reason) == ("off", True)
+
+
+def test_spare_blocks_are_a_matter_of_gpus():
+    """On the CPU drafts wait in buffers of their own."""
+    assert decide("auto", Facts(spare_blocks=False)).policy == "deferred"
+
+
 @pytest.mark.parametrize("given", [{}, None, {"other": 1}, {"kvtxn": None}, "text"])
 def test_inactive_unless_asked_for(given):
     assert settings(given, 8) is None

@@ -81,9 +81,6 @@ class Own:
     def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
         return None, SimpleNamespace(num_draft_tokens=self.drafts), 3
 
-    def _determine_batch_execution_and_padding(self, **kwargs):
-        return kwargs
-
     def _sample(self, logits, spec_decode_metadata):
         return SimpleNamespace(sampled_token_ids=torch.tensor([[1, 2, -1], [3, -1, -1]]))
 
@@ -129,23 +126,6 @@ def test_a_step_is_planned_and_committed():
     assert committed == ("commit", [[1, 2, -1], [3, -1, -1]])
 
 
-@pytest.mark.parametrize(
-    ("deferred", "drafts", "asked", "found"),
-    [
-        (True, [2, 2], None, None),  # all speculate: the graph of such steps serves it
-        (True, [2, 0], None, False),  # a prompt as long as a window looks like one
-        (False, [2, 0], None, None),
-        (True, [2, 0], True, True),  # captures say themselves what they are
-    ],
-)
-def test_a_graph_never_admits_a_request(deferred, drafts, asked, found):
-    runner = hooked(deferred=deferred, drafts=drafts)
-    runner._prepare_inputs(None, numpy.array([3, 3]))
-    given = {"num_tokens": 6, **({} if asked is None else {"force_uniform_decode": asked})}
-    kwargs = runner._determine_batch_execution_and_padding(**given)
-    assert kwargs.get("force_uniform_decode") is found
-
-
 @pytest.mark.parametrize("deferred", [True, False])
 def test_the_batch_is_reordered_where_rows_wait(deferred):
     """Under undo the rows may lie anywhere, and the batch stays vLLM's."""
@@ -161,5 +141,4 @@ def test_without_steps_it_is_vllms():
     runner._update_states(None)
     runner._may_reorder_batch(None)
     runner._prepare_inputs(None, numpy.array([3, 1]))
-    assert runner._determine_batch_execution_and_padding(num_tokens=4) == {"num_tokens": 4}
     assert runner._sample(None, None).sampled_token_ids.shape == (2, 3)

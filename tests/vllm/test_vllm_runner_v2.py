@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy
-import pytest
 import torch
 from kernels_here import importing_kernels
 
@@ -19,9 +18,6 @@ class Own:
     def __init__(self) -> None:
         self.calls = []
 
-    def gather_batch_req_state(self, scheduler_output, dummy_run):
-        return scheduler_output, 4
-
     def prepare_attn(self, input_batch):
         self.calls.append("prepare")
         return "prepared"
@@ -33,8 +29,8 @@ class Own:
 class Steps:
     """Stands for the runner's steps."""
 
-    def __init__(self, calls, deferred) -> None:
-        self.calls, self.deferred = calls, deferred
+    def __init__(self, calls) -> None:
+        self.calls = calls
 
     def begin(self, drafts, lengths, prefilling):
         self.calls.append(("begin", drafts, lengths.tolist(), prefilling.tolist()))
@@ -43,11 +39,11 @@ class Steps:
         self.calls.append(("commit", sampled.tolist()))
 
 
-def hooked(deferred=True):
+def hooked():
     """A runner that became one of ours."""
     runner = Own()
     runner.__class__ = window_runner(Own)
-    runner.kvtxn = Steps(runner.calls, deferred)
+    runner.kvtxn = Steps(runner.calls)
     return runner
 
 
@@ -80,20 +76,9 @@ def test_a_step_without_drafts_is_planned_as_such():
     assert runner.calls[1][:2] == ("begin", None)
 
 
-@pytest.mark.parametrize(
-    ("deferred", "admits", "found"), [(True, True, None), (True, False, 4), (False, True, 4)]
-)
-def test_a_graph_never_admits_a_request(deferred, admits, found):
-    """What such a graph writes after it reads is settled."""
-    state = SimpleNamespace(has_prefill=admits)
-    assert hooked(deferred).gather_batch_req_state(state, False) == (state, found)
-    assert hooked(deferred).gather_batch_req_state(None, True) == (None, 4)
-
-
 def test_without_steps_it_is_vllms():
     runner = hooked()
     runner.kvtxn = None
     runner.prepare_attn(batch([2, 1, 0]))
     runner.postprocess_sampled("idx", "tokens", None, None)
-    assert runner.gather_batch_req_state(SimpleNamespace(has_prefill=True), False)[1] == 4
     assert [call[0] for call in runner.calls[1:]] == ["postprocess"]

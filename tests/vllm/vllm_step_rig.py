@@ -15,15 +15,18 @@ from kvtxn import LayerRef, TransactionManager, TxnConfig
 from kvtxn.config import Policy
 
 with importing_kernels():
-    import kvtxn.backends.fixed_window as fixed_window
     import kvtxn.backends.triton_executor as triton_executor
     import kvtxn.backends.triton_kernels as triton_kernels
     from kvtxn.integrations.vllm_gpu import GpuSteps
+    from kvtxn.integrations.vllm_runner_gpu import waiting_rows
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-__all__ = ["DEVICE", "ON_GPU", "Calls", "Rig", "anywhere", "fixed_window", "triton_kernels"]
+__all__ = ["DEVICE", "ON_GPU", "Calls", "Rig", "anywhere", "triton_kernels"]
 
 HEADS, SIZE, BLOCK, BLOCKS = 2, 8, 4, 8
+MAX_ROWS = 16
+#: Where drafts wait; the block between is another group's.
+SPARE = (BLOCKS + 1) * BLOCK
 
 
 @pytest.fixture(autouse=True)
@@ -46,20 +49,37 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def refs_over(caches) -> list[LayerRef]:
+    """Layers over caches in vLLM's shape, a row's keys before its values."""
+    planes = [cache.transpose(1, 2).split(SIZE, -1) for cache in caches]
+    return [LayerRef(f"layer.{i}", key, value) for i, (key, value) in enumerate(planes)]
+
+
 class Rig:
-    """A runner's side: caches packed as vLLM's are, slots, and a forward by plain indexing."""
+    """A runner's side: caches packed as vLLM's are, slots, and a forward by plain indexing.
+
+    Where drafts wait there are blocks for them behind the runner's own, ``SPARE`` the first slot,
+    in the caches that the forward has; the steps are told of the runner's own blocks alone.
+
+    Attributes:
+        caches: the runner's own blocks.
+    """
 
     def __init__(self, policy: Policy, on_error: str = "fallback") -> None:
-        shape = (BLOCKS, HEADS, BLOCK, 2 * SIZE)
-        self.caches = [torch.randn(shape, device=DEVICE) for _ in range(2)]
-        refs = []
-        for i, cache in enumerate(self.caches):
-            key, value = cache.transpose(1, 2).split(SIZE, -1)
-            refs.append(LayerRef(f"layer.{i}", key, value))
-        config = TxnConfig(policy=policy, backend="triton", max_rows=16, on_error=on_error)
+        self.spare = 1 + MAX_ROWS // BLOCK if policy == "deferred" else 0
+        shape = (BLOCKS + self.spare, BLOCK, HEADS, 2 * SIZE)
+        whole = [torch.randn(shape, device=DEVICE).transpose(1, 2) for _ in range(2)]
+        self.caches = [cache[:BLOCKS] for cache in whole]
+        self._behind = [cache[BLOCKS:] for cache in whole]
+        self._whole = refs_over(whole)
+        refs = refs_over(self.caches)
+        config = TxnConfig(policy=policy, backend="triton", max_rows=MAX_ROWS, on_error=on_error)
         self.manager = TransactionManager(refs, config)
         self.slots = torch.full((1, 32), -1, dtype=torch.int64, device=DEVICE)
-        self.steps = GpuSteps(self.manager, self.slots, query_len=4)
+        rows = None
+        if self.spare:
+            rows = {ref.name: waiting_rows(ref, SPARE, MAX_ROWS) for ref in self._whole}
+        self.steps = GpuSteps(self.manager, self.slots, query_len=4, rows=rows)
 
     def begin(self, drafts, lengths, prefilling=None) -> None:
         """Plan a step; request r has the block r, from its start on."""
@@ -70,21 +90,19 @@ class Rig:
         self.steps.begin(*(numpy.array(each) for each in (drafts, lengths, late)))
 
     def forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What the attention does: stage drafts and write the rest, or write everything."""
+        """What the attention does: write every row, drafts that wait where they do."""
         count = int((self.slots[0] >= 0).sum())
         made = []
-        for ref in self.steps.layers:
+        for ref in self._whole:
             rows = torch.randn(2, count, HEADS, SIZE, device=DEVICE)
-            step = self.steps.step
-            holds = self.steps.deferred and step is not None and not step.direct
-            for plane, cache in enumerate((ref.key_cache, ref.value_cache)):
-                if holds:
-                    self.steps.window.rows_of(ref, plane)[:count] = rows[plane]
-                for row in range(count):
-                    if not holds or int(self.steps.window.position[row]) < 0:
-                        slot = int(self.slots[0, row])
-                        cache[slot // BLOCK, slot % BLOCK] = rows[plane, row]
+            for row in range(count):
+                slot = int(self.slots[0, row])
+                if self.spare and int(self.steps.window.position[row]) >= 0:
+                    slot = SPARE + row
+                for plane, cache in enumerate((ref.key_cache, ref.value_cache)):
+                    cache[slot // BLOCK, slot % BLOCK] = rows[plane, row]
             made.append((rows[0], rows[1]))
+        self._waiting = [cache.clone() for cache in self._behind]
         return made
 
     def commit(self, sampled) -> None:
@@ -92,7 +110,11 @@ class Rig:
         self.steps.commit(torch.tensor(sampled, dtype=torch.int32, device=DEVICE))
 
     def expect(self, before, made, drafts, lengths, sampled) -> None:
-        """Every byte: settled and accepted rows are new, all others as before."""
+        """Every byte: settled and accepted rows are new, all others as before.
+
+        No row that waits is touched.
+        """
+        assert all(map(torch.equal, self._behind, self._waiting))
         for cache, old, ref, rows in zip(self.caches, before, self.steps.layers, made, strict=True):
             got = cache.clone()
             cache.copy_(old)

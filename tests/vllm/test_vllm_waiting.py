@@ -1,0 +1,159 @@
+"""Where drafts wait on a GPU: from vLLM's configuration to bytes in caches, for both runners."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Made
+
+import attrs
+import pytest
+import torch
+from kernels_here import importing_kernels
+from vllm_caches import GROUPS, OWN, KVCacheLayout, cells, planned
+from vllm_spare_rig import ENGINE, LBNHC, Forward, hooked, known, target_layers  # noqa: F401
+from vllm_step_rig import anywhere  # noqa: F401  # a fixture
+
+with importing_kernels():
+    from kvtxn.integrations import vllm_internals_gpu as inside
+    from kvtxn.integrations.vllm_policy import decide
+    from kvtxn.integrations.vllm_runner_gpu import add_spare_blocks
+
+from kvtxn.errors import LayerError
+
+CASES = ["one group", "two groups share their memory", "blocks of different sizes"]
+CASES += ["groups of different sizes", "pages of different sizes", "a drafter's group"]
+
+
+@pytest.mark.parametrize(("version", "kernel_size"), [("v1", 4), ("v2", None)])
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_whose_drafts_wait(case, kernel_size, version):
+    """In spare slots of their group's; of vLLM's blocks accepted rows alone change."""
+    config = planned(LBNHC, GROUPS[case])
+    runner = hooked(config, version, kernel_size=kernel_size)
+    runner.initialize_kv_cache(config)
+    assert runner.kvtxn.manager.policy == "deferred"
+    assert config == planned(LBNHC, GROUPS[case])
+    assert set(runner.kvtxn_spare.first) == set(runner.kvtxn.manager.groups)
+    groups = runner.kv_cache_config.kv_cache_groups
+    for ref in runner.kvtxn.layers:  # the library is told of vLLM's own blocks alone
+        page = groups[int(ref.group.removeprefix("group."))].kv_cache_spec.block_size
+        assert len(ref.key_cache) * ref.key_cache.shape[1] == OWN * page
+    forward = Forward(runner)
+    for number, module in forward.layers:
+        hook = module.impl.kvtxn
+        assert (hook.steps, hook.ref.name) == (runner.kvtxn, module.layer_name)
+        assert hook.spare == runner.kvtxn_spare.first[f"group.{number}"]
+        every = torch.arange(len(hook.rows))
+        assert cells(hook.rows, every).equal(cells(module.kv_cache, every))
+    for names, (found,) in zip(GROUPS[case], runner.attn_groups, strict=True):
+        [builder] = found.metadata_builders
+        assert builder.kvtxn is (None if names[0].startswith("draft") else runner.kvtxn)
+    forward.check()
+    forward.check()
+    assert runner.kvtxn.manager.snapshot()["kvtxn_windows_total_committed"] == 2
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+@pytest.mark.parametrize("case", ["one group", "two groups share their memory"])
+def test_caches_without_blocks_of_one_row_are_restored(case, layout):
+    """The spare blocks are of no use then, and of no harm; by name there is no window."""
+    config = planned(KVCacheLayout[layout], GROUPS[case])
+    runner = hooked(config, layout=KVCacheLayout[layout])
+    runner.initialize_kv_cache(config)
+    assert runner.kvtxn_spare.total > OWN
+    assert runner.kvtxn.manager.policy == "undo"
+    assert {len(ref.key_cache) for ref in runner.kvtxn.layers} == {OWN}
+    assert not any(hasattr(module.impl, "kvtxn") for _, module in Forward(runner).layers)
+    Forward(runner).check()
+    named = hooked(config, layout=KVCacheLayout[layout], policy="deferred")
+    named.initialize_kv_cache(config)
+    assert named.kvtxn is None
+
+
+def test_a_profiling_runs_caches_are_vllms_own():
+    """What the last ones had behind them is forgotten."""
+    config = planned(LBNHC, GROUPS["one group"])
+    runner = hooked(config)
+    runner.initialize_kv_cache(config)
+    assert runner.given[0].num_blocks == runner.kvtxn_spare.total > OWN
+    runner.initialize_kv_cache(config, True)
+    assert runner.given[1] is config
+    assert runner.kvtxn_spare is runner.kvtxn is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "facts", "last", "version"),
+    [
+        ("undo", {}, True, 3),
+        ("direct", {}, True, 3),
+        ("auto", {"mla": True}, True, 3),
+        ("auto", {"method": None}, True, 3),
+        ("auto", {"pipeline_parallel": 2}, False, 3),  # the runner alone knows its stage
+        ("auto", {}, True, 2),
+        ("deferred", {}, True, None),
+    ],
+)
+def test_where_none_may_wait_the_configuration_is_vllms(policy, facts, last, version):
+    """Itself, not a copy."""
+    config = planned(LBNHC, GROUPS["one group"])
+    runner = hooked(config, policy=policy)
+    runner.is_last_pp_rank = last
+    runner.vllm_config.facts = attrs.evolve(ENGINE, **facts)
+    for module in runner.compilation_config.static_forward_context.values():
+        module.impl = Made(vllm_flash_attn_version=version)
+    assert add_spare_blocks(runner, config) is config
+    assert runner.kvtxn_spare is None
+
+
+def test_whose_attention_takes_blocks_of_one_row():
+    """One layer is enough; some have no attention, or another one."""
+
+    def runner(*versions):
+        modules = [Made(impl=Made(vllm_flash_attn_version=each)) for each in versions]
+        modules += [Made(), Made(impl=Made()), Made(impl=None)]
+        found = {str(i): module for i, module in enumerate(modules)}
+        return Made(compilation_config=Made(static_forward_context=found))
+
+    assert inside.takes_slots(runner(3))
+    assert inside.takes_slots(runner(2, 3))
+    for versions in ((), (2,), (4,), (None,)):
+        assert not inside.takes_slots(runner(*versions))
+
+
+@pytest.mark.parametrize("policy", ["auto", "deferred"])
+def test_an_error_leaves_the_configuration_to_vllm(policy, monkeypatch):
+    """So "auto" goes on without spare blocks, and "deferred" is not there to be had."""
+    config = planned(LBNHC, GROUPS["one group"])
+    runner = hooked(config, policy=policy, on_error="fallback")
+    runner.initialize_kv_cache(config)
+    assert runner.kvtxn_spare is not None
+
+    def broken(*_):
+        raise LayerError("vllm", "no blocks", expected="some", got="none")
+
+    monkeypatch.setattr(inside, "with_spare_blocks", broken)
+    runner.initialize_kv_cache(config)
+    assert runner.given[1] is config
+    assert runner.kvtxn_spare is None
+    layers, facts = target_layers(runner)
+    facts = runner.kvtxn_facts(layers, facts)
+    assert not facts.spare_blocks
+    if policy == "deferred":
+        assert runner.kvtxn is None
+    else:
+        assert runner.kvtxn.manager.policy == "undo"
+        assert "no room for rows that wait" in decide("auto", facts).reason
+        Forward(runner).check()
+    runner = hooked(config, policy=policy)
+    with pytest.raises(LayerError, match="no blocks"):
+        runner.initialize_kv_cache(config)
+
+
+def test_one_uneven_layer_is_enough():
+    """All layers wait, or none."""
+    config = planned(LBNHC, GROUPS["one group"])
+    runner = hooked(config)
+    runner.initialize_kv_cache(config)
+    layers, facts = target_layers(runner)
+    assert runner.kvtxn_facts(layers, facts).spare_blocks
+    layers[1] = attrs.evolve(layers[1], cache=layers[1].cache[:, :, :4])
+    assert not runner.kvtxn_facts(layers, facts).spare_blocks
