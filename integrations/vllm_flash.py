@@ -4,7 +4,8 @@ Registered under vLLM's own name for it, so models and captured graphs use it as
 no window and at layers that are not the target's it is vLLM's own code, untouched. With one, it
 still is: vLLM's own writer, but drafts go to spare slots behind the last block, and vLLM's own
 call of FlashAttention, but with blocks of one row, so that the block table leads to those slots.
-Its sums are stock's, to the last bit, whatever the layer's window, cap or sinks.
+Its sums are stock's, to the last bit, whatever the layer's window, cap or sinks. Outside of graphs
+the host has to keep up with all layers, so what these calls always get is made once.
 
 Where drafts go is read from a fixed buffer as the forward runs, so one captured graph serves
 windows, bypassed steps and fallbacks.
@@ -37,14 +38,18 @@ class FlashHook:
         steps: the runner's.
         ref: the layer.
         spare: the first slot where its group's drafts wait.
-        rows: its cache as blocks of one row, ``[num_slots, num_kv_heads, 1, 2 * head_size]``, the
-            spare ones included.
+        caches: its keys and values, ``[num_blocks, block_size, num_kv_heads, head_size]`` each, the
+            spare blocks included.
+        rows: its cache as blocks of one row, ``[num_slots, num_kv_heads, 1, 2 * head_size]``.
+        settings: what its calls of FlashAttention always get; None: vLLM's own code makes them.
     """
 
     steps: GpuSteps
     ref: LayerRef
     spare: int
+    caches: tuple[Tensor, Tensor]
     rows: Tensor
+    settings: dict[str, Any] | None
 
 
 @attrs.define(eq=False)
@@ -57,6 +62,7 @@ class Reading:
         builder: of the metadata.
         slots: where the batch's rows are written, the drafts' among the spare slots.
         metadata: with a block table by slot.
+        batch: what FlashAttention gets of it in all layers; None: vLLM's own code makes the calls.
     """
 
     steps: GpuSteps
@@ -64,6 +70,7 @@ class Reading:
     builder: WindowFlashBuilder
     slots: Tensor | None = None
     metadata: Any = None
+    batch: dict[str, Any] | None = None
 
     @property
     def stopped(self) -> bool:
@@ -85,6 +92,7 @@ class Reading:
         if self.builder.schedules:
             self.metadata.scheduler_metadata = inside.flash_schedule(self.builder, metadata)
         self.metadata.kvtxn = None  # else the two would hold each other, and the table, for long
+        self.batch = inside.flash_batch(self.metadata)
 
     def read(self) -> Any:
         """The metadata by which rows are found where ``do_kv_cache_update`` put them.
@@ -184,7 +192,10 @@ class WindowFlashImpl(_own.FlashAttentionImpl):  # type: ignore[misc]
         try:
             if reading.slots is None:
                 reading.prepare(hook, metadata, slot_mapping)
-            super().do_kv_cache_update(layer, key, value, kv_cache, reading.slots)
+            scales = layer._k_scale, layer._v_scale
+            _own.reshape_and_cache_flash(
+                *(key, value, *hook.caches, reading.slots, self.kv_cache_dtype, *scales)
+            )
             if not reading.captured:
                 hook.steps.waits(hook.ref)
         except Exception as error:
@@ -210,8 +221,15 @@ class WindowFlashImpl(_own.FlashAttentionImpl):  # type: ignore[misc]
         scales = output_scale, output_block_scale
         if hook is not None and reading is not None and not reading.stopped:
             try:
-                given = layer, query, key, value, hook.rows, reading.read(), output
-                return super().forward(*given, *scales)  # type: ignore[no-any-return]
+                metadata, batch = reading.read(), reading.batch
+                if batch is None or hook.settings is None or scales != (None, None):
+                    given = layer, query, key, value, hook.rows, metadata, output
+                    return super().forward(*given, *scales)  # type: ignore[no-any-return]
+                rows = slice(metadata.num_actual_tokens)
+                _own.flash_attn_varlen_func(
+                    q=query[rows], out=output[rows], **hook.settings, **batch
+                )
+                return output
             except Exception as error:
                 if reading.captured:
                     raise
