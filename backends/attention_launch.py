@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -11,21 +9,19 @@ from torch import Tensor
 from ..executor import AttentionArgs
 from ..layers import LayerRef
 from ..layout import RowLayout
-from . import window_launch
 from .attention_shapes import (
     Call,
     Keep,
     PagedTile,
     Prefix,
-    Tail,
     call_of,
     paged_tile,
     power,
     refuse_scales,
 )
-from .recurring_windows import RecurringWindows
 from .row_scales import scales_of, typed
 from .triton_paged import combine, paged_attention
+from .window_launch import launch_window
 
 
 class AttentionLauncher:
@@ -37,14 +33,9 @@ class AttentionLauncher:
 
     def __init__(self, device: torch.device) -> None:
         self._ones = torch.ones(1, dtype=torch.float32, device=device)
-        self._recurring = RecurringWindows()
-        #: Multiprocessors of the device.
-        self.processors = 1
+        self._processors = 1
         if device.type == "cuda":
-            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._window = partial(
-            window_launch.arranged, unused=self._ones, processors=self.processors
-        )
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def attend(
         self,
@@ -206,7 +197,7 @@ class AttentionLauncher:
         if args.sliding_window is not None:
             capacity = min(capacity, args.sliding_window)
         pairs, half = call.layout.num_requests * shape.heads, call.compute is not tl.float32
-        return paged_tile(shape, pairs, capacity, self.processors, half=half)
+        return paged_tile(shape, pairs, capacity, self._processors, half=half)
 
     def merge(
         self,
@@ -218,7 +209,6 @@ class AttentionLauncher:
         args: AttentionArgs,
         keep: Keep | None = None,
         output: Tensor | None = None,
-        tail: Tail | None = None,
     ) -> Tensor:
         """The window kernel: the prefix merged with causal attention over ``fresh``.
 
@@ -231,52 +221,12 @@ class AttentionLauncher:
             args: scale, sliding window, soft cap.
             keep: what to write beside the output; not for rows with scales of their own.
             output: where to; may be the prefix's own output. A new tensor where None.
-            tail: where the prefix's last rows are, if its attention was causal; not for draft
-                trees, nor for rows with scales of their own.
         """
         if output is None:
             output = query.new_empty(*query.shape[:2], ref.planes[1].row_shape[1])
         call = call_of(layout, ref, query, args)
-        self._window(call, fresh, prefix, keep, tail, output).run()
+        launch_window(call, fresh, prefix, keep, output, self._ones, self._processors)
         return output
-
-    def merge_into(
-        self,
-        layout: RowLayout,
-        ref: LayerRef,
-        query: Tensor,
-        fresh: tuple[Tensor, Tensor],
-        output: Tensor,
-        lse: Tensor,
-        args: AttentionArgs,
-        keep: Keep,
-        tail: Tail | None = None,
-    ) -> None:
-        """The window kernel after FlashAttention, whose output is the prefix's and becomes all.
-
-        A launch that differs from an earlier one in addresses alone is quick; then nothing is
-        sliced either. So this takes tensors whose first rows are the window's.
-
-        Args:
-            layout: which rows are whose.
-            ref: the layer.
-            query: ``[num_rows or more, num_q_heads, head_size]``.
-            fresh: keys and values as the cache stores them, likewise.
-            output: likewise, FlashAttention's; the rest of it stays as it is.
-            lse: float32 ``[num_q_heads, num_rows or more]``, FlashAttention's.
-            args: scale, sliding window, soft cap.
-            keep: what to write beside the output.
-            tail: see ``merge``.
-        """
-        places = (query, *fresh, output, lse)
-        like = self._recurring.likeness(layout, ref, places, args, keep, tail)
-        if self._recurring.again(like, ref, places, tail):
-            return
-        query, key, value, output = (each[: layout.num_rows] for each in places[:4])
-        call = call_of(layout, ref, query, args)
-        prefix = Prefix.single(output, lse)
-        launch = self._window(call, (key, value), prefix, keep, tail, output)
-        self._recurring.remember(like, launch, layout)
 
 
 def _parts(call: Call, tile: PagedTile) -> tuple[Tensor, Tensor]:

@@ -172,11 +172,6 @@ def window_form(shape: Shape, num_rows: int, processors: int) -> WindowForm:
     return WindowForm(blocks.rows, blocks.queries, keys, 2 if blocks.queries <= 32 else 4)
 
 
-def crowds(heads: int, processors: int) -> tuple[int, ...]:
-    """Least numbers of rows of windows with ``heads`` KV heads that take different forms."""
-    return 1, processors // heads + 1, _CROWD * processors // heads + 1
-
-
 @attrs.frozen
 class PagedTile:
     """How the kernel over cached rows divides its work.
@@ -254,23 +249,6 @@ class Keep:
     slots: Tensor | None
     position: Tensor
     buffers: tuple[Tensor, Tensor] | None = None
-
-
-@attrs.frozen(eq=False)
-class Tail:
-    """Where the window kernel finds those rows of the prefix that the prefix's own attention hid.
-
-    Causal attention ends at its last key. Over a prefix alone, to which a request's ``n`` rows do
-    not belong, it hides from row ``i`` the last ``n - 1 - i`` rows of it.
-
-    Attributes:
-        seq_lens: int32 ``[num_requests]`` or longer, the window's rows included.
-        blocks: int32 ``[num_requests, max_blocks]`` or more rows, each one's blocks; the last
-            dimension contiguous.
-    """
-
-    seq_lens: Tensor
-    blocks: Tensor
 
 
 @attrs.frozen(eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attention import blend, tail_places
+from .triton_attention import blend
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def keep_row(
 # Not specialised: what changes with the number of rows, so that none of it compiles anew.
 @triton.jit(
     do_not_specialize=[
-        *("window", "limit", "splits", "longest", "b_row"),
+        *("window", "limit", "splits", "longest"),
         *("p_split", "l_split", "l_row", "l_head"),
     ]
 )
@@ -68,8 +68,6 @@ def short_attention(
     value_cache: tl.tensor,
     key_buffer: tl.tensor,
     value_buffer: tl.tensor,
-    seq_lens: tl.tensor,
-    blocks: tl.tensor,
     slots: tl.tensor,
     position: tl.tensor,
     order: tl.tensor,
@@ -98,7 +96,6 @@ def short_attention(
     vc_block: tl.int64,
     vc_slot: tl.int64,
     vc_head: tl.int64,
-    b_row: tl.int64,
     limit: tl.int64,
     splits: tl.int32,
     scale: tl.float32,
@@ -110,7 +107,6 @@ def short_attention(
     SLIDING: tl.constexpr,
     WRITE: tl.constexpr,
     COPY: tl.constexpr,
-    TAIL: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -133,17 +129,14 @@ def short_attention(
     Grid: (rows, KV heads). Arguments are those of ``window_attention``, which says what they
     are; no request has more than ``BLOCK_N`` rows, ``BLOCK_M`` holds the query heads of one KV
     head; both are 16 at least, as tensor cores want it. ``request`` is unread where ``EACH`` is
-    not 0. ``TAIL``: of a request's ``n`` rows, row ``i`` sees ``i + 1`` and ``n - 1 - i`` of the
-    prefix, so the latter take the places of those that come after it.
+    not 0.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if EACH > 0:
-        owner = row // EACH
-        first = owner * EACH
+        first = row // EACH * EACH
     else:
-        owner = tl.load(request + row)
-        first = tl.load(starts + owner).to(tl.int64)
+        first = tl.load(starts + tl.load(request + row)).to(tl.int64)
     mine = (row - first).to(tl.int32)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
@@ -163,20 +156,6 @@ def short_attention(
     v = tl.load(v_at, mask=seen[:, None] & (dv < DV)[None, :], other=0.0)
     lse = tl.load(lse_at, mask=real, other=float("-inf"))
     part = tl.load(part_at, mask=wide, other=0.0)
-    if TAIL:
-        count = EACH
-        if EACH == 0:
-            count = (tl.load(starts + owner + 1) - first).to(tl.int32)
-        seq_len = tl.load(seq_lens + owner)
-        block, place, hidden = tail_places(
-            blocks, owner * b_row, seq_len, count, n, mine, BLOCK_SIZE
-        )
-        k_at = key_cache + (block * kc_block + place * kc_slot + head * kc_head)[:, None]
-        v_at = value_cache + (block * vc_block + place * vc_slot + head * vc_head)[:, None]
-        k_mask = hidden[:, None] & (d < D)[None, :]
-        v_mask = hidden[:, None] & (dv < DV)[None, :]
-        k = tl.where(k_mask, tl.load(k_at + d[None, :], mask=k_mask, other=0.0), k)
-        v = tl.where(v_mask, tl.load(v_at + dv[None, :], mask=v_mask, other=0.0), v)
     if WRITE or COPY:
         slot = row * 0
         wanted = mine < 0
@@ -205,10 +184,6 @@ def short_attention(
         seen = seen & (key_at > tl.load(order + row) - window)
     elif SLIDING:
         seen = seen & (n > mine - window)
-    if TAIL:
-        if SLIDING:
-            hidden = hidden & (n - count > mine - window)
-        seen = seen | hidden
     keys = tl.trans(numbers_k.to(COMPUTE))
     scores = tl.dot(q, keys, input_precision="ieee") * k_scaled
     if CAPPED:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_attention import blend, fold_tail, fold_window
+from .triton_attention import blend, fold_window
 
 
 # Not specialised: what changes with the number of rows, so that none of it compiles anew.
 @triton.jit(
     do_not_specialize=[
-        *("window", "limit", "splits", "longest", "b_row"),
+        *("window", "limit", "splits", "longest"),
         *("p_split", "l_split", "l_row", "l_head"),
     ]
 )
@@ -34,8 +34,6 @@ def window_attention(
     value_cache: tl.tensor,
     key_buffer: tl.tensor,
     value_buffer: tl.tensor,
-    seq_lens: tl.tensor,
-    blocks: tl.tensor,
     slots: tl.tensor,
     position: tl.tensor,
     order: tl.tensor,
@@ -64,7 +62,6 @@ def window_attention(
     vc_block: tl.int64,
     vc_slot: tl.int64,
     vc_head: tl.int64,
-    b_row: tl.int64,
     limit: tl.int64,
     splits: tl.int32,
     scale: tl.float32,
@@ -76,7 +73,6 @@ def window_attention(
     SLIDING: tl.constexpr,
     WRITE: tl.constexpr,
     COPY: tl.constexpr,
-    TAIL: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -115,21 +111,16 @@ def window_attention(
             If negative, float32 ``[num_rows, HEADS]``, any strides; ``COMPUTE`` is float32 then.
         v_scale: likewise.
         key_cache: ``[num_blocks, BLOCK_SIZE, HEADS, D]``, innermost contiguous; if ``WRITE``,
-            settled rows are written to it; if ``TAIL``, the prefix's last rows are read.
+            settled rows are written to it.
         value_cache: likewise.
         key_buffer: ``[max_rows, HEADS, D]``, contiguous; if ``COPY``, all rows are written.
         value_buffer: likewise.
-        seq_lens: int32 ``[requests]``, the window's rows included; if ``TAIL``.
-        blocks: int32 ``[requests, b_row]``, the cache's blocks of each request; if ``TAIL``. Rows
-            before the window are nobody's to write.
         slots: int ``[num_rows]``, -1 is padding and is never written; if ``WRITE``.
         position: int64 ``[num_rows]``, -1 for settled rows; if ``WRITE``.
         order: int64 ``[num_rows]``, each row's place in its sequence; if ``TREE``.
         visible: uint8 ``[num_rows, longest]``, which rows of its request a row sees, none of them
             after it; if ``TREE``, else all up to itself.
         limit: slots of the cache.
-        TAIL: the prefix's attention was causal: of a request's ``n`` rows, row ``i`` still lacks
-            the last ``n - 1 - i`` rows before the window. Not with draft trees and ``SLIDING``.
         EACH: rows of every request where all are alike, else 0; ``starts`` is not read then.
         MORE: there are more splits than one.
         ONCE: no request has more rows than ``BLOCK_N``.
@@ -172,13 +163,6 @@ def window_attention(
             window, TREE, CAPPED, SLIDING, WRITE, COPY, K_SCALES, V_SCALES, HEADS, D, DV, K_STEP,
             V_STEP, BLOCK_SIZE, BLOCK_R, BLOCK_N, COMPUTE, ONCE,
         )  # fmt: skip
-        if TAIL:
-            top, total, out = fold_tail(
-                q, top, total, out, key_cache, value_cache, blocks, owner * b_row,
-                tl.load(seq_lens + owner), base, count, row, real, head, d, dv, kc_block, kc_slot,
-                kc_head, vc_block, vc_slot, vc_head, k_scaled, cap, window, CAPPED, SLIDING, D, DV,
-                BLOCK_SIZE, BLOCK_N, COMPUTE, ONCE,
-            )  # fmt: skip
         if V_SCALES > 0:
             out = out * tl.load(v_scale + (head if V_SCALES > 1 else 0))
         top, total, out = blend(top, total, out, lse, part)

@@ -7,31 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_shapes import Call, Keep, Prefix, Tail, refuse_scales, window_form
-from .jobs import Launch
+from .attention_shapes import Call, Keep, Prefix, refuse_scales, window_form
 from .row_scales import scales_of, typed
 from .triton_short import short_attention
 from .triton_window import window_attention
 
 
-def arranged(
+def launch_window(
     call: Call,
     fresh: tuple[Tensor, ...],
     prefix: Prefix,
     keep: Keep | None,
-    tail: Tail | None,
     output: Tensor,
     unused: Tensor,
     processors: int,
-) -> Launch:
-    """The launch of a window kernel, down to its last argument.
+) -> None:
+    """Launch the window kernel.
 
     Args:
         call: what attends.
         fresh: keys and values as the cache stores them.
         prefix: attention over what came before.
         keep: what to write beside the output.
-        tail: where the prefix's last rows are, if its attention was causal.
         output: where to.
         unused: what is passed where there are no scales.
         processors: of the device.
@@ -39,17 +36,15 @@ def arranged(
     layout, ref, query = call.layout, call.ref, call.query
     args, shape = call.args, call.shape
     key, value = ref.planes[:2]
-    if keep is not None or tail is not None:
+    if keep is not None:
         refuse_scales(ref)
     k, v = fresh[:2]
     write = keep is not None and keep.slots is not None
-    cached = write or tail is not None
-    assert tail is None or layout.tree is None, "where a path begins, rows know nothing of it"
     copies = keep.buffers if keep is not None else None
     k_scale, v_scale = (scales_of(ref, side, unused, fresh) for side in (0, 1))
     starts, tree = shape.requests.starts, layout.tree
-    kernel, grid, own, warps = _kernel(call, prefix.out.shape[0], processors)
-    arguments = (
+    kernel, grid, own = _kernel(call, prefix.out.shape[0], processors)
+    kernel[grid](
         query,
         k,
         v,
@@ -60,12 +55,10 @@ def arranged(
         layout.request,
         k_scale.numbers,
         v_scale.numbers,
-        typed(key) if cached else k,
-        typed(value) if cached else v,
+        typed(key) if write else k,
+        typed(value) if write else v,
         k if copies is None else copies[0],
         v if copies is None else copies[1],
-        starts if tail is None else tail.seq_lens,
-        starts if tail is None else tail.blocks,
         keep.slots if keep is not None and keep.slots is not None else starts,
         layout.position if keep is None else keep.position,
         starts if tree is None else tree.order,
@@ -82,33 +75,28 @@ def arranged(
         output.stride(1),
         *key.cells.stride()[:3],
         *value.cells.stride()[:3],
-        0 if tail is None else tail.blocks.stride(0),
         ref.num_slots,
         prefix.out.shape[0],
         args.scale,
         args.soft_cap or 1.0,
         args.sliding_window or 0,
         shape.requests.longest,
-    )
-    constants = {
         **shape.constants(),
         **own,
-        "WRITE": write,
-        "COPY": copies is not None,
-        "TAIL": tail is not None,
-        "K_SCALES": k_scale.count,
-        "V_SCALES": v_scale.count,
-        "K_STEP": k.stride(2),
-        "V_STEP": v.stride(2),
-        "EACH": shape.requests.each,
-    }
-    return Launch(kernel, grid, arguments, constants, warps)
+        WRITE=write,
+        COPY=copies is not None,
+        K_SCALES=k_scale.count,
+        V_SCALES=v_scale.count,
+        K_STEP=k.stride(2),
+        V_STEP=v.stride(2),
+        EACH=shape.requests.each,
+    )
 
 
 def _kernel(
     call: Call, splits: int, processors: int
-) -> tuple[Any, tuple[int, int, int], dict[str, Any], int]:
-    """The window kernel for this shape, its grid, constants that it alone has, and warps."""
+) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    """The window kernel for this shape, its grid, and what it alone is given."""
     shape, num_rows = call.shape, call.query.shape[0]
     form = window_form(shape, num_rows, processors)
     own: dict[str, Any] = {
@@ -116,10 +104,11 @@ def _kernel(
         "BLOCK_N": form.keys,
         "COMPUTE": call.compute,
         "MORE": splits > 1,
+        "num_warps": form.warps,
     }
     longest = shape.requests.longest
     if form.rows == 1:
-        return short_attention, (num_rows, shape.heads, 1), own, form.warps
+        return short_attention, (num_rows, shape.heads), own
     own |= {"BLOCK_R": form.rows, "ONCE": longest <= form.keys}
     grid = (call.layout.num_requests, shape.heads, -(-longest // form.rows))
-    return window_attention, grid, own, form.warps
+    return window_attention, grid, own

@@ -1,4 +1,4 @@
-"""How far split attention and FlashAttention's one call are from a float64 reference."""
+"""How far FlashAttention is from a float64 reference, in its own blocks and where rows wait."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..backends.attention_launch import AttentionLauncher
-from ..backends.attention_shapes import Prefix
-from ..executor import AttentionArgs
+from ..backends.slot_tables import slot_tables
 from ..integrations import vllm_internals as internals
-from ..layers import LayerRef
-from ..layout import RowLayout
+from ..integrations.vllm_internals_gpu import by_rows
 
 #: Requests, rows before the window, rows of the window.
 CASES: Final = (
@@ -31,50 +28,55 @@ def measure(seed: int = 0) -> list[dict[str, Any]]:
     """Errors in bf16 of both, at each of ``CASES``; relative to the largest value of the result."""
     rows = []
     for requests, context, length in CASES:
-        wanted, stock, split = _outputs(requests, context, length, seed)
+        wanted, stock, deferred = _outputs(requests, context, length, seed)
         scale = wanted.abs().max()
         row: dict[str, Any] = {"requests": requests, "context": context, "rows": length}
-        for name, got in (("stock", stock), ("split", split)):
+        for name, got in (("stock", stock), ("deferred", deferred)):
             error = (got.float() - wanted).abs()
             row[name] = {"max": float(error.max() / scale), "mean": float(error.mean() / scale)}
-        rows.append(row)
+        rows.append(row | {"equal": bool(stock.equal(deferred))})
     return rows
 
 
 def _outputs(requests: int, context: int, length: int, seed: int) -> tuple[Tensor, ...]:
-    """The reference, one causal call over everything, and prefix merged with fresh rows."""
+    """The reference, one call over rows in their places, and one over drafts that wait."""
     torch.manual_seed(seed)
     on = {"device": "cuda", "dtype": torch.bfloat16}
     total = context + length
     blocks = -(-total // _BLOCK)
-    cache = torch.randn(requests * blocks, _KV_HEADS, _BLOCK, 2 * _SIZE, **on)  # type: ignore[call-overload]
-    key_cache, value_cache = cache.transpose(1, 2).split(_SIZE, -1)
-    table = torch.randperm(requests * blocks, device="cuda").int().view(requests, blocks)
+    own, spare = requests * blocks, -(-requests * length // _BLOCK)
+    cache = torch.randn(own + spare, _BLOCK, _KV_HEADS, 2 * _SIZE, **on)  # type: ignore[call-overload]
+    table = torch.randperm(own, device="cuda").int().view(requests, blocks)
     query = torch.randn(requests * length, _HEADS, _SIZE, **on)  # type: ignore[call-overload]
-    keys, values = (
-        side[table.long()].flatten(1, 2)[:, :total] for side in (key_cache, value_cache)
-    )
+    keys, values = cache[table.long()].flatten(1, 2)[:, :total].split(_SIZE, -1)
     starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * length
     lens = torch.full((requests,), total, device="cuda", dtype=torch.int32)
-    flash = internals.flash_attention().flash_attn_varlen_func
-    shared: dict[str, Any] = {
-        "q": query, "k": key_cache, "v": value_cache, "cu_seqlens_q": starts,
-        "max_seqlen_q": length, "max_seqlen_k": total, "softmax_scale": _SIZE**-0.5,
-        "block_table": table, "fa_version": 3,
-    }  # fmt: skip
-    stock = flash(**shared, seqused_k=lens, causal=True)
-    out, lse = flash(**shared, seqused_k=lens - length, causal=False, return_softmax_lse=True)
-    layout = RowLayout.build((length - 1,) * requests, (1,) * requests, query.device)
-    fresh = tuple(side[:, context:].reshape(-1, _KV_HEADS, _SIZE) for side in (keys, values))
-    split = AttentionLauncher(query.device).merge(
-        layout,
-        LayerRef("layer", key_cache, value_cache),
-        query,
-        fresh,
-        Prefix.single(out, lse),
-        AttentionArgs(block_table=table, seq_lens=lens, scale=_SIZE**-0.5),
+
+    def attend(rows: Tensor, table: Tensor) -> Tensor:
+        key, value = rows.split(_SIZE, -1)
+        found: Tensor = internals.flash_attention().flash_attn_varlen_func(
+            **{"q": query, "k": key, "v": value, "cu_seqlens_q": starts, "seqused_k": lens},
+            **{"max_seqlen_q": length, "max_seqlen_k": total, "block_table": table},
+            **{"softmax_scale": _SIZE**-0.5, "causal": True, "fa_version": 3},
+        )
+        return found
+
+    stock = attend(cache, table)
+    place = torch.arange(context, total, device="cuda")
+    slots = (table[:, place // _BLOCK].long() * _BLOCK + place % _BLOCK).flatten()
+    position = torch.arange(requests * length, device="cuda")
+    position[starts[:-1].long()] = -1  # the last sampled tokens are no drafts
+    by_slot, written = slot_tables(
+        starts, lens, table, slots, position, spare=own * _BLOCK, block_size=_BLOCK, longest=total
     )
-    return _reference(query.view(requests, length, _HEADS, _SIZE), keys, values), stock, split
+    flat = cache.flatten(0, 1)
+    waiting = flat[slots]
+    flat[slots] = flat[slots].flip(0)  # where drafts will be, something else is
+    flat[written] = waiting
+    paged = by_rows(cache.transpose(1, 2))
+    assert paged is not None
+    deferred = attend(paged.transpose(1, 2), by_slot)
+    return _reference(query.view(requests, length, _HEADS, _SIZE), keys, values), stock, deferred
 
 
 def _reference(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

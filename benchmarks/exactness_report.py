@@ -116,13 +116,14 @@ def attention(found: Result) -> str:
     rows = []
     for row in found["attention"]:
         each = [f"{1000 * row[who][what]:.2f}" for what in ("max", "mean") for who in _WHO]
+        each.append("yes" if row["equal"] else "no")
         rows.append([f"{row['requests']}, {row['context']}, {row['rows']}", *each])
-    header = ["requests, context, rows of each", "stock, max", "split, max"]
-    header += ["stock, mean", "split, mean"]
+    header = ["requests, context, rows of each", "stock, max", "deferred, max"]
+    header += ["stock, mean", "deferred, mean", "the same bits"]
     return f"{table(header, rows)}\n\nThousandths of the largest value. {_where(found)}"
 
 
-_WHO = ("stock", "split")
+_WHO = ("stock", "deferred")
 
 
 def steps(found: Result) -> str:

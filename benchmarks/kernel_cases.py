@@ -31,6 +31,7 @@ class Workload:
         case: what to measure.
         blocks: blocks per cache; several times what a window needs where None.
         windows: how many; as many as make every one find its data cold where None.
+        by_rows: whether a row's heads lie side by side, so that rows follow each other evenly.
 
     Attributes:
         refs: the layers; K and V side by side per head, as vLLM lays them out.
@@ -40,13 +41,23 @@ class Workload:
         all_bytes: bytes of all its rows.
     """
 
-    def __init__(self, case: Case, blocks: int | None = None, windows: int | None = None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        blocks: int | None = None,
+        windows: int | None = None,
+        *,
+        by_rows: bool = False,
+    ) -> None:
         self.case = case
         model = case.shape
         rows = case.rows
         device = torch.device("cuda")
         blocks = blocks or max(512, 4 * rows // BLOCK_SIZE)
-        self.refs = [_layer(f"layer.{i}", model, blocks, device) for i in range(model.layers)]
+        self.refs = [
+            _layer(f"layer.{i}", model, blocks, device, by_rows=by_rows)
+            for i in range(model.layers)
+        ]
         self.executor = TritonExecutor(self.refs, TxnConfig(max_rows=max(rows, 8)))
         self.layout = RowLayout.build((case.drafts,) * case.requests, (1,) * case.requests, device)
         self.counters = torch.zeros(1, 4, dtype=torch.int64, device=device)
@@ -100,10 +111,15 @@ class Workload:
         return attrs.evolve(job, table=job.table.clone())
 
 
-def _layer(name: str, model: Model, blocks: int, device: torch.device) -> LayerRef:
+def _layer(
+    name: str, model: Model, blocks: int, device: torch.device, *, by_rows: bool
+) -> LayerRef:
     if not model.kv_heads:
         shape: tuple[int, ...] = (blocks, BLOCK_SIZE, model.head_size)
         return LayerRef.latent(name, torch.zeros(shape, device=device, dtype=torch.bfloat16))
-    shape = (blocks, model.kv_heads, BLOCK_SIZE, 2 * model.head_size)
-    cache = torch.zeros(shape, device=device, dtype=torch.bfloat16).permute(0, 2, 1, 3)
+    inner = (BLOCK_SIZE, model.kv_heads) if by_rows else (model.kv_heads, BLOCK_SIZE)
+    shape = (blocks, *inner, 2 * model.head_size)
+    cache = torch.zeros(shape, device=device, dtype=torch.bfloat16)
+    if not by_rows:
+        cache = cache.permute(0, 2, 1, 3)
     return LayerRef(name, cache[..., : model.head_size], cache[..., model.head_size :])

@@ -1,7 +1,7 @@
-"""Attention of a verify pass: stock write and attention, against split attention and commit.
+"""Attention of a verify pass: stock write and attention, against three ways to read a window.
 
-All layers of a model, FlashAttention 3 from vLLM's wheel for stock and for the prefix, over
-caches larger than the L2. ``attention`` alone, with no write at all, is the floor.
+All layers of a model, FlashAttention 3 from vLLM's wheel where it is called, over caches larger
+than the L2. ``attention`` alone, with no write at all, is the floor of those that call it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import argparse
 from collections.abc import Callable
 from typing import Any, Final
 
+import attrs
 import torch
+from torch import Tensor
 
 from ..executor import AttentionArgs
+from ..layers import LayerRef
 from . import gate, machine
 from .kernel_timer import medians
 from .models import BLOCK_SIZE, MODELS, Case
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             + "  ".join(f"{name} {value:.1f}" for name, value in us.items())
             + "".join(
                 f"  {way}/{than} {us[way] / us[than]:.3f}"
-                for way in ("split", "own")
+                for way in ("slots", "split", "own")
                 for than in ("stock", "attention")
             ),
             flush=True,
@@ -74,14 +77,18 @@ class Pass:
         from vllm import _custom_ops as ops
         from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
+        from ..backends import triton_select as which
+        from ..integrations.vllm_runner_gpu import waiting_rows
         from .kernel_cases import Workload
 
         self._ops, self._flash = ops, flash_attn_varlen_func
         length = context + case.drafts + 1
         per_request = -(-length // BLOCK_SIZE)
-        self.load = Workload(case, blocks=case.requests * per_request, windows=1)
         model, device = MODELS[case.model], torch.device("cuda")
         rows, requests = case.rows, case.requests
+        self._spare = requests * per_request * BLOCK_SIZE
+        blocks = requests * per_request + -(-rows // BLOCK_SIZE)
+        self.load = Workload(case, blocks=blocks, windows=1, by_rows=True)
         self.window = self.load.windows[0]
         table = torch.randperm(requests * per_request, device=device).view(requests, per_request)
         at = context + torch.arange(case.drafts + 1, device=device)
@@ -116,20 +123,27 @@ class Pass:
             block_table=self.table, seq_lens=self.lengths, scale=model.head_size**-0.5
         )
         self.job = self.load.job(self.window)
+        refs = self.load.refs
+        waiting = [waiting_rows(ref, self._spare, rows) for ref in refs]
+        job = self.load.executor.job(
+            "spare", tuple(refs), [part for parts in waiting for part in parts], which.KEPT
+        )
+        self._waiting = attrs.evolve(job, table=job.table.clone())
+        self._by_slot = [[side.flatten(0, 1).unsqueeze(1) for side in _sides(ref)] for ref in refs]
         self._one = torch.ones(1, device=device)
 
-    def _attend(self, ref: Any, *, causal: bool) -> Any:
+    def _attend(self, key: Tensor, value: Tensor, table: Tensor, *, causal: bool = True) -> Any:
         return self._flash(
             self.query,
-            ref.key_cache,
-            ref.value_cache,
+            key,
+            value,
             self.load.case.drafts + 1,
             self.starts,
             self._longest,
             seqused_k=self.lengths if causal else self.before,
             softmax_scale=self.args.scale,
             causal=causal,
-            block_table=self.table,
+            block_table=table,
             return_softmax_lse=not causal,
             out=self.out,
             scheduler_metadata=self._plans[causal],
@@ -139,23 +153,35 @@ class Pass:
     def attention(self) -> None:
         """Attention alone: what was written before is read."""
         for ref in self.load.refs:
-            self._attend(ref, causal=True)
+            self._attend(*_sides(ref), self.table)
 
     def stock(self) -> None:
         """Write all rows, then attend, layer by layer."""
         for ref in self.load.refs:
-            key, value = self.window.staged[ref.name].rows
-            self._ops.reshape_and_cache_flash(
-                key,
-                value,
-                ref.key_cache,
-                ref.value_cache,
-                self.window.slots,
-                "auto",
-                self._one,
-                self._one,
-            )
-            self._attend(ref, causal=True)
+            self._write(ref, self.window.slots)
+            self._attend(*_sides(ref), self.table)
+
+    def slots(self) -> None:
+        """Stock's calls, where drafts wait in spare slots, and one commit; vLLM's plug-in's way."""
+        from ..backends.slot_tables import slot_tables
+
+        table, written = slot_tables(
+            *(self.starts, self.lengths, self.table, self.window.slots),
+            self.load.layout.position,
+            spare=self._spare,
+            block_size=BLOCK_SIZE,
+            longest=self._longest,
+        )
+        for ref, (key, value) in zip(self.load.refs, self._by_slot, strict=True):
+            self._write(ref, written)
+            self._attend(key, value, table)
+        self.commit(self._waiting)
+
+    def _write(self, ref: LayerRef, slots: Tensor) -> None:
+        key, value = self.window.staged[ref.name].rows
+        self._ops.reshape_and_cache_flash(
+            key, value, *_sides(ref), slots, "auto", self._one, self._one
+        )
 
     def split(self) -> None:
         """The prefix, the window kernel (which writes settled rows), and one commit."""
@@ -164,7 +190,7 @@ class Pass:
         launcher, layout = self.load.executor.attention, self.load.layout
         keep = Keep(self.window.slots, layout.position)
         for ref in self.load.refs:
-            out, lse = self._attend(ref, causal=False)[:2]
+            out, lse = self._attend(*_sides(ref), self.table, causal=False)[:2]
             rows = self.window.staged[ref.name].rows
             launcher.merge(
                 layout,
@@ -176,7 +202,7 @@ class Pass:
                 keep,
                 output=self.out,
             )
-        self.commit()
+        self.commit(self.job)
 
     def own(self) -> None:
         """The same in one kernel per layer, or two: cached rows, fresh rows, and the write."""
@@ -191,22 +217,27 @@ class Pass:
                 slots=self.window.slots,
                 output=self.out,
             )
-        self.commit()
+        self.commit(self.job)
 
-    def commit(self) -> None:
+    def commit(self, job: Any) -> None:
         """The accepted rows, all layers, one launch."""
         executor = self.load.executor
         executor.use_slots(self.window.slots)
-        executor.launch(self.job, 1, self.load.layout, self.load.counters, self.window.accepted)
+        executor.launch(job, 1, self.load.layout, self.load.counters, self.window.accepted)
+
+
+def _sides(ref: LayerRef) -> tuple[Tensor, Tensor]:
+    assert ref.value_cache is not None
+    return ref.key_cache, ref.value_cache
 
 
 def measure(case: Case, context: int) -> dict[str, Any]:
-    """One shape: compare both ways once, then time them in turn."""
+    """One shape: compare all ways once, then time them in turn."""
     work = Pass(case, context)
     work.stock()
     expected = work.out.float()
     difference = 0.0
-    for way in (work.split, work.own):
+    for way in (work.slots, work.split, work.own):
         work.out.zero_()
         way()
         difference = max(difference, (work.out.float() - expected).abs().max().item())
@@ -215,6 +246,7 @@ def measure(case: Case, context: int) -> dict[str, Any]:
     candidates: dict[str, list[Callable[[], None]]] = {
         "attention": [work.attention] * 2,
         "stock": [work.stock] * 2,
+        "slots": [work.slots] * 2,
         "split": [work.split] * 2,
         "own": [work.own] * 2,
     }

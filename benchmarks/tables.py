@@ -69,10 +69,11 @@ def attention() -> str:
     for row in found["rows"]:
         us = row["us"]
         times = [f"{us['attention']:.0f}", f"{us['stock']:.0f}"]
-        for way in ("split", "own"):
+        for way in ("slots", "split", "own"):
             times += [f"{us[way]:.0f}", f"{us[way] / us['stock']:.3f}"]
         rows.append([f"{row['requests']}, {row['context']}", *times])
     header = ["requests, context", "attention alone", "stock: write + attention"]
+    header += ["stock's calls by slot + commit", "of stock"]
     header += ["split attention + commit", "of stock", "`w.attend`'s kernel + commit", "of stock"]
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
@@ -163,11 +164,16 @@ def host_gpu() -> str:
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
-def vllm_gpu(*names: str) -> str:
-    """Tokens per second of whole engines, relative to stock's in the same rounds."""
+def vllm_gpu(*names: str, without: str = "") -> str:
+    """Tokens per second of whole engines, relative to stock's in the same rounds.
+
+    ``without``: a policy that has changed since.
+    """
     parts = []
     for name in names:
         found = load(name)
+        for cell in found["cells"]:
+            cell["engines"].pop(without, None)
         settings = found["settings"]
         parts.append(f"{settings['model']}, {settings['drafter']}, k = {settings['drafts']}:")
         parts += [vllm_report.speed(found["cells"]), vllm_report.method(found)]
@@ -194,13 +200,11 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "host-gpu": host_gpu,
     "vllm-gpu": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle", "h200-vllm-host-bound-ngram"),
     "vllm-gpu-8k": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-8k"),
-    "vllm-gpu-admissions": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-admissions"),
-    "vllm-gpu-ngram": lambda: vllm_gpu("h200-vllm-llama3-8b-ngram"),
     "vllm-gpu-one-engine": lambda: vllm_gpu(
         "h200-vllm-undo-one-engine", "h200-vllm-undo-one-engine-8b"
     ),
-    "vllm-gpu-again": lambda: vllm_gpu(
-        "h200-vllm-llama3-8b-eagle-again", "h200-vllm-host-bound-ngram-again"
+    "vllm-gpu-undo": lambda: vllm_gpu(
+        "h200-vllm-llama3-8b-eagle-undo", "h200-vllm-llama3-8b-ngram", without="deferred"
     ),
     "vllm-tokens": lambda: exactness_report.tokens(load("h200-vllm-exactness")),
     "vllm-tp2": lambda: exactness_report.tokens(load("h200-vllm-tp2")),

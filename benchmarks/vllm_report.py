@@ -62,7 +62,11 @@ _LOAD = ["scenario", "context", "requests", "acceptance"]
 
 
 def speed(cells: Sequence[Cell]) -> str:
-    """Tokens per second, and each policy's as a share of stock's in the same round."""
+    """Tokens per second, and each policy's as a share of stock's in the same round.
+
+    Beside that its time per token, as a share likewise: the first token of each request left out,
+    whose time scatters most.
+    """
     policies = by_policy(cells[0])
     rows = []
     for cell in cells:
@@ -72,15 +76,17 @@ def speed(cells: Sequence[Cell]) -> str:
         spread = (fast["highest"] - fast["lowest"]) / fast["median"]
         row = [*name(cell), f"{fast['median']:.0f}", f"{100 * spread:.0f} %"]
         for policy in policies:
-            if "of_stock" in engines[policy]:
-                row.append(ratio(engines[policy]["of_stock"]["tokens_per_s"]))
+            if compared := engines[policy].get("of_stock"):
+                row.append(ratio(compared["tokens_per_s"]))
+                row.append(ratio(compared["per_token_ms"]) if compared["per_token_ms"] else "-")
             else:
                 row.append(f"{engines[policy]['tokens_per_s']['median']:.0f} tokens/s")
         rows.append([*row, *([same(cell)] if policies else [])])
     who = "stock" if "stock" in cells[0]["engines"] else policies[0]
     beside = "of stock" if who == "stock" else "alone"
     header = [*_LOAD, f"{who}, tokens/s", f"{who}'s spread"]
-    header += [f"{policy}, {beside}" for policy in policies]
+    for policy in policies:
+        header += [f"{policy}, {beside}", *(["time per token"] if who == "stock" else [])]
     return table([*header, *(["accepted drafts equal"] if policies else [])], rows)
 
 

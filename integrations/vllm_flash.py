@@ -4,7 +4,8 @@ Registered under vLLM's own name for it, so models and captured graphs use it as
 no window and at layers that are not the target's it is vLLM's own code, untouched. With one, it
 still is: vLLM's own writer, but drafts go to spare slots behind the last block, and vLLM's own
 call of FlashAttention, but with blocks of one row, so that the block table leads to those slots.
-Its sums are stock's, to the last bit, whatever the layer's window, cap or sinks.
+Its sums are stock's, to the last bit, whatever the layer's window, cap or sinks. Outside of graphs
+the host has to keep up with all layers, so what these calls always get is made once.
 
 Where drafts go is read from a fixed buffer as the forward runs, so one captured graph serves
 windows, bypassed steps and fallbacks.
@@ -23,6 +24,7 @@ from torch import Tensor
 from ..backends.slot_tables import slot_tables
 from ..layers import LayerRef
 from . import vllm_internals as internals
+from . import vllm_internals_gpu as inside
 from .vllm_gpu import GpuSteps
 
 _own: Final[Any] = internals.flash_attention()
@@ -36,14 +38,18 @@ class FlashHook:
         steps: the runner's.
         ref: the layer.
         spare: the first slot where its group's drafts wait.
-        rows: its cache as blocks of one row, ``[num_slots, num_kv_heads, 1, 2 * head_size]``, the
-            spare ones included.
+        caches: its keys and values, ``[num_blocks, block_size, num_kv_heads, head_size]`` each, the
+            spare blocks included.
+        rows: its cache as blocks of one row, ``[num_slots, num_kv_heads, 1, 2 * head_size]``.
+        settings: what its calls of FlashAttention always get; None: vLLM's own code makes them.
     """
 
     steps: GpuSteps
     ref: LayerRef
     spare: int
+    caches: tuple[Tensor, Tensor]
     rows: Tensor
+    settings: dict[str, Any] | None
 
 
 @attrs.define(eq=False)
@@ -53,14 +59,18 @@ class Reading:
     Attributes:
         steps: the runner's.
         captured: the forward is a graph, and serves steps of any kind.
+        builder: of the metadata.
         slots: where the batch's rows are written, the drafts' among the spare slots.
         metadata: with a block table by slot.
+        batch: what FlashAttention gets of it in all layers; None: vLLM's own code makes the calls.
     """
 
     steps: GpuSteps
     captured: bool
+    builder: WindowFlashBuilder
     slots: Tensor | None = None
     metadata: Any = None
+    batch: dict[str, Any] | None = None
 
     @property
     def stopped(self) -> bool:
@@ -79,7 +89,10 @@ class Reading:
         )
         self.metadata = copy(metadata)
         self.metadata.block_table = table
+        if self.builder.schedules:
+            self.metadata.scheduler_metadata = inside.flash_schedule(self.builder, metadata)
         self.metadata.kvtxn = None  # else the two would hold each other, and the table, for long
+        self.batch = inside.flash_batch(self.metadata)
 
     def read(self) -> Any:
         """The metadata by which rows are found where ``do_kv_cache_update`` put them.
@@ -110,13 +123,18 @@ def warm_up(block_sizes: Iterable[int], position: Tensor) -> None:
 class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """Builds vLLM's metadata, and says where the forward has a window.
 
+    There FlashAttention's schedule is left out, which vLLM makes with three launches: the first
+    layer makes it with one, and in a graph with none that the host would see.
+
     Attributes:
         kvtxn: the runner's steps; None for layers that are not the target's.
         capturing: what is built is for a graph that will serve every step of its shape.
+        schedules: whether vLLM makes a schedule; None until it was asked for one.
     """
 
     kvtxn: GpuSteps | None = None
     capturing = False
+    schedules: bool | None = None
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Metadata for a graph that will serve every step of its shape."""
@@ -130,10 +148,18 @@ class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[mi
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
         """Metadata for one step; a drafter builds its own fast."""
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        steps = self.kvtxn
-        if steps is not None and (self.capturing or (steps.step is not None and not fast_build)):
-            metadata.kvtxn = Reading(steps, self.capturing)
+        steps, capturing = self.kvtxn, self.capturing
+        window = steps is not None and steps.step is not None and not (fast_build or capturing)
+        quick = fast_build or (window and self.schedules is not None)
+        metadata = super().build(common_prefix_len, common_attn_metadata, quick)
+        if not quick:
+            self.schedules = metadata.scheduler_metadata is not None
+        if steps is not None and capturing:
+            # vLLM would read it from a buffer that every step fills anew, a drafter's graphs, too;
+            # without one FlashAttention makes its own.
+            metadata.scheduler_metadata = None
+        if steps is not None and (window or capturing):
+            metadata.kvtxn = Reading(steps, capturing, self)
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
@@ -144,7 +170,7 @@ class WindowFlashBuilder(_own.FlashAttentionMetadataBuilder):  # type: ignore[mi
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
         reading = getattr(metadata, "kvtxn", None)
         if reading is not None:
-            updated.kvtxn = Reading(reading.steps, reading.captured)
+            updated.kvtxn = Reading(reading.steps, reading.captured, reading.builder)
         return updated
 
 
@@ -166,7 +192,10 @@ class WindowFlashImpl(_own.FlashAttentionImpl):  # type: ignore[misc]
         try:
             if reading.slots is None:
                 reading.prepare(hook, metadata, slot_mapping)
-            super().do_kv_cache_update(layer, key, value, kv_cache, reading.slots)
+            scales = layer._k_scale, layer._v_scale
+            _own.reshape_and_cache_flash(
+                *(key, value, *hook.caches, reading.slots, self.kv_cache_dtype, *scales)
+            )
             if not reading.captured:
                 hook.steps.waits(hook.ref)
         except Exception as error:
@@ -192,8 +221,15 @@ class WindowFlashImpl(_own.FlashAttentionImpl):  # type: ignore[misc]
         scales = output_scale, output_block_scale
         if hook is not None and reading is not None and not reading.stopped:
             try:
-                given = layer, query, key, value, hook.rows, reading.read(), output
-                return super().forward(*given, *scales)  # type: ignore[no-any-return]
+                metadata, batch = reading.read(), reading.batch
+                if batch is None or hook.settings is None or scales != (None, None):
+                    given = layer, query, key, value, hook.rows, metadata, output
+                    return super().forward(*given, *scales)  # type: ignore[no-any-return]
+                rows = slice(metadata.num_actual_tokens)
+                _own.flash_attn_varlen_func(
+                    q=query[rows], out=output[rows], **hook.settings, **batch
+                )
+                return output
             except Exception as error:
                 if reading.captured:
                     raise

@@ -250,3 +250,58 @@ def by_rows(cache: Tensor) -> Tensor | None:
     blocks, heads, size, width = cache.shape
     _, head, row, each = cache.stride()
     return cache.as_strided((blocks * size, heads, 1, width), (row, head, row, each))
+
+
+def flash_settings(impl: Any, rows: Tensor) -> dict[str, Any] | None:
+    """What a layer's calls of FlashAttention always get; None where vLLM gives them more.
+
+    Outside of graphs the host has to keep up, and to make these anew in each call, as vLLM does,
+    takes it a third of the call.
+
+    Args:
+        impl: vLLM's attention of the layer.
+        rows: its cache by slot.
+    """
+    if impl.kv_cache_dtype not in ("auto", "float16", "bfloat16") or impl.alibi_slopes is not None:
+        return None
+    own = internals.flash_attention()
+    key, value = rows.transpose(1, 2).split(impl.head_size, -1)
+    return {
+        "k": own.canonicalize_singleton_dim_strides(key),
+        "v": own.canonicalize_singleton_dim_strides(value),
+        "softmax_scale": impl.scale,
+        "window_size": list(impl.sliding_window),
+        "softcap": impl.logits_soft_cap,
+        "s_aux": impl.sinks,
+        "fa_version": impl.vllm_flash_attn_version,
+    }
+
+
+def flash_batch(metadata: Any) -> dict[str, Any] | None:
+    """What FlashAttention gets in all layers of a step; None where vLLM decides by the layer."""
+    if metadata.causal is not True:
+        return None
+    return {
+        "cu_seqlens_q": metadata.query_start_loc,
+        "seqused_k": metadata.seq_lens,
+        "max_seqlen_q": metadata.max_query_len,
+        "max_seqlen_k": metadata.max_seq_len,
+        "causal": True,
+        "block_table": metadata.block_table,
+        "scheduler_metadata": metadata.scheduler_metadata,
+        "num_splits": metadata.max_num_splits,
+    }
+
+
+def flash_schedule(builder: Any, metadata: Any) -> Any:
+    """FlashAttention's schedule of a batch, as its metadata builder makes it, in one launch."""
+    return builder._get_scheduler_metadata(
+        aot_schedule=True,
+        batch_size=metadata.seq_lens.shape[0],
+        cu_query_lens=metadata.query_start_loc,
+        max_query_len=metadata.max_query_len,
+        seqlens=metadata.seq_lens,
+        max_seq_len=metadata.max_seq_len,
+        causal=metadata.causal,
+        max_num_splits=metadata.max_num_splits,
+    )

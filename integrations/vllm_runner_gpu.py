@@ -168,7 +168,9 @@ def hook_attention(
     for layer, ref in zip(layers, steps.layers, strict=True):
         rows = inside.by_rows(layer.cache)
         assert rows is not None  # else the policy is another one
-        layer.impl.kvtxn = FlashHook(steps, ref, spare[ref.group], rows)
+        key, value = layer.cache.transpose(1, 2).split(layer.row_shape[-1], -1)
+        settings = inside.flash_settings(layer.impl, rows)
+        layer.impl.kvtxn = FlashHook(steps, ref, spare[ref.group], (key, value), rows, settings)
     for builder in builders:
         builder.kvtxn = steps
     warm_up({ref.planes[0].block_size for ref in steps.layers}, steps.window.position)

@@ -8,37 +8,47 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtxn import LayerRef, TxnConfig
-from kvtxn.attention import attend
-from kvtxn.executor import AttentionArgs
 from kvtxn.layout import RowLayout
 
 pytest.importorskip("triton")
 
 BLOCKS, BLOCK, HEADS, SIZE = 12, 4, 2, 16
 MAX_ROWS = 24
+SPARE = MAX_ROWS // BLOCK + 1  # one more, which nobody touches
 
 
 class Rig:
-    """Packed caches as vLLM has them, a fixed window, and a copy of every byte before it."""
+    """Packed caches as vLLM has them, and a fixed window.
 
-    def __init__(self, executor, device: str, *, undo: bool, layers: int = 3) -> None:
+    With ``spare`` each cache has further blocks, of which its layer is not told: there rows wait.
+    """
+
+    def __init__(self, executor, device: str, *, undo: bool, spare: bool = False) -> None:
         from kvtxn.backends.fixed_window import FixedWindow
 
         self.device = device
         generator = torch.Generator().manual_seed(7)
-        shape = (BLOCKS, HEADS, BLOCK, 2 * SIZE)
-        self.caches = [
-            torch.randn(shape, generator=generator).to(torch.float16).to(device)
-            for _ in range(layers)
+        shape = (BLOCKS + SPARE * spare, BLOCK, HEADS, 2 * SIZE)
+        memory = [
+            torch.randn(shape, generator=generator).to(torch.float16).to(device) for _ in range(3)
         ]
-        self.refs = []
+        self.caches = [blocks[:BLOCKS].transpose(1, 2) for blocks in memory]
+        if not spare:  # the other order in which caches lie
+            self.caches = [cache.contiguous() for cache in self.caches]
+        self.behind = [blocks[BLOCKS:] for blocks in memory]
+        self.refs, rows = [], {}
         for i, cache in enumerate(self.caches):
             key, value = cache.transpose(1, 2).split(SIZE, -1)
             self.refs.append(LayerRef(f"layer.{i}", key, value))
+            if spare:
+                waiting = self.behind[i].flatten(0, 1)[:MAX_ROWS]
+                rows[f"layer.{i}"] = waiting.split(SIZE, -1)
         self.executor = executor(self.refs, TxnConfig(max_rows=MAX_ROWS))
         self.slots = torch.full((1, 64), -1, dtype=torch.int64, device=device)
         self.counters = torch.zeros(1, 4, dtype=torch.int64, device=device)
-        self.window = FixedWindow(self.executor, self.slots, self.counters, undo=undo)
+        self.window = FixedWindow(
+            self.executor, self.slots, self.counters, undo=undo, rows=rows or None
+        )
 
     def rows(self, number: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Fresh keys and values for every layer."""
@@ -69,7 +79,7 @@ def steps(draw):
     return drafts, settled, sampled, slots
 
 
-@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize(("undo", "rows"), [(False, "own"), (False, "spare"), (True, "own")])
 @settings(
     max_examples=6,
     deadline=None,
@@ -78,10 +88,10 @@ def steps(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(steps=st.lists(steps(), min_size=1, max_size=2))
-def test_commit_keeps_exactly_the_accepted_rows(triton_executor, kernel_device, undo, steps):
+def test_commit_keeps_exactly_the_accepted_rows(triton_executor, kernel_device, undo, rows, steps):
     """One window after another over the same buffers; every byte of every cache compared."""
     device = kernel_device
-    rig = Rig(triton_executor, device, undo=undo)
+    rig = Rig(triton_executor, device, undo=undo, spare=rows == "spare")
     totals = [0, 0, 0, 0]
     for number, (drafts, settled, sampled, slots) in enumerate(steps):
         layout = RowLayout.build(tuple(drafts), tuple(settled), torch.device(device))
@@ -89,6 +99,7 @@ def test_commit_keeps_exactly_the_accepted_rows(triton_executor, kernel_device, 
         rig.slots[0, : len(slots)] = torch.tensor(slots)
         fresh = rig.rows(layout.num_rows, number)
         before = [cache.clone() for cache in rig.caches]
+        behind = [blocks.clone() for blocks in rig.behind]
         rig.window.show(layout)
         assert torch.equal(rig.window.position[: layout.num_rows], layout.position)
         assert bool((rig.window.position[layout.num_rows :] == -1).all())
@@ -99,8 +110,11 @@ def test_commit_keeps_exactly_the_accepted_rows(triton_executor, kernel_device, 
                     rig.write(ref, row, key, value)
         else:
             for ref, pair in zip(rig.refs, fresh, strict=True):
-                for plane, rows in enumerate(pair):
-                    rig.window.rows_of(ref, plane)[: layout.num_rows] = rows
+                for plane, staged in enumerate(pair):
+                    rig.window.rows_of(ref, plane)[: layout.num_rows] = staged
+            if rows == "spare":
+                for blocks, (key, value) in zip(behind, fresh, strict=True):
+                    blocks.view(-1, HEADS, 2 * SIZE)[: len(key)] = torch.cat([key, value], -1)
         rig.window.commit(layout, torch.tensor(sampled, dtype=torch.int32, device=device))
         got = [cache.clone() for cache in rig.caches]
         for cache, old in zip(rig.caches, before, strict=True):
@@ -116,44 +130,9 @@ def test_commit_keeps_exactly_the_accepted_rows(triton_executor, kernel_device, 
                     totals[1 if kept else 2] += 1
         for cache, found in zip(rig.caches, got, strict=True):
             assert torch.equal(cache.view(torch.int16), found.view(torch.int16))
+        for blocks, old in zip(rig.behind, behind, strict=True):
+            assert torch.equal(blocks.view(torch.int16), old.view(torch.int16))
     assert rig.counters[0].tolist() == totals
-
-
-@pytest.mark.parametrize("hidden", [False, True])
-def test_window_kernel_stages_drafts_and_writes_settled_rows(
-    triton_executor, kernel_device, hidden
-):
-    """Shown, drafts wait in the buffers; hidden, all go into the cache; both attend alike."""
-    device = kernel_device
-    rig = Rig(triton_executor, device, undo=False, layers=1)
-    layout = RowLayout.build((2, 2), (1, 1), torch.device(device))
-    table = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32, device=device)
-    seq_lens = torch.tensor([9, 8], dtype=torch.int32, device=device)
-    places = [(r, p) for r, total in enumerate((9, 8)) for p in range(total - 3, total)]
-    slots = [int(table[r, p // BLOCK]) * BLOCK + p % BLOCK for r, p in places]
-    rig.slots[0, :6] = torch.tensor(slots)
-    ref, (key, value) = rig.refs[0], rig.rows(6, 3)[0]
-    query = torch.randn(6, 2 * HEADS, SIZE, device=device).to(torch.float16)
-    args = AttentionArgs(block_table=table, seq_lens=seq_lens, scale=0.25)
-    wanted = attend(layout, ref.planes, (key, value), query, args)
-    before = rig.caches[0].clone()
-    rig.window.show(None if hidden else layout)
-    lengths = torch.zeros(2, dtype=torch.int32, device=device)
-    starts = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
-    rig.window.prefix(starts, seq_lens, lengths)
-    assert lengths.tolist() == [6, 5]
-    prefix = rig.executor.attention.prefix(layout, ref, query, args)
-    keep = rig.window.keep(ref, rig.slots[0, :6])
-    got = rig.executor.attention.merge(layout, ref, query, (key, value), prefix, args, keep)
-    assert torch.allclose(got.float(), wanted.float(), atol=2e-2)
-    for plane, rows in enumerate((key, value)):
-        assert torch.equal(rig.window.rows_of(ref, plane)[:6], rows)
-    found = rig.caches[0].clone()
-    rig.caches[0].copy_(before)
-    for row in range(6):
-        if hidden or int(layout.position[row]) < 0:
-            rig.write(ref, row, key, value)
-    assert torch.equal(rig.caches[0].view(torch.int16), found.view(torch.int16))
 
 
 @pytest.mark.parametrize("undo", [False, True])

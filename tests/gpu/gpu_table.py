@@ -45,12 +45,10 @@ steps of bfloat16 at the size of the best logit (1/16 from 8 to 16). Drafts of E
 accepted by lot here, and where those part nothing leads: *noise* says that the logits do not part.
 "-": an older run, which did not look at this.
 
-Under `deferred` sums are made in another order, as between two of vLLM's own attention backends (at
-the end of the page), so a near-tie can fall the other way; the best two logits of random models are
-often equal. Under `undo` all is stock's to the bit wherever the same requests share a step, which
-*switched* shows. Where vLLM schedules ahead of the GPU, which do depends on time; engines called
-*steady* do not. Besides, each engine compiles kernels of its own, whatever its policy, and a
-near-tie falls as they sum: so stock parts from stock, too.
+All is stock's to the bit wherever the same requests share a step, which *switched* shows. Where
+vLLM schedules ahead of the GPU, which do depends on time; engines called *steady* do not. Besides,
+each engine compiles kernels of its own, whatever its policy, and a near-tie falls as they sum; the
+best two logits of random models are often equal. So stock parts from stock, too: see the end.
 """
 
 
@@ -128,10 +126,8 @@ def most(key: str, cells: list[dict[str, Any]]) -> str:
     return f"{max(cell[key] for cell in cells):g}" if all(key in cell for cell in cells) else "-"
 
 
-def switched(policy: str, cells: list[dict[str, Any]]) -> str:
-    """Requests that are the same to the bit in one engine; for undo alone."""
-    if policy != "undo":
-        return ""
+def switched(cells: list[dict[str, Any]]) -> str:
+    """Requests that are the same to the bit in one engine."""
     return str(sum(cell["switched"] for cell in cells)) if "switched" in cells[0] else "-"
 
 
@@ -157,7 +153,7 @@ def line(name: str, policy: str, found: dict[str, Any]) -> str:
         f"`{policy}`",
         f"{total('same', every)} / {total('requests', every)}",
         *(most(key, every) for key in ("gap", "noise")),
-        switched(policy, every),
+        switched(every),
         f"{total('accepted', every)} / {total('drafted', every)}",
         windows,
         *looked,

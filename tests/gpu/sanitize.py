@@ -48,16 +48,18 @@ FAMILIES: Final = {
     "captured": "test_each_replay_commits or test_fewer_rows or test_ids_beyond",
     "ids": "test_sampled_ids_say_the_same or test_refusals_are_counted or test_per_window",
     "graphs": "test_commit_in_a_graph or test_a_tree_commit_in_a_graph",
-    "fixed-window": "test_commit_keeps_exactly or test_window_kernel_stages or test_a_long_state",
-    "tails": "test_a_causal_prefix",
-    "slices": "test_slices_of_the_cache or test_settled_rows_are_written_once or test_a_prefix_of",
+    "fixed-window": "test_commit_keeps_exactly or test_a_long_state",
+    "slot-tables": "test_rows_are_read_and_written or test_a_table_is_no_larger",
+    "slices": "test_slices_of_the_cache or test_settled_rows_are_written_once",
+    "merging": "test_every_form or test_a_prefix_of or test_after_flash_attention",
 }
 
 #: Families without a class of the kit: tests of files of their own, on the Triton executor.
 _OWN_FILES: Final = {
     "fixed-window": ("test_fixed_window.py", "test_plans.py"),
-    "tails": ("test_attention_launch.py",),
+    "slot-tables": ("test_slot_tables.py",),
     "slices": ("test_attention_launch.py",),
+    "merging": ("test_attention_launch.py",),
 }
 
 TOOLS: Final = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -68,7 +70,7 @@ _VERDICT: Final = re.compile(
 )
 
 #: This project's kernels, by name.
-_KERNELS: Final = "regex=move_rows|paged_|combine|_attention|prefix_lengths"
+_KERNELS: Final = "regex=move_rows|paged_|combine|_attention|fill_tables"
 
 _KIT: Final = """
 import pytest

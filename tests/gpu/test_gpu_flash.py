@@ -1,92 +1,122 @@
-"""One call for drafts and all else, over vLLM's own FlashAttention: each sees what it should.
-
-Prefixes may be shorter than a request's rows, so that some rows see nothing in the call itself.
-"""
+"""vLLM's own FlashAttention 3 over rows that wait: the same bits as over rows in their places."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from gpu_jobs import missing
 
-from kvtxn import LayerRef
-from kvtxn.executor import AttentionArgs
-from kvtxn.layout import RowLayout
-
 if reason := missing():
     pytest.skip(reason, allow_module_level=True)
 
-import vllm.vllm_flash_attn  # noqa: F401  # its operators
-from kvtxn.backends.attention_launch import AttentionLauncher
-from kvtxn.backends.attention_shapes import Keep, Tail
-from kvtxn.integrations import vllm_internals_gpu as inside
+from kvtxn.backends.slot_tables import slot_tables
+from kvtxn.integrations import vllm_internals
+from kvtxn.integrations.vllm_internals_gpu import by_rows
+from vllm._custom_ops import reshape_and_cache_flash
 
-BLOCK, HEADS, GROUP, SIZE, SCALE = 16, 8, 4, 128, 0.09
-OPERATORS = {2: "varlen_fwd", 3: "fwd"}
-BEFORE, LENGTHS, DRAFTS = [1, 2, 3, 4, 5, 33, 700, 0, 90], [5, 5, 3, 5, 5, 2, 5, 40, 1], 7
-
-
-def softmax(query, key, value):
-    """Causal attention in float64 of rows that are the last of their keys'."""
-    key, value = (each.double().repeat_interleave(GROUP, 1) for each in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * SCALE
-    rows, keys = scores.shape[1:]
-    hidden = torch.ones(rows, keys, dtype=torch.bool, device=key.device).triu(keys - rows + 1)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
+#: Rows of each request after the step, and its rows of the step.
+BATCHES = {
+    "one": ([1030], [5]),
+    "short": ([17, 6, 5], [5, 5, 5]),
+    "uneven": ([1030, 40, 2000, 8190], [5, 5, 3, 5]),
+    "many": ([1000 + 7 * i for i in range(32)], [5] * 32),
+    "prompts": ([1030, 40, 700, 333], [5, 5, 1, 300]),
+    "wide": ([900] * 64, [5] * 64),
+}
+#: Query heads, KV heads, head size.
+SHAPES = [(32, 8, 128), (14, 2, 64), (8, 4, 256), (8, 1, 128)]
 
 
-@pytest.mark.parametrize("version", [2, 3])
-@pytest.mark.parametrize("splits", [0, 1])
-def test_one_call_for_all(version, splits):
-    """The first requests have drafts; the last two are a prompt and a plain decode row."""
-    if not hasattr(getattr(torch.ops, f"_vllm_fa{version}_C"), OPERATORS[version]):
-        pytest.skip(f"FlashAttention {version} is not in this build")
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_plain_layers(batch, shape, block_size):
+    """Whatever the heads and lengths."""
+    both(batch, shape, block_size)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("more", ["sliding", "capped", "sinks", "fp8"])
+def test_other_layers(batch, more):
+    """Windows that slide, soft caps, sinks, and rows of 8 bits."""
+    both(batch, (32, 8, 128), 16, more)
+
+
+def both(batch: str, shape: tuple[int, int, int], block_size: int, more: str = "") -> None:
+    """Attend over a cache with all rows in their slots, and over one whose drafts wait."""
     made = torch.Generator("cuda").manual_seed(5)
 
-    def noise(*shape):
-        return torch.randn(shape, generator=made, device="cuda").to(torch.bfloat16)
+    def noise(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=made, device="cuda").to(torch.bfloat16)
 
-    count, most = len(BEFORE), max(BEFORE) // BLOCK + 4
-    cache = noise(count * most, HEADS, BLOCK, 2 * SIZE) * 20  # what nobody should see
-    ref = LayerRef("layer", *cache.transpose(1, 2).split(SIZE, -1))
-    starts = [sum(LENGTHS[:number]) for number in range(count + 1)]
-    query, key, value = noise(starts[-1], HEADS * GROUP, SIZE), *noise(2, starts[-1], HEADS, SIZE)
-    wanted = torch.empty_like(query, dtype=torch.float64)
-    for number, ((first, last), past) in enumerate(zip(pairwise(starts), BEFORE, strict=True)):
-        rows = torch.cat([noise(past, HEADS, 2 * SIZE), torch.cat([key, value], -1)[first:last]])
-        wanted[first:last] = softmax(query[first:last], *rows.split(SIZE, -1))
-        there = rows if number >= DRAFTS else rows[:past]  # drafts are not in the cache
-        at = torch.arange(len(there), device="cuda")
-        cache[number * most + at // BLOCK, :, at % BLOCK] = there
-    numbers = {"dtype": torch.int32, "device": "cuda"}
-    totals = [past + length for past, length in zip(BEFORE, LENGTHS, strict=True)]
-    metadata = SimpleNamespace(
-        query_start_loc=torch.tensor(starts, **numbers),
-        seq_lens=torch.tensor(totals, **numbers),
-        block_table=torch.arange(count * most, **numbers).view(count, most),
-        max_query_len=max(LENGTHS),
-        max_seq_len=max(totals),
-        max_num_splits=splits,
+    (totals, lengths), (heads, kv_heads, size) = BATCHES[batch], shape
+    starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
+    wide = -(-9000 // block_size)
+    counts = [-(-total // block_size) for total in totals]
+    spare = sum(counts) * block_size
+    cache = noise(sum(counts) + -(-starts[-1] // block_size), block_size, kv_heads, 2 * size)
+    numbers: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
+    blocks, free = torch.zeros(len(totals), wide, **numbers), torch.randperm(sum(counts)).tolist()
+    slots, waits = [], torch.full((starts[-1],), -1, device="cuda")
+    for r, (first, last) in enumerate(pairwise(starts)):
+        own = [free.pop() for _ in range(counts[r])]
+        blocks[r, : counts[r]] = torch.tensor(own)
+        places = range(totals[r] - lengths[r], totals[r])
+        slots += [own[place // block_size] * block_size + place % block_size for place in places]
+        if lengths[r] < 9:  # a prompt has no drafts
+            waits[first + 1 : last] = torch.arange(first + 1, last)
+    query, (key, value) = noise(starts[-1], heads, size), noise(2, starts[-1], kv_heads, size)
+    if more == "fp8":
+        cache, query = cache.to(torch.float8_e4m3fn), query.to(torch.float8_e4m3fn)
+    cu_starts, lens = torch.tensor(starts, **numbers), torch.tensor(totals, **numbers)
+    own_slots = torch.tensor(slots, device="cuda")
+    table, written = slot_tables(
+        *(cu_starts, lens, blocks, own_slots, waits),
+        spare=spare,
+        block_size=block_size,
+        longest=max(totals),
     )
-    keys = torch.tensor([*BEFORE[:DRAFTS], *totals[DRAFTS:]], **numbers)
-    impl = SimpleNamespace(
-        **{"scale": SCALE, "logits_soft_cap": 0.0, "vllm_flash_attn_version": version},
-        **{"num_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_size": SIZE},
-    )
-    output = torch.empty_like(query)
-    requests = inside.FlashRequests.following(metadata, 0, keys)
-    lse = requests.attend(impl, ref, (-1, -1), query, output)
-    drafts = tuple(length - 1 for length in LENGTHS[:DRAFTS])
-    layout = RowLayout.build(drafts, (1,) * DRAFTS, torch.device("cuda"))
-    room = torch.empty_like(key), torch.empty_like(value)
-    AttentionLauncher(layout.position.device).merge_into(
-        *(layout, ref, query, (key, value), output, lse),
-        AttentionArgs(block_table=metadata.block_table, seq_lens=metadata.seq_lens, scale=SCALE),
-        Keep(None, layout.position, room),
-        Tail(metadata.seq_lens, metadata.block_table),
-    )
-    assert (output - wanted).abs().max() < 0.04  # the largest is 3.3, in bfloat16
+    flash, one = vllm_internals.flash_attention(), torch.ones(1, device="cuda")
+    window = (200, 0) if more == "sliding" else (-1, -1)
+
+    def run(rows: torch.Tensor, where: torch.Tensor, table: torch.Tensor, splits: int) -> Any:
+        given = rows.view(torch.uint8) if more == "fp8" else rows
+        parts = given.split(size, -1)
+        dtype = "fp8" if more == "fp8" else "auto"
+        reshape_and_cache_flash(key, value, *parts, where, dtype, one, one)
+        if table.shape[1] > wide:
+            paged = by_rows(rows.transpose(1, 2))
+            assert paged is not None
+            rows = paged.transpose(1, 2)
+        schedule = flash.get_scheduler_metadata(
+            **{"batch_size": len(totals), "max_seqlen_q": max(lengths), "causal": True},
+            **{"max_seqlen_k": max(totals), "num_heads_q": heads, "num_heads_kv": kv_heads},
+            **{"headdim": size, "cache_seqlens": lens, "qkv_dtype": query.dtype},
+            **{"cu_seqlens_q": cu_starts, "page_size": block_size, "window_size": window},
+            num_splits=splits,
+        )
+        scales = one.expand(len(totals), kv_heads) if more == "fp8" else None
+        k, v = rows.split(size, -1)
+        return flash.flash_attn_varlen_func(
+            **{"q": query, "k": k, "v": v, "cu_seqlens_q": cu_starts, "seqused_k": lens},
+            **{"max_seqlen_q": max(lengths), "max_seqlen_k": max(totals), "causal": True},
+            **{"softmax_scale": size**-0.5, "window_size": list(window), "block_table": table},
+            **{"softcap": 30.0 if more == "capped" else 0.0, "num_splits": splits},
+            **{"q_descale": scales, "k_descale": scales, "v_descale": scales},
+            s_aux=noise(heads) if more == "sinks" else None,
+            scheduler_metadata=schedule if splits else None,
+            fa_version=3,
+        )
+
+    for splits in (0, 1, 32):
+        stock, ours = cache.clone(), cache.clone()
+        state = made.get_state()
+        wanted = run(stock, own_slots, blocks, splits)
+        made.set_state(state)
+        assert run(ours, written, table, splits).equal(wanted)
+        there = [slot for slot, waiting in zip(slots, waits.tolist(), strict=True) if waiting < 0]
+        changed = (ours.view(torch.uint8) != cache.view(torch.uint8)).flatten(2).any(2).flatten()
+        assert changed[:spare].nonzero().flatten().tolist() == sorted(there)

@@ -1,7 +1,7 @@
 """Real vLLM on a GPU: tokens part from stock's at near-ties alone, as stock's own do.
 
-Under undo one engine says the same to the last bit with its windows on and off. No policy leaves a
-rejected row behind, and none loses an accepted one.
+One engine says the same to the last bit with its windows on and off. No policy leaves a rejected
+row behind, and none loses an accepted one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ ALL = [
     for scenario in ("unwatched", *scenarios(kind))
 ]
 CELLS = [pytest.param(*cell, id="-".join(cell)) for cell in ALL if cell[1] not in STOCK]
-UNDONE = [pytest.param(*cell, id="-".join(cell)) for cell in ALL if cell[1] == "undo"]
 STOCKS = [pytest.param(*cell, id="-".join(cell)) for cell in ALL if cell[1] in STOCK]
 
 
@@ -45,11 +44,11 @@ def test_a_cell(reports, kind, policy, scenario):
         assert counts["kvtxn_fallbacks_total"] == 0
         assert counts["kvtxn_windows_total_committed"] == counts["kvtxn_windows_total"] > 0
         if seen is not None:
-            judge(counts, seen, policy, JOBS[kind].get("bypassed", 0.1))
+            judge(counts, seen, policy)
 
 
-@pytest.mark.parametrize(("kind", "policy", "scenario"), UNDONE)
-def test_undo_changes_no_bit(reports, kind, policy, scenario):
+@pytest.mark.parametrize(("kind", "policy", "scenario"), CELLS)
+def test_windows_change_no_bit(reports, kind, policy, scenario):
     """With its windows off an engine is stock, and its kernels are the same."""
     [report] = reports_of(reports, kind, policy)
     ours, stock = report[scenario], report[scenario]["off"]
@@ -80,17 +79,14 @@ def active_ranks(report):
     return [bool(counts["kvtxn_active"]) for counts in report["idle"]]
 
 
-def judge(counts, seen, policy, most):
-    """What the oracle saw in one scenario, against what kvtxn counted.
-
-    ``most``: of the rejected rows, in steps that have no window.
-    """
+def judge(counts, seen, policy):
+    """What the oracle saw in one scenario, against what kvtxn counted."""
     bypassed = counts["kvtxn_bypassed_windows_total"]
     assert counts["kvtxn_windows_total_committed"] + bypassed == seen["windows"]
     # A step without a window is as in stock, and the oracle has seen it, too.
     stocks = seen["rejected"] - counts["kvtxn_rows_rejected_total"]
     drafts = seen["kept"] + seen["rejected"] - counts["kvtxn_rows_staged_total"]
-    assert 0 <= stocks <= most * seen["rejected"]
+    assert 0 <= stocks <= 0.1 * seen["rejected"]
     assert seen.get("rejected_written", 0) <= stocks
     assert seen.get("strays", 0) == 0 or stocks
     assert seen.get("lost", 0) == 0
@@ -145,4 +141,4 @@ def test_two_gpus_say_what_one_says(reports, kind, policy):
         return sum(a == b for a, b in zip(found["novels"]["tokens"], alone, strict=True))
 
     stock, ours = same(reports(kind)["stock"]), same(reports(kind)[policy])
-    assert ours == stock or (policy == "deferred" and ours >= 0.8 * stock)
+    assert ours == stock

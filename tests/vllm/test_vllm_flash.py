@@ -1,17 +1,19 @@
-"""Attention that reads a window, over FlashAttention's interface: a batch's parts, put together.
+"""vLLM's own FlashAttention code over a window whose drafts wait behind the cache's blocks.
 
-FlashAttention itself is plain torch here, by its documentation, and says if a schedule was made
-for another call than it is passed to. The window kernel is the real one.
+Its two operators are plain torch here: one writes rows to slots, one attends over blocks of any
+size. What they are called with is vLLM's doing and the plug-in's.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import attrs
+import numpy
 import pytest
 import torch
 from vllm_jobs import missing
-from vllm_step_rig import BLOCK, DEVICE, HEADS, SIZE, Calls, Rig, anywhere  # noqa: F401
+from vllm_step_rig import DEVICE, Calls, anywhere  # noqa: F401
 
 if reason := missing():
     pytest.skip(reason, allow_module_level=True)
@@ -19,33 +21,19 @@ if reason := missing():
 from kernels_here import importing_kernels
 
 with importing_kernels():
-    from kvtxn.benchmarks.exactness_watch import InjectedFault, fault
-    from kvtxn.integrations import vllm_internals
-    from kvtxn.integrations.vllm_flash import FlashHook, Reading, WindowFlashBuilder
-    from kvtxn.integrations.vllm_runner_gpu import hook_attention
+    from kvtxn.benchmarks.exactness_watch import fault
+    from kvtxn.integrations import vllm_flash, vllm_internals
+    from kvtxn.integrations.vllm_flash import Reading, WindowFlashBuilder, WindowFlashImpl
+    from kvtxn.integrations.vllm_gpu import GpuSteps
+    from kvtxn.integrations.vllm_internals import TargetLayer
+    from kvtxn.integrations.vllm_runner_gpu import hook_attention, layer_refs, waiting_rows
 
-    from kvtxn.errors import LayerError
-    from kvtxn.executor import AttentionArgs
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-GROUP = 2  # query heads of a KV head
-CALL = ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "causal", "window_size", "num_splits")
+from kvtxn import TransactionManager, TxnConfig
 
-
-def visible(rows: int, keys: int, causal: bool, left: int) -> torch.Tensor:
-    """Which keys a row sees, both aligned at their ends."""
-    i, j = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)[None]
-    seen = (j <= i) if causal else torch.ones(rows, keys, dtype=torch.bool)
-    return seen & (j >= i - left) if left >= 0 else seen
-
-
-def attend(query, key, value, seen, scale):
-    """Softmax attention of one request, and its log-sum-exp; 0 and -inf where nothing is seen."""
-    key, value = (each.repeat_interleave(GROUP, 1) for each in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    scores = scores.masked_fill(~seen.to(scores.device), float("-inf"))
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
-    return torch.einsum("hqk,khd->qhd", weights, value), lse
+HEADS, GROUP, SIZE, BLOCK = 2, 2, 8, 4  # KV heads, query heads of each
+OWN, SPARE, MAX_ROWS = 12, 4, 16  # blocks that vLLM hands out, and those behind
 
 
 class Flash:
@@ -53,251 +41,386 @@ class Flash:
 
     def __init__(self) -> None:
         self.calls = []
-        self.schedules = 0
 
-    def get_scheduler_metadata(self, *, cache_seqlens, batch_size, **given):
-        self.schedules += 1
-        assert batch_size == len(cache_seqlens) == len(given["cu_seqlens_q"]) - 1
-        return {name: given[name] for name in CALL} | {"seqused_k": cache_seqlens}
+    def attend(self, *, q, k, v, out, cu_seqlens_q, seqused_k, block_table, **given):
+        """Causal attention of each request, its rows the last of its keys."""
+        self.calls.append(given | {"block_size": k.shape[1]})
+        starts, (left, _) = cu_seqlens_q.tolist(), given["window_size"]
+        for r, total in enumerate(seqused_k.tolist()):
+            rows, at = slice(starts[r], starts[r + 1]), torch.arange(total, device=k.device)
+            where = block_table[r, at // k.shape[1]].long(), at % k.shape[1]
+            out[rows] = softmax(q[rows], k[where], v[where], left, given["softmax_scale"])
 
-    def flash_attn_varlen_func(self, *, q, k, v, out, scheduler_metadata, **given):
-        for name in (*CALL, "seqused_k"):
-            assert (
-                scheduler_metadata[name] is given[name] or scheduler_metadata[name] == given[name]
-            )
-        self.calls.append(given)
-        lse = torch.full((q.shape[1], q.shape[0]), float("nan"), device=q.device)
-        starts, left = given["cu_seqlens_q"].tolist(), given["window_size"][0]
-        for r, count in enumerate(given["seqused_k"].tolist()):
-            rows = slice(starts[r], starts[r + 1])
-            assert rows.stop - rows.start <= given["max_seqlen_q"]
-            assert count <= given["max_seqlen_k"]
-            at = torch.arange(count, device=k.device)
-            where = given["block_table"][r, at // BLOCK].long(), at % BLOCK
-            seen = visible(rows.stop - rows.start, count, given["causal"], left)
-            out[rows], lse[:, rows] = attend(
-                q[rows], k[where], v[where], seen, given["softmax_scale"]
-            )
-        return out, lse
-
-    def reshape_and_cache_flash(self, key, value, key_cache, value_cache, slots, *_):
+    def write(self, key, value, key_cache, value_cache, slots, *_):
+        """Rows to slots; -1 is left out."""
         for row, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 key_cache[slot // BLOCK, slot % BLOCK] = key[row]
                 value_cache[slot // BLOCK, slot % BLOCK] = value[row]
 
 
+def softmax(query, key, value, left, scale):
+    """Causal attention of one request; ``left``: rows seen before one's own, -1 is all."""
+    key, value = (each.repeat_interleave(GROUP, 1) for each in (key, value))
+    i = torch.arange(len(query), device=key.device)[:, None] + len(key) - len(query)
+    j = torch.arange(len(key), device=key.device)[None]
+    seen = (j <= i) & ((j >= i - left) if left >= 0 else True)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+
+
 @pytest.fixture
 def flash(monkeypatch):
-    found = Flash()
-    module = vllm_internals.flash_attention()
-    for name in ("get_scheduler_metadata", "flash_attn_varlen_func", "reshape_and_cache_flash"):
-        monkeypatch.setattr(module, name, getattr(found, name), raising=False)
+    found, module = Flash(), vllm_internals.flash_attention()
+    monkeypatch.setattr(module, "_FA4_DENSE_ATTENTION_KERNEL", found.attend)
+    monkeypatch.setattr(module, "flash_attn_varlen_func", found.attend, raising=False)
+    monkeypatch.setattr(module, "reshape_and_cache_flash", found.write, raising=False)
     return found
 
 
 class Batch:
-    """Requests of two blocks each: rows that they have already, and rows of this step."""
+    """A batch over two layers; requests have three blocks each."""
 
-    def __init__(self, before: list[int], lengths: list[int], padding: int = 0) -> None:
-        self.before, self.lengths, self.padding = before, lengths, padding
-        self.rig = Rig("deferred")
-        self.rows, self.starts = sum(self.lengths), [0]
-        for length in self.lengths:
-            self.starts.append(self.starts[-1] + length)
-        count = len(self.lengths)
-        self.place(torch.arange(2 * count, dtype=torch.int32, device=DEVICE).view(count, 2))
-        size = (self.rows + self.padding, HEADS, SIZE)
-        self.key, self.value = torch.randn(2, *size, device=DEVICE)
-        self.query = torch.randn(size[0], GROUP * HEADS, SIZE, device=DEVICE)
-        self.output = torch.full_like(self.query, 7.0)
+    def __init__(self, monkeypatch, before, lengths, *, sliding=None, on_error="fallback") -> None:
+        torch.manual_seed(3)
+        self.before, self.lengths = before, lengths
+        self.starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
+        self.rows = self.starts[-1]
+        whole = torch.randn(2, OWN + SPARE, BLOCK, HEADS, 2 * SIZE, device=DEVICE).transpose(2, 3)
+        self.caches = [cache[:OWN] for cache in whole]
+        self.stock = [cache.clone() for cache in self.caches]
+        sides = {"num_heads": HEADS * GROUP, "head_size": SIZE, "num_kv_heads": HEADS}
+        settings = {"alibi_slopes": None, "sliding_window": sliding, "kv_cache_dtype": "auto"}
+        self.layers = []
+        for number, cache in enumerate(whole):
+            impl = WindowFlashImpl(scale=0.3, **sides, **settings)
+            impl.vllm_flash_attn_version = 3
+            one = torch.ones(1)
+            module = SimpleNamespace(
+                layer_name=f"layer.{number}", impl=impl, _q_scale=one, _k_scale=one, _v_scale=one
+            )
+            shape = (HEADS, SIZE)
+            self.layers.append(
+                TargetLayer(f"layer.{number}", "group.0", module, impl, cache, shape, whole.dtype)
+            )
+        own = [
+            TargetLayer(x.name, x.group, x.module, x.impl, cache, x.row_shape, x.dtype)
+            for x, cache in zip(self.layers, self.caches, strict=True)
+        ]
+        config = TxnConfig(
+            policy="deferred", backend="triton", max_rows=MAX_ROWS, on_error=on_error
+        )
+        manager = TransactionManager(layer_refs(own, "auto"), config)
+        self.slots = torch.full((1, 32), -1, dtype=torch.int64, device=DEVICE)
+        self.first = first = {"group.0": OWN * BLOCK}
+        waiting = {
+            ref.name: waiting_rows(ref, first[ref.group], MAX_ROWS)
+            for ref in layer_refs(self.layers, "auto")
+        }
+        self.steps = GpuSteps(manager, self.slots, query_len=4, rows=waiting)
+        self.builder = object.__new__(WindowFlashBuilder)
+        self.hook()
+        count = len(lengths)
+        self.place(torch.randperm(OWN).int()[: 3 * count].view(count, 3).to(DEVICE))
+        self.key, self.value = torch.randn(2, 2, self.rows + 3, HEADS, SIZE, device=DEVICE)
+        self.query = torch.randn(self.rows + 3, GROUP * HEADS, SIZE, device=DEVICE)
+        self.metadata: dict[str, object] = {}
+        monkeypatch.setattr(
+            vllm_internals, "metadata_of", lambda layer: self.metadata[layer.layer_name]
+        )
 
-    def place(self, blocks: torch.Tensor) -> None:
+    def hook(self) -> None:
+        """Let the layers' attention read the windows."""
+        hook_attention(self.steps, self.layers, self.first, [self.builder])
+
+    def place(self, blocks) -> None:
         """Which blocks are whose."""
         self.blocks = blocks
-        self.slots = [
+        self.own_slots = [
             int(blocks[r, place // BLOCK]) * BLOCK + place % BLOCK
             for r, (old, length) in enumerate(zip(self.before, self.lengths, strict=True))
             for place in range(old, old + length)
         ]
+        self.slots.fill_(-1)
+        self.slots[0, : self.rows] = torch.tensor(self.own_slots)
 
     def begin(self, drafts) -> None:
-        self.rig.begin(drafts, self.lengths)
-        self.rig.slots.fill_(-1)
-        self.rig.slots[0, : self.rows] = torch.tensor(self.slots)
+        """A step with these drafts, and its metadata; three rows of padding follow."""
+        lengths = numpy.array(self.lengths)
+        self.steps.begin(numpy.array(drafts), lengths, numpy.zeros(len(lengths), dtype=bool))
+        window = self.steps.step is not None
+        found = self.plain_metadata()
+        if window:
+            found.kvtxn = Reading(self.steps, False, self.builder)
+        self.metadata = {layer.name: found for layer in self.layers}
 
-    def metadata(self, splits: int):
+    def plain_metadata(self):
         totals = [a + b for a, b in zip(self.before, self.lengths, strict=True)]
-        return SimpleNamespace(
-            query_start_loc=torch.tensor(self.starts, dtype=torch.int32, device=DEVICE),
-            seq_lens=torch.tensor(totals, dtype=torch.int32, device=DEVICE),
-            block_table=self.blocks,
-            slot_mapping=self.rig.slots[0, : self.rows],
+        numbers = {"dtype": torch.int32, "device": DEVICE}
+        return FlashAttentionMetadata(
             num_actual_tokens=self.rows,
             max_query_len=max(self.lengths),
+            query_start_loc=torch.tensor(self.starts, **numbers),
             max_seq_len=max(totals),
-            max_num_splits=splits,
+            seq_lens=torch.tensor(totals, **numbers),
+            block_table=self.blocks,
+            slot_mapping=self.slots[0, : self.rows + 3],
         )
 
-    def attend(self, reading, layer: int, sliding: int | None, splits: int = 32) -> None:
-        reading.attend(*self.arguments(layer, sliding, splits))
+    def run(self, number: int) -> torch.Tensor:
+        """One layer of the forward, as vLLM's two operators call it."""
+        layer, metadata = self.layers[number], self.metadata[self.layers[number].name]
+        key, value = self.key[number], self.value[number]
+        slots = self.slots[0, : self.rows + 3]
+        layer.impl.do_kv_cache_update(layer.module, key, value, layer.cache, slots)
+        output = torch.full_like(self.query, 7.0)
+        given = self.query, key, value, layer.cache, metadata, output
+        return layer.impl.forward(layer.module, *given)
 
-    def arguments(self, layer: int, sliding: int | None, splits: int):
-        """What a layer's attention is called with."""
-        ref, steps = self.rig.steps.layers[layer], self.rig.steps
-        args = AttentionArgs(
-            block_table=steps.window.position,
-            seq_lens=steps.window.position,
-            scale=0.3,
-            sliding_window=sliding,
-            soft_cap=None,
+    def expected(self, number: int, left_out=()) -> torch.Tensor:
+        """Stock's output of a layer; in ``self.stock`` are then all rows but those left out."""
+        stock, flash = self.stock[number], Flash()
+        key_cache, value_cache = stock.transpose(1, 2).split(SIZE, -1)
+        before = stock.clone()
+        flash.write(self.key[number], self.value[number], key_cache, value_cache, self.slots[0])
+        output, metadata = torch.full_like(self.query, 7.0), self.plain_metadata()
+        flash.attend(
+            q=self.query,
+            k=key_cache,
+            v=value_cache,
+            out=output,
+            cu_seqlens_q=metadata.query_start_loc,
+            seqused_k=metadata.seq_lens,
+            block_table=metadata.block_table,
+            window_size=self.layers[number].impl.sliding_window,
+            softmax_scale=0.3,
         )
-        hook = FlashHook(steps, ref, args, steps.window.keep(ref, None))
-        impl = SimpleNamespace(
-            scale=0.3,
-            num_heads=GROUP * HEADS,
-            num_kv_heads=HEADS,
-            head_size=SIZE,
-            logits_soft_cap=0,
-            sliding_window=(-1, -1) if sliding is None else (sliding - 1, 0),
-            vllm_flash_attn_version=3,
-            kv_cache_dtype="auto",
-        )
-        module = SimpleNamespace(_k_scale=None, _v_scale=None)
-        given = (self.query, self.key, self.value, self.metadata(splits), self.output)
-        return hook, impl, module, *given
+        for row in left_out:
+            slot = self.own_slots[row]
+            stock[slot // BLOCK, :, slot % BLOCK] = before[slot // BLOCK, :, slot % BLOCK]
+        return output
 
-    def expected(self, cache, sliding: int | None) -> torch.Tensor:
-        """Causal attention of each request over what it had and its own rows."""
-        found = torch.full_like(self.query, 7.0)
-        old_key, old_value = cache.transpose(1, 2).split(SIZE, -1)
-        for r, old in enumerate(self.before):
-            rows, at = slice(*self.starts[r : r + 2]), torch.arange(old)
-            where = self.blocks[r].cpu()[at // BLOCK].long(), at % BLOCK
-            key = torch.cat([old_key[where], self.key[rows]])
-            value = torch.cat([old_value[where], self.value[rows]])
-            seen = visible(self.lengths[r], len(key), True, -1 if sliding is None else sliding - 1)
-            found[rows], _ = attend(self.query[rows], key, value, seen, 0.3)
-        return found
-
-    def written(self, before: torch.Tensor, left_out: set[int]) -> torch.Tensor:
-        """What a cache holds once all rows but those are in it."""
-        after = before.clone()
-        for row, slot in enumerate(self.slots):
-            if row not in left_out:
-                both = torch.cat([self.key[row], self.value[row]], -1)
-                after[slot // BLOCK, :, slot % BLOCK] = both
-        return after
+    def check(self, number: int, left_out=()) -> None:
+        """Stock's very sums, and in vLLM's blocks all rows but those left out."""
+        output = self.run(number)
+        assert output.equal(self.expected(number, left_out))
+        assert self.caches[number].equal(self.stock[number])
 
 
-@pytest.mark.parametrize("sliding", [None, 5])
-@pytest.mark.parametrize("splits", [32, 1])
-def test_a_mixed_batch(flash, sliding, splits):
-    """Drafts are read and left out of the cache; a prompt and a plain decode row are written."""
-    batch = Batch(before=[3, 4, 0, 4], lengths=[3, 3, 5, 1], padding=4)
-    batch.begin([2, 2, 0, 0])
-    steps = batch.rig.steps
-    reading = Reading(steps, steps.step.layout, captured=False)
-    before = [cache.clone() for cache in batch.rig.caches]
-    drafts = {1, 2, 4, 5}
-    for layer, cache in enumerate(batch.rig.caches):
-        batch.attend(reading, layer, sliding, splits)
-        torch.testing.assert_close(batch.output, batch.expected(before[layer], sliding))
-        assert cache.equal(batch.written(before[layer], drafts))
-    assert steps.step.staged == list(steps.layers)
-    for ref in steps.layers:
-        for plane, rows in enumerate((batch.key, batch.value)):
-            assert steps.window.rows_of(ref, plane)[list(drafts)].equal(rows[list(drafts)])
-    # One call for all; sliding windows begin elsewhere for the drafts.
-    wanted = [(True, 5)] if sliding is None else [(False, 3), (True, 5)]
-    assert [(call["causal"], call["max_seqlen_q"]) for call in flash.calls] == 2 * wanted
-    assert {call["num_splits"] for call in flash.calls} == {1 if splits == 1 else 0}
-    assert flash.schedules == len(wanted)  # for both layers
+@pytest.mark.parametrize("sliding", [None, 3])
+def test_a_mixed_batch(flash, monkeypatch, sliding):
+    """Drafts are read and left out of the blocks; a prompt and a plain decode row are written."""
+    batch = Batch(monkeypatch, [3, 8, 0, 4], [3, 2, 5, 1], sliding=sliding)
+    batch.begin([2, 1, 0, 0])
+    for number in range(2):
+        batch.check(number, left_out={1, 2, 4})
+    assert batch.steps.step.staged == list(batch.steps.layers)
+    assert [call["block_size"] for call in flash.calls] == [1, 1]
+    batch.steps.commit(torch.tensor([2, 2, 1, 1], dtype=torch.int32, device=DEVICE))
+    for number in range(2):  # of the drafts the first and the third are kept
+        batch.expected(number, left_out={2})
+        assert batch.caches[number].equal(batch.stock[number])
 
 
-def test_an_injected_fault_comes_by(flash):
-    """Where ``kvtxn bench exactness`` lets the attention fail, a layer comes by."""
-    batch = Batch(before=[3, 4, 0], lengths=[3, 3, 5])
-    batch.begin([2, 2, 0])
-    reading = Reading(batch.rig.steps, batch.rig.steps.step.layout, captured=False)
-    with fault(batch.rig.steps, "attend", 1) as calls:
-        batch.attend(reading, 0, None)
-        with pytest.raises(InjectedFault):
-            batch.attend(reading, 1, None)
-    assert calls == [2]
+def test_a_step_without_a_window_is_vllms_own(flash, monkeypatch):
+    """It is handed the cache and the metadata as they are."""
+    batch = Batch(monkeypatch, [3, 4], [1, 1])
+    batch.begin([0, 0])
+    batch.check(0)
+    assert [call["block_size"] for call in flash.calls] == [BLOCK]
 
 
-def test_a_group_like_an_earlier_one(flash):
-    """vLLM copies that one's metadata; blocks and slots are others, for the rows of both parts."""
-    batch = Batch(before=[3, 4, 0], lengths=[3, 3, 5])
-    batch.begin([2, 2, 0])
-    steps, builder = batch.rig.steps, object.__new__(WindowFlashBuilder)
-    first, other = batch.metadata(32), batch.blocks.roll(-1, 0)
-    first.kvtxn = Reading(steps, steps.step.layout, captured=False)
-    slots = torch.tensor([(at + 2 * BLOCK) % (6 * BLOCK) for at in batch.slots], device=DEVICE)
-    second = builder.update_block_table(first, other, slots)
-    for layer, metadata in enumerate((first, second)):
-        batch.place(metadata.block_table)
-        before = batch.rig.caches[layer].clone()
-        *facts, _, output = batch.arguments(layer, None, 32)
-        metadata.kvtxn.attend(*facts, metadata, output)
-        torch.testing.assert_close(output, batch.expected(before, None))
-        assert batch.rig.caches[layer].equal(batch.written(before, {1, 2, 4, 5}))
-
-
-def test_uneven_drafts_and_nothing_else(flash):
-    """No other request: one call per layer."""
-    batch = Batch(before=[4, 2], lengths=[2, 4])
-    batch.begin([1, 3])
-    steps = batch.rig.steps
-    reading = Reading(steps, steps.step.layout, captured=False)
-    before = batch.rig.caches[0].clone()
-    batch.attend(reading, 0, None)
-    torch.testing.assert_close(batch.output, batch.expected(before, None))
-    assert batch.rig.caches[0].equal(batch.written(before, {1, 3, 4, 5}))
-    assert len(flash.calls) == 1
-
-
-@pytest.mark.parametrize("sliding", [None, 6])
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_captured_forward(flash, sliding, shown):
+def test_a_captured_forward(flash, monkeypatch, shown):
     """One forward serves a window, whose drafts wait, and a step without, that writes all."""
-    batch = Batch(before=[3, 1], lengths=[4, 4])
+    batch = Batch(monkeypatch, [3, 1], [4, 4])
     batch.begin([3, 3])
-    steps = batch.rig.steps
-    layout = steps.graph_layout(2, 4, 8)
-    assert layout is steps.step.layout
-    steps.window.show(layout if shown else None)
-    reading = Reading(steps, layout, captured=True)
-    before = batch.rig.caches[0].clone()
-    batch.attend(reading, 0, sliding)
-    torch.testing.assert_close(batch.output, batch.expected(before, sliding))
-    drafts = {1, 2, 3, 5, 6, 7} if shown else set()
-    assert batch.rig.caches[0].equal(batch.written(before, drafts))
-    assert [call["num_splits"] for call in flash.calls] == [32]  # fixed, whatever a step has
+    if not shown:
+        batch.steps.window.show(None)
+    batch.steps.step = None  # a graph is not told
+    found = batch.plain_metadata()
+    found.kvtxn = Reading(batch.steps, True, batch.builder)
+    batch.metadata = dict.fromkeys(batch.metadata, found)
+    for number in range(2):
+        batch.check(number, left_out={1, 2, 3, 5, 6, 7} if shown else ())
+    assert [call["block_size"] for call in flash.calls] == [1, 1]
 
 
-def test_a_sliding_window_within_a_step_is_refused():
-    """FlashAttention would see all that came before the step; nothing is hooked then."""
-    steps = Rig("deferred").steps
-    impl = SimpleNamespace(scale=0.3, logits_soft_cap=0, sliding_window=(steps.query_len - 1, 0))
-    with pytest.raises(LayerError, match=r"sliding window of 'layer.0'.*more than 4"):
-        hook_attention(steps, [SimpleNamespace(impl=impl)] * 2, [])
-    assert not hasattr(impl, "kvtxn")
-
-
-@pytest.mark.parametrize(("sliding", "slices"), [(None, 0), (5, 2)])
-def test_later_layers_ask_torch_for_next_to_nothing(flash, monkeypatch, sliding, slices):
-    """What layers share is made at the first; two calls slice query and output for the prefix."""
-    batch = Batch(before=[3, 4, 0], lengths=[3, 3, 5], padding=4)
+def test_a_group_like_an_earlier_one(flash, monkeypatch):
+    """vLLM copies that one's metadata; blocks and slots are others."""
+    batch = Batch(monkeypatch, [3, 4, 0], [3, 3, 5])
     batch.begin([2, 2, 0])
-    steps, lse = batch.rig.steps, torch.zeros(GROUP * HEADS, 6, device=DEVICE)
-    monkeypatch.setattr(steps, "attention", SimpleNamespace(merge_into=lambda *_: None))
-    for name in ("flash_attn_varlen_func", "reshape_and_cache_flash"):
-        monkeypatch.setattr(vllm_internals.flash_attention(), name, lambda *_, **__: (None, lse))
-    reading = Reading(steps, steps.step.layout, captured=False)
-    first, second = (batch.arguments(layer, sliding, 32) for layer in range(2))
-    reading.attend(*first)
-    with Calls() as calls:
-        reading.attend(*second)
-    assert calls.names == ["slice.Tensor"] * slices
+    batch.check(0, left_out={1, 2, 4, 5})
+    batch.place(batch.blocks.flip(0))
+    copied = batch.builder.update_block_table(
+        batch.metadata["layer.0"], batch.blocks, batch.slots[0, : batch.rows + 3]
+    )
+    batch.metadata["layer.1"] = copied
+    batch.check(1, left_out={1, 2, 4, 5})
+
+
+def test_metadata_is_built_for_windows_and_graphs(monkeypatch):
+    """Not for steps without one, and not for what a drafter builds, which it does fast."""
+    batch = Batch(monkeypatch, [3], [3])
+    own = vllm_flash._own.FlashAttentionMetadataBuilder
+    monkeypatch.setattr(
+        *(own, "build"),
+        lambda _, prefix, common, fast: SimpleNamespace(scheduler_metadata=None if fast else 5),
+    )
+    monkeypatch.setattr(
+        own, "build_for_cudagraph_capture", lambda self, common: self.build(0, common)
+    )
+    build = batch.builder.build
+    batch.begin([2])
+    assert build(0, None).scheduler_metadata == 5  # the first says whether vLLM makes a schedule
+    batch.steps.abandon()
+    assert not hasattr(build(0, None), "kvtxn")
+    assert build(0, None).scheduler_metadata == 5
+    captured = batch.builder.build_for_cudagraph_capture(None)
+    assert captured.kvtxn.captured
+    assert captured.scheduler_metadata is None  # steps with a window would not fill it anew
+    batch.begin([2])
+    assert not build(0, None).kvtxn.captured
+    assert build(0, None).scheduler_metadata is None  # the first layer makes it
+    assert not hasattr(build(0, None, True), "kvtxn")
+
+
+@pytest.mark.parametrize("makes", [True, False])
+def test_the_schedule_is_made_once_and_as_vllm_makes_it(flash, monkeypatch, makes):
+    """Where vLLM makes one at all: with several sliding windows it does not."""
+    batch = Batch(monkeypatch, [3, 4], [3, 3])
+    batch.begin([2, 2])
+    batch.builder.schedules, asked = makes, []
+
+    def schedule(self, **given):
+        asked.append(given)
+        return "a schedule"
+
+    monkeypatch.setattr(WindowFlashBuilder, "_get_scheduler_metadata", schedule)
+    for number in range(2):
+        batch.check(number, left_out={1, 2, 4, 5})
+    found = batch.plain_metadata()
+    assert len(asked) == makes
+    for given in asked:
+        assert given.pop("seqlens").equal(found.seq_lens)
+        assert given.pop("cu_query_lens").equal(found.query_start_loc)
+        assert given == {
+            **{"aot_schedule": True, "batch_size": 2, "max_query_len": 3, "max_seq_len": 7},
+            **{"causal": True, "max_num_splits": 0},
+        }
+    wanted = "a schedule" if makes else None
+    assert [call["scheduler_metadata"] for call in flash.calls] == [wanted] * 2
+
+
+@pytest.mark.parametrize("operator", ["write", "attend"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_operator_that_fails(flash, monkeypatch, operator, layer):
+    """Rows that waited are written, and the rest of the forward is vLLM's own: nothing is lost."""
+    batch = Batch(monkeypatch, [3, 4, 0], [3, 3, 5])
+    batch.begin([2, 2, 0])
+    module = vllm_internals.flash_attention()
+    name = {"write": "reshape_and_cache_flash", "attend": "flash_attn_varlen_func"}[operator]
+    works, calls = getattr(module, name), []
+
+    def fails(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == layer + 1:
+            raise RuntimeError("a test made this fail")
+        return works(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, fails)
+    for number in range(2):
+        assert batch.run(number).equal(batch.expected(number))
+    for number in range(2):
+        assert batch.caches[number].equal(batch.stock[number])
+    assert batch.steps.step.direct
+    assert batch.steps.manager.snapshot()["kvtxn_fallbacks_total_attend"] == 1
+
+
+def test_an_injected_fault_comes_by(flash, monkeypatch):
+    """Where ``kvtxn bench exactness`` lets the attention fail, a layer comes by."""
+    batch = Batch(monkeypatch, [3, 4, 0], [3, 3, 5])
+    batch.begin([2, 2, 0])
+    with fault(batch.steps, "attend", 1) as calls:
+        batch.run(0)
+        assert not batch.steps.step.direct
+        batch.run(1)
+    assert calls == [2]
+    assert batch.steps.step.direct
+
+
+def test_rows_that_something_else_wrote(flash, monkeypatch):
+    """They are in vLLM's blocks, so that is where they are read."""
+    batch = Batch(monkeypatch, [3, 4], [3, 3])
+    batch.begin([2, 2])
+    monkeypatch.setattr(
+        WindowFlashImpl, "do_kv_cache_update", WindowFlashImpl.__mro__[1].do_kv_cache_update
+    )
+    batch.check(0)
+    assert batch.steps.step.direct
+
+
+def test_errors_can_be_asked_for(flash, monkeypatch):
+    """``on_error="raise"`` lets them out."""
+    batch = Batch(monkeypatch, [3], [3], on_error="raise")
+    batch.begin([2])
+    monkeypatch.setattr(vllm_flash, "slot_tables", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        batch.run(0)
+
+
+def test_later_layers_ask_torch_for_what_vllm_asks(flash, monkeypatch):
+    """What layers share is made at the first; outside of graphs the host has to keep up."""
+    batch = Batch(monkeypatch, [3, 4, 0], [3, 3, 5])
+    module = vllm_internals.flash_attention()
+    for name in (
+        "_FA4_DENSE_ATTENTION_KERNEL",
+        "flash_attn_varlen_func",
+        "reshape_and_cache_flash",
+    ):
+        monkeypatch.setattr(module, name, lambda *_, **__: None, raising=False)
+    asked = []
+    for drafts in ([0, 0, 0], [2, 2, 0]):
+        batch.begin(drafts)
+        batch.run(0)
+        with Calls() as calls:
+            batch.run(1)
+        asked.append(calls.names)
+    assert set(asked[1]) <= set(asked[0])
+    assert len(asked[1]) < len(asked[0])
+
+
+@pytest.mark.parametrize("sliding", [None, 3])
+def test_what_is_made_once_is_what_vllm_passes(flash, monkeypatch, sliding):
+    """FlashAttention gets the same from here as from vLLM's own code, and less only of nothing."""
+    batch = Batch(monkeypatch, [3, 4], [3, 3], sliding=sliding)
+    batch.layers[0].impl.logits_soft_cap = 20.0
+    batch.hook()
+    batch.begin([2, 2])
+    batch.run(0)
+    hook = batch.layers[0].impl.kvtxn
+    batch.layers[0].impl.kvtxn = attrs.evolve(hook, settings=None)
+    batch.run(0)
+    ours, own = flash.calls
+    for name in ours.keys() | own.keys():
+        theirs = own.get(name)
+        if name in ours:
+            assert ours[name] is theirs or ours[name] == theirs
+        else:
+            assert theirs is None or name.endswith("_descale")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("kv_cache_dtype", "fp8"), ("alibi_slopes", torch.ones(4))]
+)
+def test_where_vllm_passes_more_its_own_code_does(flash, monkeypatch, name, value):
+    """Scales of 8-bit rows, slopes; and metadata that is not causal in the plain way."""
+    batch = Batch(monkeypatch, [3], [3])
+    assert batch.layers[0].impl.kvtxn.settings is not None
+    setattr(batch.layers[0].impl, name, value)
+    batch.hook()
+    assert batch.layers[0].impl.kvtxn.settings is None
+    batch.begin([2])
+    batch.metadata["layer.1"].causal = False
+    batch.run(1)
+    assert "k_descale" in flash.calls[0]  # by vLLM's own code
