@@ -46,7 +46,15 @@ class Own:
         """Layers with an attention of FlashAttention 3's."""
         for group in config.kv_cache_groups:
             for name in group.layer_names:
-                impl = Made(vllm_flash_attn_version=3)
+                impl = Made(
+                    vllm_flash_attn_version=3,
+                    kv_cache_dtype="auto",
+                    alibi_slopes=None,
+                    sinks=None,
+                    scale=0.5,
+                    sliding_window=(-1, -1),
+                    logits_soft_cap=0,
+                )
                 module = Made(impl=impl, layer_name=name, kv_cache=None)
                 self.compilation_config.static_forward_context[name] = module
                 if name.startswith("draft"):
@@ -69,7 +77,8 @@ class Own:
         self.kv_cache_config = deepcopy(kv_cache_config)
         caches = allocated(self.kv_cache_config, self.layout, self.kernel_size, DEVICE)
         for name, cache in caches.items():
-            self.compilation_config.static_forward_context[name].kv_cache = cache
+            module = self.compilation_config.static_forward_context[name]
+            module.kv_cache, module.impl.head_size = cache, cache.shape[3] // 2
 
 
 def target_layers(runner):
