@@ -163,11 +163,15 @@ def metadata_builders(runner: Any, names: set[str]) -> list[Any]:
 # -- FlashAttention -------------------------------------------------------------------
 
 
-def takes_slots(runner: Any) -> bool:
-    """Whether any layer attends through FlashAttention 3, which takes blocks of one row."""
+def takes_slots(impl: Any) -> bool:
+    """Whether a layer's attention is FlashAttention 3, which takes blocks of one row."""
+    return getattr(impl, "vllm_flash_attn_version", None) == 3
+
+
+def any_takes_slots(runner: Any) -> bool:
+    """Whether any layer's does; the model is loaded."""
     modules = runner.compilation_config.static_forward_context.values()
-    impls = (getattr(module, "impl", None) for module in modules)
-    return any(getattr(impl, "vllm_flash_attn_version", None) == 3 for impl in impls)
+    return any(takes_slots(getattr(module, "impl", None)) for module in modules)
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from ..config import TxnConfig
@@ -47,14 +48,19 @@ class GpuHead(RunnerHead):
         """Where drafts may wait, the caches get blocks of which the scheduler is not told."""
         self.kvtxn_spare = None
         if not is_profiling:
-            self.kvtxn_room = None  # the allocator keeps it, and gives it to what comes
             kv_cache_config = add_spare_blocks(self, kv_cache_config)
+        if self.kvtxn_spare is not None:
+            self.kvtxn_room = None
+            torch.cuda.empty_cache()  # the caches are one allocation: no part of it can be reused
         super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
 
     def kvtxn_facts(self, layers: Sequence[internals.TargetLayer], facts: Facts) -> Facts:
-        """See ``RunnerHead``."""
-        even = all(inside.by_rows(layer.cache) is not None for layer in layers)
-        return attrs.evolve(facts, spare_blocks=even and self.kvtxn_spare is not None)
+        """See ``RunnerHead``; layers may differ in their attention, and all have to wait."""
+        waits = all(
+            inside.takes_slots(layer.impl) and inside.by_rows(layer.cache) is not None
+            for layer in layers
+        )
+        return attrs.evolve(facts, spare_blocks=waits and self.kvtxn_spare is not None)
 
     def kvtxn_steps(
         self, layers: Sequence[internals.TargetLayer], kv_dtype: str, settings: TxnConfig
@@ -89,7 +95,7 @@ def add_spare_blocks(runner: Any, kv_cache_config: Any) -> Any:
     try:
         last = getattr(runner, "is_last_pp_rank", True)
         facts = attrs.evolve(internals.config_facts(runner.vllm_config), last_stage=last)
-        if decide(config.policy, facts).policy == "deferred" and inside.takes_slots(runner):
+        if decide(config.policy, facts).policy == "deferred" and inside.any_takes_slots(runner):
             drafters = internals.draft_layers(runner)
             kv_cache_config, runner.kvtxn_spare = inside.with_spare_blocks(
                 kv_cache_config, config.max_rows, drafters

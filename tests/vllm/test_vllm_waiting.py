@@ -69,6 +69,19 @@ def test_caches_without_blocks_of_one_row_are_restored(case, layout):
     assert named.kvtxn is None
 
 
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_what_was_held_for_rows_is_let_go_when_they_get_room(policy):
+    """In the caches, before these are allocated; or beside them, once the steps come."""
+    config = planned(LBNHC, GROUPS["one group"])
+    runner = hooked(config, policy=policy)
+    runner.kvtxn_room = torch.empty(8)
+    runner.initialize_kv_cache(config, True)
+    assert runner.room_then is runner.kvtxn_room is not None
+    runner.initialize_kv_cache(config)
+    assert (runner.room_then is None) == (policy == "deferred")
+    assert runner.kvtxn_room is None
+
+
 def test_a_profiling_runs_caches_are_vllms_own():
     """What the last ones had behind them is forgotten."""
     config = planned(LBNHC, GROUPS["one group"])
@@ -113,10 +126,10 @@ def test_whose_attention_takes_blocks_of_one_row():
         found = {str(i): module for i, module in enumerate(modules)}
         return Made(compilation_config=Made(static_forward_context=found))
 
-    assert inside.takes_slots(runner(3))
-    assert inside.takes_slots(runner(2, 3))
+    assert inside.any_takes_slots(runner(3))
+    assert inside.any_takes_slots(runner(2, 3))
     for versions in ((), (2,), (4,), (None,)):
-        assert not inside.takes_slots(runner(*versions))
+        assert not inside.any_takes_slots(runner(*versions))
 
 
 @pytest.mark.parametrize("policy", ["auto", "deferred"])
@@ -148,12 +161,20 @@ def test_an_error_leaves_the_configuration_to_vllm(policy, monkeypatch):
         runner.initialize_kv_cache(config)
 
 
-def test_one_uneven_layer_is_enough():
-    """All layers wait, or none."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: {"cache": layer.cache[:, :, :4]},  # a gap between its blocks
+        lambda layer: {"impl": Made(vllm_flash_attn_version=2)},
+        lambda layer: {"impl": Made()},  # another backend's
+    ],
+)
+def test_one_layer_that_cannot_wait_is_enough(change):
+    """All do, or none: its accepted rows would be lost at the commit."""
     config = planned(LBNHC, GROUPS["one group"])
     runner = hooked(config)
     runner.initialize_kv_cache(config)
     layers, facts = target_layers(runner)
     assert runner.kvtxn_facts(layers, facts).spare_blocks
-    layers[1] = attrs.evolve(layers[1], cache=layers[1].cache[:, :, :4])
+    layers[1] = attrs.evolve(layers[1], **change(layers[1]))
     assert not runner.kvtxn_facts(layers, facts).spare_blocks

@@ -65,6 +65,7 @@ class Own:
         self, kv_cache_config, is_profiling=False, kv_cache_allocation_context=None
     ):
         self.given.append(kv_cache_config)
+        self.room_then = self.kvtxn_room
         self.kv_cache_config = deepcopy(kv_cache_config)
         caches = allocated(self.kv_cache_config, self.layout, self.kernel_size, DEVICE)
         for name, cache in caches.items():
