@@ -54,7 +54,7 @@ def fill_tables(
         blocks: int32 ``[requests, b_row]``, the engine's block table.
         slots: int64 ``[num_rows]``, where the engine writes; -1 is padding and stays it.
         position: int64 ``[max_rows]``, -1 for rows that do not wait; rows beyond do not, either.
-        table: int32 ``[requests, t_row]``, filled as far as each request's length.
+        table: int32 ``[requests, t_row]``, filled as far as each request's length, or its line.
         written: int64 ``[num_rows]``, filled with ``slots``, or for rows that wait ``spare`` + row.
         spare: first of ``max_rows`` slots that no block table names.
     """
@@ -75,7 +75,7 @@ def fill_tables(
         past = total - (tl.load(starts + owner + 1) - start)
         for first in range(begin, total, stride):
             place = first + step
-            inside = place < total
+            inside = place < tl.minimum(total, t_row)
             row = start + place - past
             fresh = inside & (place >= past) & (row < max_rows)
             waits = tl.load(position + row, mask=fresh, other=-1) >= 0
@@ -116,7 +116,7 @@ def slot_tables(
         ``[num_rows]``.
     """
     requests, width = blocks.shape[0], blocks.shape[1] * block_size
-    line = min(-(-longest // 4) * 4, width)
+    line = min(-(-longest // block_size) * block_size, width)
     room = torch.empty(requests * line + width - line, dtype=torch.int32, device=blocks.device)
     table = room.as_strided((requests, width), (line, 1))
     written = torch.empty_like(slots)

@@ -83,4 +83,21 @@ def test_a_table_is_no_larger_than_the_longest_request(kernel_device):
         *(starts, totals, blocks, slots, slots), spare=SPARE, block_size=16, longest=9
     )
     assert table.shape == (64, 16_000)
-    assert table.untyped_storage().nbytes() == 4 * (64 * 12 + 16_000 - 12)
+    assert table.untyped_storage().nbytes() == 4 * (64 * 16 + 16_000 - 16)
+
+
+def test_a_request_longer_than_was_said_stays_in_its_line(kernel_device):
+    """Nobody's table is overwritten."""
+    from kvtxn.backends.slot_tables import slot_tables
+
+    numbers = {"dtype": torch.int32, "device": kernel_device}
+    blocks = torch.tensor([[0, 1, 2], [3, 4, 5]], **numbers)
+    starts, totals = torch.tensor([0, 1, 2], **numbers), torch.tensor([3, 12], **numbers)
+    slots = torch.tensor([2, 23], device=kernel_device)
+    waits = torch.full((2,), -1, device=kernel_device)
+    for first, second in ((totals, [12, 13, 14, 15]), (totals.flip(0), [12, 13, 14])):
+        table, _ = slot_tables(
+            starts, first, blocks, slots, waits, spare=SPARE, block_size=4, longest=4
+        )
+        assert table[0, :3].tolist() == [0, 1, 2]
+        assert table[1, : len(second)].tolist() == second

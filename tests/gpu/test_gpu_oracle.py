@@ -31,12 +31,14 @@ class Runner:
 
     def __init__(self):
         self.block_tables = Tables()
-        layer = SimpleNamespace(kv_cache=torch.randn(4, ROWS // 4, LATENT))
+        layer = SimpleNamespace(kv_cache=torch.randn(5, ROWS // 4, LATENT))  # the last is spare
         self.compilation_config = SimpleNamespace(static_forward_context={"layer": layer})
         group = SimpleNamespace(layer_names=["layer"])
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=5)
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=4))
         self.cudagraph_manager = SimpleNamespace(run_fullgraph=lambda: None)
-        self.rows = layer.kv_cache.view(ROWS, LATENT)
+        self.rows = layer.kv_cache[:4].view(ROWS, LATENT)
+        self.spare = layer.kv_cache[4]
         self.model = SimpleNamespace(modules=lambda: [layer])
 
     def get_model(self):
@@ -120,6 +122,16 @@ def test_a_stray_is_seen():
         rows[0] += 1
 
     assert seen(Undoing(), 1, forward=straying)["strays"] == 2
+
+
+def test_what_waits_behind_vllms_blocks_is_no_stray():
+    """Its scheduler hands those blocks to nobody."""
+    runner = Undoing()
+
+    def waiting(rows):
+        runner.spare += 1
+
+    assert seen(runner, 1, forward=waiting)["strays"] == 0
 
 
 def test_without_drafts_nothing_is_marked():
