@@ -108,7 +108,7 @@ def test_what_the_oracle_saw_can_fail():
         **{"kvtxn_rows_staged_total": 30, "kvtxn_rows_rejected_total": 20},
     }
     seen = {"windows": 9, "kept": 10, "rejected": 20, "lost": 0, "early": 0, "strays": 0}
-    judge(counts, seen, "deferred", 0.1)
+    judge(counts, seen, "deferred")
     for wrong in ({"rejected_written": 1}, {"lost": 1}, {"early": 1}, {"strays": 1}):
         with pytest.raises(AssertionError):
-            judge(counts, seen | wrong, "deferred", 0.1)
+            judge(counts, seen | wrong, "deferred")
