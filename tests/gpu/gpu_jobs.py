@@ -90,6 +90,10 @@ BLOCKS_OF_64 = {"block_size": 64, "num_gpu_blocks_override": 20}
 #: By name.
 JOBS: dict[str, dict[str, Any]] = {
     "flash": job("llama", "FLASH_ATTN", OTHER, "every schedule", scenarios=FULL),
+    "full_graphs": job(
+        *("llama", "FLASH_ATTN", BOTH, "graphs that serve prompts and drafts together"),
+        options={"compilation_config": {"cudagraph_mode": "FULL"}},
+    ),
     "triton": job("llama", "TRITON_ATTN", UNDO, "another attention", scenarios=FULL),
     "flashinfer": job("llama", "FLASHINFER", UNDO, "another attention", scenarios=FULL),
     "flex": job("llama", "FLEX_ATTENTION", UNDO, "another attention", scenarios=SHORT),
