@@ -164,8 +164,12 @@ def metadata_builders(runner: Any, names: set[str]) -> list[Any]:
 
 
 def takes_slots(impl: Any) -> bool:
-    """Whether a layer's attention is FlashAttention 3, which takes blocks of one row."""
-    return getattr(impl, "vllm_flash_attn_version", None) == 3
+    """Whether a layer's attention is ours, and FlashAttention 3, which takes blocks of one row.
+
+    It is vLLM's own class where a model names it, or where vLLM remembers it from an engine that
+    this process had before.
+    """
+    return hasattr(impl, "kvtxn") and getattr(impl, "vllm_flash_attn_version", None) == 3
 
 
 def any_takes_slots(runner: Any) -> bool:
