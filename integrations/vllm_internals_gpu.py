@@ -298,14 +298,22 @@ def flash_batch(metadata: Any) -> dict[str, Any] | None:
 
 
 def flash_schedule(builder: Any, metadata: Any) -> Any:
-    """FlashAttention's schedule of a batch, as its metadata builder makes it, in one launch."""
-    return builder._get_scheduler_metadata(
-        aot_schedule=True,
-        batch_size=metadata.seq_lens.shape[0],
-        cu_query_lens=metadata.query_start_loc,
-        max_query_len=metadata.max_query_len,
-        seqlens=metadata.seq_lens,
-        max_seq_len=metadata.max_seq_len,
-        causal=metadata.causal,
-        max_num_splits=metadata.max_num_splits,
-    )
+    """FlashAttention's schedule of a batch over blocks of one row, in one launch.
+
+    Its metadata builder makes it, but for blocks of its own size: of large ones FlashAttention
+    reads otherwise, and may divide the work differently.
+    """
+    size, builder.block_size = builder.block_size, 1
+    try:
+        return builder._get_scheduler_metadata(
+            aot_schedule=True,
+            batch_size=metadata.seq_lens.shape[0],
+            cu_query_lens=metadata.query_start_loc,
+            max_query_len=metadata.max_query_len,
+            seqlens=metadata.seq_lens,
+            max_seq_len=metadata.max_seq_len,
+            causal=metadata.causal,
+            max_num_splits=metadata.max_num_splits,
+        )
+    finally:
+        builder.block_size = size
