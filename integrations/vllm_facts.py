@@ -59,6 +59,7 @@ class Facts:
         microbatches: the batch is cut into overlapping halves.
         adaptive: how many drafts are verified changes from step to step.
         batch_invariant: a request's sums must not depend on what else is in the batch.
+        graph_writes: where graphs hold parts of a forward, rows are written in them.
         attention: backend of the target's layers, such as ``"CPU_ATTN"``; None before they are
             known. Of several, one that is not in ``ATTENTION``, if there is any.
         last_stage: these are the layers of the last pipeline stage.
@@ -85,6 +86,7 @@ class Facts:
     microbatches: bool = False
     adaptive: bool = False
     batch_invariant: bool = False
+    graph_writes: bool = False
 
     attention: str | None = None
     last_stage: bool = True

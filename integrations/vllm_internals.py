@@ -143,6 +143,9 @@ def config_facts(config: Any) -> Facts:
         microbatches=parallel.use_ubatching,
         adaptive=on_gpu and _adapts(speculation),
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
+        graph_writes=on_gpu
+        and bool(getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False))
+        | bool(config.compilation_config.use_inductor_graph_partition),
     )
 
 

@@ -164,8 +164,12 @@ def metadata_builders(runner: Any, names: set[str]) -> list[Any]:
 
 
 def takes_slots(impl: Any) -> bool:
-    """Whether a layer's attention is FlashAttention 3, which takes blocks of one row."""
-    return getattr(impl, "vllm_flash_attn_version", None) == 3
+    """Whether a layer's attention is ours, and FlashAttention 3, which takes blocks of one row.
+
+    It is vLLM's own class where a model names it, or where vLLM remembers it from an engine that
+    this process had before.
+    """
+    return hasattr(impl, "kvtxn") and getattr(impl, "vllm_flash_attn_version", None) == 3
 
 
 def any_takes_slots(runner: Any) -> bool:
@@ -294,14 +298,22 @@ def flash_batch(metadata: Any) -> dict[str, Any] | None:
 
 
 def flash_schedule(builder: Any, metadata: Any) -> Any:
-    """FlashAttention's schedule of a batch, as its metadata builder makes it, in one launch."""
-    return builder._get_scheduler_metadata(
-        aot_schedule=True,
-        batch_size=metadata.seq_lens.shape[0],
-        cu_query_lens=metadata.query_start_loc,
-        max_query_len=metadata.max_query_len,
-        seqlens=metadata.seq_lens,
-        max_seq_len=metadata.max_seq_len,
-        causal=metadata.causal,
-        max_num_splits=metadata.max_num_splits,
-    )
+    """FlashAttention's schedule of a batch over blocks of one row, in one launch.
+
+    Its metadata builder makes it, but for blocks of its own size: of large ones FlashAttention
+    reads otherwise, and may divide the work differently.
+    """
+    size, builder.block_size = builder.block_size, 1
+    try:
+        return builder._get_scheduler_metadata(
+            aot_schedule=True,
+            batch_size=metadata.seq_lens.shape[0],
+            cu_query_lens=metadata.query_start_loc,
+            max_query_len=metadata.max_query_len,
+            seqlens=metadata.seq_lens,
+            max_seq_len=metadata.max_seq_len,
+            causal=metadata.causal,
+            max_num_splits=metadata.max_num_splits,
+        )
+    finally:
+        builder.block_size = size

@@ -232,6 +232,14 @@ RULES: Final[tuple[Rule, ...]] = (
         {"flash": 4},
     ),
     Rule(
+        # vLLM's own writer is in them then, and cannot be told that drafts go elsewhere.
+        "writes in graphs",
+        "deferred",
+        lambda f: f.device == "cuda" and f.graph_writes,
+        "graphs of parts of the forward write the rows themselves",
+        {"device": "cuda", "runner": "v2", "graph_writes": True},
+    ),
+    Rule(
         "spare blocks",
         "deferred",
         lambda f: f.device == "cuda" and not f.spare_blocks,

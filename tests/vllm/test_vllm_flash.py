@@ -118,9 +118,10 @@ def test_the_schedule_is_made_once_and_as_vllm_makes_it(flash, monkeypatch, make
     batch = Batch(monkeypatch, [3, 4], [3, 3])
     batch.begin([2, 2])
     batch.builder.schedules, asked = makes, []
+    batch.builder.block_size = 128  # of such blocks FlashAttention may divide work differently
 
     def schedule(self, **given):
-        asked.append(given)
+        asked.append(given | {"page_size": self.block_size})
         return "a schedule"
 
     monkeypatch.setattr(WindowFlashBuilder, "_get_scheduler_metadata", schedule)
@@ -133,8 +134,9 @@ def test_the_schedule_is_made_once_and_as_vllm_makes_it(flash, monkeypatch, make
         assert given.pop("cu_query_lens").equal(found.query_start_loc)
         assert given == {
             **{"aot_schedule": True, "batch_size": 2, "max_query_len": 3, "max_seq_len": 7},
-            **{"causal": True, "max_num_splits": 0},
+            **{"causal": True, "max_num_splits": 0, "page_size": 1},
         }
+    assert batch.builder.block_size == 128
     wanted = "a schedule" if makes else None
     assert [call["scheduler_metadata"] for call in flash.calls] == [wanted] * 2
 

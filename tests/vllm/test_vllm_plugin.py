@@ -98,6 +98,29 @@ def test_what_the_environment_says_counts(lines):
     assert vllm_internals.config_facts(config).batch_invariant
 
 
+@pytest.mark.parametrize(("device", "counts"), [("cuda", True), ("cpu", False)])
+def test_graphs_that_write_rows(lines, device, counts):
+    """Whole forwards in graphs are ours to fill; of parts vLLM leaves out its writer, or not."""
+    speculation = SimpleNamespace(
+        num_speculative_tokens=4,
+        method="ngram",
+        enable_adaptive_verification=False,
+        num_speculative_tokens_per_batch_size=None,
+    )
+    compilation = SimpleNamespace(use_inductor_graph_partition=False)
+    config = wrapper(
+        speculative_config=speculation,
+        device_config=SimpleNamespace(device_type=device),
+        compilation_config=compilation,
+    ).vllm_config
+    assert not vllm_internals.config_facts(config).graph_writes
+    compilation.use_inductor_graph_partition = True
+    assert vllm_internals.config_facts(config).graph_writes == counts
+    compilation.use_inductor_graph_partition = False
+    sys.modules["vllm"].envs.VLLM_USE_BREAKABLE_CUDAGRAPH = True
+    assert vllm_internals.config_facts(config).graph_writes == counts
+
+
 def test_a_worker_that_asks_is_hooked_and_can_be_unhooked(lines):
     worker = wrapper({"policy": "undo"})
     runner = worker.worker.model_runner

@@ -62,7 +62,7 @@ def test_caches_without_blocks_of_one_row_are_restored(case, layout):
     assert runner.kvtxn_spare.total > OWN
     assert runner.kvtxn.manager.policy == "undo"
     assert {len(ref.key_cache) for ref in runner.kvtxn.layers} == {OWN}
-    assert not any(hasattr(module.impl, "kvtxn") for _, module in Forward(runner).layers)
+    assert all(module.impl.kvtxn is None for _, module in Forward(runner).layers)
     Forward(runner).check()
     named = hooked(config, layout=KVCacheLayout[layout], policy="deferred")
     named.initialize_kv_cache(config)
@@ -121,8 +121,9 @@ def test_whose_attention_takes_blocks_of_one_row():
     """One layer is enough; some have no attention, or another one."""
 
     def runner(*versions):
-        modules = [Made(impl=Made(vllm_flash_attn_version=each)) for each in versions]
+        modules = [Made(impl=Made(vllm_flash_attn_version=each, kvtxn=None)) for each in versions]
         modules += [Made(), Made(impl=Made()), Made(impl=None)]
+        modules += [Made(impl=Made(vllm_flash_attn_version=3))]  # vLLM's own class
         found = {str(i): module for i, module in enumerate(modules)}
         return Made(compilation_config=Made(static_forward_context=found))
 
@@ -165,7 +166,8 @@ def test_an_error_leaves_the_configuration_to_vllm(policy, monkeypatch):
     "change",
     [
         lambda layer: {"cache": layer.cache[:, :, :4]},  # a gap between its blocks
-        lambda layer: {"impl": Made(vllm_flash_attn_version=2)},
+        lambda layer: {"impl": Made(vllm_flash_attn_version=2, kvtxn=None)},
+        lambda layer: {"impl": Made(vllm_flash_attn_version=3)},  # not hooked: vLLM's own class
         lambda layer: {"impl": Made()},  # another backend's
     ],
 )

@@ -47,6 +47,7 @@ class Own:
         for group in config.kv_cache_groups:
             for name in group.layer_names:
                 impl = Made(
+                    kvtxn=None,
                     vllm_flash_attn_version=3,
                     kv_cache_dtype="auto",
                     alibi_slopes=None,
