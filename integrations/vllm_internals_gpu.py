@@ -5,6 +5,7 @@ Both model runners, their batches and graphs, and how their caches lie.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Final
@@ -119,15 +120,33 @@ def window_rows(config: Any) -> int:
     return min(most, captured * 15 // 8) if captured else most  # the rest is for tables
 
 
-def room_for_rows(runner: Any, rows: int) -> Tensor:
-    """As much memory as ``rows`` rows of the target's layers take."""
+def bytes_of_rows(runner: Any, rows: int) -> int:
+    """What ``rows`` rows of the target's layers take."""
     drafters = internals.draft_layers(runner)
-    each = sum(
+    return rows * sum(
         -(-spec.page_size_bytes // spec.block_size)
         for name, spec in runner.get_kv_cache_spec().items()
         if name not in drafters
     )
-    return torch.empty(rows * each, dtype=torch.uint8, device=runner.device)
+
+
+def bytes_of_tables(runner: Any) -> int:
+    """What the block tables by slot take in the largest captured graph, one for each group.
+
+    The groups do not exist yet: vLLM makes them as large as the rarest kind of layer is frequent.
+    """
+    kinds, config = Counter(runner.get_kv_cache_spec().values()), runner.vllm_config
+    groups = sum(-(-count // min(kinds.values())) for count in kinds.values())
+    compilation = config.compilation_config
+    rows = int(compilation.max_cudagraph_capture_size or 0)
+    mixed = compilation.cudagraph_mode.mixed_mode().name == "FULL"
+    requests = min(rows if mixed else rows // query_len(runner), runner.max_num_reqs)
+    return 4 * groups * requests * int(runner.max_model_len)
+
+
+def room(runner: Any, size: int) -> Tensor:
+    """So many bytes on the runner's device."""
+    return torch.empty(size, dtype=torch.uint8, device=runner.device)
 
 
 def slot_mappings(runner: Any, groups: Sequence[str]) -> Tensor:
@@ -172,10 +191,11 @@ def takes_slots(impl: Any) -> bool:
     return hasattr(impl, "kvtxn") and getattr(impl, "vllm_flash_attn_version", None) == 3
 
 
-def any_takes_slots(runner: Any) -> bool:
-    """Whether any layer's does; the model is loaded."""
-    modules = runner.compilation_config.static_forward_context.values()
-    return any(takes_slots(getattr(module, "impl", None)) for module in modules)
+def all_take_slots(runner: Any) -> bool:
+    """Whether all of the target's layers do; the model is loaded."""
+    drafters = internals.draft_layers(runner)
+    modules = runner.compilation_config.static_forward_context
+    return all(takes_slots(getattr(modules[n], "impl", None)) for n in modules if n not in drafters)
 
 
 @attrs.frozen

@@ -89,13 +89,21 @@ class GpuHead(RunnerHead):
         raise NotImplementedError
 
 
+def rows_may_wait(runner: Any) -> bool:
+    """Whether the policy may come to ``deferred``, by all that is known before there are caches."""
+    if runner.kvtxn_config.policy not in ("auto", "deferred"):
+        return False
+    last = getattr(runner, "is_last_pp_rank", True)
+    facts = attrs.evolve(internals.config_facts(runner.vllm_config), last_stage=last)
+    policy, _ = decide(runner.kvtxn_config.policy, facts)
+    return policy == "deferred" and inside.all_take_slots(runner)
+
+
 def add_spare_blocks(runner: Any, kv_cache_config: Any) -> Any:
     """A configuration with blocks for drafts that wait, if any may; else the one given."""
     config: TxnConfig = runner.kvtxn_config
     try:
-        last = getattr(runner, "is_last_pp_rank", True)
-        facts = attrs.evolve(internals.config_facts(runner.vllm_config), last_stage=last)
-        if decide(config.policy, facts).policy == "deferred" and inside.any_takes_slots(runner):
+        if rows_may_wait(runner):
             drafters = internals.draft_layers(runner)
             kv_cache_config, runner.kvtxn_spare = inside.with_spare_blocks(
                 kv_cache_config, config.max_rows, drafters
@@ -180,7 +188,9 @@ def hold_room(runner: Any) -> None:
     """Take what the steps will need, until there are steps: vLLM measures what is free."""
     config: TxnConfig = runner.kvtxn_config
     try:
-        runner.kvtxn_room = inside.room_for_rows(runner, config.max_rows)
+        size = inside.bytes_of_rows(runner, config.max_rows)
+        tables = inside.bytes_of_tables(runner) if rows_may_wait(runner) else 0
+        runner.kvtxn_room = inside.room(runner, size + tables)
     except Exception as error:
         if config.on_error == "raise":
             raise

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from kvtxn.integrations import vllm_internals_gpu as inside
 
 with importing_kernels():
+    from kvtxn.integrations.vllm_facts import Facts
     from kvtxn.integrations.vllm_runner_gpu import hold_room
 
 from kvtxn import TxnConfig
@@ -55,6 +56,35 @@ def test_room_is_the_target_layers_rows():
     made = runner()
     hold_room(made)
     assert made.kvtxn_room.nbytes == 10 * 2 * 96
+
+
+@pytest.mark.parametrize(("mixed", "requests"), [("PIECEWISE", 12), ("FULL", 30)])
+def test_room_for_tables_where_rows_may_wait(monkeypatch, mixed, requests):
+    """Four bytes for each token of context of each request of the largest graph, in each group."""
+    monkeypatch.setattr(
+        inside.internals, "config_facts", lambda config: Facts(device="cuda", runner="v2")
+    )
+    made = runner()
+    spec, other = (
+        Made(page_size_bytes=16 * 96, block_size=16),
+        Made(page_size_bytes=0, block_size=1),
+    )
+    layers = {"a": spec, "b": spec, "c": spec, "d": other}  # in groups of one: three and one
+    made.get_kv_cache_spec = lambda: layers
+    layer = Made(impl=Made(vllm_flash_attn_version=3, kvtxn=None))
+    compilation = Made(
+        max_cudagraph_capture_size=60,
+        cudagraph_mode=Made(mixed_mode=lambda: Made(name=mixed)),
+        static_forward_context=dict.fromkeys(layers, layer),
+    )
+    made.vllm_config, made.compilation_config = Made(compilation_config=compilation), compilation
+    made.decode_query_len, made.max_num_reqs, made.max_model_len = 5, 30, 100
+    made.kvtxn_config = TxnConfig(policy="auto", max_rows=10)
+    hold_room(made)
+    assert made.kvtxn_room.nbytes == 10 * 3 * 96 + 4 * requests * 100 * 4
+    layer.impl.vllm_flash_attn_version = 2
+    hold_room(made)
+    assert made.kvtxn_room.nbytes == 10 * 3 * 96
 
 
 def test_room_that_cannot_be_had():

@@ -118,19 +118,21 @@ def test_where_none_may_wait_the_configuration_is_vllms(policy, facts, last, ver
 
 
 def test_whose_attention_takes_blocks_of_one_row():
-    """One layer is enough; some have no attention, or another one."""
+    """All of the target's layers have to; what a drafter has does not matter."""
+    ours = Made(impl=Made(vllm_flash_attn_version=3, kvtxn=None))
 
-    def runner(*versions):
-        modules = [Made(impl=Made(vllm_flash_attn_version=each, kvtxn=None)) for each in versions]
-        modules += [Made(), Made(impl=Made()), Made(impl=None)]
-        modules += [Made(impl=Made(vllm_flash_attn_version=3))]  # vLLM's own class
-        found = {str(i): module for i, module in enumerate(modules)}
-        return Made(compilation_config=Made(static_forward_context=found))
+    def runner(*modules):
+        found = {str(i): module for i, module in enumerate(modules)} | {"draft": Made(impl=None)}
+        return Made(
+            compilation_config=Made(static_forward_context=found),
+            speculator=Made(draft_attn_layer_names={"draft"}),
+        )
 
-    assert inside.any_takes_slots(runner(3))
-    assert inside.any_takes_slots(runner(2, 3))
-    for versions in ((), (2,), (4,), (None,)):
-        assert not inside.any_takes_slots(runner(*versions))
+    assert inside.all_take_slots(runner(ours, ours))
+    others = [Made(impl=Made(vllm_flash_attn_version=each, kvtxn=None)) for each in (2, 4, None)]
+    others += [Made(), Made(impl=None), Made(impl=Made(vllm_flash_attn_version=3))]  # vLLM's class
+    for other in others:
+        assert not inside.all_take_slots(runner(ours, other))
 
 
 @pytest.mark.parametrize("policy", ["auto", "deferred"])
