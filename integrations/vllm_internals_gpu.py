@@ -124,7 +124,7 @@ def bytes_of_rows(runner: Any, rows: int) -> int:
     """What ``rows`` rows of the target's layers take."""
     drafters = internals.draft_layers(runner)
     return rows * sum(
-        -(-spec.page_size_bytes // spec.block_size)
+        int(-(-spec.page_size_bytes // spec.block_size))
         for name, spec in runner.get_kv_cache_spec().items()
         if name not in drafters
     )
@@ -140,7 +140,7 @@ def bytes_of_tables(runner: Any) -> int:
     compilation = config.compilation_config
     rows = int(compilation.max_cudagraph_capture_size or 0)
     mixed = compilation.cudagraph_mode.mixed_mode().name == "FULL"
-    requests = min(rows if mixed else rows // query_len(runner), runner.max_num_reqs)
+    requests = min(rows if mixed else rows // query_len(runner), int(runner.max_num_reqs))
     return 4 * groups * requests * int(runner.max_model_len)
 
 

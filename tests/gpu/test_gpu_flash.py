@@ -88,7 +88,9 @@ def both(batch: str, shape: tuple[int, int, int], block_size: int, more: str = "
         parts = given.split(size, -1)
         dtype = "fp8" if more == "fp8" else "auto"
         reshape_and_cache_flash(key, value, *parts, where, dtype, one, one)
+        page_size = block_size
         if table.shape[1] > wide:
+            page_size = 1
             paged = by_rows(rows.transpose(1, 2))
             assert paged is not None
             rows = paged.transpose(1, 2)
@@ -96,7 +98,7 @@ def both(batch: str, shape: tuple[int, int, int], block_size: int, more: str = "
             **{"batch_size": len(totals), "max_seqlen_q": max(lengths), "causal": True},
             **{"max_seqlen_k": max(totals), "num_heads_q": heads, "num_heads_kv": kv_heads},
             **{"headdim": size, "cache_seqlens": lens, "qkv_dtype": query.dtype},
-            **{"cu_seqlens_q": cu_starts, "page_size": block_size, "window_size": window},
+            **{"cu_seqlens_q": cu_starts, "page_size": page_size, "window_size": window},
             num_splits=splits,
         )
         scales = one.expand(len(totals), kv_heads) if more == "fp8" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace as Made
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -38,9 +39,16 @@ def test_rows_of_a_window(requests, drafts, captured, rows):
     assert inside.window_rows(config) == rows
 
 
+class Spec(NamedTuple):
+    """Of a layer's cache; vLLM's are equal and hash alike where layers are alike."""
+
+    page_size_bytes: int
+    block_size: int
+
+
 def runner(**settings):
     """A runner with two layers of 96 bytes a row, and a drafter's."""
-    spec = Made(page_size_bytes=16 * 96, block_size=16)
+    spec = Spec(16 * 96, 16)
     return Made(
         device=torch.device("cpu"),
         speculator=Made(draft_attn_layer_names={"draft"}),
@@ -65,10 +73,7 @@ def test_room_for_tables_where_rows_may_wait(monkeypatch, mixed, requests):
         inside.internals, "config_facts", lambda config: Facts(device="cuda", runner="v2")
     )
     made = runner()
-    spec, other = (
-        Made(page_size_bytes=16 * 96, block_size=16),
-        Made(page_size_bytes=0, block_size=1),
-    )
+    spec, other = Spec(16 * 96, 16), Spec(0, 1)
     layers = {"a": spec, "b": spec, "c": spec, "d": other}  # in groups of one: three and one
     made.get_kv_cache_spec = lambda: layers
     layer = Made(impl=Made(vllm_flash_attn_version=3, kvtxn=None))
