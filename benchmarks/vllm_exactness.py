@@ -61,7 +61,7 @@ ENGINES: Final[Mapping[str, Kind]] = {
     "undo, multi-process": Kind("undo", "stock, multi-process", in_process=False),
     "stock, TP=2": Kind("stock", ranks=2),
     "undo, TP=2": Kind("undo", "stock, TP=2", ranks=2),
-    "deferred, TP=2": Kind("deferred", ranks=2),
+    "deferred, TP=2": Kind("deferred", "stock, TP=2", ranks=2),
 }
 
 

@@ -86,8 +86,8 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
     ("cuda", "v2"): {
         (PLAIN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
         (PLAIN, "FLASH_ATTN", "bfloat16", "tensor"): _BOTH,
-        (PLAIN, "FLASH_ATTN", "bfloat16", "pipeline (last stage)"): _UNDO,
-        (PLAIN, "FLASH_ATTN", "fp8", _ONE): _UNDO,
+        (PLAIN, "FLASH_ATTN", "bfloat16", "pipeline (last stage)"): _BOTH,
+        (PLAIN, "FLASH_ATTN", "fp8", _ONE): _BOTH,
         (PLAIN, "TRITON_ATTN", "bfloat16", _ONE): _UNDO,
         (PLAIN, "TRITON_ATTN", "fp8", _ONE): _UNDO,
         (PLAIN, "FLASHINFER", "bfloat16", _ONE): _UNDO,

@@ -7,7 +7,7 @@ row behind, and none loses an accepted one.
 from __future__ import annotations
 
 import pytest
-from gpu_jobs import JOBS, STOCK, TIMED, V1, attention, scenarios
+from gpu_jobs import JOBS, PARTIAL, STOCK, TIMED, V1, attention, scenarios
 from gpu_ties import NEAR, NOISE, compare
 
 ALL = [
@@ -121,7 +121,7 @@ def environment(kind):
     return V1 if kind == "medusa" else JOBS[kind].get("environment", {})
 
 
-@pytest.mark.parametrize("kind", [kind for kind in JOBS if not kind.endswith("_steady")])
+@pytest.mark.parametrize("kind", [kind for kind in JOBS if kind not in PARTIAL])
 def test_what_is_not_covered_has_a_reason(reports, kind):
     """A policy that a kind leaves out stays out by itself, and says why."""
     [stock] = reports_of(reports, kind, "stock")
