@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..backends.fixed_window import FixedWindow
 from ..backends.triton_executor import TritonExecutor
-from ..errors import BackendUnavailableError
+from ..errors import BackendUnavailableError, incomplete
 from ..executor import StagedLayer
 from ..layers import LayerRef
 from ..layout import RowLayout
@@ -195,9 +195,14 @@ class GpuSteps:
         Args:
             sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
         """
-        step, self.step = self.step, None
+        step = self.step
         if step is None:
             return
+        if step.staged and not step.direct and len(step.staged) < len(self.layers):
+            there = {ref.name for ref in step.staged}  # something else wrote the others' rows
+            missing = [ref.name for ref in self.layers if ref.name not in there]
+            self.fell_back(incomplete("OPEN", missing, len(self.layers)))
+        self.step = None
         outcome = _FELL_BACK
         if step.direct:
             self._count(step.layout, sampled)

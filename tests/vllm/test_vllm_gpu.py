@@ -201,6 +201,23 @@ def test_attention_that_fails_half_way():
     assert rig.count("rows_committed_total") == 1
 
 
+def test_a_layer_whose_drafts_did_not_wait_where_they_should():
+    """Something else wrote them into its own blocks; what waits nowhere is not committed."""
+    rig = Rig("deferred")
+    before = [cache.clone() for cache in rig.caches]
+    rig.begin([3], [4])
+    made = rig.forward()
+    first, second = rig.steps.layers
+    rig.steps.waits(first)
+    for cache, rows in zip((second.key_cache, second.value_cache), made[1], strict=True):
+        cache[0, :4] = rows
+    rig.commit([2])
+    rig.expect(before, made, [3], [4], [4])
+    assert rig.count("fallbacks_total_attend") == 1
+    assert rig.count("windows_total_fell_back") == 1
+    assert rig.count("rows_committed_total") == 1
+
+
 def test_rows_wait_behind_the_runners_own_blocks():
     """Nothing else is taken for them."""
     rig = Rig("deferred")
