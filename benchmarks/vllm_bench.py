@@ -96,7 +96,7 @@ def _measure(args: argparse.Namespace, engines: Sequence[Takes], point: Point) -
         temperature=args.temperature,
         arrivals=args.arrivals or _ARRIVALS,
     )
-    return measure(engines, point, work, args.rounds)
+    return measure(engines, point, work, args.rounds, clock=args.clock)
 
 
 def _conditions(engines: Sequence[Takes]) -> dict[str, Any]:

@@ -20,7 +20,12 @@ Takes = Engine | Switched
 
 
 def measure(
-    engines: Sequence[Takes], point: Point, work: Callable[[int], Work], rounds: int
+    engines: Sequence[Takes],
+    point: Point,
+    work: Callable[[int], Work],
+    rounds: int,
+    *,
+    clock: bool = False,
 ) -> dict[str, Any]:
     """One cell: rounds in which every engine runs once, in a fair order.
 
@@ -31,6 +36,7 @@ def measure(
         point: the load, as it goes into the result.
         work: what to do in a round, by its number.
         rounds: how many are measured.
+        clock: whether windows are timed on the host in one more round.
     """
     for engine in engines:
         engine.run(work(0))
@@ -44,6 +50,9 @@ def measure(
     found = {
         label: {**summary(runs[label]), **progress(before[label], after[label])} for label in runs
     }
+    for engine in engines if clock else ():
+        if engine.spec.policy != "stock":
+            found[engine.spec.label]["host_us"] = engine.clock(work(rounds + 1))
     if "stock" in runs:
         for label in runs.keys() - {"stock"}:
             found[label]["of_stock"] = against(runs[label], runs["stock"])
@@ -68,10 +77,19 @@ def summary(runs: Sequence[Measured]) -> dict[str, Any]:
                 "drafted": run.drafted,
                 "accepted": run.accepted,
                 "digest": run.digest,
+                **{
+                    f"{name}_ms": _median(getattr(run, name))
+                    for name in ("first_token", "per_token")
+                },
             }
             for run in runs
         ],
     }
+
+
+def _median(seconds: Sequence[float]) -> float | None:
+    """In milliseconds; None without any."""
+    return 1000 * statistics.median(seconds) if seconds else None
 
 
 def _latency(rounds: Iterable[Sequence[float]]) -> dict[str, float] | None:

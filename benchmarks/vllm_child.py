@@ -15,6 +15,7 @@ import attrs
 import numpy
 import torch
 
+from .vllm_clock import clock
 from .vllm_work import Work
 
 
@@ -78,6 +79,10 @@ def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
         from ..integrations.vllm_plugin import snapshots
 
         pipe.send((False, snapshots(llm) if active else []))
+    elif command == "clock":
+        llm.collective_rpc(clock, args=(True,))
+        repeat(llm, work)
+        pipe.send((False, llm.collective_rpc(clock, args=(False,))))
     else:
         pipe.send((False, repeat(llm, work)))
     return True

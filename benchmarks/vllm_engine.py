@@ -142,6 +142,12 @@ class Engine:
         counters: list[dict[str, float]] = self._answer("while its counters were read")
         return counters
 
+    def clock(self, work: Work) -> list[dict[str, float] | None]:
+        """One more repetition, in which windows are timed on each rank's host; ``vllm_clock``."""
+        self._send(("clock", work))
+        found: list[dict[str, float] | None] = self._answer("while its windows were timed")
+        return found
+
     def announced(self) -> str | None:
         """What the plug-in said that it does, in the log; None where it said nothing."""
         said = [line.partition("vllm.active")[2] for line in self.log().splitlines()]
@@ -227,6 +233,11 @@ class Switched:
             return []
         self.engine.switch(True)
         return self.engine.snapshot()
+
+    def clock(self, work: Work) -> list[dict[str, float] | None]:
+        """One more repetition, with windows that are timed."""
+        self.engine.switch(True)
+        return self.engine.clock(work)
 
     def announced(self) -> str | None:
         """What the plug-in said that it does."""

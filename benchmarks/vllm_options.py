@@ -105,6 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     load.add_argument("--rounds", type=natural, default=3, help="measured rounds; default: 3")
+    load.add_argument(
+        "--clock",
+        action="store_true",
+        help="after the measured rounds, time what windows do on the host in one more",
+    )
     out = parser.add_argument_group("result")
     out.add_argument("--output", metavar="NAME", help="default: vllm-MODEL-DRAFTER")
     out.add_argument(
@@ -147,6 +152,8 @@ def check(args: argparse.Namespace) -> None:
             expected="--policies stock,undo and no --mask-modes",
             got=",".join([*args.policies, *(args.mask_modes or ())]),
         )
+    if args.clock and set(args.policies) == {"stock"}:
+        raise ConfigError("bench vllm", "--clock has no effect on stock", hint="leave it out")
     if args.mask_modes and set(args.policies) == {"stock"}:
         raise ConfigError("bench vllm", "--mask-modes has no effect on stock", hint="leave it out")
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from .document import machine_line, table
-from .paired import LEVEL
+from .paired import LEVEL, compare
 from .vllm_cell import by_policy
 from .vllm_options import asked
 from .vllm_work import Point
@@ -65,7 +65,7 @@ def speed(cells: Sequence[Cell]) -> str:
     """Tokens per second, and each policy's as a share of stock's in the same round.
 
     Beside that its time per token, as a share likewise: the first token of each request left out,
-    whose time scatters most.
+    whose time scatters most. Last, the rounds of all cells together.
     """
     policies = by_policy(cells[0])
     rows = []
@@ -82,12 +82,38 @@ def speed(cells: Sequence[Cell]) -> str:
             else:
                 row.append(f"{engines[policy]['tokens_per_s']['median']:.0f} tokens/s")
         rows.append([*row, *([same(cell)] if policies else [])])
+    if len(cells) > 1 and "of_stock" in cells[0]["engines"].get(
+        policies[0] if policies else "", {}
+    ):
+        shares = [share for policy in policies for share in together(cells, policy)]
+        rows.append(["all", *[""] * 5, *shares, ""])
     who = "stock" if "stock" in cells[0]["engines"] else policies[0]
     beside = "of stock" if who == "stock" else "alone"
     header = [*_LOAD, f"{who}, tokens/s", f"{who}'s spread"]
     for policy in policies:
         header += [f"{policy}, {beside}", *(["time per token"] if who == "stock" else [])]
     return table([*header, *(["accepted drafts equal"] if policies else [])], rows)
+
+
+def together(cells: Sequence[Cell], policy: str) -> list[str]:
+    """A policy's share of stock's speed and of its time per token over the rounds of all cells."""
+    rounds = [
+        pair
+        for cell in cells
+        for pair in zip(
+            *(cell["engines"][label]["rounds"] for label in (policy, "stock")), strict=True
+        )
+    ]
+    speeds = [
+        (own["generated"] * stock["seconds"]) / (stock["generated"] * own["seconds"])
+        for own, stock in rounds
+    ]
+    times = [
+        own["per_token_ms"] / stock["per_token_ms"]
+        for own, stock in rounds
+        if own.get("per_token_ms") and stock.get("per_token_ms")
+    ]
+    return [ratio(attrs.asdict(compare(each))) if each else "-" for each in (speeds, times)]
 
 
 def ratio(compared: Mapping[str, float]) -> str:
@@ -126,6 +152,8 @@ def method(result: Mapping[str, Any]) -> str:
         text += " Both are one engine, its windows switched on and off."
     if ratios[0]["confidence"] < LEVEL:
         return f"{text} Too few rounds to show a difference: that takes six."
+    if len(result["cells"]) > 1:
+        text += " The last line takes the rounds of all cells together."
     return f"{text} Bold: the interval leaves 1 out; by chance alone {100 - sure:.0f} % of all do."
 
 
@@ -146,6 +174,7 @@ def latency(cells: Sequence[Cell]) -> str:
 
 def windows(cells: Sequence[Cell]) -> str:
     """What the plug-in counted on rank 0 over all measured rounds of a cell."""
+    clocked = any("host_us" in each for cell in cells for each in cell["engines"].values())
     rows = []
     for cell in cells:
         for label in by_policy(cell):
@@ -163,10 +192,18 @@ def windows(cells: Sequence[Cell]) -> str:
                     f"{count['kvtxn_bytes_avoided_total'] / 2**20:.1f}",
                     _reasons(count, "kvtxn_fallbacks_total"),
                     _reasons(count, "kvtxn_bypassed_windows_total"),
+                    *([_host(engine)] if clocked else []),
                 ]
             )
     header = [*_LOAD, "policy", "windows", "coverage", "drafts accepted", "MiB written"]
-    return table([*header, "MiB avoided", "fallbacks", "bypassed"], rows)
+    header += ["MiB avoided", "fallbacks", "bypassed"]
+    return table([*header, *(["host: begin + commit, us"] if clocked else [])], rows)
+
+
+def _host(engine: Mapping[str, Any]) -> str:
+    """Medians of what a window takes the host of rank 0."""
+    found = (engine.get("host_us") or [None])[0]
+    return f"{found['begin']:.0f} + {found['commit']:.0f}" if found else "-"
 
 
 def _reasons(count: Mapping[str, float], counter: str) -> str:

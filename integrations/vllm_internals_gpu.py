@@ -182,6 +182,13 @@ def metadata_builders(runner: Any, names: set[str]) -> list[Any]:
 # -- FlashAttention -------------------------------------------------------------------
 
 
+def flash_version(config: Any = None) -> int | None:
+    """The FlashAttention that vLLM takes on this machine's GPU, for an engine or by default."""
+    named = config and config.attention_config.flash_attn_version
+    found: int | None = named or internals.flash_attention().get_flash_attn_version()
+    return found
+
+
 def takes_slots(impl: Any) -> bool:
     """Whether a layer's attention is ours, and FlashAttention 3, which takes blocks of one row.
 
@@ -260,6 +267,16 @@ def with_spare_blocks(config: Any, rows: int, without: set[str]) -> tuple[Any, S
     return more, SpareBlocks(own, more.num_blocks, first)
 
 
+def has_rows_in_line(config: Any) -> bool:
+    """Whether in each layer's cache row follows row, block after block, as ``by_rows`` needs it.
+
+    Args:
+        config: vLLM's ``KVCacheConfig``, whose layout orders layers, blocks, heads and rows ("N");
+            one that does not say how is left for the caches themselves to tell.
+    """
+    return config.kv_cache_layout is None or "BN" in config.kv_cache_layout
+
+
 def by_rows(cache: Tensor) -> Tensor | None:
     """A layer's cache as blocks of one row; None where rows do not follow each other evenly.
 
@@ -276,6 +293,20 @@ def by_rows(cache: Tensor) -> Tensor | None:
     return cache.as_strided((blocks * size, heads, 1, width), (row, head, row, each))
 
 
+def keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Both halves of a layer's cache, by block and row.
+
+    Args:
+        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        head_size: of the keys, which come first in a row.
+
+    Returns:
+        Views of it, ``[num_blocks, block_size, num_kv_heads, head_size]`` each.
+    """
+    key, value = cache.transpose(1, 2).split(head_size, -1)
+    return key, value
+
+
 def flash_settings(impl: Any, rows: Tensor) -> dict[str, Any] | None:
     """What a layer's calls of FlashAttention always get; None where vLLM gives them more.
 
@@ -289,7 +320,7 @@ def flash_settings(impl: Any, rows: Tensor) -> dict[str, Any] | None:
     if impl.kv_cache_dtype not in ("auto", "float16", "bfloat16") or impl.alibi_slopes is not None:
         return None
     own = internals.flash_attention()
-    key, value = rows.transpose(1, 2).split(impl.head_size, -1)
+    key, value = keys_and_values(rows, impl.head_size)
     return {
         "k": own.canonicalize_singleton_dim_strides(key),
         "v": own.canonicalize_singleton_dim_strides(value),

@@ -149,16 +149,21 @@ def matrix(facts: Facts) -> list[Row]:
     """Every kind of engine on this machine and with this vLLM.
 
     Args:
-        facts: the plainest speculating engine here; only version, device and runner are taken.
+        facts: the plainest speculating engine here; only version, device and runner are taken,
+            and the version of FlashAttention.
 
     Returns:
         Rows that together name every kind once; those with one outcome are drawn together.
     """
     dtype = "float32" if facts.device == "cpu" else "bfloat16"  # over a cache of another format
     here = Facts(version=facts.version, device=facts.device, runner=facts.runner, dtype=dtype)
+    flash = facts.flash
     attention, latent = BACKENDS.get(here.device, ((ANY,), (ANY,)))
     rows = [
-        _row(here, (family, backend), number, parallelism)
+        _row(
+            attrs.evolve(here, flash=flash if backend == "FLASH_ATTN" else None),
+            *((family, backend), number, parallelism),
+        )
         for parallelism in PARALLELISM
         for family, changes in FAMILIES.items()
         for backend in (latent if "mla" in changes else attention)

@@ -232,6 +232,13 @@ RULES: Final[tuple[Rule, ...]] = (
         {"flash": 4},
     ),
     Rule(
+        "ALiBi on GPUs",
+        "deferred",
+        lambda f: f.device == "cuda" and f.alibi,
+        "for ALiBi vLLM takes FlashAttention 2, which reads no blocks of one row",
+        {"device": "cuda", "runner": "v2", "alibi": True},
+    ),
+    Rule(
         # vLLM's own writer is in them then, and cannot be told that drafts go elsewhere.
         "writes in graphs",
         "deferred",
@@ -307,5 +314,5 @@ def decide(asked: str, facts: Facts) -> Decision:
             return Decision("off", f"policy 'deferred' cannot work here: {rule.says(facts)}")
         if asked == "auto":
             return Decision("undo", f"rows cannot be deferred here: {rule.says(facts)}")
-    why = "asked for" if asked == "deferred" else "the window attention can read the window"
+    why = "asked for" if asked == "deferred" else "the attention can read the window"
     return Decision("deferred", why)

@@ -54,11 +54,14 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         BackendUnavailableError: or for a backend that is not registered.
     """
     from . import vllm_internals as internals
+    from . import vllm_internals_gpu as inside
 
     if engine_args is None:
         device = internals.device_type()
         runner = RUNNERS.get(device, (Facts().runner,))[-1]  # the one that vLLM prefers there
         facts = Facts(version=internals.version(), device=device, runner=runner)
+        if device == "cuda" and facts.version in ON_GPU:
+            facts = attrs.evolve(facts, flash=inside.flash_version())
     else:
         settings(engine_args.get("additional_config"), max_rows=1)
         facts = engine_facts(internals.config_from(engine_args))
@@ -85,6 +88,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
 def engine_facts(config: Any) -> Facts:
     """What a ``VllmConfig`` says, and what its model's configuration gives away."""
     from . import vllm_internals as internals
+    from . import vllm_internals_gpu as inside
 
     facts = internals.config_facts(config)
     if facts.version not in SUPPORTED:
@@ -94,4 +98,6 @@ def engine_facts(config: Any) -> Facts:
     if facts.device == "cuda" and facts.version in ON_GPU:
         named = config.attention_config.backend
         changes["attention"] = named and named.name
+        if changes["attention"] in (None, "FLASH_ATTN") and not facts.mla:
+            changes["flash"] = inside.flash_version(config)
     return attrs.evolve(facts, **changes)

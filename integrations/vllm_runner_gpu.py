@@ -103,7 +103,7 @@ def add_spare_blocks(runner: Any, kv_cache_config: Any) -> Any:
     """A configuration with blocks for drafts that wait, if any may; else the one given."""
     config: TxnConfig = runner.kvtxn_config
     try:
-        if rows_may_wait(runner):
+        if rows_may_wait(runner) and inside.has_rows_in_line(kv_cache_config):
             drafters = internals.draft_layers(runner)
             kv_cache_config, runner.kvtxn_spare = inside.with_spare_blocks(
                 kv_cache_config, config.max_rows, drafters
@@ -144,7 +144,7 @@ def layer_refs(layers: Sequence[internals.TargetLayer], kv_dtype: str) -> list[L
                 )
             )
             continue
-        key, value = layer.cache.transpose(1, 2).split(layer.row_shape[-1], -1)
+        key, value = inside.keys_and_values(layer.cache, layer.row_shape[-1])
         refs.append(
             LayerRef(
                 *(layer.name, key, value),
@@ -176,9 +176,9 @@ def hook_attention(
     for layer, ref in zip(layers, steps.layers, strict=True):
         rows = inside.by_rows(layer.cache)
         assert rows is not None  # else the policy is another one
-        key, value = layer.cache.transpose(1, 2).split(layer.row_shape[-1], -1)
+        caches = inside.keys_and_values(layer.cache, layer.row_shape[-1])
         settings = inside.flash_settings(layer.impl, rows)
-        layer.impl.kvtxn = FlashHook(steps, ref, spare[ref.group], (key, value), rows, settings)
+        layer.impl.kvtxn = FlashHook(steps, ref, spare[ref.group], caches, rows, settings)
     for builder in builders:
         builder.kvtxn = steps
     warm_up({ref.planes[0].block_size for ref in steps.layers}, steps.window.position)

@@ -123,6 +123,7 @@ def test_values_that_make_no_sense(arguments, message, capsys):
     [
         (["--arrivals", "3"], False, "--arrivals has no effect"),
         (["--mask-modes", "loop", "--policies", "stock"], False, "no effect on stock"),
+        (["--clock", "--policies", "stock"], False, "--clock has no effect on stock"),
         (["--mask-modes", "loop"], True, "no effect on a GPU"),
         (["--one-engine"], False, "stock and undo by turns"),
         (["--acceptance", "0.5"], False, "no synthetic acceptance on CPUs"),

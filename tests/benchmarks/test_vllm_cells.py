@@ -43,6 +43,10 @@ class Pretender:
             token_ids=None,
         )
 
+    def clock(self, work):
+        assert work not in self.works
+        return [{"steps": 7, "begin": 8.4, "commit": 5.6, "both": 14.2}]
+
     def snapshot(self):
         if self.spec.policy == "stock":
             return []
@@ -149,6 +153,39 @@ def test_markdown_says_it_all(result):
     assert "power and its limit: 1980 MHz, 50, 200 W." in text
     assert "`VLLM_THIS=1`" in text
     assert text.count("| no |") == 1
+
+
+def test_markdown_takes_all_cells_together(result, cell, log):
+    """The median of all rounds' ratios, no matter how few each cell has."""
+    assert "| all |" not in vllm_report.report(result)
+    engines = [Pretender("stock", 1.0, log), Pretender("deferred", 0.8, log)]
+    other = vllm_cell.measure(engines, attrs.evolve(POINT, requests=3), str, rounds=7)
+    del cell["engines"]["undo"]
+    text = vllm_report.speed([cell, other])
+    assert text.splitlines()[-1] == (
+        "| all |  |  |  |  |  | **0.800** (0.500 to 0.800) | **1.250** (1.250 to 2.000) |  |"
+    )
+    for each in other["engines"]["stock"]["rounds"]:
+        del each["per_token_ms"]  # as in older results
+    assert "| **2.000** (2.000 to 2.000) |  |" in vllm_report.speed([cell, other])
+    for each in ("stock", "deferred"):
+        assert len(vllm_report.speed([only(cell, each), only(other, each)]).splitlines()) == 4
+
+
+def only(cell, label):
+    """The cell with one engine alone."""
+    engine = {key: value for key, value in cell["engines"][label].items() if key != "of_stock"}
+    return cell | {"engines": {label: engine}}
+
+
+def test_windows_are_timed_where_asked_for(result, log):
+    """In a round of its own, on every engine with windows."""
+    engines = [Pretender("stock", 1.0, log), Pretender("undo", 1.0, log)]
+    result["cells"] = [vllm_cell.measure(engines, POINT, str, rounds=6, clock=True)]
+    [text] = [part for part in vllm_report.report(result).split("## ") if "Windows" in part[:9]]
+    assert "| host: begin + commit, us |" in text
+    assert "| 8 + 6 |" in text
+    assert "host_us" not in result["cells"][0]["engines"]["stock"]
 
 
 @pytest.mark.parametrize(

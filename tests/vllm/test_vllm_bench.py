@@ -12,7 +12,7 @@ from vllm_jobs import missing
 LABELS = ["stock", "undo+loop", "deferred+loop"]
 ARGUMENTS = ["--policies", "stock,undo,deferred", "--mask-modes", "loop", "--rounds", "2"]
 ARGUMENTS += ["--scenario", "short,mixed", "--requests", "3", "--batch", "2", "--arrivals", "40"]
-ARGUMENTS += ["--context", "40", "--tokens", "16", "--drafts", "3", "--output", "smoke"]
+ARGUMENTS += ["--clock", "--context", "40", "--tokens", "16", "--drafts", "3", "--output", "smoke"]
 
 #: What the JSON has to have: names, and the type of each value or another level of names.
 SHAPE = {
@@ -38,6 +38,8 @@ ENGINE = {
     "counters": list,
 }
 ROUND = {"seconds": float, "generated": int, "drafted": int, "accepted": int, "digest": str}
+ROUND |= {"first_token_ms": float, "per_token_ms": float}
+CLOCK = {"steps": int, "begin": float, "commit": float, "both": float}
 RATIO = {"median": float, "low": float, "high": float, "confidence": float, "rounds": int}
 
 
@@ -97,6 +99,9 @@ def test_the_json_has_its_shape(result):
             if label != "stock":
                 check(engine["of_stock"]["tokens_per_s"], RATIO)
                 check(engine["of_stock"]["per_token_ms"], RATIO)
+                [clocked] = engine["host_us"]
+                check(clocked, CLOCK)
+                assert 0 < max(clocked["begin"], clocked["commit"]) < clocked["both"]
 
 
 def test_policies_accept_what_stock_accepts(result):
@@ -144,12 +149,14 @@ def test_markdown_and_plot(folder):
 def test_one_engine_is_stock_and_undo(tmp_path):
     """Windows switched off are none: all that was counted is what the other turns drafted."""
     given = ["--policies", "stock,undo", "--one-engine", "--requests", "3", "--rounds", "3"]
+    given += ["--clock"]
     bench(tmp_path, *given, "--tokens", "24", "--output", "smoke")
     result = json.loads((tmp_path / "smoke.json").read_text())
     assert result["conditions"]["engines"] == 1
     [cell] = result["cells"]
     stock, undo = (cell["engines"][label] for label in ("stock", "undo"))
     assert undo["of_stock"]["same_tokens"]
+    assert undo["host_us"][0]["steps"] > 0
     assert stock["counters"] == []
     drafted = sum(each["drafted"] for each in undo["rounds"])
     assert drafted == sum(each["drafted"] for each in stock["rounds"]) > 0

@@ -7,6 +7,8 @@ from itertools import product
 import attrs
 import pytest
 import vllm_models
+from kvtxn.integrations import vllm_internals as internals
+from kvtxn.integrations import vllm_internals_gpu as inside
 from kvtxn.integrations.vllm_facts import Facts
 from kvtxn.integrations.vllm_lacks import LACKS
 from kvtxn.integrations.vllm_matrix import (
@@ -89,8 +91,9 @@ def test_what_was_seen_is_in_its_line():
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_flash_attention_defers_whatever_it_sums(runner):
-    """What vLLM has of it; layers that share rows read them within the forward."""
+    """In version 3, which lacks ALiBi; shared rows are read within the forward."""
     families = {PLAIN, ALIBI, SINKS, SHARED}
+    undone = {ALIBI, SHARED}
     rows = matrix(Facts(device="cuda", runner=runner))
     found = {
         (family, number): row.auto.policy
@@ -99,9 +102,35 @@ def test_flash_attention_defers_whatever_it_sums(runner):
         if backend == "FLASH_ATTN" and "one worker" in row.parallelism and family in families
     }
     for family in families:
-        policy = "undo" if family == SHARED else "deferred"
+        policy = "undo" if family in undone else "deferred"
         assert found[family, "bfloat16"] == found[family, "fp8"] == policy
         assert found[family, "float32"] == "off"
+
+
+@pytest.mark.parametrize("flash", [2, 3, None])
+def test_of_flash_attention_the_version_of_this_machine_counts(flash):
+    """Where it is known; other backends do not care."""
+    rows = matrix(Facts(device="cuda", runner="v2", flash=flash))
+    for row in rows:
+        for facts in row.facts:
+            assert facts.flash == (flash if facts.attention == "FLASH_ATTN" else None)
+    kinds = [kind for row in rows if row.auto.policy == "deferred" for kind in row.kinds]
+    assert ((PLAIN, "FLASH_ATTN") in kinds) == (flash != 2)
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.32.0"])
+@pytest.mark.parametrize("flash", [2, 3])
+def test_the_doctor_asks_vllm_which_one_that_is(flash, version, monkeypatch):
+    """On GPUs, of the releases that run there with windows."""
+    asked = []
+    monkeypatch.setattr(internals, "version", lambda: version)
+    monkeypatch.setattr(internals, "device_type", lambda: "cuda")
+    monkeypatch.setattr(inside, "flash_version", lambda config=None: asked.append(1) or flash)
+    policies = report(None)["policies"]
+    if version == "0.28.0":
+        assert not asked
+        return
+    assert policies[0].startswith("auto -> deferred" if flash == 3 else "auto -> undo")
 
 
 def test_what_was_seen_under_one_policy_alone_is_said(monkeypatch):

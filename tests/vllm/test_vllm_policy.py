@@ -79,7 +79,6 @@ def test_auto_defers_only_where_tokens_stay_stocks():
         {},
         {"kv_cache_dtype": "fp8"},
         {"sinks": True},
-        {"alibi": True},
         {"batch_invariant": True},
         {"tensor_parallel": 2},
         {"attention": "FLASH_ATTN", "flash": 3},
@@ -96,6 +95,7 @@ def test_on_gpus_sums_are_stocks_so_auto_defers(asked, runner, changes):
     [
         ({"attention": "FLASH_ATTN", "flash": 2}, "FlashAttention 2 was not seen"),
         ({"attention": "FLASH_ATTN", "flash": 4}, "FlashAttention 4 was not seen"),
+        ({"alibi": True}, "for ALiBi vLLM takes FlashAttention 2"),
         ({"spare_blocks": False}, "no room for rows that wait"),
         # What is known first is said, though such an engine has no spare blocks either.
         ({"attention": "TRITON_ATTN", "spare_blocks": False}, "TRITON_ATTN cannot read"),

@@ -52,14 +52,21 @@ def test_a_step_whose_drafts_wait(case, kernel_size, version):
     assert runner.kvtxn.manager.snapshot()["kvtxn_windows_total_committed"] == 2
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
 @pytest.mark.parametrize("case", ["one group", "two groups share their memory"])
-def test_caches_without_blocks_of_one_row_are_restored(case, layout):
-    """The spare blocks are of no use then, and of no harm; by name there is no window."""
+def test_caches_without_blocks_of_one_row_are_restored(case, layout, told):
+    """Spare blocks are of no use then; where it is seen late, of no harm. By name: no window."""
     config = planned(KVCacheLayout[layout], GROUPS[case])
+    if not told:
+        config.kv_cache_layout = None
     runner = hooked(config, layout=KVCacheLayout[layout])
     runner.initialize_kv_cache(config)
-    assert runner.kvtxn_spare.total > OWN
+    if told:
+        assert runner.given[0] is config
+        assert runner.kvtxn_spare is None
+    else:
+        assert runner.kvtxn_spare.total > OWN
     assert runner.kvtxn.manager.policy == "undo"
     assert {len(ref.key_cache) for ref in runner.kvtxn.layers} == {OWN}
     assert all(module.impl.kvtxn is None for _, module in Forward(runner).layers)

@@ -77,7 +77,9 @@ def planned(layout: KVCacheLayout, groups: list[tuple[str, Any]], blocks: int = 
         cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None)
     )
     made = [KVCacheGroupSpec(names.split(), spec) for names, spec in groups]
-    return get_kv_cache_config_from_groups(config, made, 0)
+    found = get_kv_cache_config_from_groups(config, made, 0)
+    found.kv_cache_layout = layout.name  # as the engine's core does
+    return found
 
 
 def allocated(

@@ -1,0 +1,77 @@
+"""What a worker's clock says of windows, over steps that only pretend."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from kvtxn.benchmarks.vllm_clock import clock
+
+
+class Steps:
+    """Each call takes a known time."""
+
+    def __init__(self):
+        self.manager = SimpleNamespace(metrics=SimpleNamespace(windows=Counter()))
+
+    def begin(self):
+        time.sleep(0.002)
+
+    def commit(self, outcome):
+        time.sleep(0.005)
+        if outcome:
+            self.manager.metrics.windows[outcome] += 1
+
+
+class Packed(Steps):
+    """Two more calls, which make those."""
+
+    def begin_among(self):
+        time.sleep(0.003)
+        self.begin()
+
+    def commit_ids(self, outcome):
+        time.sleep(0.002)
+        self.commit(outcome)
+
+
+def worker(steps):
+    return SimpleNamespace(model_runner=SimpleNamespace(kvtxn=steps))
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin", "commit"), [(Steps, 2000, 5000), (Packed, 5000, 7000)], ids=str
+)
+def test_a_step_is_all_its_calls(kind, begin, commit):
+    """Those that others make count once."""
+    steps = kind()
+    timed = worker(steps)
+    assert clock(timed, True) is None
+    for _ in range(3):
+        getattr(steps, "begin_among", steps.begin)()
+        getattr(steps, "commit_ids", steps.commit)("committed")
+    found = clock(timed, False)
+    assert found["steps"] == 3
+    assert begin <= found["begin"] < begin + 4000
+    assert commit <= found["commit"] < commit + 4000
+    assert begin + commit <= found["both"]
+
+
+def test_steps_without_a_window_do_not_count():
+    """Their time is not the next step's either; and afterwards nothing stands in between."""
+    steps = Steps()
+    timed = worker(steps)
+    clock(timed, True)
+    for _ in range(5):
+        steps.begin()
+    steps.commit(None)
+    steps.begin()
+    steps.commit("committed")
+    found = clock(timed, False)
+    assert found["steps"] == 1
+    assert found["begin"] < 8000
+    assert "begin" not in vars(steps)
+    clock(timed, True)
+    assert clock(timed, False) is None
