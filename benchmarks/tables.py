@@ -214,15 +214,15 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "host-gpu": host_gpu,
     "vllm-gpu": lambda: vllm_gpu(
         "h200-vllm-llama3-8b-eagle",
-        "h200-vllm-llama3-8b-eagle-again",
+        "h200-vllm-llama3-8b-ngram",
         "h200-vllm-host-bound-ngram",
     ),
-    "vllm-gpu-8k": lambda: vllm_gpu("h200-vllm-llama3-8b-eagle-8k"),
+    "vllm-gpu-host": lambda: vllm_report.clocked(load("h200-vllm-host-bound-ngram")),
     "vllm-gpu-one-engine": lambda: vllm_gpu(
         "h200-vllm-undo-one-engine", "h200-vllm-undo-one-engine-8b"
     ),
     "vllm-gpu-undo": lambda: vllm_gpu(
-        "h200-vllm-llama3-8b-eagle-undo", "h200-vllm-llama3-8b-ngram", without="deferred"
+        "h200-vllm-llama3-8b-eagle-undo", "h200-vllm-llama3-8b-ngram-undo", without="deferred"
     ),
     "vllm-tokens": lambda: exactness_report.tokens(load("h200-vllm-exactness")),
     "vllm-tp2": lambda: exactness_report.tokens(without(load("h200-vllm-tp2"), "deferred, TP=2")),

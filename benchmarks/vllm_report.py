@@ -200,6 +200,18 @@ def windows(cells: Sequence[Cell]) -> str:
     return table([*header, *(["host: begin + commit, us"] if clocked else [])], rows)
 
 
+def clocked(result: Mapping[str, Any]) -> str:
+    """What windows take the host, by load and policy: a result that was measured with a clock."""
+    rows = []
+    for cell in result["cells"]:
+        for label in by_policy(cell):
+            [found, *_] = cell["engines"][label]["host_us"]
+            times = [f"{found[part]:.0f}" for part in ("begin", "commit", "both")]
+            rows.append([label, str(cell["requests"]), f"{found['steps']:.0f}", *times])
+    header = ["policy", "requests", "steps", "before the forward", "after sampling", "both"]
+    return f"{table(header, rows)}\n\nMicroseconds, medians. {machine_line(result['machine'])}."
+
+
 def _host(engine: Mapping[str, Any]) -> str:
     """Medians of what a window takes the host of rank 0."""
     found = (engine.get("host_us") or [None])[0]

@@ -44,7 +44,7 @@ class Pretender:
         )
 
     def clock(self, work):
-        assert work not in self.works
+        self.run(work)
         return [{"steps": 7, "begin": 8.4, "commit": 5.6, "both": 14.2}]
 
     def snapshot(self):
@@ -185,7 +185,11 @@ def test_windows_are_timed_where_asked_for(result, log):
     [text] = [part for part in vllm_report.report(result).split("## ") if "Windows" in part[:9]]
     assert "| host: begin + commit, us |" in text
     assert "| 8 + 6 |" in text
-    assert "host_us" not in result["cells"][0]["engines"]["stock"]
+    stock, undo = (result["cells"][0]["engines"][label] for label in ("stock", "undo"))
+    assert "host_us" not in stock
+    assert len(stock["rounds"]) == len(undo["rounds"]) == 6
+    assert undo["counters"][0]["kvtxn_windows_total"] == 540
+    assert engines[0].works == engines[1].works == list("01234567")  # what is drawn stays alike
 
 
 @pytest.mark.parametrize(
