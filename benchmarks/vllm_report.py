@@ -82,9 +82,7 @@ def speed(cells: Sequence[Cell]) -> str:
             else:
                 row.append(f"{engines[policy]['tokens_per_s']['median']:.0f} tokens/s")
         rows.append([*row, *([same(cell)] if policies else [])])
-    if len(cells) > 1 and "of_stock" in cells[0]["engines"].get(
-        policies[0] if policies else "", {}
-    ):
+    if len(cells) > 1 and policies and "stock" in cells[0]["engines"]:
         shares = [share for policy in policies for share in together(cells, policy)]
         rows.append(["all", *[""] * 5, *shares, ""])
     who = "stock" if "stock" in cells[0]["engines"] else policies[0]
@@ -174,7 +172,7 @@ def latency(cells: Sequence[Cell]) -> str:
 
 def windows(cells: Sequence[Cell]) -> str:
     """What the plug-in counted on rank 0 over all measured rounds of a cell."""
-    clocked = any("host_us" in each for cell in cells for each in cell["engines"].values())
+    timed = any("host_us" in each for cell in cells for each in cell["engines"].values())
     rows = []
     for cell in cells:
         for label in by_policy(cell):
@@ -192,12 +190,12 @@ def windows(cells: Sequence[Cell]) -> str:
                     f"{count['kvtxn_bytes_avoided_total'] / 2**20:.1f}",
                     _reasons(count, "kvtxn_fallbacks_total"),
                     _reasons(count, "kvtxn_bypassed_windows_total"),
-                    *([_host(engine)] if clocked else []),
+                    *([_host(engine)] if timed else []),
                 ]
             )
     header = [*_LOAD, "policy", "windows", "coverage", "drafts accepted", "MiB written"]
     header += ["MiB avoided", "fallbacks", "bypassed"]
-    return table([*header, *(["host: begin + commit, us"] if clocked else [])], rows)
+    return table([*header, *(["host: begin + commit, us"] if timed else [])], rows)
 
 
 def clocked(result: Mapping[str, Any]) -> str:
