@@ -6,11 +6,12 @@
 PYTHON ?= python3
 VLLM ?= 0.32.0
 VERSIONS ?= 0.28.0 0.32.0
+FAULTS ?= 0.29.0 0.31.0 0.32.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test interpreted lint versions core bench clean
+.PHONY: demo test interpreted lint versions core faults known bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
@@ -34,7 +35,16 @@ versions:
 	done
 
 core: $(READY)
-	$(BIN)/pytest tests/vllm -k "test_equals_stock and llama- and (one or eight)"
+	$(BIN)/pytest tests/vllm_plugin -k "test_equals_stock and llama- and (one or eight)"
+
+# Faults that releases of vLLM were shipped with, found by `kvtxn audit`: integrations/FAULTS.md.
+faults:
+	for version in $(FAULTS); do \
+		$(MAKE) known VLLM=$$version VENV=.venv-$$version || exit 1; \
+	done
+
+known: $(READY)
+	$(BIN)/pytest tests/audit_command/test_known_faults.py
 
 bench: $(READY)
 	$(BIN)/kvtxn bench host

@@ -1,4 +1,4 @@
-"""The torch executor: the specification. Every other executor leaves the same bytes."""
+"""The torch executor, which is the specification: every other executor leaves the same bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import attention
 from ..executor import AttentionArgs, Capabilities, Executor, StagedLayer, Txn
-from ..rows import LayerRows, read_layers, write_layers
+from ..recurrent import replay
+from ..row_io import LayerRows, read_layers, write_layers
 
 
 class TorchExecutor(Executor):
@@ -19,36 +20,41 @@ class TorchExecutor(Executor):
     capabilities: ClassVar[Capabilities] = Capabilities(
         attention=True,
         capturable=True,
-        kinds=frozenset({"paged", "ring", "recurrent"}),
+        kinds=frozenset({"paged", "ring", "recurrent", "replayed"}),
         trees=True,
     )
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """It runs wherever torch does."""
+        """Return None: torch runs anywhere."""
         return None
 
     def save(self, txn: Txn, group: str) -> LayerRows:
-        """Copies of all rows of the group; padding reads slot 0 and is never put back."""
+        """Copy all rows of the group; padding reads slot 0 and is never put back."""
         return read_layers((ref for ref in self.layers if ref.group == group), txn.slots)
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Settled rows under ``deferred``, else all rows."""
+        """Write the settled rows under ``deferred``, else all rows."""
         draft = txn.layout.is_draft
-        now = ~draft if txn.policy == "deferred" else torch.ones_like(draft)
+        now = ~draft if txn.waits else torch.ones_like(draft)
         slots = {layer.ref.group: txn.slots[layer.ref.group]}
         write_layers([layer.ref], {layer.ref.name: layer.rows}, slots, txn.permit(now))
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
-        """Put back what places held that no row keeps, write the rows that wait or move; count."""
+        """Put back the bytes under rejected rows, write kept rows that wait or move, and count."""
         kept = txn.kept(accepted)
         if txn.policy == "undo":
             rejected = txn.permit(txn.layout.is_draft) & ~kept
             write_layers(self.layers, txn.saved, txn.slots, rejected)
         if txn.holds_rows:
             rows = {name: layer.rows for name, layer in txn.staged.items()}
-            write_layers(self.layers, rows, txn.slots, kept, txn.sources(accepted))
+            sources = None if txn.layout.tree is None else txn.sources(accepted)
+            write_layers(self.moved, rows, txn.slots, kept, sources)
         txn.count(kept)
+
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        """Let the reference advance the states."""
+        replay.advance(txn, accepted)
 
     def restore(self, txn: Txn) -> None:
         """Put back what was there before every draft row whose group was saved."""
@@ -58,6 +64,6 @@ class TorchExecutor(Executor):
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention_args: AttentionArgs
     ) -> Tensor:
-        """The reference attention; rows that wait or may move come from the staged tensors."""
+        """Call the reference attention; it reads rows that wait or may move from ``staged``."""
         fresh = layer.rows if txn.holds_rows else None
         return attention.attend(txn.layout, layer.ref.planes, fresh, query, attention_args)

@@ -1,10 +1,8 @@
-"""The Triton executor: whatever a window does to the caches is one launch for all layers."""
+"""The Triton executor: each operation of a window is one launch for all layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 from typing import ClassVar
 
 import attrs
@@ -12,26 +10,43 @@ import torch
 from torch import Tensor
 
 from .. import attention as reference
+from ..captured.launches import CapturedPlaces
 from ..config import TxnConfig
-from ..executor import AttentionArgs, Capabilities, Executor, SampledIds, StagedLayer, Txn
+from ..executor import (
+    AttentionArgs,
+    Capabilities,
+    Executor,
+    SampledIds,
+    StagedLayer,
+    Txn,
+)
 from ..layers import LayerRef
-from ..layout import RowLayout, to_device
-from ..rows import LayerRows
-from . import triton_select as which
-from .attention_launch import AttentionLauncher
-from .jobs import Job, Launch
-from .launches import Given, Launches, acceptance_of
-from .pointer_table import AddressBook, Plan, RowsAt, build_plan, most_lines
-from .saved_rows import SavedRows
-
-_Strides = list[tuple[int, ...]]
+from ..layout import RowLayout
+from ..row_io import LayerRows
+from .attention.launch import AttentionLauncher
+from .graphs.static_window import StaticLaunches
+from .move_rows.acceptance import AcceptanceArg, acceptance_arg
+from .move_rows.launch import KernelCall, MovePlan
+from .move_rows.launcher import MoveLauncher
+from .move_rows.planner import MovePlanner
+from .move_rows.selection import Accept, Select
+from .move_rows.undo_buffers import UndoBuffers
+from .recurrent.launcher import StateAdvancer
 
 
 class TritonExecutor(Executor):
     """Byte moves and attention in Triton, on CUDA devices.
 
-    Slots live in one fixed buffer and undo's rows in another, so that nothing is allocated in a
-    window and a captured commit finds them again.
+    Slots are kept in one fixed buffer and undo's rows in another, so that a window allocates
+    nothing and a captured commit finds them again.
+
+    Code that captures launches in graphs of its own uses three ways in beside the protocol:
+    ``use_slots`` (the slots are read where that code keeps them), ``plan_commit`` or ``plan_move``
+    (what a launch moves), and ``kernel_call`` (the launch itself, as data).
+
+    Attributes:
+        programs: programs that fill the device; 1 if it is no GPU.
+        attention: launches the attention kernels.
     """
 
     name: ClassVar[str] = "triton"
@@ -42,7 +57,7 @@ class TritonExecutor(Executor):
         capturable=True,
         takes_ids=True,
         trees=True,
-        kinds=frozenset({"paged", "ring", "recurrent"}),
+        kinds=frozenset({"paged", "ring", "recurrent", "replayed"}),
     )
 
     def __init__(self, layers: Sequence[LayerRef], config: TxnConfig) -> None:
@@ -54,30 +69,27 @@ class TritonExecutor(Executor):
         self._members = {
             group: tuple(ref for ref in self.layers if ref.group == group) for group in self._groups
         }
+        self._names = [ref.name for ref in self.moved]
         limits = [min(ref.num_slots for ref in self._members[group]) for group in self._groups]
         reuses = [self._members[group][0].kind.reuse for group in self._groups]
-        lines = [limits, reuses] if any(reuses) else limits
-        self._limits = torch.tensor(lines, dtype=torch.int64, device=device)
+        self._limits, reuse = torch.tensor([limits, reuses], dtype=torch.int64, device=device)
         shape = (len(self._groups), config.max_rows)
         self._slots = torch.full(shape, -1, dtype=torch.int64, device=device)
         self._places = [line.data_ptr() for line in self._slots]
         self._slot_views: dict[tuple[str, int], Tensor] = {}
-        self._book = AddressBook(most_lines([p for r in self.layers for p in r.planes]), device)
         self._filled = dict.fromkeys(self._groups, 0)
-        self._plans: dict[tuple[object, ...], Plan] = {}
-        self._latest: dict[str, tuple[_Strides, Plan]] = {}
-        self._pattern: tuple[object | None, Plan | None] = (None, None)
-        self._saved = SavedRows(self._members, config.max_rows)
-        self._waiting: tuple[object, Sequence[int], int, Job | None] = (None, (), 0, None)
-        self._names = [ref.name for ref in self.layers]
+        self._count_only: dict[int, MovePlan] = {}
+        self._saved = UndoBuffers(self._members, config.max_rows)
+        self._planner = MovePlanner(self.moved, self._number, device)
+        self._launcher = MoveLauncher(self._limits, reuse, overwrites=any(reuses))
+        self.programs = self._launcher.programs
+        replayed = [ref for ref in self.layers if ref.replay]
+        self._states = StateAdvancer(replayed, self._number, self._limits, self.programs)
         self.attention = AttentionLauncher(device)
-        self._launches = Launches(self._limits, len(self._groups), overwrites=any(reuses))
-        #: Programs that fill the device; 1 where there is none.
-        self.programs = self._launches.programs
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """It needs a GPU that Triton compiles for."""
+        """Return the reason why Triton cannot compile for this device; None if it can."""
         if device.type != "cuda":
             return "Triton compiles for GPUs only"
         if torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 0):
@@ -87,7 +99,7 @@ class TritonExecutor(Executor):
     # -- the protocol -------------------------------------------------------------
 
     def own_slots(self, group: str, slots: Tensor) -> Tensor:
-        """The window's copy of a mapping, in the fixed buffer; what follows it there is -1."""
+        """Copy a mapping into the fixed buffer; the rest of the group's line becomes -1."""
         count = slots.shape[0]
         key = (group, count)
         view = self._slot_views.get(key)
@@ -99,62 +111,55 @@ class TritonExecutor(Executor):
         return view.copy_(slots)
 
     def save(self, txn: Txn, group: str) -> LayerRows:
-        """The draft rows of the group as they are, into fixed buffers.
+        """Copy the draft rows that the group's caches hold now into fixed buffers.
 
-        Settled rows and padding are never put back, so they are not read either.
+        Settled rows and padding are never put back, so they are not copied either.
         """
         rows = self._saved.of(group, txn.layout.num_rows)
         members = self._members[group]
         parts = [part for ref in members for part in rows[ref.name]]
-        self._move(txn, self.job(f"save:{group}", members, parts, which.DRAFT, to_cache=False))
+        facts = (f"save:{group}", members, parts, Select.DRAFT, self._own_all_slots(txn))
+        self._move(txn, self._planner.plan(*facts, to_cache=False))
         return rows
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Settled rows under ``deferred``, else all rows."""
-        select = which.SETTLED if txn.policy == "deferred" else which.ALL
-        scope = f"layer:{layer.ref.name}"
-        self._move(txn, self.job(scope, (layer.ref,), layer.rows, select, direct=True))
-
-    def stage_all(self, txn: Txn, layers: Sequence[StagedLayer]) -> None:
-        """The same in one launch."""
-        select = which.SETTLED if txn.policy == "deferred" else which.ALL
-        refs = tuple(layer.ref for layer in layers)
-        scope = "all" if refs == self.layers else ",".join(ref.name for ref in refs)
-        self._move(txn, self.job(scope, refs, [p for each in layers for p in each.rows], select))
+        """Write one layer's settled rows (``deferred``) or all its rows (else), in one launch."""
+        select = Select.SETTLED if txn.waits else Select.ALL
+        facts = (f"layer:{layer.ref.name}", (layer.ref,), layer.rows, select)
+        self._move(txn, self._planner.plan(*facts, self._own_all_slots(txn), direct=True))
 
     def commit(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Write the kept rows or put the rejected ones back, and count, in one launch.
 
-        Along the path of a tree rows move under every policy: under ``undo`` a launch puts back
-        what the places held, and the one that writes and counts follows it.
+        Along the path of a tree rows move under every policy: under ``undo`` one launch puts back
+        what their places held, and a second one writes and counts.
         """
         if isinstance(accepted, Tensor) and accepted.ndim == 2:
-            known = self.known_slots(txn)
-            if txn.policy == "undo":
-                parts = [part for ref in self.layers for part in txn.saved[ref.name]]
-                job = self.job("all", self.layers, parts, which.REJECTED)
-                self.launch(job, known, txn.layout, txn.counters, accepted, count=False)
-            self.launch(self._staged_job(txn), known, txn.layout, txn.counters, accepted)
-            return
-        standing = txn.standing
-        slots = None if standing is None or len(self._groups) > 1 else txn.slots[self._groups[0]]
-        known = 1 if slots is not None else self.known_slots(txn)
-        self.launch(self.prepare(txn), known, txn.layout, txn.counters, accepted, slots=slots)
+            self._commit_path(txn, accepted)
+        else:
+            self._launch(self.plan_commit(txn), txn, accepted)
+
+    def advance(self, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
+        """Advance the states of replayed layers, in one launch; a raise leaves them untouched."""
+        known = self._own_all_slots(txn)
+        facts = (txn.staged, txn.layout, self._slots, known, accepted, txn.crossings)
+        self._states.advance(*facts)
 
     def restore(self, txn: Txn) -> None:
-        """Put back what was there before every draft row whose group was saved."""
+        """Put back the saved bytes under every draft row whose group was saved."""
         saved = tuple(ref for ref in self.layers if ref.name in txn.saved)
         if saved:
             parts = [part for ref in saved for part in txn.saved[ref.name]]
             scope = "saved:" + ",".join(dict.fromkeys(ref.group for ref in saved))
-            self._move(txn, self.job(scope, saved, parts, which.DRAFT))
+            known = self._own_all_slots(txn)
+            self._move(txn, self._planner.plan(scope, saved, parts, Select.DRAFT, known))
 
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
     ) -> Tensor:
-        """One launch, or two where a request's cached rows are shared among programs.
+        """Attend in one launch, or two if several programs share a request's cached rows.
 
-        Rows behind an offset table, which no GPU engine has, go through the reference.
+        Rows behind an offset table, which no GPU engine has, are left to the reference.
         """
         fresh = layer.rows if txn.holds_rows else None
         if layer.ref.planes[0].offsets is not None:
@@ -168,42 +173,97 @@ class TritonExecutor(Executor):
             attention = attrs.evolve(attention, block_table=table, seq_lens=lengths)
         return self.attention.attend(txn.layout, layer.ref, query, fresh, attention)
 
-    # -- for executors that wrap this one ---------------------------------------------
+    def captured_launches(self, places: CapturedPlaces) -> StaticLaunches:
+        """Prepare one launch for each save and commit, over the slots in ``places``."""
+        parts = [part for ref in self.moved for part in places.rows.get(ref.name, ())]
 
-    def prepare(self, txn: Txn) -> Job:
-        """The host's part of a commit: what to launch; addresses are on their way."""
-        if txn.standing is not None:
-            job = txn.standing.kept.get(self)
-            if job is None:
-                parts = [part for ref in self.layers for part in txn.staged[ref.name].rows]
-                job = self.job("all", self.layers, parts, which.KEPT)
-                assert job.plan is not None
-                addresses = job.plan.spread([part.data_ptr() for part in parts])
-                table = to_device(addresses, self._device, torch.int64)
-                job = txn.standing.kept[self] = attrs.evolve(job, table=table)
-            return job
-        if txn.policy == "deferred":
-            return self._staged_job(txn)
-        if txn.policy == "undo":
-            parts = [part for ref in self.layers for part in txn.saved[ref.name]]
-            return self.job("all", self.layers, parts, which.REJECTED)
-        return Job(None, self._limits, which.KEPT)
+        def plan(select: int, *, to_cache: bool = True) -> MovePlan:
+            return self.plan_move("captured", self.moved, parts, select, to_cache=to_cache)
+
+        def arrange(plan: MovePlan, layout: RowLayout, acceptance: AcceptanceArg) -> KernelCall:
+            count = acceptance.kind != Accept.NOTHING
+            where = (places.counters, acceptance, places.slots)
+            return self._launcher.call(plan, layout, *where, count=count)
+
+        undo = places.policy == "undo"
+        save = plan(Select.DRAFT, to_cache=False) if undo else None
+        if places.policy == "direct":
+            commit = self._plan_count((1 << len(self._groups)) - 1)
+        else:
+            commit = plan(Select.REJECTED if undo else Select.KEPT)
+        return StaticLaunches(self, places, save, commit, arrange, self.programs)
+
+    # -- for code that captures launches ----------------------------------------------
 
     def use_slots(self, slots: Tensor) -> None:
-        """Read slots from a caller's fixed buffer from now on.
-
-        For code that captures launches and fills the buffer itself.
+        """Read slots from a caller's fixed buffer from now on; the caller fills it.
 
         Args:
-            slots: int64 ``[num_groups, n]``, groups in the order of the layers, or ``[n]`` where
-                there is one group; the last dimension contiguous.
+            slots: int64 ``[num_groups, n]``, groups in the order of the layers, or ``[n]`` for one
+                group; the last dimension contiguous.
         """
         self._slots = slots.view(1, -1) if slots.ndim == 1 else slots
         self._places = [line.data_ptr() for line in self._slots]
         self._slot_views.clear()
 
-    def known_slots(self, txn: Txn) -> int:
-        """Bits of the groups that have slots; slots that came another way are copied in."""
+    def plan_commit(self, txn: Txn) -> MovePlan:
+        """Plan a window's commit; its slots are copied into the fixed buffer if they are not there.
+
+        The next plan may upload other addresses into the table of this one: a launch that outlives
+        the window needs ``attrs.evolve(plan, addresses=plan.addresses.clone())``.
+        """
+        known = self._own_all_slots(txn)
+        if not self.moved:  # states alone, which ``advance`` has written: the commit only counts
+            return self._plan_count(known)
+        if txn.waits:
+            return self._plan_staged(txn, known)
+        if txn.policy == "undo":
+            return self._plan_restore(txn, known)
+        return self._plan_count(known)
+
+    def plan_move(
+        self,
+        scope: str,
+        refs: Sequence[LayerRef],
+        parts: Sequence[Tensor],
+        select: int,
+        *,
+        to_cache: bool = True,
+    ) -> MovePlan:
+        """Plan a move between caches and rows that stay where they are; all groups have slots.
+
+        Args:
+            scope: names ``refs``: the same name, the same layers.
+            refs: the layers.
+            parts: ``[num_rows, *row_shape]`` per plane of each layer, in the plane's dtype.
+            select: which rows to move, a number of ``Select``.
+            to_cache: True writes the caches, False ``parts``.
+
+        Returns:
+            A plan with a table of addresses of its own.
+        """
+        known = (1 << len(self._groups)) - 1
+        plan = self._planner.plan(scope, tuple(refs), parts, select, known, to_cache=to_cache)
+        return attrs.evolve(plan, addresses=plan.addresses.clone())
+
+    def kernel_call(
+        self, plan: MovePlan, layout: RowLayout, counters: Tensor, acceptance: AcceptanceArg
+    ) -> KernelCall:
+        """Arrange one launch over the slots in use; it counts if there is an acceptance.
+
+        Args:
+            plan: what to move.
+            layout: at least one row; ``num_rows``, ``request``, ``position`` and ``tree`` are read.
+            counters: int64 ``[lines, 4]``, see ``Txn.count``.
+            acceptance: what was accepted, at the address that the launch reads.
+        """
+        count = acceptance.kind != Accept.NOTHING
+        return self._launcher.call(plan, layout, counters, acceptance, self._slots, count=count)
+
+    # -- inside -------------------------------------------------------------------
+
+    def _own_all_slots(self, txn: Txn) -> int:
+        """Copy slots that are not in the fixed buffer into it; bit g is set if group g has any."""
         known = 0
         for group, slots in txn.slots.items():
             number = self._number[group]
@@ -212,121 +272,49 @@ class TritonExecutor(Executor):
             known |= 1 << number
         return known
 
-    def launch(
+    def _staged_parts(self, staged: dict[str, StagedLayer]) -> list[Tensor]:
+        """List the staged rows of every layer that has any in its cache, plane by plane."""
+        return [part for name in self._names for part in staged[name].rows]
+
+    def _plan_staged(self, txn: Txn, known: int) -> MovePlan:
+        """Plan to write the kept rows of every layer."""
+        return self._planner.commit(self._staged_parts(txn.staged), known, txn.pattern)
+
+    def _plan_count(self, known: int) -> MovePlan:
+        """Plan to count and move nothing."""
+        plan = self._count_only.get(known)
+        if plan is None:
+            plan = self._count_only[known] = MovePlan(None, self._limits, Select.KEPT, known)
+        return plan
+
+    def _plan_restore(self, txn: Txn, known: int) -> MovePlan:
+        """Plan to put the rejected rows back."""
+        parts = [part for ref in self.layers for part in txn.saved[ref.name]]
+        return self._planner.plan("all", self.layers, parts, Select.REJECTED, known)
+
+    def _commit_path(self, txn: Txn, path: Tensor) -> None:
+        """Commit along the accepted path of each draft tree, int ``[num_requests, columns]``."""
+        known = self._own_all_slots(txn)
+        if txn.policy == "undo":
+            self._launch(self._plan_restore(txn, known), txn, path, count=False)
+        plan = self._plan_staged(txn, known) if self.moved else self._plan_count(known)
+        self._launch(plan, txn, path)
+
+    def _move(self, txn: Txn, plan: MovePlan) -> None:
+        """Launch a move that needs no acceptance."""
+        self._launch(plan, txn, None, count=False)
+
+    def _launch(
         self,
-        job: Job,
-        known: int,
-        layout: RowLayout,
-        counters: Tensor,
+        plan: MovePlan,
+        txn: Txn,
         accepted: Tensor | SampledIds | None,
         *,
-        slots: Tensor | None = None,
         count: bool = True,
     ) -> None:
-        """The device's part: one launch; with ``accepted`` it counts.
-
-        Args:
-            job: what to move.
-            known: bits of the groups that have slots.
-            layout: the rows; only ``num_rows``, ``request`` and ``position`` are read.
-            counters: int64 ``[lines, 4]``.
-            accepted: counts, mask, ids or, for ``layout.tree``, paths.
-            slots: int64 ``[num_rows]``, to be read instead of the fixed buffer; for one group.
-            count: False where ``accepted`` only says which rows to move.
-        """
+        """Launch over the rows of a window, if it has any."""
+        layout = txn.layout
         if layout.num_rows:
-            slots = self._slots if slots is None else slots
-            given = acceptance_of(accepted, layout)
-            count = count and accepted is not None
-            self._launches.make(job, known, layout, counters, given, slots, count=count)
-
-    def arranged(
-        self, job: Job, known: int, layout: RowLayout, counters: Tensor, given: Given
-    ) -> Launch:
-        """What ``launch`` makes, for code that repeats it by itself; ``layout`` has rows.
-
-        With any acceptance in ``given`` it counts.
-        """
-        count = given[0] != which.NOTHING
-        facts = (job, known, layout, counters, given, self._slots)
-        return self._launches.arranged(*facts, count=count)
-
-    # -- planning -----------------------------------------------------------------
-
-    def _staged_job(self, txn: Txn) -> Job:
-        """Rows that wait, on their way to the places that acceptance says."""
-        staged, pattern = txn.staged, txn.pattern
-        parts = [part for name in self._names for part in staged[name].rows]
-        before, addresses, version, job = self._waiting
-        now = [part.data_ptr() for part in parts]
-        if (
-            job is not None
-            and before is pattern is not None
-            and now == addresses
-            and version == self._book.version
-            and not self._book.capturing
-        ):
-            return job
-        job = self.job("all", self.layers, parts, which.KEPT, pattern=pattern)
-        if not self._book.capturing:
-            self._waiting = (pattern, now, self._book.version, job)
-        return job
-
-    def _move(self, txn: Txn, job: Job) -> None:
-        self.launch(job, self.known_slots(txn), txn.layout, txn.counters, None)
-
-    def job(
-        self,
-        scope: str,
-        refs: tuple[LayerRef, ...],
-        parts: Sequence[Tensor],
-        select: int,
-        *,
-        to_cache: bool = True,
-        direct: bool = False,
-        pattern: object | None = None,
-    ) -> Job:
-        """Plan a launch over the planes of ``refs``; ``scope`` names them.
-
-        ``pattern`` is ``Txn.pattern`` where ``parts`` are all of a window's rows.
-        """
-        addresses = list(map(Tensor.data_ptr, parts))
-        plan = self._plan(scope, refs, parts, addresses, pattern)
-        addresses = plan.spread(addresses)
-        if direct and len(addresses) <= 2:
-            return Job(plan, self._limits, select, to_cache, (addresses[0], addresses[-1]))
-        return Job(plan, self._book.write(addresses), select, to_cache)
-
-    def _plan(
-        self,
-        scope: str,
-        refs: tuple[LayerRef, ...],
-        parts: Sequence[Tensor],
-        addresses: list[int],
-        pattern: object | None,
-    ) -> Plan:
-        """The plan for these layers and rows; built at the first window that looks like this."""
-        aligned = reduce(or_, addresses, 0) % 16 == 0
-        if aligned and pattern is not None and pattern is self._pattern[0]:
-            assert self._pattern[1] is not None
-            return self._pattern[1]
-        strides = [part.stride() for part in parts]
-        if aligned and scope in self._latest:
-            latest, plan = self._latest[scope]
-            if latest == strides:
-                if pattern is not None:
-                    self._pattern = (pattern, plan)
-                return plan
-        each = [aligned or address % 16 == 0 for address in addresses]
-        key = (scope, *strides, *each)
-        found = self._plans.get(key)
-        if found is None:
-            planes = [plane for ref in refs for plane in ref.planes]
-            rows = [RowsAt(*pair) for pair in zip(strides, each, strict=True)]
-            groups = [self._number[ref.group] for ref in refs for _ in ref.planes]
-            found = self._plans[key] = build_plan(planes, rows, groups)
-        if aligned:
-            self._latest[scope] = (strides, found)
-            if pattern is not None:
-                self._pattern = (pattern, found)
-        return found
+            acceptance = acceptance_arg(accepted, layout)
+            where = (txn.counters, acceptance, self._slots)
+            self._launcher.launch(plan, layout, *where, count=count)

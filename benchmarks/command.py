@@ -6,31 +6,42 @@ import argparse
 from importlib import import_module
 from typing import Final
 
+from ..cli import Runnable, run_command
+
 help: Final = "measure a window's cost, the kernels, or whole vLLM engines"
 
-#: What can be measured -> the module that does it, imported only when asked for.
+#: Name of a measurement -> the module that takes it, imported only when asked for; a line of help.
 SUITES: Final = {
-    "host": "host",
-    "kernels": "kernels",
-    "attention": "kernels_attention",
-    "counters": "kernel_counters",
-    "steps": "steps",
-    "readings": "readings",
-    "vllm": "vllm_bench",
-    "exactness": "vllm_exactness",
-    "report": "report",
+    "host": ("host.idle_window", "host time of an idle window, by policy and number of requests"),
+    "kernels": ("kernels.commit", "GPU time of commits, next to stock writes and a plain copy"),
+    "attention": ("kernels.attention", "GPU time of a verify pass's attention with its writes"),
+    "counters": (
+        "kernels.counters",
+        "bytes that commit and undo write, by hardware counters (needs ncu)",
+    ),
+    "steps": ("host.engine_step", "host time that windows add to a step of an engine on a GPU"),
+    "readings": (
+        "host.metrics_reading",
+        "time of one reading of an engine's counters, in-process and multi-process",
+    ),
+    "vllm": ("engines.command", "whole vLLM engines: stock against deferred and undo"),
+    "report": ("engines.rerender", "Markdown and a plot from the JSON files of `kvtxn bench vllm`"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of every suite."""
-    suites = parser.add_subparsers(dest="suite", required=True, metavar="WHAT")
-    for name, module in SUITES.items():
-        suite = import_module(f".{module}", __package__)
-        suite.add_arguments(suites.add_parser(name, help=suite.help))
+    """Declare the choice of a suite; the rest of the line is for the suite."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(
+        ["WHAT is one of:", *(f"  {name:<11}{line}" for name, (_, line) in SUITES.items())]
+    )
+    parser.add_argument("suite", metavar="WHAT", choices=list(SUITES), help="see below")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one suite."""
-    code: int = import_module(f".{SUITES[args.suite]}", __package__).run(args)
-    return code
+    name, line = SUITES[args.suite]
+    suite: Runnable = import_module(f".{name}", __package__)
+    words = vars(args).pop("rest")
+    return run_command(f"kvtxn bench {args.suite}", suite, line, words, args)

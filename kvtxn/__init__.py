@@ -1,6 +1,6 @@
 """Transactions for the KV cache of LLM inference."""
 
-from .captured import CapturedRows
+from .captured.rows import CapturedRows
 from .config import TxnConfig
 from .errors import (
     AcceptanceError,

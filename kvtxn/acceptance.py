@@ -1,9 +1,8 @@
-"""From what a sampler returns to the draft rows that were accepted.
+"""Count the accepted drafts of each request from token ids.
 
-Three sources: sampled token ids with placeholders, draft and target ids to
-compare, or counts. Three ways that give the same answer: ``loop`` is the
-readable reference and works on the host; ``vectorized`` never leaves the
-device; ``graph`` replays ``vectorized`` as one CUDA graph per shape.
+Two sources: sampled ids with placeholders, or draft and target ids to compare. Three modes with
+the same result: ``loop`` is the readable reference and works on the host; ``vectorized`` never
+leaves the device; ``graph`` replays ``vectorized`` as one CUDA graph per shape.
 
 Speculative sampling accepts a prefix of each request's drafts and adds one
 token of the target's own (Leviathan et al., 2023, arXiv:2211.17192), so ``n``
@@ -15,19 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import attrs
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
+from .commit_input import SIGNED, SampledIds, check_ids, check_settings
 from .config import ACCEPTANCE_MODES
+from .cuda_graphs import capture
 from .errors import AcceptanceError, BackendUnavailableError, ConfigError, SlotMappingError
-from .executor import SampledIds
-from .layout import SIGNED, Lengths, RowLayout, as_lengths, to_device
+from .host_values import to_device
+from .layout import Lengths, RowLayout, parse_lengths, spread_lengths
 
 #: On the host a Python loop beats torch's dispatch up to about this many ids.
 _LOOP_UP_TO: Final = 64
 
-#: Shapes that keep a captured graph each; beyond, ``auto`` stays vectorized.
+#: At most this many shapes keep a captured graph each. Beyond that, mode "graph" drops the least
+#: recently used graph, and "auto" stays vectorized.
 _MAX_GRAPHS: Final = 64
 
 
@@ -36,12 +38,12 @@ class Acceptance:
 
     Args:
         mode: ``"loop"``, ``"vectorized"``, ``"graph"`` or ``"auto"``: on a CUDA device a
-            graph where the shape repeats, on the host a loop while the batch is small.
-        device: where ids come from and counts go to.
+            graph once a shape repeats, on the host a loop while the batch is small.
+        device: the device of the ids and of the counts.
 
     Raises:
         BackendUnavailableError: ``"graph"`` without a CUDA device.
-        ConfigError: no such mode.
+        ConfigError: the mode is unknown.
     """
 
     def __init__(self, mode: str = "auto", device: torch.device | str = "cpu") -> None:
@@ -61,8 +63,8 @@ class Acceptance:
                 hint="use 'auto', or 'vectorized'",
             )
         self.mode = mode
-        self._graphs: dict[tuple[object, ...], _Graph] = {}
-        self._seen: set[tuple[object, ...]] = set()
+        self._graphs: LRUCache[tuple[object, ...], _Graph] = LRUCache(_MAX_GRAPHS)
+        self._seen: LRUCache[tuple[object, ...], bool] = LRUCache(_MAX_GRAPHS)
 
     def from_ids(
         self,
@@ -72,14 +74,14 @@ class Acceptance:
         placeholder: int = -1,
         vocab_size: int | None = None,
     ) -> Tensor:
-        """Accepted drafts per request from sampled ids.
+        """Count the accepted drafts of each request from sampled ids.
 
         Args:
-            sampled: int ``[num_requests, num_columns]``: accepted drafts, then one token of
-                the target's own, then placeholders. Any number of columns, zero included.
+            sampled: int ``[num_requests, num_columns]``: accepted drafts, then one token that
+                the target chose, then placeholders. Any number of columns, zero included.
             draft_len: drafts per request: an int, a sequence, or int ``[num_requests]``.
-            placeholder: the id that stands for "nothing".
-            vocab_size: ids at or above it count as nothing, too.
+            placeholder: the id that stands for "no token".
+            vocab_size: ids at or above it count as "no token", too.
 
         Returns:
             int64 ``[num_requests]``, each in ``[0, draft_len]``. In graph mode the buffer is
@@ -88,19 +90,22 @@ class Acceptance:
         Raises:
             AcceptanceError: wrong rank, dtype, or number of requests.
         """
-        _check_ids("from_ids", sampled)
-        _check_settings("from_ids", placeholder, vocab_size)
+        check_ids("from_ids", sampled)
+        check_settings("from_ids", placeholder, vocab_size)
         limit = self._limit(draft_len, sampled.shape[0])
         settings = (placeholder, vocab_size)
         return self._run("ids", _ids_loop, _ids_vector, (sampled, limit), settings)
 
     def from_match(self, draft_ids: Tensor, target_ids: Tensor, draft_len: Lengths) -> Tensor:
-        """Accepted drafts per request under greedy verification: the matching prefix.
+        """Count the accepted drafts of each request under greedy verification.
+
+        These are the drafts before the first one that differs from the target's choice.
 
         Args:
-            draft_ids: int ``[num_requests, num_columns]``, anything beyond ``draft_len``.
-            target_ids: int ``[num_requests, num_columns or more or fewer]``: the target's
-                choice at each draft's position; a missing column matches nothing.
+            draft_ids: int ``[num_requests, num_columns]``; columns beyond ``draft_len`` are
+                ignored.
+            target_ids: int ``[num_requests, any number of columns]``: the target's choice at each
+                draft's position; a draft without a column is not accepted.
             draft_len: as for ``from_ids``.
 
         Returns:
@@ -109,8 +114,8 @@ class Acceptance:
         Raises:
             AcceptanceError: wrong rank, dtype, or number of requests.
         """
-        _check_ids("from_match", draft_ids)
-        _check_ids("from_match", target_ids)
+        check_ids("from_match", draft_ids)
+        check_ids("from_match", target_ids)
         if draft_ids.shape[0] != target_ids.shape[0]:
             raise AcceptanceError(
                 "from_match",
@@ -122,36 +127,18 @@ class Acceptance:
         tensors = (draft_ids, target_ids, limit)
         return self._run("match", _match_loop, _match_vector, tensors, ())
 
-    def of_window(
+    def counted(
         self, sampled: SampledIds, layout: RowLayout, *, takes_ids: bool
     ) -> Tensor | SampledIds:
-        """What ``commit`` hands an executor for ``sampled``: counts, in this mode.
+        """Return the value that ``commit`` hands an executor for ``sampled``: counts, or the ids.
 
-        Ids stay ids for an executor that ``takes_ids``, in its own launch or graph, unless
-        the mode names another way ("loop", "vectorized").
-
-        Raises:
-            AcceptanceError: the ids do not fit the window, or are on another device.
+        The ids stay ids for an executor that ``takes_ids`` and counts them in its own launch or
+        graph, unless this object's mode is "loop" or "vectorized", which count here.
         """
-        ids = sampled.ids
-        _check_ids("commit", ids)
-        _check_settings("commit", sampled.placeholder, sampled.vocab_size)
-        elsewhere = ids.device != self.device
-        if ids.shape[0] != layout.num_requests or (elsewhere and not ids.is_cpu):
-            raise AcceptanceError(
-                "commit",
-                "sampled ids do not fit the window",
-                expected=f"[{layout.num_requests}, num_columns] on {self.device}",
-                got=f"{list(ids.shape)} on {ids.device}",
-                hint="one line of ids per request of the window",
-            )
-        if elsewhere:
-            ids = to_device(ids, self.device, ids.dtype)
         if takes_ids and self.mode in ("auto", "graph"):
-            return attrs.evolve(sampled, ids=ids) if elsewhere else sampled
-        return self.from_ids(
-            ids, layout.draft_len, placeholder=sampled.placeholder, vocab_size=sampled.vocab_size
-        )
+            return sampled
+        settings = {"placeholder": sampled.placeholder, "vocab_size": sampled.vocab_size}
+        return self.from_ids(sampled.ids, layout.draft_len, **settings)  # type: ignore[arg-type]
 
     def _limit(self, draft_len: Lengths, num_requests: int) -> Tensor:
         if isinstance(draft_len, Tensor) and draft_len.device.type != "cpu":
@@ -164,7 +151,9 @@ class Acceptance:
                 )
             return draft_len
         try:
-            lengths = as_lengths("draft_len", draft_len, num_requests)
+            lengths = spread_lengths(
+                "draft_len", parse_lengths("draft_len", draft_len), num_requests
+            )
         except SlotMappingError as error:
             raise AcceptanceError(
                 "acceptance",
@@ -198,19 +187,21 @@ class Acceptance:
         return vector(*tensors, *settings)
 
     def _choose(self, key: tuple[object, ...], size: int) -> str:
-        """What "auto" does for this shape on this device."""
+        """Choose the mode of "auto" for a shape; a graph needs a shape that was seen before."""
         if self.device.type != "cuda":
             return "loop" if size <= _LOOP_UP_TO else "vectorized"
         if torch.cuda.is_current_stream_capturing() or size == 0:
             return "vectorized"  # becomes part of the graph being captured
+        # A full cache is not made to drop graphs here: with more shapes than it has room for, each
+        # step would capture one.
         if key in self._graphs or (key in self._seen and len(self._graphs) < _MAX_GRAPHS):
             return "graph"
-        self._seen.add(key)
+        self._seen[key] = True
         return "vectorized"
 
 
 class _Graph:
-    """A captured call: inputs are copied into fixed buffers, the output buffer is reused."""
+    """A captured call: inputs are copied to fixed buffers, and the output buffer is reused."""
 
     def __init__(
         self,
@@ -219,14 +210,12 @@ class _Graph:
         settings: tuple[Any, ...],
     ) -> None:
         self._inputs = [tensor.clone() for tensor in tensors]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # warm-up outside the capture
-            function(*self._inputs, *settings)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        self._output = function(*self._inputs, *settings)  # warm-up outside the capture
+
+        def run() -> None:
             self._output = function(*self._inputs, *settings)
+
+        self._graph = capture(run)
 
     def replay(self, tensors: tuple[Tensor, ...]) -> Tensor:
         torch._foreach_copy_(self._inputs, list(tensors))
@@ -269,28 +258,3 @@ def _match_vector(draft_ids: Tensor, target_ids: Tensor, draft_len: Tensor) -> T
     same = draft_ids[:, :columns] == target_ids[:, :columns]
     prefix = same.to(torch.int64).cumprod(1).sum(1)
     return torch.minimum(prefix, draft_len).clamp(min=0)
-
-
-def _check_settings(operation: str, placeholder: object, vocab_size: object) -> None:
-    for name, value in (("placeholder", placeholder), ("vocab_size", vocab_size)):
-        optional = name == "vocab_size" and value is None
-        if not optional and (not isinstance(value, int) or isinstance(value, bool)):
-            raise AcceptanceError(
-                operation,
-                f"{name} is not valid",
-                expected="an int" if name == "placeholder" else "an int, or None",
-                got=repr(value),
-                hint="pass the sampler's own: the id that stands for nothing, the number of ids",
-            )
-
-
-def _check_ids(operation: str, ids: Tensor) -> None:
-    shaped = isinstance(ids, Tensor) and ids.ndim == 2
-    if not shaped or ids.dtype not in SIGNED:
-        raise AcceptanceError(
-            operation,
-            "token ids are malformed",
-            expected="signed int [num_requests, num_columns]",
-            got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__,
-            hint="add the request dimension, or pass counts to commit() directly",
-        )

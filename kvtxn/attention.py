@@ -1,9 +1,9 @@
 """Attention that reads the window's own writes: the reference, in float32.
 
-For the rows of a window it is exact to split softmax attention in two parts,
-the prefix in the paged cache and the window's own rows, and to merge them by
-their log-sum-exp (Rabe and Staats, 2021, arXiv:2112.05682, as used by
-FlashAttention and FlashInfer's cascade). Then drafts need not be in the cache.
+Softmax attention may be split in two parts without changing its result: the prefix in the paged
+cache, and the window's own rows. The parts are merged by their log-sum-exp (Rabe and Staats,
+2021, arXiv:2112.05682, as used by FlashAttention and FlashInfer's cascade). So drafts need not be
+in the cache.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from .cache_planes import decoded
 from .errors import LayerError
 from .executor import AttentionArgs
 from .layers import LayerRef, Plane
 from .layout import RowLayout
-from .planes import decoded
-from .rows import read
+from .row_io import read
 
-#: Scales, sliding windows and soft caps have to be smaller than this, as an int64 is.
+#: Scales, sliding windows and soft caps have to be smaller than this: kernels take int64.
 _TOO_LARGE: Final = 2**63
 
 
@@ -32,14 +32,14 @@ def attend(
     query: Tensor,
     args: AttentionArgs,
 ) -> Tensor:
-    """Causal attention of a batch's rows; see ``Window.attend`` for shapes.
+    """Compute causal attention of a batch's rows; see ``Window.attend`` for shapes.
 
     Args:
-        layout: which rows are whose.
-        planes: the layer's.
+        layout: the request of each row.
+        planes: the planes of the layer.
         fresh: the rows' own keys and values as the cache would store them,
-            ``[num_rows, *row_shape]`` each; None where the cache has them already. A window
-            with a draft tree has them: there a row sees its ancestors and itself.
+            ``[num_rows, *row_shape]`` each; None if the cache has them already. Always given for
+            a draft tree, in which a row sees its ancestors and itself.
         query: ``[num_rows, num_q_heads, head_size]``.
         args: block table, sequence lengths and the rest.
     """
@@ -82,13 +82,13 @@ def arguments(
     *,
     waiting: bool,
 ) -> AttentionArgs:
-    """What ``Window.attend`` was given, checked and complete; see there.
+    """Check and complete the arguments of ``Window.attend``; see there.
 
-    A ring's own window holds where no other is given. ``waiting`` says that draft rows are not
-    in the cache, so that only the settled ones have evicted anything.
+    Without ``sliding_window``, the window of a ring layer is used. ``waiting`` is True if draft
+    rows are not in the cache, so that only settled rows have evicted others from a ring.
 
     Raises:
-        LayerError: an argument does not fit the layer or the window, or means nothing.
+        LayerError: an argument does not fit the layer or the window, or is out of range.
     """
     check_query(ref, layout, query, block_table, seq_lens, waiting)
     check_scores(scale, sliding_window, soft_cap)
@@ -106,15 +106,17 @@ def arguments(
 
 
 def _check_ring(ref: LayerRef, layout: RowLayout, window: int, blocks: int, waiting: bool) -> None:
-    """Refuse to attend where rows that a query sees were evicted, or the table ends too soon."""
+    """Refuse a ring that has lost rows which a query sees, and a block table that is too short."""
     rows = layout.settled if waiting else [b - a for a, b in pairwise(layout.starts)]
     size, slots = ref.kind.reuse, blocks * ref.planes[0].block_size
     needed = window + max(rows, default=0) - 1
     if size < needed:
-        what = "settled rows" if waiting else "rows, written through,"
+        writes = (
+            "settled rows of this window" if waiting else "rows of this window, drafts included,"
+        )
         raise LayerError(
             "attend",
-            f"the {what} of this window evict rows of {ref.name!r} that its first query sees",
+            f"the {writes} evict rows of {ref.name!r} that its first query sees",
             expected=f"ring_size >= window + rows - 1 = {needed}",
             got=size,
             hint="make the ring larger"
@@ -140,7 +142,7 @@ def check_query(
 ) -> None:
     """Refuse, with a LayerError, arguments that do not fit the layer or the window.
 
-    Values are looked at where they are on the host; a device is never waited for.
+    Values are checked if they are on the host; the device is never waited for.
     """
     row_shape, requests = ref.planes[0].row_shape, layout.num_requests
     fits = (
@@ -202,7 +204,7 @@ def _check_lengths(layout: RowLayout, capacity: int, lengths: list[int]) -> None
 
 
 def _check_blocks(plane: Plane, block_table: Tensor, ends: list[int]) -> None:
-    """Refuse blocks outside the cache among those that are read; the rest may be anything."""
+    """Refuse blocks outside the cache among the blocks that are read; do not check the others."""
     count = plane.num_slots // plane.block_size
     for request, (blocks, end) in enumerate(zip(block_table.tolist(), ends, strict=True)):
         for block in blocks[: -(-end // plane.block_size)]:
@@ -217,7 +219,7 @@ def _check_blocks(plane: Plane, block_table: Tensor, ends: list[int]) -> None:
 
 
 def check_scores(scale: object, sliding_window: object, soft_cap: object) -> None:
-    """Refuse, with a LayerError, settings that mean nothing; None is always fine."""
+    """Refuse, with a LayerError, settings that are not numbers or out of range; None is fine."""
     for name, value, least in (
         ("scale", scale, None),
         ("sliding_window", sliding_window, 1),
@@ -245,10 +247,10 @@ def _describe(value: object) -> str:
 def _prefix(
     args: AttentionArgs, request: int, block_size: int, length: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Slots and positions of a request's tokens; trimmed only where the host knows how.
+    """Return slots and positions of a request's tokens, trimmed to its length if on the host.
 
-    In a ring, one position per place: the last one before ``end`` that belongs there; negative
-    where there was none.
+    In a ring each ring position holds the last sequence position before ``end`` that maps to it;
+    the number is negative if no position before ``end`` does.
     """
     blocks = args.block_table[request]
     if args.ring_size is not None:
@@ -271,7 +273,7 @@ def partial_attention(
     visible: Tensor,
     args: AttentionArgs,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, with its log-sum-exp.
+    """Compute attention over some of the keys, with its log-sum-exp.
 
     Args:
         query: ``[num_rows, num_q_heads, head_size]``.
@@ -285,9 +287,9 @@ def partial_attention(
 
     Returns:
         Output ``[num_q_heads, num_rows, value_head_size]`` and log-sum-exp
-        ``[num_q_heads, num_rows]``; a row that sees no key has output 0 and -inf. What a row
-        does not see does not matter, NaN included; where it sees a value that is not finite,
-        its output is NaN.
+        ``[num_q_heads, num_rows]``; a row that sees no key has output 0 and -inf. Keys and values
+        that a row does not see have no effect on it, NaN included. A row that sees a value that
+        is not finite has output NaN.
     """
     groups = query.shape[1] // key.shape[1]
     heads = query.to(torch.float32).transpose(0, 1)
@@ -310,7 +312,7 @@ def partial_attention(
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge partial attentions by log-sum-exp; ``[num_rows, num_q_heads, value_head_size]``."""
+    """Merge partial attentions by log-sum-exp to ``[num_rows, num_q_heads, value_head_size]``."""
     lse = torch.stack([part[1] for part in parts])
     total = torch.logsumexp(lse, 0).nan_to_num(neginf=0.0)
     weights = torch.exp(lse - total).unsqueeze(-1)

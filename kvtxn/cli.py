@@ -9,67 +9,143 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Final, Protocol
 
-from . import __version__, log
+from . import __version__, extras, log
 from .errors import KVTxnError
 
 GROUP: Final = "kvtxn.commands"
+#: Columns that an error takes at most.
+WIDTH: Final = 100
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 
-class Command(Protocol):
-    """One subcommand; a module with these names will do."""
+class Runnable(Protocol):
+    """An object that declares command-line arguments and runs with them; a module can be one."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run the command, and return its exit code."""
+
+
+class Command(Runnable, Protocol):
+    """A command of ``kvtxn``, with a line of help."""
 
     help: str
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare its arguments."""
 
-    def run(self, args: argparse.Namespace) -> int:
-        """Do it; the return value is the exit code."""
+class _Front(argparse.ArgumentParser):
+    """The parser of ``kvtxn`` itself; it imports commands only for their lines of help."""
+
+    def format_help(self) -> str:
+        """Format the help, with a line for each command."""
+        lines = [f"  {name:<10}{_summary(entry)}" for name, entry in _entries().items()]
+        return "\n".join([super().format_help(), "commands:", *lines, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code, 2 for errors of use."""
-    parser = argparse.ArgumentParser(
-        prog="kvtxn", description="Transactions for the KV cache of LLM inference."
-    )
-    parser.add_argument("--version", action="version", version=f"kvtxn {__version__}")
-    parser.add_argument(
+    """Run one command, and import no other; returns the exit code, 2 for errors of use."""
+    front = _Front(prog="kvtxn", description="Transactions for the KV cache of LLM inference.")
+    front.add_argument("--version", action="version", version=f"kvtxn {__version__}")
+    front.add_argument(
         "--log-level", choices=LEVELS, default="warning", help="what kvtxn reports on stderr"
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    found: dict[str, Command] = {}
-    broken: dict[str, str] = {}
-    for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name):
-        try:
-            command: Command = entry.load()
-        except Exception as error:  # one package's trouble must not take the others along
-            broken[entry.name] = repr(error)
-            commands.add_parser(entry.name, help=f"(cannot be used: {error})")
-            continue
-        found[entry.name] = command
-        command.add_arguments(commands.add_parser(entry.name, help=command.help))
-    args = parser.parse_args(argv)
-    if args.command in broken:
-        parser.error(
-            f"{args.command} cannot be used: {broken[args.command]}; install what it needs"
-        )
+    front.add_argument("command", metavar="COMMAND", choices=list(_entries()), help="see below")
+    front.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    args = front.parse_args(argv)
+    words = vars(args).pop("words")
+    prog = f"kvtxn {args.command}"
+    try:
+        command: Command = _entries()[args.command].load()
+    except Exception as error:  # another package's, which may fail in any way
+        front.error(f"{args.command} cannot be used: {_reason(error)}")
     log.configure(args.log_level)
     try:
-        return found[args.command].run(args)
+        return run_command(prog, command, command.help, words, args)
+    except ModuleNotFoundError as error:
+        remedy = _remedy(error)
+        if remedy is None:
+            raise
+        print(f"{prog}: {remedy}", file=sys.stderr)
+        return 2
     except KVTxnError as error:
-        print(f"kvtxn {args.command}: {error}", file=sys.stderr)
+        lines = f"{prog}: {error}".splitlines()  # an engine's last words keep their lines
+        print("\n".join(textwrap.fill(line, WIDTH) for line in lines), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
+def run_command(
+    prog: str,
+    command: Runnable,
+    description: str,
+    words: Sequence[str],
+    args: argparse.Namespace,
+) -> int:
+    """Parse the rest of a command line by the command's own arguments, and run the command.
+
+    Args:
+        prog: the words that led to this command, as its usage line shows them.
+        command: the object that declares the arguments and runs.
+        description: one line for its help.
+        words: the rest of the command line.
+        args: the arguments parsed so far; the command gets these as well.
+
+    Returns:
+        The exit code.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words, args))
+
+
+def _entries() -> dict[str, EntryPoint]:
+    """Find the commands that installed packages declare, by name."""
+    return {entry.name: entry for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
+
+
+def _summary(entry: EntryPoint) -> str:
+    """Import a command for its line of help."""
+    try:
+        command: Command = entry.load()
+    except Exception as error:  # another package's error must not hide the other commands
+        return f"(cannot be used: {_reason(error)})"
+    return command.help
+
+
+def _reason(error: Exception) -> str:
+    """Say why a command cannot be imported, and how to install what is missing, if known."""
+    remedy = _remedy(error) if isinstance(error, ModuleNotFoundError) else None
+    return remedy or f"{error!r}; install what it needs"
+
+
+def _remedy(error: ModuleNotFoundError) -> str | None:
+    """Name the extra of kvtxn that brings a missing module; None if no extra does."""
+    extra = extras.bringing(error)
+    if extra is None:
+        return None
+    return f"needs {extra.distribution}, which is not installed: {extra.command}"
+
+
+def require(module: str) -> None:
+    """Raise the error of an import of a missing module, without importing a module that exists.
+
+    Raises:
+        ModuleNotFoundError: the module is not installed.
+    """
+    if find_spec(module) is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
 def natural(text: str) -> int:
-    """An argument that counts something; for the ``type`` of a command's arguments."""
+    """Parse a positive number; for the ``type`` of a command's arguments."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)

@@ -1,4 +1,4 @@
-"""``TxnConfig``: everything a user can choose, checked when it is built."""
+"""``TxnConfig``: the settings of a manager, checked when they are built."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, get_args
 
 import attrs
 
+from .backend_names import names
 from .errors import BackendUnavailableError, ConfigError
 
 Policy = Literal["auto", "deferred", "undo", "direct"]
@@ -17,6 +18,9 @@ POLICIES: Final[tuple[str, ...]] = get_args(Policy)
 ACCEPTANCE_MODES: Final[tuple[str, ...]] = get_args(AcceptanceMode)
 ON_ERROR: Final[tuple[str, ...]] = get_args(OnError)
 STAGING: Final[tuple[str, ...]] = get_args(Staging)
+
+#: Kernels count the rows of a window in 32 bits.
+MOST_ROWS: Final = (1 << 31) - 1
 
 
 def _one_of(choices: tuple[str, ...]) -> Any:
@@ -34,13 +38,13 @@ def _one_of(choices: tuple[str, ...]) -> Any:
 
 
 def _positive(_: object, attribute: attrs.Attribute[int], value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_ROWS:
         raise ConfigError(
             "TxnConfig",
             f"{attribute.name} is not valid",
-            expected="a positive int",
+            expected=f"a positive int of at most {MOST_ROWS}",
             got=repr(value),
-            hint="use the most rows one verify pass can have: requests x (drafts + 1)",
+            hint="pass the largest number of rows in a verify pass: requests x (drafts + 1)",
         )
 
 
@@ -52,14 +56,12 @@ def _boolean(_: object, attribute: attrs.Attribute[bool], value: object) -> None
 
 
 def _registered(_: object, __: attrs.Attribute[str], value: object) -> None:
-    from . import registry
-
-    names = registry.names()
-    if not isinstance(value, str) or (value != "auto" and value not in names):
+    known = names()
+    if not isinstance(value, str) or (value != "auto" and value not in known):
         raise BackendUnavailableError(
             "TxnConfig",
             f"no backend is registered as {value!r}",
-            expected=f"'auto' or one of {', '.join(map(repr, names))}",
+            expected=f"'auto' or one of {', '.join(map(repr, known))}",
             got=repr(value),
             hint="install the package that provides it, or call kvtxn.registry.register",
         )
@@ -67,28 +69,28 @@ def _registered(_: object, __: attrs.Attribute[str], value: object) -> None:
 
 @attrs.frozen(kw_only=True)
 class TxnConfig:
-    """How a manager keeps its promises.
+    """The settings of a ``TransactionManager``.
 
     Attributes:
-        policy: ``"deferred"``, ``"undo"``, ``"direct"``, or ``"auto"`` (deferred where
+        policy: ``"deferred"``, ``"undo"``, ``"direct"``, or ``"auto"`` (deferred if
             attention can read the window, else undo, else direct).
         backend: a registered executor's name, or ``"auto"`` for the fastest that runs here.
-        max_rows: most rows one window may have; sizes every fixed buffer.
-        acceptance: how token ids become accepted counts; see ``kvtxn.acceptance``.
-        on_error: what an executor's own failure does. ``"fallback"``: the window goes on
-            with direct writes and nothing is lost. ``"raise"``: the caches are restored
-            and the error surfaces. Misuse raises either way. A hook's error is logged
-            and counted, or surfaces likewise; the window it was told of stands.
-        staging: how rows wait for a deferred commit. ``"reference"``: the caller's tensors
-            are held, and the caller promises not to write into them. ``"copy"``: into a
-            fixed buffer. ``"auto"``: by reference where torch's version counter would notice
-            an in-place write by commit, else by copy: in inference mode, and from within a
-            graph of ``torch.compile``.
-        debug: check every commit against the reference, row by row. Slow, and it
-            waits for the device; for hunting a bug, not for serving.
+        max_rows: the most rows that one window may have, below 2^31; sizes every fixed buffer.
+        acceptance: the way token ids are turned into accepted counts; see ``kvtxn.acceptance``.
+        on_error: the effect of an executor's own failure. ``"fallback"``: the window goes on
+            with direct writes and no accepted row is lost. ``"raise"``: the caches are restored
+            and the error surfaces. Misuse of the library raises under both. An error in a hook is
+            logged and counted, and under ``"raise"`` surfaces; the window ends all the same.
+        staging: the way rows wait for a deferred commit. ``"reference"``: the caller's tensors
+            are held, and the caller promises not to write into them. ``"copy"``: rows are copied
+            into a fixed buffer. ``"auto"``: by reference if torch's version counter would reveal
+            an in-place write before commit, else by copy: in inference mode, and in graphs of
+            ``torch.compile``.
+        debug: compare the caches with the reference after every commit, row by row. Slow, and it
+            waits for the device: for hunting a bug, not for serving.
 
     Raises:
-        ConfigError: a value is not one it may take.
+        ConfigError: a setting has a value that it may not take.
         BackendUnavailableError: no backend of that name is registered.
     """
 

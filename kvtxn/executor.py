@@ -1,158 +1,161 @@
-"""What an executor is: the one interface between the transaction and the bytes.
+"""``Executor``: the one interface between a transaction and the bytes of the caches.
 
-The window decides *what* has to happen and in which order; an executor makes
-it happen. It never validates user input (the window has), never changes a
-state label, and never waits for the device.
+The window decides which rows have to be written, and when; an executor writes them. It never
+validates user input (the window has done so), never changes a state label, and never waits for
+the device.
 
 The contract, which ``kvtxn.testing.ExecutorConformance`` tests:
 
 - ``stage`` writes the settled rows under ``deferred`` and all rows under
-  ``undo`` and ``direct``; padding (slot -1) is never written, by anything.
+  ``undo`` and ``direct``. No method ever writes padding (slot -1).
 - ``commit`` writes exactly the kept draft rows (``deferred``) or restores
   exactly the rejected ones (``undo``), in every layer, then counts. In a tree
-  window it also writes the kept rows to their new places, under every policy.
+  window it also writes the kept rows to their new row positions, under every policy.
 - ``restore`` puts every draft row back (``undo``).
-- Layers whose ``kind.overwrites`` (rings, states) may have one slot for several rows of a
-  request. Of the rows that a call writes, the last one with a slot is written to it, and the
-  others nowhere: executors that move rows in parallel leave those out. What a call *puts
-  back* has distinct slots, except that under ``undo`` saved copies of one slot are equal.
-- What a window staged is let go when it ends, so that its memory is the caller's again; only
-  what belongs to a ``Standing`` may stay.
-- Arguments of ``attend`` have any strides, and their sizes no bound.
-- Where ``txn.in_range`` is given and False on the device, nothing is written.
-- A method that raises may be followed by any other; the window then repairs
-  with the reference in ``kvtxn.rows``. An executor whose ``atomic`` capability
-  is set promises that a raise means that nothing was written.
+- In layers whose ``kind.overwrites`` (rings, states), several rows of a request may have one
+  slot. Of the rows that a call writes to a slot, after its mask, the last one in row order ends up
+  in it: executors that move rows in parallel leave the other rows out. Rows that a call *puts
+  back* have distinct slots, except that under ``undo`` saved copies of one slot are equal.
+- An executor lets go of staged rows when their window ends, so that the caller may reuse the
+  memory.
+- Tensors given to ``attend`` have any strides, and their sizes no bound.
+- Layers with ``replay`` have states that take rows in: only ``advance`` changes these states, and
+  the layers' staged rows are never written to slots. A window calls ``advance`` once, before
+  ``commit`` or at its abort.
+- If ``txn.in_range`` is given and is False on the device, no row is written.
+- After a method has raised, any other may be called; the window repairs the caches
+  with the reference in ``kvtxn.row_io``. An executor with the ``atomic`` capability
+  promises that a method which raises has written nothing.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from difflib import get_close_matches
+from typing import ClassVar, Final
 
 import attrs
 import torch
 from torch import Tensor
 
-from .config import TxnConfig
-from .layers import LayerRef
+from .captured.launches import CapturedLaunches, CapturedPlaces
+from .commit_input import SampledIds as SampledIds
+from .commit_input import as_counts as as_counts
+from .config import POLICIES, TxnConfig
+from .errors import ConfigError
+from .layers import KINDS, LayerRef
 from .layout import RowLayout
-from .rows import LayerRows, latest
+from .recurrent.state_slots import Crossings
+from .row_io import LayerRows, last_writers
+
+#: The names that each set of ``Capabilities`` may hold; executors never see the policy "auto".
+_KNOWN: Final = {
+    "policies": tuple(policy for policy in POLICIES if policy != "auto"),
+    "kinds": KINDS,
+}
+
+
+def _known_names(_: object, attribute: attrs.Attribute[frozenset[str]], value: object) -> None:
+    """Refuse a name that does not exist: the kit would skip its tests without a word."""
+    known = _KNOWN[attribute.name]
+    unknown = [value]
+    if isinstance(value, frozenset):
+        unknown = sorted(value.difference(known), key=repr)
+    if unknown:
+        near = get_close_matches(str(unknown[0]), known, n=1)
+        raise ConfigError(
+            "Capabilities",
+            f"{attribute.name} is not valid",
+            expected=f"a frozenset of names among {', '.join(map(repr, known))}",
+            got=repr(unknown[0]),
+            hint=f"did you mean {near[0]!r}?" if near else "name only those that it can do",
+        )
 
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What an executor can do; the kit fails one that can do what it denies.
+    """The abilities of an executor; the kit fails one that can do more than it declares.
 
     Attributes:
-        policies: policies it can carry out.
+        policies: policies that it can carry out.
         attention: ``attend`` works, so ``deferred`` windows can read their own writes.
-        atomic: a raising method has written nothing (one launch for all layers, which counts
-            too: nothing that could fail comes after the write).
-        checks_range: checks on the device that slots lie inside their caches before any
-            write; else the window does, with a few small operations.
-        no_host_sync: nothing waits for the device from begin to the end of commit.
+        atomic: a method that raises has written nothing (one launch writes all layers and counts:
+            no step that could fail comes after the write).
+        checks_range: the executor checks on the device that slots lie inside their caches before
+            any write; if False, the window checks with a few small operations.
+        no_host_sync: the host never waits for the device from begin to the end of commit.
         capturable: ``commit`` may be captured in a CUDA graph.
         takes_ids: ``commit`` takes ``SampledIds`` as well as counts and masks.
-        kinds: names of the ``kvtxn.layers.Kind`` of layers it can hold.
-        trees: commits along a path of a draft tree, and attends under its mask; see ``Txn``.
+        kinds: names of the ``kvtxn.layers.SlotKind`` of layers that it can hold; ``"replayed"`` is
+            among the names if it can ``advance`` states.
+        trees: ``commit`` takes paths of draft trees, ``attend`` applies the tree mask; see ``Txn``.
+
+    Raises:
+        ConfigError: ``policies`` or ``kinds`` is not a frozenset of known names.
     """
 
-    policies: frozenset[str] = frozenset({"deferred", "undo", "direct"})
+    policies: frozenset[str] = attrs.field(
+        default=frozenset({"deferred", "undo", "direct"}), validator=_known_names
+    )
     attention: bool = False
     atomic: bool = False
     checks_range: bool = False
     no_host_sync: bool = True
     capturable: bool = False
     takes_ids: bool = False
-    kinds: frozenset[str] = frozenset({"paged"})
+    kinds: frozenset[str] = attrs.field(default=frozenset({"paged"}), validator=_known_names)
     trees: bool = False
 
 
 @attrs.define(eq=False, on_setattr=attrs.setters.frozen)  # frozen, and cheaper to make
 class StagedLayer:
-    """One layer's rows in the cache's own format.
+    """The rows of one layer in the cache's own format.
 
     Attributes:
         ref: the layer.
         rows: ``[num_rows, *row_shape]`` per plane, any strides, in the plane's dtype;
-            the caller's own tensors where they had it already.
+            the caller's own tensors if they had that dtype already.
     """
 
     ref: LayerRef
     rows: tuple[Tensor, ...]
 
 
-@attrs.frozen(eq=False)
-class SampledIds:
-    """What a sampler returned, in place of counts: ``window.commit(SampledIds(ids))``.
-
-    Attributes:
-        ids: int ``[num_requests, num_columns]``: each request's accepted drafts, one token of the
-            target's own, then placeholders. Any number of columns.
-        placeholder: the id that stands for nothing.
-        vocab_size: ids at or above it count as nothing, too.
-    """
-
-    ids: Tensor
-    placeholder: int = -1
-    vocab_size: int | None = None
-
-    def counts(self) -> Tensor:
-        """int64 ``[num_requests]``: drafts accepted, not clamped; no wait for the device."""
-        real = self.ids != self.placeholder
-        if self.vocab_size is not None:
-            real &= self.ids < self.vocab_size
-        return real.sum(1) - 1
-
-
-def as_counts(accepted: Tensor | SampledIds) -> Tensor:
-    """Counts or a mask, whatever ``accepted`` is."""
-    return accepted.counts() if isinstance(accepted, SampledIds) else accepted
-
-
-@attrs.define(eq=False)
-class Standing:
-    """What windows over the same captured rows have in common: shape and places, validated once.
-
-    Attributes:
-        layout: the rows.
-        slots: int64 ``[num_rows]`` by group, on the device, read where the caller keeps them.
-        staged: the rows, by layer name, where the captured forward leaves them.
-        recurs: False where the slots had to be copied, so that this is for one window only.
-        kept: what executors keep for such windows, by keys that name the executor.
-    """
-
-    layout: RowLayout
-    slots: dict[str, Tensor]
-    staged: dict[str, StagedLayer]
-    recurs: bool
-    kept: dict[object, Any] = attrs.Factory(dict)
-
-
 @attrs.define(eq=False)
 class Txn:
     """A window as its executor sees it.
 
-    In a window with ``layout.tree``, ``accepted`` is a path, and rows move: place ``t`` gets the
-    row ``sources(accepted)[t]``. They come from ``staged`` under every policy, so that no write
-    can destroy a row that is still to be moved; attention reads them there, too.
+    A simple executor may ignore ``pattern``, ``counters``, ``number``, ``states_before``,
+    ``advanced``, ``crossings`` and ``drafts_alone``.
+
+    In a window with ``layout.tree``, ``accepted`` is a path, and rows move: row position ``t`` gets
+    the row ``sources(accepted)[t]``. The rows come from ``staged`` under every policy, so that no
+    write can destroy a row that is still to be moved; attention reads them there, too.
 
     Attributes:
         policy: ``"deferred"``, ``"undo"`` or ``"direct"``.
         layers: every layer of the manager.
-        layout: which row is whose.
-        slots: int64 ``[num_rows]`` by group; the window's own copies.
+        layout: the request of each row, and whether it is a draft.
+        slots: int64 ``[num_rows]`` by group; the window's own copies. One per row for states as
+            well: every row of a request has the slot of the request's state.
         staged: the layers staged so far, by name, in staging order.
         saved: under ``undo``, the rows the caches held before, by layer name.
-        in_range: bool scalar on the device, False where a slot lies outside its cache
-            and nothing may be written; None where the host checked.
+        in_range: bool scalar on the device, False if a slot lies outside its cache, so that
+            no row may be written; None if the host checked the slots.
         pattern: an object that this window shares with others whose staged rows have the same
-            strides, layer by layer; None where that is not known.
-        standing: what this window shares with others over the same captured rows, addresses
-            included; None for other windows.
+            strides, layer by layer; None if the strides are not known to be the same.
         counters: int64 ``[num_counts, 4]`` on the device; see ``count``.
+        number: the window's number, for messages; None if it has none.
+        states_before: copies of the states of replayed layers, if a failure may need them; see
+            ``kvtxn.recurrent.replay``.
+        advanced: True once the states of replayed layers took their rows in.
+        crossings: by group of replayed layers, the boundaries that requests may cross.
+        drafts_alone: True if the captured forward has written the settled rows to the caches by
+            itself, so that only the draft rows in ``staged`` mean anything. Only a repair that
+            writes all rows reads this; commit moves draft rows in any case.
+        waits: True under ``deferred``: draft rows wait for commit.
+        holds_rows: True if ``staged`` has the rows: they wait for commit, or a tree moves them.
     """
 
     policy: str
@@ -164,32 +167,53 @@ class Txn:
     saved: dict[str, tuple[Tensor, ...]] = attrs.Factory(dict)
     in_range: Tensor | None = None
     pattern: object | None = None
-    standing: Standing | None = None
+    number: int | None = None
+    states_before: dict[str, tuple[Tensor, ...]] = attrs.Factory(dict)
+    advanced: bool = False
+    crossings: dict[str, Crossings] = attrs.Factory(dict)
+    drafts_alone: bool = False
+    waits: bool = attrs.field(init=False)
+    holds_rows: bool = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.waits = self.policy == "deferred"
+        self.holds_rows = self.waits or self.layout.tree is not None
+
+    def go_direct(self, counters: Tensor) -> None:
+        """Write rows straight through from here on, and count in ``counters``."""
+        self.policy, self.counters = "direct", counters
+        self.waits, self.holds_rows = False, self.layout.tree is not None
+
+    def check_range(self) -> None:
+        """Set ``in_range`` if the executor was to check it, but failed and is not called again."""
+        if self.in_range is None and self.layout.is_draft.device.type != "cpu" and self.slots:
+            inside = []
+            for group, slots in self.slots.items():
+                limit = min(ref.num_slots for ref in self.layers if ref.group == group)
+                inside.append(((slots >= -1) & (slots < limit)).all())
+            self.in_range = torch.stack(inside).all()
 
     def permit(self, mask: Tensor) -> Tensor:
-        """``mask``, or nothing at all where a slot is out of range."""
+        """Return ``mask``, with every element False if a slot is out of range."""
         return mask if self.in_range is None else mask & self.in_range
 
-    @property
-    def holds_rows(self) -> bool:
-        """Whether ``staged`` has the rows: where they wait for commit, and where they may move."""
-        return self.policy == "deferred" or self.layout.tree is not None
-
     def kept(self, accepted: Tensor) -> Tensor:
-        """The draft places that a commit fills, bool ``[num_rows]``."""
-        return self.permit(self.layout.kept(accepted))
+        """Return the row positions of drafts that a commit fills, bool ``[num_rows]``."""
+        kept = self.layout.kept(accepted)
+        return kept if self.in_range is None else kept & self.in_range
 
     def sources(self, accepted: Tensor) -> Tensor | None:
-        """By place, the row that a commit puts there, or -1; None where no row moves."""
+        """Return the row that a commit moves to each row position, or -1; None if no row moves."""
         return self.layout.sources(accepted)
 
     def count(self, kept: Tensor, *, aborted: bool = False) -> None:
         """Add this window to the counters: drafts staged, committed, rejected, and refusals.
 
-        One line per group, and before them one for the window itself, where a
-        row counts if any group has a slot for it; with one group they are one line. Where rows
-        may share a slot, the group's own line counts slots, since so much is written. A commit
-        that the device refused, for a slot outside its cache, counts 1 in every line.
+        ``counters`` has one line per group, and before them one for the window itself, in which
+        a row counts if any group has a slot for it; with one group the two are one line. In
+        groups whose rows may share a slot, the group's line counts slots, because each slot is
+        written once. A commit that the device refused, for a slot outside its cache, counts 1 in
+        every line.
         """
         groups = {ref.group: ref.kind.overwrites for ref in self.layers}
         nowhere = torch.zeros_like(self.layout.is_draft)
@@ -201,8 +225,8 @@ class Txn:
         written = staged & kept
         for line, (group, overwrites) in enumerate(groups.items()):
             if overwrites and group in self.slots:
-                written[line] = latest(self.slots[group], real[line] & kept)
-                staged[line] = latest(self.slots[group], real[line])
+                written[line] = last_writers(self.slots[group], real[line] & kept)
+                staged[line] = last_writers(self.slots[group], real[line])
         if self.counters.shape[0] > len(groups):
             window = torch.stack(real).any(0).unsqueeze(0)
             staged, written = torch.cat([window, staged]), torch.cat([window & kept, written])
@@ -226,32 +250,29 @@ class Executor(abc.ABC):
 
     def __init__(self, layers: Sequence[LayerRef], config: TxnConfig) -> None:
         self.layers = tuple(layers)
+        #: Layers whose rows are written to slots: all but the replayed ones.
+        self.moved = tuple(ref for ref in self.layers if not ref.replay)
         self.config = config
 
     @classmethod
     @abc.abstractmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Why this executor cannot run on ``device``, in a sentence; None if it can."""
+        """Say in a sentence why this executor cannot run on ``device``; return None if it can."""
 
     def own_slots(self, group: str, slots: Tensor) -> Tensor:
-        """The window's own int64 copy of a group's slots; may be a fixed buffer."""
+        """Return the window's own int64 copy of a group's slots; it may be a fixed buffer."""
         return slots.to(torch.int64, copy=True)
 
     @abc.abstractmethod
     def save(self, txn: Txn, group: str) -> LayerRows:
-        """Under ``undo``: the present rows of ``txn.slots[group]`` in each layer of the group.
+        """Under ``undo``, return the present rows of ``txn.slots[group]`` in the group's layers.
 
-        Only draft rows are ever put back; what is returned for the others is never read.
+        Only draft rows are ever put back; the rows returned for settled rows are never read.
         """
 
     @abc.abstractmethod
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Write one layer's settled rows (``deferred``) or all its rows (else)."""
-
-    def stage_all(self, txn: Txn, layers: Sequence[StagedLayer]) -> None:
-        """``stage`` for several layers, of all groups."""
-        for layer in layers:
-            self.stage(txn, layer)
+        """Write one layer's settled rows under ``deferred``, all its rows under other policies."""
 
     @abc.abstractmethod
     def commit(self, txn: Txn, accepted: Tensor) -> None:
@@ -259,10 +280,33 @@ class Executor(abc.ABC):
 
         Args:
             txn: the window; every layer is staged (or, under ``undo``, written by the caller).
-            accepted: int ``[num_requests]``, possibly out of range, or bool ``[num_rows]``. An
-                executor that declares ``takes_ids`` is handed ``SampledIds``, too; one that
-                declares ``trees``, for those, int ``[num_requests, columns]``, possibly no path.
+            accepted: int ``[num_requests]``, possibly out of range, or bool ``[num_rows]``. For
+                executors that declare ``takes_ids``, also ``SampledIds``; for those that declare
+                ``trees``, in a tree window, int ``[num_requests, columns]``, possibly no path.
         """
+
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        """Let the states of the staged replayed layers take in their settled and kept rows.
+
+        Nothing is counted. An executor that is ``atomic`` has advanced all states of the window if
+        it returns, and none if it raises.
+
+        Args:
+            txn: the window.
+            accepted: as for ``commit``; None if no draft is kept.
+        """
+        raise NotImplementedError(f"the {self.name} executor replays no states")
+
+    def captured_launches(self, places: CapturedPlaces) -> CapturedLaunches | None:
+        """Prepare launches for windows over a captured forward; return None to prepare none.
+
+        Without prepared launches every window calls ``save`` and ``commit``.
+
+        Args:
+            places: the tensors that these windows share. An executor may be asked more than once:
+                each time for other windows, with slots of their own.
+        """
+        return None
 
     @abc.abstractmethod
     def restore(self, txn: Txn) -> None:
@@ -271,13 +315,13 @@ class Executor(abc.ABC):
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
     ) -> Tensor:
-        """Attention of the window's rows over the cache and the window itself.
+        """Compute attention of the window's rows over the cache and the window itself.
 
         Args:
             txn: the window.
             layer: the layer, staged.
             query: ``[num_rows, num_q_heads, head_size]``.
-            attention: the rest of the call.
+            attention: block table, lengths, scale and the rest of the call.
 
         Returns:
             ``[num_rows, num_q_heads, value_head_size]`` in the query's dtype.
@@ -289,8 +333,8 @@ class Executor(abc.ABC):
 class AttentionArgs:
     """Arguments of ``Window.attend``; see there.
 
-    With ``ring_size`` position p lies at place ``p % ring_size`` of its request's blocks, and
-    ``sliding_window`` is set and hides every position that has been evicted.
+    With ``ring_size`` sequence position p lies at ring position ``p % ring_size`` of its request's
+    blocks, and ``sliding_window`` is set and hides every position that has been evicted.
     """
 
     block_table: Tensor

@@ -1,4 +1,4 @@
-"""How a row is stored: the cache's own format, and the way in and out of it.
+"""``RowFormat``: the number format of a cache's rows, with encoding and decoding.
 
 A row is quantised exactly once, when it is staged. From there on only bytes
 move, as integer views, so NaN payloads, negative zero and 8-bit codes survive.
@@ -26,12 +26,12 @@ _FP8: Final = {
 _PLAIN: Final = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
 KV_DTYPES: Final = ("auto", *_PLAIN, *_FP8, "int8")
 
-#: The least scale that is computed, so that a head of zeros has one.
+#: The least scale that ``quantise`` computes, so that a head of zeros has a scale above 0.
 _LEAST_SCALE: Final = 1e-6
 
 
 def words(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same width, any strides."""
+    """Return the same memory as integers of the same width, with the same strides."""
     return tensor.view(WORDS[tensor.dtype.itemsize])
 
 
@@ -40,11 +40,11 @@ class RowFormat:
     """The number format of one plane.
 
     Attributes:
-        dtype: what a stored element means.
+        dtype: the dtype of stored elements; caches may hold it as uint8.
         scale: stored = value / scale, as a float32 tensor that broadcasts against
             ``[num_rows, *row_shape]``; None for formats that are not quantised.
-        scales_in: instead of ``scale``: each row has a scale per head of its own, and the
-            layer's plane of this number holds them.
+        scales_in: set instead of ``scale`` if every row has its own scale per head: the number
+            of the layer's plane that holds them.
     """
 
     dtype: torch.dtype
@@ -57,9 +57,9 @@ class RowFormat:
         return self.scale is not None or self.scales_in is not None
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Rows as the cache stores them, in ``dtype``; not for rows with scales of their own.
+        """Return rows as the cache stores them, in ``dtype``; for per-row scales see ``quantise``.
 
-        Rows that have the cache's dtype already are taken as they are, by reference, 8-bit
+        Rows that have the cache's dtype already are returned as they are, by reference, 8-bit
         codes included; quantising saturates (NaN stays NaN in fp8).
         """
         if rows.dtype is self.dtype:
@@ -69,10 +69,10 @@ class RowFormat:
         return self._codes(rows.to(torch.float32) / self.scale)
 
     def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows with scales of their own: their codes, and a scale for each row and head.
+        """Compute a scale for each row and head, and return the codes and the scales.
 
-        The largest finite magnitude of a head becomes the largest code; what is not finite
-        saturates, as in ``encode``, and moves no scale.
+        The largest finite magnitude of a head becomes the largest code; infinities and NaN do
+        not change a scale, and saturate as in ``encode``.
 
         Args:
             rows: ``[num_rows, num_kv_heads, head_size]`` or, of latents, ``[num_rows, size]``.
@@ -83,7 +83,7 @@ class RowFormat:
         """
         numbers = rows.to(torch.float32)
         largest = torch.where(numbers.isfinite(), numbers.abs(), 0.0).amax(-1, keepdim=True)
-        # Not by a number: GPUs multiply by its reciprocal then, which rounds twice.
+        # Divide by a tensor: by a Python number, GPUs multiply by its reciprocal, rounding twice.
         scales = (largest / torch.full_like(largest, self._limit)).clamp(min=_LEAST_SCALE)
         return self._codes(numbers / scales), scales if rows.ndim == 2 else scales.squeeze(-1)
 
@@ -92,17 +92,17 @@ class RowFormat:
         return 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
 
     def _codes(self, scaled: Tensor) -> Tensor:
-        """Scaled numbers as 8-bit codes: nearest, ties to even, saturating."""
+        """Round scaled numbers to 8-bit codes: nearest, ties to even, saturating."""
         if self.dtype is torch.int8:
             return scaled.round().clamp(-128, 127).to(torch.int8)
         return scaled.clamp(-self._limit, self._limit).to(self.dtype)
 
     def decode(self, stored: Tensor, scales: Tensor | None = None) -> Tensor:
-        """What a reader of the cache sees, in float32. Inverse of ``encode`` up to rounding.
+        """Return the numbers that stored rows mean, in float32; undoes ``encode`` up to rounding.
 
         Args:
             stored: ``[num_rows, *row_shape]``, codes or words.
-            scales: of rows with scales of their own, float32 ``[num_rows, num_kv_heads]``.
+            scales: for rows with their own scales, float32 ``[num_rows, num_kv_heads]``.
         """
         values = stored.view(self.dtype).to(torch.float32)
         if scales is not None:
@@ -118,7 +118,7 @@ def row_format(
     heads: int | None,
     scales_in: int | None = None,
 ) -> RowFormat:
-    """The format of a cache tensor.
+    """Return the format of a cache tensor.
 
     Args:
         layer: the layer's name, for messages.
@@ -126,7 +126,7 @@ def row_format(
         kv_dtype: ``"auto"`` (the tensor's own dtype), or one of ``KV_DTYPES``.
         scale: a number or one number per KV head, for 8-bit formats only; None is 1.
         heads: number of KV heads, None for latent rows.
-        scales_in: for rows with scales of their own, which come in no ``scale`` then.
+        scales_in: the plane with the scales, if every row has its own; ``scale`` is None then.
 
     Raises:
         LayerError: dtype, ``kv_dtype`` and scale do not go together.
@@ -168,7 +168,7 @@ def row_format(
 
 
 def _stored_dtype(layer: str, cache: Tensor, kv_dtype: str) -> torch.dtype:
-    """What the elements of ``cache`` mean under ``kv_dtype``."""
+    """Return the dtype that ``kv_dtype`` gives the elements of ``cache``."""
     if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         raise LayerError(
             "LayerRef",
@@ -181,14 +181,14 @@ def _stored_dtype(layer: str, cache: Tensor, kv_dtype: str) -> torch.dtype:
         if cache.dtype not in (*known, torch.uint8):
             raise LayerError(
                 "LayerRef",
-                f"the cache of {layer!r} has a dtype that no format has",
+                f"the cache of {layer!r} has a dtype that kvtxn does not know",
                 expected=f"one of {', '.join(map(str, (*known, torch.uint8)))}",
                 got=cache.dtype,
             )
         if cache.dtype is torch.uint8:
             raise LayerError(
                 "LayerRef",
-                f"the cache of {layer!r} is {cache.dtype}, which does not say what it holds",
+                f"the cache of {layer!r} is {cache.dtype}, which could be any 8-bit format",
                 hint="name the format: kv_dtype='fp8_e4m3', 'fp8_e5m2' or 'int8'",
             )
         return cache.dtype

@@ -1,47 +1,44 @@
-"""Hooks: code that is told when a window ends, such as an offload or transfer connector.
+"""Hooks: callbacks for the end of a window, such as an offload or transfer connector's.
 
-Nothing may leave a cache before it is committed. A connector that copies rows from
-``on_commit`` alone cannot see a rejected one: the hook runs when the commit's work is
-enqueued, so that whatever it enqueues on the same stream comes after it, and it is told
-which slots hold accepted rows, on the device, without waiting.
+No row may leave a cache before it is committed. A connector that copies rows in an ``on_commit``
+hook alone never copies a rejected one. The hook is called when the commit's work is enqueued, so
+work that it enqueues on the same stream runs after the commit. It is given the slots of the
+accepted rows as tensors on the device, without waiting for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import attrs
 import torch
 from torch import Tensor
 
-from . import recovery
 from .errors import ConfigError, SlotMappingError
+from .executor import Txn
 from .layout import RowLayout
-from .rows import latest
+from .row_io import last_writers
 from .states import WindowState
-
-if TYPE_CHECKING:
-    from .executor import Txn
 
 Moment = Literal["on_commit", "on_abort"]
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class EndedWindow:
-    """What a hook is told of a window. Its tensors are on the caches' device.
+    """The argument of a hook: a window that ended. Its tensors are on the caches' device.
 
-    They hold what they say in stream order, until the next window begins; whoever needs them
-    longer, or on another stream, clones them first.
+    The tensors are valid in stream order, until the next window begins; clone them to use them
+    later, or on another stream.
 
     Attributes:
         number: the window's number; counts the manager's windows from 0.
         state: COMMITTED, ABORTED or FELL_BACK.
-        layout: which row is whose; rows lie request by request.
-        slots: int64 ``[num_rows]`` by group, -1 is padding; groups that were mapped.
-        kept: bool ``[num_rows]``, True where the slot holds an accepted draft row; in a tree, one
+        layout: the request of each row; rows lie request by request.
+        slots: int64 ``[num_rows]`` by group, -1 is padding; only groups that had slots.
+        kept: bool ``[num_rows]``, True if the slot holds an accepted draft row; in a tree, a row
             that commit moved there.
-        settled: bool ``[num_rows]``, True where it holds a settled row, in every layer.
+        settled: bool ``[num_rows]``, True if the slot holds a settled row, in every layer.
         overwriting: groups of rings and states, where a later row may have taken the slot.
     """
 
@@ -54,11 +51,11 @@ class EndedWindow:
     overwriting: frozenset[str] = frozenset()
 
     def stored(self, group: str = "default") -> Tensor:
-        """The slots of a group that are durable, settled and accepted rows alike.
+        """Return the slots of a group's durable rows, settled and accepted alike.
 
         Returns:
             int64 ``[num_rows]`` in the order of the rows; -1 for rejected rows, for padding
-            and, in rings and states, for rows whose slot a later one has taken.
+            and, in rings and states, for rows whose slot a later row has taken.
 
         Raises:
             SlotMappingError: the window had no slots in that group.
@@ -69,11 +66,11 @@ class EndedWindow:
                 f"the window had no slots in group {group!r}",
                 expected=f"one of {', '.join(map(repr, self.slots))}",
                 got=repr(group),
-                hint="name a group of the window's own, as in EndedWindow.slots",
+                hint="name a group that is in EndedWindow.slots",
             )
         slots, stored = self.slots[group], self.kept | self.settled
         if group in self.overwriting:
-            stored = latest(slots, stored)
+            stored = last_writers(slots, stored)
         return torch.where(stored, slots, -1)
 
 
@@ -82,13 +79,13 @@ Callback = Callable[[EndedWindow], object]
 
 @attrs.frozen(eq=False)
 class Hook:
-    """A registered callback; ``remove`` takes it out again."""
+    """A registered callback, returned by ``Hooks.add``."""
 
     _callbacks: list[Callback]
     _callback: Callback
 
     def remove(self) -> None:
-        """Do not call it any more. A second time does nothing."""
+        """Stop calling the callback. A second call does nothing."""
         if self._callback in self._callbacks:
             self._callbacks.remove(self._callback)
 
@@ -103,7 +100,7 @@ class Hooks:
         """Register a callback.
 
         Raises:
-            ConfigError: it cannot be called, or is registered for this moment already.
+            ConfigError: ``callback`` cannot be called, or is registered for this moment already.
         """
         callbacks = self._callbacks[moment]
         if not callable(callback) or callback in callbacks:
@@ -112,33 +109,37 @@ class Hooks:
                 "the callback is registered already"
                 if callback in callbacks
                 else "the callback cannot be called",
-                expected="a new function of one EndedWindow",
+                expected="a function of one EndedWindow that is not registered yet",
                 got=repr(callback),
-                hint="keep the handle of the first registration, and remove() that"
+                hint="keep the handle of the first registration, and call its remove()"
                 if callback in callbacks
                 else "pass a function",
             )
         callbacks.append(callback)
         return Hook(callbacks, callback)
 
+    def live(self, moment: Moment) -> Sequence[Callback]:
+        """Return the live list of a moment's callbacks, which changes as callbacks come and go."""
+        return self._callbacks[moment]
+
     def __getitem__(self, moment: Moment) -> tuple[Callback, ...]:
-        """The callbacks of a moment, in the order of their registration."""
+        """Return the callbacks of a moment, in the order of their registration."""
         return tuple(self._callbacks[moment])
 
 
 def ended(
-    number: int, state: WindowState, txn: Txn, accepted: Tensor | None, complete: bool
+    number: int, state: WindowState, txn: Txn, accepted: Tensor | None, *, complete: bool
 ) -> EndedWindow:
-    """What hooks are told; a few small operations, none of which waits for the device.
+    """Describe a window that ended; a few small operations, none of which waits for the device.
 
     Args:
-        number: of the window.
-        state: its final state.
+        number: the window's number.
+        state: the window's final state.
         txn: the window.
-        accepted: what was committed, None after an abort.
-        complete: whether every layer is staged; else no settled row is in all of them.
+        accepted: the counts, mask or path of the commit; None after an abort.
+        complete: True if every layer is staged; if False, ``EndedWindow.settled`` is all False.
     """
-    recovery.check_range(txn)
+    txn.check_range()
     draft = txn.layout.is_draft
     return EndedWindow(
         number=number,

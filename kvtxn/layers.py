@@ -1,15 +1,14 @@
-"""``LayerRef``: one layer's place in the KV cache, and of what kind that cache is.
+"""``LayerRef``: the description of one layer's cache.
 
-A layer is made of *planes* (K and V, one latent, or the tensors of a state). A plane
-knows where the row of a slot lies, and nothing else; everything that moves bytes speaks
-of planes, so a new kind of cache is a new way to build one. What is special about rings
-and states is one thing: rows of one window may have the same slot, and the last kept one
-has to be in it. That is their ``Kind``.
+A layer is made of *planes* (K and V, one latent, or the tensors of a state). A plane maps a slot
+to the memory of its row. All code that moves bytes works on planes, so a new kind of cache is a
+new way to build planes. Rings and states differ from paged rows in one respect, their
+``SlotKind``: rows of one window may have the same slot, and commit leaves the last kept one in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any, Final
 
@@ -17,33 +16,40 @@ import attrs
 import torch
 from torch import Tensor
 
+from .cache_planes import Plane as Plane
+from .cache_planes import PlaneSpec, check_cache, check_offsets, paged_planes, state_plane
 from .errors import LayerError
-from .overlaps import overlap
-from .planes import Plane as Plane
-from .planes import Side, check_cache, check_offsets, paged_planes, state_plane
+from .memory_overlap import overlap
+from .recurrent.recurrence import Recurrence, RowPart, check_replay
 
 
 @attrs.frozen
-class Kind:
-    """What the slots of a layer are.
+class SlotKind:
+    """The kind of a layer's slots.
 
     Attributes:
         name: ``"paged"``, ``"ring"`` or ``"recurrent"``.
-        reuse: two rows of a request may have one slot where they lie a multiple of this many
-            rows apart: the size of the ring, 1 for a state; 0 where no two rows ever do.
+        reuse: two rows of a request may have one slot if they lie a multiple of this many
+            rows apart: the size of the ring, 1 for a state; 0 if no two rows may share a slot.
+        overwrites: True if a write evicts a live row, so that counters cannot take it back.
+        per_request: True for states, which have one slot per request, not one per row.
     """
 
     name: str
     reuse: int = 0
+    overwrites: bool = attrs.field(init=False, repr=False, eq=False)
+    per_request: bool = attrs.field(init=False, repr=False, eq=False)
 
-    @property
-    def overwrites(self) -> bool:
-        """Whether a write evicts what is live, so that a counter cannot take it back."""
-        return self.reuse > 0
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "overwrites", self.reuse > 0)
+        object.__setattr__(self, "per_request", self.name == "recurrent")
 
 
-PAGED: Final = Kind("paged")
-RECURRENT: Final = Kind("recurrent", 1)
+#: The names that ``LayerRef.needs`` may hold, and so an executor's ``kinds``.
+KINDS: Final = ("paged", "ring", "recurrent", "replayed")
+
+PAGED: Final = SlotKind("paged")
+RECURRENT: Final = SlotKind("recurrent", 1)
 
 
 def _shape(cache: Tensor | None) -> str:
@@ -52,7 +58,7 @@ def _shape(cache: Tensor | None) -> str:
 
 @attrs.frozen(eq=False)
 class LayerRef:
-    """One layer: immutable, compared by identity, known to its manager by ``name``.
+    """A layer: immutable, compared by identity, known to its manager by ``name``.
 
     Args:
         name: unique among the manager's layers.
@@ -61,28 +67,36 @@ class LayerRef:
         value_cache: like ``key_cache``; its head size may differ. None for latent rows.
         group: layers of one group share one slot mapping.
         k_scale: for 8-bit caches, stored = value / scale: a number, or a tensor of one
-            or ``num_kv_heads`` elements. Or, where each row has scales of its own that lie
-            beside it, float32 ``[num_blocks, block_size, num_kv_heads]``, any strides; they are
-            computed when rows are staged, and move with them.
-        v_scale: likewise for V.
+            or ``num_kv_heads`` elements. Or, if each row has scales of its own that lie
+            beside it, float32 ``[num_blocks, block_size, num_kv_heads]``, any strides; these are
+            computed when rows are staged, and written with the rows.
+        v_scale: the same for V.
         kv_dtype: ``"auto"``, ``"fp8"`` (= ``"fp8_e4m3"``), ``"fp8_e5m2"``, ``"int8"``, or the
             cache's own floating dtype by name.
         key_offsets: for a cache whose rows are not strided views, such as a CPU kernel's
             packing: int ``[block_size, num_kv_heads, head_size]``, the element of a block
             that holds each part of the row at each block offset. Both caches are then
             ``[num_blocks, block_numel]``, and may be the same tensor.
-        value_offsets: likewise for V; the two come together.
+        value_offsets: the same for V; give both tables or none.
         ring_size: slots in each request's ring, for ``LayerRef.ring``; None for paged rows.
         window: tokens a query of a ring layer sees, itself included.
         states: the tensors of a recurrent layer, for ``LayerRef.recurrent``.
+        replay: the recurrence by which each state takes rows in, for ``LayerRef.recurrent``; empty
+            if commit selects a state.
 
     Attributes:
-        planes: what the layer is made of: K and V, or one latent, then the scales that lie
-            beside them; or one plane per state.
-        kind: what its slots are.
+        planes: K and V, or one latent, then the scales that lie beside them; or one plane per
+            state.
+        kind: the rules of the layer's slots: ``"paged"`` (one row per slot), ``"ring"`` (rows a
+            whole ring apart share a slot) or ``"recurrent"`` (one slot per request); see
+            ``SlotKind``.
+        given: the parts of a row that ``stage`` takes: those that planes store, or, for a replayed
+            layer, the inputs of its recurrences.
+        kept: the parts of a row that wait for the commit.
 
     Raises:
-        LayerError: shapes, dtypes, devices, scales, offsets or sizes do not fit together.
+        LayerError: shapes, dtypes, devices, scales, offsets, sizes or recurrences do not fit
+            together.
     """
 
     name: str
@@ -97,8 +111,11 @@ class LayerRef:
     ring_size: int | None = attrs.field(default=None, kw_only=True)
     window: int | None = attrs.field(default=None, kw_only=True)
     states: tuple[Tensor, ...] = attrs.field(default=(), kw_only=True, repr=False)
-    kind: Kind = attrs.field(init=False)
+    replay: tuple[Recurrence, ...] = attrs.field(default=(), kw_only=True)
+    kind: SlotKind = attrs.field(init=False)
     planes: tuple[Plane, ...] = attrs.field(init=False, repr=False)
+    given: tuple[Plane | RowPart, ...] = attrs.field(init=False, repr=False)
+    kept: tuple[Plane | RowPart, ...] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         for what, value in (("name", self.name), ("group", self.group)):
@@ -114,11 +131,17 @@ class LayerRef:
         planes = _state_planes(self) if self.states else _build_planes(self)
         object.__setattr__(self, "kind", _kind(self, planes[0].num_slots))
         object.__setattr__(self, "planes", planes)
+        check_replay(self.name, self.replay, self.states)
+        pairs = tuple(zip(self.replay, self.states, strict=False))
+        given = [part for recurrence, state in pairs for part in recurrence.given(state)]
+        kept = [part for recurrence, state in pairs for part in recurrence.kept(state)]
+        object.__setattr__(self, "given", tuple(given) or planes)
+        object.__setattr__(self, "kept", tuple(kept) or planes)
         if not self.states:
             _check_together(self, planes)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Planes are views of the caches; taken apart they would be memory of their own.
+        # Planes are views of the caches: pickled by themselves, they would be copies.
         fields = {f.name: getattr(self, f.name) for f in attrs.fields(LayerRef) if f.init}
         return (_rebuild, (fields,))
 
@@ -132,13 +155,13 @@ class LayerRef:
         scale: float | Tensor | None = None,
         kv_dtype: str = "auto",
     ) -> LayerRef:
-        """A multi-head-latent-attention layer: one latent per token.
+        """Describe a multi-head-latent-attention layer: one latent per token.
 
         Args:
             name: unique among the manager's layers.
             cache: ``[num_blocks, block_size, latent_size]``, any strides.
             group: layers of one group share one slot mapping.
-            scale: for 8-bit caches, one number, or one of each row: float32 ``[num_blocks,
+            scale: for 8-bit caches, one number, or one number per row: float32 ``[num_blocks,
                 block_size]``, any strides.
             kv_dtype: as for ``LayerRef``.
         """
@@ -158,25 +181,25 @@ class LayerRef:
         v_scale: float | Tensor | None = None,
         kv_dtype: str = "auto",
     ) -> LayerRef:
-        """A sliding-window layer whose cache is a ring: position p lies at place p % ring_size.
+        """Describe a sliding-window layer whose cache is a ring.
 
-        The slots of a window are the ring's own: that of position p is the slot of place
-        ``p % ring_size`` of its request. Rows of one request that lie a whole ring apart share
-        a slot; the last kept one is in it after commit. To *attend* through the window, a ring
-        must have room for what the first query sees beside the rows written before it:
-        ``ring_size >= window + settled - 1`` under ``deferred``, and all rows of a request in
-        place of ``settled`` where drafts are written through.
+        Position p of a request lies at ring position ``p % ring_size``, and its slot is the slot of
+        that ring position. Rows of one request that lie a whole ring apart share a slot; the last
+        kept row is in it after commit. To *attend* through the window, a ring must hold all
+        positions that the first query sees, beside the rows of the window that are written before
+        the query runs: ``ring_size >= window + settled - 1`` under ``deferred``; if drafts are
+        written through, all rows of a request count in place of ``settled``.
 
         Args:
             name: unique among the manager's layers.
             key_cache: as for ``LayerRef``; the rings are made of its slots.
-            value_cache: likewise; None for latent rows.
+            value_cache: as for ``LayerRef``; None for latent rows.
             window: tokens a query sees, itself included.
-            ring_size: slots in each request's ring, at least ``window``; ``window`` where None.
+            ring_size: slots in each request's ring, at least ``window``; None is ``window``.
             group: layers of one group share one slot mapping, and have equal rings.
             k_scale: as for ``LayerRef``.
-            v_scale: likewise.
-            kv_dtype: likewise.
+            v_scale: as for ``LayerRef``.
+            kv_dtype: as for ``LayerRef``.
         """
         size = window if ring_size is None else ring_size
         return cls(
@@ -192,33 +215,57 @@ class LayerRef:
         )
 
     @classmethod
-    def recurrent(cls, name: str, *states: Tensor, group: str = "default") -> LayerRef:
-        """A layer that keeps one state per request, such as Mamba or gated delta net.
+    def recurrent(
+        cls,
+        name: str,
+        *states: Tensor,
+        replay: Recurrence | Sequence[Recurrence] | None = None,
+        group: str = "default",
+    ) -> LayerRef:
+        """Describe a layer that keeps one state per request, such as Mamba or gated delta net.
 
         The slots of its group are one per request, not per row: int ``[num_requests]``, -1 is
-        padding. ``stage`` takes the state after each row, settled rows included. The state
-        after the last settled row is written at staging; commit writes the one after the last
-        accepted draft; without any, and after an abort, the state stays what it was.
+        padding. Commit *selects* a state, or *replays* rows:
+
+        - Selected (no ``replay``): ``stage`` takes the state after each row, settled rows
+          included. The state after the last settled row is written at staging; commit
+          writes the one after the last accepted draft. Without an accepted draft, and after an
+          abort, the state is not written again.
+        - Replayed: ``stage`` takes the inputs of each state's recurrence, for each row, as
+          one sequence of tensors in the order of ``given``. No state is written before the window
+          ends. Commit reads each state, takes the request's settled and accepted rows in, in
+          float32, and writes it once, rounded once to its dtype. An abort takes in the settled
+          rows alone, since those are never taken back; without settled rows it writes no state.
 
         Args:
             name: unique among the manager's layers.
             states: ``[num_states, *state_shape]`` each, any strides, any dtype of at most 8
-                bytes per element; such as the state of a convolution and that of the scan.
+                bytes per element, such as the states of a convolution and of a scan.
+            replay: one recurrence per state, see ``kvtxn.recurrent``; None selects states.
             group: layers of one group share one slot mapping.
+
+        Raises:
+            LayerError: no state, or recurrences that do not fit the states.
         """
         if not states:
             raise LayerError("LayerRef", f"{name!r} needs at least one state", got=0)
-        return cls(name, states[0], None, group=group, states=states)
+        recurrences = replay if isinstance(replay, Sequence) else [replay] if replay else []
+        return cls(name, states[0], None, group=group, states=states, replay=tuple(recurrences))
 
     @property
     def device(self) -> torch.device:
-        """Where the caches are."""
+        """The device of the caches."""
         return self.key_cache.device
 
     @property
     def is_latent(self) -> bool:
-        """True for a layer of one latent per token, as in MLA."""
+        """True for a layer with one latent per token, as in multi-head latent attention (MLA)."""
         return self.value_cache is None and not self.states
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names that an executor's ``kinds`` must have for it to hold this layer."""
+        return frozenset({self.kind.name, "replayed"} if self.replay else {self.kind.name})
 
     @property
     def num_slots(self) -> int:
@@ -227,7 +274,7 @@ class LayerRef:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes one token takes in this layer, K and V together; or one state, all of it."""
+        """Bytes of one token in this layer, K and V together; or of one request's states."""
         return sum(plane.row_bytes for plane in self.planes)
 
 
@@ -235,8 +282,8 @@ def _rebuild(fields: dict[str, Any]) -> LayerRef:
     return LayerRef(**fields)
 
 
-def _kind(ref: LayerRef, num_slots: int) -> Kind:
-    """What the slots of a layer are; raises LayerError where its sizes make no sense."""
+def _kind(ref: LayerRef, num_slots: int) -> SlotKind:
+    """Return the kind of a layer's slots; raise LayerError if its sizes do not fit together."""
     if ref.states:
         return RECURRENT
     if ref.ring_size is None and ref.window is None:
@@ -250,11 +297,11 @@ def _kind(ref: LayerRef, num_slots: int) -> Kind:
             expected="1 <= window <= ring_size <= slots of the cache",
             got=f"window {ref.window!r}, ring_size {ref.ring_size!r}",
         )
-    return Kind("ring", ref.ring_size)  # type: ignore[arg-type]  # an int, as checked
+    return SlotKind("ring", ref.ring_size)  # type: ignore[arg-type]  # an int, as checked
 
 
 def _state_planes(ref: LayerRef) -> tuple[Plane, ...]:
-    """One plane per state, all of as many slots, on one device, over memory of their own."""
+    """Build one plane per state; they must have equally many slots, one device, own memory."""
     planes = tuple(
         state_plane(f"state {number}", ref.name, state) for number, state in enumerate(ref.states)
     )
@@ -272,20 +319,22 @@ def _state_planes(ref: LayerRef) -> tuple[Plane, ...]:
 
 
 def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
-    """The planes of a layer that is being built; raises LayerError on any misfit."""
+    """Build the planes of a paged layer; raise LayerError if its tensors do not fit together."""
     if (ref.key_offsets is None) != (ref.value_offsets is None):
         raise LayerError("LayerRef", f"{ref.name!r} needs both offset tables or none")
     if ref.value_cache is None:
         if ref.v_scale is not None or ref.key_offsets is not None:
             raise LayerError("LayerRef", f"{ref.name!r} is latent: it has one plane, one scale")
         check_cache(ref.name, ref.key_cache, 3, "[num_blocks, block_size, latent_size]")
-        return paged_planes(ref.name, [Side("latent", ref.key_cache, ref.k_scale)], ref.kv_dtype)
+        return paged_planes(
+            ref.name, [PlaneSpec("latent", ref.key_cache, ref.k_scale)], ref.kv_dtype
+        )
     if ref.key_offsets is not None and ref.value_offsets is not None:
         caches = [ref.key_cache, ref.value_cache]
         tables = check_offsets(ref.name, caches, ref.key_offsets, ref.value_offsets)
         sides = [
-            Side("key", ref.key_cache, ref.k_scale, tables[0]),
-            Side("value", ref.value_cache, ref.v_scale, tables[1]),
+            PlaneSpec("key", ref.key_cache, ref.k_scale, tables[0]),
+            PlaneSpec("value", ref.value_cache, ref.v_scale, tables[1]),
         ]
         return paged_planes(ref.name, sides, ref.kv_dtype)
     for cache in (ref.key_cache, ref.value_cache):
@@ -299,8 +348,8 @@ def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
             got=list(ref.value_cache.shape[:3]),
         )
     sides = [
-        Side("key", ref.key_cache, ref.k_scale),
-        Side("value", ref.value_cache, ref.v_scale),
+        PlaneSpec("key", ref.key_cache, ref.k_scale),
+        PlaneSpec("value", ref.value_cache, ref.v_scale),
     ]
     return paged_planes(ref.name, sides, ref.kv_dtype)
 

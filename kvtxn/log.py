@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import structlog
+
+
+def _with_name(_: object, __: str, rendered: str) -> str:
+    """Put the package's name first, so that ``grep kvtxn`` finds every event in any log."""
+    return f"kvtxn {rendered}"
+
 
 _PROCESSORS: list[Any] = [
     structlog.stdlib.filter_by_level,
     structlog.processors.format_exc_info,
     structlog.processors.KeyValueRenderer(key_order=["event"], sort_keys=False),
+    _with_name,
 ]
 
 
 _standard = logging.getLogger("kvtxn")
 
 
-def debugging() -> bool:
-    """Whether debug events are shown: asked before one is built, since a step has many."""
-    return _standard.isEnabledFor(logging.DEBUG)
+#: Tell whether events of a level are shown: ask ``shows(DEBUG)`` before building one, since a step
+#: has many. A bound method, which is quicker to call than a function around it.
+shows: Final[Callable[[int], bool]] = _standard.isEnabledFor
+
+DEBUG: Final = logging.DEBUG
 
 
 def get_logger() -> structlog.stdlib.BoundLogger:
-    """The logger of the package; filtered by the standard library's level."""
+    """Return the package's logger, filtered by the level of the standard logger ``kvtxn``."""
     logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
         _standard,
         processors=_PROCESSORS,
@@ -46,6 +56,14 @@ def configure(level: str = "info") -> None:
     """
     _standard.setLevel(level.upper())
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s kvtxn %(message)s"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     _standard.handlers = [handler]
     _standard.propagate = False
+
+
+def shown(error: Exception) -> str:
+    """Return ``repr(error)``, or the error's class name if its repr raises."""
+    try:
+        return repr(error)
+    except Exception:  # an error that cannot be shown must not stop the recovery
+        return type(error).__name__

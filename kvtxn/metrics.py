@@ -3,10 +3,16 @@
 A row here is a draft row of a window, counted once and not once per layer;
 settled rows and padding are not counted. ``kvtxn_stage_operations_total``
 counts rows x layers. Reading a snapshot waits for the device; nothing else does.
+
+Bytes are computed from row counts when a snapshot is read. ``kvtxn_bytes_written_total`` is the
+bytes that reached memory for draft rows: a row's own write, the write that restores its slot, and,
+where drafts wait in spare slots of the cache or in other tensors of the caller, the write there.
+``kvtxn_bytes_avoided_total`` is the bytes of rejected rows that never reached memory.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -16,28 +22,22 @@ import torch
 from torch import Tensor
 
 from .layers import LayerRef
-from .states import WindowState
+from .states import FINAL, WindowState
 
-OUTCOMES: Final = (
-    WindowState.COMMITTED,
-    WindowState.ABORTED,
-    WindowState.FELL_BACK,
-    WindowState.FAILED,
-)
-MOMENTS: Final = ("on_commit", "on_abort")
-
-#: What a failure can interrupt; each is the reason of a fallback.
+#: The operations that a failure can interrupt; each is the reason of a fallback.
 OPERATIONS: Final = ("begin", "stage", "attend", "commit", "abort")
 
 
 @attrs.frozen
 class Family:
-    """One metric, as Prometheus means it.
+    """A metric, as a Prometheus metric family.
 
     Attributes:
         name: a counter ends in ``_total``; others are gauges.
         help: one sentence.
-        label: what tells its values apart; None: there is one value.
+        label: the name of the label that tells values apart; None if there is one value.
+        known: label values that exist from the start, at zero: an alert must see the step from
+            zero to one.
         per_rank: each rank of an engine counts its own share, so values are summed over ranks.
             Otherwise every rank counts the same windows, and one rank's value is the engine's.
     """
@@ -45,15 +45,16 @@ class Family:
     name: str
     help: str
     label: str | None = None
-    per_rank: bool = False
+    known: tuple[str, ...] = ()
+    per_rank: bool = attrs.field(default=False, kw_only=True)
 
     @property
     def is_counter(self) -> bool:
-        """Whether it only grows."""
+        """True if the value only grows."""
         return self.name.endswith("_total")
 
     def values(self, snapshot: Mapping[str, float]) -> Iterator[tuple[str | None, float]]:
-        """Its values in a snapshot, by label value."""
+        """Yield the family's values in a flat snapshot, by label value."""
         if self.label is None:
             yield None, snapshot[self.name]
             return
@@ -63,142 +64,185 @@ class Family:
                 yield name.removeprefix(prefix), value
 
 
+#: The ways in which a window ends.
+_OUTCOMES: Final = tuple(state.value for state in WindowState if state in FINAL)
+
 FAMILIES: Final = (
-    Family("kvtxn_windows_total", "Windows that ended, by outcome.", "outcome"),
+    Family(
+        "kvtxn_windows_total",
+        "Windows that ended, by final state.",
+        "outcome",
+        _OUTCOMES,
+    ),
     Family(
         "kvtxn_bypassed_windows_total",
-        "Steps that could have had a window and did not, by reason.",
+        "Steps that could have had a window but ran without one, by reason.",
         "reason",
     ),
     Family(
         "kvtxn_fallbacks_total",
-        "Windows that went to direct writes, by the operation that failed.",
+        "Windows that went on with direct writes after a failure, by the operation that failed.",
         "reason",
+        OPERATIONS,
         per_rank=True,
     ),
     Family(
         "kvtxn_hook_errors_total",
-        "Commit and abort hooks that raised, by the moment they were called at.",
+        "Errors raised by commit and abort hooks, by the kind of hook.",
         "moment",
+        ("on_commit", "on_abort"),
         per_rank=True,
     ),
     Family(
         "kvtxn_windows_refused_total",
-        "Commits that the device refused for a slot outside its cache.",
+        "Commits that wrote nothing because a slot on the device was outside its cache.",
         per_rank=True,
     ),
-    Family("kvtxn_rows_staged_total", "Draft rows staged, once per window and not per layer."),
+    Family("kvtxn_rows_staged_total", "Draft rows staged; a row counts once, not once per layer."),
     Family("kvtxn_rows_committed_total", "Draft rows that were accepted and became durable."),
     Family("kvtxn_rows_rejected_total", "Draft rows that were rejected."),
-    Family("kvtxn_stage_operations_total", "Rows times layers staged.", per_rank=True),
-    Family("kvtxn_bytes_written_total", "Bytes of draft rows written to caches.", per_rank=True),
+    Family("kvtxn_stage_operations_total", "Staged rows times layers.", per_rank=True),
     Family(
-        "kvtxn_bytes_avoided_total",
-        "Bytes of rejected rows that stock would have written.",
+        "kvtxn_bytes_written_total",
+        "Bytes written to memory for draft rows, spare slots and restored rows included.",
         per_rank=True,
     ),
-    Family("kvtxn_acceptance_rate", "Committed rows of all staged rows since the start."),
+    Family(
+        "kvtxn_bytes_avoided_total",
+        "Bytes of rejected draft rows that were never written to memory.",
+        per_rank=True,
+    ),
+    Family(
+        "kvtxn_acceptance_rate",
+        "Committed draft rows divided by staged draft rows, since the start.",
+    ),
 )
 
-#: How often each row of a kind crosses into the cache, per policy: (committed, rejected).
-_WRITES: Final = {"deferred": (1, 0), "undo": (1, 2), "direct": (1, 1)}
+#: Writes of each draft row per policy: (if committed, if rejected). Under undo a rejected row is
+#: written, and its slot restored: two writes. A draft in a spare slot is written there first.
+_WRITES: Final = {"deferred": (1, 0), "undo": (1, 2), "direct": (1, 1), "spare slots": (2, 1)}
+
+
+def as_label(reason: object) -> str:
+    """Return a reason as part of a Prometheus name."""
+    return re.sub(r"[^a-zA-Z0-9_]+", "_", str(reason)) or "unnamed"
 
 
 @attrs.define(eq=False)
 class Metrics:
-    """One manager's counters.
+    """The counters of one manager.
 
     Attributes:
-        policy: the manager's resolved policy; decides what a row costs in bytes.
-        windows: windows by outcome.
+        policy: the manager's resolved policy; decides how often a row is written.
+        windows: windows by outcome; a plain dict, in which a step counts quickest.
         fallbacks: windows that went to direct writes, by reason.
         hook_errors: hooks that raised, by the moment they were called at.
         bypassed: steps that could have had a window and did not, by reason.
         layer_calls: rows x layers staged, padding included.
         row_bytes: bytes of a row, or of a state, by group.
-        overwrites: by group, whether its lines of ``rows`` count slots and not rows.
-        rows: int64 ``[2, num_counts, 4]`` on the device: staged, committed and rejected rows,
-            and refused commits, of windows under the policy [0] and of those written through [1].
+        overwrites: by group, True if its lines of ``rows`` count slots and not rows.
+        rows: int64 ``[3, num_counts, 4]`` on the device: staged, committed and rejected rows,
+            and refused commits, of windows under the policy [0], of those written through [1], and
+            of those under ``deferred`` whose drafts wait in tensors that the caller gave [2].
+        under_policy: ``rows[0]``.
+        written_through: ``rows[1]``.
+        in_spare_slots: ``rows[2]``. Each draft counts the write to where it waits, such as a spare
+            slot of the cache, a committed draft counts the copy to its own slot as well, and no
+            byte counts as avoided.
     """
 
     policy: str
     row_bytes: tuple[int, ...]
     overwrites: tuple[bool, ...]
     rows: Tensor
-    windows: Counter[str] = attrs.Factory(Counter)
+    windows: dict[str, int] = attrs.Factory(lambda: dict.fromkeys(_OUTCOMES, 0))
     fallbacks: Counter[str] = attrs.Factory(Counter)
     hook_errors: Counter[str] = attrs.Factory(Counter)
     bypassed: Counter[str] = attrs.Factory(Counter)
     layer_calls: int = 0
+    under_policy: Tensor = attrs.field(init=False)
+    written_through: Tensor = attrs.field(init=False)
+    in_spare_slots: Tensor = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.under_policy, self.written_through, self.in_spare_slots = self.rows.unbind(0)
 
     @classmethod
     def build(cls, policy: str, layers: Sequence[LayerRef], device: torch.device) -> Metrics:
-        """Counters at zero, for these layers."""
+        """Return counters at zero for these layers."""
         groups = dict.fromkeys(ref.group for ref in layers)
         row_bytes = tuple(
             sum(ref.row_bytes for ref in layers if ref.group == group) for group in groups
         )
         overwrites = {ref.group: ref.kind.overwrites for ref in layers}
         lines = 1 if list(overwrites.values()) == [False] else len(groups) + 1
-        with torch.inference_mode(False):  # counted in later, in whatever mode
-            rows = torch.zeros(2, lines, 4, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # later counting may be in inference mode or not
+            rows = torch.zeros(3, lines, 4, dtype=torch.int64, device=device)
         return cls(policy, row_bytes, tuple(overwrites.values()), rows)
 
     def restart(self) -> None:
-        """Count windows and rows from zero again, as after steps that served nobody.
+        """Count windows and rows from zero again, as after an engine's warm-up.
 
-        In place, since captured graphs count in ``rows``. What failed stays counted.
+        In place, since captured graphs count in ``rows``. Failures stay counted.
         """
         self.rows.zero_()
-        self.windows.clear()
+        self.windows.update(dict.fromkeys(_OUTCOMES, 0))
         self.bypassed.clear()
         self.layer_calls = 0
 
     def snapshot(self) -> dict[str, float]:
-        """Everything, flat, by Prometheus name; labels are folded into the name.
+        """Return every counter by Prometheus name, with labels folded into the name.
 
-        Waits for the device.
+        A family with a label has its sum under its own name, and each value under
+        ``<name>_<label>``. Waits for the device.
         """
+        values, flat = self._values(), dict[str, float]()
+        for family in FAMILIES:
+            if family.label is None:
+                flat[family.name] = values[family.name, None]
+                continue
+            keys: list[tuple[str, str | None]] = [(family.name, label) for label in family.known]
+            keys += [key for key in values if key[0] == family.name and key not in keys]
+            flat[family.name] = sum(values.get(key, 0) for key in keys)
+            flat |= {f"{name}_{label}": values.get((name, label), 0) for name, label in keys}
+        return flat
+
+    def _values(self) -> dict[tuple[str, str | None], float]:
+        """Return the counters by family name and label value. Waits for the device."""
         rows = self.rows.cpu()
         staged, committed, rejected, refused = (int(n) for n in rows[:, 0].sum(0))
         written, avoided = self._bytes(rows)
-        flat: dict[str, float] = {}
-        for name, labelled in (
-            ("kvtxn_windows_total", _with_zeros(self.windows, *(s.value for s in OUTCOMES))),
-            ("kvtxn_fallbacks_total", _with_zeros(self.fallbacks, *OPERATIONS)),
-            ("kvtxn_hook_errors_total", _with_zeros(self.hook_errors, *MOMENTS)),
+        values: dict[tuple[str, str | None], float] = {
+            ("kvtxn_windows_refused_total", None): refused,
+            ("kvtxn_rows_staged_total", None): staged,
+            ("kvtxn_rows_committed_total", None): committed,
+            ("kvtxn_rows_rejected_total", None): rejected,
+            ("kvtxn_stage_operations_total", None): self.layer_calls,
+            ("kvtxn_bytes_written_total", None): written,
+            ("kvtxn_bytes_avoided_total", None): avoided,
+            ("kvtxn_acceptance_rate", None): committed / staged if staged else 0.0,
+        }
+        for family, counts in (
+            ("kvtxn_windows_total", self.windows),
+            ("kvtxn_fallbacks_total", self.fallbacks),
+            ("kvtxn_hook_errors_total", self.hook_errors),
             ("kvtxn_bypassed_windows_total", self.bypassed),
         ):
-            flat[name] = sum(labelled.values())
-            flat.update({f"{name}_{label}": count for label, count in labelled.items()})
-        flat |= {
-            "kvtxn_windows_refused_total": refused,
-            "kvtxn_rows_staged_total": staged,
-            "kvtxn_rows_committed_total": committed,
-            "kvtxn_rows_rejected_total": rejected,
-            "kvtxn_stage_operations_total": self.layer_calls,
-            "kvtxn_bytes_written_total": written,
-            "kvtxn_bytes_avoided_total": avoided,
-            "kvtxn_acceptance_rate": committed / staged if staged else 0.0,
-        }
-        return flat
+            values |= {(family, label): count for label, count in counts.items()}
+        return values
 
     def _bytes(self, rows: Tensor) -> tuple[int, int]:
-        """Bytes of draft rows written to the caches, and bytes stock would have on top."""
+        """Return two sums: bytes written for draft rows; bytes of rejected rows never written."""
         written = avoided = 0
         groups = rows if rows.shape[1] == 1 else rows[:, 1:]
-        sizes = tuple(zip(self.row_bytes, self.overwrites, strict=True))
-        for policy, counts in zip((self.policy, "direct"), groups.tolist(), strict=True):
-            for (row_bytes, overwrites), (_, committed, rejected, _) in zip(
-                sizes, counts, strict=True
+        for how, counts in zip(
+            (self.policy, "direct", "spare slots"), groups.tolist(), strict=True
+        ):
+            for row_bytes, overwrites, (_, committed, rejected, _) in zip(
+                self.row_bytes, self.overwrites, counts, strict=True
             ):
-                # What a counter cannot take back is not written through by a fallback either.
-                per_committed, per_rejected = _WRITES[self.policy if overwrites else policy]
+                # Rings and states keep the policy's writes even in windows that fell back.
+                per_committed, per_rejected = _WRITES[self.policy if overwrites else how]
                 written += row_bytes * (per_committed * committed + per_rejected * rejected)
                 avoided += row_bytes * rejected if per_rejected == 0 else 0
         return written, avoided
-
-
-def _with_zeros(counts: Counter[str], *labels: str) -> dict[str, int]:
-    """Known labels are there from the start: an alert has to see the step from zero to one."""
-    return {**dict.fromkeys(labels, 0), **counts}

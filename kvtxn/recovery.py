@@ -1,62 +1,306 @@
-"""What happens after an executor failed: the reference finishes its work, or takes it back.
+"""Recovery: after an executor failed, finish its work with the reference, or take it back.
 
-Everything here is idempotent and built on ``kvtxn.rows`` alone, so it does not
-matter how far the executor got, nor why it stopped.
+``commit``, ``settle``, ``restore`` and ``go_direct`` decide by ``on_error`` how to treat a failed
+executor; they return a ``Failure``, from which the window takes its next state. An exception that
+leaves this file means that the repair failed too: the bytes are unknown.
+
+The repairs of rows are idempotent and built on ``kvtxn.row_io`` alone, so it does not matter how
+far the executor got, nor why it stopped. A repair of states is not idempotent, because a state
+must take each row in exactly once: see ``kvtxn.recurrent.replay``.
+
+In a ring or state, writing a rejected row destroys live data. So layers of these kinds keep
+deferring even after a fallback, through the reference: see ``_holds``. Rows of a tree are written
+through after a fallback, and kept as well, since commit moves the rows of the accepted path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
+from .commit_input import SampledIds, as_counts
+from .context import WindowContext
 from .executor import StagedLayer, Txn
 from .formats import words
-from .rows import LayerRows, latest, read, read_layers, write_layers
+from .layers import LayerRef
+from .recurrent import replay
+from .row_io import LayerRows, last_writers, read, read_layers, write_layers
+from .states import Event
+
+
+@attrs.frozen(eq=False)
+class Failure:
+    """An executor's failure after recovery dealt with it.
+
+    Attributes:
+        operation: the operation that failed, such as ``"commit"``.
+        error: the error that the executor raised.
+        event: the event for the window's state: ``FALL_BACK`` if the reference did the executor's
+            work; ``ABORT`` if the caches were restored and ``error`` is to be raised; ``FAIL`` if
+            restoring failed as well.
+    """
+
+    operation: str
+    error: BaseException
+    event: Event
+
+
+# -- an executor acts, and may fail ------------------------------------------------
+
+
+def go_direct(
+    context: WindowContext,
+    txn: Txn,
+    operation: str,
+    error: Exception,
+    layers: Sequence[StagedLayer] = (),
+) -> Failure:
+    """Deal with a failure before commit: write rows straight through from now on, or restore.
+
+    Args:
+        context: the manager's context.
+        txn: the window.
+        operation: the operation that failed.
+        error: the error that the operation raised.
+        layers: the layers staged so far; rows of these layers that wait are written now.
+    """
+
+    def write_on() -> None:
+        txn.go_direct(context.metrics.written_through)
+        waiting = [layer for layer in layers if layer.rows]  # under undo they are written already
+        if waiting:
+            stage_direct(context, txn, waiting)
+
+    return _recover(context, txn, operation, error, write_on, txn.saved, layers)
+
+
+def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> Failure | None:
+    """Let the executor commit; if it fails, finish the commit, or restore the caches.
+
+    Returns:
+        None if the executor committed; else the failure, after its repair.
+    """
+    before: LayerRows = txn.saved
+    counted = txn.counters.clone() if context.may_stop_halfway else None
+    try:
+        if context.reads_back and txn.waits:
+            before = read_back(txn)
+        txn.pattern = context.stager.layout_token
+        if context.replays:
+            _advance(context, txn, accepted)
+        context.executor.commit(txn, accepted)  # type: ignore[arg-type]
+        if context.debug:
+            verify(txn, as_counts(accepted), before)
+    except Exception as error:
+        if counted is not None:
+            txn.counters.copy_(counted)  # count the window once, however often its commit is tried
+        return commit_failed(context, txn, accepted, before, error)
+    return None
+
+
+def settle(context: WindowContext, txn: Txn) -> Failure | None:
+    """At an abort, let states take in the settled rows, which an abort never takes back.
+
+    If the executor fails under ``on_error="fallback"``, the failure's event is FALL_BACK, and the
+    caller must call ``finish_direct``, in which the reference advances the states. Under
+    ``on_error="raise"`` the states are put right here.
+
+    Returns:
+        None if the executor advanced the states; else its failure.
+    """
+    try:
+        _advance(context, txn, None)
+    except Exception as error:
+        return _recover(context, txn, "abort", error, lambda: None, txn.saved)
+    return None
+
+
+def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
+    """Let the executor advance the states of the staged replayed layers, if there are any.
+
+    If a failure may need the states as they were, they are copied to ``txn.states_before`` first.
+    Sets ``txn.advanced`` once the executor has returned.
+
+    Args:
+        context: the manager's context.
+        txn: the window.
+        accepted: counts, a mask, a path or sampled ids; None at an abort, which keeps no draft.
+    """
+    if replay.replayed(txn.staged.values()):
+        if context.copies_states:
+            txn.states_before = replay.read_states(txn)
+        context.executor.advance(txn, accepted)  # type: ignore[arg-type]
+        txn.advanced = True
+
+
+def commit_failed(
+    context: WindowContext,
+    txn: Txn,
+    accepted: Tensor | SampledIds,
+    before: LayerRows,
+    error: Exception,
+) -> Failure:
+    """Finish a commit that failed and counted nothing, or restore the caches.
+
+    Args:
+        context: the manager's context.
+        txn: the window.
+        accepted: the argument of the commit.
+        before: the rows that the caches held before the commit, by layer name; empty if none were
+            read or saved.
+        error: the error that the executor raised.
+    """
+
+    def finish_it() -> None:
+        known = as_counts(accepted)
+        finish_commit(txn, known, before)
+        txn.count(txn.kept(known))
+
+    return _recover(context, txn, "commit", error, finish_it, before)
+
+
+def restore(context: WindowContext, txn: Txn) -> Failure | None:
+    """Let the executor put the saved rows back; if it fails, the reference does."""
+    try:
+        context.executor.restore(txn)
+    except Exception as error:
+        return _recover(context, txn, "abort", error, lambda: put_back(txn, txn.saved), txn.saved)
+    except BaseException as error:  # interrupted: finish, since putting back twice does no harm
+        put_back(txn, txn.saved)
+        return Failure("abort", error, Event.ABORT)
+    return None
+
+
+def _recover(
+    context: WindowContext,
+    txn: Txn,
+    operation: str,
+    error: Exception,
+    repair: Callable[[], None],
+    before: LayerRows,
+    layers: Sequence[StagedLayer] = (),
+) -> Failure:
+    """Restore the caches if ``on_error`` is ``"raise"``; otherwise call ``repair``.
+
+    Args:
+        context: the manager's context.
+        txn: the window.
+        operation: the operation that failed.
+        error: the error that the operation raised.
+        repair: does the operation's work with the reference.
+        before: the rows to put back, by layer name; empty if none were read or saved.
+        layers: the staged layers; settled rows of rings and states among them may be half written.
+    """
+    if context.on_error != "raise":
+        context.note_fallback(txn.number, operation, error)
+        repair()
+        return Failure(operation, error, Event.FALL_BACK)
+    evicting = [layer for layer in layers if layer.rows and layer.ref.kind.overwrites]
+    try:
+        if context.policy != "direct":  # a failed write may have left half a row in a live slot
+            write_settled(txn, evicting)
+        put_back(txn, before)
+        txn.check_range()
+        replay.take_back(txn)
+        txn.count(torch.zeros_like(txn.layout.is_draft), aborted=True)
+    except BaseException as failure:
+        error.add_note(
+            f"kvtxn: {operation} failed, and restoring the caches failed too; their content is "
+            f"unknown: {failure!r}"
+        )
+        return Failure(operation, error, Event.FAIL)
+    error.add_note(f"kvtxn: {operation} failed; the caches were restored")
+    return Failure(operation, error, Event.ABORT)
+
+
+# -- windows that fell back --------------------------------------------------------
+
+
+def _holds(context: WindowContext, ref: LayerRef) -> bool:
+    """Tell whether this layer's drafts wait for commit even in a window that fell back."""
+    return ref.kind.overwrites and context.policy == "deferred"
+
+
+def held_layers(context: WindowContext, txn: Txn) -> dict[str, StagedLayer]:
+    """Return the layers whose staged rows a window that fell back still needs at its commit."""
+    moves = txn.layout.tree is not None
+    staged = txn.staged.items()
+    return {name: layer for name, layer in staged if moves or _holds(context, layer.ref)}
+
+
+def save_evicted(context: WindowContext, txn: Txn, group: str) -> None:
+    """Under ``undo``, save the rows in the slots of a ring if the executor has not saved them."""
+    if context.policy == "undo" and context.kinds[group].overwrites:
+        refs = [ref for ref in txn.layers if ref.group == group and ref.name not in txn.saved]
+        txn.saved.update(read_layers(refs, txn.slots))
+
+
+def stage_direct(context: WindowContext, txn: Txn, layers: Sequence[StagedLayer]) -> None:
+    """Write every row; for layers whose drafts must still wait, write only the settled rows."""
+    held = [layer for layer in layers if _holds(context, layer.ref)]
+    write_through(txn, [layer for layer in layers if layer not in held])
+    write_settled(txn, held)
+    # Attention goes on reading staged rows if it read them before, even rows without a slot.
+    reads = context.policy == "deferred" or txn.layout.tree is not None
+    txn.staged.update({layer.ref.name: layer for layer in (layers if reads else held)})
+
+
+def finish_direct(context: WindowContext, txn: Txn, accepted: Tensor | None) -> None:
+    """End a window that fell back: write the rows that rings, states and trees held, and count.
+
+    Args:
+        context: the manager's context.
+        txn: the window.
+        accepted: counts, a mask or a path; None for an abort.
+    """
+    before = {
+        ref.name: txn.saved[ref.name]
+        for ref in txn.layers
+        if ref.name in txn.saved and ref.kind.overwrites
+    }
+    finish(txn, accepted, before, held_layers(context, txn).values())
+    aborted = accepted is None
+    kept = torch.zeros_like(txn.layout.is_draft) if accepted is None else txn.kept(accepted)
+    txn.count(kept, aborted=aborted)
+
+
+# -- repairs -----------------------------------------------------------------------
 
 
 def _staged_rows(layers: Iterable[StagedLayer]) -> LayerRows:
     return {layer.ref.name: layer.rows for layer in layers}
 
 
-def check_range(txn: Txn) -> None:
-    """Refuse slots outside their caches, on a device, where the executor was to check them."""
-    if txn.in_range is None and txn.layout.is_draft.device.type != "cpu" and txn.slots:
-        inside = []
-        for group, slots in txn.slots.items():
-            limit = min(ref.num_slots for ref in txn.layers if ref.group == group)
-            inside.append(((slots >= -1) & (slots < limit)).all())
-        txn.in_range = torch.stack(inside).all()
-
-
-def write_through(txn: Txn, layers: Iterable[StagedLayer]) -> None:
+def write_through(txn: Txn, layers: Sequence[StagedLayer]) -> None:
     """Write all rows of these layers, as stock would: settled, accepted and rejected alike."""
-    check_range(txn)
-    layers = tuple(layers)
-    everything = torch.ones_like(txn.layout.is_draft)
+    txn.check_range()
+    layers = replay.moved(layers)
+    draft = txn.layout.is_draft
+    rows = draft if txn.drafts_alone else torch.ones_like(draft)
     refs = [layer.ref for layer in layers]
-    write_layers(refs, _staged_rows(layers), txn.slots, txn.permit(everything))
+    write_layers(refs, _staged_rows(layers), txn.slots, txn.permit(rows))
 
 
-def write_settled(txn: Txn, layers: Iterable[StagedLayer]) -> None:
+def write_settled(txn: Txn, layers: Sequence[StagedLayer]) -> None:
     """Write the settled rows of these layers, as staging does under ``deferred``."""
-    layers = tuple(layers)
+    layers = replay.moved(layers)
     if layers:
-        check_range(txn)
+        txn.check_range()
         refs = [layer.ref for layer in layers]
         write_layers(refs, _staged_rows(layers), txn.slots, txn.permit(~txn.layout.is_draft))
 
 
 def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
-    """Bring the caches to where the commit should have brought them.
+    """Bring the caches to where the executor's commit should have brought them.
 
     Args:
         txn: the window.
-        accepted: what was to be committed.
-        before: rows read before the commit, or saved at begin, as far as there are any.
+        accepted: counts, a mask or a path: the argument of the commit.
+        before: rows read before the commit, or saved at begin, by layer name; may be empty.
     """
-    check_range(txn)
     waiting = txn.staged.values() if txn.holds_rows else ()
     finish(txn, accepted, before, waiting)
 
@@ -64,59 +308,61 @@ def finish_commit(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
 def finish(
     txn: Txn, accepted: Tensor | None, before: LayerRows, waiting: Iterable[StagedLayer]
 ) -> None:
-    """Put back what was ``before`` the drafts that are not kept, then write those that are.
+    """Put back the rows from ``before`` where no draft is kept, then write the kept drafts.
 
-    In that order: a kept row and a rejected one may have the same slot. Nothing is kept where
-    ``accepted`` is None.
+    The order matters: a kept row and a rejected row may have the same slot. No draft is kept if
+    ``accepted`` is None. States that did not take their rows in take them in now.
     """
-    check_range(txn)
+    txn.check_range()
     nothing = torch.zeros_like(txn.layout.is_draft)
     kept = nothing if accepted is None else txn.kept(accepted)
     sources = None if accepted is None else txn.sources(accepted)
     put_back(txn, before, txn.permit(txn.layout.is_draft) & ~kept)
-    waiting = tuple(waiting)
+    waiting = replay.moved(waiting)
     refs = [layer.ref for layer in waiting]
     write_layers(refs, _staged_rows(waiting), txn.slots, kept, sources)
+    replay.finish(txn, accepted)
 
 
 def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
-    """Write rows read earlier back to their slots: the masked ones, or every draft row."""
+    """Write rows that were read earlier back to their slots: masked rows, or every draft."""
     if before:
-        check_range(txn)
+        txn.check_range()
         draft = txn.permit(txn.layout.is_draft) if mask is None else mask
         refs = [ref for ref in txn.layers if ref.name in before]
         write_layers(refs, before, txn.slots, draft)
 
 
 def read_back(txn: Txn) -> LayerRows:
-    """Copies of the window's rows as the caches hold them now, for the staged layers."""
-    return read_layers((layer.ref for layer in txn.staged.values()), txn.slots)
+    """Return copies of the window's rows as the caches hold them now, for the staged layers."""
+    return read_layers((layer.ref for layer in replay.moved(txn.staged.values())), txn.slots)
 
 
 def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
-    """Compare the caches with what a commit must leave. Waits for the device.
+    """Compare the caches with the bytes that a commit must leave. Waits for the device.
 
-    Kept rows are compared where the window has them; under ``undo`` that is in trees only.
+    Kept rows are compared if the window holds them; under ``undo`` it does so for trees only.
 
     Args:
         txn: the window, after its executor's commit.
-        accepted: what was committed.
+        accepted: counts, a mask or a path: the argument of the commit.
         before: the rows the caches held before the window wrote drafts.
 
     Raises:
-        RuntimeError: they differ; names the layers.
+        RuntimeError: a layer's bytes differ; the message names the layers.
     """
-    kept, sources, wrong = txn.kept(accepted), txn.sources(accepted), []
+    kept, sources = txn.kept(accepted), txn.sources(accepted)
+    wrong = replay.wrong_states(txn, accepted)
     for ref in txn.layers:
         if ref.name not in before:
             continue
         layer = txn.staged.get(ref.name)
         real = (txn.slots[ref.group] >= 0) & txn.layout.is_draft
         rejected, written = real & ~kept, real & kept
-        if ref.kind.overwrites:  # what a kept row took is not to be as it was
+        if ref.kind.overwrites:  # a kept row may have taken the slot of a rejected one
             slots = txn.slots[ref.group]
             rejected &= ~torch.isin(slots, slots[written])
-            written = latest(slots, written)
+            written = last_writers(slots, written)
         for i, (plane, old) in enumerate(zip(ref.planes, before[ref.name], strict=True)):
             now = words(read(plane, txn.slots[ref.group]))
             good = torch.equal(now[rejected], words(old)[rejected])

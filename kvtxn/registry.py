@@ -1,44 +1,36 @@
-"""Which executors exist, and which can run here.
+"""Executors by name: registered, loaded, and asked whether they can run here.
 
 Executors come from the entry-point group ``kvtxn.backends`` (name ->
-``module:Class``) or from ``register``. Nothing is imported before it is asked for.
+``module:Class``) or from ``register``. No backend is imported before it is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 import torch
 
+from . import backend_names, extras
+from .backend_names import names as names
 from .config import TxnConfig
 from .errors import BackendUnavailableError, ConfigError, KVTxnError
 from .executor import Capabilities, Executor
 from .layers import LayerRef
 
-GROUP: Final = "kvtxn.backends"
-
-#: "auto" takes the first of these that can run; others only by name. Not "cudagraph": capturing
-#: a graph in the middle of a program that uses several threads or streams is the user's choice.
+#: "auto" takes the first of these that can run; other backends are taken only by name.
+#: "cudagraph" is not among them: only the user knows whether a graph may be captured in the middle
+#: of a program with several threads or streams.
 PREFERENCE: Final = ("triton", "torch")
 
 _WHAT_AN_EXECUTOR_IS: Final = "subclass kvtxn.executor.Executor; its header is the contract"
-
-_registered: dict[str, type[Executor]] = {}
-
-
-@cache
-def _installed() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
 def register(name: str, executor: type[Executor]) -> None:
     """Make ``executor`` available as ``backend=name``; the same pair again is harmless.
 
     Raises:
-        ConfigError: ``name`` is taken by another executor, is "auto" or no name at all, or
+        ConfigError: ``name`` is taken by another executor, is "auto" or not a non-empty str, or
             ``executor`` is not a complete ``Executor`` subclass.
     """
     if not isinstance(name, str) or not name:
@@ -46,10 +38,10 @@ def register(name: str, executor: type[Executor]) -> None:
             "register",
             "the name of a backend must be a non-empty str",
             got=repr(name),
-            hint="choose the word that users write: TxnConfig(backend=...)",
+            hint="pass the name that users will write in TxnConfig(backend=...)",
         )
-    taken = name in _installed() or _registered.get(name, executor) is not executor
-    if name == "auto" or taken:
+    other = backend_names.registered.get(name, executor) is not executor
+    if name == "auto" or other or name in backend_names.installed():
         raise ConfigError(
             "register", f"backend name {name!r} is taken", hint="choose another, or unregister it"
         )
@@ -58,15 +50,18 @@ def register(name: str, executor: type[Executor]) -> None:
         raise ConfigError(
             "register", f"{name!r} {problem}", got=repr(executor), hint=_WHAT_AN_EXECUTOR_IS
         )
-    _registered[name] = executor
+    backend_names.registered[name] = executor
 
 
 def _defect(executor: object) -> str | None:
-    """What keeps somebody's class from being an executor; None if nothing does."""
+    """Say why an object is not a usable executor class; None if it is one."""
     if not isinstance(executor, type) or not issubclass(executor, Executor):
-        return "is no Executor subclass"
+        return "is not an Executor subclass"
     if executor.__abstractmethods__:
         return f"lacks {', '.join(sorted(executor.__abstractmethods__))}"
+    name = getattr(executor, "name", None)
+    if not isinstance(name, str) or not name:
+        return "has no name: give its class `name`, a non-empty str"
     if not isinstance(getattr(executor, "capabilities", None), Capabilities):
         return "declares no Capabilities"
     return None
@@ -74,34 +69,31 @@ def _defect(executor: object) -> str | None:
 
 def unregister(name: str) -> None:
     """Undo ``register``; an unknown name is harmless."""
-    _registered.pop(name, None)
-
-
-def names() -> tuple[str, ...]:
-    """Every registered backend, sorted, whether or not it can run here."""
-    return tuple(sorted({*_installed(), *_registered}))
+    backend_names.registered.pop(name, None)
 
 
 def load(name: str) -> type[Executor]:
-    """The executor class registered as ``name``.
+    """Load the executor class registered as ``name``.
 
     Raises:
-        BackendUnavailableError: no such name, its module cannot be imported, or what it names is
-            no executor.
+        BackendUnavailableError: the name is unknown, its module cannot be imported, or the entry
+            point does not name an executor class.
     """
-    if name in _registered:
-        return _registered[name]
-    if name not in _installed():
+    if name in backend_names.registered:
+        return backend_names.registered[name]
+    if name not in backend_names.installed():
         raise BackendUnavailableError(
             "backend", f"no backend is registered as {name!r}", expected=names(), got=name
         )
     try:
-        loaded: type[Executor] = _installed()[name].load()
+        loaded: type[Executor] = backend_names.installed()[name].load()
     except Exception as error:
+        extra = extras.bringing(error)
+        mends = "" if extra is None else f"; {extra.command} brings it"
         raise BackendUnavailableError(
             "backend",
-            f"{name!r} cannot be imported: {error}",
-            hint="install what it needs, or use backend='auto'",
+            f"{name!r} cannot be imported: {error}{mends}",
+            hint="install the packages that it needs, or use backend='auto'",
         ) from error
     problem = _defect(loaded)
     if problem is not None:
@@ -111,26 +103,43 @@ def load(name: str) -> type[Executor]:
     return loaded
 
 
+def ask(name: str, device: torch.device) -> str | None:
+    """Return the answer of the executor's ``unavailable``: None, or a sentence.
+
+    Raises:
+        BackendUnavailableError: the executor cannot be loaded, or gave another answer.
+        Exception: the error of the executor's own check.
+    """
+    answer: object = load(name).unavailable(device)
+    if answer is not None and (not isinstance(answer, str) or not answer.strip()):
+        raise BackendUnavailableError(
+            "backend",
+            f"unavailable() of {name!r} returned {answer!r}, neither None nor a sentence",
+            hint="return None if it can run on the device, else a sentence that says why not",
+        )
+    return answer
+
+
 def why_not(name: str, device: torch.device) -> str | None:
-    """Why ``name`` cannot run on ``device``, or None if it can."""
+    """Say why ``name`` cannot run on ``device``; None if it can."""
     try:
-        return load(name).unavailable(device)
+        return ask(name, device)
     except BackendUnavailableError as error:
         return error.problem
-    except Exception as error:  # somebody else's code: a reason not to use it
-        return f"asking whether it can run failed: {error!r}"
+    except Exception as error:  # a backend that raises here cannot be used
+        return f"its check for this device failed: {error!r}"
 
 
 def resolve(name: str, device: torch.device, kinds: frozenset[str] = frozenset()) -> type[Executor]:
-    """The executor class for ``name`` on ``device``; "auto" chooses, a name never falls back.
+    """Return the executor class for ``name`` on ``device``; only "auto" chooses.
 
     Args:
         name: a registered name, or "auto".
-        device: where the caches are.
-        kinds: names of the kinds of layers it has to hold.
+        device: the device of the caches.
+        kinds: names of the kinds of layers that the executor has to hold.
 
     Raises:
-        BackendUnavailableError: it cannot run here; the message says why.
+        BackendUnavailableError: the backend cannot run here; the message says why.
     """
     if name == "auto":
         able = (
@@ -138,32 +147,32 @@ def resolve(name: str, device: torch.device, kinds: frozenset[str] = frozenset()
             for n in PREFERENCE
             if n in names() and why_not(n, device) is None and kinds <= load(n).capabilities.kinds
         )
-        name = next(able, "torch")  # missing only where the package is not installed properly
+        name = next(able, "torch")  # torch can always run; if it is missing, load() says so
     executor = load(name)
     reason = why_not(name, device)
     if reason is not None:
         raise BackendUnavailableError(
             "backend",
             f"{name!r} cannot run on {device}: {reason}",
-            hint="use backend='auto', or one that `kvtxn doctor` lists as available",
+            hint="use backend='auto', or a backend that `kvtxn doctor` lists as available",
         )
     if not kinds <= executor.capabilities.kinds:
         raise BackendUnavailableError(
             "backend",
             f"{name!r} cannot hold {' and '.join(sorted(kinds - executor.capabilities.kinds))} "
             "layers",
-            expected=f"layers of kind {', '.join(sorted(executor.capabilities.kinds))}",
-            got=sorted(kinds),
+            expected=f"an executor for layers of kind {', '.join(sorted(kinds))}",
+            got=f"one for {', '.join(sorted(executor.capabilities.kinds)) or 'no kind'}",
             hint="use backend='auto', or the 'torch' backend, which holds every kind",
         )
     return executor
 
 
 def build(executor: type[Executor], layers: Sequence[LayerRef], config: TxnConfig) -> Executor:
-    """The executor of one manager.
+    """Build the executor of one manager.
 
     Raises:
-        BackendUnavailableError: its constructor failed.
+        BackendUnavailableError: the executor's constructor failed.
     """
     try:
         return executor(layers, config)

@@ -1,25 +1,31 @@
-"""Slot mappings of one window: where its rows go, one mapping per group, checked once."""
+"""Slot mappings of one window: the slot of each row, one mapping per group, checked once."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import attrs
 import torch
 from torch import Tensor
 
+from .draft_tree import KnownParents
 from .errors import CapacityError, SlotMappingError
-from .layers import Kind
-from .layout import Lengths, RowLayout, as_lengths, to_device
+from .host_values import to_device
+from .layers import SlotKind
+from .layout import Lengths, RowLayout, parse_lengths, spread_lengths
+from .recurrent.state_slots import Crossings, StateSlots
 
-#: Where the rows of a window go: one mapping, or one per group; None where ``stage`` brings it.
-Slots = Tensor | Sequence[int] | Mapping[str, Tensor | Sequence[int]] | None
+#: The slots of one group.
+OneMapping = Tensor | Sequence[int] | StateSlots
+#: The slots of a window: one mapping, or one per group; None if ``stage`` brings the mapping.
+Slots = OneMapping | Mapping[str, OneMapping] | None
 
 
 def _laps(slots: list[int], ring_size: int, layout: RowLayout) -> bool:
-    """Whether rows that share a slot are of one request, a whole number of rings apart."""
+    """Tell whether rows that share a slot are of one request, a multiple of the ring apart."""
     first: dict[int, tuple[int, int]] = {}
     for request, (start, end) in enumerate(pairwise(layout.starts)):
         for row in range(start, end):
@@ -30,7 +36,8 @@ def _laps(slots: list[int], ring_size: int, layout: RowLayout) -> bool:
 
 
 def count_of(slots: object) -> int | None:
-    """The number of slots in a mapping; None if it is not a mapping of slots."""
+    """Return the number of slots in a mapping; None if it is not a mapping of slots."""
+    slots = slots.slots if isinstance(slots, StateSlots) else slots
     shape = getattr(slots, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) == 1 else None
@@ -39,40 +46,58 @@ def count_of(slots: object) -> int | None:
 
 @attrs.frozen(eq=False, kw_only=True)
 class SlotRules:
-    """What every slot mapping of one manager has to obey.
+    """The rules that every slot mapping of one manager obeys.
 
     Attributes:
         limits: slots in the smallest cache of each group.
-        kinds: what the slots of each group are.
-        device: where the caches are.
-        max_rows: most rows a window may have.
-        check_range: whether slots on a device have to be checked here, not by the executor.
-        may_share: whether rows of a ring may share a slot; where they are taken back, they
-            must not.
+        kinds: the kind of the slots of each group.
+        replayed: groups of replayed layers alone.
+        device: the device of the caches.
+        max_rows: the most rows that a window may have.
+        check_range: True if slots on a device have to be checked here, not by the executor.
+        may_share: True if two rows may map to one ring slot; False under ``undo``, which cannot
+            restore both.
+        layout: ``RowLayout.build(draft_len, settled, parents)`` on this device, which remembers
+            recent layouts.
     """
 
     limits: Mapping[str, int]
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, SlotKind]
+    replayed: Collection[str]
     device: torch.device
     max_rows: int
     check_range: bool
     may_share: bool
+    layout: Callable[..., RowLayout] = attrs.field(init=False)
+
+    @layout.default
+    def _remembered(self) -> Callable[..., RowLayout]:
+        device = self.device
+
+        @lru_cache(maxsize=256)
+        def layout(
+            draft_len: tuple[int, ...], settled: tuple[int, ...], parents: KnownParents | None
+        ) -> RowLayout:
+            return RowLayout.build(draft_len, settled, device, parents)
+
+        return layout
 
 
 class SlotMappings:
     """The slots of a window, by group, and the row layout that follows from them.
 
     Args:
-        rules: the manager's.
-        draft_len: an int for every request, or one per request.
-        settled: likewise.
-        build: makes (or remembers) a layout from lengths.
+        rules: the manager's rules.
+        draft_len: draft rows: an int for every request, or one int per request.
+        settled: settled rows: an int for every request, or one int per request.
+        parents: the draft trees, from ``draft_tree.as_parents``; None without trees.
         keep: makes the window's own int64 copy of a group's slots, on the device.
 
     Attributes:
-        in_range: bool scalar on the device, whether every slot lies inside its cache; None where
-            nothing had to be checked there.
-        failure: what ``keep`` raised, if it did.
+        in_range: bool scalar on the device, True if every slot lies inside its cache; None if
+            no slot had to be checked on the device.
+        failure: the error that ``keep`` raised; None if it raised none.
+        crossings: by group, the boundaries that requests may cross, where any were given.
     """
 
     def __init__(
@@ -80,34 +105,29 @@ class SlotMappings:
         rules: SlotRules,
         draft_len: Lengths,
         settled: Lengths,
-        build: Callable[[tuple[int, ...], tuple[int, ...]], RowLayout],
+        parents: KnownParents | None,
         keep: Callable[[str, Tensor], Tensor],
     ) -> None:
         self._rules = rules
-        self._lengths = (draft_len, settled)
-        self._build = build
+        self._draft_len = parse_lengths("draft_len", draft_len)
+        self._settled = parse_lengths("settled", settled)
+        self._parents = parents
         self._keep = keep
         self._given: dict[str, Tensor | list[int]] = {}
         self._own: dict[str, Tensor] = {}
         self._layout: RowLayout | None = None
         self.in_range: Tensor | None = None
         self.failure: Exception | None = None
-        as_lengths("draft_len", draft_len, None)  # refuse what can never fit, at once
-        as_lengths("settled", settled, None)
-        fixed = [n for n in (self._count(draft_len), self._count(settled)) if n is not None]
-        if fixed:
-            self._layout = self._resolve(fixed[0])
-
-    @staticmethod
-    def _count(lengths: Lengths) -> int | None:
-        """The number of requests, if there is one length per request; None for one int for all."""
-        if hasattr(lengths, "__len__") and not (isinstance(lengths, Tensor) and not lengths.ndim):
-            return len(lengths)
-        return None
+        self.crossings: dict[str, Crossings] = {}
+        for lengths in (self._draft_len, self._settled):
+            if isinstance(lengths, tuple):
+                self._layout = self._resolve(len(lengths))
+                break
 
     def _resolve(self, num_requests: int) -> RowLayout:
-        draft_len = as_lengths("draft_len", self._lengths[0], num_requests)
-        settled = as_lengths("settled", self._lengths[1], num_requests)
+        """Return the layout of ``num_requests`` requests; refuse more than ``max_rows`` rows."""
+        draft_len = spread_lengths("draft_len", self._draft_len, num_requests)
+        settled = spread_lengths("settled", self._settled, num_requests)
         rows = sum(draft_len) + sum(settled)
         if rows > self._rules.max_rows:
             raise CapacityError(
@@ -117,24 +137,24 @@ class SlotMappings:
                 got=rows,
                 hint="raise TxnConfig.max_rows, or split the batch",
             )
-        return self._build(draft_len, settled)
+        return self._rules.layout(draft_len, settled, self._parents)
 
     @property
     def layout(self) -> RowLayout:
-        """The row layout; known once a mapping is."""
+        """The row layout; known once the first group has a mapping."""
         assert self._layout is not None
         return self._layout
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of the window, as soon as they are known."""
+        """Rows of the window; None until they are known."""
         return None if self._layout is None else self._layout.num_rows
 
     def __contains__(self, group: str) -> bool:
         return group in self._own
 
-    def by_group(self, slots: Slots) -> Mapping[str, Tensor | Sequence[int]]:
-        """What ``window`` was given, by group. Raises SlotMappingError for unknown groups."""
+    def by_group(self, slots: Slots) -> Mapping[str, OneMapping]:
+        """Return the ``slots`` argument of ``window`` by group; refuse one mapping for several."""
         if slots is None:
             return {}
         if isinstance(slots, Mapping):
@@ -149,13 +169,14 @@ class SlotMappings:
             )
         return {next(iter(self._rules.limits)): slots}
 
-    def add(self, group: str, slots: Tensor | Sequence[int]) -> Tensor:
-        """Check a group's mapping; returns the window's own int64 copy, one slot per row.
+    def add(self, group: str, slots: OneMapping) -> Tensor:
+        """Check a group's mapping, and return the window's own int64 copy, one slot per row.
 
         Raises:
             SlotMappingError: unknown group, wrong shape or dtype, or, on the host, out of
                 range or a slot named twice.
-            CapacityError: more rows than ``max_rows``, or than a ring that cannot be lapped.
+            CapacityError: more rows than ``max_rows``; or, under ``undo``, a request with more
+                rows than its ring has slots.
         """
         if group not in self._rules.limits:
             raise SlotMappingError(
@@ -168,7 +189,7 @@ class SlotMappings:
         kind = self._rules.kinds[group]
         count = tensor.numel()
         layout = self._layout or self._resolve(
-            count if kind.name == "recurrent" else self._requests_in(count)
+            count if kind.per_request else self._requests_in(count)
         )
         self._check_fit(group, kind, layout, count)
         given: Tensor | list[int] = tensor
@@ -176,10 +197,16 @@ class SlotMappings:
             given = host = tensor.tolist()
             self._check_host(group, host, kind, layout)
             tensor = to_device(tensor, self._rules.device, torch.int64)
-        if kind.name == "recurrent":
+        known = isinstance(given, list)
+        if isinstance(slots, StateSlots):
+            limit = self._rules.limits[group]
+            made = self.crossings[group] = Crossings.of(group, slots, given, limit, tensor)
+            if not (tensor.is_cpu and known):
+                tensor, known = made.refuse_outside(tensor, limit), False
+        if kind.per_request:
             tensor = tensor[layout.request]
         own = self._copy(group, tensor)
-        if self._rules.check_range and not isinstance(given, list):
+        if self._rules.check_range and not known:
             inside = ((own >= -1) & (own < self._rules.limits[group])).all()
             self.in_range = inside if self.in_range is None else self.in_range & inside
         self._layout = layout
@@ -188,20 +215,18 @@ class SlotMappings:
         return own
 
     def rows_in(self, group: str, slots: object) -> int | None:
-        """Rows of a window with this mapping for a group; None if it is not a mapping of slots."""
+        """Return the rows of a window with this mapping; None if ``slots`` is not a mapping."""
         count = count_of(slots)
-        if count is None or self._rules.kinds[group].name != "recurrent":
+        if count is None or not self._rules.kinds[group].per_request:
             return count
         return (self._layout or self._resolve(count)).num_rows
 
-    def _check_fit(self, group: str, kind: Kind, layout: RowLayout, count: int) -> None:
-        """Refuse a mapping of another length, and laps of a ring that must not be lapped."""
-        expected = layout.num_requests if kind.name == "recurrent" else layout.num_rows
+    def _check_fit(self, group: str, kind: SlotKind, layout: RowLayout, count: int) -> None:
+        """Refuse a mapping of another length, and rows in one ring slot if the policy does."""
+        expected = layout.num_requests if kind.per_request else layout.num_rows
         if count != expected:
-            per = (
-                "requests" if kind.name == "recurrent" else "rows (draft_len + settled per request)"
-            )
-            one = "request" if kind.name == "recurrent" else "row"
+            per = "requests" if kind.per_request else "rows (draft_len + settled per request)"
+            one = "request" if kind.per_request else "row"
             raise SlotMappingError(
                 "window",
                 f"slots of group {group!r} do not fit the rows of the window",
@@ -220,14 +245,23 @@ class SlotMappings:
             )
 
     def _copy(self, group: str, slots: Tensor) -> Tensor:
-        """The window's own copy; where the executor cannot make it, a plain one."""
+        """Return the executor's copy of the slots, or a plain copy if the executor fails."""
         try:
             return self._keep(group, slots)
         except Exception as error:
             self.failure = error
             return slots.to(torch.int64, copy=True)
 
-    def _as_tensor(self, group: str, slots: Tensor | Sequence[int]) -> Tensor:
+    def _as_tensor(self, group: str, slots: OneMapping) -> Tensor:
+        if isinstance(slots, StateSlots):
+            if group not in self._rules.replayed:
+                raise SlotMappingError(
+                    "window",
+                    f"layers of group {group!r} do not replay rows",
+                    expected="int [num_rows], or [num_requests] for states that are selected",
+                    got="StateSlots",
+                )
+            slots = slots.slots
         try:
             tensor = slots if isinstance(slots, Tensor) else torch.as_tensor(slots, device="cpu")
         except (TypeError, ValueError, RuntimeError):
@@ -256,9 +290,10 @@ class SlotMappings:
         return tensor
 
     def _requests_in(self, num_rows: int) -> int:
-        """How many requests ``num_rows`` rows are, where draft_len and settled are ints."""
-        draft_len = as_lengths("draft_len", self._lengths[0], None)[0]
-        settled = as_lengths("settled", self._lengths[1], None)[0]
+        """Return the number of requests in ``num_rows`` rows, if the lengths are ints."""
+        draft_len, settled = self._draft_len, self._settled
+        assert isinstance(draft_len, int)
+        assert isinstance(settled, int)  # else the layout is known already
         per_request = draft_len + settled
         if (num_rows % per_request if per_request else num_rows) != 0:
             raise SlotMappingError(
@@ -270,7 +305,7 @@ class SlotMappings:
             )
         return num_rows // per_request if per_request else 0
 
-    def _check_host(self, group: str, values: list[int], kind: Kind, layout: RowLayout) -> None:
+    def _check_host(self, group: str, values: list[int], kind: SlotKind, layout: RowLayout) -> None:
         used = [slot for slot in values if slot != -1]
         limit = self._rules.limits[group]
         if used and (min(used) < 0 or max(used) >= limit):
@@ -295,13 +330,13 @@ class SlotMappings:
                 else "",
             )
 
-    def check_same(self, group: str, slots: Tensor | Sequence[int]) -> None:
-        """Refuse a second mapping that differs from the first; never merge.
+    def check_same(self, group: str, slots: OneMapping) -> None:
+        """Refuse a second mapping of a group that differs from the first; mappings never merge.
 
-        Device mappings are compared by memory, not content: comparing would wait.
+        Device mappings are compared by address, not content: reading them would wait.
         """
         first, second = self._given[group], self._as_tensor(group, slots)
-        if isinstance(first, list):  # came from the host, so its numbers are known here
+        if isinstance(first, list):  # a host mapping, whose numbers are known
             same = second.device.type == "cpu" and second.tolist() == first
         else:
             same = (second.data_ptr(), second.shape, second.dtype) == (
@@ -315,11 +350,11 @@ class SlotMappings:
                 f"a second, different slot mapping for group {group!r}",
                 expected="the mapping given before",
                 got="another one",
-                hint="layers with block tables of their own belong in a group of their own",
+                hint="put layers with block tables of their own into a group of their own",
             )
 
     def missing(self, group: str) -> SlotMappingError:
-        """The error for a group without slots."""
+        """Build the error for a group without slots."""
         return SlotMappingError(
             "stage",
             f"group {group!r} has no slot mapping",

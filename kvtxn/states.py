@@ -12,7 +12,7 @@ Rules, on top of the table they explain:
 4. DIRECT is where every fallback goes: rows are written straight through from
    there on. It can only end in FELL_BACK or FAILED.
 
-This file knows no tensors. Whatever is not in the table is not allowed.
+This file knows no tensors. A pair of state and event that is not in the table is not allowed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Final
 
 
 class WindowState(Enum):
-    """Where a window stands."""
+    """The state of a window."""
 
     __hash__ = object.__hash__  # members are unique; Enum hashes their names, slowly
 
@@ -38,17 +38,17 @@ class WindowState(Enum):
 
     @property
     def is_final(self) -> bool:
-        """True where no event is allowed any more."""
+        """True if no event is allowed any more."""
         return self in FINAL
 
 
 class Event(Enum):
-    """What can happen to a window."""
+    """An event in the life of a window."""
 
     __hash__ = object.__hash__
 
-    STAGE = "stage"  # a layer came in, others are missing
-    STAGE_LAST = "stage_last"  # the last missing layer came in
+    STAGE = "stage"  # a layer was staged, others are missing
+    STAGE_LAST = "stage_last"  # the last missing layer was staged
     COMMIT = "commit"
     ABORT = "abort"
     FALL_BACK = "fall_back"  # the executor failed; rows go straight through from here on
@@ -80,17 +80,17 @@ TRANSITIONS: Final[Mapping[tuple[WindowState, Event], WindowState]] = MappingPro
 
 
 def allowed(state: WindowState, event: Event) -> bool:
-    """Whether ``event`` may happen in ``state``."""
+    """Tell whether ``event`` may happen in ``state``."""
     return (state, event) in TRANSITIONS
 
 
 def after(state: WindowState, event: Event) -> WindowState:
-    """The state that follows. Raises KeyError where the event is not allowed."""
+    """Return the state that follows; raise KeyError if the event is not allowed."""
     return TRANSITIONS[state, event]
 
 
 def as_markdown() -> str:
-    """The table as the README shows it; a test keeps the two equal."""
+    """Render the table as Markdown for the README; a test compares the two."""
     events = list(Event)
     lines = [
         "| state | " + " | ".join(f"`{event.value}`" for event in events) + " |",

@@ -1,37 +1,74 @@
 """``Window``: one transaction, from begin to commit or abort.
 
-Every call here goes the same way: validate, let the executor act, then change
-the label. What a failure does to a window, and how it ends, is in ``kvtxn.window_life``.
+Every call here has the same three steps: validate, let the executor act, then change the state.
+If the executor fails, ``kvtxn.recovery`` finishes its work or takes it back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from . import attention
-from .eager import outside_graphs
-from .errors import LayerError, UnresolvedWindowError, incomplete
-from .executor import SampledIds, StagedLayer, Standing, Txn, as_counts
+from . import attention, recovery
+from .commit_input import Accepted, SampledIds, as_accepted, as_counts
+from .compile_guard import never_compiled, outside_graphs
+from .context import WindowContext
+from .errors import LayerError, UnresolvedWindowError, WindowStateError, incomplete
+from .executor import StagedLayer, Txn
 from .layers import LayerRef
-from .parts import check_parts, check_ref
-from .slots import Slots
-from .states import Event, WindowState, after, allowed
-from .tree import Accepted, as_acceptance
-from .window_life import WindowLife
+from .lifecycle import Lifecycle
+from .slots import OneMapping, SlotMappings, Slots
+from .staged_input import check_parts, check_ref
+from .states import TRANSITIONS, Event, WindowState, allowed
+
+#: The code that writes rows under ``undo`` and ``direct``: ``stage``, or the caller's own code.
+WrittenBy = Literal["window", "caller"]
 
 
-class Window(WindowLife):
-    """One transaction; made by ``TransactionManager.window``, used once.
+class Window:
+    """A transaction; made by ``TransactionManager.window``, used once.
 
     Attributes:
-        number: counts the manager's windows from 0.
-        fallback_reason: the operation whose failure made the window DIRECT, or None.
+        number: the window's number, counted from 0 for each manager.
     """
+
+    def __init__(
+        self, context: WindowContext, number: int, mappings: SlotMappings, written_by: WrittenBy
+    ) -> None:
+        self.number = number
+        self._context = context
+        self._life = Lifecycle(context, number)
+        self._mappings = mappings
+        self._written_by = written_by
+        self._only_holds = False  # all groups have slots, and staging has nothing to write
+
+    @property
+    def state(self) -> WindowState:
+        """The state of the window."""
+        return self._life.state
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """The operation whose failure made the window DIRECT, or None."""
+        return self._life.fallback_reason
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the window; None until the first slot mapping, if ``draft_len`` is an int."""
+        return self._mappings.num_rows
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the layers that are not staged yet."""
+        return tuple(self._life.missing)
+
+    def __repr__(self) -> str:
+        life = self._life
+        return f"<Window {self.number} {life.state.name}, {len(life.missing)} layers missing>"
 
     # -- begin --------------------------------------------------------------------
 
@@ -39,53 +76,35 @@ class Window(WindowLife):
         """Take the slot mappings known so far; the manager calls this, once."""
         for group, tensor in self._mappings.by_group(slots).items():
             self._map(group, tensor)
+        life = self._life
         if self._written_by == "caller":
-            unmapped = [g for g in self._manager.groups if g not in self._mappings]
+            unmapped = [g for g in self._context.groups if g not in self._mappings]
             if unmapped:
                 raise self._mappings.missing(unmapped[0])
-            self._missing.clear()
-            if self._state is WindowState.OPEN:
-                self._state = after(self._state, Event.STAGE_LAST)
+            life.missing.clear()
+            if life.state is WindowState.OPEN:
+                life.go(Event.STAGE_LAST)
 
-    def _begin_staged(self, standing: Standing) -> None:
-        """Begin with every layer staged, from captured rows; the manager calls this, once."""
-        manager = self._manager
-        self._txn = txn = manager.new_txn(standing.layout)
-        txn.slots, txn.staged = standing.slots, standing.staged
-        txn.in_range = self._mappings.in_range
-        if standing.recurs:
-            txn.standing = standing
-            manager.stager.watch(txn.slots)
-        self._missing = {}
-        manager.metrics.layer_calls += standing.layout.num_rows * len(txn.staged)
-        self._state = after(self._state, Event.STAGE_LAST)
-        if self._mappings.failure is not None:
-            self._on_failure("begin", self._mappings.failure, tuple(txn.staged.values()))
-        elif standing.layout.has_settled:
-            try:
-                self._executor.stage_all(txn, tuple(txn.staged.values()))
-            except Exception as error:
-                self._on_failure("stage", error, tuple(txn.staged.values()))
-
-    def _map(self, group: str, slots: Tensor | Sequence[int]) -> None:
-        """Give a group its slots; under ``undo`` save what they hold."""
+    def _map(self, group: str, slots: OneMapping) -> None:
+        """Give a group its slots; under ``undo`` save the rows that they hold."""
+        context, life = self._context, self._life
         tensor = self._mappings.add(group, slots)
-        if self._txn is None:
-            self._txn = self._manager.new_txn(self._mappings.layout)
-        txn = self._txn
-        txn.slots[group] = tensor
-        waits = txn.policy == "deferred" and not txn.layout.has_settled
-        self._waits = waits and len(txn.slots) == len(self._manager.groups)
+        if life.txn is None:
+            life.txn = context.new_txn(self._mappings.layout, self.number)
+        txn = life.txn
+        txn.slots[group], txn.crossings = tensor, self._mappings.crossings
+        every_group = len(txn.slots) == len(context.groups)
+        self._only_holds = txn.waits and every_group and not txn.layout.has_settled
         txn.in_range = self._mappings.in_range
         failure = self._mappings.failure
-        if failure is not None and self._state is not WindowState.DIRECT:
-            self._on_failure("begin", failure)
-        if txn.policy == "undo" and self._state is not WindowState.DIRECT:
+        if failure is not None and life.state is not WindowState.DIRECT:
+            life.go_direct("begin", failure)
+        if txn.policy == "undo":
             try:
-                txn.saved.update(self._executor.save(txn, group))
+                txn.saved.update(context.executor.save(txn, group))
             except Exception as error:
-                self._on_failure("begin", error)
-        self._save_what_is_evicted(txn, group)
+                life.go_direct("begin", error)
+        life.or_fail(lambda: recovery.save_evicted(context, txn, group))
 
     # -- stage --------------------------------------------------------------------
 
@@ -96,16 +115,16 @@ class Window(WindowLife):
         value: Tensor | Sequence[Tensor] | None = None,
         slots: Tensor | Sequence[int] | None = None,
     ) -> None:
-        """Hand in one layer's rows; any layer order, each layer once.
+        """Stage one layer's rows; layers in any order, each once.
 
         Args:
             ref: the layer, as the manager knows it.
             key: ``[num_rows, num_kv_heads, head_size]``; for a latent layer
                 ``[num_rows, latent_size]``. A floating dtype, or the cache's own. For a
-                recurrent layer the states after each row, ``[num_rows, *state_shape]``: one
-                tensor, or a sequence of them. Where scales lie beside the rows, numbers, or a
-                pair: codes, and their scales, float32 ``[num_rows, num_kv_heads]``.
-            value: likewise; for a latent layer None, or the latent's second half.
+                recurrent layer the states after each row, or, if rows are replayed, the parts
+                of ``ref.given``: one tensor ``[num_rows, *shape]``, or several. If scales lie
+                beside rows, numbers, or a pair: codes, and float32 ``[num_rows, num_kv_heads]``.
+            value: as ``key``; for a latent layer None, or the latent's second half.
             slots: int ``[num_rows]``, where the group's mapping was not given yet; for
                 recurrent layers ``[num_requests]``.
 
@@ -117,63 +136,59 @@ class Window(WindowLife):
         if torch.compiler.is_compiling():
             outside_graphs(Window.stage)(self, ref, key, value, slots)
             return
-        txn = self._txn
+        context, life = self._context, self._life
+        txn = life.txn
         if (
             txn is not None
-            and self._waits
+            and self._only_holds
             and slots is None
-            and self._state is WindowState.OPEN
-            and self._manager.stager.again(ref, key, value, self._missing, txn.staged)
+            and life.state is WindowState.OPEN
+            and context.stager.take_if_unchanged(ref, key, value, life.missing, txn.staged)
         ):
             self._taken(txn)
             return
-        if self._state is not WindowState.STAGED and not allowed(self._state, Event.STAGE):
-            self._refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
-        check_ref(ref, self._manager.layers, self._missing, self._written_by)
+        if life.state is not WindowState.STAGED and not allowed(life.state, Event.STAGE):
+            life.refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
+        check_ref(ref, context.layers, life.missing, self._written_by)
         if slots is None and ref.group not in self._mappings:
             raise self._mappings.missing(ref.group)
-        rows = self.num_rows if self._txn is not None else self._mappings.rows_in(ref.group, slots)
+        rows = self.num_rows if txn is not None else self._mappings.rows_in(ref.group, slots)
         parts = check_parts(ref, rows, key, value)
         if slots is not None:
             if ref.group in self._mappings:
                 self._mappings.check_same(ref.group, slots)
             else:
                 self._map(ref.group, slots)
-        txn = self._txn
+        txn = life.txn
         assert txn is not None  # a group has its slots from here on
-        layer = self._manager.stager.take(ref, parts)
+        layer = context.stager.take(ref, parts)
         self._write_staged(txn, layer)
-        self._remember(txn, layer)
-
-    def _remember(self, txn: Txn, layer: StagedLayer) -> None:
-        """Note that the layer is staged, and its rows where commit needs them."""
-        name = layer.ref.name
-        if self._state is not WindowState.DIRECT:
-            txn.staged[name] = layer if txn.holds_rows else StagedLayer(layer.ref, ())
-        del self._missing[name]
+        if life.state is not WindowState.DIRECT:
+            txn.staged[ref.name] = layer if txn.holds_rows else StagedLayer(ref, ())
+        del life.missing[ref.name]
         self._taken(txn)
 
     def _taken(self, txn: Txn) -> None:
         """Count one more staged layer; the last one makes the window STAGED."""
-        self._manager.metrics.layer_calls += txn.layout.num_rows
-        if not self._missing:
-            self._state = after(self._state, Event.STAGE_LAST)
+        self._context.metrics.layer_calls += txn.layout.num_rows
+        if not self._life.missing:
+            self._life.go(Event.STAGE_LAST)
 
     def _write_staged(self, txn: Txn, layer: StagedLayer) -> None:
-        """Let the executor write what is written at staging."""
-        holds = txn.holds_rows
-        if self._state is WindowState.DIRECT:
-            self._or_fail(lambda: self._write_without_executor(txn, [layer]))
+        """Let the executor write the rows that are written at staging."""
+        if self._life.state is WindowState.DIRECT:
+            self._life.or_fail(lambda: recovery.stage_direct(self._context, txn, [layer]))
             return
         try:
-            if txn.policy != "deferred" or txn.layout.has_settled:
-                self._executor.stage(txn, layer)
+            if (not txn.waits or txn.layout.has_settled) and not layer.ref.replay:
+                self._context.executor.stage(txn, layer)
         except Exception as error:
-            staged = [*txn.staged.values(), layer] if holds else [layer]
-            self._on_failure("stage", error, staged)
+            staged = [*txn.staged.values(), layer] if txn.holds_rows else [layer]
+            self._life.go_direct("stage", error, staged)
 
     # -- attention ----------------------------------------------------------------
 
+    @never_compiled
     def attend(
         self,
         ref: LayerRef,
@@ -185,12 +200,11 @@ class Window(WindowLife):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """Causal attention of the window's rows that reads the window's own writes.
+        """Compute causal attention of the window's rows, which reads the window's own writes.
 
-        Equal to attention over a cache with all rows of the window written; what a query sees of
-        a row without a slot (-1) is left open. In a tree a draft row sees what came before the
-        drafts, its ancestors and itself, and is as far from them, for a sliding window, as it is
-        deep.
+        Equal to attention over a cache with all rows of the window written; whether a query sees
+        a row without a slot (-1) is left open. In a tree a draft row sees the tokens before the
+        drafts, its ancestors and itself; for a sliding window its position follows its depth.
 
         Args:
             ref: a staged layer with key and value planes.
@@ -199,9 +213,9 @@ class Window(WindowLife):
             block_table: int ``[num_requests, max_blocks]``, blocks of the layer's group.
             seq_lens: int ``[num_requests]``, tokens per request, this window's included; every
                 node of a tree counts. All three may have any strides.
-            scale: of the scores; 1 / sqrt(head_size) where None.
-            sliding_window: tokens a query sees, itself included; None is all.
-            soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
+            scale: factor of the scores; None is 1 / sqrt(head_size).
+            sliding_window: tokens that a query sees, itself included; None is all.
+            soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; None caps nothing.
 
         Returns:
             ``[num_rows, num_q_heads, value_head_size]`` in the query's dtype.
@@ -210,42 +224,26 @@ class Window(WindowLife):
             WindowStateError: the window is over.
             LayerError: the layer is not staged, or the query does not fit it.
         """
-        if torch.compiler.is_compiling():
-            return outside_graphs(Window.attend)(
-                self,
-                ref,
-                query,
-                block_table,
-                seq_lens,
-                scale=scale,
-                sliding_window=sliding_window,
-                soft_cap=soft_cap,
-            )
-        txn = self._txn
+        context, life = self._context, self._life
+        txn = life.txn
         name = str(getattr(ref, "name", ref))
-        if self._state.is_final:
-            self._refuse("attend", Event.ABORT, f"layer={name!r}")
-        if txn is None or name in self._missing or self._manager.layers.get(name, txn) is not ref:
+        if life.state.is_final:
+            life.refuse("attend", Event.ABORT, f"layer={name!r}")
+        if txn is None or name in life.missing or context.layers.get(name, txn) is not ref:
             raise LayerError(
-                "attend", f"layer {name!r} is not staged", hint="stage it before it attends"
+                "attend", f"layer {name!r} is not staged", hint="call stage for the layer first"
             )
+        waiting = context.policy == "deferred"
+        scores = (scale, sliding_window, soft_cap)
         args = attention.arguments(
-            ref,
-            txn.layout,
-            query,
-            block_table,
-            seq_lens,
-            scale,
-            sliding_window,
-            soft_cap,
-            waiting=self._manager.policy == "deferred",
+            ref, txn.layout, query, block_table, seq_lens, *scores, waiting=waiting
         )
         layer = txn.staged.get(ref.name) or StagedLayer(ref, ())
         try:
-            if self._state is not WindowState.DIRECT:
-                return self._executor.attend(txn, layer, query, args)
+            if life.state is not WindowState.DIRECT:
+                return context.executor.attend(txn, layer, query, args)
         except Exception as error:
-            self._on_failure("attend", error, tuple(txn.staged.values()))
+            life.go_direct("attend", error, tuple(txn.staged.values()))
         layer = txn.staged.get(ref.name, layer)
         return attention.attend(txn.layout, ref.planes, layer.rows or None, query, args)
 
@@ -254,102 +252,102 @@ class Window(WindowLife):
     def commit(self, accepted: Accepted) -> None:
         """Make exactly the accepted draft rows durable, in all layers, or change nothing.
 
-        In a tree window they move to the request's first draft slots, in the path's order.
+        In a tree window accepted rows move to the request's first draft slots, in path order.
 
         Args:
             accepted: draft rows accepted per request, as an int for all, a sequence, an int
                 tensor ``[num_requests]``, or bool ``[num_rows]`` (settled rows ignored). A
                 device tensor is not read by the host; its counts clamp to the draft lengths.
-                Or ``SampledIds``: what the sampler returned, counted by the executor.
+                Or ``SampledIds``: the ids that the sampler returned, counted by the executor.
                 For a tree: draft rows along the accepted path from the root on, as int
                 ``[num_requests, depth]`` padded with -1, or one sequence per request; on a
-                device, a path is cut at its first row whose parent is not the one before.
+                device, a path is cut at its first row whose parent is not the row before it.
 
-        A device slot outside its cache makes the commit write nothing. Only the device knows
-        that, so the label still says COMMITTED: the commit was handed over whole.
+        If a slot on the device lies outside its cache, the commit writes no row. The host does
+        not learn of it without waiting, so the state still becomes COMMITTED.
         ``manager.snapshot()["kvtxn_windows_refused_total"]`` counts such commits.
 
         Raises:
             IncompleteWindowError: a layer is missing; the window stays open.
             WindowStateError: the window is over, or staged rows were modified.
             AcceptanceError: ``accepted`` does not fit; the window stays as it is.
-            Exception: whatever an ``on_commit`` hook raised, under ``on_error="raise"``; the
-                window is committed.
+            Exception: the error of an ``on_commit`` hook, under ``on_error="raise"``; the
+                window is committed all the same.
         """
         if torch.compiler.is_compiling():
             outside_graphs(Window.commit)(self, accepted)
             return
-        if self._missing and not self._state.is_final:
-            raise incomplete(self._state.name, list(self._missing), len(self._manager.layers))
-        if not allowed(self._state, Event.COMMIT):
-            self._refuse("commit", Event.COMMIT)
-        txn = self._txn
+        context, life = self._context, self._life
+        txn = life.txn
+        if life.missing and not life.state.is_final:
+            raise incomplete(life.state.name, list(life.missing), len(context.layers))
+        if (life.state, Event.COMMIT) not in TRANSITIONS:
+            life.refuse("commit", Event.COMMIT)
         assert txn is not None  # every layer is staged, so some group has slots
-        tree = txn.layout.tree
-        counts: Tensor | SampledIds
-        if isinstance(accepted, SampledIds) and (tree is None or tree.is_chain):
-            ids = self._executor.capabilities.takes_ids
-            counts = self._manager.acceptance.of_window(accepted, txn.layout, takes_ids=ids)
+        given = as_accepted(accepted, txn.layout, context.device)
+        if isinstance(given, SampledIds):
+            ids = context.executor.capabilities.takes_ids
+            given = context.acceptance.counted(given, txn.layout, takes_ids=ids)
+        if life.state is WindowState.DIRECT:
+            held = recovery.held_layers(context, txn)
+            context.stager.check_unchanged(held)
+            known = as_counts(given)
+            life.or_fail(lambda: recovery.finish_direct(context, txn, known))
         else:
-            counts = as_acceptance(accepted, txn.layout, self._manager.device)
-        if self._state is WindowState.DIRECT:
-            known = as_counts(counts)
-            held = self._held_layers()
-            groups = (layer.ref.group for layer in held.values())
-            self._manager.stager.check_unchanged({*held, *groups})
-            self._or_fail(lambda: self._finish_held(txn, known))
-            self._or_fail(lambda: txn.count(txn.kept(known)))
-        else:
-            self._manager.stager.check_unchanged()
-            self._act_commit(txn, counts)
-        self._accepted = counts
-        self._finish(Event.COMMIT, accepted)
-        self._surface()
+            context.stager.check_unchanged()
+            try:
+                failure = recovery.commit(context, txn, given)
+            except BaseException:  # interrupted half-way: nothing can be promised
+                life.finish(Event.FAIL)
+                raise
+            life.follow(failure)
+        life.finish(Event.COMMIT, given)
+        life.surface()
 
+    @never_compiled
     def abort(self) -> None:
         """Take every draft row back; settled rows stay. The caches are as before the window.
 
-        A window that fell back to direct writes keeps its rows, as stock would; but not in
-        rings and states, where that would have evicted what is live.
+        A window that fell back to direct writes keeps its rows, as stock would; except in rings
+        and states, where a draft row would have evicted a live one.
 
         Raises:
             WindowStateError: the window is over.
-            Exception: whatever an ``on_abort`` hook raised, under ``on_error="raise"``; the
+            Exception: the error of an ``on_abort`` hook, under ``on_error="raise"``; the
                 window is aborted.
         """
-        if torch.compiler.is_compiling():
-            outside_graphs(Window.abort)(self)
-            return
-        if not allowed(self._state, Event.ABORT):
-            self._refuse("abort", Event.ABORT)
-        txn = self._txn
+        context, life = self._context, self._life
+        if not allowed(life.state, Event.ABORT):
+            life.refuse("abort", Event.ABORT)
+        txn = life.txn
         if txn is not None:
-            if txn.saved and self._state is not WindowState.DIRECT:
-                self._act_restore(txn)
-            nothing = torch.zeros_like(txn.layout.is_draft)
-            if self._state is WindowState.DIRECT:
-                self._or_fail(lambda: self._finish_held(txn, None))
-            self._or_fail(lambda: txn.count(nothing, aborted=True))
-        self._finish(Event.ABORT)
-        self._surface()
+            if txn.saved and life.state is not WindowState.DIRECT:
+                life.follow(life.or_fail(lambda: recovery.restore(context, txn)))
+            if context.replays and txn.layout.has_settled and life.state is not WindowState.DIRECT:
+                life.follow(life.or_fail(lambda: recovery.settle(context, txn)))
+            if life.state is WindowState.DIRECT:
+                life.or_fail(lambda: recovery.finish_direct(context, txn, None))
+            else:
+                nothing = torch.zeros_like(txn.layout.is_draft)
+                life.or_fail(lambda: txn.count(nothing, aborted=True))
+        life.finish(Event.ABORT)
+        life.surface()
 
     def __enter__(self) -> Self:
-        if self._state.is_final:
-            self._refuse("with", Event.ABORT)
+        if self._life.state.is_final:
+            self._life.refuse("with", Event.ABORT)
         return self
 
+    @never_compiled
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if torch.compiler.is_compiling():
-            outside_graphs(Window.__exit__)(self, kind, error, trace)
+        if self._life.state.is_final:
             return
-        if self._state.is_final:
-            return
-        state = self._state
+        state = self._life.state
         if error is not None:
             try:
                 self.abort()
@@ -363,3 +361,35 @@ class Window(WindowLife):
             state=state.name,
             hint="call commit(accepted) or abort(); the window was aborted",
         )
+
+    # -- failures and the end ------------------------------------------------------
+
+    def fall_back(self, operation: str, error: Exception) -> None:
+        """Give the window up because the caller's own code failed; write staged rows directly.
+
+        From here on the caller writes the rows of layers that are not staged, and commit only
+        counts. Not for windows with a draft tree, whose commit has to move staged rows.
+
+        Args:
+            operation: the operation that failed: ``fallback_reason`` and a label of the metrics.
+            error: the error that it raised; logged, or raised again under ``on_error="raise"``.
+
+        Raises:
+            WindowStateError: the window is over or fell back already, has no slots yet, or has a
+                draft tree.
+        """
+        life = self._life
+        if not allowed(life.state, Event.FALL_BACK):
+            life.refuse("fall_back", Event.FALL_BACK)
+        txn = life.txn
+        if txn is None or txn.layout.tree is not None:
+            why = "no slots yet" if txn is None else "a draft tree"
+            raise WindowStateError(
+                "fall_back",
+                f"the window has {why}, in state {life.state.name}",
+                state=life.state.name,
+                hint="abort it, and write the rows yourself",
+            )
+        life.go_direct(operation, error, tuple(txn.staged.values()))
+        life.missing.clear()
+        self._written_by = "caller"

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 
 import hypothesis
 import pytest
 import torch
+from kernels_here import importing_kernels
 from small_caches import make_layers, rows
 from torch import Tensor
 
 from kvtxn import LayerRef
 
+# Before any test imports Triton, by way of vLLM for one: it decides then how kernels run.
+with suppress(pytest.skip.Exception), importing_kernels():
+    import kvtxn.backends.graphs.slot_block_table
+    import kvtxn.integrations.serving.graph_steps  # noqa: F401
+
 # Examples are tiny, and a loaded machine is slow: time says nothing about them.
-hypothesis.settings.register_profile("kvtxn", deadline=None)
+hypothesis.settings.register_profile(
+    "kvtxn", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("kvtxn")
 
 
@@ -24,6 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="without a GPU, run all cases of the conformance kit on interpreted kernels (slow)",
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the collector pass over what is there now: ten thousand tests, and all modules."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Give the collector back what it passed over."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,40 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
+
+
+def _prepare_once_per_launch() -> None:
+    """Let the interpreter replace Triton's functions once per launch instead of once per call.
+
+    It searches for them at each call of a device function as well, though all are replaced by then,
+    and that takes a third of a launch's time. The launch's end puts them back.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    replace, done = interpreter._patch_lang, set[tuple[bool, ...]]()
+    if replace.__module__ != interpreter.__name__:
+        return
+
+    def replaced(function: Any) -> Any:
+        names = list(function.__globals__.values())
+        seen = tuple(any(name is each for name in names) for each in (language, language.core))
+        if seen in done:
+            return None  # a device function, whose caller wants nothing
+        scope = replace(function)
+        if not done:
+            restore = scope.restore
+            scope.restore = lambda: (done.clear(), restore())
+        done.add(seen)
+        return scope
+
+    interpreter._patch_lang = replaced
 
 
 @contextmanager
@@ -24,6 +53,7 @@ def importing_kernels() -> Iterator[None]:
         pytest.importorskip("triton", reason="the kernels need Triton")
         if not ON_GPU:
             pytest.importorskip("triton.experimental.gluon")  # else imported later, uninterpreted
+            _prepare_once_per_launch()
         yield
     finally:
         os.environ.pop("TRITON_INTERPRET", None)

@@ -37,7 +37,7 @@ def rows(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
 
 
 def copies(layers: list[LayerRef]) -> list[Tensor]:
-    """What every cache holds now, as integers."""
+    """Copy every cache, as integers."""
     return [plane.cells.clone() for ref in layers for plane in ref.planes]
 
 

@@ -23,6 +23,8 @@ from kvtxn import (
     WindowStateError,
 )
 from kvtxn.acceptance import Acceptance
+from kvtxn.commit_input import as_accepted
+from kvtxn.layout import RowLayout
 
 SEVERAL = np.zeros(3)  # has no truth value of its own
 
@@ -49,13 +51,32 @@ def says(caught, *words):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("captured", ["x", 1, object(), SEVERAL])
+@pytest.mark.parametrize("captured", ["x", 1, object(), SEVERAL, CapturedRows(check=False)])
 def test_rows_that_were_not_captured(manager, captured):
-    """``captured`` is checked before anything is asked of it."""
-    with pytest.raises(ConfigError) as caught:
-        manager.window(2, [0, 1, 2], captured=captured)
-    says(caught, "captured", type(captured).__name__, "CapturedRows")
+    """``rows`` is checked before anything is asked of it; the collector itself is no mapping."""
+    slots = torch.full((len(manager.groups), 8), -1, dtype=torch.int64)
+    with pytest.raises(LayerError) as caught:
+        manager.captured_windows(slots, captured)
+    says(caught, "rows is not a mapping", type(captured).__name__, "CapturedRows.rows")
     assert manager.current is None
+
+
+@pytest.mark.parametrize("parts", [None, 1, "kv", (), (1, 2), ("k", "v")])
+def test_rows_of_a_layer_that_are_no_tensors(manager, parts):
+    """The layer is named, and what was given in place of its tensors."""
+    slots = torch.full((len(manager.groups), 8), -1, dtype=torch.int64)
+    with pytest.raises(LayerError) as caught:
+        manager.captured_windows(slots, dict.fromkeys(manager.layers, parts))
+    says(caught, next(iter(manager.layers)), "one tensor per plane")
+
+
+@pytest.mark.parametrize("position", ["x", 1, [0, 1], SEVERAL])
+def test_marks_that_are_no_tensor(manager, position):
+    """``position`` is checked before anything is written to it."""
+    slots = torch.full((len(manager.groups), 8), -1, dtype=torch.int64)
+    with pytest.raises(LayerError) as caught:
+        manager.captured_windows(slots, position=position)
+    says(caught, "position", "int64")
 
 
 @pytest.mark.parametrize("check", ["no", 0, None, SEVERAL])
@@ -191,7 +212,7 @@ def test_counts_without_memory(window):
 
 
 def test_a_hook_that_opens_a_window(manager, layers):
-    """It is told why it cannot, not to commit what is committed."""
+    """It is told why it cannot, not to commit a window that is committed."""
     caught = []
 
     def hook(_):
@@ -204,5 +225,65 @@ def test_a_hook_that_opens_a_window(manager, layers):
         for ref in layers:
             w.stage(ref, *rows(3))
         w.commit(1)
-    says(caught[0], "COMMITTED", "hooks")
+    says(caught[0], "COMMITTED", "a hook tried to open a window")
     assert "manager.current.abort()" not in str(caught[0].value)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        np.array([2, 1])[1:],
+        np.array([1, 2])[::-1][1:],
+        np.array([1], dtype=">i8"),
+        np.array([1], dtype=object),
+        np.array([1], dtype=np.uint64),
+        np.array(1),
+        np.array([1, 1, 0], dtype=bool),
+    ],
+    ids=str,
+)
+def test_counts_in_arrays(window, counts):
+    """Of any stride, byte order and dtype that holds ints; one draft is accepted."""
+    window.commit(counts)
+    assert window.state is WindowState.COMMITTED
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        np.array([1.0]),
+        np.array(["1"]),
+        np.array([1], dtype="datetime64[s]"),
+        np.array([(1,)], dtype=[("a", int)]),
+        np.array([2**63 + 1], dtype=np.uint64),
+        np.array(True),
+        np.array([None]),
+        torch.tensor([1]).to_sparse(),
+        torch.nested.nested_tensor([torch.tensor([1])], layout=torch.jagged),
+        SampledIds(torch.ones(1, 3, dtype=torch.int64).to_sparse()),
+    ],
+    ids=lambda counts: str(getattr(counts, "dtype", type(counts))),
+)
+def test_counts_that_are_none_leave_the_window_staged(window, counts):
+    with pytest.raises(AcceptanceError) as caught:
+        window.commit(counts)
+    says(caught, "commit", "expected")
+    assert window.state is WindowState.STAGED
+    window.commit(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_counts_on_a_device(dtype):
+    """A kernel could not compare them with the number of drafts."""
+    meta = torch.device("meta")
+    layout = RowLayout.build((2, 3), (1, 1), meta)
+    with pytest.raises(AcceptanceError) as caught:
+        as_accepted(torch.ones(2, dtype=dtype, device=meta), layout, meta)
+    says(caught, str(dtype), "int32 or int64")
+
+
+@pytest.mark.parametrize("most", [2**31, 2**80])
+def test_more_rows_than_a_kernel_counts(most):
+    with pytest.raises(ConfigError) as caught:
+        TxnConfig(max_rows=most)
+    says(caught, "max_rows", str(2**31 - 1))

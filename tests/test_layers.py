@@ -8,7 +8,7 @@ import torch
 from small_caches import noise
 
 from kvtxn import LayerError, LayerRef
-from kvtxn.rows import read
+from kvtxn.row_io import read
 
 
 def overlapping(count: int, *shape: int) -> list[torch.Tensor]:
@@ -93,15 +93,15 @@ def test_offset_table_addresses_single_elements():
         (lambda: LayerRef("a", noise(2, 4, 2, 8), noise(2, 4, 2, 8).half()), "dtype or device"),
         (
             lambda: LayerRef("a", noise(1, 1, 1, 8).expand(2, 4, 2, 8), noise(2, 4, 2, 8)),
-            "share their",
+            "overlapping elements",
         ),
         (lambda: LayerRef("a", noise(0, 4, 2, 8), noise(0, 4, 2, 8)), "empty"),
         (lambda: LayerRef("a", *torch.ones(2, 2, 4, 2, 8, device="meta")), "no memory to write to"),
         (lambda: LayerRef.latent("a", noise(2, 4, 8).to_sparse()), "no memory to write to"),
         (lambda: LayerRef("a", *torch._neg_view(noise(2, 2, 4, 2, 8))), "view that negates"),
-        (lambda: LayerRef("a", overlapping_rows(), noise(2, 4, 2, 8)), "share their memory"),
+        (lambda: LayerRef("a", overlapping_rows(), noise(2, 4, 2, 8)), "has overlapping elements"),
         (lambda: LayerRef("a", *overlapping(2, 2, 4, 2, 8)), "in part or whole, the same memory"),
-        (lambda: LayerRef("a", *torch.ones(2, 2, 4, 2, 8).long()), "dtype that no format has"),
+        (lambda: LayerRef("a", *torch.ones(2, 2, 4, 2, 8).long()), "that kvtxn does not know"),
         (lambda: LayerRef("", noise(2, 4, 2, 8), noise(2, 4, 2, 8)), "name"),
         (lambda: LayerRef("a", noise(2, 4, 2, 8), noise(2, 4, 2, 8), group=""), "group"),
         (lambda: LayerRef("a", noise(2, 4, 2, 8), noise(2, 4, 2, 8), k_scale=2.0), "not quantised"),
@@ -120,7 +120,7 @@ def test_misfits_are_refused(build, message):
 def test_bytes_without_a_format_are_refused():
     """uint8 alone does not say what it holds."""
     cache = torch.zeros(2, 4, 2, 8, dtype=torch.uint8)
-    with pytest.raises(LayerError, match="does not say"):
+    with pytest.raises(LayerError, match="could be any 8-bit format"):
         LayerRef("a", cache, cache.clone())
     assert LayerRef("a", cache, cache.clone(), kv_dtype="fp8").planes[0].format.quantised
 

@@ -58,12 +58,10 @@ def test_kv_window_takes_what_window_takes(layers):
     method = inspect.signature(TransactionManager.window).parameters
     function = inspect.signature(kv_window).parameters
     assert list(function.values()) == list(method.values())[1:]
-    with TransactionManager(layers, TxnConfig(policy="undo")).activate():
-        with kv_window(1, [0, 1], written_by="caller") as window:
-            assert window.state is WindowState.STAGED
-            window.abort()
-        with pytest.raises(ConfigError, match="captured"):
-            kv_window(1, [0, 1], captured=[])
+    manager = TransactionManager(layers, TxnConfig(policy="undo"))
+    with manager.activate(), kv_window(1, [0, 1], written_by="caller") as window:
+        assert window.state is WindowState.STAGED
+        window.abort()
 
 
 def test_auto_does_not_defer_latents(layers):
@@ -190,7 +188,7 @@ def test_events_are_logged_under_one_name(layers, caplog):
     assert "policy='deferred'" in events[0][1]
     assert [level for level, _ in events[1:]] == ["DEBUG", "DEBUG"]
     assert "window.begin" in events[1][1]
-    assert "accepted=[0] saved=1" in events[2][1]
+    assert "accepted=[0] never_written=1" in events[2][1]
 
 
 def test_repr(layers):

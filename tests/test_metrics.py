@@ -10,6 +10,7 @@ import torch
 from small_caches import HEAD_SIZE, HEADS, make_layers, rows
 
 from kvtxn import TransactionManager, TxnConfig
+from kvtxn.layout import RowLayout
 from kvtxn.metrics import FAMILIES
 
 ROW_BYTES = 2 * HEADS * HEAD_SIZE * 4
@@ -39,6 +40,66 @@ def test_rows_and_bytes(layers, policy, written, avoided):
     assert counts["kvtxn_acceptance_rate"] == pytest.approx(1 / 3)
 
 
+def captured_windows(manager, layers, *, spare):
+    """Windows whose drafts wait in tensors of their own, or in spare slots of an engine's."""
+
+    def given():
+        return torch.zeros(manager.config.max_rows, HEADS, HEAD_SIZE)
+
+    rows = {ref.name: (given(), given()) for ref in layers} if spare else None
+    return manager.captured_windows(torch.tensor([[0, 1, 2, 10, 11, -1]]), rows)
+
+
+def run_captured(windows, accepted):
+    """One window, of the same shape as ``run``'s."""
+    window = windows.begin(windows.plan(RowLayout.build((2, 2), (1, 1), torch.device("cpu"))))
+    window.abort() if accepted is None else window.commit(accepted)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "deferred"), [([1, 0], 1 * 2 + 2 * 1), ([2, 1], 3 * 2), (None, 3)], ids=str
+)
+def test_drafts_in_spare_slots_are_written_there(layers, accepted, deferred):
+    """Each draft once, each kept one a second time; nothing is avoided, an abort included."""
+    counts = []
+    for spare in (False, True):
+        manager = TransactionManager(layers, TxnConfig(policy="deferred", max_rows=6))
+        run_captured(captured_windows(manager, layers, spare=spare), accepted)
+        counts.append(manager.snapshot())
+    without, with_spare = counts
+    assert with_spare["kvtxn_bytes_written_total"] == deferred * 3 * ROW_BYTES
+    assert with_spare["kvtxn_bytes_avoided_total"] == 0
+    bytes_of = ("kvtxn_bytes_written_total", "kvtxn_bytes_avoided_total")
+    assert all(with_spare[name] == without[name] for name in without if name not in bytes_of)
+
+
+def test_windows_of_both_kinds_count_by_themselves(layers):
+    """One manager's windows, in spare slots and not: each window's bytes are its own."""
+    manager = TransactionManager(layers, TxnConfig(policy="deferred", max_rows=6))
+    both = [captured_windows(manager, layers, spare=spare) for spare in (True, False)]
+    for windows in (*both, both[0]):
+        run_captured(windows, [1, 0])
+    run(manager, layers, [1, 0])
+    counts = manager.snapshot()
+    assert counts["kvtxn_rows_committed_total"] == 4
+    assert counts["kvtxn_rows_rejected_total"] == 8
+    assert counts["kvtxn_bytes_written_total"] == (2 * (1 * 2 + 2 * 1) + 2 * 1) * 3 * ROW_BYTES
+    assert counts["kvtxn_bytes_avoided_total"] == 2 * 2 * 3 * ROW_BYTES
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_window_that_fell_back_writes_each_draft_once(layers, spare):
+    """Spare slots or not: it was written through."""
+    manager = TransactionManager(layers, TxnConfig(policy="deferred", max_rows=6))
+    windows = captured_windows(manager, layers, spare=spare)
+    window = windows.begin(windows.plan(RowLayout.build((2,), (1,), torch.device("cpu"))))
+    window.fall_back("attend", RuntimeError())
+    window.commit(1)
+    counts = manager.snapshot()
+    assert counts["kvtxn_bytes_written_total"] == 2 * 3 * ROW_BYTES
+    assert counts["kvtxn_bytes_avoided_total"] == 0
+
+
 class Unreadable(torch.Tensor):
     """Counters that no host may ask: on a GPU each of these calls waits for it."""
 
@@ -62,7 +123,7 @@ def test_counting_never_waits_for_the_device_and_a_reading_does(
     plain = manager.metrics.rows
     guarded = plain.as_subclass(Unreadable)
     monkeypatch.setattr(manager.metrics, "rows", guarded)
-    monkeypatch.setattr(manager, "_counters", guarded[0])
+    monkeypatch.setattr(manager.metrics, "under_policy", guarded[0])
     run(manager, layers, accepted)
     with pytest.raises(AssertionError, match="waits"):
         manager.snapshot()
@@ -153,7 +214,7 @@ def test_counting_starts_again(layers, policy):
     manager = TransactionManager(layers, TxnConfig(policy=policy))
     run(manager, layers, [1, 0])
     manager.bypass("cascade")
-    manager.note_fallback(None, "commit", RuntimeError("once"))
+    manager.note_fallback("commit", RuntimeError("once"))
     where = manager.metrics.rows.data_ptr()
     manager.metrics.restart()
     again = manager.snapshot()

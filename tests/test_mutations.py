@@ -11,8 +11,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "testing"))
 
 import mutants
+import mutants_captured
 import mutants_overwriting
 import mutants_sizes
+
+from kvtxn.testing.promise_step_endings import StepEndings
+from kvtxn.testing.promise_steps import CapturedSteps
 
 CAUGHT_BY = mutants.CAUGHT_BY | mutants_overwriting.CAUGHT | mutants_sizes.CAUGHT_BY
 
@@ -86,11 +90,14 @@ def run_kit(
 ) -> Outcomes:
     """The named tests of the kit for one executor, as its author would run them."""
     here = str(Path(mutants.__file__).parent)
-    path = folder / f"test_{executor.__name__}.py"
+    # Unlike any other: pytest takes a module of this name that another test has imported.
+    path = folder / f"test_{executor.__module__}_{executor.__name__}.py"
     names = {"module": executor.__module__, "name": executor.__name__}
     path.write_text(dedent(_MODULE.format(folder=here, device=device, **names)))
     outcomes = Outcomes(every)
     options = ("-q", "-x", "--tb=no", "-p", "no:cacheprovider", f"--rootdir={folder}")
+    # This plug-in collects garbage five times when a run ends, among the objects of all tests here.
+    options += ("-p", "no:unraisableexception")
     pytest.main(
         [*options, "--import-mode=importlib", *(f"{path}::TestMutant::{test}" for test in tests)],
         plugins=[outcomes],
@@ -107,6 +114,46 @@ def test_a_defect_is_seen(tmp_path: Path, executor: type, test: str) -> None:
     """The kit goes red, by the test that is there for it."""
     (failed,) = run_kit(tmp_path, executor, [test]).failed
     assert f"TestMutant::{test}" in failed
+
+
+@pytest.mark.parametrize(
+    ("executor", "test"),
+    mutants_captured.CAPTURED_CAUGHT_BY.items(),
+    ids=[executor.__name__ for executor in mutants_captured.CAPTURED_CAUGHT_BY],
+)
+def test_a_defect_of_prepared_launches_is_seen(tmp_path: Path, executor: type, test: str) -> None:
+    """The kit goes red for windows over a captured forward, by the test that is there for it."""
+    (failed,) = run_kit(tmp_path, executor, [test]).failed
+    assert f"TestMutant::{test}" in failed
+
+
+@pytest.mark.parametrize(
+    ("defect", "test"),
+    mutants_captured.CORE_CAUGHT_BY.items(),
+    ids=[defect.__name__ for defect in mutants_captured.CORE_CAUGHT_BY],
+)
+def test_a_defect_of_captured_windows_is_seen(tmp_path: Path, defect, test: str) -> None:
+    """Of the library's own code, with launches that are sound."""
+    with defect():
+        (failed,) = run_kit(tmp_path, mutants_captured.Prepared, [test]).failed
+    assert f"TestMutant::{test}" in failed
+
+
+def test_sound_launches_pass(tmp_path: Path) -> None:
+    """Every promise of steps, with prepared launches that stand for a GPU's graphs."""
+    tests = [name for kit in (CapturedSteps, StepEndings) for name in vars(kit) if "test_" in name]
+    outcomes = run_kit(tmp_path, mutants_captured.Prepared, tests)
+    assert outcomes.failed == []
+    assert len(outcomes.passed) > 150
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="shows on a GPU only")
+def test_launches_that_wait_are_seen_on_a_gpu(tmp_path: Path) -> None:
+    """Promise 6 can fail here as well."""
+    for executor, test in mutants_captured.CAPTURED_ON_CUDA.items():
+        assert run_kit(tmp_path, mutants_captured.Prepared, [test], "cuda").failed == []
+        (failed,) = run_kit(tmp_path, executor, [test], "cuda").failed
+        assert f"TestMutant::{test}" in failed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="shows on a GPU only")

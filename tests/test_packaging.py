@@ -1,19 +1,21 @@
-"""What the wheel holds, and what an import costs."""
+"""Contents of the wheel and of the source distribution; imports stay light."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 from building import ROOT, build_sdist, build_wheel, sources
+from folders import SHARED
 
 
 def python(code: str, cwd: Path) -> str:
-    """What a fresh interpreter prints."""
+    """Run code in a fresh interpreter; returns its output."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
@@ -44,19 +46,31 @@ def test_wheel_holds_the_demo_model(wheel):
     assert not any("corpus" in name for name in wheel.namelist())
 
 
+def test_wheel_holds_the_page_of_an_audit(wheel):
+    """``kvtxn audit`` writes its page from an installed package, too."""
+    folder = "integrations/audit_command/assets"
+    expected = {f"kvtxn/{folder}/{path.name}" for path in (ROOT / folder).iterdir()}
+    assert len(expected) > 4
+    assert expected <= set(wheel.namelist())
+
+
 def test_wheel_holds_no_documents_or_results(wheel):
     """They are for those who have the repository, or a source distribution."""
     assert not any("results" in name or name.endswith(".md") for name in wheel.namelist())
 
 
 def test_the_source_distribution_is_whole(tmp_path):
-    """What a distributor needs to build and to test: every source file, data, tests and all."""
+    """It holds every source file, data file and test, so that a distributor can build and test."""
     results = ROOT / "benchmarks" / "results"
     with tarfile.open(build_sdist(tmp_path)) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     expected = {path.relative_to(ROOT).as_posix() for path in sources()}
     expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     expected |= {"integrations/demo/model/model.safetensors", "integrations/demo/prompts.json"}
+    expected |= {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "integrations" / "audit_command" / "assets").iterdir()
+    }
     expected |= {f"{folder}/README.md" for folder in ("kvtxn", "integrations", "benchmarks")}
     expected |= {f"benchmarks/results/{path.name}" for path in results.glob("*.json")}
     assert expected <= names
@@ -98,3 +112,10 @@ def test_no_stale_metadata_hides_entry_points():
     plugins, backends = map(int, python(code, ROOT).split())
     assert plugins >= 1
     assert backends >= 1
+
+
+def test_child_processes_of_tests_find_what_pytest_finds():
+    """pytest's ``pythonpath`` and the list for child processes are the same, and no package."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    assert settings["ini_options"]["pythonpath"] == SHARED
+    assert not list((ROOT / "tests").rglob("__init__.py"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtxn.integrations.paged_regions import Region, Shape
-from kvtxn.integrations.paged_sequences import PagedSequences
+from kvtxn.integrations.transformers_cache.paged_sequences import PagedSequences
+from kvtxn.integrations.transformers_cache.ring_storage import Region, Shape
 
 from kvtxn import CapacityError, IncompleteWindowError, LayerError, TxnConfig, WindowStateError
 

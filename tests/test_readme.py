@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvtxn.benchmarks import tables
+from kvtxn.benchmarks import documents as tables
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -34,7 +34,7 @@ def _results_of_this_tree(monkeypatch):
 
 
 def test_generated_parts_are_current():
-    """`python -m kvtxn.benchmarks.tables` changes nothing; every part stands in one document."""
+    """`python -m kvtxn.benchmarks.documents` changes nothing; every part stands in one document."""
     texts = [(ROOT / path).read_text() for path in tables.DOCUMENTS]
     for text in texts:
         assert tables.fill(text) == text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from kvtxn.backends.torch_executor import TorchExecutor
@@ -11,10 +13,12 @@ from kvtxn import (
     ConfigError,
     TransactionManager,
     TxnConfig,
+    backend_names,
     doctor,
     registry,
 )
 from kvtxn.executor import Capabilities, Executor
+from kvtxn.testing.kit import Kit
 
 CPU = torch.device("cpu")
 
@@ -110,10 +114,12 @@ def test_unregister_forgets():
 
 
 NO_EXECUTORS = [
-    (object(), "is no Executor subclass"),
-    (type("Other", (), {}), "is no Executor subclass"),
+    (object(), "is not an Executor subclass"),
+    (type("Other", (), {}), "is not an Executor subclass"),
     (Unfinished, "lacks commit, restore, save, stage"),
     (type("Mute", (TorchExecutor,), {"capabilities": None}), "declares no Capabilities"),
+    (type("Nobody", (TorchExecutor,), {"name": None}), "has no name: give its class `name`"),
+    (type("Blank", (TorchExecutor,), {"name": ""}), "has no name"),
 ]
 
 
@@ -127,12 +133,34 @@ def test_what_is_no_executor_is_refused_when_registered(loaded, problem):
 @pytest.mark.parametrize(("loaded", "problem"), NO_EXECUTORS)
 def test_what_is_no_executor_is_refused_when_loaded(monkeypatch, layers, loaded, problem):
     """An entry point says nothing until it is loaded; the doctor goes on."""
-    real = registry._installed()
-    monkeypatch.setattr(registry, "_installed", lambda: real | {"mine": Installed(loaded)})
+    real = backend_names.installed()
+    monkeypatch.setattr(backend_names, "installed", lambda: real | {"mine": Installed(loaded)})
     with pytest.raises(BackendUnavailableError, match=problem):
         TransactionManager(layers, TxnConfig(backend="mine"))
     (row,) = (row for row in doctor.examine()["backends"] if row["name"] == "mine")
     assert problem in row["why_not"]
+
+
+@pytest.mark.parametrize(
+    ("module", "end"),
+    [("triton", "; pip install 'kvtxn[triton]' brings it"), ("abacus", "")],
+)
+def test_a_missing_module_comes_with_the_extra_that_brings_it(monkeypatch, module, end):
+    """Where an extra of kvtxn does; the doctor says the same."""
+    missing = f"No module named {module!r}"
+
+    class Absent:
+        def load(self):
+            raise ModuleNotFoundError(missing, name=module)
+
+    real = backend_names.installed()
+    monkeypatch.setattr(backend_names, "installed", lambda: real | {"mine": Absent()})
+    says = f"'mine' cannot be imported: {missing}{end}"
+    with pytest.raises(BackendUnavailableError) as caught:
+        registry.load("mine")
+    assert caught.value.problem == says
+    (row,) = (row for row in doctor.examine()["backends"] if row["name"] == "mine")
+    assert row["why_not"] == says
 
 
 @pytest.mark.parametrize("name", ["", 3, None])
@@ -156,3 +184,47 @@ def test_an_executor_that_fails_at_the_start_is_unavailable(layers, executor, wh
             TransactionManager(layers, TxnConfig(backend=executor.name))
     finally:
         registry.unregister(executor.name)
+
+
+@pytest.mark.parametrize("answer", [False, True, "", 3])
+def test_an_answer_that_is_no_sentence_is_refused(layers, answer):
+    """False is not None: neither the registry nor the kit takes it for either."""
+    vague = type("Vague", (TorchExecutor,), {"unavailable": classmethod(lambda cls, _: answer)})
+    registry.register("vague", vague)
+    try:
+        words = rf"unavailable\(\) of 'vague' returned {answer!r}, neither None nor a sentence"
+        with pytest.raises(BackendUnavailableError, match=words):
+            TransactionManager(layers, TxnConfig(backend="vague"))
+        with ExitStack() as stack, pytest.raises(BackendUnavailableError, match=words):
+            Kit("vague", CPU, stack)
+    finally:
+        registry.unregister("vague")
+
+
+@pytest.mark.parametrize(
+    ("field", "names", "words"),
+    [
+        ("policies", {"defered"}, "got 'defered'; did you mean 'deferred'"),
+        ("policies", {"undo", "auto"}, "among 'deferred', 'undo', 'direct', got 'auto'"),
+        ("kinds", {"pagd"}, "got 'pagd'; did you mean 'paged'"),
+        ("kinds", {3}, "got 3"),
+    ],
+)
+def test_capabilities_know_their_names(field, names, words):
+    """A typo would make the kit skip; it is refused when the class is written."""
+    with pytest.raises(ConfigError, match=f"Capabilities: {field} is not valid.*{words}"):
+        Capabilities(**{field: frozenset(names)})
+    with pytest.raises(ConfigError, match="a frozenset of names"):
+        Capabilities(**{field: "paged"})
+
+
+def test_layers_that_an_executor_cannot_hold_are_named(layers):
+    """The message expects what the layers need."""
+    able = Capabilities(kinds=frozenset({"ring"}))
+    registry.register("rings", type("Rings", (TorchExecutor,), {"capabilities": able}))
+    words = "expected an executor for layers of kind paged, got one for ring"
+    try:
+        with pytest.raises(BackendUnavailableError, match=words):
+            TransactionManager(layers, TxnConfig(backend="rings"))
+    finally:
+        registry.unregister("rings")

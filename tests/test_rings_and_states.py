@@ -17,7 +17,7 @@ from kvtxn import (
     TransactionManager,
     TxnConfig,
 )
-from kvtxn.captured import CapturedRows
+from kvtxn.captured.rows import CapturedRows
 from kvtxn.executor import Capabilities
 from kvtxn.layers import PAGED
 from kvtxn.manager import choose_policy
@@ -89,7 +89,7 @@ def test_what_they_are():
         (lambda: LayerRef.recurrent("s", torch.zeros(3)), "misshapen"),
         (lambda: LayerRef.recurrent("s", [1.0]), "misshapen"),
         (lambda: LayerRef.recurrent("s", torch.zeros(0, 3)), "empty"),
-        (lambda: LayerRef.recurrent("s", torch.zeros(3, 1).expand(3, 4)), "expanded"),
+        (lambda: LayerRef.recurrent("s", torch.zeros(3, 1).expand(3, 4)), "overlapping elements"),
         (lambda: LayerRef.recurrent("s", torch.zeros(3, 2, dtype=torch.complex128)), "complex128"),
         (lambda: LayerRef.recurrent("s", torch.zeros(3, 2), torch.zeros(2, 2)), "differ in number"),
         (lambda: LayerRef.recurrent("s", *[torch.zeros(3, 2)] * 2), "same memory"),
@@ -227,7 +227,8 @@ def test_auto_defers_states():
 
 def test_auto_has_nothing_for_states_beside_rows_that_nobody_can_read():
     """Written through, a rejected state would take the place of the live one."""
-    with pytest.raises(BackendUnavailableError, match=r"cannot read the window.*is lost"):
+    problem = r"found no safe policy.*cannot read staged rows"
+    with pytest.raises(BackendUnavailableError, match=problem):
         choose_policy("auto", Capabilities(attention=False), {"recurrent", "paged"})
     latent = LayerRef.latent("mla", torch.zeros(8, 4, 12), group="mla")
     with pytest.raises(BackendUnavailableError, match=r"latent rows.*use policy='deferred'"):
@@ -250,7 +251,7 @@ def test_states_of_other_dtypes_come_as_they_are():
 
 @pytest.mark.parametrize(
     ("policy", "ring_size", "message"),
-    [("deferred", 3, "settled rows of this window"), ("undo", 5, "written through")],
+    [("deferred", 3, "settled rows of this window"), ("undo", 5, "drafts included")],
 )
 def test_attention_wants_what_was_evicted(policy, ring_size, message):
     """A query would need rows that the window's own writes took: refused, not approximated."""
@@ -285,15 +286,10 @@ def test_hooks_are_told_what_is_stored():
 
 
 def test_captured_rows_of_rings_and_states():
-    """A window over rows that a captured forward left, of every kind."""
-    ring, state = make_ring(), make_state()
-    owner, captured = manager(ring, state), CapturedRows()
-    for ref in (ring, state):
-        captured.stage(ref, *numbers(ref, 6))
-    captured.verify()
-    for first, accepted in ((0, 4), (1, 1)):
-        slots = {"ring": (first + torch.arange(6)) % 4, "state": torch.tensor([first])}
-        with owner.window(5, slots, captured=captured) as window:
-            window.commit(accepted)
-    assert held(ring)[:4] == [5, 1, 2, 4]
-    assert held(state) == [5, 2, 0]
+    """Refused: no window over a captured forward has layers of these kinds."""
+    for ref in (make_ring(), make_state()):
+        with pytest.raises(LayerError, match="not paged"):
+            CapturedRows().stage(ref, *numbers(ref, 6))
+        slots = torch.full((1, 6), -1, dtype=torch.int64)
+        with pytest.raises(LayerError, match="not paged"):
+            manager(ref).captured_windows(slots)

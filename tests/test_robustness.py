@@ -303,7 +303,7 @@ def test_when_a_caller_cannot_give_up(layers):
         w.fall_back("runner", RuntimeError())
         with pytest.raises(WindowStateError, match=r"state DIRECT.*commit or abort this one"):
             w.fall_back("runner", RuntimeError())
-        with pytest.raises(StagedTwiceError, match="the caller's to write"):
+        with pytest.raises(StagedTwiceError, match="in this window the caller writes the rows"):
             w.stage(layers[1], *rows(3))
         w.commit(1)
     assert w.state is WindowState.FELL_BACK

@@ -9,7 +9,8 @@ import torch
 from small_caches import BLOCK_SIZE, BLOCKS, HEAD_SIZE, HEADS, noise, rows
 
 from kvtxn import LayerError, LayerRef, TransactionManager, TxnConfig
-from kvtxn.captured import CapturedRows
+from kvtxn.captured.rows import CapturedRows
+from kvtxn.layout import RowLayout
 
 SLOTS = [4, 5, 6]
 
@@ -106,11 +107,13 @@ def test_captured_rows_are_quantised_in_the_graph():
     """Numbers alone, or codes with their scales, one tensor per plane."""
     ref = scaled()
     codes, scales = ref.planes[0].format.quantise(noise(3, HEADS, HEAD_SIZE))
-    for parts in (rows(3), (codes, codes, scales, scales)):
+    for parts in (rows(3), (codes, codes.clone(), scales, scales.clone())):
         held = CapturedRows(check=False)
         held.stage(ref, *parts)
-        manager = TransactionManager([ref], TxnConfig(policy="deferred"))
-        manager.window(2, SLOTS, captured=held).commit(2)
+        manager = TransactionManager([ref], TxnConfig(policy="deferred", max_rows=3))
+        windows = manager.captured_windows(torch.tensor([SLOTS]), held.rows)
+        layout = RowLayout.build((3,), (0,), torch.device("cpu"))
+        windows.begin(windows.plan(layout)).commit(3)
     assert torch.equal(ref.v_scale[1, :3], scales)
     with pytest.raises(LayerError, match="without their scales"):
         CapturedRows(check=False).stage(ref, codes, codes)
@@ -146,7 +149,7 @@ SHAPE = (BLOCKS, BLOCK_SIZE, HEADS)
     [
         ({"k_scale": torch.ones(BLOCKS, BLOCK_SIZE, HEADS + 1)}, "wrong shape"),
         ({"k_scale": torch.ones(SHAPE, dtype=torch.float64)}, "must be float32"),
-        ({"k_scale": torch.ones(1, 1, 1).expand(SHAPE)}, "expanded"),
+        ({"k_scale": torch.ones(1, 1, 1).expand(SHAPE)}, "overlapping elements"),
         ({"k_scale": (same := torch.ones(SHAPE)), "v_scale": same}, "same memory"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``kvtxn demo``: a real engine, three times, and whether anything differs."""
+"""``kvtxn demo``: run a real engine three times, and compare tokens and acceptance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ...cli import natural
+from ...cli import natural, require
 from .engine import MODEL, Job, Result
 from .engine import run as run_engine
 
@@ -61,7 +61,7 @@ def _text(text: str) -> str:
 
 def _model(path: str) -> str:
     if not (Path(path) / "config.json").is_file():
-        raise argparse.ArgumentTypeError(f"{path!r} is no folder with a model's config.json")
+        raise argparse.ArgumentTypeError(f"{path!r} is not a folder with a model's config.json")
     return path
 
 
@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 1 if tokens or acceptance differ, 2 if an engine failed.
     """
+    require("vllm")
     prompts = tuple(args.prompt or json.loads(PROMPTS.read_text())[: args.count])
     console = Console(stderr=args.json)
     results: dict[str, Result] = {}
@@ -117,7 +118,7 @@ def _advance(bar: Progress, task: TaskID, done: int) -> None:
 
 
 def compare(results: dict[str, Result]) -> dict[str, bool]:
-    """Whether tokens and acceptance are the same as with kvtxn off."""
+    """Compare each run's tokens and acceptance with the run without kvtxn."""
     off = results["off"]
     return {
         "tokens_identical": all(r.token_ids == off.token_ids for r in results.values()),
@@ -130,7 +131,7 @@ def compare(results: dict[str, Result]) -> dict[str, bool]:
 def show(
     console: Console, prompts: tuple[str, ...], results: dict[str, Result], verdict: dict[str, bool]
 ) -> None:
-    """The texts, the table, the verdict."""
+    """Print the texts, the table and the verdict."""
     for prompt, text in zip(prompts, results["off"].texts, strict=True):
         console.print(f"\n[dim]{prompt}[/dim]{text}", highlight=False)
     table = Table(title="\nOne row: what one draft token stores in every layer")
@@ -145,7 +146,7 @@ def show(
 
 
 def table_rows(results: dict[str, Result]) -> list[tuple[str, list[str]]]:
-    """The demo's numbers by line, one value per run; "-" where a run has no such number."""
+    """Return the table's lines: a name, and one value per run; "-" if a run has no such number."""
 
     def line(name: str, key: str) -> tuple[str, list[str]]:
         cells = [r.counters.get(key) for r in results.values()]
@@ -170,7 +171,7 @@ def table_rows(results: dict[str, Result]) -> list[tuple[str, list[str]]]:
 
 
 def _avoided(counters: dict[str, float]) -> str:
-    """Rejected rows that no byte was moved for."""
+    """Return the number of rejected rows that never reached memory."""
     if not counters:
         return "-"
     spared = counters["kvtxn_bytes_avoided_total"] > 0

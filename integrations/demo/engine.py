@@ -1,4 +1,4 @@
-"""One engine, one policy, one process: what the demo compares.
+"""The demo's runs: each has one engine and one policy, in a process of its own.
 
 Each run has a process of its own, so that no run can help or hurt another,
 and reports back over a pipe: progress first, then its result.
@@ -7,32 +7,32 @@ and reports back over a pipe: progress first, then its result.
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
+
+from ..serving.engine_process import EngineProcess, calling, ending_with
 
 MODEL = Path(__file__).parent / "model"
 
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """What to generate, and how.
+    """The prompts and settings of one run.
 
     Attributes:
         policy: a kvtxn policy, or "off" for stock vLLM without the plugin's windows.
         prompts: the texts to continue.
         model: a model's folder, with its tokenizer.
         max_tokens: tokens to generate per prompt.
-        repetition_penalty: of greedy decoding; above 1 it avoids loops.
+        repetition_penalty: the penalty of greedy decoding; a penalty above 1 avoids loops.
         draft_tokens: most draft tokens per verify pass, by n-gram lookup.
-        log_level: of kvtxn and vLLM in the engine's process; "debug" shows them.
+        log_level: log level of kvtxn and vLLM in the engine's process; "debug" shows both logs.
     """
 
     policy: str
@@ -46,11 +46,11 @@ class Job:
 
 @attrs.frozen
 class Result:
-    """What came out.
+    """The tokens and counters of one run.
 
     Attributes:
         token_ids: generated ids per prompt.
-        texts: the same as text.
+        texts: the generated text per prompt.
         drafted: draft tokens proposed, by vLLM's own counter.
         accepted: draft tokens accepted, by vLLM's own counter.
         seconds: wall time of generation, engine start not included.
@@ -65,49 +65,44 @@ class Result:
     counters: dict[str, float]
 
 
+#: Settings of a small engine on a CPU, unless the user's own environment has them.
+_DEFAULTS: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
 def run(job: Job, progress: Callable[[int], None]) -> Result:
     """Generate in a fresh process; ``progress`` is told how many prompts are done.
 
     Raises:
-        RuntimeError: the engine's process failed; the message ends with its last words.
+        EngineError: the engine's process failed; the message ends with its last words.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    with tempfile.NamedTemporaryFile("r", suffix=".log", errors="replace") as log:
-        process = context.Process(target=_work, args=(job, theirs, log.name))
-        process.start()
-        theirs.close()
-        result: Result | None = None
-        try:
-            while result is None:
-                message = ours.recv()
-                if isinstance(message, int):
-                    progress(message)
-                else:
-                    result = message
-        except EOFError:
-            pass
-        finally:
-            process.join()
-        if result is None:
-            last_words = "".join(log.readlines()[-15:])
-            raise RuntimeError(
-                f"the engine for policy {job.policy!r} ended with exit code {process.exitcode}:\n"
-                f"{last_words}"
-            )
+    environment = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
+    process = EngineProcess(
+        calling("kvtxn.integrations.demo.engine", "serve"),
+        name=job.policy,
+        operation="demo",
+        timeout=_PATIENCE,
+        environment=environment | {"VLLM_LOGGING_LEVEL": job.log_level.upper()},
+        quiet=job.log_level != "debug",  # the engine's log would hide the progress bar
+    )
+    with ending_with([process]):
+        process.send(job)
+        while isinstance(answer := process.answer("while it generated"), int):
+            progress(answer)
+    result: Result = answer
     return result
 
 
-def _work(job: Job, pipe: Connection, log: str) -> None:
-    """The engine's process: settings for a small CPU engine, then generate and report."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ["VLLM_LOGGING_LEVEL"] = job.log_level.upper()
-    if job.log_level != "debug":  # the engine's chatter would drown the progress bar
-        sink = os.open(log, os.O_WRONLY | os.O_APPEND)
-        os.dup2(sink, 1)
-        os.dup2(sink, 2)
+#: Seconds that the engine may take to start, or until one more prompt is done.
+_PATIENCE: Final = 1800.0
+
+
+def serve(pipe: Connection[Any, Any]) -> None:
+    """Generate in the engine's process: report progress, then the result."""
+    job: Job = pipe.recv()
     from vllm import LLM, SamplingParams
 
     settings = {} if job.policy == "off" else {"kvtxn": {"policy": job.policy}}
@@ -136,17 +131,15 @@ def _work(job: Job, pipe: Connection, log: str) -> None:
     outputs = llm.generate(list(job.prompts), sampling, use_tqdm=bar)
     seconds = time.perf_counter() - begin
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    pipe.send(
-        Result(
-            token_ids=[list(output.outputs[0].token_ids) for output in outputs],
-            texts=[output.outputs[0].text for output in outputs],
-            drafted=int(counts.get("vllm:spec_decode_num_draft_tokens", 0)),
-            accepted=int(counts.get("vllm:spec_decode_num_accepted_tokens", 0)),
-            seconds=seconds,
-            counters=_counters(llm) if settings else {},
-        )
+    result = Result(
+        token_ids=[list(output.outputs[0].token_ids) for output in outputs],
+        texts=[output.outputs[0].text for output in outputs],
+        drafted=int(counts.get("vllm:spec_decode_num_draft_tokens", 0)),
+        accepted=int(counts.get("vllm:spec_decode_num_accepted_tokens", 0)),
+        seconds=seconds,
+        counters=_counters(llm) if settings else {},
     )
-    pipe.close()
+    pipe.send((False, result))
 
 
 def _counters(llm: Any) -> dict[str, float]:
@@ -155,8 +148,8 @@ def _counters(llm: Any) -> dict[str, float]:
     return snapshots(llm)[0]
 
 
-def _progress_class(pipe: Connection) -> Any:
-    """A tqdm that draws nowhere and tells the parent how many prompts are done."""
+def _progress_class(pipe: Connection[Any, Any]) -> Any:
+    """Make a tqdm that draws nothing and tells the parent how many prompts are done."""
     from tqdm import tqdm
 
     class Reporter(tqdm):  # type: ignore[misc]  # untyped base
@@ -165,6 +158,6 @@ def _progress_class(pipe: Connection) -> Any:
 
         def update(self, n: float | None = 1) -> None:
             super().update(n)
-            pipe.send(int(self.n))
+            pipe.send((False, int(self.n)))
 
     return Reporter

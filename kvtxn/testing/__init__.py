@@ -1,4 +1,4 @@
-"""The conformance kit: what every executor promises, as tests to subclass.
+"""The conformance kit: the promises of every executor, as tests to subclass.
 
 It needs pytest and Hypothesis (``pip install kvtxn[testing]``); nothing else
 in kvtxn imports it.
@@ -8,11 +8,11 @@ import pkgutil
 
 import pytest
 
-# Before they are imported: so a failing promise shows both sides of what it compared.
+# Before the tests are imported: then a failing assert shows both sides of its comparison.
 pytest.register_assert_rewrite(*(f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__)))
 
 from .caches import LAYOUTS, LayerSpec  # noqa: E402  (assertions are rewritten on import)
-from .conformance import ExecutorConformance  # noqa: E402
+from .conformance import ExecutorConformance, ReplayConformance  # noqa: E402
 from .faults import Faults, FaultyExecutor, InjectedFault, faulty  # noqa: E402
 from .number_formats import FORMATS  # noqa: E402
 from .rig import Rig, registered  # noqa: E402
@@ -25,6 +25,7 @@ __all__ = [
     "FaultyExecutor",
     "InjectedFault",
     "LayerSpec",
+    "ReplayConformance",
     "Rig",
     "faulty",
     "registered",

@@ -1,4 +1,4 @@
-"""What one window carries: whose rows go to which slots, and what is in them."""
+"""``Batch``: the rows of one window, with their slots and their content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .caches import LayerSpec, TestCache, noise
 from .number_formats import NumberFormat
 from .oracle import Row
 
-#: Settled and draft rows per request, by the name of what is odd about them.
+#: Settled and draft rows per request, by a name for the special feature of the shape.
 SHAPES: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "one": ((1,), (3,)),
     "uneven": ((1, 1, 1, 1), (3, 0, 5, 1)),
@@ -37,9 +37,9 @@ class Batch:
         settled: settled rows per request.
         draft_len: draft rows per request.
         slots: by group, one slot per row; -1 is padding.
-        tensors: by layer, what ``stage`` is given: key and value, or one latent; then the scales
-            of codes, where those lie beside the rows. See ``handed_in``.
-        rows: by layer and row, the words the cache must hold if the row is written.
+        tensors: by layer, the tensors for ``stage``: key and value, or one latent; then the scales
+            of codes, if scales lie beside the rows. See ``handed_in``.
+        rows: by layer and row, the words that the cache must hold if the row is written.
     """
 
     settled: tuple[int, ...]
@@ -55,12 +55,12 @@ class Batch:
 
     @property
     def drafts(self) -> list[bool]:
-        """Per row, whether it is a draft."""
+        """Per row, True if it is a draft."""
         return [draft is not None for _, draft in self.owners]
 
     @property
     def owners(self) -> list[tuple[int, int | None]]:
-        """Per row, its request, and its place among the request's drafts (None: settled)."""
+        """Per row, its request, and its number among the request's drafts (None: settled)."""
         owners: list[tuple[int, int | None]] = []
         for request, (known, drafts) in enumerate(zip(self.settled, self.draft_len, strict=True)):
             owners += [(request, None)] * known
@@ -68,11 +68,11 @@ class Batch:
         return owners
 
     def kept(self, accepted: Sequence[int]) -> list[bool]:
-        """Per row, whether accepting that many drafts per request keeps it."""
+        """Tell for each row if it is kept when ``accepted`` has the accepted drafts per request."""
         return [draft is not None and draft < accepted[request] for request, draft in self.owners]
 
     def count(self, kept: Sequence[bool], groups: Sequence[str]) -> tuple[int, int]:
-        """Drafts staged and committed, once per row that has a slot in any of ``groups``."""
+        """Count drafts staged and committed, once per row that has a slot in any of ``groups``."""
         real = [any(self.slots[g][row] != -1 for g in groups) for row in range(self.num_rows)]
         staged = [draft and there for draft, there in zip(self.drafts, real, strict=True)]
         return sum(staged), sum(map(all, zip(staged, kept, strict=True)))
@@ -88,17 +88,17 @@ def make_batch(
     payload: str = "native",
     avoid: Sequence[int] = (),
 ) -> Batch:
-    """Random slots and payload for a window of this shape.
+    """Make random slots and payload for a window of this shape.
 
     Args:
         caches: the layers.
         shape: settled and draft rows per request.
-        device: where the payload goes.
-        rng: decides everything.
-        padding: how likely a row has no slot.
+        device: the device of the payload.
+        rng: the source of all random numbers.
+        padding: the probability that a row has no slot.
         payload: ``"native"``, bit patterns in the cache's own dtype, or ``"cast"``, numbers
             in another floating dtype.
-        avoid: slots not to use.
+        avoid: slots that must not be used.
     """
     settled, draft_len = tuple(shape[0]), tuple(shape[1])
     num_rows = sum(settled) + sum(draft_len)
@@ -138,7 +138,7 @@ def make_batch(
 def as_tensors(
     cache: TestCache, parts: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Rows ``[num_rows, heads, size]``, and scales, in the shape in which the layer takes them."""
+    """Return rows ``[num_rows, heads, size]``, and scales, in the shapes that ``stage`` takes."""
     staged = []
     for plane, part in enumerate(parts):
         if cache.spec.kind == "recurrent":
@@ -150,7 +150,7 @@ def as_tensors(
 
 
 def handed_in(ref: LayerRef, parts: Sequence[Tensor]) -> tuple[Tensor | tuple[Tensor, ...], ...]:
-    """Arguments for ``Window.stage``: codes in a pair with the scales beside them."""
+    """Return the arguments for ``Window.stage``: codes in a pair with their scales."""
     sides = sum(not plane.is_scale for plane in ref.planes)
     if len(parts) == sides:
         return tuple(parts)
@@ -160,7 +160,7 @@ def handed_in(ref: LayerRef, parts: Sequence[Tensor]) -> tuple[Tensor | tuple[Te
 def _ring_slots(
     spec: LayerSpec, limit: int, lengths: Sequence[int], rng: random.Random
 ) -> list[int]:
-    """A ring of blocks per request, somewhere in its life."""
+    """Return ring slots for each request, starting at a random position of its ring."""
     per_ring = -(-spec.ring_size // spec.block_size)
     blocks = rng.sample(range(limit // spec.block_size), per_ring * len(lengths))
     slots = []
@@ -173,13 +173,13 @@ def _ring_slots(
 
 
 def native(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random) -> Tensor:
-    """Rows in the cache's own dtype: any bits at all, so NaN, infinities and -0.0 as well."""
+    """Make rows in the cache's own dtype with random bits: NaN, infinities and -0.0 included."""
     words = noise(rows * heads * size, fmt.word, rng)
     return words.view(fmt.dtype).view(rows, heads, size)
 
 
 def cast(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random) -> Tensor:
-    """Rows in a wider dtype, which the library has to store: ties, overflow, odd values."""
+    """Make rows in a wider dtype, which the library has to encode: ties, overflow, odd values."""
     count = rows * heads * size
     odd = [0.0, -0.0, 1e-9, -1e-9, 3e38, -3e38, float("inf"), float("-inf"), 0.4375, 2.5, -3.5]
     if fmt.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -193,7 +193,7 @@ def cast(fmt: NumberFormat, rows: int, heads: int, size: int, rng: random.Random
 
 
 def spread(part: Tensor) -> Tensor:
-    """The same numbers as a view with gaps, as a slice of a fused projection is."""
+    """Return the same numbers as a view with gaps, like a slice of a fused projection."""
     wide = part.new_zeros(*part.shape[:-1], part.shape[-1] * 2 + 1)
     view = wide[..., 1::2]
     view.copy_(part)
@@ -201,5 +201,5 @@ def spread(part: Tensor) -> Tensor:
 
 
 def random_counts(batch: Batch, rng: random.Random) -> list[int]:
-    """Some number of accepted drafts per request."""
+    """Draw a number of accepted drafts for each request."""
     return [rng.randint(0, drafts) for drafts in batch.draft_len]

@@ -1,4 +1,4 @@
-"""Caches to test on: every layout engines use, full of noise, between guard pages."""
+"""Caches to test on: every layout that engines use, full of noise, between guard pages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .placement import place, place_scales, scale_view, table, view
 
 @attrs.frozen(eq=False)
 class TestCache:
-    """One layer under test.
+    """A layer under test.
 
     Attributes:
-        spec: what it is like.
-        ref: what the library gets.
+        spec: the description of the layer.
+        ref: the ``LayerRef`` for the library.
         memories: flat integer tensors, guard pages included; the caches are views of them.
-        planes: where rows lie in them; then where the scales do that lie beside them.
-        scales: per plane of rows, one scale per head; of no meaning where they lie beside.
+        planes: the storage of the rows in the memories; then of the scales that lie beside rows.
+        scales: per plane of rows, one scale per head; meaningless if scales lie beside rows.
     """
 
     __test__ = False  # the name is no test class, whatever pytest thinks
@@ -56,10 +56,10 @@ class TestCache:
         return self.planes[: len(self.scales)]
 
     def rows(self, parts: Sequence[Tensor]) -> list[list[list[int]]]:
-        """By row, the words that each plane holds once ``parts`` were written.
+        """Return, by row, the words that each plane holds once ``parts`` were written.
 
         Args:
-            parts: for each of ``sides`` ``[num_rows, heads, size]``; where scales lie beside
+            parts: for each of ``sides`` ``[num_rows, heads, size]``; if scales lie beside
                 the rows, numbers alone, or codes and then scales ``[num_rows, heads]``.
         """
         fmt, words = self.spec.fmt, []
@@ -75,7 +75,7 @@ class TestCache:
         return [list(row) for row in zip(*words, strict=True)]
 
     def numbers(self, row: Sequence[Sequence[int]], side: int) -> list[list[float]]:
-        """What a reader of a stored row sees: ``[heads][size]`` floats."""
+        """Decode a stored row to the numbers that it means: ``[heads][size]`` floats."""
         scales: Sequence[float] = self.scales[side]
         if len(self.planes) > len(self.scales):
             octets = bytes(row[len(self.scales) + side])
@@ -84,19 +84,19 @@ class TestCache:
 
 
 def _octets(rows: Sequence[Sequence[float]]) -> list[list[int]]:
-    """Float32 numbers byte by byte, as the memories of 8-bit caches are compared."""
+    """Split float32 numbers into bytes, since memories of 8-bit caches are compared by byte."""
     return [list(struct.pack(f"{len(row)}f", *row)) for row in rows]
 
 
 def noise(count: int, word: torch.dtype, rng: random.Random) -> Tensor:
-    """Every bit pattern alike, NaN and infinities included; int ``[count]`` on the host."""
+    """Draw random bit patterns, NaN and infinities included; int ``[count]`` on the host."""
     generator = torch.Generator().manual_seed(rng.getrandbits(48))
     octets = torch.randint(0, 256, (count * word.itemsize,), dtype=torch.uint8, generator=generator)
     return octets.view(word)
 
 
 def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Random) -> TestCache:
-    """A layer over fresh noise."""
+    """Build a layer over fresh noise."""
     sizes, planes = place(spec, rng)
     sides = len(planes)
     if spec.fmt.scaling == "row" and spec.kind != "recurrent":
@@ -151,7 +151,7 @@ def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Ra
 def _scale(
     spec: LayerSpec, heads: int, device: torch.device, rng: random.Random
 ) -> tuple[float | Tensor | None, tuple[float, ...]]:
-    """What the library is told of a plane's scale, and one float32 number per head."""
+    """Return a plane's scale as an argument of ``LayerRef``, and one float32 number per head."""
     if spec.fmt.scaling in ("none", "row"):
         return None, (1.0,) * heads
     if spec.fmt.scaling == "tensor" or spec.layout in LATENT:

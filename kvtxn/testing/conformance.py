@@ -1,4 +1,4 @@
-"""The class a backend author subclasses: all promises, one fixture to supply."""
+"""``ExecutorConformance``: a backend author subclasses it and supplies one fixture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from .promise_hooks import Hooks
 from .promise_isolation import AllOrNothing, Isolation
 from .promise_overwriting import Overwriting
 from .promise_own_writes import OwnWrites
+from .promise_replay import Replays
+from .promise_replay_boundaries import ReplayBoundaries
+from .promise_replay_device import ReplayOnDevice
+from .promise_replay_faults import ReplayFaults
+from .promise_replay_runs import ReplayRuns
 from .promise_sizes import Sizes
+from .promise_step_endings import StepEndings
+from .promise_steps import CapturedSteps
 from .promise_tree_attention import TreeAttention
 from .promise_tree_evicting import EvictingTrees
 from .promise_trees import Trees
@@ -23,29 +30,32 @@ from .promise_unseen import Unseen
 from .state_walk import StateTable
 
 
+# pytest collects the tests of the last base first, so the quick ones come last: `-x` ends soon.
 class ExecutorConformance(
-    Honesty,
-    Exactness,
-    Sizes,
-    AllOrNothing,
-    Isolation,
-    OwnWrites,
-    Unseen,
-    Discipline,
-    StateTable,
-    Device,
-    Fallback,
-    Counts,
-    Hooks,
-    CapturedWindows,
-    Trees,
-    TreeAttention,
-    EvictingTrees,
-    Overwriting,
-    LongRuns,
     RandomProgram,
+    LongRuns,
+    Overwriting,
+    EvictingTrees,
+    TreeAttention,
+    Trees,
+    StepEndings,
+    CapturedSteps,
+    CapturedWindows,
+    Hooks,
+    Fallback,
+    Device,
+    StateTable,
+    Discipline,
+    Unseen,
+    OwnWrites,
+    Isolation,
+    AllOrNothing,
+    Sizes,
+    Exactness,
+    Counts,
+    Honesty,
 ):
-    """Everything an executor promises, as tests.
+    """All promises of an executor, as tests.
 
     Subclass it under a name that pytest collects, and supply ``backend``::
 
@@ -54,7 +64,14 @@ class ExecutorConformance(
             def backend(self):
                 return "mine"  # a registered name, or the Executor subclass itself
 
-    The other fixtures have defaults, and may be overridden likewise: ``device`` ("cpu"),
+    The other fixtures have defaults, and may be overridden in the same way: ``device`` ("cpu"),
     ``attention_tolerance`` (1e-4, for float32), ``program_settings``, ``tree_settings`` and
     ``history_settings`` (Hypothesis settings of the random program, trees and histories).
+    """
+
+
+class ReplayConformance(Replays, ReplayBoundaries, ReplayOnDevice, ReplayFaults, ReplayRuns):
+    """Further promises of an executor that declares ``"replayed"`` among its ``kinds``.
+
+    Subclass it under a name that pytest collects, and supply the same fixtures.
     """

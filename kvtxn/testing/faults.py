@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Final, TypeVar
 
 import attrs
 from torch import Tensor
 
+from ..captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
 from ..executor import AttentionArgs, Executor, StagedLayer, Txn
-from ..rows import LayerRows
+from ..layout import RowLayout
+from ..row_io import LayerRows
 
 #: The methods that can fail.
 OPERATIONS: Final = ("save", "stage", "commit", "restore", "attend")
 
-#: Where in a method it fails.
+#: One more method that can fail; only windows with replayed layers call it.
+ADVANCE: Final = "advance"
+
+#: The moments of a call at which it can fail.
 MOMENTS: Final = ("before", "middle", "after")
 
 T = TypeVar("T")
 
 
 class InjectedFault(RuntimeError):
-    """Raised by an executor that was told to fail."""
+    """The error of an executor that was told to fail."""
 
 
 @attrs.define
 class Faults:
-    """What fails next, and what failed so far.
+    """The faults that are armed, and those that were raised.
 
     Attributes:
-        error: what to raise.
-        fired: the faults that went off, as ``(operation, moment)``.
-        calls: how often each method was called.
+        error: makes the exception to raise.
+        fired: the faults that were raised, as ``(operation, moment)``.
+        calls: the number of calls of each method.
     """
 
     error: Callable[[], BaseException] = attrs.field(
@@ -46,16 +51,16 @@ class Faults:
         """Make the ``nth`` call of a method from now on fail, once.
 
         Args:
-            at: one of ``OPERATIONS``.
-            when: one of ``MOMENTS``. In the middle means: half of the words it changed are
-                as they were, and what it had to return or to count is lost.
+            at: one of ``OPERATIONS``, or ``ADVANCE``.
+            when: one of ``MOMENTS``. In the middle means: half of the words that the method
+                changed are put back, and its return value and its counts are lost.
             nth: 1 is the next call.
 
         Raises:
-            ValueError: no such operation or moment.
+            ValueError: the operation or the moment is unknown.
         """
-        if at not in OPERATIONS or when not in MOMENTS or nth < 1:
-            raise ValueError(f"arm: {at!r}, {when!r}, {nth} is no fault; see OPERATIONS, MOMENTS")
+        if at not in (*OPERATIONS, ADVANCE) or when not in MOMENTS or nth < 1:
+            raise ValueError(f"arm: {at!r}, {when!r}, {nth} is not a fault; see OPERATIONS/MOMENTS")
         self._armed[at] = (when, nth)
 
     def disarm(self) -> None:
@@ -63,7 +68,7 @@ class Faults:
         self._armed.clear()
 
     def due(self, operation: str) -> str | None:
-        """Count a call; the moment at which this one has to fail, or None."""
+        """Count a call, and return the moment at which it has to fail, or None."""
         self.calls[operation] += 1
         if operation not in self._armed:
             return None
@@ -77,7 +82,7 @@ class Faults:
 
 
 class FaultyExecutor(Executor):
-    """Mixed in before an executor class by ``faulty``; fails as ``faults`` says.
+    """A mixin that ``faulty`` puts before an executor class; its methods fail if a fault is armed.
 
     Attributes:
         faults: shared by all instances of one class that ``faulty`` made.
@@ -86,31 +91,41 @@ class FaultyExecutor(Executor):
     faults: ClassVar[Faults]
 
     def save(self, txn: Txn, group: str) -> LayerRows:
-        """Fails at ``"save"``."""
+        """Save, or fail if a fault is armed at ``"save"``."""
         inner = super().save  # type: ignore[safe-super]  # the class it is mixed into
         return self._inject("save", txn, lambda: inner(txn, group))
 
     def stage(self, txn: Txn, layer: StagedLayer) -> None:
-        """Fails at ``"stage"``."""
+        """Stage, or fail if a fault is armed at ``"stage"``."""
         inner = super().stage  # type: ignore[safe-super]
         self._inject("stage", txn, lambda: inner(txn, layer))
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
-        """Fails at ``"commit"``."""
+        """Commit, or fail if a fault is armed at ``"commit"``."""
         inner = super().commit  # type: ignore[safe-super]
         self._inject("commit", txn, lambda: inner(txn, accepted))
 
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        """Advance, or fail if a fault is armed at ``"advance"``."""
+        inner = super().advance
+        self._inject(ADVANCE, txn, lambda: inner(txn, accepted))
+
     def restore(self, txn: Txn) -> None:
-        """Fails at ``"restore"``."""
+        """Restore, or fail if a fault is armed at ``"restore"``."""
         inner = super().restore  # type: ignore[safe-super]
         self._inject("restore", txn, lambda: inner(txn))
 
     def attend(
         self, txn: Txn, layer: StagedLayer, query: Tensor, attention: AttentionArgs
     ) -> Tensor:
-        """Fails at ``"attend"``."""
+        """Attend, or fail if a fault is armed at ``"attend"``."""
         inner = super().attend
         return self._inject("attend", txn, lambda: inner(txn, layer, query, attention))
+
+    def captured_launches(self, places: CapturedPlaces) -> CapturedLaunches | None:
+        """Prepare launches that fail at ``"save"`` or ``"commit"`` before they launch anything."""
+        inner = super().captured_launches(places)
+        return None if inner is None else FaultyLaunches(inner, self.faults)
 
     def _inject(self, operation: str, txn: Txn, work: Callable[[], T]) -> T:
         moment = self.faults.due(operation)
@@ -130,6 +145,39 @@ class FaultyExecutor(Executor):
         raise self.faults.error()
 
 
+class FaultyLaunches(CapturedLaunches):
+    """Prepared launches that fail on command. They are atomic, so they fail before their work."""
+
+    def __init__(self, inner: CapturedLaunches, faults: Faults) -> None:
+        self._inner, self._faults = inner, faults
+
+    def prepare(self, layout: RowLayout) -> LayoutLaunches:
+        """Prepare launches of a layout that fail on command."""
+        return _FaultyLayout(self._inner.prepare(layout), self._faults)
+
+    def variants(self) -> Iterator[RowLayout]:
+        """Yield the layouts of the launches inside."""
+        return self._inner.variants()
+
+
+class _FaultyLayout(LayoutLaunches):
+    def __init__(self, inner: LayoutLaunches, faults: Faults) -> None:
+        self._inner, self._faults = inner, faults
+
+    def save(self) -> None:
+        if self._faults.due("save"):
+            raise self._faults.error()
+        self._inner.save()
+
+    def commit(self, sampled: Tensor) -> None:
+        if self._faults.due("commit"):
+            raise self._faults.error()
+        self._inner.commit(sampled)
+
+    def warm_up(self, sampled: Tensor) -> None:
+        self._inner.warm_up(sampled)
+
+
 def faulty(
     executor: type[Executor],
     *,
@@ -138,18 +186,18 @@ def faulty(
     nth: int = 1,
     error: Callable[[], BaseException] | None = None,
 ) -> Any:
-    """A subclass of an executor class that fails on command.
+    """Make a subclass of an executor class that fails on command.
 
     Args:
         executor: the class to break.
-        at: arm this fault at once; None to arm later, by ``.faults.arm``.
+        at: the operation of a fault to arm at once; None to arm later, by ``.faults.arm``.
         when: see ``Faults.arm``.
         nth: see ``Faults.arm``.
-        error: makes what is raised; an ``InjectedFault`` where None.
+        error: makes the exception to raise; None makes an ``InjectedFault``.
 
     Returns:
-        The class, with a ``faults`` attribute. It does not claim to be atomic: after a
-        fault in the middle something was written.
+        The class, with a ``faults`` attribute. It does not declare ``atomic``: after a
+        fault in the middle some words were written.
     """
     faults = Faults() if error is None else Faults(error)
     if at is not None:

@@ -1,8 +1,8 @@
-"""Requests as lists of tokens: what rings and states must hold, worked out from those alone.
+"""Requests as lists of tokens, and the content of rings and states that follows from them.
 
 A list of tokens knows nothing of windows: an accepted token is appended, a rejected one is
-not. From it follows what every kind of cache must hold, each by its own definition: a paged
-cache all tokens, a ring the last ``ring_size`` of them, a state the last one.
+not. The content of every kind of cache follows from it by definition: a paged cache holds all
+tokens, a ring the last ``ring_size`` of them, a state the last one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .naive import dot, finite_parts, mix
 from .oracle import Replay, Row
 from .rig import Rig
 
-#: What one token stores, by layer.
+#: The words that one token stores, by layer.
 Token = dict[str, Row]
 
 
@@ -28,11 +28,11 @@ class Histories:
 
     Args:
         rig: its caches belong to the requests: paged slots and rings are dealt out here.
-        requests: how many.
+        requests: the number of requests.
 
     Attributes:
         past: by request, its tokens so far.
-        room: tokens that every request has slots for in the paged layers.
+        room: number of tokens that every request has slots for in the paged layers.
     """
 
     def __init__(self, rig: Rig, requests: int) -> None:
@@ -57,12 +57,12 @@ class Histories:
         )
 
     def table(self, group: str) -> list[list[int]]:
-        """Blocks per request."""
+        """Return the blocks of each request."""
         each = len(self._blocks[group]) // len(self.past)
         return [self._blocks[group][r * each : (r + 1) * each] for r in range(len(self.past))]
 
     def slot(self, group: str, request: int, position: int) -> int:
-        """Where a token of a request lies, by the definition of the group's kind."""
+        """Return the slot of a request's token, by the definition of the group's kind."""
         spec, blocks = self._specs[group], self.table(group)[request]
         if spec.kind == "recurrent":
             return blocks[0]
@@ -70,7 +70,7 @@ class Histories:
         return blocks[place // spec.block_size] * spec.block_size + place % spec.block_size
 
     def batch(self, shape: tuple[Sequence[int], Sequence[int]], *, finite: bool = False) -> Batch:
-        """Rows that continue every request by so many settled and draft tokens."""
+        """Make rows that continue every request by so many settled and draft tokens."""
         plain = self._rig.batch(shape, padding=0.0)
         if finite:
             plain = self._with_numbers(plain)
@@ -84,7 +84,7 @@ class Histories:
         return attrs.evolve(plain, slots=slots)
 
     def _with_numbers(self, batch: Batch) -> Batch:
-        """The same rows with numbers of ordinary size, for attention."""
+        """Return the same rows with numbers of ordinary size, for attention."""
         tensors, rows = {}, {}
         for cache in self._rig.caches:
             parts = finite_parts(cache, batch.num_rows, self._rig.rng)
@@ -93,7 +93,7 @@ class Histories:
         return attrs.evolve(batch, tensors=tensors, rows=rows)
 
     def tokens(self, batch: Batch, wanted: Callable[[int], bool]) -> list[list[Token]]:
-        """By request, the tokens of those rows of a batch for which ``wanted`` holds."""
+        """Return, by request, the tokens of the rows of a batch for which ``wanted`` holds."""
         found: list[list[Token]] = [[] for _ in self.past]
         for row, (request, _) in enumerate(batch.owners):
             if wanted(row):
@@ -101,18 +101,18 @@ class Histories:
         return found
 
     def extend(self, batch: Batch, kept: Sequence[bool]) -> None:
-        """The settled and the kept tokens of a batch happened."""
+        """Append the settled and the kept tokens of a batch."""
         happened = self.tokens(batch, lambda row: kept[row] or not batch.drafts[row])
         for past, tokens in zip(self.past, happened, strict=True):
             past += tokens
 
     def forget(self, request: int) -> None:
-        """A request is over, and another one takes its place; its bytes stay where they are."""
+        """End a request and begin another in its place; the bytes in the caches stay."""
         self._base = self._rig.truth_now()
         self.past[request] = []
 
     def adopt_paged(self, batch: Batch) -> None:
-        """A window fell back: plain slots may hold its drafts, beyond what any counter shows."""
+        """After a fallback, accept a window's rejected drafts in paged slots, as in stock."""
         for cache in self._rig.caches:
             if cache.spec.kind == "paged":
                 slots = batch.slots[cache.spec.group]
@@ -120,7 +120,7 @@ class Histories:
                     self._base.adopt(cache.name, slot, row)
 
     def expected(self) -> Replay:
-        """What the caches must hold, from the lists of tokens alone."""
+        """Work out the content of the caches from the lists of tokens alone."""
         truth = self._base.copy()
         for cache in self._rig.caches:
             spec = cache.spec
@@ -132,12 +132,12 @@ class Histories:
         return truth
 
     def impose(self) -> None:
-        """Make the caches hold the past, where it is made up and no window wrote it."""
+        """Write the past into the caches, for a past that was made up without windows."""
         self._rig.truth = self.expected()
         self._rig.truth.impose()
 
     def check(self, when: str) -> None:
-        """Every word of every memory follows from the lists; raises AssertionError if not."""
+        """Compare every word of every memory with the lists; AssertionError on a difference."""
         self._rig.truth = self.expected()
         self._rig.check(when)
 
@@ -145,7 +145,7 @@ class Histories:
 def unrolled(
     cache: TestCache, tokens: Sequence[Token], queries: Sequence[Sequence[Sequence[float]]]
 ) -> list[list[list[float]]]:
-    """Sliding-window attention over a whole list of tokens, of which the last have queries.
+    """Compute sliding-window attention over a list of tokens; the last of them have queries.
 
     Args:
         cache: the layer; its window is the ring's.
@@ -172,6 +172,6 @@ def unrolled(
 
 
 def queries_for(cache: TestCache, num_rows: int, seed: int) -> Tensor:
-    """float32 ``[num_rows, 2 x heads, size]`` on the host."""
+    """Draw queries, float32 ``[num_rows, 2 x heads, size]`` on the host."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_rows, 2 * cache.spec.heads, cache.spec.size, generator=generator)

@@ -1,4 +1,4 @@
-"""A declared inability that works fails: a backend says neither more nor less than it can."""
+"""Honest capabilities: a test fails if a declared ability is missing, or a denied one works."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .trees import expect_moved, padded
 
 
 class Honesty(KitBase):
-    """What the capabilities say is true in both directions."""
+    """The declared capabilities are exactly those that work."""
 
     def test_the_declaration_is_well_formed(self, kit: Kit) -> None:
-        """Capabilities of the right type, known policies, at least one; a name of its own."""
+        """The capabilities have the right type and known policies, and the executor has a name."""
         assert isinstance(kit.capabilities, Capabilities)
         assert kit.capabilities.policies, f"{kit.name} declares no policy at all"
         assert kit.capabilities.policies <= set(POLICIES)
@@ -74,12 +74,12 @@ class Honesty(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_atomic(self, kit: Kit, policy: str) -> None:
-        """A commit that is declared to be atomic does nothing after it wrote: that could fail."""
+        """A commit that is declared to be atomic does nothing after it wrote: any step may fail."""
         if not kit.capabilities.atomic:
             pytest.skip("no atomic commit is declared; then the window makes up for it")
         later: list[str] = []
         rig = kit.rig(policy, SIMPLE, executor=_watched(kit.executor, later))
-        for _ in range(3):  # what recurs may go another way than what is new
+        for _ in range(3):  # a repeated window may take another code path than a new one
             rig.run(rig.batch(), [2, 1])
         assert not later, f"{kit.name} declares an atomic commit, but went on with {later[0]}"
 
@@ -105,7 +105,7 @@ class Honesty(KitBase):
 
 
 class _AfterWrites(TorchDispatchMode):
-    """Notes in ``later`` the operations that begin when one of the caches has changed."""
+    """A mode that notes in ``later`` the operations that begin after a cache has changed."""
 
     def __init__(self, layers: Sequence[LayerRef], later: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class _AfterWrites(TorchDispatchMode):
 
 
 def _watched(executor: type[Executor], later: list[str]) -> type[Executor]:
-    """The same executor; what its commits do after they wrote goes to ``later``."""
+    """Make the same executor, with its operations after a commit's writes noted in ``later``."""
 
     def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
         with _AfterWrites(self.layers, later):
@@ -132,13 +132,13 @@ def _watched(executor: type[Executor], later: list[str]) -> type[Executor]:
 
 
 def that_claims(executor: type[Executor], **claims: Any) -> type[Executor]:
-    """The same executor, saying more of itself."""
+    """Make the same executor, with more capabilities declared."""
     capabilities = attrs.evolve(executor.capabilities, **claims)
     return type(f"Claiming{executor.__name__}", (executor,), {"capabilities": capabilities})
 
 
 def works(attempt: Any) -> bool:
-    """Whether an attempt ends without an exception, wrong bytes included."""
+    """Tell whether an attempt ends without an exception; wrong bytes raise one."""
     try:
         attempt()
     except Exception:
@@ -147,7 +147,7 @@ def works(attempt: Any) -> bool:
 
 
 def commit_two(rig: Rig) -> None:
-    """Two windows, looked at before and after commit; raises where the policy is not kept."""
+    """Run two windows, compared before and after commit; raise if the policy is not kept."""
     for counts in ([2, 0], [1, 2]):
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -160,7 +160,7 @@ def commit_two(rig: Rig) -> None:
 
 
 def _commit_branch(rig: Rig) -> None:
-    """A path that is not the first rows; raises where it does not end up in its places."""
+    """Commit a path other than the first rows; raise if its rows are not at their row positions."""
     batch = rig.batch(((1, 1), (3, 2)), padding=0.0)
     forest = [(-1, -1, 1), (-1, 0)]
     with rig.open(batch, forest) as window:
@@ -172,7 +172,7 @@ def _commit_branch(rig: Rig) -> None:
 
 
 def _attend_once(rig: Rig) -> None:
-    """One attention, compared; raises where it is missing or wrong."""
+    """Attend once and compare; raise if attention is missing or wrong."""
     sequences = make_sequences(rig, ((1, 1), (2, 1)), (5, 0), "native")
     batch, cache = sequences.batch, rig.caches[0]
     full = rig.truth.copy()

@@ -1,10 +1,10 @@
-"""What every test of the kit is handed: the backend under test, and rigs that run it."""
+"""``Kit``: the backend under test, and the rigs that run it; every test is given one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from typing import Any, Final
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Final, TypeVar
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from .caches import LayerSpec
 from .faults import Faults, faulty
 from .rig import VARIED, Backend, Rig, registered
 
+T = TypeVar("T")
+
 #: Every policy; a test skips those that the backend does not declare.
 POLICIES: Final = ("deferred", "undo", "direct")
 
@@ -24,18 +26,18 @@ TRANSACTIONAL: Final = ("deferred", "undo")
 
 
 class Kit:
-    """One backend on one device, for one test.
+    """A backend on one device, for one test.
 
     Args:
         backend: a registered name, or an executor class.
-        device: where to run it.
+        device: the device to run it on.
         stack: closed after the test.
 
     Attributes:
         executor: the class under test.
-        device: where it runs.
-        capabilities: what it says of itself.
-        name: what it is registered as while the test runs.
+        device: the device it runs on.
+        capabilities: the capabilities that it declares.
+        name: the name under which it is registered while the test runs.
     """
 
     def __init__(self, backend: Backend, device: torch.device, stack: ExitStack) -> None:
@@ -44,7 +46,7 @@ class Kit:
         self.name = stack.enter_context(registered(backend))
         self.executor: type[Executor] = registry.load(self.name)
         self.capabilities: Capabilities = self.executor.capabilities
-        reason = self.executor.unavailable(device)
+        reason = registry.ask(self.name, device)
         if reason is not None:
             pytest.skip(f"{self.name} cannot run on {device}: {reason}")
 
@@ -56,12 +58,12 @@ class Kit:
         executor: type[Executor] | None = None,
         **config: Any,
     ) -> Rig:
-        """A manager under test; skips where the backend does not declare the policy.
+        """Make a manager under test; skip the test if the backend does not declare the policy.
 
         Args:
             policy: the policy.
             specs: the layers.
-            executor: instead of the class under test, one derived from it.
+            executor: a class derived from the one under test, to be used in its place.
             config: ``seed``, and fields of ``TxnConfig``.
         """
         name = self.name if executor is None else self._stack.enter_context(registered(executor))
@@ -73,12 +75,16 @@ class Kit:
     def faulty_rig(
         self, policy: str, specs: Sequence[LayerSpec] = VARIED, **config: Any
     ) -> tuple[Rig, Faults]:
-        """A rig whose executor fails on command, and the command."""
+        """Make a rig whose executor fails on command; return it with its ``Faults``."""
         executor = faulty(self.executor)
         return self.rig(policy, specs, executor=executor, **config), executor.faults
 
+    def enter(self, context: AbstractContextManager[T]) -> T:
+        """Enter a context that ends with the test."""
+        return self._stack.enter_context(context)
+
     def need_cuda(self) -> None:
-        """Skip the test anywhere else."""
+        """Skip the test unless it runs on a CUDA device."""
         if self.device.type != "cuda":
             pytest.skip(f"a CUDA device is needed; {self.device} has no streams to wait for")
 
@@ -98,7 +104,7 @@ class KitBase:
 
     @pytest.fixture
     def backend(self) -> Backend:
-        """The backend under test: a registered name, or an ``Executor`` subclass."""
+        """Supply the backend under test: a registered name, or an ``Executor`` subclass."""
         raise NotImplementedError(
             f"{type(self).__name__} must define a pytest fixture `backend` that returns the name "
             "of a registered backend, or an Executor subclass"
@@ -106,17 +112,17 @@ class KitBase:
 
     @pytest.fixture
     def device(self) -> str:
-        """The device to test on."""
+        """Supply the device to test on."""
         return "cpu"
 
     @pytest.fixture
     def attention_tolerance(self) -> float:
-        """How far float32 attention may be from sums in double, relative to the values."""
+        """Bound the error of float32 attention against sums in double, relative to the values."""
         return 1e-4
 
     @pytest.fixture
     def program_settings(self) -> settings:
-        """How long the random program runs; the same examples each time."""
+        """Set the length of the random program; the same examples each time."""
         return settings(
             max_examples=60,
             stateful_step_count=25,
@@ -129,7 +135,7 @@ class KitBase:
 
     @pytest.fixture
     def tree_settings(self) -> settings:
-        """How many random trees are tried; the same ones each time."""
+        """Set the number of random trees; the same ones each time."""
         return settings(
             max_examples=1000,
             deadline=None,
@@ -140,7 +146,7 @@ class KitBase:
 
     @pytest.fixture
     def history_settings(self) -> settings:
-        """How many random histories of rings and states are tried; the same ones each time."""
+        """Set the number of random histories of rings and states; the same ones each time."""
         return settings(
             max_examples=600,
             deadline=None,
@@ -151,6 +157,6 @@ class KitBase:
 
     @pytest.fixture
     def kit(self, backend: Backend, device: str) -> Iterator[Kit]:
-        """The backend, ready to be built into rigs; unregistered after the test."""
+        """Register the backend for one test, ready to be built into rigs."""
         with ExitStack() as stack:
             yield Kit(backend, torch.device(device), stack)

@@ -1,7 +1,7 @@
-"""What a window must have done by now: the model that the random program compares with.
+"""``Model``: the model of a manager that the random program compares with.
 
-Plain Python beside the oracle; it knows promises, not code. It is told of
-each call after it was made, and whether the executor failed in it.
+It is plain Python beside the oracle, written from the promises and not from the code. The test
+tells the model of each call after making it, and whether the executor failed in it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .rig import Rig
 
 
 class Model:
-    """A manager's windows, one after the other.
+    """The expected states, counters and bytes of a manager's windows, one after the other.
 
     Args:
         rig: the manager; the model writes into its oracle.
-        on_error: what the manager does when its executor fails.
+        on_error: the manager's setting for failures of its executor.
 
     Attributes:
-        state: of the present window; None where there is none.
-        staged: layers of the present window, by index.
+        state: the state of the present window; None without one.
+        staged: numbers of the staged layers of the present window.
         mapped: groups that have slots.
         rows: draft rows staged, committed, rejected so far.
         outcomes: windows by final state.
@@ -49,24 +49,24 @@ class Model:
 
     @property
     def missing(self) -> list[int]:
-        """Layers still to come, by index."""
+        """Numbers of the layers that are not staged yet."""
         return [index for index in range(len(self._rig.refs)) if index not in self.staged]
 
     def begin(self, batch: Batch, mapped: Sequence[str], failed: bool) -> None:
-        """A window began, or was meant to; saving the old rows may have failed."""
+        """Follow the begin of a window; saving the old rows may have failed."""
         self._batch, self._before = batch, self._rig.truth.copy()
         self.state, self.staged, self.mapped = WindowState.OPEN, [], list(mapped)
         if failed:
             self._failed([])
 
     def map(self, group: str, failed: bool) -> None:
-        """A group got its slots with a stage; saving the old rows may have failed."""
+        """Follow a stage that brought a group's slots; saving the old rows may have failed."""
         self.mapped.append(group)
         if failed:
             self._failed(self.staged)
 
     def stage(self, index: int, failed: bool) -> None:
-        """A layer came in, or was meant to."""
+        """Follow the staging of a layer, which may have failed."""
         batch = self.batch
         if failed and self._raises:
             direct = self._rig.policy == "direct"
@@ -83,12 +83,12 @@ class Model:
             self.state = WindowState.STAGED
 
     def attend(self, failed: bool) -> None:
-        """Somebody looked; only a failure changes anything."""
+        """Follow an attention, which changes the window only if it failed."""
         if failed:
             self._failed(self.staged)
 
     def commit(self, kept: Sequence[bool], failed: bool) -> None:
-        """Every layer was in, and these rows were kept."""
+        """Follow a commit of these rows, with every layer staged."""
         if failed and self._raises:
             self._failed(self.staged)
             return
@@ -99,7 +99,7 @@ class Model:
         self._end(WindowState.FELL_BACK if fell_back else WindowState.COMMITTED, kept)
 
     def abort(self, failed: bool) -> None:
-        """No draft was kept; a window that had fallen back leaves its rows where they are."""
+        """Follow an abort; a window that had fallen back leaves its rows in the caches."""
         fell_back = failed or self.state is WindowState.DIRECT
         if self.state is not WindowState.DIRECT and self._rig.policy == "undo":
             self._take_back(self.staged)
@@ -108,7 +108,7 @@ class Model:
         self._end(WindowState.FELL_BACK if fell_back else WindowState.ABORTED)
 
     def _failed(self, layers: Iterable[int]) -> None:
-        """The executor failed: everything is written through, or everything taken back."""
+        """Follow a failure of the executor: all rows are written through, or all taken back."""
         if not self._raises:
             self.state = WindowState.DIRECT
             self._write(layers, [True] * self.batch.num_rows)
@@ -121,7 +121,7 @@ class Model:
         self._rig.write(self.batch, mask, list(layers))
 
     def _take_back(self, layers: Iterable[int]) -> None:
-        """Draft slots of these layers hold again what they held when the window began."""
+        """Restore the draft slots of these layers to their content when the window began."""
         assert self._before is not None
         for index in layers:
             cache = self._rig.caches[index]
@@ -131,7 +131,7 @@ class Model:
                     self._rig.truth.write(cache.name, slot, self._before.read(cache.name, slot))
 
     def _adopt(self, index: int, mask: Sequence[bool]) -> None:
-        """A layer whose staging failed half-way: these rows may be old or new, word by word."""
+        """Accept old or new words in these rows of a layer whose staging failed half-way."""
         cache = self._rig.caches[index]
         slots, rows = self.batch.slots[cache.spec.group], self.batch.rows[cache.name]
         for slot, row, unsure in zip(slots, rows, mask, strict=True):

@@ -18,11 +18,11 @@ from .rig import Rig
 
 @attrs.frozen(eq=False)
 class Sequences:
-    """Requests that have a past: tokens in the cache, and this window's rows after them.
+    """Requests with a past: tokens in the cache, and this window's rows after them.
 
     Attributes:
         batch: the window's rows, with finite payload and slots that follow the block table.
-        block_table: by group, blocks per request; what a request does not use is stale.
+        block_table: by group, blocks per request; entries that a request does not use are stale.
         seq_lens: tokens per request, the window's included.
     """
 
@@ -31,12 +31,12 @@ class Sequences:
     seq_lens: list[int]
 
     def table(self, cache: TestCache) -> Tensor:
-        """The block table of a layer, int32 ``[num_requests, max_blocks]`` on the host."""
+        """Return the block table of a layer, int32 ``[num_requests, max_blocks]`` on the host."""
         rows = self.block_table[cache.spec.group]
         return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), len(rows[0]) if rows else 2)
 
     def slot(self, cache: TestCache, request: int, position: int) -> int:
-        """Where a token of a request lies."""
+        """Return the slot of a request's token."""
         block, offset = divmod(position, cache.spec.block_size)
         return self.block_table[cache.spec.group][request][block] * cache.spec.block_size + offset
 
@@ -46,8 +46,8 @@ def make_sequences(
 ) -> Sequences:
     """Write prefixes of these lengths into the caches, and make a window that continues them.
 
-    Only the prefixes become numbers; every other slot keeps its noise, NaN included, so that
-    reading what is not there shows.
+    Only the prefixes become ordinary numbers; every other slot keeps its noise, NaN included, so
+    that reading a wrong slot shows.
     """
     plain = rig.batch(shape, padding=0.0)
     lengths = [
@@ -93,7 +93,7 @@ def _blocks(cache: TestCache, lengths: Sequence[int], rng: random.Random) -> lis
 def finite_parts(
     cache: TestCache, rows: int, rng: random.Random, payload: str = "native"
 ) -> list[Tensor]:
-    """Rows for ``TestCache.rows``: numbers of ordinary size, stored ones with their scales."""
+    """Make parts for ``TestCache.rows``: numbers of ordinary size, codes with their scales."""
     sides, beside = range(len(cache.sides)), cache.planes[len(cache.sides) :]
     if not beside or payload == "cast":
         return [_finite(cache, side, rows, rng, payload) for side in sides]
@@ -115,7 +115,7 @@ def _finite(
     payload: str,
     beside: Tensor | None = None,
 ) -> Tensor:
-    """Numbers of ordinary size, in the cache's dtype or, to be stored by the library, wider."""
+    """Draw numbers of ordinary size, in the cache's dtype or, for the library to encode, wider."""
     where, scales = cache.planes[plane], cache.scales[plane]
     shape = (rows, where.heads, where.size)
     count = rows * where.heads * where.size
@@ -134,7 +134,7 @@ def _finite(
 def _write_prefixes(
     rig: Rig, cache: TestCache, sequences: Sequences, prefixes: Sequence[int]
 ) -> None:
-    """Tokens of the past, into the oracle."""
+    """Write tokens of the past into the oracle."""
     for request, prefix in enumerate(prefixes):
         rows = cache.rows(finite_parts(cache, prefix, rig.rng))
         for position in range(prefix):
@@ -153,7 +153,7 @@ def attention(
     soft_cap: float | None = None,
     forest: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """What attention must return, if ``truth`` is a cache with all rows written.
+    """Compute the expected attention over ``truth``, a cache with all rows written.
 
     With ``forest``, the parents of each request's drafts, a draft sees its own branch only.
 
@@ -178,7 +178,7 @@ def attention(
             seen = list(range(min(position + 1, start if forest is not None else length)))
             if forest is not None and position >= start:
                 seen += [start + node for node in _branch(forest[request], position - start)]
-            if sliding_window is not None:  # the last so many of the branch
+            if sliding_window is not None:  # only the last ``sliding_window`` tokens of the branch
                 seen = seen[-sliding_window:]
             line = []
             for head, vector in enumerate(queries[len(out)]):
@@ -193,18 +193,18 @@ def attention(
 
 
 def _branch(parents: Sequence[int], node: int) -> list[int]:
-    """A node and its ancestors, from the root down."""
+    """Return a node and its ancestors, from the root down."""
     above = _branch(parents, parents[node]) if parents[node] >= 0 else []
     return [*above, node]
 
 
 def dot(left: Sequence[float], right: Sequence[float]) -> float:
-    """The inner product, in double."""
+    """Compute the inner product in double precision."""
     return sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def mix(scores: Sequence[float], vectors: Sequence[Sequence[float]]) -> list[float]:
-    """Softmax of the scores, times the vectors."""
+    """Return the sum of the vectors, weighted by the softmax of the scores."""
     top = max(scores)
     weights = [math.exp(score - top) for score in scores]
     total = sum(weights)

@@ -1,6 +1,6 @@
-"""What a number looks like in a cache, worked out without the library.
+"""Number formats of caches, worked out without the library.
 
-The oracle needs a truth of its own: 8-bit codes are found here by searching a
+The oracle must not depend on the code under test: 8-bit codes are found here by searching a
 table that is built from the format's definition, not by torch's cast.
 """
 
@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-#: Exponent bits, mantissa bits, bias, first code that is no finite number.
+#: Exponent bits, mantissa bits, bias, and the first code that is no finite number.
 _FP8: Final = {
     torch.float8_e4m3fn: (4, 3, 7, 0x7F),
     torch.float8_e5m2: (5, 2, 15, 0x7C),
@@ -28,15 +28,15 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @attrs.frozen
 class NumberFormat:
-    """How the rows of a layer are stored.
+    """The number format of a layer's rows.
 
     Attributes:
         name: for test ids.
-        dtype: what a stored element means.
-        kv_dtype: what ``LayerRef`` is told.
+        dtype: the dtype of stored elements.
+        kv_dtype: the argument of ``LayerRef``.
         scaling: ``"none"``, ``"tensor"`` (one number), ``"head"`` (one per KV head) or ``"row"``
             (one per row and KV head, which lie beside the rows).
-        raw: whether the cache tensor is plain uint8, as engines allocate 8-bit caches.
+        raw: True if the cache tensor is plain uint8, as engines allocate 8-bit caches.
     """
 
     name: str
@@ -56,7 +56,7 @@ class NumberFormat:
         return self.dtype.itemsize == 1
 
     def encode(self, rows: Tensor, scales: Sequence[float]) -> list[list[int]]:
-        """The words a cache holds after ``rows`` were written: one list per row.
+        """Return the words that a cache holds after ``rows`` were written: one list per row.
 
         Args:
             rows: ``[num_rows, num_heads, size]`` on the host, any dtype that may be staged.
@@ -72,7 +72,7 @@ class NumberFormat:
         ]
 
     def encode_scaled(self, rows: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-        """Codes and scales of ``rows`` whose scales lie beside them: one list per row each.
+        """Return codes and scales of ``rows`` with their own scales: one list per row each.
 
         Args:
             rows: ``[num_rows, num_heads, size]`` on the host, floating.
@@ -88,7 +88,7 @@ class NumberFormat:
         return codes, scales
 
     def decode(self, words: Sequence[int], scales: Sequence[float]) -> list[list[float]]:
-        """What a reader of the stored words sees: ``[num_heads][size]`` floats."""
+        """Decode stored words to the numbers that they mean: ``[num_heads][size]`` floats."""
         size = len(words) // len(scales)
         if self.dtype in _FP8:
             flat = [_fp8_value(self.dtype, word) for word in words]
@@ -120,12 +120,12 @@ FORMATS: Final[dict[str, NumberFormat]] = {
 
 
 def _float32(value: float) -> float:
-    """The nearest float32."""
+    """Round to the nearest float32."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def _divide(value: float, scale: float) -> float:
-    """The quotient as float32 division rounds it (exact in double, then rounded once)."""
+    """Divide as float32 does: the quotient in double, then rounded once."""
     if not math.isfinite(value):
         return value
     try:
@@ -135,14 +135,14 @@ def _divide(value: float, scale: float) -> float:
 
 
 def encode_int8(value: float) -> int:
-    """The byte of the nearest int8, ties to even, saturating."""
+    """Return the byte of the nearest int8, ties to even, saturating."""
     if math.isinf(value):
         return 127 if value > 0 else 128
     return max(-128, min(127, round(value))) & 0xFF
 
 
 def _fp8_value(dtype: torch.dtype, code: int) -> float:
-    """A number from its code, by the definition of the format."""
+    """Compute a number from its code, by the definition of the format."""
     _, mantissa_bits, bias, limit = _FP8[dtype]
     magnitude = code & 0x7F
     sign = -1.0 if code & 0x80 else 1.0
@@ -161,7 +161,7 @@ def _fp8_encoder(dtype: torch.dtype) -> _Fp8Encoder:
 
 
 class _Fp8Encoder:
-    """Nearest code, ties to the even one, saturating; NaN stays NaN."""
+    """Encoder to the nearest code: ties to even, saturating; NaN stays NaN."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._values = [_fp8_value(dtype, code) for code in range(_FP8[dtype][3])]

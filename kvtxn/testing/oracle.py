@@ -1,8 +1,8 @@
-"""The replay oracle: a cache in plain Python that only ever sees the rows it should hold.
+"""The replay oracle: a cache in plain Python that is given only the rows it should hold.
 
-It shares no code with the library. A word is a Python int, a memory a list of
-them, a write an assignment; equality is exact and covers every word of every
-memory, guard pages and the gaps of strided views included.
+It shares no code with the library. A word is a Python int, a memory a list of words, a write an
+assignment. Equality is exact and covers every word of every memory, with guard pages and the gaps
+of strided views.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Row = list[list[int]]
 
 
 class Replay:
-    """What the memories of some layers must hold.
+    """The content that the memories of some layers must have.
 
     Args:
-        caches: the layers; their present content is where the replay starts.
+        caches: the layers; the replay starts from their present content.
     """
 
     def __init__(self, caches: Iterable[TestCache]) -> None:
@@ -33,7 +33,7 @@ class Replay:
         }
 
     def copy(self) -> Replay:
-        """A second replay that starts where this one stands."""
+        """Make a second replay that starts from the content of this one."""
         twin = Replay(())
         twin._caches = self._caches
         twin._memory = {
@@ -42,7 +42,7 @@ class Replay:
         return twin
 
     def write(self, layer: str, slot: int, row: Row) -> None:
-        """Put a row into a slot; -1 is padding and goes nowhere."""
+        """Put a row into a slot; -1 is padding and is not written."""
         if slot == -1:
             return
         for plane, words in zip(self._caches[layer].planes, row, strict=True):
@@ -51,7 +51,7 @@ class Replay:
                 memory[place] = word
 
     def read(self, layer: str, slot: int) -> Row:
-        """The row a slot holds; padding holds nothing."""
+        """Return the row in a slot; an empty list for padding."""
         if slot == -1:
             return []
         return [
@@ -60,10 +60,10 @@ class Replay:
         ]
 
     def adopt(self, layer: str, slot: int, row: Row) -> None:
-        """Where bytes may be old or new word by word, accept either; complain of anything else.
+        """Accept, for each word of a row, the old or the new one; refuse any other.
 
         Raises:
-            AssertionError: a word of the row is neither what it was nor what was staged.
+            AssertionError: a word of the row is neither the old one nor the staged one.
         """
         if slot == -1:
             return
@@ -79,13 +79,13 @@ class Replay:
                 memory[place] = now
 
     def impose(self) -> None:
-        """Copy what must be in the memories into them: how a test makes up a past."""
+        """Write the expected content into the memories, for tests that make up a past."""
         for name, cache in self._caches.items():
             for memory, words in zip(cache.memories, self._memory[name], strict=True):
                 memory.copy_(torch.tensor(words, dtype=memory.dtype))
 
     def differences(self) -> list[str]:
-        """Where the real memories are not what they must be; empty is what passes."""
+        """Describe each real memory that differs; an empty list passes."""
         found = []
         for name, cache in self._caches.items():
             for index, memory in enumerate(cache.memories):
@@ -101,7 +101,7 @@ def _ints(memory: Tensor) -> list[int]:
 
 
 def _describe(cache: TestCache, index: int, actual: Sequence[int], expected: Sequence[int]) -> str:
-    """One sentence on a memory that differs: how much, and whose words they are."""
+    """Say in one sentence how many words of a memory differ, and which slots they belong to."""
     wrong = {i for i, pair in enumerate(zip(actual, expected, strict=True)) if pair[0] != pair[1]}
     slots = [
         slot

@@ -1,6 +1,6 @@
-"""Where the words of a cache lie: every layout engines use, stated in plain integers.
+"""The storage of a cache's words: every layout that engines use, stated in plain integers.
 
-So the oracle can find a slot's element without asking the library.
+With it the oracle finds the elements of a slot without asking the library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .number_formats import FORMATS, NumberFormat
 
-#: Words of noise before and after the memory of each cache; nobody may touch them.
+#: Words of noise before and after the memory of each cache; no test may change them.
 GUARD: Final = 96
 
 #: Layouts with keys and values; ``LATENT`` ones have one plane.
@@ -25,22 +25,22 @@ LAYOUTS: Final = (*KEY_VALUE, *LATENT)
 
 @attrs.frozen
 class LayerSpec:
-    """What a layer is like.
+    """The description of a layer under test.
 
     Attributes:
         layout: one of ``LAYOUTS``.
-        fmt: how its numbers are stored.
+        fmt: the number format of its rows.
         group: its group.
         heads: KV heads; a latent has one.
         size: elements per head of a key.
-        value_size: elements per head of a value; ``size`` where None.
+        value_size: elements per head of a value; None is ``size``.
         block_size: slots per block.
         num_blocks: blocks of the cache.
         kind: ``"paged"``, ``"ring"`` or ``"recurrent"``. A state is ``[heads, size]``, and there
             is a second one of ``value_size`` unless the layout is a latent one; the layout
             ``"permuted"`` is for states alone, one of three dimensions that do not merge.
         ring_size: slots in each request's ring.
-        window: tokens a query of a ring layer sees; ``ring_size`` where None.
+        window: tokens that a query of a ring layer sees; None is ``ring_size``.
     """
 
     layout: str = "plain"
@@ -58,10 +58,10 @@ class LayerSpec:
 
 @attrs.frozen
 class PlaneMap:
-    """Where the words of a slot lie in the flat memory of a cache.
+    """The storage of a slot's words in the flat memory of a cache.
 
     Attributes:
-        memory: which of the layer's memories.
+        memory: the number of the layer's memory.
         base: the first word of block 0.
         strides: words from one block, slot, head and element to the next.
         heads: heads of a row.
@@ -80,7 +80,7 @@ class PlaneMap:
     table: tuple[tuple[int, ...], ...] | None = None
 
     def words(self, slot: int) -> list[int]:
-        """The flat places of a slot's row, in the row's order."""
+        """Return the indices of a slot's words in the flat memory, in the row's order."""
         block, offset = divmod(slot, self.block_size)
         first = self.base + block * self.strides[0]
         if self.table is not None:
@@ -94,7 +94,7 @@ class PlaneMap:
 
 
 def place(spec: LayerSpec, rng: random.Random) -> tuple[list[int], tuple[PlaneMap, ...]]:
-    """Words per memory, and where in them the planes are."""
+    """Lay a layer out: return the words per memory, and the storage of each plane in them."""
     blocks, slots, heads, size = spec.num_blocks, spec.block_size, spec.heads, spec.size
     value = size if spec.value_size is None else spec.value_size
 
@@ -178,7 +178,7 @@ def place(spec: LayerSpec, rng: random.Random) -> tuple[list[int], tuple[PlaneMa
 def place_scales(
     spec: LayerSpec, sizes: list[int], planes: tuple[PlaneMap, ...]
 ) -> tuple[list[int], tuple[PlaneMap, ...]]:
-    """Room for float32 scales beside the rows of ``planes``, counted in bytes.
+    """Make room for float32 scales beside the rows of ``planes``, counted in bytes.
 
     In a tensor of their own, of any strides; in the layout ``"hnd"`` behind each head's
     elements, in the same memory.
@@ -209,7 +209,7 @@ def place_scales(
 
 
 def view(spec: LayerSpec, plane: PlaneMap, memory: Tensor) -> Tensor:
-    """The cache as an engine would hold it: a view of its memory."""
+    """Return the cache as an engine would hold it: a view of its memory."""
     if spec.layout == "permuted":
         half = plane.size // 2
         shape: tuple[int, ...] = (spec.num_blocks, 1, plane.heads, half, 2)
@@ -223,7 +223,7 @@ def view(spec: LayerSpec, plane: PlaneMap, memory: Tensor) -> Tensor:
 
 
 def scale_view(spec: LayerSpec, plane: PlaneMap, memory: Tensor) -> Tensor:
-    """Scales as the library gets them: float32 ``[num_blocks, block_size(, heads)]``."""
+    """Return scales as ``LayerRef`` takes them: float32 ``[num_blocks, block_size(, heads)]``."""
     shape = (spec.num_blocks, spec.block_size, plane.heads)
     strides = [stride // 4 for stride in plane.strides[:3]]
     scales = memory.view(torch.float32).as_strided(shape, strides, plane.base // 4)
@@ -231,7 +231,7 @@ def scale_view(spec: LayerSpec, plane: PlaneMap, memory: Tensor) -> Tensor:
 
 
 def table(plane: PlaneMap) -> Tensor | None:
-    """The table of offsets as the library gets it; None where rows are strided."""
+    """Return the table of offsets for ``LayerRef``; None if rows are strided views."""
     if plane.table is None:
         return None
     return torch.tensor(plane.table).view(plane.block_size, plane.heads, plane.size)

@@ -1,7 +1,7 @@
-"""One random program drives the executor under test and the model, faults included.
+"""A random program drives the executor under test and the model, faults included.
 
 Hypothesis chooses layers, windows, orders, faults and misuse, and shrinks
-what goes wrong to the shortest program that shows it.
+a failure to the shortest program that shows it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _SHAPES: Final = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_s
     lambda pairs: (tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 )
 
-#: When in a call the executor fails, and at which of its calls; mostly it does not.
+#: Faults: the moment in a call, and the number of the call; mostly there is none.
 _FAULTS: Final = (
     st.none() | st.none() | st.tuples(st.sampled_from(MOMENTS), st.sampled_from([1, 2]))
 )
@@ -77,7 +77,7 @@ _some_missing = precondition(lambda self: self.model.state is not None and self.
 
 
 class Program(RuleBasedStateMachine):
-    """The rules; a subclass names the backend under test, ``kit``."""
+    """The rules of the program; a subclass sets ``kit``, the backend under test."""
 
     kit: ClassVar[Kit]
     window: Window | None = None
@@ -92,7 +92,7 @@ class Program(RuleBasedStateMachine):
     def build(
         self, specs: list[LayerSpec], policy: st.DataObject, on_error: str, staging: str, seed: int
     ) -> None:
-        """A manager of the backend's, whose executor fails when told to."""
+        """Build a manager of the backend, whose executor fails on command."""
         chosen = policy.draw(st.sampled_from(sorted(self.kit.capabilities.policies)), "policy")
         self.rig, self.faults = self.kit.faulty_rig(
             chosen, specs, seed=seed, on_error=on_error, staging=staging
@@ -101,7 +101,7 @@ class Program(RuleBasedStateMachine):
         self.attends = self.rig.manager.executor.capabilities.attention
 
     def call(self, action: Callable[[], object], at: str, fault: Fault) -> bool:
-        """Make a call that is allowed, and may fail at a method; whether it did."""
+        """Make an allowed call, in which a method may fail; return True if it did."""
         before = len(self.faults.fired)
         if fault is not None:
             self.faults.arm(at, *fault)
@@ -147,7 +147,7 @@ class Program(RuleBasedStateMachine):
     @_some_missing
     @rule(which=st.integers(0, 9), again=st.booleans(), saving=st.booleans(), fault=_FAULTS)
     def stage(self, which: int, again: bool, saving: bool, fault: Fault) -> None:
-        """Hand in any layer that is missing, with slots where its group has none yet."""
+        """Stage any layer that is missing, with slots if its group has none yet."""
         model, batch = self.model, self.model.batch
         index = model.missing[which % len(model.missing)]
         ref = self.rig.refs[index]
@@ -164,7 +164,7 @@ class Program(RuleBasedStateMachine):
     @_some_missing
     @rule(fault=_FAULTS)
     def stage_the_rest(self, fault: Fault) -> None:
-        """Hand in all layers that are missing, in their order; the fault may hit any."""
+        """Stage all layers that are missing, in their order; the fault may hit any."""
         while self.model.state is not None and self.model.missing:
             self.stage(0, False, False, fault)
 
@@ -179,7 +179,7 @@ class Program(RuleBasedStateMachine):
     @precondition(lambda self: self.model.state is not None and self.attends)
     @rule(which=st.integers(0, 9), fault=_FAULTS)
     def attend(self, which: int, fault: Fault) -> None:
-        """Look at a staged layer; promise 4 tests what comes out, this that nothing changes."""
+        """Attend to a staged layer; the output is promise 4's, here it must change nothing."""
         staged = [i for i in self.model.staged if not self.rig.refs[i].is_latent]
         if not staged:
             return
@@ -195,7 +195,7 @@ class Program(RuleBasedStateMachine):
     @_all_staged
     @rule(data=st.data(), form=st.sampled_from(["device", "list", "mask"]), fault=_FAULTS)
     def commit(self, data: st.DataObject, form: str, fault: Fault) -> None:
-        """Accept some drafts, said in one of the ways."""
+        """Accept some drafts, in one of the forms of acceptance."""
         batch = self.model.batch
         counts = [data.draw(st.integers(0, drafts), "accepted") for drafts in batch.draft_len]
         kept = batch.kept(counts)
@@ -209,7 +209,7 @@ class Program(RuleBasedStateMachine):
     @_is_open
     @rule(fault=_FAULTS, really=st.sampled_from([False, True]))
     def abort(self, fault: Fault, really: bool) -> None:
-        """Give the window up, wherever it stands; but not each time, or none gets far."""
+        """Abort the window in any state; not every time, so that some windows get further."""
         if really:
             self.model.abort(self.call(self._open.abort, "restore", fault))
 
@@ -224,7 +224,7 @@ class Program(RuleBasedStateMachine):
     def a_whole_window(
         self, shape: Shape, at: str, form: str, fault: Fault, data: st.DataObject
     ) -> None:
-        """From begin to commit without a detour, so that many programs get that far."""
+        """Run a window from begin to commit in one step, so that many programs commit."""
         self.begin(shape, False, 0.3, None, data)
         self.stage_the_rest(fault if at == "stage" else None)
         if self.model.state is not None:
@@ -233,7 +233,7 @@ class Program(RuleBasedStateMachine):
     @_none_open
     @rule(shape=_SHAPES, fault=_FAULTS, data=st.data())
     def a_whole_window_given_up(self, shape: Shape, fault: Fault, data: st.DataObject) -> None:
-        """From begin to abort, every row staged on the way."""
+        """Run a window from begin to abort in one step, with every row staged."""
         self.begin(shape, False, 0.3, None, data)
         self.stage_the_rest(None)
         self.abort(fault, True)
@@ -243,7 +243,7 @@ class Program(RuleBasedStateMachine):
     @_some_missing
     @rule()
     def go_wrong_while_open(self) -> None:
-        """Commit too early, stage a layer twice or misshapen, map a group again, open another."""
+        """Try to commit too early, stage twice or misshapen, map again, or open another window."""
         model, rig = self.model, self.rig
         with pytest.raises(IncompleteWindowError):
             self._open.commit(0)
@@ -268,7 +268,7 @@ class Program(RuleBasedStateMachine):
     @_all_staged
     @rule(excess=st.integers(1, 3))
     def go_wrong_at_commit(self, excess: int) -> None:
-        """Accept more than there is, for too many requests, or in no form at all."""
+        """Try to accept too many drafts, for too many requests, or in an unknown form."""
         batch = self.model.batch
         too_many = [drafts + excess for drafts in batch.draft_len] or [0]
         wrong: tuple[Any, ...] = (too_many, [*batch.draft_len, 0], "all")
@@ -281,7 +281,7 @@ class Program(RuleBasedStateMachine):
     @precondition(lambda self: self.model.state is None and self.window is not None)
     @rule()
     def use_it_again(self) -> None:
-        """A window is single-use."""
+        """Try to use a window again after its end."""
         ref = self.rig.refs[0]
         calls: tuple[Callable[[], None], ...] = (
             lambda: self._open.commit(0),
@@ -296,10 +296,10 @@ class Program(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """States, counters and every word of every cache are as the model says."""
+        """Compare states, counters and every word of every cache with the model."""
         self.rig.check()
         flat, model = self.rig.manager.snapshot(), self.model
-        assert self.rig.rows() == tuple(model.rows)
+        self.rig.check_rows(model.rows)
         ended = {state: flat[f"kvtxn_windows_total_{state.value}"] for state in _FINAL}
         assert ended == {state: model.outcomes[state] for state in _FINAL}
         current = self.rig.manager.current
@@ -310,7 +310,7 @@ _FINAL: Final = tuple(state for state in WindowState if state.is_final)
 
 
 class RandomProgram(KitBase):
-    """Whatever is done in whatever order, the model agrees."""
+    """The model agrees with any calls in any order."""
 
     def test_random_program(
         self, kit: Kit, program_settings: settings, caplog: pytest.LogCaptureFixture

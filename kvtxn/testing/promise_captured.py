@@ -1,127 +1,122 @@
-"""Windows over captured rows, and sampled ids in place of counts: both are windows like others."""
+"""Windows over captured rows, and windows committed by sampled ids, keep all promises."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from ..captured import CapturedRows
-from ..errors import ConfigError, LayerError, WindowStateError
+from ..errors import ConfigError, LayerError
 from ..executor import SampledIds
+from ..layout import RowLayout
 from ..states import WindowState
 from .batches import SHAPES, Batch, random_counts
+from .captured_forward import HELD, CapturedForward, exact_steps
 from .kit import TRANSACTIONAL, Kit, KitBase
-from .rig import SIMPLE, Rig
-
-
-def hold(rig: Rig, batch: Batch) -> tuple[CapturedRows, dict[str, tuple[Tensor, ...]]]:
-    """The batch's rows as a captured forward leaves them, and the tensors they lie in."""
-    rows, places = CapturedRows(check=False), {}
-    for ref in rig.refs:
-        places[ref.name] = rows.stage(ref, *batch.tensors[ref.name]).rows
-    return rows, places
+from .promise_fallback import either
+from .rig import SIMPLE
 
 
 def sampled(batch: Batch, counts: Sequence[int], device: torch.device) -> Tensor:
-    """Ids that mean ``counts``: the accepted drafts, one more, then placeholders."""
+    """Make ids that mean ``counts``: the accepted drafts, one more, then placeholders."""
     width = max(batch.draft_len, default=0) + 1
     lines = [[7] * (count + 1) + [-1] * (width - count - 1) for count in counts]
     return torch.tensor(lines, dtype=torch.int64).view(-1, width).to(device)
 
 
 class CapturedWindows(KitBase):
-    """STAGED at once, committed like any other, and at each replay as exact as at the first."""
+    """Windows over the tensors that a forward itself makes: every replay commits exactly."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_each_replay_commits_its_own_rows(self, kit: Kit, shape: str) -> None:
-        """Same places, other bytes, other counts; slots on a device may change in between."""
+        """Each replay leaves other bytes in the same tensors; slots and counts change between."""
         rig = kit.rig("deferred")
-        batch = rig.batch(SHAPES[shape])
-        rows, places = hold(rig, batch)
-        slots, counts = rig.slots(batch), rig.accepted(batch.draft_len)
-        for _ in range(3):
-            now = rig.batch(SHAPES[shape])
-            accepted = random_counts(now, rig.rng)
-            for name, parts in places.items():
-                for part, new in zip(parts, now.tensors[name], strict=True):
-                    part.copy_(new)
-            for group, tensor in slots.items():
-                tensor.copy_(torch.tensor(now.slots[group], dtype=torch.int64))
-            counts.copy_(torch.tensor(accepted, dtype=torch.int64))
-            window = rig.manager.window(now.draft_len, slots, now.settled, captured=rows)
-            assert window.state is WindowState.STAGED or not rig.refs
-            rig.expect_staged(now)
-            rig.check("staged at once")
-            window.commit(counts)
-            rig.expect_committed(now, now.kept(accepted))
-            rig.check("committed from where the forward left it")
+        exact_steps(rig, CapturedForward(rig, HELD), SHAPES[shape])
 
     def test_fewer_rows_than_captured(self, kit: Kit) -> None:
-        """A graph has room for more requests than the step has."""
+        """The forward writes the rows behind the window's, which the window never touches."""
         rig = kit.rig("deferred", SIMPLE)
-        rows, _ = hold(rig, batch := rig.batch(((1, 1, 1), (2, 2, 2))))
-        slots = {group: tensor[:6] for group, tensor in rig.slots(batch).items()}
-        rig.manager.window([2, 2], slots, captured=rows).commit([1, 2])
-        kept = zip(batch.kept([1, 2, 0]), batch.drafts, strict=True)
-        rig.write(batch, [row < 6 and (keep or not d) for row, (keep, d) in enumerate(kept)])
+        forward = CapturedForward(rig, HELD)
+        forward.load(batch := rig.batch(((1, 1, 1), (2, 2, 2))))
+        layout = RowLayout.build((2, 2), (1, 1), rig.device)
+        window = forward.windows.begin(forward.windows.plan(layout))
+        forward.run()
+        rig.write(batch, [row >= 6 or not draft for row, draft in enumerate(batch.drafts)])
+        rig.check("drafts of two requests of three wait")
+        window.commit_sampled(forward.sampled([1, 2]))
+        rig.write(batch, [row < 6 and keep for row, keep in enumerate(batch.kept([1, 2, 0]))])
         rig.check("the rows of two requests of three")
 
     def test_an_abort_over_captured_rows(self, kit: Kit) -> None:
-        """And the next window over the same rows commits them."""
+        """An aborted window leaves the rows to the next window, which commits them."""
         rig = kit.rig("deferred")
+        forward = CapturedForward(rig, HELD)
         batch = rig.batch()
-        rows, _ = hold(rig, batch)
-        slots = rig.slots(batch)
-        rig.manager.window(batch.draft_len, slots, batch.settled, captured=rows).abort()
+        window = forward.begin(batch)
+        forward.run()
+        window.abort()
         rig.expect_settled(batch)
         rig.check("aborted")
-        window = rig.manager.window(batch.draft_len, slots, batch.settled, captured=rows)
+        window = forward.windows.begin(forward.windows.plan(window.layout))
         window.commit(rig.accepted(batch.draft_len))
         rig.expect_committed(batch, batch.kept(batch.draft_len))
         rig.check("committed")
         assert rig.rows()[0] == 2 * rig.rows()[1]
 
+    def test_a_failing_commit_of_captured_rows(self, kit: Kit) -> None:
+        """If the commit fails the reference finds the rows where the forward left them."""
+        rig, faults = kit.faulty_rig("deferred", on_error="fallback")
+        forward = CapturedForward(rig, HELD)
+        window = forward.begin(batch := rig.batch())
+        forward.run()
+        faults.arm("commit")
+        window.commit_sampled(forward.sampled([2, 1]))
+        assert window.state is WindowState.FELL_BACK
+        rig.expect_committed(batch, batch.kept([2, 1]))
+        either(rig, batch)  # rejected rows may be there, as in stock
+        rig.check("committed by the reference")
+
     def test_a_layer_was_not_captured(self, kit: Kit) -> None:
-        """Refused at begin; nothing is open and nothing was written."""
+        """No windows are made over rows that lack a layer; no row is written."""
         rig = kit.rig("deferred", SIMPLE)
-        batch = rig.batch()
-        rows = CapturedRows(check=False)
-        rows.stage(rig.refs[0], *batch.tensors[rig.refs[0].name])
-        with pytest.raises(LayerError, match="captured"):
-            rig.manager.window(batch.draft_len, rig.slots(batch), batch.settled, captured=rows)
+        forward = CapturedForward(rig, HELD)
+        rows = dict(forward.windows.rows)
+        del rows[rig.refs[1].name]
+        with pytest.raises(LayerError, match=f"rows of layer '{rig.refs[1].name}' do not fit"):
+            rig.manager.captured_windows(forward.slots, rows)
         assert rig.manager.current is None
         rig.check("refused")
 
-    def test_slots_are_not_to_be_written_before_commit(self, kit: Kit) -> None:
-        """Where they are read in place, a write in between is noticed, not followed."""
-        kit.need_cuda()
+    def test_marks_that_do_not_fit(self, kit: Kit) -> None:
+        """Marks are int64, one for each row, side by side; all of them begin as -1."""
         rig = kit.rig("deferred", SIMPLE)
-        if not kit.capabilities.checks_range:
-            pytest.skip(f"{kit.name} gets a copy of the slots")
-        batch = rig.batch()
-        rows, _ = hold(rig, batch)
-        slots = rig.slots(batch)
-        window = rig.manager.window(batch.draft_len, slots, batch.settled, captured=rows)
-        slots["default"].add_(1)
-        with pytest.raises(WindowStateError, match="modified in place"):
-            window.commit(rig.accepted(batch.draft_len))
-        window.abort()
+        most = rig.manager.config.max_rows
+        zeros = partial(torch.zeros, dtype=torch.int64, device=rig.device)
+        slots = zeros(1, most)
+        for position in (zeros(most - 1), zeros(most).int(), zeros(1, most), zeros(2 * most)[::2]):
+            with pytest.raises(LayerError, match="position cannot hold the marks"):
+                rig.manager.captured_windows(slots, position=position)
+        position = zeros(most + 1)
+        windows = rig.manager.captured_windows(slots, position=position)
+        assert position.tolist() == [-1] * (most + 1)
+        assert windows.position.data_ptr() == position.data_ptr()
 
-    def test_only_where_rows_wait(self, kit: Kit) -> None:
-        """Under undo a captured forward has written by itself."""
-        rig = kit.rig("undo", SIMPLE)
-        batch = rig.batch()
-        rows, _ = hold(rig, batch)
-        with pytest.raises(ConfigError, match="captured"):
-            rig.manager.window(batch.draft_len, rig.slots(batch), batch.settled, captured=rows)
+    @pytest.mark.parametrize("policy", ["undo", "direct"])
+    def test_only_where_rows_wait(self, kit: Kit, policy: str) -> None:
+        """Rows are given under ``deferred`` alone: else the forward writes them to the caches."""
+        rows = CapturedForward(kit.rig("deferred", SIMPLE), HELD).windows.rows
+        rig = kit.rig(policy, SIMPLE)
+        slots = torch.full((1, 9), -1, dtype=torch.int64, device=rig.device)
+        with pytest.raises(ConfigError, match=f"captured rows do not go with policy '{policy}'"):
+            rig.manager.captured_windows(slots, rows)
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_sampled_ids_say_the_same_as_counts(self, kit: Kit, policy: str, shape: str) -> None:
-        """Whoever counts them: the manager, the kernel, or the graph."""
+        """Ids and counts leave the same bytes, whether manager, kernel or graph counts them."""
         rig = kit.rig(policy)
         for _ in range(3):
             batch = rig.batch(SHAPES[shape])
@@ -135,7 +130,7 @@ class CapturedWindows(KitBase):
             rig.check(f"ids that mean {counts}")
 
     def test_ids_beyond_the_vocabulary_count_as_nothing(self, kit: Kit) -> None:
-        """As samplers mark them."""
+        """Ids at or above the vocabulary size count as no token."""
         rig = kit.rig("deferred", SIMPLE)
         batch = rig.batch(((1,), (3,)))
         ids = torch.tensor([[3, 99, 100, -7]], dtype=torch.int32).to(rig.device)
@@ -147,7 +142,7 @@ class CapturedWindows(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_refusals_are_counted(self, kit: Kit, policy: str) -> None:
-        """A commit that the device refuses is labelled COMMITTED; the counter says it was not."""
+        """A commit that the device refuses is COMMITTED for the host, and counted as refused."""
         kit.need_cuda()
         rig = kit.rig(policy, SIMPLE)
         for wild in (0, 10**9, 0):

@@ -16,7 +16,7 @@ class Counts(KitBase):
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", POLICIES)
     def test_per_window(self, kit: Kit, policy: str, shape: str) -> None:
-        """Draft rows that have a slot in any group; padding and settled rows do not count."""
+        """Draft rows with a slot in any group count; padding and settled rows do not."""
         rig = kit.rig(policy)
         total = (0, 0, 0)
         for padding in (0.0, 0.6):
@@ -26,7 +26,7 @@ class Counts(KitBase):
             staged, committed = batch.count(batch.kept(counts), list(batch.slots))
             added = (staged, committed, staged - committed)
             total = tuple(a + b for a, b in zip(total, added, strict=True))  # type: ignore[assignment]
-            assert rig.rows() == total
+            rig.check_rows(total)
         assert rig.manager.snapshot()["kvtxn_windows_total_committed"] == 2
 
     @pytest.mark.parametrize("policy", POLICIES)
@@ -38,7 +38,7 @@ class Counts(KitBase):
             rig.stage(window, batch, [0])
             window.abort()
         staged, _ = batch.count([False] * batch.num_rows, list(batch.slots))
-        assert rig.rows() == (staged, 0, staged)
+        rig.check_rows((staged, 0, staged))
         assert rig.manager.snapshot()["kvtxn_windows_total_aborted"] == 1
 
     @pytest.mark.parametrize("known", range(5))
@@ -56,11 +56,11 @@ class Counts(KitBase):
             window.abort()
         mapped = [specs[index].group for index in order]
         staged, _ = batch.count([False] * batch.num_rows, mapped)
-        assert rig.rows() == (staged, 0, staged)
+        rig.check_rows((staged, 0, staged))
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_bytes_follow_from_rows(self, kit: Kit, policy: str) -> None:
-        """Written and avoided bytes are the rows' own, per group, in any order of groups."""
+        """Bytes written and avoided follow from each group's rows, in any order of groups."""
         specs = [LayerSpec(group="a"), LayerSpec(group="b", heads=3), LayerSpec("latent")]
         rig = kit.rig(policy, specs)
         batch = rig.batch(((1, 1), (4, 3)), padding=0.4)

@@ -14,7 +14,7 @@ from .rig import Rig
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Any operation that waits for the device raises (torch's sync debug mode)."""
+    """Raise at any operation that waits for the device (torch's sync debug mode)."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -25,7 +25,7 @@ def no_host_sync() -> Iterator[None]:
 
 
 def window_without_sync(rig: Rig, attend: bool) -> None:
-    """A warm-up window, then others, one without rows, under sync debug mode; all compared."""
+    """Run a warm-up window, then others under sync debug mode, one without rows; compare all."""
     _whole_window(rig, ((1, 1), (3, 2)), attend, nullcontext())
     for shape in (((1, 1, 1), (4, 2, 1)), ((0,), (0,))):
         _whole_window(rig, shape, attend, no_host_sync())
@@ -38,7 +38,7 @@ def _whole_window(
     attend: bool,
     watch: AbstractContextManager[None],
 ) -> None:
-    """Begin, stage, attend and commit inside ``watch``; everything it needs is made before."""
+    """Begin, stage, attend and commit inside ``watch``; its tensors are made before."""
     batch = rig.batch(shape)
     requests = len(batch.settled)
     slots, counts = rig.slots(batch), rig.accepted(batch.draft_len) - 1
@@ -77,11 +77,11 @@ def replayed_commit(rig: Rig) -> None:
 
 
 class Device(KitBase):
-    """Nothing waits from begin to the end of commit."""
+    """The host never waits for the device from begin to the end of commit."""
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_no_host_sync(self, kit: Kit, policy: str) -> None:
-        """Checked by torch's sync debug mode, with a layout that was never seen before."""
+        """A window with a new layout passes torch's sync debug mode."""
         kit.need_cuda()
         if not kit.capabilities.no_host_sync:
             pytest.skip(f"{kit.name} declares that it waits for the device")

@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import (
-    CapacityError,
-    KVTxnError,
-    LayerError,
-    SlotMappingError,
-    WindowStateError,
-)
+from ..errors import CapacityError, KVTxnError, LayerError, SlotMappingError, WindowStateError
 from ..states import WindowState
 from ..window import Window
 from .batches import Batch
@@ -37,7 +31,7 @@ class Discipline(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_padding_anywhere(self, kit: Kit, policy: str) -> None:
-        """First, last, settled, draft: -1 is neither slot 0 nor the last one."""
+        """Padding may be the first, last, a settled or a draft row; -1 is no slot of the cache."""
         rig = kit.rig(policy, [LayerSpec(), LayerSpec("latent"), LayerSpec("offsets")])
         last = rig.caches[0].num_slots - 1
         for pattern in itertools.product([True, False], repeat=4):
@@ -50,7 +44,7 @@ class Discipline(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_padding_beside_the_edge_slots(self, kit: Kit, policy: str) -> None:
-        """Slot 0 and the last one are real rows here: padding must not win over them."""
+        """Slot 0 and the last slot have real rows: padding must not overwrite them."""
         rig = kit.rig(policy, SIMPLE)
         last = rig.caches[0].num_slots - 1
         for order in itertools.permutations([0, last, -1, -1]):
@@ -63,7 +57,7 @@ class Discipline(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_nothing_but_padding(self, kit: Kit, policy: str) -> None:
-        """A warm-up window: it runs to its end and leaves no trace, in no counter either."""
+        """A window of padding alone runs to its end, and changes no byte and no counter of rows."""
         rig = kit.rig(policy)
         for accepted in ([0, 0], [3, 2]):
             rig.run(rig.batch(padding=1.0), accepted)
@@ -85,7 +79,7 @@ class Discipline(KitBase):
     @pytest.mark.parametrize("kind", ["int64", "int32", "list"])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_slots_given_late(self, kit: Kit, policy: str, kind: str) -> None:
-        """With the first layer of each group, in any order; repeated, or left out later."""
+        """Slots may come with the first layer of a group, in any order, and be repeated later."""
         rig = kit.rig(policy, [*ORDERED, *ORDERED])
         for order, draft_len in itertools.product([(0, 1, 2, 3), (3, 0, 1, 2)], _SAME_LENGTHS):
             batch = rig.batch(((1, 1), (2, 2)))
@@ -104,7 +98,7 @@ class Discipline(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_the_slots_are_copied(self, kit: Kit, policy: str) -> None:
-        """An engine refills its slot buffer for the next step before this one is committed."""
+        """The caller may refill its slot buffer for the next step before commit."""
         rig = kit.rig(policy, SIMPLE)
         batch = rig.batch()
         slots = rig.slots(batch)["default"]
@@ -148,7 +142,7 @@ class Discipline(KitBase):
     @pytest.mark.parametrize("end", ["commit", "abort"])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_staged_tensors_are_let_go(self, kit: Kit, policy: str, end: str) -> None:
-        """Once a window has ended, nobody but the caller keeps its tensors in memory."""
+        """Once a window has ended, only the caller keeps its tensors in memory."""
         rig = kit.rig(policy, SIMPLE)
         for _ in range(2):  # a window like the one before may go another way
             batch = rig.batch()
@@ -164,7 +158,7 @@ class Discipline(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_misuse_changes_nothing(self, kit: Kit, policy: str) -> None:
-        """Each refused call raises the error of its cause; the window goes on as if unasked."""
+        """Each refused call raises the error of its cause, and the window goes on unchanged."""
         rig = kit.rig(policy, ORDERED)
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -222,7 +216,7 @@ def _as(kind: str, rig: Rig, slots: list[int]) -> Any:
 def _misuses(
     rig: Rig, window: Window, batch: Batch
 ) -> dict[str, tuple[type[KVTxnError], Callable[[], object]]]:
-    """Calls that a window with one of two layers staged must refuse, and how."""
+    """List calls that a window with one of two layers staged must refuse, with their errors."""
     second = rig.refs[1]
     key, value = batch.tensors[second.name]
     other = torch.flip(rig.slots(batch)[second.group], [0]) * 0 - 1

@@ -1,4 +1,4 @@
-"""Promises 1 and 9: the caches hold exactly the kept rows, whoever moved the bytes."""
+"""Promises 1 and 9: the caches hold exactly the kept rows, under every executor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .kit import POLICIES, Kit, KitBase
 from .number_formats import FORMATS
 from .rig import VARIED, Rig
 
-#: Ways to say how many drafts were accepted, given one count per request.
+#: Forms of acceptance, each made from one count per request.
 FORMS: Final[dict[str, Callable[[list[int], Batch], Any]]] = {
     "list": lambda counts, batch: counts,
     "tuple": lambda counts, batch: tuple(counts),
@@ -36,7 +36,7 @@ EXTREMES: Final[dict[str, Callable[[Batch, Rig], list[int]]]] = {
 
 
 class Exactness(KitBase):
-    """After commit, every byte of every cache is what replaying the kept rows leaves."""
+    """After commit, every byte of every cache equals a replay of the kept rows alone."""
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("fmt", FORMATS)
@@ -53,7 +53,7 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", POLICIES)
     def test_every_shape(self, kit: Kit, policy: str, shape: str, accepting: str) -> None:
-        """Uneven, empty and settled-only requests; layers and groups with nothing in common."""
+        """Uneven, empty and settled-only requests, over layers and groups of different kinds."""
         rig = kit.rig(policy)
         for _ in range(2):  # the second window finds buffers that the first one used
             batch = rig.batch(SHAPES[shape])
@@ -69,7 +69,7 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("drafts", [1, 2, 5])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_rows_side_by_side(self, kit: Kit, policy: str, drafts: int) -> None:
-        """Slots that follow each other, as engines deal them out: a slice of a cache is no copy."""
+        """Slots may follow each other, as engines deal them out."""
         rig = kit.rig(policy)
         for settled, start in ((0, 0), (1, 1), (0, 6)):
             batch = rig.batch(((settled,), (drafts,)), padding=0.0)
@@ -86,7 +86,7 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_sizes_from_one_to_odd(self, kit: Kit, policy: str) -> None:
-        """One block, one head, one element; widths that no vector load divides."""
+        """Caches of one block, one head, one element, and of odd widths are exact."""
         specs = [
             LayerSpec(heads=1, size=1, block_size=1, num_blocks=20, group="a"),
             LayerSpec(heads=7, size=33, block_size=20, num_blocks=1, group="b"),
@@ -100,7 +100,7 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_chain_of_windows(self, kit: Kit, policy: str) -> None:
-        """Windows that come back to the slots of earlier ones, accepted, rejected, aborted."""
+        """Windows may use the slots of earlier windows, accepted, rejected or aborted."""
         rig = kit.rig(policy, seed=5)
         shapes = list(SHAPES.values())
         for step in range(12):
@@ -134,7 +134,7 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_masks_that_are_no_prefix(self, kit: Kit, policy: str, on_device: bool) -> None:
-        """A tree of drafts keeps any rows; what a mask says of settled rows is ignored."""
+        """A mask may keep any draft rows; its elements for settled rows are ignored."""
         rig = kit.rig(policy)
         for _ in range(3):
             batch = rig.batch(((1, 2, 1), (5, 0, 6)))
@@ -149,7 +149,7 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_device_counts_out_of_range(self, kit: Kit, policy: str) -> None:
-        """Counts that only the device knows clamp to the drafts there are."""
+        """Counts on the device are clamped to the number of drafts."""
         counts, clamped = [-7, 99, 2**40], [0, 2, 4]
         host = kit.device.type == "cpu"  # where commit itself refuses them
         rig = kit.rig(policy, executor=_handed(kit.executor, counts) if host else None)
@@ -158,7 +158,7 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_device_slots_out_of_range(self, kit: Kit, policy: str) -> None:
-        """A slot that only the device knows to be outside its cache: nothing is written."""
+        """If a slot on the device is outside its cache, no row is written."""
         kit.need_cuda()
         for bad in (-2, 10**6, -(2**33), 2**33):
             rig = kit.rig(policy)
@@ -170,7 +170,7 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("bad", [-2, 10**6])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_commit_that_the_device_refuses(self, kit: Kit, policy: str, bad: int) -> None:
-        """It writes nothing and puts nothing back, in any layer, and counts every row rejected."""
+        """A refused commit writes and restores no row in any layer, and rejects every draft."""
         rig = kit.rig(policy, executor=_off_range(kit.executor, bad))
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -202,7 +202,7 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_latent_in_two_halves(self, kit: Kit, policy: str) -> None:
-        """Code for latent attention has the latent in two tensors; together they are one row."""
+        """A latent may be staged as two tensors, which together are one row."""
         rig = kit.rig(policy, [LayerSpec("latent", size=9), LayerSpec("latent-gapped", size=4)])
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -215,13 +215,13 @@ class Exactness(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_debug_finds_nothing(self, kit: Kit, policy: str) -> None:
-        """The library's own check of each commit agrees."""
+        """Debug mode, the library's own check of each commit, finds no difference."""
         rig = kit.rig(policy, debug=True)
         _commit(rig, rig.batch(SHAPES["uneven"]))
 
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_rows_written_by_the_caller(self, kit: Kit, policy: str) -> None:
-        """An engine that writes its rows itself: the window only takes rejected ones back."""
+        """If the caller writes rows itself, the window only takes rejected ones back."""
         rig = kit.rig(policy)
         batch = rig.batch(((1, 2), (4, 3)))
         slots = rig.slots(batch)
@@ -268,7 +268,7 @@ class Exactness(KitBase):
 
 
 def _handed(executor: type[Executor], counts: list[int]) -> type[Executor]:
-    """The same executor, whose commits get these counts, as from a device."""
+    """Make the same executor, whose commits are given these counts, as from a device."""
 
     def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
         executor.commit(self, txn, torch.tensor(counts).to(accepted.device))
@@ -277,7 +277,7 @@ def _handed(executor: type[Executor], counts: list[int]) -> type[Executor]:
 
 
 def _off_range(executor: type[Executor], bad: int) -> type[Executor]:
-    """The same executor, whose commits meet a slot outside its cache, as from a device."""
+    """Make the same executor, whose commits meet a slot outside its cache, as from a device."""
 
     def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
         if executor.capabilities.checks_range:
@@ -297,7 +297,7 @@ def _commit(
     counts: Sequence[int] | None = None,
     given: Any = None,
 ) -> None:
-    """Run a window, accept ``counts`` drafts (said as ``given``), and compare everything."""
+    """Run a window, accept ``counts`` drafts (passed as ``given``), and compare everything."""
     counts = random_counts(batch, rig.rng) if counts is None else counts
     with rig.open(batch) as window:
         rig.stage(window, batch)
@@ -314,7 +314,7 @@ def _write_as_an_engine(rig: Rig, batch: Batch) -> None:
 
 
 def _commit_far_out(kit: Kit, policy: str, spec: LayerSpec, blocks: int) -> None:
-    """One window at the end of one huge cache; compared on the device, as integers."""
+    """Run one window at the end of a huge cache; compare on the device, as integers."""
     from ..config import TxnConfig
     from ..layers import LayerRef
     from ..manager import TransactionManager

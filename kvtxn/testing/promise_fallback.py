@@ -1,4 +1,4 @@
-"""Promise 7: whatever fails, wherever, the accepted rows end up in the cache."""
+"""Promise 7: whichever call of the executor fails, the accepted rows end up in the cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CALLS: Final = {
     "attend": (1,),
 }
 
-#: Every method, failing at every moment, at the calls it gets.
+#: Faults: every method, at every moment, at each of its calls.
 FAULTS: Final = [(at, when, nth) for at in OPERATIONS for when in MOMENTS for nth in _CALLS[at]]
 
 _named = pytest.mark.parametrize(
@@ -35,14 +35,14 @@ _named = pytest.mark.parametrize(
 
 
 class Fallback(KitBase):
-    """An executor may fail at any point; a token never does."""
+    """No failure of an executor loses an accepted row."""
 
     @_named
     @pytest.mark.parametrize("policy", POLICIES)
     def test_nothing_accepted_is_lost(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """on_error="fallback": nothing is raised, accepted and settled rows are in the caches."""
+        """on_error="fallback": no error surfaces; accepted and settled rows are in the caches."""
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         batch = rig.batch(((1, 2, 0), (3, 0, 4)))
         counts = [2, 0, 1]
@@ -71,7 +71,7 @@ class Fallback(KitBase):
     def test_an_error_surfaces_after_restoring(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """on_error="raise": the executor's own error comes out, and no draft is in the caches."""
+        """on_error="raise": the executor's own error surfaces, and no draft is in the caches."""
         rig, faults = kit.faulty_rig(policy, on_error="raise")
         batch = rig.batch(((1, 2, 0), (3, 0, 4)))
         faults.arm(at, when, nth)
@@ -94,7 +94,7 @@ class Fallback(KitBase):
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_the_next_window_is_sound(self, kit: Kit, policy: str, on_error: str) -> None:
-        """A window that failed leaves nothing behind for the one after it."""
+        """A window that failed does not affect the next one."""
         rig, faults = kit.faulty_rig(policy, on_error=on_error)
         for at in OPERATIONS:
             faults.arm(at, "middle")
@@ -112,7 +112,7 @@ class Fallback(KitBase):
     @pytest.mark.parametrize("layer", range(len(VARIED)))
     @pytest.mark.parametrize("policy", POLICIES)
     def test_abort_after_a_fallback(self, kit: Kit, policy: str, layer: int) -> None:
-        """Settled rows are kept, other slots untouched, and the label claims no more."""
+        """Settled rows are kept, other slots untouched, and the state is FELL_BACK."""
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -129,7 +129,7 @@ class Fallback(KitBase):
     def test_the_exception_of_the_body_wins_over_a_failing_abort(
         self, kit: Kit, policy: str
     ) -> None:
-        """What the executor had to say is attached as a note."""
+        """The body's exception surfaces, with the executor's error attached as a note."""
         rig, faults = kit.faulty_rig(policy, on_error="raise")
         batch = rig.batch()
         faults.arm("restore", "middle")
@@ -143,7 +143,7 @@ class Fallback(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_an_interrupt_claims_nothing(self, kit: Kit, policy: str) -> None:
-        """A commit cut off half-way by what is no error ends in FAILED, and comes through."""
+        """A commit that is interrupted half-way ends in FAILED, and the interrupt surfaces."""
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         faults.error = KeyboardInterrupt
         faults.arm("commit", "middle")
@@ -158,7 +158,7 @@ class Fallback(KitBase):
 
 
 def _drive(rig: Rig, batch: Batch, counts: Sequence[int] | None) -> Window:
-    """A whole window with one look at it; committed, or aborted where ``counts`` is None."""
+    """Run a whole window with one attention; commit ``counts``, or abort if None."""
     window = rig.open(batch)
     rig.stage(window, batch)
     if rig.manager.executor.capabilities.attention:
@@ -175,7 +175,7 @@ def _drive(rig: Rig, batch: Batch, counts: Sequence[int] | None) -> Window:
 def either(
     rig: Rig, batch: Batch, mask: Sequence[bool] | None = None, layers: int | None = None
 ) -> None:
-    """Let the oracle accept, word by word, what was there before or what was staged."""
+    """Let the oracle accept the old or the staged word, for each word of the rows."""
     for cache in rig.caches[:layers]:
         slots = batch.slots[cache.spec.group]
         for number, row in enumerate(batch.rows[cache.name]):

@@ -1,4 +1,4 @@
-"""Rings and states over many windows: they hold what the accepted tokens alone would leave."""
+"""Rings and states over many windows: their content follows from the accepted tokens alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .promise_overwriting import need_kinds
 
 _REQUESTS: Final = 2
 
-#: Settled and draft tokens of each request, and how many are accepted.
+#: Settled and draft tokens of each request, and the number accepted.
 _TOKENS: Final = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 6))
 
 _STEPS: Final = st.lists(
@@ -51,7 +51,7 @@ _PASTS: Final[dict[str, Callable[[int], tuple[int, ...]]]] = {
 
 
 def _layers(policy: str, ring_size: int, fmt: str) -> list[LayerSpec]:
-    """Rings, paged rows and, where they can be, states; rings with room for all rows in undo."""
+    """Describe rings, paged rows and, if deferred, states; undo has rings with room for all."""
     size = ring_size if policy == "deferred" else ring_size + 9
     rows = LayerSpec(fmt=FORMATS[fmt], group="rows", heads=1, size=2, num_blocks=40)
     ring = attrs.evolve(
@@ -74,7 +74,7 @@ def _layers(policy: str, ring_size: int, fmt: str) -> list[LayerSpec]:
 
 
 class LongRuns(KitBase):
-    """Window after window, with laps, aborts, faults and requests that come and go."""
+    """Many windows in a row, with laps, aborts, faults and requests that come and go."""
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_random_histories(
@@ -113,7 +113,7 @@ class LongRuns(KitBase):
         extra: int,
         past: str,
     ) -> None:
-        """Equal to attention over all tokens there ever were, laps within the window included."""
+        """Attention to a ring equals attention over all tokens so far, laps included."""
         kit.need_attention()
         need_kinds(kit, "ring")
         shape = ((extra + 1, 1 if extra else 0), (0, 2 * window + 3 if extra < 5 else 3))
@@ -125,7 +125,7 @@ class LongRuns(KitBase):
             _attend(kit, policy, spec, shape, _PASTS[past](size), attention_tolerance)
 
     def test_attention_after_a_fallback(self, kit: Kit, attention_tolerance: float) -> None:
-        """Drafts still wait outside the ring, so that what the queries see was not evicted."""
+        """After a fallback drafts still wait outside the ring, so no visible row is evicted."""
         kit.need_attention()
         need_kinds(kit, "ring")
         spec = LayerSpec("plain", FORMATS["fp32"], kind="ring", ring_size=4, num_blocks=4)
@@ -135,7 +135,7 @@ class LongRuns(KitBase):
 
 
 def _serve(kit: Kit, policy: str, specs: list[LayerSpec], steps: list[Any], seed: int) -> None:
-    """Drive windows as ``steps`` say, and look after each."""
+    """Run windows as ``steps`` says, and compare after each."""
     rig, faults = kit.faulty_rig(policy, specs, seed=seed, on_error="fallback")
     histories = Histories(rig, _REQUESTS)
     for tokens, outcome, fault in steps:

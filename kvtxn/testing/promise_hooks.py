@@ -1,4 +1,4 @@
-"""Nothing leaves before commit: what an offload connector sees through the hooks."""
+"""No row leaves before commit: the view of an offload connector through the hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ..hooks import EndedWindow
-from ..rows import read
+from ..row_io import read
 from ..states import WindowState
 from .batches import SHAPES, Batch, random_counts
 from .faults import OPERATIONS
@@ -19,14 +19,14 @@ from .rig import Rig
 
 
 class Offloader:
-    """A connector that copies every durable row, on the stream, as soon as it is told of it.
+    """A connector that copies every durable row on the stream, as soon as a hook names it.
 
     Args:
-        rig: the manager whose hooks it registers with.
+        rig: the manager with which it registers its hooks.
 
     Attributes:
-        committed: numbers of the windows whose commit it was told of.
-        aborted: likewise, aborts.
+        committed: numbers of the windows for which ``on_commit`` was called.
+        aborted: numbers of the windows for which ``on_abort`` was called.
     """
 
     def __init__(self, rig: Rig) -> None:
@@ -38,7 +38,7 @@ class Offloader:
         rig.manager.on_abort(lambda window: self.aborted.append(window.number))
 
     def store(self, window: EndedWindow) -> None:
-        """Copy what is durable, as it is in the caches now."""
+        """Copy the durable rows from the caches."""
         self.committed.append(window.number)
         for ref in self._rig.refs:
             slots = window.stored(ref.group)
@@ -46,13 +46,13 @@ class Offloader:
             words = [
                 (
                     part.view(torch.uint8) if plane.is_scale else part
-                ).tolist()  # as they are compared
+                ).tolist()  # as integers, like the oracle's words
                 for plane, part in zip(ref.planes, parts, strict=True)
             ]
             self._copies.append((ref.name, slots.tolist(), words))
 
     def seen(self) -> dict[tuple[str, int], Row]:
-        """By layer and slot, the row that it copied last; empties the store."""
+        """Return, by layer and slot, the row that was copied last; then empty the store."""
         store = {
             (layer, slot): [plane[row] for plane in planes]
             for layer, slots, planes in self._copies
@@ -64,7 +64,7 @@ class Offloader:
 
 
 def durable(rig: Rig, batch: Batch, kept: Sequence[bool]) -> dict[tuple[str, int], Row]:
-    """What an offloader must have seen of a committed window, and nothing else."""
+    """Return the rows that an offloader must have copied of a committed window."""
     return {
         (cache.name, slot): batch.rows[cache.name][row]
         for cache in rig.caches
@@ -74,12 +74,12 @@ def durable(rig: Rig, batch: Batch, kept: Sequence[bool]) -> dict[tuple[str, int
 
 
 class Hooks(KitBase):
-    """A connector that stores what it is told of stores accepted rows, whatever happens."""
+    """A connector that copies rows in hooks copies accepted rows only, failures included."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", POLICIES)
     def test_an_offloader_sees_accepted_rows_only(self, kit: Kit, policy: str, shape: str) -> None:
-        """Exactly the settled and accepted rows, with the bytes that were staged."""
+        """The offloader copies exactly the settled and accepted rows, with the staged bytes."""
         rig = kit.rig(policy)
         offloader = Offloader(rig)
         for _ in range(3):
@@ -92,7 +92,7 @@ class Hooks(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_it_is_told_of_nothing_before_commit(self, kit: Kit, policy: str) -> None:
-        """Neither at begin nor by staging; and of an abort, that it was one."""
+        """No hook is called at begin or at staging; an abort calls ``on_abort`` alone."""
         rig = kit.rig(policy)
         offloader = Offloader(rig)
         for end in ("commit", "abort"):
@@ -112,7 +112,7 @@ class Hooks(KitBase):
     @pytest.mark.parametrize("at", OPERATIONS)
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_fallback_tells_of_accepted_rows_only(self, kit: Kit, policy: str, at: str) -> None:
-        """Rejected rows may be in the cache then, as in stock; a connector still skips them."""
+        """The hook names accepted rows only, though rejected rows may be in the cache."""
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         offloader = Offloader(rig)
         for when in ("before", "middle", "after"):
@@ -128,8 +128,8 @@ class Hooks(KitBase):
         assert offloader.committed == [0, 1, 2]
 
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_device_slots_out_of_range(self, kit: Kit, policy: str) -> None:
-        """Where only the device knows that nothing was written, the hook is told so there."""
+    def test_hooks_of_a_commit_that_the_device_refuses(self, kit: Kit, policy: str) -> None:
+        """If the device refuses a commit, the hook's tensors say so, on the device."""
         kit.need_cuda()
         rig = kit.rig(policy)
         offloader = Offloader(rig)
@@ -140,7 +140,7 @@ class Hooks(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_hooks_do_not_wait(self, kit: Kit, policy: str) -> None:
-        """What a hook is told is made without a host sync."""
+        """Calling a hook costs no host sync."""
         kit.need_cuda()
         if not kit.capabilities.no_host_sync:
             pytest.skip(f"{kit.name} declares that it waits for the device")

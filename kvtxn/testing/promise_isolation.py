@@ -1,4 +1,4 @@
-"""Promises 2 and 3: all or nothing, and no draft in the cache before its time."""
+"""Promises 2 and 3: all or nothing, and no draft in the cache before commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .batches import SHAPES, Batch
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
 from .rig import SIMPLE, VARIED, Rig
 
-#: What commit must refuse for two requests with 3 and 2 drafts, seven rows in all.
+#: Acceptances that commit must refuse for two requests with 3 and 2 drafts, 7 rows in all.
 REFUSED: Final[dict[str, Callable[[], Any]]] = {
     "too-many": lambda: [4, 0],
     "too-many-for-all": lambda: 3,
@@ -36,12 +36,12 @@ REFUSED: Final[dict[str, Callable[[], Any]]] = {
 
 
 class AllOrNothing(KitBase):
-    """A commit that may not happen writes nothing; an abort leaves the caches as they were."""
+    """A refused commit writes nothing; an abort leaves the caches as before the window."""
 
     @pytest.mark.parametrize("missing", range(len(VARIED)))
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_layer_is_missing(self, kit: Kit, policy: str, missing: int) -> None:
-        """Commit is refused and nothing written; the layer may still come, and commit pass."""
+        """Commit is refused and writes nothing; once the layer is staged, commit passes."""
         rig = kit.rig(policy)
         batch = rig.batch()
         others = [index for index in range(len(rig.refs)) if index != missing]
@@ -61,7 +61,7 @@ class AllOrNothing(KitBase):
     @pytest.mark.parametrize("wrong", REFUSED)
     @pytest.mark.parametrize("policy", POLICIES)
     def test_acceptance_that_does_not_fit(self, kit: Kit, policy: str, wrong: str) -> None:
-        """It is refused, nothing changes, and the right one is accepted afterwards."""
+        """A wrong acceptance is refused and changes nothing; the right one passes afterwards."""
         rig = kit.rig(policy, SIMPLE)
         batch = rig.batch(((1, 1), (3, 2)))
         with rig.open(batch) as window:
@@ -78,7 +78,7 @@ class AllOrNothing(KitBase):
     @pytest.mark.parametrize("staged", range(len(VARIED) + 1))
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_abort_at_any_point(self, kit: Kit, policy: str, staged: int) -> None:
-        """After so many layers: drafts are gone without a trace, settled rows stay."""
+        """After any number of layers an abort removes all drafts and keeps settled rows."""
         rig = kit.rig(policy)
         for shape in SHAPES.values():
             batch = rig.batch(shape)
@@ -91,7 +91,7 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_abort_before_all_slots_are_known(self, kit: Kit, policy: str) -> None:
-        """Slots of no group, of one, of some: what was never mapped is never touched."""
+        """An abort before all groups have slots does not touch groups without slots."""
         specs = [*SIMPLE[:1], *VARIED[2:3], *_in_groups("third", "fourth")]
         rig = kit.rig(policy, specs)
         for known in range(len(specs) + 1):
@@ -107,7 +107,7 @@ class AllOrNothing(KitBase):
     @pytest.mark.parametrize("staged", [0, 2, len(VARIED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_the_exception_of_the_body_wins(self, kit: Kit, policy: str, staged: int) -> None:
-        """Leaving the block by an exception aborts, and the same exception comes out."""
+        """Leaving the block by an exception aborts, and the same exception surfaces."""
         rig = kit.rig(policy)
         batch = rig.batch()
         ours, window = KeyError("from the body"), rig.open(batch)
@@ -121,7 +121,7 @@ class AllOrNothing(KitBase):
     @pytest.mark.parametrize("staged", [0, len(VARIED)])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_block_without_a_verdict(self, kit: Kit, policy: str, staged: int) -> None:
-        """Leaving the block without commit or abort aborts, and says so."""
+        """Leaving the block without commit or abort aborts, and raises UnresolvedWindowError."""
         rig = kit.rig(policy)
         batch = rig.batch()
         with pytest.raises(UnresolvedWindowError), rig.open(batch) as window:
@@ -133,7 +133,7 @@ class AllOrNothing(KitBase):
 
     @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
     def test_a_staged_tensor_was_modified(self, kit: Kit, part: int) -> None:
-        """What is held by reference and written to meanwhile is noticed, and nothing committed."""
+        """A write to a tensor held by reference is noticed, and the commit refused."""
         rig = kit.rig("deferred", SIMPLE, staging="auto")
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -148,7 +148,7 @@ class AllOrNothing(KitBase):
         rig.check("aborted afterwards")
 
     def test_a_copied_tensor_may_be_modified(self, kit: Kit) -> None:
-        """With staging='copy' the caller may use its buffers again at once."""
+        """With staging='copy' the caller may overwrite its buffers at once."""
         rig = kit.rig("deferred", SIMPLE, staging="copy")
         batch = rig.batch()
         with rig.open(batch) as window:
@@ -162,11 +162,11 @@ class AllOrNothing(KitBase):
 
 
 class Isolation(KitBase):
-    """Under deferred, drafts are nowhere before commit, and settled rows at once."""
+    """Under deferred, no draft is in a cache before commit; settled rows are, at once."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_only_settled_rows_are_written_by_staging(self, kit: Kit, shape: str) -> None:
-        """Looked at after every single call."""
+        """After every single call, the caches hold settled rows and no draft."""
         rig = kit.rig("deferred")
         batch = rig.batch(SHAPES[shape])
         with rig.open(batch) as window:
@@ -182,7 +182,7 @@ class Isolation(KitBase):
     @pytest.mark.parametrize("end", ["commit", "abort"])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_settled_rows_are_outside_commit(self, kit: Kit, policy: str, end: str) -> None:
-        """What lies in their slots by then, whoever wrote it, is left alone."""
+        """Commit and abort do not touch the slots of settled rows, even if others wrote them."""
         rig, shape = kit.rig(policy), SHAPES["many-settled"]
         batch = rig.batch(shape)
         later = attrs.evolve(rig.batch(shape), slots=batch.slots)
@@ -200,7 +200,7 @@ class Isolation(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_two_managers(self, kit: Kit, policy: str) -> None:
-        """Windows of a process's managers, open at once, have nothing in common."""
+        """Windows of two managers may be open at once, and do not affect each other."""
         rigs = [kit.rig(policy, seed=seed) for seed in (1, 2)]
         for ends in itertools.product(["commit", "abort"], repeat=2):
             batches = [rig.batch() for rig in rigs]
@@ -217,7 +217,7 @@ class Isolation(KitBase):
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_written_through_at_once(self, kit: Kit, policy: str, shape: str) -> None:
-        """The other policies let every reader of the cache see the rows from staging on."""
+        """Under ``undo`` and ``direct`` all rows are in the caches as soon as they are staged."""
         rig = kit.rig(policy)
         batch = rig.batch(SHAPES[shape])
         with rig.open(batch) as window:
@@ -232,7 +232,7 @@ class Isolation(KitBase):
 
 
 def leave_by(error: Exception, rig: Rig, window: Window, batch: Batch, staged: int) -> None:
-    """Stage some layers in a block, and leave it by an exception."""
+    """Stage some layers in a ``with`` block, and leave it by an exception."""
     with window:
         rig.stage(window, batch, range(staged))
         raise error

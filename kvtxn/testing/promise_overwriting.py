@@ -1,7 +1,7 @@
-"""Every promise again, for rings and states: where a write evicts what no counter brings back.
+"""Every promise again for rings and states, where a write evicts a row that no counter restores.
 
-The replay oracle writes row after row, so that what it holds is by itself what the last
-kept row of a slot left; laps of a ring and states that replace each other need no rule here.
+The replay oracle writes row after row, so a slot of the oracle holds its last kept row
+by itself; laps of a ring and states that replace each other need no rule of their own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PERMUTED: Final = LayerSpec(
 #: Paged rows, rings that are lapped, and states, in one transaction.
 MIXED: Final = (_ROWS, _RING, _STATE, _LATENT_RING, _PERMUTED)
 
-#: What ``undo`` can take back: rings with a slot for every row of a request.
+#: Layers that ``undo`` can take back: rings with a slot for every row of a request.
 UNDONE: Final = (
     _ROWS,
     attrs.evolve(_RING, ring_size=9, num_blocks=12),
@@ -61,7 +61,7 @@ SHAPES: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
 }
 
 
-#: Policy, method, moment and call at which an executor fails: all that there are.
+#: All faults: policy, method, moment and call at which an executor fails.
 _FAULTS: Final = [
     (policy, at, when, nth)
     for policy, at, calls in (
@@ -82,18 +82,18 @@ _failing = pytest.mark.parametrize(
 
 
 def specs_for(policy: str) -> Sequence[LayerSpec]:
-    """Layers that a policy can hold."""
+    """Return layers that a policy can hold."""
     return UNDONE if policy == "undo" else MIXED
 
 
 class Overwriting(KitBase):
-    """Exactness, isolation, all or nothing, fallbacks and counts where writes evict."""
+    """Exactness, isolation, all or nothing, fallbacks and counts for rings and states."""
 
     @pytest.mark.parametrize("accepting", ["none", "some", "all", "mask"])
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_rings_and_states(self, kit: Kit, policy: str, shape: str, accepting: str) -> None:
-        """After staging, and after commit: of the rows of a slot the last kept one is in it."""
+        """After staging and after commit, a slot holds its last kept row."""
         rig = _rig(kit, policy)
         for padding in (0.0, 0.3):
             batch = rig.batch(SHAPES[shape], padding=padding)
@@ -148,7 +148,7 @@ class Overwriting(KitBase):
 
     @pytest.mark.parametrize("missing", range(len(MIXED)))
     def test_one_transaction(self, kit: Kit, missing: int) -> None:
-        """With any layer missing, of whatever kind, nothing is committed anywhere."""
+        """If a layer of any kind is missing, no layer is committed."""
         rig = _rig(kit, "deferred")
         batch = rig.batch(SHAPES["settled-laps"])
         others = [index for index in range(len(rig.refs)) if index != missing]
@@ -166,7 +166,7 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("staged", range(len(MIXED) + 1))
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_abort_evicts_nothing(self, kit: Kit, policy: str, staged: int) -> None:
-        """Old rows and states are what they were; settled ones stay."""
+        """An abort leaves old rows and states unchanged, and keeps settled ones."""
         rig = _rig(kit, policy)
         staged = min(staged, len(rig.refs))
         for shape in SHAPES.values():
@@ -181,7 +181,7 @@ class Overwriting(KitBase):
     def test_a_fallback_evicts_nothing(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """What a counter cannot take back is exact even then, committed or aborted."""
+        """Rings and states are exact even after a fallback, committed or aborted."""
         for committed in (True, False):
             rig, faults = _faulty(kit, policy, "fallback")
             batch = rig.batch(SHAPES["laps"])
@@ -208,7 +208,7 @@ class Overwriting(KitBase):
     def test_an_error_leaves_whole_states(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """on_error="raise": no draft anywhere, and no state or live row that is half written."""
+        """on_error="raise": no draft in any cache, and no state or live row half written."""
         rig, faults = _faulty(kit, policy, "raise")
         batch = rig.batch(SHAPES["laps"], padding=0.0)
         faults.arm(at, when, nth)
@@ -233,7 +233,7 @@ class Overwriting(KitBase):
 
     @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_counts_of_rings_and_states(self, kit: Kit, policy: str) -> None:
-        """A row counts once per window; bytes are those of slots, a state's once per request."""
+        """A row counts once per window; bytes count per slot, and a state's once per request."""
         rig = _rig(kit, policy)
         batch = rig.batch(SHAPES["laps"], padding=0.3)
         counts = random_counts(batch, rig.rng)
@@ -259,7 +259,7 @@ class Overwriting(KitBase):
     @pytest.mark.parametrize("staging", ["auto", "copy"])
     @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_the_librarys_own_check(self, kit: Kit, policy: str, staging: str) -> None:
-        """Debug mode finds nothing wrong, in windows that grow; rows may be copies."""
+        """Debug mode finds no difference, in growing windows, by reference or by copy."""
         rig = _rig(kit, policy, debug=True, staging=staging)
         for shape in ("one", "laps", "settled-laps"):
             batch = rig.batch(SHAPES[shape])
@@ -270,7 +270,7 @@ class Overwriting(KitBase):
 
     @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
     def test_no_waiting_for_rings_and_states(self, kit: Kit, policy: str) -> None:
-        """Slots per request are spread, and laps found, on the device."""
+        """States' slots are spread over rows, and laps found, without waiting for the device."""
         kit.need_cuda()
         if not kit.capabilities.no_host_sync:
             pytest.skip(f"{kit.name} declares that it waits for the device")
@@ -286,7 +286,7 @@ class Overwriting(KitBase):
 
     @pytest.mark.parametrize("group", ["ring", "state"])
     def test_device_slots_of_rings_and_states(self, kit: Kit, group: str) -> None:
-        """One that only the device knows to be outside: nothing is written, of any kind."""
+        """If a slot on the device is outside its cache, no layer of any kind is written."""
         kit.need_cuda()
         for bad in (-2, 10**6, 2**33):
             rig = _rig(kit, "deferred")
@@ -296,7 +296,7 @@ class Overwriting(KitBase):
             rig.check(f"slot {bad}")
 
     def test_undo_refuses_what_it_cannot_take_back(self, kit: Kit) -> None:
-        """A ring that is lapped, a state in the middle: said at once, in a sentence."""
+        """A lapped ring and a recurrent state are refused by undo, at once and with a reason."""
         need_kinds(kit, "ring")
         rig = kit.rig("undo", UNDONE)
         with pytest.raises(CapacityError, match="more rows than its ring"):
@@ -320,7 +320,7 @@ class Overwriting(KitBase):
 
 
 def _lap_and_replace(name: str, kit: Kit, specs: Sequence[LayerSpec]) -> None:
-    """Windows with laps; raises where any of them is wrong."""
+    """Run windows with laps; raise if any of them is wrong."""
     commit_two(Rig(name, "deferred", kit.device, specs))
     rig = Rig(name, "deferred", kit.device, specs)
     batch = rig.batch(SHAPES["settled-laps"])
@@ -349,7 +349,7 @@ def _faulty(kit: Kit, policy: str, on_error: str) -> tuple[Rig, Any]:
 
 
 def _adopt_paged(rig: Rig, batch: Batch) -> None:
-    """Plain slots may hold what was there or what was staged, word by word, as in stock."""
+    """Accept old or staged words in paged slots, as after a fallback in stock."""
     for cache in rig.caches:
         if cache.spec.kind == "paged":
             slots = batch.slots[cache.spec.group]

@@ -44,7 +44,7 @@ def _spec(layout: str = "plain", fmt: str = "bf16", **rest: Any) -> LayerSpec:
     return LayerSpec(layout, FORMATS[fmt], **({"block_size": 4, "num_blocks": 20} | rest))
 
 
-#: Every pair for staged rows; written ones are read as any row of a cache is.
+#: Layouts and formats: every pair for staged rows, fewer for rows in the cache.
 _STORED: Final = [
     *itertools.product(["deferred"], FORMATS, KEY_VALUE),
     *(
@@ -56,7 +56,7 @@ _STORED: Final = [
 
 
 def _slice(dense: Tensor) -> Tensor:
-    """Part of a wider tensor, as a fused projection or an engine's own block table is cut."""
+    """Return the tensor as a slice of a wider one, like a part of a fused projection."""
     wide = dense.new_zeros(dense.shape[0], dense.shape[1] + 3, *dense.shape[2:])
     view = wide[:, 2:-1]
     view.copy_(dense)
@@ -64,7 +64,7 @@ def _slice(dense: Tensor) -> Tensor:
 
 
 def _turned(dense: Tensor) -> Tensor:
-    """The first two dimensions lie the other way round."""
+    """Return the tensor with the first two dimensions swapped in memory."""
     return dense.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -73,7 +73,7 @@ _GROUPINGS: Final = ((3, 1), (1, 8), (2, 4), (2, 8))
 
 
 class OwnWrites(KitBase):
-    """A verify pass sees its own drafts, exactly as if they were in the cache."""
+    """A verify pass sees its own drafts as if they were in the cache."""
 
     @pytest.mark.parametrize("how", SETTINGS)
     @pytest.mark.parametrize("past", PASTS)
@@ -81,7 +81,7 @@ class OwnWrites(KitBase):
     def test_lengths_and_settings(
         self, kit: Kit, attention_tolerance: float, policy: str, past: str, how: str
     ) -> None:
-        """Grouped queries over mixed lengths, with sliding windows and soft caps."""
+        """Grouped queries over mixed lengths, with sliding windows and soft caps, are right."""
         kit.need_attention()
         specs = [
             _spec(fmt="fp32", size=8),
@@ -105,7 +105,7 @@ class OwnWrites(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_strided_arguments(self, kit: Kit, attention_tolerance: float, policy: str) -> None:
-        """Queries, block tables and lengths are views of something larger."""
+        """Queries, block tables and lengths may be strided views."""
         kit.need_attention()
         rig = kit.rig(policy, [_spec(fmt="fp32", size=8)] * 3)
         views = (_slice, _turned, spread)
@@ -174,14 +174,15 @@ def attend_and_compare(
         rig: the layers.
         shape: settled and draft rows per request.
         prefixes: tokens before the window, per request.
-        tolerance: relative to the values.
+        tolerance: the allowed error, relative to the values.
         settings: further arguments of attention.
         payload: see ``make_batch``.
-        dtype: of the queries.
+        dtype: the dtype of the queries.
         forest: parents of each request's drafts; each row is compared with attention over a
             sequence that has its own branch only.
-        groups: query heads of each KV head, by layer, over and over.
-        views: by layer, what makes query and block table strided; the lengths are, too.
+        groups: query heads of each KV head, by layer; repeated if there are more layers.
+        views: by layer, the function that makes query and block table strided; lengths are always
+            strided.
     """
     sequences = make_sequences(rig, shape, prefixes, payload)
     batch = sequences.batch

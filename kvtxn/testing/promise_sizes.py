@@ -1,4 +1,4 @@
-"""Promise 1 at the sizes that engines have: more of everything than a fixed table would hold."""
+"""Promise 1 at the sizes of engines: more layers, requests, drafts and bytes than a fixed table."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ _WIDE: Final = [
 
 
 class Sizes(KitBase):
-    """Exactness has no upper bounds but ``max_rows``."""
+    """Exactness has no upper bound but ``max_rows``."""
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_many_layers(self, kit: Kit, policy: str) -> None:
-        """The last of them is committed, and put back, like the first."""
+        """The last of many layers is committed and restored like the first."""
         # Writing through is a launch per layer, which an interpreter of kernels feels.
         layers = _LAYERS if policy == "deferred" else _LAYERS[:20]
         _commit_and_abort(kit, policy, layers, ((0, 0), (3, 2)))
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_many_requests(self, kit: Kit, policy: str) -> None:
-        """Counts of every request hold, the last one's too."""
+        """The count of every request holds, the last one included."""
         spec = attrs.evolve(_SMALL, num_blocks=140)
         _commit_and_abort(kit, policy, [spec], ((1,) * 260, (1,) * 260), max_rows=520)
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_long_drafts(self, kit: Kit, policy: str) -> None:
-        """Any number of drafts in a row, as lookup in long texts proposes them."""
+        """A request may have many drafts, as prompt lookup proposes them."""
         spec = attrs.evolve(_SMALL, num_blocks=60)
         _commit_and_abort(kit, policy, [spec], ((1, 0, 1), (140, 40, 3)), max_rows=185)
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_wide_rows(self, kit: Kit, policy: str) -> None:
-        """Every element of a row, however many."""
+        """Every element of a wide row is committed."""
         _commit_and_abort(kit, policy, _WIDE, ((1, 1), (3, 2)))
 
 
@@ -65,7 +65,7 @@ def _commit_and_abort(
     shape: tuple[Sequence[int], Sequence[int]],
     **config: Any,
 ) -> None:
-    """A window with every second request accepted whole, then one that is aborted; compared."""
+    """Commit a window with every second request accepted whole, abort another, and compare."""
     rig = kit.rig(policy, specs, **config)
     batch = rig.batch(shape)
     counts = random_counts(batch, rig.rng)

@@ -31,7 +31,7 @@ def _spec(layout: str = "plain", fmt: str = "bf16", **rest: Any) -> LayerSpec:
 
 
 class TreeAttention(KitBase):
-    """Each branch attends as if it were alone; positions follow depth, not the row's number."""
+    """Each branch attends as if it were alone; positions follow depth, not row numbers."""
 
     @pytest.mark.parametrize("how", SETTINGS)
     @pytest.mark.parametrize("past", PASTS)
@@ -87,6 +87,6 @@ def _attend(
     settings: dict[str, Any],
     payload: str = "native",
 ) -> None:
-    """Each row against a sequence that has its own branch only."""
+    """Attend, and compare each row with a sequence that has its own branch only."""
     shape = lengths(settled, forest)
     attend_and_compare(rig, shape, prefixes, tolerance, settings, payload, forest=forest)

@@ -1,7 +1,8 @@
-"""Draft trees over rings and states: the last node of the path is what a state becomes.
+"""Draft trees over rings and states: a state becomes that of the path's last node.
 
-A node has the slot of its place, as ever. In a ring that is the place of its row and not of its
-depth, in a state it is the one slot there is; only what commit moves tells the branches apart.
+A node has the slot of its row position, as in other caches. In a ring the ring position follows
+from the node's row, not from its depth; in a state there is only one slot. So the branches differ
+only in the rows that commit moves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .trees import FORESTS, cut, expect_moved, lengths, moved, padded, random_pa
 
 
 def _forest(rig: Rig) -> tuple[list[int], list[list[int]]]:
-    """Two requests with a few nodes each; as many as the rings of ``undo`` have slots for."""
+    """Draw trees for two requests, with at most as many nodes as the rings of ``undo`` hold."""
     settled = [rig.rng.randint(0, 2) for _ in range(2)]
     return settled, [
         [rig.rng.randint(-1, node - 1) for node in range(rig.rng.randint(0, 7))] for _ in range(2)
@@ -36,15 +37,15 @@ def _forest(rig: Rig) -> tuple[list[int], list[list[int]]]:
 
 
 class EvictingTrees(KitBase):
-    """Rings and states follow the accepted path, and nothing of another branch evicts a row."""
+    """Rings and states follow the accepted path, and no other branch evicts a row."""
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_trees_over_rings_and_states(
         self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch, policy: str
     ) -> None:
-        """Random trees and paths, often none; after staging and after commit."""
+        """Random trees and paths, often empty, are exact after staging and after commit."""
         _rig(kit, policy)
-        monkeypatch.setattr(window_module, "as_acceptance", unread)
+        monkeypatch.setattr(window_module, "as_accepted", unread)
 
         @settings(tree_settings, max_examples=max(2, tree_settings.max_examples // 8))
         @given(st.integers(0, 2**32))
@@ -58,7 +59,7 @@ class EvictingTrees(KitBase):
     @pytest.mark.parametrize("staged", [0, 2, 5])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_an_aborted_tree_evicts_nothing(self, kit: Kit, policy: str, staged: int) -> None:
-        """Every live row and state is as it was, settled rows aside."""
+        """An aborted tree leaves every live row and state, apart from settled rows."""
         rig = _rig(kit, policy)
         staged = min(staged, len(rig.refs))
         for _ in range(5):
@@ -109,7 +110,7 @@ class EvictingTrees(KitBase):
     def test_tree_attention_over_a_ring(
         self, kit: Kit, attention_tolerance: float, policy: str, name: str
     ) -> None:
-        """Each branch slides over the ring as if it were alone: past, settled rows, ancestors."""
+        """Each branch attends to a ring as if it were alone: past, settled rows, ancestors."""
         kit.need_attention()
         need_kinds(kit, "ring")
         kit.need_trees()
@@ -131,7 +132,7 @@ class EvictingTrees(KitBase):
 
 
 def _one_window(rig: Rig) -> None:
-    """A random tree window, looked at after staging and after commit."""
+    """Run a random tree window, and compare after staging and after commit."""
     settled, forest = _forest(rig)
     batch = rig.batch(lengths(settled, forest), padding=rig.rng.choice([0.0, 0.3]))
     given_paths = [random_path(tree, rig.rng) for tree in forest]
@@ -166,7 +167,7 @@ def _attend(
     past: int,
     tolerance: float,
 ) -> None:
-    """A past of so many tokens, a tree window after it, and its attention compared."""
+    """Compare the attention of a tree window that follows ``past`` tokens per request."""
     requests = len(forest)
     histories, cache = Histories(rig, requests), rig.caches[0]
     before = histories.batch(((past,) * requests, (0,) * requests), finite=True)
@@ -198,7 +199,7 @@ def _attend(
 
 
 def _way(parents: Sequence[int], node: int) -> list[int]:
-    """A node's ancestors and itself, from the root down."""
+    """Return a node's ancestors and itself, from the root down."""
     way = [node]
     while parents[way[0]] >= 0:
         way.insert(0, parents[way[0]])

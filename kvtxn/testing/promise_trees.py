@@ -1,4 +1,4 @@
-"""Draft trees: a commit along a path leaves what a cache that only saw the path would hold."""
+"""Draft trees: after a commit along a path, the caches hold the path as a plain sequence."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _kinds += [("plain", fmt) for fmt in FORMATS]
 
 
 class Trees(KitBase):
-    """Accepted nodes lie where a sequence of only accepted tokens would lie."""
+    """Accepted nodes lie where a plain sequence of accepted tokens would lie."""
 
     @pytest.mark.parametrize("name", FORESTS)
     @pytest.mark.parametrize("policy", POLICIES)
     def test_forests(self, kit: Kit, policy: str, name: str) -> None:
-        """Every node of every tree as the end of the path; layers with nothing in common."""
+        """Every node of every tree may end the path, over layers of different kinds."""
         kit.need_trees()
         rig = kit.rig(policy)
         settled, forest = FORESTS[name]
@@ -74,9 +74,9 @@ class Trees(KitBase):
     def test_random_trees(
         self, kit: Kit, tree_settings: settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Any trees, any slots, any numbers as a path, as a device would hand them in unread."""
+        """Random trees, slots and numbers as paths, unread as from a device, are exact."""
         kit.need_trees()
-        monkeypatch.setattr(window_module, "as_acceptance", unread)
+        monkeypatch.setattr(window_module, "as_accepted", unread)
 
         @tree_settings
         @given(st.data())
@@ -91,7 +91,7 @@ class Trees(KitBase):
     @pytest.mark.parametrize("staged", range(len(SIMPLE) + 1))
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_tree_is_aborted(self, kit: Kit, policy: str, staged: int) -> None:
-        """Without a trace, settled rows aside."""
+        """An aborted tree changes no byte, apart from settled rows."""
         kit.need_trees()
         rig = kit.rig(policy, SIMPLE)
         for settled, forest in FORESTS.values():
@@ -103,7 +103,7 @@ class Trees(KitBase):
             rig.check(f"aborted after {staged} layers")
 
     def test_a_tree_waits(self, kit: Kit) -> None:
-        """Under deferred no node is in the cache before commit, and no rejected one after."""
+        """Under deferred no node is in the cache before commit, and no rejected node after."""
         kit.need_trees()
         rig = kit.rig("deferred")
         settled, forest = FORESTS["uneven"]
@@ -119,7 +119,7 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_places_without_slots(self, kit: Kit, policy: str) -> None:
-        """A wide tree needs slots for its depth only: what has no slot waits in the window."""
+        """A wide tree needs slots for its depth only: rows without slots wait in the window."""
         kit.need_trees()
         rig = kit.rig(policy)
         forest = [(-1, -1, -1, 2, 2, 4)]
@@ -130,7 +130,7 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_chains_take_counts(self, kit: Kit, policy: str) -> None:
-        """A tree that is a plain sequence is a plain window, and says so in both ways."""
+        """A tree that is a plain sequence takes counts, masks and paths."""
         kit.need_trees()
         rig = kit.rig(policy)
         mask = [False, True, True, False, False, True]
@@ -152,7 +152,7 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_what_trees_refuse(self, kit: Kit, policy: str) -> None:
-        """Counts, masks and, on the host, paths that leave the tree; the right one still works."""
+        """Counts, masks and host paths that leave the tree are refused; a path passes then."""
         kit.need_trees()
         rig = kit.rig(policy, SIMPLE)
         forest = [(-1, -1, 0, 1), (-1, 0)]
@@ -189,7 +189,7 @@ class Trees(KitBase):
     def test_a_tree_survives_a_fallback(
         self, kit: Kit, policy: str, at: str, when: str, nth: int
     ) -> None:
-        """Whatever fails, the accepted path ends up in its places, and is counted once."""
+        """After any failure the accepted path is in its row positions, and is counted once."""
         kit.need_trees()
         rig, faults = kit.faulty_rig(policy, on_error="fallback")
         offloader = Offloader(rig)
@@ -214,7 +214,7 @@ class Trees(KitBase):
     @pytest.mark.parametrize("when", ["before", "middle", "after"])
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_tree_is_restored(self, kit: Kit, policy: str, at: str, when: str) -> None:
-        """on_error="raise": the executor's error comes out, and no node is in the caches."""
+        """on_error="raise": the executor's error surfaces, and no node is in the caches."""
         kit.need_trees()
         rig, faults = kit.faulty_rig(policy, on_error="raise")
         settled, forest = FORESTS["uneven"]
@@ -227,7 +227,7 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_an_offloader_sees_the_path_only(self, kit: Kit, policy: str) -> None:
-        """Where it lies after the move, never where it lay before."""
+        """The hook names the slots after the move, never the nodes' first slots."""
         kit.need_trees()
         rig = kit.rig(policy)
         offloader = Offloader(rig)
@@ -239,7 +239,7 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_debug_checks_trees(self, kit: Kit, policy: str) -> None:
-        """The library's own check of each commit agrees."""
+        """Debug mode, the library's own check of each commit, finds no difference."""
         kit.need_trees()
         rig = kit.rig(policy, debug=True)
         settled, forest = FORESTS["late-branch"]
@@ -248,7 +248,7 @@ class Trees(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_trees_do_not_wait(self, kit: Kit, policy: str) -> None:
-        """A path on the device is not read by the host, and is cut where it stops being one."""
+        """The host does not read a path on the device, which is cut where it leaves the tree."""
         kit.need_trees()
         kit.need_cuda()
         rig = kit.rig(policy)
@@ -293,12 +293,12 @@ class Trees(KitBase):
 
 
 def unread(accepted: Tensor, layout: RowLayout, device: torch.device) -> Tensor:
-    """On a device the library cannot look at a path; on the host it must not, for once."""
+    """Pass a path on unread, as from a device, where the library would check it on the host."""
     return accepted
 
 
 def _run(rig: Rig, batch: Batch, forest: Forest, paths: Paths, given: Any = None) -> None:
-    """A whole tree window, compared with the oracle and with the counters."""
+    """Run a whole tree window, and compare it with the oracle and the counters."""
     before = rig.rows()
     with rig.open(batch, forest) as window:
         rig.stage(window, batch)
@@ -314,7 +314,7 @@ def _run(rig: Rig, batch: Batch, forest: Forest, paths: Paths, given: Any = None
 
 
 def _one_random_window(rig: Rig, data: st.DataObject) -> None:
-    """Up to four requests with up to seven nodes each, and paths that are often none."""
+    """Run a window of up to four requests with up to seven nodes each; paths are often empty."""
     requests = data.draw(st.integers(0, 4), "requests")
     settled = [data.draw(st.integers(0, 2)) for _ in range(requests)]
     room = 26 - sum(settled)
@@ -338,7 +338,7 @@ def _one_random_window(rig: Rig, data: st.DataObject) -> None:
 
 
 def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
-    """A tree window with one look at it, committed."""
+    """Run a tree window with one attention, and commit it."""
     window = rig.open(batch, forest)
     rig.stage(window, batch)
     if rig.manager.executor.capabilities.attention:
@@ -350,7 +350,7 @@ def _drive(rig: Rig, batch: Batch, forest: Forest, paths: Paths) -> Any:
 
 
 def _stored(rig: Rig, batch: Batch, paths: Paths) -> dict[tuple[str, int], Any]:
-    """What an offloader must have seen of a window committed along these paths."""
+    """Return the rows that an offloader must have copied after a commit along these paths."""
     rows = [
         row if row is not None or draft else place
         for place, (row, draft) in enumerate(zip(moved(batch, paths), batch.drafts, strict=True))
@@ -364,7 +364,7 @@ def _stored(rig: Rig, batch: Batch, paths: Paths) -> dict[tuple[str, int], Any]:
 
 
 def _no_paths() -> list[Any]:
-    """What commit must refuse for trees (-1, -1, 0, 1) and (-1, 0)."""
+    """List acceptances that commit must refuse for trees (-1, -1, 0, 1) and (-1, 0)."""
     return [
         1,
         [1, 1],

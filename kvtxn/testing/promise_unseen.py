@@ -1,7 +1,7 @@
-"""Promise 4, the other half: what a query cannot see does not matter, whatever it holds.
+"""Promise 4, second half: rows that a query cannot see have no effect on its output.
 
-Garbage is part of a paged cache: rejected rows, other requests, blocks that nobody cleared.
-A weight of 0 makes any number harmless, but neither NaN nor infinities.
+A paged cache is full of garbage: rejected rows, other requests, blocks that were never cleared.
+A weight of 0 makes finite garbage harmless, but neither NaN nor infinities.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _POISON: Final = (math.nan, math.inf, -math.inf)
 
 
 class Unseen(KitBase):
-    """Poison everywhere but where a query looks: its output keeps every bit."""
+    """Poison in every row that a query does not see changes no bit of its output."""
 
     @pytest.mark.parametrize("how", _HOW)
     @pytest.mark.parametrize("fmt", _NAMES)
     @pytest.mark.parametrize("policy", POLICIES)
     def test_poison_that_no_query_sees(self, kit: Kit, policy: str, fmt: str, how: str) -> None:
-        """Other requests, later rows, stale slots, and what has left the sliding window."""
+        """Poison other requests, later rows, stale slots, and rows outside the sliding window."""
         kit.need_attention()
         for name, (shape, prefixes) in _PASTS.items():
             rig = kit.rig(policy, [_spec(fmt)], seed=len(name))
@@ -63,7 +63,7 @@ class Unseen(KitBase):
     @pytest.mark.parametrize("how", _HOW)
     @pytest.mark.parametrize("fmt", _NAMES)
     def test_poison_in_other_branches(self, kit: Kit, fmt: str, how: str) -> None:
-        """Nodes of a tree that are no ancestors."""
+        """Poison the nodes of a tree that are no ancestors."""
         kit.need_attention()
         kit.need_trees()
         for name, (settled, forest, prefixes) in _FORESTS.items():
@@ -82,7 +82,7 @@ def _compare(
     how: dict[str, Any],
     forest: list[list[int]] | None,
 ) -> None:
-    """Attend once as it is, then with poison around what a row sees, for many of the rows."""
+    """Attend to clean caches, then, for many rows, with poison in all rows that one cannot see."""
     sequences = make_sequences(rig, shape, prefixes, "native")
     batch, cache = sequences.batch, rig.caches[0]
     past, clean = rig.truth.copy(), _attend(rig, sequences, batch, how, forest)
@@ -116,7 +116,7 @@ def _attend(
     how: dict[str, Any],
     forest: list[list[int]] | None,
 ) -> Tensor:
-    """float32 ``[num_rows, num_q_heads, value_size]`` on the host; the window is given up."""
+    """Attend; return float32 ``[num_rows, num_q_heads, value_size]`` on the host, and abort."""
     cache = rig.caches[0]
     shape = (batch.num_rows, cache.spec.heads * 2, cache.spec.size)
     query = torch.randn(shape, generator=torch.Generator().manual_seed(3))
@@ -137,7 +137,7 @@ def _seen(
     sliding_window: int | None,
     forest: list[list[int]] | None,
 ) -> tuple[set[int], set[int]]:
-    """Slots of the past, and rows of the window, that a row sees."""
+    """Return the slots of the past, and the rows of the window, that a row sees."""
     batch = sequences.batch
     owners = [request for request, _ in batch.owners]
     request, first = owners[row], owners.index(owners[row])
@@ -160,12 +160,12 @@ def _seen(
 
 
 def _can_hold(cache: TestCache, value: float) -> bool:
-    """Whether rows of this format, or the scales beside them, hold such a value."""
+    """Tell whether rows of this format, or the scales beside them, can hold such a value."""
     return cache.spec.fmt.scaling == "row" or _fits(cache.spec.fmt.dtype, value)
 
 
 def _poison(cache: TestCache, rows: int, value: float) -> list[Tensor]:
-    """Parts for ``TestCache.rows``, of nothing but ``value``; in scales, where codes have none."""
+    """Make parts for ``TestCache.rows`` filled with ``value``: codes, or scales if codes cannot."""
     fmt = cache.spec.fmt
     held = value if _fits(fmt.dtype, value) else 1.0
     parts = [
@@ -176,5 +176,5 @@ def _poison(cache: TestCache, rows: int, value: float) -> list[Tensor]:
 
 
 def _fits(dtype: torch.dtype, value: float) -> bool:
-    """float8_e4m3fn has no infinities."""
+    """Tell whether a dtype can hold a value: float8_e4m3fn has no infinities."""
     return dtype.is_floating_point and (math.isnan(value) or dtype is not torch.float8_e4m3fn)

@@ -21,7 +21,7 @@ from .caches import LayerSpec, build_cache
 from .number_formats import FORMATS
 from .oracle import Replay, Row
 
-#: Six layers that have nothing in common.
+#: Six layers that differ in layout, format and size.
 VARIED: Final = (
     LayerSpec("plain"),
     LayerSpec("packed", value_size=3),
@@ -31,7 +31,7 @@ VARIED: Final = (
     LayerSpec("transposed", FORMATS["fp8_e4m3-row"], size=4),
 )
 
-#: Three equal layers, where the layout is not the question.
+#: Three equal layers, for tests in which the layout does not matter.
 SIMPLE: Final = (LayerSpec(), LayerSpec(), LayerSpec(fmt=FORMATS["bf16"], heads=1))
 
 Backend = str | type[Executor]
@@ -41,11 +41,12 @@ _serial = itertools.count()
 
 @contextmanager
 def registered(backend: Backend) -> Iterator[str]:
-    """The name a backend goes by; a class is registered for as long as the block lasts."""
+    """Yield the name of a backend; a class is registered while the block lasts."""
     if isinstance(backend, str):
         yield backend
         return
-    name = f"{backend.name}-under-test-{next(_serial)}"
+    named = getattr(backend, "name", backend.__name__)  # register refuses a class without one
+    name = f"{named}-under-test-{next(_serial)}"
     registry.register(name, backend)
     try:
         yield name
@@ -54,22 +55,22 @@ def registered(backend: Backend) -> Iterator[str]:
 
 
 class Rig:
-    """One manager under test.
+    """A manager under test.
 
     Args:
         backend: a registered name.
         policy: the policy to run.
-        device: where the caches are.
+        device: the device of the caches.
         specs: its layers.
-        seed: decides noise, slots and payload.
+        seed: seed of noise, slots and payload.
         config: further ``TxnConfig`` fields.
 
     Attributes:
         caches: the layers with their memories.
-        refs: the same, as the library knows them.
+        refs: their ``LayerRef`` objects.
         manager: the manager.
-        truth: the oracle; what the tests write into it is what must be in the caches.
-        rng: for everything random.
+        truth: the oracle; tests write into it the rows that must be in the caches.
+        rng: the source of all random numbers.
     """
 
     def __init__(
@@ -99,14 +100,14 @@ class Rig:
     def batch(
         self, shape: tuple[Sequence[int], Sequence[int]] = ((1, 1), (3, 2)), **kwargs: Any
     ) -> Batch:
-        """Rows for a window; see ``make_batch``."""
+        """Make rows for a window; see ``make_batch``."""
         return make_batch(self.caches, shape, self.device, self.rng, **kwargs)
 
     def slots(self, batch: Batch) -> dict[str, Tensor]:
-        """The slots of a batch, as tensors on the device, by group; of states one per request."""
+        """Return a batch's slots by group, as device tensors; for states one slot per request."""
         given = {}
         for group, slots in batch.slots.items():
-            if self.manager.kinds[group].name == "recurrent":
+            if self.manager.kinds[group].per_request:
                 owners = [request for request, _ in batch.owners]
                 requests = range(len(batch.settled))
                 slots = [slots[owners.index(r)] if r in owners else -1 for r in requests]
@@ -118,11 +119,15 @@ class Rig:
     ) -> Window:
         """Begin a window for a batch, all slots given; with ``forest``, one with draft trees."""
         window = self.manager.window(batch.draft_len, self.slots(batch), batch.settled, tree=forest)
-        self._old.clear()
+        self.forget()
         return window
 
+    def forget(self) -> None:
+        """Forget the rows that the last window overwrote, before another one begins."""
+        self._old.clear()
+
     def stage(self, window: Window, batch: Batch, order: Sequence[int] | None = None) -> None:
-        """Stage layers, all in their order or those named by ``order``."""
+        """Stage layers: all in their order, or the layers with the numbers in ``order``."""
         for index in range(len(self.refs)) if order is None else order:
             ref = self.refs[index]
             window.stage(ref, *handed_in(ref, batch.tensors[ref.name]))  # type: ignore[arg-type]
@@ -130,17 +135,17 @@ class Rig:
     def hand_in(
         self, window: Window, batch: Batch, index: int, slots: Tensor | list[int] | None
     ) -> None:
-        """Stage one layer, with slots where they are not None."""
+        """Stage one layer, with slots if given."""
         ref = self.refs[index]
         key, *value = handed_in(ref, batch.tensors[ref.name])
         window.stage(ref, key, value[0] if value else None, slots)
 
     def accepted(self, counts: Sequence[int]) -> Tensor:
-        """Counts as a tensor on the device."""
+        """Return counts as a tensor on the device."""
         return torch.tensor(counts, dtype=torch.int64).to(self.device)
 
     def run(self, batch: Batch, counts: Sequence[int]) -> Window:
-        """A whole window, committed."""
+        """Run a whole window and commit it."""
         with self.open(batch) as window:
             self.stage(window, batch)
             window.commit(self.accepted(counts))
@@ -151,7 +156,7 @@ class Rig:
     def write(
         self, batch: Batch, mask: Sequence[bool], layers: Sequence[int] | None = None
     ) -> None:
-        """Let the oracle write the masked rows of some layers, of all where None."""
+        """Let the oracle write the masked rows of some layers; None is all layers."""
         for index in range(len(self.caches)) if layers is None else layers:
             cache = self.caches[index]
             slots = batch.slots[cache.spec.group]
@@ -160,11 +165,11 @@ class Rig:
                     self.truth.write(cache.name, slot, row)
 
     def expect_settled(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
-        """The settled rows are in the caches."""
+        """Expect the settled rows in the caches."""
         self.write(batch, [not draft for draft in batch.drafts], layers)
 
     def expect_staged(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
-        """What staging writes at once: settled rows, and all of them unless they wait."""
+        """Expect the rows that staging writes: settled rows, and drafts unless drafts wait."""
         self.expect_settled(batch, layers)
         if self.policy == "deferred":
             return
@@ -176,7 +181,7 @@ class Rig:
         self.write(batch, batch.drafts, layers)
 
     def expect_committed(self, batch: Batch, kept: Sequence[bool]) -> None:
-        """What a commit leaves: the kept rows, over what was there; stock leaves everything."""
+        """Expect the rows that a commit leaves: kept rows; under ``direct`` all rows."""
         for layer, slot, row in self._old:
             self.truth.write(layer, slot, row)
         self._old.clear()
@@ -185,21 +190,36 @@ class Rig:
         self.write(batch, [direct or keep for keep in kept])
 
     def check(self, when: str = "") -> None:
-        """Every word of every memory is what the oracle says.
+        """Compare every word of every memory with the oracle.
 
         Raises:
-            AssertionError: it is not; the message says where.
+            AssertionError: a word differs; the message names the policy and says where.
         """
         found = self.truth.differences()
         if found:
-            raise AssertionError(f"{when or 'caches differ'}: " + "; ".join(found))
+            where = f"under {self.policy!r}, {when or 'caches differ'}: "
+            raise AssertionError(where + "; ".join(found))
+
+    def check_rows(self, expected: Sequence[int]) -> None:
+        """Compare the manager's counts with draft rows staged, committed and rejected.
+
+        Raises:
+            AssertionError: the counts differ; the message says who counts.
+        """
+        counted = self.rows()
+        if counted != tuple(expected):
+            raise AssertionError(
+                f"under {self.policy!r} the manager counted (staged, committed, rejected) = "
+                f"{counted}, expected {tuple(expected)}; commit ends with one call of "
+                "txn.count(kept), and no other method of an executor calls txn.count"
+            )
 
     def truth_now(self) -> Replay:
-        """An oracle that takes the caches as they are; to show that they stay so."""
+        """Make an oracle from the present caches, to show that they do not change."""
         return Replay(self.caches)
 
     def rows(self) -> tuple[int, int, int]:
-        """Draft rows staged, committed and rejected so far, as the manager counts them."""
+        """Return draft rows staged, committed and rejected so far, as the manager counts them."""
         flat = self.manager.snapshot()
         names = ("staged", "committed", "rejected")
         staged, committed, rejected = (int(flat[f"kvtxn_rows_{name}_total"]) for name in names)

@@ -1,8 +1,8 @@
 """Every (state, event) pair of the table, driven through a real window.
 
-For each state a window is brought there, and for each event the call is made
-that would cause it. What the table allows must lead where the table says;
-what it does not allow must raise ``WindowStateError`` and change nothing.
+A window is brought into each state, and for each event the call is made that causes it. An event
+that the table allows must lead to the state in the table; any other must raise
+``WindowStateError`` and change nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .rig import SIMPLE, Rig
 
 _PAIRS: Final = [(state, event) for state in WindowState for event in Event]
 
-#: A failed executor cannot fail again: nothing calls it any more.
+#: A failed executor cannot fail again, because no call reaches it any more.
 _IMPOSSIBLE: Final = {(WindowState.DIRECT, Event.FALL_BACK)}
 
 
 class Walk:
-    """One window on its way through the table.
+    """A window on its way through the state table.
 
     Args:
         rig: its manager, with an executor that fails on command.
-        faults: the command.
-        patch: to break the library's own repairs; nothing else ends in FAILED.
+        faults: arms the failures.
+        patch: breaks the library's own repairs, the only way to end in FAILED.
     """
 
     def __init__(self, rig: Rig, faults: Faults, patch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ class Walk:
         self.window: Window = rig.open(self.batch)
 
     def stage(self, count: int) -> None:
-        """Stage the next ``count`` layers; the first one again where none is missing."""
+        """Stage the next ``count`` layers; if none is missing, the first one again."""
         names = [ref.name for ref in self.rig.refs]
         for _ in range(count):
             missing = self.window.missing
@@ -51,14 +51,14 @@ class Walk:
             self.rig.stage(self.window, self.batch, [index])
 
     def attend(self) -> None:
-        """Attend to the first layer; what comes out is not looked at."""
+        """Attend to the first layer, and ignore the output."""
         ref, rig = self.rig.refs[0], self.rig
         query = torch.zeros(self.batch.num_rows, 2, ref.planes[0].row_shape[1], device=rig.device)
         table = torch.zeros(len(self.batch.settled), 3, dtype=torch.int64, device=rig.device)
         self.window.attend(ref, query, table, rig.accepted([4, 3]))
 
     def break_repairs(self) -> None:
-        """From here on the library cannot finish, or take back, what an executor left."""
+        """Make every repair of the library fail from here on."""
 
         def broken(*_: object) -> None:
             raise InjectedFault("the repair failed as well")
@@ -67,7 +67,7 @@ class Walk:
             self._patch.setattr(recovery, name, broken)
 
     def go_to(self, state: WindowState, ready: bool) -> None:
-        """Bring the window into a state; with ``ready``, one layer before the last."""
+        """Bring the window into a state; with ``ready``, with one layer still missing."""
         last = len(self.rig.refs)
         if state is WindowState.DIRECT:
             self.faults.arm("stage")
@@ -106,7 +106,7 @@ class Walk:
         calls[event]()
 
     def _fall_back(self) -> None:
-        """Let the executor fail at the next thing it is asked to do."""
+        """Let the executor fail at its next call."""
         for operation in OPERATIONS:
             self.faults.arm(operation)
         if self.window.state is WindowState.OPEN:
@@ -128,7 +128,7 @@ class Walk:
 
 
 class StateTable(KitBase):
-    """The table is the truth about windows."""
+    """A window behaves as the state table says."""
 
     @pytest.mark.parametrize(
         ("state", "event"), _PAIRS, ids=[f"{state.name}-{event.name}" for state, event in _PAIRS]
@@ -136,7 +136,7 @@ class StateTable(KitBase):
     def test_the_table(
         self, kit: Kit, monkeypatch: pytest.MonkeyPatch, state: WindowState, event: Event
     ) -> None:
-        """Allowed events lead where the table says, all others are refused without a trace."""
+        """Allowed events lead to the table's state; all others are refused and change nothing."""
         policies = [policy for policy in TRANSACTIONAL if policy in kit.capabilities.policies]
         if not policies:
             pytest.skip(f"{kit.name} only writes through: nothing of it can be taken back")

@@ -1,4 +1,4 @@
-"""Draft trees to test with, and what a commit along a path must do, in plain Python.
+"""Draft trees to test with, and commits along their paths in plain Python.
 
 Independent of the library: paths are followed node by node, rows are moved one by one.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from .batches import Batch
 from .rig import Rig
 
-#: Parents per request, by the name of what is odd about them; settled rows come with them.
+#: Settled rows and parents per request, by a name for the special feature of the trees.
 FORESTS: Final[dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]] = {
     "one": ((1,), ((-1, -1, 0, 0, 1, 4),)),
     "uneven": ((1, 1, 1), ((-1, 0, 0, 1), (-1, -1, -1), (-1, 0, 1, 2, 2))),
@@ -32,12 +32,12 @@ Paths = Sequence[Sequence[int]]
 
 
 def lengths(settled: Sequence[int], forest: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The shape of a window with these trees, as ``Rig.batch`` wants it."""
+    """Return the shape of a window with these trees, as ``Rig.batch`` takes it."""
     return list(settled), [len(parents) for parents in forest]
 
 
 def random_path(parents: Sequence[int], rng: random.Random) -> list[int]:
-    """From a root down to some node, or to none."""
+    """Draw a path from a root down to some node; it may be empty."""
     path: list[int] = []
     node = -1
     while children := [child for child, parent in enumerate(parents) if parent == node]:
@@ -49,7 +49,7 @@ def random_path(parents: Sequence[int], rng: random.Random) -> list[int]:
 
 
 def cut(parents: Sequence[int], path: Sequence[int]) -> list[int]:
-    """What is left of a path that leaves its tree, or ends in padding."""
+    """Cut a path at its first node that leaves the tree, or at padding."""
     good: list[int] = []
     for node in path:
         if not 0 <= node < len(parents) or parents[node] != (good[-1] if good else -1):
@@ -59,14 +59,14 @@ def cut(parents: Sequence[int], path: Sequence[int]) -> list[int]:
 
 
 def padded(paths: Paths, device: torch.device, columns: int = 0) -> Tensor:
-    """Paths as a tensor ``[num_requests, depth]``, -1 behind each; ``columns`` at least."""
+    """Pad paths with -1 to a tensor ``[num_requests, depth]`` of at least ``columns`` columns."""
     width = max([columns, *map(len, paths)])
     lines = [[*path, *[-1] * (width - len(path))] for path in paths]
     return torch.tensor(lines, dtype=torch.int64).view(len(paths), width).to(device)
 
 
 def moved(batch: Batch, paths: Paths) -> list[int | None]:
-    """By place, the row of the window that a commit along ``paths`` puts there."""
+    """Return, by row position, the row that a commit along ``paths`` moves there."""
     rows: list[int | None] = [None] * batch.num_rows
     first = 0
     for known, drafts, path in zip(batch.settled, batch.draft_len, paths, strict=True):
@@ -77,13 +77,13 @@ def moved(batch: Batch, paths: Paths) -> list[int | None]:
 
 
 def expect_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
-    """What a commit along ``paths`` leaves: the path in the first places, in its order."""
+    """Expect the rows that a commit leaves: each path at its first row positions."""
     rig.expect_committed(batch, [False] * batch.num_rows)
     write_moved(rig, batch, paths)
 
 
 def write_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
-    """Let the oracle write the rows of the paths to their places."""
+    """Let the oracle write the rows of the paths to their row positions."""
     for cache in rig.caches:
         slots, rows = batch.slots[cache.spec.group], batch.rows[cache.name]
         for slot, row in zip(slots, moved(batch, paths), strict=True):

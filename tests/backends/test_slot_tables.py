@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kernels_here import importing_kernels
 
-pytest.importorskip("triton")
+with importing_kernels():
+    from kvtxn.backends.graphs.slot_block_table import slot_tables
 
 MAX_ROWS, SPARE = 12, 1000
 
@@ -35,8 +36,6 @@ def batches(draw):
 @example(batch=([0], [0], [False] * MAX_ROWS, 0, 4, False))  # padding alone
 def test_rows_are_read_and_written_where_they_wait(kernel_device, batch):
     """Each row of a request leads to its slot, or to a spare one of its own while it waits."""
-    from kvtxn.backends.slot_tables import slot_tables
-
     before, lengths, marked, padding, block_size, spacious = batch
     totals = [old + new for old, new in zip(before, lengths, strict=True)]
     blocks = max(1, -(-max(totals) // block_size)) + (3 if spacious else 0)
@@ -73,8 +72,6 @@ def test_rows_are_read_and_written_where_they_wait(kernel_device, batch):
 
 def test_a_table_is_no_larger_than_the_longest_request(kernel_device):
     """However long a request may become; it still is as wide as the engine's own."""
-    from kvtxn.backends.slot_tables import slot_tables
-
     numbers = {"dtype": torch.int32, "device": kernel_device}
     blocks = torch.zeros(64, 1000, **numbers)
     starts, totals = torch.arange(65).to(**numbers), torch.full((64,), 9, **numbers)
@@ -88,8 +85,6 @@ def test_a_table_is_no_larger_than_the_longest_request(kernel_device):
 
 def test_a_request_longer_than_was_said_stays_in_its_line(kernel_device):
     """Nobody's table is overwritten."""
-    from kvtxn.backends.slot_tables import slot_tables
-
     numbers = {"dtype": torch.int32, "device": kernel_device}
     blocks = torch.tensor([[0, 1, 2], [3, 4, 5]], **numbers)
     starts, totals = torch.tensor([0, 1, 2], **numbers), torch.tensor([3, 12], **numbers)

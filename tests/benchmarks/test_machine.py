@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from types import ModuleType
 
 import pytest
-from kvtxn.benchmarks import machine
+import torch
+from kvtxn.benchmarks.common import machine
 
 
 @pytest.fixture
@@ -31,10 +34,10 @@ def test_commit_from_git():
     assert found.removesuffix("+changes") == expected
 
 
-@pytest.mark.parametrize("above", [False, True])
+@pytest.mark.parametrize("above", [0, 1, 2])
 def test_commit_from_a_file(elsewhere, above):
-    """Beside the sources, or in the package's folder."""
-    folder = elsewhere.parent if above else elsewhere
+    """Beside the sources, or in the package's folder, or in that of a checkout."""
+    folder = (elsewhere, *elsewhere.parents)[above]
     (folder / "COMMIT").write_text("0123456789abcdef0123\n")
     assert machine.commit_of(elsewhere) == "0123456789ab"
 
@@ -53,14 +56,50 @@ def test_commit_from_the_command_line():
     assert machine.describe("feed")["commit"] == "feed"
 
 
-def test_state_of_the_gpu(monkeypatch, tmp_path):
-    """As nvidia-smi says it; nothing where there is none."""
-    monkeypatch.setenv("PATH", str(tmp_path))
+class Nvml(ModuleType):
+    """Stands for pynvml on a machine with a GPU."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    def __init__(self):
+        super().__init__("pynvml")
+        self.calls = []
+        self.nvmlInit = lambda: self.calls.append("init")
+        self.nvmlShutdown = lambda: self.calls.append("shutdown")
+        self.nvmlSystemGetDriverVersion = lambda: "580.1"
+        self.nvmlDeviceGetHandleByIndex = lambda number: ("gpu", number)
+        self.nvmlDeviceGetClockInfo = lambda gpu, kind: 345 + kind
+        self.nvmlDeviceGetMaxClockInfo = lambda gpu, kind: 1979 + kind
+        self.nvmlDeviceGetTemperature = lambda gpu, kind: 33 + kind
+        self.nvmlDeviceGetPowerUsage = lambda gpu: 76_540
+        self.nvmlDeviceGetEnforcedPowerLimit = lambda gpu: 700_000
+
+
+def test_state_of_the_gpu(monkeypatch):
+    """Clock and its limit, temperature, power and its limit; as nvidia-smi wrote them."""
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert machine.gpu_state() == "346 MHz, 1980 MHz, 33, 76.54 W, 700.00 W"
+    assert nvml.calls == ["init", "shutdown"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    facts = machine.describe("feed")
+    assert (facts["gpu"], facts["driver"]) == ("a GPU", "580.1")
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_machine_without_a_gpu_or_the_libraries(monkeypatch, installed):
+    """Nothing is said of a GPU, and the processor is named as well as Python can."""
+    broken = Nvml()
+    monkeypatch.setattr(broken, "nvmlInit", lambda: 1 / 0)
+    monkeypatch.setitem(sys.modules, "pynvml", broken if installed else None)
     assert machine.gpu_state() is None
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 1980 MHz\necho another GPU\n")
-    tool.chmod(0o755)
-    assert machine.gpu_state() == "1980 MHz"
+    if not installed:
+        monkeypatch.setitem(sys.modules, "cpuinfo", None)
+    assert machine.describe("feed")["processor"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert machine.describe("feed")["driver"] == "unknown"
 
 
 def test_where_results_go(monkeypatch, tmp_path):

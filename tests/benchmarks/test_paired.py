@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtxn.benchmarks.paired import LEVEL, compare, order, percentile
+from kvtxn.benchmarks.common.paired_stats import LEVEL, compare, order
 
 VALUES = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=30)
 
@@ -80,10 +80,9 @@ def test_it_tells_098_from_100():
     assert same.low <= 1 <= same.high
 
 
-@given(VALUES, st.floats(0, 1))
-def test_percentiles(values, share):
-    """The ends are the extremes, the middle is the median, and it never falls."""
-    assert percentile(values, 0) == min(values)
-    assert percentile(values, 1) == max(values)
-    assert percentile(values, 0.5) == pytest.approx(statistics.median(values))
-    assert percentile(values, share) <= percentile(values, 1) + 1e-12
+@given(VALUES.filter(lambda values: len(values) > 5))
+def test_the_interval_is_scipys(values):
+    """Where that many values make one."""
+    stats = pytest.importorskip("scipy.stats")
+    found, wanted = compare(values), stats.quantile_test(values).confidence_interval(LEVEL)
+    assert (found.low, found.high) == (wanted.low, wanted.high)

@@ -6,8 +6,9 @@ import argparse
 
 import pytest
 import torch
-from kvtxn.benchmarks import vllm_bench, vllm_options
-from kvtxn.benchmarks.vllm_models import DRAFTERS, MODELS
+from kvtxn.benchmarks.engines import command as vllm_bench
+from kvtxn.benchmarks.engines import options as vllm_options
+from kvtxn.benchmarks.engines.models import DRAFTERS, MODELS
 
 from kvtxn.cli import main
 
@@ -26,23 +27,31 @@ def engine_arguments(tmp_path, *arguments: str) -> dict:
 
 def test_one_cell_for_each_combination():
     """Every list is walked; a scenario says what was left out."""
-    found = vllm_options.points(parse("--scenario", "short,long", "--requests", "1,8"))
+    found = vllm_options.points(parse("--scenario", "short", "long", "--requests", "1", "8"))
     assert [(p.scenario, p.context, p.tokens, p.requests) for p in found] == [
         ("short", 64, 32, 1),
         ("short", 64, 32, 8),
         ("long", 8192, 256, 1),
         ("long", 8192, 256, 8),
     ]
-    given = parse("--context", "16,32", "--tokens", "5", "--acceptance", "0.1,0.9")
+    given = parse("--context", "16", "32", "--tokens", "5", "--acceptance", "0.1", "0.9")
     found = vllm_options.points(given)
     assert {(p.context, p.tokens, p.acceptance) for p in found} == {
         (context, 5, rate) for context in (16, 32) for rate in (0.1, 0.9)
     }
+    found = vllm_options.points(parse("--cells", "short:8:1:real", "mixed:16:2:0.5"))
+    assert [(p.scenario, p.context, p.requests, p.acceptance) for p in found] == [
+        ("short", 8, 1, None),
+        ("mixed", 16, 2, 0.5),
+    ]
 
 
 def test_an_engine_for_each_policy_and_mode():
     """Stock has no mode; the same twice has another name."""
-    args = parse("--policies", "stock,undo,stock", "--mask-modes", "loop,auto", "--timeout", "7")
+    args = parse(
+        *("--policies", "stock", "undo", "stock", "--mask-modes", "loop", "auto"),
+        *("--timeout", "7"),
+    )
     found = vllm_bench.specs(args, {"model": "m"})
     assert [spec.label for spec in found] == ["stock", "undo+loop", "undo+auto", "stock#2"]
     assert [spec.config for spec in found] == [
@@ -56,7 +65,7 @@ def test_an_engine_for_each_policy_and_mode():
 
 def test_engines_get_what_was_asked_for(tmp_path):
     """Room for the longest request, the batch, the drafts, and the user's own words last."""
-    options = ["--requests", "2,6", "--context", "10,20", "--tokens", "5", "--drafts", "3"]
+    options = ["--requests", "2", "6", "--context", "10", "20", "--tokens", "5", "--drafts", "3"]
     found = engine_arguments(tmp_path, *options)
     assert found["max_model_len"] == 20 + 5 + 3 + 8
     assert found["max_num_seqs"] == 6
@@ -101,9 +110,14 @@ def test_the_demos_model_has_weights_and_text(tmp_path):
     ("arguments", "message"),
     [
         (["--requests", "0"], "'0' is not a positive number"),
-        (["--policies", "stock,redo"], "'redo' is not one of stock, auto"),
-        (["--scenario", "huge"], "'huge' is not one of short"),
-        (["--acceptance", "lots"], "neither 'real' nor shares"),
+        (["--requests", "1,8"], "'1,8' is not a positive number"),
+        (["--first-token-rounds", "-1"], "'-1' is not a positive number"),
+        (["--cells", "short:8"], "'short:8' is not SCENARIO:CONTEXT:REQUESTS:ACCEPTANCE"),
+        (["--cells", "huge:8:1:real"], "'huge' is not one of short"),
+        (["--policies", "redo"], "invalid choice: 'redo' (choose from"),
+        (["--policies", "stock,undo"], "invalid choice: 'stock,undo' (choose from"),
+        (["--scenario", "huge"], "invalid choice: 'huge' (choose from"),
+        (["--acceptance", "lots"], "neither 'real' nor a share"),
         (["--acceptance", "1.5"], "between 0 and 1"),
         (["--arrivals", "-1"], "'-1' is not a positive number"),
         (["--engine-args", "[]"], "not a JSON object"),
@@ -125,6 +139,7 @@ def test_values_that_make_no_sense(arguments, message, capsys):
         (["--mask-modes", "loop", "--policies", "stock"], False, "no effect on stock"),
         (["--clock", "--policies", "stock"], False, "--clock has no effect on stock"),
         (["--mask-modes", "loop"], True, "no effect on a GPU"),
+        (["--first-token-rounds", "3", "--scenario", "mixed"], False, "requests arrive over time"),
         (["--one-engine"], False, "stock and undo by turns"),
         (["--acceptance", "0.5"], False, "no synthetic acceptance on CPUs"),
         (["--model", "demo", "--drafter", "eagle"], False, "nobody trained a drafter for 'demo'"),

@@ -1,102 +1,14 @@
-"""Cells, Markdown, plot and files of ``kvtxn bench vllm``, from engines that only pretend."""
+"""Cells of ``kvtxn bench vllm`` and their Markdown, from engines that only pretend."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 from collections import deque
-from itertools import pairwise
 
 import attrs
 import pytest
-from kvtxn.benchmarks import report, vllm_bench, vllm_cell, vllm_files, vllm_report
-from kvtxn.benchmarks.vllm_child import Measured
-from kvtxn.benchmarks.vllm_engine import EngineError, EngineSpec
-from kvtxn.benchmarks.vllm_work import SCENARIOS, Point, make, positions
-
-from kvtxn.cli import main
-
-POINT = Point(scenario="short", context=8, tokens=4, requests=2, acceptance=0.3)
-
-
-class Pretender:
-    """An engine of known speed; remembers what it was given, and when."""
-
-    def __init__(self, policy: str, speed: float, log: deque[str]) -> None:
-        self.spec = EngineSpec(policy=policy, arguments={})
-        self.speed, self.log, self.works, self.steps = speed, log, [], 0
-
-    def run(self, work):
-        self.log.append(self.spec.label)
-        self.works.append(work)
-        self.steps += 10
-        drift = 1 + len(self.works)  # every round is slower than the one before
-        return Measured(
-            seconds=drift * 8 / self.speed,
-            generated=8,
-            drafted=12,
-            accepted=5 if self.spec.policy != "undo" else 4,
-            digest="same",
-            first_token=[0.5, 1.0],
-            per_token=[drift / self.speed, drift / self.speed],
-            token_ids=None,
-        )
-
-    def clock(self, work):
-        self.run(work)
-        return [{"steps": 7, "begin": 8.4, "commit": 5.6, "both": 14.2}]
-
-    def snapshot(self):
-        if self.spec.policy == "stock":
-            return []
-        return [
-            {
-                "kvtxn_active": 1.0,
-                "kvtxn_windows_total": self.steps * 9,
-                "kvtxn_bypassed_windows_total": self.steps,
-                "kvtxn_bypassed_windows_total_resting": self.steps,
-                "kvtxn_fallbacks_total": 0,
-                "kvtxn_rows_staged_total": self.steps * 40,
-                "kvtxn_rows_committed_total": self.steps * 10,
-                "kvtxn_bytes_written_total": self.steps * 2**20,
-                "kvtxn_bytes_avoided_total": self.steps * 2**21,
-                "kvtxn_acceptance_rate": 0.25,
-            }
-        ]
-
-
-@pytest.fixture
-def log():
-    return deque()
-
-
-@pytest.fixture
-def cell(log):
-    engines = [Pretender(*each, log) for each in (("stock", 1.0), ("deferred", 0.5), ("undo", 1))]
-    return vllm_cell.measure(engines, POINT, lambda turn: f"work {turn}", rounds=6)
-
-
-@pytest.fixture
-def result(cell):
-    return {
-        "format": vllm_files.FORMAT,
-        "machine": {"processor": "abacus", "torch": "2", "commit": "0", "command": "kvtxn"},
-        "settings": {
-            **{"model": "tiny", "drafter": "ngram", "drafts": 4, "rounds": 6, "tokens": 4},
-            **{"scenario": ["short"], "context": [8], "requests": [2], "acceptance": [0.3]},
-        },
-        "conditions": {
-            "announced": {"stock": None, "deferred": "policy='deferred'"},
-            "engines": 3,
-            "processors": 2,
-            "started": "today",
-            "seconds": 9.0,
-            "gpu": "1980 MHz, 50, 200 W",
-            "environment": {"VLLM_THIS": "1"},
-        },
-        "cells": [cell],
-    }
+from kvtxn.benchmarks.engines import cell as vllm_cell
+from kvtxn.benchmarks.engines.load import Work
+from pretended_engines import POINT, Pretender, narrow_report, narrow_speed
 
 
 def test_ratios_are_taken_within_rounds(cell):
@@ -144,7 +56,7 @@ def test_latency_is_over_requests(cell):
 
 def test_markdown_says_it_all(result):
     """Speed with its interval, bold as it differs; latency; windows with their reasons."""
-    text = vllm_report.report(result)
+    text = narrow_report(result)
     assert "| short | 8 | 2 | 30 % |" in text
     assert "**0.500** (0.500 to 0.500)" in text
     assert "an interval that holds the true median with 96.9 %" in text
@@ -157,19 +69,19 @@ def test_markdown_says_it_all(result):
 
 def test_markdown_takes_all_cells_together(result, cell, log):
     """The median of all rounds' ratios, no matter how few each cell has."""
-    assert "| all |" not in vllm_report.report(result)
+    assert "| all |" not in narrow_report(result)
     engines = [Pretender("stock", 1.0, log), Pretender("deferred", 0.8, log)]
     other = vllm_cell.measure(engines, attrs.evolve(POINT, requests=3), str, rounds=7)
     del cell["engines"]["undo"]
-    text = vllm_report.speed([cell, other])
+    text = narrow_speed([cell, other])
     assert text.splitlines()[-1] == (
-        "| all |  |  |  |  |  | **0.800** (0.500 to 0.800) | **1.250** (1.250 to 2.000) |  |"
+        "| all | | | | | | **0.800** (0.500 to 0.800) | **1.250** (1.250 to 2.000) | |"
     )
     for each in other["engines"]["stock"]["rounds"]:
         del each["per_token_ms"]  # as in older results
-    assert "| **2.000** (2.000 to 2.000) |  |" in vllm_report.speed([cell, other])
+    assert "| **2.000** (2.000 to 2.000) | |" in narrow_speed([cell, other])
     for each in ("stock", "deferred"):
-        assert len(vllm_report.speed([only(cell, each), only(other, each)]).splitlines()) == 4
+        assert len(narrow_speed([only(cell, each), only(other, each)]).splitlines()) == 4
 
 
 def only(cell, label):
@@ -178,11 +90,51 @@ def only(cell, label):
     return cell | {"engines": {label: engine}}
 
 
+def test_first_tokens_are_compared_by_round(result, cell, log):
+    """With the rounds that are run for them alone, per cell and over all cells."""
+    stock, slow = Pretender("stock", 1.0, log), Pretender("deferred", 1.0, log)
+    slow.first_token = [1.0, 2.0]
+    del cell["engines"]["undo"]
+    point = attrs.evolve(POINT, requests=3)
+    other = vllm_cell.measure([stock, slow], point, a_work, rounds=6, first_token_rounds=9)
+    found = other["engines"]["deferred"]
+    assert found["of_stock"]["first_token_ms"] | {"low": 2, "high": 2} == {
+        **{"median": 2.0, "low": 2, "high": 2},
+        **{"confidence": pytest.approx(0.965, abs=0.005), "rounds": 15},
+    }
+    assert found["first_token_rounds_ms"] == [1500.0] * 9
+    assert [work.max_tokens for work in slow.works] == [4] * 7 + [2] * 9
+    assert len(found["rounds"]) == 6
+    assert found["counters"][0]["kvtxn_windows_total"] == 540  # the measured rounds alone
+    result["cells"] = [cell, other]
+    text = narrow_report(result)
+    assert "| **2.000** (2.000 to 2.000) |" in text
+    assert (
+        "| all | | | | deferred | | | 2.000 (1.000 to 2.000) | | | 1.500 (1.000 to 2.000) |" in text
+    )
+    for each in cell["engines"]["stock"]["rounds"]:
+        del each["first_token_ms"]  # as in older results
+    assert "| all | | | | deferred | | | **2.000** (2.000 to 2.000) |" in narrow_report(result)
+
+
+def test_requests_that_arrive_over_time_have_no_rounds_of_two_tokens(log):
+    """So short, fewer of them would run at once: another load."""
+    engine = Pretender("stock", 1.0, log)
+    point = attrs.evolve(POINT, scenario="mixed")
+    vllm_cell.measure([engine], point, a_work, rounds=1, first_token_rounds=9)
+    assert len(engine.works) == 2
+
+
+def a_work(turn: int) -> Work:
+    """Two requests of four tokens."""
+    return Work(prompts=[[1], [2]], max_tokens=4)
+
+
 def test_windows_are_timed_where_asked_for(result, log):
     """In a round of its own, on every engine with windows."""
     engines = [Pretender("stock", 1.0, log), Pretender("undo", 1.0, log)]
     result["cells"] = [vllm_cell.measure(engines, POINT, str, rounds=6, clock=True)]
-    [text] = [part for part in vllm_report.report(result).split("## ") if "Windows" in part[:9]]
+    [text] = [part for part in narrow_report(result).split("## ") if "Windows" in part[:9]]
     assert "| host: begin + commit, us |" in text
     assert "| 8 + 6 |" in text
     stock, undo = (result["cells"][0]["engines"][label] for label in ("stock", "undo"))
@@ -192,177 +144,10 @@ def test_windows_are_timed_where_asked_for(result, log):
     assert engines[0].works == engines[1].works == list("01234567")  # what is drawn stays alike
 
 
-@pytest.mark.parametrize(
-    ("settings", "missing"),
-    [
-        ({"requests": [2, 8]}, ["- short, 8 tokens of context, 8 requests, 30 % acceptance"]),
-        (
-            {"cells": [["mixed", 16, 1, None], ["short", 8, 2, 0.3]]},
-            ["- mixed, 16 tokens of context, 1 request, real acceptance"],
-        ),
-        ({"tokens": 5}, ["- short, 8 tokens of context, 2 requests, 30 % acceptance"]),
-        ({}, []),
-    ],
-)
-@pytest.mark.parametrize("ended", [None, "the engine 'undo' gave no answer within 9 s"])
-def test_markdown_lists_what_was_not_measured(result, settings, missing, ended):
-    """As the settings asked for it, with the reason where there is one."""
-    result["settings"] |= settings
-    result["conditions"] |= {} if ended is None else {"ended": ended}
-    text = vllm_report.report(result)
-    assert [line for line in text.splitlines() if line.startswith("- ")] == missing
-    assert ("## Not measured" in text) == bool(missing)
-    assert (f"({ended or 'the run did not get that far'}):" in text) == bool(missing)
-
-
-def test_a_result_without_a_cell_has_markdown_and_no_plot(result, tmp_path):
-    """All that was asked for is listed."""
-    path = vllm_files.write(tmp_path, "nothing", result | {"cells": []})
-    assert vllm_files.publish(path) == [path, path.with_suffix(".md")]
-    text = path.with_suffix(".md").read_text()
-    assert "- short, 8 tokens of context, 2 requests, 30 % acceptance" in text
-    assert "## Speed" not in text
-
-
-class Failing(Pretender):
-    """An engine that ends in the second cell."""
-
-    def announced(self):
-        return None
-
-    def run(self, work):
-        if len(self.works) == 2:
-            raise self.failure
-        return super().run(work)
-
-
-@pytest.mark.parametrize(
-    ("failure", "says"),
-    [
-        (
-            EngineError("bench vllm", "the engine 'stock' ended\nin flames"),
-            "the engine 'stock' ended",
-        ),
-        (SystemExit(143), "the run ended with SystemExit"),
-    ],
-)
-def test_cells_are_kept_when_an_engine_fails(failure, says, monkeypatch, tmp_path, log):
-    """Markdown and JSON of what was measured, with what was not and why; the error goes on."""
-    engine = Failing("stock", 1.0, log)
-    engine.failure = failure
-    monkeypatch.setattr(vllm_bench, "running", lambda _: contextlib.nullcontext([engine]))
-    parser = argparse.ArgumentParser()
-    vllm_bench.add_arguments(parser)
-    given = ["--policies", "stock", "--requests", "1,3", "--rounds", "1", "--output", "cut"]
-    args = parser.parse_args([*given, "--folder", str(tmp_path)])
-    with pytest.raises(type(failure)):
-        vllm_bench.run(args)
-    found = json.loads((tmp_path / "cut.json").read_text())
-    assert [cell["requests"] for cell in found["cells"]] == [1]
-    text = (tmp_path / "cut.md").read_text()
-    assert f"({says}):" in text
-    assert "- short, 64 tokens of context, 3 requests, real acceptance" in text
-    assert "| short | 64 | 1 | real |" in text
-
-
 def test_few_rounds_show_nothing(log):
     """An interval of 75 % is never printed in bold."""
     engines = [Pretender("stock", 1.0, log), Pretender("undo", 0.5, log)]
     cell = vllm_cell.measure(engines, POINT, lambda turn: turn, rounds=3)
     assert [engine.works for engine in engines] == [[0, 1, 2, 3]] * 2  # what warms up is not timed
-    assert "0.500 (0.500 to 0.500)" in vllm_report.speed([cell])
-    assert "**" not in vllm_report.speed([cell])
-
-
-@pytest.mark.parametrize("policies", [("stock",), ("undo", "deferred")])
-def test_without_anything_to_compare(policies, log, result, tmp_path):
-    """Stock alone, or policies without stock: absolute numbers, and the plot too."""
-    pytest.importorskip("matplotlib")
-    engines = [Pretender(policy, 1.0, log) for policy in policies]
-    result["cells"] = [vllm_cell.measure(engines, POINT, lambda turn: None, rounds=1)]
-    path = vllm_files.write(tmp_path, "alone", result)
-    assert [made.suffix for made in vllm_files.publish(path)] == [".json", ".md", ".png"]
-    text = path.with_suffix(".md").read_text()
-    assert "of stock |" not in text.partition("## Latency")[0]
-    assert ("## Windows" in text) == ("undo" in policies)
-
-
-def test_report_makes_markdown_and_plot_again(result, tmp_path, capsys):
-    """From the JSON alone; the plot is small and a PNG."""
-    pytest.importorskip("matplotlib")
-    path = vllm_files.write(tmp_path, "again", result)
-    assert main(["bench", "report", str(path)]) == 0
-    assert capsys.readouterr().out.split() == [
-        str(path.with_suffix(suffix)) for suffix in (".json", ".md", ".png")
-    ]
-    plot = path.with_suffix(".png").read_bytes()
-    assert plot.startswith(b"\x89PNG")
-    assert len(plot) < 100_000
-    assert not list(tmp_path.glob("*.part"))
-
-
-def test_report_refuses_other_files(tmp_path, capsys):
-    """A result of another kind, and no file at all."""
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps({"rows": []}))
-    for path in (other, tmp_path / "nothing.json"):
-        assert main(["bench", "report", str(path)]) == 2
-        assert "is not a result of `kvtxn bench vllm`" in capsys.readouterr().err
-    assert report.help
-
-
-def work(scenario: str, turn: int, **others):
-    """The work of a round of a small cell."""
-    point = Point(scenario=scenario, context=32, tokens=16, requests=5, acceptance=0.5)
-    settings = {"text": 100, "drafts": 3, "temperature": 0.5, "arrivals": 10.0, **others}
-    return make(point, turn, **settings)
-
-
-def test_a_plain_load_is_the_same_every_round():
-    """All alike and at once, so that prompts come from the prefix cache."""
-    first = work("short", 0)
-    assert first == work("long", 3)
-    assert {len(prompt) for prompt in first.prompts} == {32}
-    assert first.lengths() == [16] * 5
-    assert first.arrivals == []
-    assert first.temperature == 0.5
-
-
-def test_a_mixed_load_is_new_every_round_and_the_same_for_all():
-    """Prompts and answers of all lengths; requests arrive over time, faster where asked to."""
-    first = work("mixed", 1)
-    assert first == work("mixed", 1)
-    assert first.prompts != work("mixed", 2).prompts
-    assert len({len(prompt) for prompt in first.prompts}) > 1
-    assert all(4 <= len(prompt) <= 32 for prompt in first.prompts)
-    assert all(4 <= length <= 16 for length in first.lengths())
-    assert first.arrivals[0] == 0
-    assert list(first.arrivals) == sorted(first.arrivals)
-    slower = work("mixed", 1, arrivals=1.0).arrivals
-    assert slower[-1] == pytest.approx(10 * first.arrivals[-1])
-
-
-def test_prompts_come_from_the_text_there_is():
-    """Cut out of it, around its end too."""
-    prompts = work("short", 0, text=[7, 8, 9]).prompts
-    assert all(len(prompt) == 32 for prompt in prompts)
-    for prompt in prompts:
-        assert all((b - a) % 3 == 1 for a, b in pairwise(prompt))
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.6, 1.0])
-def test_synthetic_rates_accept_the_share_asked_for(rate):
-    """On average over positions, and never more at a later one."""
-    found = positions(rate, 4)
-    assert sum(found) / 4 == pytest.approx(rate, abs=1e-6)
-    assert found == sorted(found, reverse=True)
-
-
-def test_the_help_has_scenarios_and_models(capsys):
-    """With what they default to."""
-    with pytest.raises(SystemExit):
-        main(["bench", "vllm", "--help"])
-    text = capsys.readouterr().out
-    assert all(f"{each.context} tokens of context" in text for each in SCENARIOS.values())
-    assert "llama3-8b   32 layers of 4096, random weights" in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert "0.500 (0.500 to 0.500)" in narrow_speed([cell])
+    assert "**" not in narrow_speed([cell])

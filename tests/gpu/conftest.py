@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_table
 import pytest
+from engine_pool import EngineFailed, EnginePool
+from folders import python_path
+from gpu_jobs import ENVIRONMENT, JOBS, engines, missing
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]  # the scenarios and the oracle are theirs
-
-import gpu_table  # noqa: E402
-from gpu_jobs import JOBS, engines, missing  # noqa: E402
 
 DEFAULTS = {"--gpu-reports": None, "--gpu-record": None, "--gpu-jobs": 12, "--gpu-seconds": 420.0}
 
@@ -28,7 +25,7 @@ def setting(config: pytest.Config, name: str) -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where to leave what was seen, and how much to do at once."""
+    """Options: files for reports and for the record, engines at once, seconds for one."""
     parser.addoption("--gpu-reports", type=Path, help="judge the reports of an earlier run")
     parser.addoption("--gpu-record", type=Path, help="write what the engines showed here, as JSON")
     jobs, seconds = DEFAULTS["--gpu-jobs"], DEFAULTS["--gpu-seconds"]
@@ -37,17 +34,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def run(folder: Path, names: list[str], option: Callable[[str], Any]) -> Path:
-    """All engines of these jobs; returns the path of their reports."""
-    (folder / "jobs.json").write_text(json.dumps(engines(names)))
-    found = folder / "reports.json"
-    limits = [str(option("--gpu-jobs")), str(option("--gpu-seconds"))]
-    path = [str(HERE), str(HERE.parent / "vllm"), os.environ.get("PYTHONPATH", "")]
-    subprocess.run(
-        [sys.executable, HERE / "gpu_child.py", folder / "jobs.json", found, *limits],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        check=True,
+    """Run all engines of these jobs; returns the path of their reports, written as they come."""
+    pool = EnginePool(
+        "gpu_child:carry_out",
+        engines(names),
+        folder / "engines",
+        count=option("--gpu-jobs"),
+        seconds=option("--gpu-seconds"),
+        environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE)},
+        preload=["vllm", "vllm.v1.engine.llm_engine"],
     )
+    found, reports = folder / "reports.json", dict[str, dict[str, Any]]()
+    for name in pool.as_they_end():
+        log = pool.log(name)
+        try:
+            lines = [line for line in log.splitlines() if "kvtxn" in line]
+            reports[name] = pool.report(name) | {"log": "\n".join(lines)}
+        except EngineFailed as failed:
+            reports[name] = {"error": str(failed), "log": log[-6000:]}
+        found.write_text(json.dumps(reports))
+        print(name, reports[name].get("error", "done"), flush=True)
+    pool.stop()
     return found
 
 

@@ -1,9 +1,20 @@
-"""Which engines run which scenarios on a GPU. One engine is one process; many run at once."""
+"""The engines of the grid on GPUs and their scenarios; each engine has a process of its own."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+#: Variables of every engine.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else what a batch holds depends on time
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_DETERMINISTIC": "1",  # else each engine times reductions, and sums its own way
+}
 
 SHORT = ["eight", "chunked", "prefix"]
 FULL = [*SHORT, "preempted", "same_step"]
@@ -18,6 +29,12 @@ TIMED = ("chunked", "preempted", "same_step")
 #: attention is Triton's, how far two of its attention backends agree.
 STOCK = ("stock", "again", "other")
 
+
+def timed(found: dict[str, Any], name: str, scenario: str) -> bool:
+    """Tell whether what a batch of this engine holds depends on time."""
+    return name == "apart" or (bool(found["ahead"]) and scenario in TIMED)
+
+
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 BOTH = ("undo", "deferred")
 AGAIN = ("again", *BOTH)
@@ -26,7 +43,7 @@ UNDO = ("undo",)
 
 
 def missing(name: str | None = None, count: int = 1) -> str | None:
-    """Why there is no vLLM on a GPU to test with here, or too few GPUs for a job."""
+    """Return the reason why a job cannot run here (no vLLM, no GPU, too few GPUs), or None."""
     import torch
 
     if not torch.cuda.is_available():
@@ -87,7 +104,7 @@ ON_GPU = {
 FP8 = {"kv_cache_dtype": "fp8"}
 BLOCKS_OF_64 = {"block_size": 64, "num_gpu_blocks_override": 20}
 
-#: By name.
+#: By name. ``inside``: memory, late compilations, and each stage of a step made to fail once.
 JOBS: dict[str, dict[str, Any]] = {
     "flash": job("llama", "FLASH_ATTN", OTHER, "every schedule", scenarios=FULL),
     "full_graphs": job(
@@ -149,9 +166,16 @@ JOBS: dict[str, dict[str, Any]] = {
         **drafter("mtp"),
     ),
     "trained": job(
-        *("demo", "FLASH_ATTN", OTHER, "a trained model, to compare tensor parallelism with"),
+        *("demo", "FLASH_ATTN", (*AGAIN, "other"), "a trained model, to look inside and compare"),
         scenarios=["novels"],
         options=ROOM,
+        inside=True,
+    ),
+    "apart": job(
+        *("demo", "FLASH_ATTN", AGAIN, "the same, with the core in a process of its own"),
+        scenarios=["novels"],
+        options=ROOM,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     ),
     "tp2": job(
         *("demo", "FLASH_ATTN", BOTH, "the same model on two GPUs"),
@@ -194,7 +218,7 @@ JOBS |= {
 
 
 def scenarios(name: str) -> list[str]:
-    """What a job goes through."""
+    """List the scenarios of a job."""
     found: list[str] = JOBS[name].get("scenarios", SHORT)
     return found
 

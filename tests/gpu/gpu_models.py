@@ -8,14 +8,14 @@ from typing import Any
 from unittest import mock
 
 import kvtxn.integrations.demo
-import vllm_models
+import model_files
 
 #: A small trained model, and prompts for it.
 DEMO = Path(kvtxn.integrations.demo.__file__).parent
 
 #: Latent attention in the sizes that the GPU's kernels are built for; all layers are dense.
 LATENT: dict[str, Any] = {
-    "vocab_size": vllm_models.VOCAB,
+    "vocab_size": model_files.VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 96,
@@ -61,16 +61,16 @@ def write(name: str, folder: Path) -> str:
         config.architectures = ["DeepseekV3ForCausalLM"]
         config.save_pretrained(path)
     elif name in ("eagle", "eagle3"):
-        config = hf.LlamaConfig(**vllm_models.COMMON | {"head_dim": 64}, num_hidden_layers=1)
+        config = hf.LlamaConfig(**model_files.COMMON | {"head_dim": 64}, num_hidden_layers=1)
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(path)
     elif name == "medusa":
         path.mkdir(parents=True)
-        settings = {"hidden_size": 64, "vocab_size": vllm_models.VOCAB, "medusa_num_heads": 3}
+        settings = {"hidden_size": 64, "vocab_size": model_files.VOCAB, "medusa_num_heads": 3}
         (path / "config.json").write_text(
             json.dumps({"model_type": "medusa", "medusa_num_layers": 1, **settings})
         )
     else:
-        with mock.patch.dict(vllm_models.COMMON, {"head_dim": 64}):
-            return vllm_models.write(name, folder)
+        with mock.patch.dict(model_files.COMMON, {"head_dim": 64}):
+            return model_files.write(name, folder)
     return str(path)

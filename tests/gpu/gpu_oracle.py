@@ -1,20 +1,19 @@
 """Reads the KV cache on the device around every verify step of a GPU's model runner.
 
-The V1 runner is watched as on the CPU (``vllm_oracle``); here are the V2 runner, whose forward
+The V1 runner is watched as on the CPU (``cache_oracle``); here are the V2 runner, whose forward
 may be a replayed graph, and what else these tests do inside a worker.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy
 import torch
-from kvtxn.benchmarks import vllm_child
-from kvtxn.integrations import vllm_internals, vllm_policy
-from vllm_oracle import (
+from cache_oracle import (
     CacheOracle,
     Step,
     caches_of,
@@ -23,12 +22,16 @@ from vllm_oracle import (
     mark,
     once_slots_are_known,
 )
+from failing_stage import failing_stage
+from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
+from kvtxn.integrations.vllm_plugin.internals.measuring import switch_windows
+from kvtxn.integrations.vllm_plugin.policy import rules as vllm_policy
 
 from kvtxn.config import POLICIES
 
 
 class Watch(CacheOracle):
-    """The worker extension of these tests."""
+    """The worker extension of these tests: methods that vLLM calls in each worker."""
 
     def oracle_install(self) -> None:
         """Watch every step from now on."""
@@ -116,9 +119,9 @@ class Watch(CacheOracle):
                     weight.data.normal_(0.0, spread * (8 if "lm_head" in name else 1))
 
     def describe(self) -> dict[str, Any]:
-        """What kind of engine this is, and what each policy comes to here."""
+        """Describe the engine, and the outcome of each policy in it."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        layers, facts = vllm_internals.target_layers(runner)
+        layers, facts = attention_layers.target_layers(runner)
         return {
             "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__.split('+')[0]}",
             "decisions": {asked: list(vllm_policy.decide(asked, facts)) for asked in POLICIES},
@@ -130,6 +133,52 @@ class Watch(CacheOracle):
             "groups": len({x.group for x in layers}),
         }
 
+    def memory(self) -> dict[str, int]:
+        """Bytes that torch holds on the device, and the sizes that kvtxn's share depends on."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        found = {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "peak": torch.cuda.max_memory_allocated(),
+            "captured_rows": runner.compilation_config.max_cudagraph_capture_size or 0,
+        }
+        steps = getattr(runner, "kvtxn", None)
+        if steps is not None and hasattr(steps, "windows"):
+            found["buffers"] = steps.windows.nbytes
+            found["max_rows"] = steps.manager.config.max_rows
+            found["row_bytes"] = sum(p.row_bytes for ref in steps.layers for p in ref.planes)
+        return found
+
+    def compilations_install(self) -> None:
+        """Note the name of each kernel that Triton compiles from now on."""
+        from triton import knobs
+
+        names: list[str] = []
+        before = knobs.runtime.jit_post_compile_hook
+
+        def hook(**facts: Any) -> Any:
+            function = facts.get("fn")
+            names.append(f"{getattr(function, 'module', '?')}.{getattr(function, 'name', '?')}")
+            return before(**facts) if before is not None else None
+
+        knobs.runtime.jit_post_compile_hook = hook
+        self.compiled = names
+
+    def compilations_take(self) -> list[str]:
+        """The names so far."""
+        return sorted(self.compiled)
+
+    def fault_install(self, stage: str, after: int) -> None:
+        """Let a stage of the steps fail once, after so many calls that go well."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        self.fault = ExitStack()
+        self.fault_calls = self.fault.enter_context(failing_stage(runner.kvtxn, stage, after))
+
+    def fault_remove(self) -> int:
+        """Everything works again; returns how often the stage was called."""
+        self.fault.close()
+        return self.fault_calls[0]
+
     def oracle_seed(self, seed: int) -> None:
         """Seed what the worker draws from; drafts that are accepted by lot are among that."""
         numpy.random.seed(seed)
@@ -137,4 +186,4 @@ class Watch(CacheOracle):
 
     def switch(self, on: bool) -> None:
         """Let the steps have windows or be stock's."""
-        vllm_child.switch(self, on)
+        switch_windows(self, on)

@@ -1,4 +1,4 @@
-"""A real ``vllm serve`` on GPUs: what its ``/metrics`` page says after some requests.
+"""Starts a real ``vllm serve`` on GPUs and reads its ``/metrics`` page after some requests.
 
 python gpu_serve.py RECORD.json [SERVER ...]   needs a GPU; writes after each server
 """
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
+for folder in (".", "..", "../vllm_plugin/grid", "../vllm_plugin/serve"):
+    sys.path.insert(0, str(HERE / folder))
 
 import gpu_models  # noqa: E402
-from vllm_server import OPTIONS, Page, Server, requests, serving  # noqa: E402
+from api_server import DRAFTED, OPTIONS, Page, Server, requests, serving  # noqa: E402
 
 #: The CPU's, but for what is compiled and captured here.
 ALWAYS = (
@@ -26,7 +27,6 @@ ALWAYS = (
     *("--dtype", "bfloat16", "--gpu-memory-utilization", "0.03"),
     *("--kv-cache-memory-bytes", str(64 << 20)),
 )
-DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 STEPS = "vllm:spec_decode_num_drafts_total"
 THEIRS = (DRAFTED, ACCEPTED, STEPS, "vllm:num_requests_running", "vllm:generation_tokens_total")
@@ -44,13 +44,13 @@ SERVERS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
 
 
 def gpus(name: str) -> int:
-    """How many a server needs."""
+    """Count the GPUs that a server needs."""
     _, engines, ranks, _ = SERVERS[name]
     return engines * ranks
 
 
 def serve(name: str, folder: Path) -> dict[str, Any]:
-    """Start a server, ask it for something, and read its page."""
+    """Start a server, send it requests, and read its page."""
     policy, engines, ranks, options = SERVERS[name]
     model = gpu_models.write("llama", folder)
     with serving(folder, {"policy": policy}, *options, model=model, always=ALWAYS) as server:
@@ -64,7 +64,7 @@ def serve(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _asked(server: Server, active: int) -> dict[str, Any]:
-    """What the page shows once it has caught up with these requests."""
+    """Read the page once it has caught up with these requests."""
     server.page_when(lambda page: page.sum("kvtxn_active") == active)
     tokens = requests(server, count=8)
     drafted = server.page_when(lambda page: page.sum(DRAFTED) > 0).sum(DRAFTED)
@@ -73,7 +73,7 @@ def _asked(server: Server, active: int) -> dict[str, Any]:
 
 
 def numbers(page: Page) -> dict[str, Any]:
-    """What is compared."""
+    """Pick the numbers that are compared."""
     own = {
         kind: page.sum(f"kvtxn_rows_{kind}_total") for kind in ("staged", "committed", "rejected")
     }

@@ -1,4 +1,4 @@
-"""What the engines on a GPU showed, as a record and as a page.
+"""The record of the engines on GPUs, and the page that is drawn from it.
 
 python tests/gpu/gpu_table.py RECORD.json COMMIT   takes over a record that a run left, and draws
 python tests/gpu/gpu_table.py                      draws again
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "vllm")]
+for folder in (".", "..", "../vllm_plugin/grid", "../vllm_plugin/serve"):
+    sys.path.insert(0, str(HERE / folder))
 
 from gpu_jobs import JOBS, STOCK, scenarios  # noqa: E402
 from gpu_ties import compare, pairs  # noqa: E402
@@ -53,7 +54,7 @@ best two logits of random models are often equal. So stock parts from stock, too
 
 
 def cell(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
-    """One scenario of one policy, next to stock's."""
+    """Compare a scenario of one policy with stock's."""
     both = pairs(ours, stock)
     seen = ours.get("oracle", [])
     counts = ours["kvtxn"][-1]
@@ -87,7 +88,7 @@ def identical(ours: dict[str, Any], off: dict[str, Any]) -> int:
 
 
 def record(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is worth keeping of the engines' reports, by job and policy; errors as they are."""
+    """Reduce the engines' reports to a record, by job and policy; errors stay as they are."""
     found: dict[str, Any] = {}
     for engine, report in reports.items():
         name, _, policy = engine.rpartition(".")
@@ -100,6 +101,8 @@ def record(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
             kept["cells"] = {
                 each: cell(report[each], stock[each]) for each in ["unwatched", *scenarios(name)]
             }
+            if "memory" in report:
+                kept["inside"] = inside(report, stock, scenarios(name)[0])
             if name == "tp2" and "error" not in reports.get("trained.stock", {"error": ""}):
                 alone = reports["trained.stock"]["novels"]["tokens"]
                 both = zip(report["novels"]["tokens"], alone, strict=True)
@@ -111,6 +114,51 @@ def record(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
     machines = {report["machine"] for report in reports.values() if "machine" in report}
     machine = " and ".join(sorted(machines))
     return {"machine": machine, "jobs": {name: found[name] for name in JOBS if name in found}}
+
+
+def inside(report: dict[str, Any], stock: dict[str, Any], name: str) -> dict[str, Any]:
+    """Reduce an engine's memory, late compilations and failed stages."""
+    tokens = stock[name]["tokens"]
+
+    def number(found: dict[str, Any], key: str) -> int:
+        return int(found["kvtxn"][-1].get(f"kvtxn_{key}", 0))
+
+    return {
+        "memory": report["memory"],
+        "more": report["memory"]["allocated"] - stock["memory"]["allocated"],
+        "compiled": sum("kvtxn" in name for name in report["compiled"]),
+        "faults": {
+            stage: {
+                "calls": found["calls"],
+                "fallbacks": number(found["during"], "fallbacks_total"),
+                "resting": number(found["during"], "bypassed_windows_total_resting"),
+                "requests": len(tokens),
+                "same": sum(map(list.__eq__, found["during"]["tokens"], tokens)),
+                "lost": found["during"]["oracle"][-1].get("lost", 0),
+                "windows_afterwards": number(found["afterwards"], "windows_total_committed"),
+                "fallbacks_afterwards": number(found["afterwards"], "fallbacks_total"),
+            }
+            for stage, found in report["faults"].items()
+        },
+    }
+
+
+def looked_inside(name: str, policy: str, found: dict[str, Any]) -> list[str]:
+    """Say how much memory an engine takes more than stock, and how each failed stage ended."""
+    memory = found["memory"]
+    share = found["more"] / (memory["row_bytes"] * memory["captured_rows"])
+    lines = [
+        f"- {name}, `{policy}`: {found['more'] / 2**20:.2f} MiB more than stock, {share:.2f} of "
+        f"the largest graph's rows; {found['compiled']} kernels compiled after the start."
+    ]
+    for stage, each in found["faults"].items():
+        lines.append(
+            f"- {name}, `{policy}`, {stage} fails once: {each['fallbacks']} fallbacks, "
+            f"{each['resting']} steps at rest, {each['same']} of {each['requests']} requests have "
+            f"stock's tokens, {each['lost']} rows lost; then {each['windows_afterwards']} windows, "
+            f"{each['fallbacks_afterwards']} fallbacks."
+        )
+    return lines
 
 
 def bypassed(cells: list[dict[str, Any]]) -> str:
@@ -132,7 +180,7 @@ def switched(cells: list[dict[str, Any]]) -> str:
 
 
 def line(name: str, policy: str, found: dict[str, Any]) -> str:
-    """One policy of one engine."""
+    """Draw the row of an engine under one policy."""
     cells = found["cells"]
     watched = [cells[each] for each in cells if each != "unwatched"]
 
@@ -164,7 +212,7 @@ def line(name: str, policy: str, found: dict[str, Any]) -> str:
 
 
 def agreement(name: str, policy: str, found: dict[str, Any]) -> str:
-    """How far two stock engines agree."""
+    """Say how far two stock engines agree."""
     cells = list(found["cells"].values())
     same, all_ = (sum(cell[key] for cell in cells) for key in ("same", "requests"))
     who = (
@@ -177,7 +225,7 @@ def agreement(name: str, policy: str, found: dict[str, Any]) -> str:
 
 
 def draw(grid: dict[str, Any]) -> str:
-    """The page."""
+    """Draw the page from the record."""
     head = (
         "| engine | policy | same tokens | gap | noise | switched | accepted / drafted "
         "| windows (graphs) "
@@ -186,7 +234,7 @@ def draw(grid: dict[str, Any]) -> str:
         f"{head}| rejected | left | lost | strays | early | bypassed | fallbacks |",
         "|---|---|" + "---:|" * 13,
     ]
-    notes, failed, again = [], [], []
+    notes, failed, again, within = [], [], [], []
     for name, policies in grid["jobs"].items():
         notes.append(f"- {name}: {JOBS[name]['says']}; {', '.join(scenarios(name))}.")
         for policy, found in policies.items():
@@ -196,6 +244,7 @@ def draw(grid: dict[str, Any]) -> str:
                 again += [agreement(name, policy, found)] if policy != "stock" else []
             else:
                 lines.append(line(name, policy, found))
+                within += looked_inside(name, policy, found["inside"]) if "inside" in found else []
     for policy, found in grid["jobs"].get("tp2", {}).items():
         if "as_alone" in found:
             requests = found["cells"]["unwatched"]["requests"]
@@ -208,6 +257,8 @@ def draw(grid: dict[str, Any]) -> str:
     notes += [f"\nNot in this record: {', '.join(out)}."] if out else []
     if again:
         notes += ["", "Stock next to stock:", "", *again]
+    if within:
+        notes += ["", "Looked at inside:", "", *within]
     commits = ", ".join(grid["commits"])
     parts = [
         HEAD.format(machine=grid["machine"], commits=commits),

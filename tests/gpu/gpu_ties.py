@@ -1,4 +1,4 @@
-"""Whether two engines part at near-ties only, by the logits that both of them report.
+"""Two engines may part at near-ties only; the logits that both report tell.
 
 Logits are bfloat16 and so lie on a grid, whose step at their size is the unit here: 1/16 from 8 to
 16, 1/8 from 16 to 32. Two sums of the same products in another order are a few steps apart, and the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-#: So many of the likeliest tokens are reported for each token generated.
+#: Number of likeliest tokens whose logits are reported for each generated token.
 CANDIDATES = 4
 
 #: Steps that a logit may differ by between engines that have generated the same so far, and steps
@@ -22,12 +22,12 @@ NEAR = 6
 
 
 def step(logit: float) -> float:
-    """From one number in bfloat16 to the next, at the size of this one."""
+    """Return the distance between neighbouring bfloat16 numbers at the size of ``logit``."""
     return 2.0 ** (math.frexp(logit)[1] - 8)
 
 
 def compare(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
-    """One scenario of an engine next to stock's.
+    """Compare one scenario's report of an engine with stock's.
 
     Returns:
         ``gap``: of requests that part from stock's, the most by which stock's best logit exceeds
@@ -60,7 +60,7 @@ def compare(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
 
 
 def pairs(ours: dict[str, Any], stock: dict[str, Any]) -> list[tuple[int, int | None]]:
-    """Each request of stock's, and the other engine's of the same prompt; None without one."""
+    """Pair each request of stock's with the other engine's of the same prompt, or None."""
     waiting: dict[str, list[int]] = {}
     for place, prompt in enumerate(ours.get("prompts") or range(len(ours["tokens"]))):
         waiting.setdefault(str(prompt), []).append(place)
@@ -72,17 +72,17 @@ def pairs(ours: dict[str, Any], stock: dict[str, Any]) -> list[tuple[int, int | 
 
 
 def best(logits: dict[int, float]) -> float:
-    """The largest."""
+    """Return the largest logit."""
     return max(logits.values())
 
 
 def noise(here: dict[int, float], there: dict[int, float]) -> float:
-    """The most that those differ by which both name, in steps."""
+    """Return the largest difference, in steps, of logits that both reports name."""
     both = here.keys() & there.keys()
     most = max((abs(here[token] - there[token]) for token in both), default=math.inf)
     return most / step(best(here))
 
 
 def gap(logits: dict[int, float], token: int) -> float:
-    """How far a token is behind the best, in steps."""
+    """Return how many steps a token's logit lies below the best logit."""
     return (best(logits) - logits.get(token, -math.inf)) / step(best(logits))

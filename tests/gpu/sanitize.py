@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from kvtxn.benchmarks.machine import describe
+from kvtxn.benchmarks.common.machine import describe
 
 #: Every kernel family, and the tests of the kit that run it, as pytest's ``-k`` takes them.
 FAMILIES: Final = {
@@ -46,20 +46,19 @@ FAMILIES: Final = {
     "rings": "test_rings_and_states or test_wrap_around or test_one_transaction",
     "evicting": "test_trees_over_rings or test_attention_to_a_ring or test_an_aborted_tree",
     "captured": "test_each_replay_commits or test_fewer_rows or test_ids_beyond",
+    "steps": "test_steps_are_exact or test_steps_of_changing_shape or test_an_abort_takes_every",
     "ids": "test_sampled_ids_say_the_same or test_refusals_are_counted or test_per_window",
     "graphs": "test_commit_in_a_graph or test_a_tree_commit_in_a_graph",
-    "fixed-window": "test_commit_keeps_exactly or test_a_long_state",
+    "static-window": "test_commit_keeps_exactly or test_a_long_state",
     "slot-tables": "test_rows_are_read_and_written or test_a_table_is_no_larger",
-    "slices": "test_slices_of_the_cache or test_settled_rows_are_written_once",
-    "merging": "test_every_form or test_a_prefix_of or test_after_flash_attention",
+    "slices": "test_slices_of_the_cache or test_a_request_with_many_drafts",
 }
 
 #: Families without a class of the kit: tests of files of their own, on the Triton executor.
 _OWN_FILES: Final = {
-    "fixed-window": ("test_fixed_window.py", "test_plans.py"),
+    "static-window": ("test_static_window.py", "test_plane_table.py"),
     "slot-tables": ("test_slot_tables.py",),
     "slices": ("test_attention_launch.py",),
-    "merging": ("test_attention_launch.py",),
 }
 
 TOOLS: Final = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -136,7 +135,7 @@ class Thin:
 
 
 def job(tool: str | None, backend: str, family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One process, with or without a tool; what it said."""
+    """Run a process, with or without a tool; return its verdict."""
     seconds = args.seconds
     own = [sys.executable, __file__, "--child", backend, family]
     own += ["--seconds", str(seconds), "--cases", str(args.cases)]
@@ -145,7 +144,7 @@ def job(tool: str | None, backend: str, family: str, args: argparse.Namespace) -
         only = [] if tool == "initcheck" else ["--kernel-name", _KERNELS]
         command = [args.sanitizer, "--tool", tool, *only, "--error-exitcode", "99", *own]
     environment = dict(os.environ)
-    if backend == "triton" and family not in ("graphs", "captured"):
+    if backend == "triton" and family not in ("graphs", "captured", "steps"):
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     start = time.monotonic()
     try:

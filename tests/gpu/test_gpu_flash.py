@@ -12,9 +12,9 @@ from gpu_jobs import missing
 if reason := missing():
     pytest.skip(reason, allow_module_level=True)
 
-from kvtxn.backends.slot_tables import slot_tables
-from kvtxn.integrations import vllm_internals
-from kvtxn.integrations.vllm_internals_gpu import by_rows
+from kvtxn.backends.graphs.slot_block_table import slot_tables
+from kvtxn.integrations.vllm_plugin.gpu.spare_blocks import by_rows
+from kvtxn.integrations.vllm_plugin.internals import flash as flash_internals
 from vllm._custom_ops import reshape_and_cache_flash
 
 #: Rows of each request after the step, and its rows of the step.
@@ -37,14 +37,14 @@ SHAPES = [(32, 8, 128), (14, 2, 64), (8, 4, 256), (8, 1, 128)]
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plain_layers(batch, shape, block_size):
-    """Whatever the heads and lengths."""
+    """For all head counts and lengths."""
     both(batch, shape, block_size)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("more", ["sliding", "capped", "sinks", "fp8"])
 def test_other_layers(batch, more):
-    """Windows that slide, soft caps, sinks, and rows of 8 bits."""
+    """Sliding windows, soft caps, attention sinks and 8-bit rows give equal bits, too."""
     both(batch, (32, 8, 128), 16, more)
 
 
@@ -82,7 +82,7 @@ def both(batch: str, shape: tuple[int, int, int], block_size: int, more: str = "
         block_size=block_size,
         longest=max(totals),
     )
-    flash, one = vllm_internals.flash_attention(), torch.ones(1, device="cuda")
+    flash, one = flash_internals.module(), torch.ones(1, device="cuda")
     window = (200, 0) if more == "sliding" else (-1, -1)
 
     def run(rows: torch.Tensor, where: torch.Tensor, table: torch.Tensor, splits: int) -> Any:

@@ -1,4 +1,4 @@
-"""What watches the V2 runner, on a stand-in for it: it sees what is wrong, and only that."""
+"""The watch on the V2 runner, over a stand-in: it sees all that is wrong, and only that."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Undoing(Runner):
 
 
 def seen(runner, accepted, *, forward=None):
-    """What is counted around a step that writes the batch's rows, unless told otherwise."""
+    """Count around a step that writes the batch's rows, unless told otherwise."""
     watch = Watch()
     watch.model_runner = runner
     watch.oracle_install()
@@ -92,7 +92,7 @@ def seen(runner, accepted, *, forward=None):
 
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 def test_stock_leaves_every_rejected_row(accepted):
-    """And no accepted row is taken for lost, though it has the bytes of the step before."""
+    """Stock leaves every rejected row, and the oracle takes no accepted row for lost."""
     found = seen(Runner(), accepted)
     assert (found["windows"], found["mixed"], found["early"]) == (2, 2, 6)
     assert found["kept"] == 2 * accepted
@@ -102,13 +102,13 @@ def test_stock_leaves_every_rejected_row(accepted):
 
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 def test_undo_leaves_none(accepted):
-    """What it saves is what the oracle put there, which comes first."""
+    """undo saves the rows that the oracle put there before it."""
     found = seen(Undoing(), accepted)
     assert (found["rejected_written"], found["lost"], found["strays"]) == (0, 0, 0)
 
 
 def test_an_accepted_row_that_is_not_written_is_lost():
-    """The row of the step before it does not hide that."""
+    """A missing accepted row counts as lost, though its slot holds the last step's equal row."""
     runner = Undoing()
 
     def losing(rows):
@@ -125,7 +125,7 @@ def test_a_stray_is_seen():
 
 
 def test_what_waits_behind_vllms_blocks_is_no_stray():
-    """Its scheduler hands those blocks to nobody."""
+    """A change behind vLLM's blocks is no stray, since the scheduler never hands those out."""
     runner = Undoing()
 
     def waiting(rows):
@@ -135,7 +135,7 @@ def test_what_waits_behind_vllms_blocks_is_no_stray():
 
 
 def test_without_drafts_nothing_is_marked():
-    """A later step's slots are not this one's."""
+    """Without drafts the oracle marks no slot."""
     runner, watch = Runner(), Watch()
     watch.model_runner = runner
     watch.oracle_install()

@@ -8,7 +8,7 @@ from gpu_serve import SERVERS, gpus, serve
 
 
 def judge(found):
-    """What one server's page said, once it had caught up."""
+    """One server's page, once it had caught up."""
     assert 0 < found["accepted"] < found["drafted"]
     assert found["staged"] == found["drafted"]
     assert found["committed"] == found["accepted"]
@@ -22,7 +22,7 @@ def judge(found):
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_server(name, tmp_path, monkeypatch):
-    """Started, asked, read, and gone again."""
+    """A server's page counts the same tokens as vLLM does, for every engine and rank."""
     reason = missing(count=gpus(name))
     if reason is not None:
         pytest.skip(reason)
@@ -31,7 +31,7 @@ def test_a_server(name, tmp_path, monkeypatch):
 
 
 def test_it_can_fail():
-    """A row that kvtxn did not see, and a rank that stays out."""
+    """The judge fails on a row that kvtxn missed, and on a rank without kvtxn."""
     good = {
         **{"staged": 429, "committed": 228, "rejected": 201, "drafted": 429, "accepted": 228},
         **{"windows": 134, "steps": 134, "bypassed": 0, "fallbacks": 0, "lost": []},

@@ -1,4 +1,4 @@
-"""How near a tie it is where two engines part; no GPU needed."""
+"""The gap of logits at which two engines part; no GPU needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STOCK = report([EIGHT, [(1, 12.0), (2, 11.9375), (3, 4.0)], [(4, 20.0), (5, 2.0)
 
 @pytest.mark.parametrize("exponent", range(-6, 7))
 def test_a_step_is_what_bfloat16_has(exponent):
-    """As torch rounds."""
+    """The step between two bfloat16 numbers is the one by which torch rounds."""
     import torch
 
     for value in (2.0**exponent, 1.9 * 2.0**exponent):
@@ -41,14 +41,14 @@ def test_the_same():
 
 
 def test_a_near_tie():
-    """One step between the best two; what comes after that differs and says nothing."""
+    """Two engines part where the best logits are a step apart; later tokens are not compared."""
     ours = report([EIGHT, [(2, 12.0), (1, 11.875), (9, 5.0)], [(9, 1.0), (5, 0.5)]])
     assert compare(ours, STOCK) == {"gap": 1, "noise": 2, "by_lot": 0, "followed": 0}
     near("flash", compare(ours, STOCK))
 
 
 def test_requests_are_those_of_the_same_prompt():
-    """In whatever order, and however many: what was asked can depend on what was answered."""
+    """Requests are paired by prompt, since later prompts can quote earlier answers."""
     more = report([EIGHT], [EIGHT], [EIGHT], prompts=[[1], [2], [1]])
     less = report([EIGHT], [EIGHT], prompts=[[3], [1]])
     assert pairs(less, more) == [(0, 1), (1, None), (2, None)]
@@ -68,7 +68,7 @@ def test_no_near_tie():
 
 
 def test_logits_that_part_without_another_token():
-    """A wrong row need not change what is likeliest."""
+    """Differing logits are noticed although the tokens agree."""
     ours = report([[(5, 9.75), (6, 8.0), (7, 7.0)], *STOCK["logits"][0][1:]])
     found = compare(ours, STOCK)
     assert found == {"gap": 0, "noise": 12, "by_lot": 0, "followed": 0}
@@ -78,13 +78,13 @@ def test_logits_that_part_without_another_token():
 
 
 def test_logits_of_other_tokens():
-    """Not one of the likeliest in common."""
+    """Logits are infinitely apart if two engines name no likely token in common."""
     ours = report([[(15, 9.0), (16, 8.0)], *STOCK["logits"][0][1:]])
     assert compare(ours, STOCK)["noise"] == math.inf
 
 
 def test_a_draft_that_is_accepted_by_lot():
-    """It is not the likeliest, and says nothing; only such engines may do that."""
+    """A draft accepted by lot need not be likeliest; only engines that draw lots may part there."""
     ours = report([EIGHT, [(7, 3.0), (1, 12.0), (2, 11.9375)], [(4, 20.0), (5, 2.0)]])
     found = compare(ours, STOCK)
     assert found == {"gap": 0, "noise": 0, "by_lot": 1, "followed": 0}
@@ -94,7 +94,7 @@ def test_a_draft_that_is_accepted_by_lot():
 
 
 def test_a_prompt_that_quotes_another_answer():
-    """Where the answers differ so do the prompts, and nothing is to be compared."""
+    """Prompts that follow from different answers differ, and are not compared."""
     first, second = [EIGHT], [[(1, 12.0), (2, 3.0)]]
     stock = report(first, second, prompts=[[1], [1, 5]])
     ours = report([[(6, 9.0), (5, 9.0)]], [[(9, 4.0), (8, 3.0)]], prompts=[[1], [1, 6]])
@@ -102,7 +102,7 @@ def test_a_prompt_that_quotes_another_answer():
 
 
 def test_what_the_oracle_saw_can_fail():
-    """A rejected row left, an accepted one lost, one too early, and a stray."""
+    """The judge fails on a rejected row left, an accepted row lost, an early row and a stray."""
     counts = {
         **{"kvtxn_windows_total_committed": 9, "kvtxn_bypassed_windows_total": 0},
         **{"kvtxn_rows_staged_total": 30, "kvtxn_rows_rejected_total": 20},

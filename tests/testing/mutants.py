@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvtxn.executor import Capabilities, StagedLayer, Txn
 from kvtxn.layers import LayerRef, Plane
-from kvtxn.rows import LayerRows, write_layers
+from kvtxn.row_io import LayerRows, write_layers
 
 
 class Sound(TorchExecutor):

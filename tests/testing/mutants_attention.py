@@ -5,9 +5,9 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
 from kvtxn import attention
+from kvtxn.cache_planes import decoded
 from kvtxn.executor import AttentionArgs, StagedLayer, Txn
-from kvtxn.planes import decoded
-from kvtxn.rows import read
+from kvtxn.row_io import read
 
 
 class _Attention(TorchExecutor):

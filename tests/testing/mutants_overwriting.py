@@ -8,7 +8,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
 from kvtxn.executor import AttentionArgs, Capabilities, StagedLayer, Txn
-from kvtxn.rows import latest, write_layers
+from kvtxn.row_io import last_writers, write_layers
 
 
 class _WritesKept(TorchExecutor):
@@ -33,14 +33,14 @@ class _WritesKept(TorchExecutor):
 
 class LetsTheFirstRowWin(_WritesKept):
     def chosen(self, txn, slots, kept):
-        return latest(slots.flip(0), kept.flip(0)).flip(0)
+        return last_writers(slots.flip(0), kept.flip(0)).flip(0)
 
 
 class LetsRejectedRowsEvict(_WritesKept):
     """Decides which row is the last of its slot before it looks at what was kept."""
 
     def chosen(self, txn, slots, kept):
-        return kept & latest(slots, txn.layout.is_draft)
+        return kept & last_writers(slots, txn.layout.is_draft)
 
 
 class SelectsOneStateTooFar(_WritesKept):

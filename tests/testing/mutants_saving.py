@@ -5,7 +5,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
 from kvtxn.executor import Txn
-from kvtxn.rows import LayerRows, write_layers
+from kvtxn.row_io import LayerRows, write_layers
 
 
 class RestoresTooMuch(TorchExecutor):

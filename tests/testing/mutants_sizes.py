@@ -8,7 +8,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
 from kvtxn.executor import AttentionArgs, StagedLayer, Txn
-from kvtxn.rows import LayerRows, read_layers, write_layers
+from kvtxn.row_io import LayerRows, read_layers, write_layers
 
 
 class CommitsEightLayers(TorchExecutor):

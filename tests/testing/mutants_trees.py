@@ -8,7 +8,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
 from kvtxn.executor import AttentionArgs, Capabilities, StagedLayer, Txn
-from kvtxn.rows import read_layers, write_layers
+from kvtxn.row_io import read_layers, write_layers
 
 
 class _AtPath(TorchExecutor):

@@ -6,10 +6,21 @@ import pytest
 import torch
 from kvtxn.backends.torch_executor import TorchExecutor
 
-from kvtxn import registry
-from kvtxn.testing import FORMATS, LAYOUTS, InjectedFault, LayerSpec, Rig, faulty, registered
+from kvtxn import ConfigError, registry
+from kvtxn.testing import (
+    FORMATS,
+    LAYOUTS,
+    ExecutorConformance,
+    InjectedFault,
+    LayerSpec,
+    Rig,
+    faulty,
+    registered,
+)
 from kvtxn.testing.caches import GUARD, build_cache
+from kvtxn.testing.honesty import Honesty
 from kvtxn.testing.oracle import Replay
+from kvtxn.testing.promise_counts import Counts
 
 CPU = torch.device("cpu")
 
@@ -102,7 +113,7 @@ def test_a_fault_that_does_not_exist_is_refused():
     """Not armed silently, to never go off."""
     executor = faulty(TorchExecutor)
     for wrong in (("begin", "before", 1), ("stage", "soon", 1), ("stage", "before", 0)):
-        with pytest.raises(ValueError, match="is no fault"):
+        with pytest.raises(ValueError, match="is not a fault"):
             executor.faults.arm(*wrong)
 
 
@@ -114,3 +125,53 @@ def test_a_class_is_registered_for_a_while():
     assert not {name, other} & set(registry.names())
     with registered("torch") as name:
         assert name == "torch"
+
+
+def test_a_class_without_a_name_is_refused_in_words():
+    """The kit names the class while it registers it; the registry says what is missing."""
+    nobody = type("Nobody", (TorchExecutor,), {"name": None})
+    with pytest.raises(ConfigError, match="has no name"), registered(nobody):
+        pass
+
+
+def test_the_quick_tests_of_the_kit_come_first(request, tmp_path):
+    """Honest capabilities, then counts: `pytest -x` ends soon for an executor that lacks one."""
+    module = pytest.Module.from_parent(request.session, path=tmp_path / "test_mine.py")
+    mine = type("TestMine", (ExecutorConformance,), {})
+    module.obj = type("namespace", (), {"TestMine": mine})
+    names = [each.originalname for each in collected(module)]
+    quick = [name for part in (Honesty, Counts) for name in vars(part) if name.startswith("test_")]
+    assert list(dict.fromkeys(names))[: len(quick)] == quick
+
+
+def collected(module):
+    """The tests of the one class of a module, in pytest's own order."""
+    (found,) = module.collect()
+    return list(found.collect())
+
+
+class ForgetsToCount(TorchExecutor):
+    """Leaves the counters alone."""
+
+    def commit(self, txn, accepted):
+        counters, txn.counters = txn.counters, txn.counters.clone()
+        super().commit(txn, accepted)
+        txn.counters = counters
+
+
+def test_an_executor_that_never_counts_is_told_who_counts():
+    """The message names the three counts, and the call that makes them."""
+    with registered(ForgetsToCount) as name:
+        rig = Rig(name, "undo", CPU)
+        rig.run(rig.batch(padding=0.0), [1, 1])
+        words = r"under 'undo'.*\(staged, committed, rejected\) = \(0, 0, 0\).*txn.count\(kept\)"
+        with pytest.raises(AssertionError, match=words):
+            rig.check_rows((5, 2, 3))
+
+
+def test_bytes_that_differ_are_told_with_the_policy():
+    """One test runs under several policies."""
+    rig = Rig("torch", "undo", CPU)
+    rig.caches[0].memories[0][0] ^= 1
+    with pytest.raises(AssertionError, match=r"under 'undo', after a look: layer\.0"):
+        rig.check("after a look")

@@ -1,0 +1,1 @@
+"""Attention that reads a window's rows beside the cache."""

@@ -1,0 +1,323 @@
+"""The kernels that compare: rows with the digests of who reads them, and states.
+
+Memory contract of ``compare_rows`` and ``compare_states``:
+
+- ``words`` is read, and written only where something wrong was found: there it becomes
+  ``REPORTED``. Who puts that word there reports; so of several programs that see one wrong row at
+  one time, one does. Where two requests read the same wrong rows in one step, both may be named,
+  for different rows of a run.
+- ``facts`` are read, but for ``OUTSIDE``, where bits are set atomically.
+- ``own`` and ``journal`` are read, ``found`` is written by ``reports.note`` alone.
+- ``counters`` are added to atomically.
+- Padding and malformed requests are left out, as by ``write_rows``.
+- A table is read up to its width; a column beyond, or a block outside the group, leads nowhere and
+  counts as unwritten. Every address is computed in int64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...audit import books as book
+from ...audit import passes
+from . import plan
+from .reports import (
+    IS_COUNT,
+    IS_DRAFT,
+    IS_FOREIGN,
+    IS_OWNER,
+    IS_REJECTED,
+    IS_UNWRITTEN,
+    STATE,
+    note,
+)
+from .requests import rows_of
+from .words import REJECTED, REPORTED, UNWRITTEN, as_word
+
+STEP = tl.constexpr(book.STEP)
+ROWS_CHECKED = tl.constexpr(book.ROWS_CHECKED)
+STATES_CHECKED = tl.constexpr(book.STATES_CHECKED)
+SERIAL = tl.constexpr(book.SERIAL)
+DURABLE = tl.constexpr(book.DURABLE)
+KEPT = tl.constexpr(book.KEPT)
+OUTSIDE = tl.constexpr(book.OUTSIDE)
+RUN = tl.constexpr(passes.RUN)
+
+BASE = tl.constexpr(plan.BASE)
+STRIDE = tl.constexpr(plan.STRIDE)
+BLOCK_SIZE = tl.constexpr(plan.BLOCK_SIZE)
+NUM_BLOCKS = tl.constexpr(plan.NUM_BLOCKS)
+WINDOW = tl.constexpr(plan.WINDOW)
+CHUNK = tl.constexpr(plan.CHUNK)
+RING = tl.constexpr(plan.RING)
+SALT = tl.constexpr(plan.SALT)
+IS_STATE = tl.constexpr(plan.IS_STATE)
+OWNERS = tl.constexpr(plan.OWNERS)
+FIELDS = tl.constexpr(plan.FIELDS)
+
+
+@triton.jit
+def table_place(group: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """Return the column of the block table that has a position's block; 0 for a state."""
+    ring = tl.load(group + RING)
+    at = tl.where(ring > 0, position % tl.maximum(ring, 1), position)
+    return tl.where(tl.load(group + IS_STATE) != 0, 0, at)
+
+
+@triton.jit
+def judge(
+    position: tl.tensor,
+    live: tl.tensor,
+    table: tl.tensor,
+    width: tl.tensor,
+    group: tl.tensor,
+    digests: tl.tensor,
+    words: tl.tensor,
+    durable: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Look rows up through a block table.
+
+    Args:
+        position: int64 ``[RUN]``.
+        live: bool ``[RUN]``.
+        table: pointer to the request's int32 ``[width]``.
+        width: columns.
+        group: the group's line of the plan.
+        digests: pointer to the digests of the request that reads.
+        words: int64 ``[num_words]``.
+        durable: positions from here on count as drafts.
+
+    Returns:
+        A number of ``FOUND`` per row, -1 where it is in order, and where its word lies, -1 where
+        the table leads nowhere.
+    """
+    size = tl.load(group + BLOCK_SIZE)
+    at = table_place(group, position)
+    column = at // size
+    inside = live & (column < width)
+    block = tl.load(table + column, mask=inside, other=-1).to(tl.int64)
+    inside = inside & (block >= 0) & (block < tl.load(group + NUM_BLOCKS))
+    block = tl.where(inside, block, 0)
+    place = tl.load(group + BASE) + block * tl.load(group + STRIDE) + at % size
+    word = tl.load(words + place, mask=inside, other=UNWRITTEN)
+    wanted = as_word(tl.load(digests + position + 1, mask=live, other=0) + tl.load(group + SALT))
+    code = tl.where(position >= durable, IS_DRAFT, -1)
+    wrong = tl.where(word == REJECTED, IS_REJECTED, IS_FOREIGN)
+    wrong = tl.where(word == UNWRITTEN, IS_UNWRITTEN, wrong)
+    code = tl.where(word == wanted, code, wrong)
+    code = tl.where((word == REPORTED) | (live == 0), -1, code)
+    return code, tl.where(inside, place, -1)
+
+
+@triton.jit(
+    do_not_specialize=["kind", "num_rows", "own_stride", "num_lines", "journal_size", "capacity"]
+)
+def compare_rows(
+    lines: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    tables: tl.tensor,
+    groups: tl.tensor,
+    words: tl.tensor,
+    own: tl.tensor,
+    facts: tl.tensor,
+    journal: tl.tensor,
+    found: tl.tensor,
+    counters: tl.tensor,
+    kind: tl.int64,
+    num_rows: tl.int64,
+    own_stride: tl.int64,
+    num_lines: tl.int64,
+    journal_size: tl.int64,
+    capacity: tl.int64,
+    STEPPING: tl.constexpr,
+    EXPORTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Compare what one request reads through one group. Grid: (requests, GROUPS, SPLITS).
+
+    Args:
+        lines: int ``[num_requests]``.
+        low: int ``[num_requests]``, the first position of a stretch; if ``STEPPING`` that of the
+            request's first row.
+        high: int ``[num_requests]``, the position after a stretch; if ``STEPPING`` the ``starts``
+            of a step, int ``[num_requests + 1]``.
+        tables: int64 ``[GROUPS, 3]`` of int32 tables, as ``plan.Addresses`` makes it.
+        groups: int64 ``[GROUPS, FIELDS]``.
+        words: int64 ``[num_words]``.
+        own: int64 ``[num_lines, own_stride]``.
+        facts: int64 ``[NUM_FACTS, num_lines]``.
+        journal: int64 ``[journal_size, PLACES + GROUPS]``.
+        found: int64 ``[capacity, NUM_FIELDS]``.
+        counters: int64 ``[NUM_COUNTERS]``.
+        kind: of the violations; -1: by what was found.
+        num_rows: rows of a step, as for ``write_rows``; unread unless ``STEPPING``.
+        own_stride: columns of ``own``.
+        num_lines: lines.
+        journal_size: entries.
+        capacity: violations that can wait.
+        STEPPING: a step reads, so only rows that its groups' queries see are compared.
+        EXPORTED: every row must be durable.
+        GROUPS: number of groups.
+        SPLITS: programs that share a request's rows of a group.
+        TILE: journal entries at a time.
+    """
+    index = tl.program_id(0)
+    number = tl.program_id(1)
+    group = groups + number * FIELDS
+    address = tl.load(tables + number * 3)
+    if STEPPING:
+        line, _start, first, count, admitted, _skipped, _refused = rows_of(
+            index, lines, high, low, facts, num_lines, own_stride, num_rows
+        )
+        end = first + count
+        window = tl.load(group + WINDOW)
+        chunk = tl.load(group + CHUNK)
+        ring = tl.load(group + RING)
+        seen = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
+        by_chunk = first // tl.maximum(chunk, 1) * chunk
+        seen = tl.maximum(seen, tl.where(chunk > 0, by_chunk, 0))
+        first = tl.maximum(seen, tl.where(ring > 0, end - ring, 0))
+    else:
+        given = tl.load(lines + index).to(tl.int64)
+        line = tl.where((given >= 0) & (given < num_lines), given, 0)
+        admitted = (line == given) & (tl.load(facts + SERIAL * num_lines + line) >= 0)
+        first = tl.maximum(tl.load(low + index).to(tl.int64), 0)
+        end = tl.minimum(tl.load(high + index).to(tl.int64), own_stride - 1)
+    end = tl.where(admitted & (address != 0), end, 0)
+    width = tl.load(tables + number * 3 + 2)
+    stride = tl.load(tables + number * 3 + 1)
+    table = address.to(tl.pointer_type(tl.int32)) + index * stride
+    digests = own + line * own_stride
+    durable = own_stride + 0
+    if EXPORTED:
+        durable = tl.load(facts + DURABLE * num_lines + line)
+    begin = first // RUN * RUN + tl.program_id(2) * RUN
+    for at in range(begin, end, SPLITS * RUN):
+        position = at + tl.arange(0, RUN).to(tl.int64)
+        live = (position >= first) & (position < end)
+        code, place = judge(position, live, table, width, group, digests, words, durable)
+        if tl.max(code, axis=0) >= 0:
+            size = tl.load(group + BLOCK_SIZE)
+            inner = live & (position > first) & (position % RUN != 0)
+            inner = inner & (table_place(group, position) % size != 0)
+            before, _ = judge(position - 1, inner, table, width, group, digests, words, durable)
+            heads = ((code >= 0) & ((inner & (before == code)) == 0)).to(tl.int32)
+            left = tl.sum(heads, axis=0)
+            while left > 0:
+                here = tl.min(tl.where(heads != 0, position, end), axis=0)
+                lane = position == here
+                what = tl.sum(tl.where(lane, code, 0), axis=0).to(tl.int64)
+                where = tl.sum(tl.where(lane, place, 0), axis=0)
+                is_new = where < 0
+                if what == IS_DRAFT:
+                    is_new = where >= 0
+                elif where < 0:
+                    if STEPPING:
+                        bit = number % 63
+                        outside = facts + OUTSIDE * num_lines + line
+                        bits = tl.atomic_or(outside, (line * 0 + 1) << bit)
+                        is_new = ((bits >> bit) & 1) == 0
+                else:
+                    is_new = tl.atomic_xchg(words + where, where * 0 + REPORTED) != REPORTED
+                if is_new:
+                    base = tl.load(group + BASE)
+                    rows = tl.load(group + STRIDE)
+                    slot = (where - base) // rows * size + (where - base) % rows
+                    slot = tl.where(where >= 0, slot, -1)
+                    note(
+                        tl.where(kind < 0, what, kind), tl.load(counters + STEP), line,
+                        number, here, where, slot, what, where * 0 - 1, own, own_stride, facts,
+                        num_lines, journal, journal_size, found, capacity, counters, GROUPS, TILE,
+                    )  # fmt: skip
+                heads = tl.where(lane, 0, heads)
+                left -= 1
+            marked = (code >= 0) & (code != IS_DRAFT) & (place >= 0)
+            tl.store(words + place, place * 0 + REPORTED, mask=marked)
+    mine = tl.maximum(end - first, 0)
+    if tl.program_id(2) == 0:
+        tl.atomic_add(counters + ROWS_CHECKED, mine)
+
+
+@triton.jit(do_not_specialize=["num_rows", "own_stride", "num_lines", "journal_size", "capacity"])
+def compare_states(
+    lines: tl.tensor,
+    starts: tl.tensor,
+    first_position: tl.tensor,
+    sources: tl.tensor,
+    told: tl.tensor,
+    groups: tl.tensor,
+    words: tl.tensor,
+    owners: tl.tensor,
+    own: tl.tensor,
+    facts: tl.tensor,
+    journal: tl.tensor,
+    found: tl.tensor,
+    counters: tl.tensor,
+    num_rows: tl.int64,
+    own_stride: tl.int64,
+    num_lines: tl.int64,
+    journal_size: tl.int64,
+    capacity: tl.int64,
+    TOLD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Compare the states that one request goes on from, and its count. Grid: (requests,).
+
+    Arguments are those of ``compare_rows``, and:
+        starts: int ``[num_requests + 1]``.
+        first_position: int ``[num_requests]``.
+        sources: int64 ``[GROUPS, 3]`` of int64 ``[num_requests]``, as ``plan.Addresses`` makes it.
+        told: int ``[num_requests]``; unread unless ``TOLD``.
+        owners: int64 ``[num_states]``.
+    """
+    index = tl.program_id(0)
+    line, _start, first, count, admitted, _skipped, _refused = rows_of(
+        index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
+    )
+    if admitted & (count > 0) & (first > 0):
+        step = tl.load(counters + STEP) + 1
+        serial = tl.load(facts + SERIAL * num_lines + line)
+        nowhere = first * 0 - 1
+        for number in tl.static_range(GROUPS):
+            address = tl.load(sources + number * 3)
+            if address != 0:
+                group = groups + number * FIELDS
+                block = tl.load(address.to(tl.pointer_type(tl.int64)) + index)
+                inside = (block >= 0) & (block < tl.load(group + NUM_BLOCKS))
+                place = tl.load(group + BASE) + block * tl.load(group + STRIDE)
+                place = tl.where(inside, place, -1)
+                word = tl.load(words + place, mask=inside, other=UNWRITTEN)
+                owner = tl.load(owners + tl.load(group + OWNERS) + block, mask=inside, other=-1)
+                digest = tl.load(own + line * own_stride + first)
+                right = word == as_word(digest + tl.load(group + SALT))
+                code = tl.where((owner >= 0) & (owner != serial), IS_OWNER, -1)
+                wrong = tl.where(word == REJECTED, IS_REJECTED, IS_FOREIGN)
+                wrong = tl.where(word == UNWRITTEN, IS_UNWRITTEN, wrong)
+                code = tl.where(right, code, wrong)
+                code = tl.where(word == REPORTED, -1, code).to(tl.int64)
+                if code >= 0:
+                    is_new = inside == 0
+                    if inside:
+                        is_new = tl.atomic_xchg(words + place, place * 0 + REPORTED) != REPORTED
+                    if is_new:
+                        note(
+                            STATE, step, line, number, first - 1, place,
+                            tl.where(inside, block, -1), code, nowhere, own, own_stride, facts,
+                            num_lines, journal, journal_size, found, capacity, counters, GROUPS,
+                            TILE,
+                        )  # fmt: skip
+                tl.atomic_add(counters + STATES_CHECKED, 1)
+        if TOLD:
+            count_told = tl.load(told + index).to(tl.int64)
+            kept = tl.load(facts + KEPT * num_lines + line)
+            if (count_told >= 0) & (kept >= 0) & (count_told != kept):
+                note(
+                    STATE, step, line, -1, first - 1, nowhere, nowhere, IS_COUNT, nowhere, own,
+                    own_stride, facts, num_lines, journal, journal_size, found, capacity, counters,
+                    GROUPS, TILE,
+                )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Tables on the device that tell the audit's kernels the groups and a step's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...audit.books import Books
+
+#: int64 columns of a group's line; -1 stands for None.
+BASE: Final = 0
+STRIDE: Final = 1
+BLOCK_SIZE: Final = 2
+NUM_BLOCKS: Final = 3
+WINDOW: Final = 4
+CHUNK: Final = 5
+RING: Final = 6
+SALT: Final = 7
+IS_STATE: Final = 8
+OWNERS: Final = 9
+#: Columns.
+FIELDS: Final = 10
+
+#: Sets of addresses that are remembered; beyond, all are forgotten.
+_MAX_REMEMBERED: Final = 256
+
+
+def group_lines(books: Books) -> Tensor:
+    """Return the lines of all groups, int64 ``[num_groups, FIELDS]``, on the device."""
+    lines = []
+    for place in books.layout.places.values():
+        group = place.group
+        given = (group.window, group.chunk, group.ring)
+        lines.append(
+            [
+                *(place.base, place.stride, group.block_size, group.num_blocks),
+                *(-1 if number is None else number for number in given),
+                *(books.salts[place.written], int(group.is_state), place.owners),
+            ]
+        )
+    return torch.tensor(lines, dtype=torch.int64).to(books.words.device)
+
+
+class Addresses:
+    """Makes and remembers tables of the addresses of each group's tensors, on the device.
+
+    An engine's buffers stay where they are, so a table is made once and found again by the
+    addresses in it. The table keeps no tensor alive: the caller must, as long as a launch runs or
+        can be replayed.
+
+    Args:
+        books: the ledger's books, which give the order of the groups and the device.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._names: Final = tuple(books.layout.places)
+        self._device: Final = books.words.device
+        self._tables: dict[tuple[int, ...], Tensor] = {}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the table of a step's tensors, int64 ``[num_groups, 3]``.
+
+            Columns: the tensor's address, elements from line to line, number of columns.
+
+        A group that has no tensor here has address 0.
+        """
+        flat: list[int] = []
+        for name in self._names:
+            tensor = tensors.get(name)
+            if tensor is None:
+                flat += (0, 0, 0)
+            else:
+                stride = tensor.stride(0) if tensor.ndim == 2 else 0
+                flat += (tensor.data_ptr(), stride, tensor.shape[-1])
+        key = tuple(flat)
+        table = self._tables.get(key)
+        if table is None:
+            if len(self._tables) >= _MAX_REMEMBERED:
+                self._tables.clear()
+            host = torch.tensor(flat, dtype=torch.int64).view(-1, 3)
+            if self._device.type == "cuda":
+                host = host.pin_memory()
+            table = self._tables[key] = host.to(self._device, non_blocking=True)
+        return table

@@ -1,0 +1,150 @@
+"""The passes as Triton kernels: one launch to write, one to check, one to resolve.
+
+A step of an engine with recurrent layers has one more, before it writes: states are read before
+they are written over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from ...audit.books import Books
+from ...audit.byte_books import ByteBooks
+from ...audit.digest import REJECTED
+from ...audit.passes import Passes, Stretch
+from ...audit.step import Step
+from ...audit.violation import KIND_NUMBER
+from . import compare_kernel, write_kernel
+from .byte_passes import TritonBytePasses
+from .plan import Addresses, group_lines
+
+#: Rows that a program writes at a time.
+_ROWS: Final = 128
+#: Draft rows that a program marks at a time.
+_DRAFTS: Final = 16
+#: Journal entries that are looked through at a time, where something was found.
+_ENTRIES: Final = 1024
+
+
+class TritonPasses(Passes):
+    """The audit's passes over one ledger's books, as launches of Triton kernels.
+
+    Slots and sources are wanted as int64, tables as int32, all contiguous in their last dimension;
+    others are converted, which takes a launch each, and cannot be replayed from a graph.
+
+    Args:
+        books: on a GPU.
+
+    Attributes:
+        splits: programs that share one request's rows of one group.
+    """
+
+    name = "triton"
+    splits: ClassVar[int] = 8
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Return the reason why the kernels cannot run on this device; None on a GPU."""
+        return None if device.type == "cuda" else "its kernels need a GPU"
+
+    def __init__(self, books: Books) -> None:
+        super().__init__(books)
+        device = books.words.device
+        self._groups: Final = group_lines(books)
+        self._key: Final = books.key.constants(device)
+        self._num_groups: Final = len(books.layout.places)
+        self._addresses: Final = {what: Addresses(books) for what in ("slots", "tables", "sources")}
+        self._held: dict[str, dict[str, Tensor]] = {}
+        lines, columns = books.own.shape
+        self._constants: Final = (columns, lines, len(books.journal), len(books.found))
+        none = torch.empty(1, dtype=torch.int64, device=device)
+        self._unread: Final = none
+
+    def write(self, step: Step) -> None:
+        """Note the rows that a step writes, as ``Passes.write`` describes."""
+        books, requests = self.books, len(step.lines)
+        if step.sources or step.told is not None:
+            self._compare_states(step)
+        write_kernel.write_rows[(requests,)](
+            step.lines, step.starts, step.first, step.tokens, self._or_unread(step.drafts),
+            self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
+            books.owners, books.own, books.facts, books.journal, books.counters,
+            books.fingerprints, requests, step.num_rows, *self._sizes()[:3],
+            DRAFTS=step.drafts is not None, GROUPS=self._num_groups, TILE=_ROWS,
+        )  # fmt: skip
+
+    def _compare_states(self, step: Step) -> None:
+        books = self.books
+        compare_kernel.compare_states[(len(step.lines),)](
+            step.lines, step.starts, step.first,
+            self._table("sources", step.sources, torch.int64), self._or_unread(step.told),
+            self._groups, books.words, books.owners, books.own, books.facts, books.journal,
+            books.found, books.counters, step.num_rows, *self._sizes(), TOLD=step.told is not None,
+            GROUPS=self._num_groups, TILE=_ENTRIES,
+        )  # fmt: skip
+
+    def check(self, step: Step) -> None:
+        """Check the rows that a step reads, as ``Passes.check`` describes."""
+        self._compare(step.lines, step.first, step.starts, step.tables, None, step.num_rows)
+
+    def inspect(self, stretch: Stretch) -> None:
+        """Check a stretch of rows, as ``Passes.inspect`` describes."""
+        self._compare(stretch.lines, stretch.first, stretch.end, stretch.tables, stretch.kind, 0)
+
+    def _compare(
+        self,
+        lines: Tensor,
+        low: Tensor,
+        high: Tensor,
+        tables: Mapping[str, Tensor],
+        kind: str | None,
+        num_rows: int,
+    ) -> None:
+        books = self.books
+        compare_kernel.compare_rows[(len(lines), self._num_groups, self.splits)](
+            lines, low, high, self._table("tables", tables, torch.int32), self._groups,
+            books.words, books.own, books.facts, books.journal, books.found, books.counters,
+            -1 if kind is None else KIND_NUMBER[kind], num_rows, *self._sizes(),
+            STEPPING=kind is None, EXPORTED=kind == "exported", GROUPS=self._num_groups,
+            SPLITS=self.splits, TILE=_ENTRIES,
+        )  # fmt: skip
+
+    def byte_passes(self, books: ByteBooks) -> TritonBytePasses:
+        """Return the kernels of a scrub over the same ledger."""
+        return TritonBytePasses(books, self._groups, self._key, self._table)
+
+    def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
+        """Mark the rejected rows, as ``Passes.resolve`` describes."""
+        books = self.books
+        ids = None if sampled is None else sampled.contiguous()
+        write_kernel.resolve_rows[(len(step.lines),)](
+            step.lines, step.starts, step.first, self._or_unread(step.drafts), accepted,
+            self._or_unread(ids), self._table("slots", step.slots, torch.int64), self._groups,
+            self._key, books.words, books.own, books.facts, step.num_rows, *self._sizes()[:2],
+            0 if ids is None else ids.shape[1], REJECTED=REJECTED,
+            DRAFTS=step.drafts is not None, GROUPS=self._num_groups, TILE=_DRAFTS,
+        )  # fmt: skip
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """Return columns of ``own``, lines, journal entries, and violations that can wait."""
+        return self._constants
+
+    def _or_unread(self, tensor: Tensor | None) -> Tensor:
+        return self._unread if tensor is None else tensor
+
+    def _table(self, what: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the addresses of a step's tensors, one per group."""
+        right = {name: _as(tensor, dtype) for name, tensor in tensors.items()}
+        self._held[what] = right  # converted ones live until the next launch of this sort
+        return self._addresses[what].of(right)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a dtype that is contiguous in its last dimension."""
+    if tensor.dtype is not dtype:
+        return tensor.to(dtype)
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()

@@ -1,0 +1,315 @@
+"""The kernels that note the rows of a step and mark its rejected rows.
+
+Memory contract of ``write_rows``:
+
+- One program per request. It reads the request's own digests and facts, and writes them; nobody
+  else does in this launch.
+- ``words`` and ``owners`` are written where slots lead, if they are inside their group. Distinct
+  rows of a step have distinct slots; where an engine breaks that, either row may stand.
+- ``journal`` is written at ``(journalled + row) % size``, by the last ``size`` rows of the step: no
+  two programs write one entry.
+- ``counters`` and ``fingerprints`` are added to atomically. The program that ends last moves the
+  clock on, so that all others have read the old one. What publishes it is the end of the launch.
+- Every address is computed in int64. Padding and malformed requests (see ``kvtxn.audit.Step``)
+  write empty journal entries alone; the latter are counted. Whatever the tensors of a step hold,
+  no address lies outside: rows are below ``num_rows``, lines below ``num_lines``, positions below
+  ``own_stride``, slots inside their group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...audit import books as book
+from ...audit import passes
+from . import plan
+from .requests import rows_of
+from .words import EMBEDDED, PLAIN, REPORTED, as_word, term, token_of
+
+STEP = tl.constexpr(book.STEP)
+JOURNALLED = tl.constexpr(book.JOURNALLED)
+ENDED = tl.constexpr(book.ENDED)
+REFUSED = tl.constexpr(book.REFUSED)
+SERIAL = tl.constexpr(book.SERIAL)
+KNOWN = tl.constexpr(book.KNOWN)
+DURABLE = tl.constexpr(book.DURABLE)
+KEPT_BEFORE = tl.constexpr(book.KEPT_BEFORE)
+KEPT = tl.constexpr(book.KEPT)
+TERMS = tl.constexpr(book.JOURNAL_TERMS)
+PLACES = tl.constexpr(book.JOURNAL_PLACES)
+FINGERPRINTS = tl.constexpr(book.FINGERPRINTS)
+FACTOR = tl.constexpr(passes.PLACE_FACTOR)
+STEP_FACTOR = tl.constexpr(passes.STEP_FACTOR)
+
+BASE = tl.constexpr(plan.BASE)
+STRIDE = tl.constexpr(plan.STRIDE)
+BLOCK_SIZE = tl.constexpr(plan.BLOCK_SIZE)
+NUM_BLOCKS = tl.constexpr(plan.NUM_BLOCKS)
+RING = tl.constexpr(plan.RING)
+SALT = tl.constexpr(plan.SALT)
+IS_STATE = tl.constexpr(plan.IS_STATE)
+OWNERS = tl.constexpr(plan.OWNERS)
+FIELDS = tl.constexpr(plan.FIELDS)
+
+
+@triton.jit
+def place_of(
+    slots: tl.tensor,
+    row: tl.tensor,
+    within: tl.tensor,
+    count: tl.tensor,
+    live: tl.tensor,
+    group: tl.tensor,
+) -> tl.tensor:
+    """Return the index of each row's word in ``words``; -1 for a row without a word.
+
+    Args:
+        slots: address of int64 ``[num_rows]``.
+        row: int ``[TILE]``, numbers in the step.
+        within: int ``[TILE]``, numbers in their request.
+        count: rows of the request.
+        live: bool ``[TILE]``.
+        group: the group's line of the plan.
+    """
+    slot = tl.load(slots.to(tl.pointer_type(tl.int64)) + row, mask=live, other=-1)
+    size = tl.load(group + BLOCK_SIZE)
+    ring = tl.load(group + RING)
+    inside = live & (slot >= 0) & (slot < tl.load(group + NUM_BLOCKS) * size)
+    inside = inside & ((ring < 0) | (within + ring >= count))
+    slot = tl.where(inside, slot, 0)
+    place = tl.load(group + BASE) + slot // size * tl.load(group + STRIDE) + slot % size
+    return tl.where(inside, place, -1)
+
+
+@triton.jit
+def own_term(digests: tl.tensor, position: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Return the term of a request's own token at each position, from its digests."""
+    after = tl.load(digests + position + 1, mask=mask, other=0)
+    return after - tl.load(digests + position, mask=mask, other=0)
+
+
+@triton.jit
+def term_before(
+    BACK: tl.constexpr,
+    tokens: tl.tensor,
+    row: tl.tensor,
+    within: tl.tensor,
+    position: tl.tensor,
+    live: tl.tensor,
+    known: tl.tensor,
+    digests: tl.tensor,
+    key: tl.tensor,
+) -> tl.tensor:
+    """Return the terms of the tokens so many places before: of this step, or older."""
+    here = live & (within >= BACK)
+    earlier = tl.maximum(position - BACK, 0)
+    old = own_term(digests, earlier, live)
+    token = tl.load(tokens + row - BACK, mask=here, other=0).to(tl.int64) & PLAIN
+    opaque = (earlier < known) & (token_of(old, key) >= EMBEDDED)
+    return tl.where(here & (opaque == 0), term(token, earlier, key), old)
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "num_rows", "own_stride", "num_lines", "journal_size"]
+)
+def write_rows(
+    lines: tl.tensor,
+    starts: tl.tensor,
+    first_position: tl.tensor,
+    tokens: tl.tensor,
+    drafts: tl.tensor,
+    slots: tl.tensor,
+    groups: tl.tensor,
+    key: tl.tensor,
+    words: tl.tensor,
+    owners: tl.tensor,
+    own: tl.tensor,
+    facts: tl.tensor,
+    journal: tl.tensor,
+    counters: tl.tensor,
+    fingerprints: tl.tensor,
+    num_requests: tl.int64,
+    num_rows: tl.int64,
+    own_stride: tl.int64,
+    num_lines: tl.int64,
+    journal_size: tl.int64,
+    DRAFTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Note the rows of one request. Grid: (requests,).
+
+    Args:
+        lines: int ``[num_requests]``.
+        starts: int ``[num_requests + 1]``.
+        first_position: int ``[num_requests]``.
+        tokens: int ``[num_rows]``.
+        drafts: int ``[num_requests]``; unread unless ``DRAFTS``.
+        slots: int64 ``[GROUPS, 3]``, as ``plan.Addresses`` makes it.
+        groups: int64 ``[GROUPS, FIELDS]``.
+        key: int64 ``[3]``.
+        words: int64 ``[num_words]``.
+        owners: int64 ``[num_states]``.
+        own: int64 ``[num_lines, own_stride]``.
+        facts: int64 ``[NUM_FACTS, num_lines]``.
+        journal: int64 ``[journal_size, PLACES + GROUPS]``.
+        counters: int64 ``[NUM_COUNTERS]``.
+        fingerprints: int64 ``[FINGERPRINTS, GROUPS]``.
+        num_requests: requests, padding included.
+        num_rows: rows for which ``tokens`` and all ``slots`` have room.
+        own_stride: columns of ``own``.
+        num_lines: lines.
+        journal_size: entries.
+        DRAFTS: some request has drafts.
+        GROUPS: number of groups.
+        TILE: rows at a time.
+    """
+    index = tl.program_id(0)
+    now = tl.load(counters + STEP) + 1
+    journalled = tl.load(counters + JOURNALLED)
+    rows = tl.load(starts + num_requests).to(tl.int64)
+    rows = tl.minimum(tl.maximum(rows, 0), num_rows)
+    line, start, first, count, admitted, skipped, refused = rows_of(
+        index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
+    )
+    count = tl.where(admitted, count, 0)
+    digests = own + line * own_stride
+    fact = facts + line
+    known = tl.load(fact + KNOWN * num_lines)
+    serial = tl.load(fact + SERIAL * num_lines)
+    fed = tl.load(digests + first)
+    truth = fed
+    now_prints = fingerprints + now % FINGERPRINTS * GROUPS
+    for at in range(0, count + skipped, TILE):
+        within = at + tl.arange(0, TILE).to(tl.int64)
+        live = within < count
+        position = first + within
+        row = start + within
+        token = tl.load(tokens + row, mask=live, other=0).to(tl.int64) & PLAIN
+        theirs = own_term(digests, position, live)
+        told = live & (position < known)
+        each = term(token, position, key)
+        each = tl.where(told & (token_of(theirs, key) >= EMBEDDED), theirs, each)
+        each = tl.where(live, each, 0)
+        right = tl.where(told, theirs, each)
+        chain = fed + tl.cumsum(each, axis=0)
+        fed += tl.sum(each, axis=0)
+        tl.store(digests + position + 1, truth + tl.cumsum(right, axis=0), mask=live)
+        truth += tl.sum(right, axis=0)
+        written = tl.sum(tl.where(live, chain, 0), axis=0)
+        entry = (journalled + row) % journal_size * (PLACES + GROUPS)
+        kept = (within < count + skipped) & (row >= rows - journal_size)
+        tl.store(journal + entry, tl.where(live, now, -1), mask=kept)
+        tl.store(journal + entry + 1, tl.where(live, serial, -1), mask=kept)
+        tl.store(journal + entry + 2, tl.where(live, position, -1), mask=kept)
+        tl.store(journal + entry + TERMS, each, mask=kept)
+        for back in tl.static_range(1, 3):
+            before = term_before(back, tokens, row, within, position, live, known, digests, key)
+            tl.store(journal + entry + TERMS + back, before, mask=kept)
+        for number in tl.static_range(GROUPS):
+            group = groups + number * FIELDS
+            address = tl.load(slots + number * 3)
+            place = tl.full([TILE], -1, dtype=tl.int64)
+            if address != 0:
+                place = place_of(address, row, within, count, live, group)
+                there = place >= 0
+                tl.store(words + place, as_word(chain + tl.load(group + SALT)), mask=there)
+                if tl.load(group + IS_STATE) != 0:
+                    state = (place - tl.load(group + BASE)) // tl.load(group + STRIDE)
+                    state += tl.load(group + OWNERS)
+                    tl.store(owners + state, serial + place * 0, mask=there)
+                places = tl.sum(tl.where(live, place * FACTOR, 0), axis=0)
+                tl.atomic_add(now_prints + number, written + places)
+            tl.store(journal + entry + PLACES + number, place, mask=kept)
+    if refused:
+        tl.atomic_add(counters + REFUSED, 1)
+    if count > 0:
+        taken = count * 0
+        if DRAFTS:
+            taken = tl.load(drafts + index).to(tl.int64)
+            taken = tl.minimum(tl.maximum(taken, 0), count)
+        settled = first + count - taken
+        tl.store(fact + KNOWN * num_lines, tl.maximum(known, settled))
+        tl.store(fact + DURABLE * num_lines, settled)
+        tl.store(fact + KEPT_BEFORE * num_lines, tl.load(fact + KEPT * num_lines))
+        tl.store(fact + KEPT * num_lines, tl.where(taken > 0, -1, 0).to(tl.int64))
+    tl.debug_barrier()
+    ended = tl.atomic_add(counters + ENDED, 1)
+    if ended == num_requests - 1:
+        tl.store(counters + ENDED, 0)
+        tl.store(counters + JOURNALLED, journalled + rows)
+        next_prints = fingerprints + (now + 1) % FINGERPRINTS * GROUPS
+        for number in tl.static_range(GROUPS):
+            until_now = tl.atomic_add(now_prints + number, 0)
+            tl.store(next_prints + number, until_now * STEP_FACTOR)
+        tl.store(counters + STEP, now)
+
+
+@triton.jit(do_not_specialize=["num_rows", "own_stride", "num_lines", "columns"])
+def resolve_rows(
+    lines: tl.tensor,
+    starts: tl.tensor,
+    first_position: tl.tensor,
+    drafts: tl.tensor,
+    accepted: tl.tensor,
+    sampled: tl.tensor,
+    slots: tl.tensor,
+    groups: tl.tensor,
+    key: tl.tensor,
+    words: tl.tensor,
+    own: tl.tensor,
+    facts: tl.tensor,
+    num_rows: tl.int64,
+    own_stride: tl.int64,
+    num_lines: tl.int64,
+    columns: tl.int64,
+    REJECTED: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Mark the rejected rows of one request, and count the others as its own. Grid: (requests,).
+
+    Arguments are those of ``write_rows``, and:
+        accepted: int ``[num_requests]``.
+        sampled: int ``[num_requests, columns]``; unread if ``columns`` is 0.
+        columns: tokens sampled per request, at most; -1 stands for none.
+        REJECTED: the word of a rejected row.
+    """
+    index = tl.program_id(0)
+    line, start, first, count, admitted, _skipped, _refused = rows_of(
+        index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
+    )
+    if count > 0:
+        taken = count * 0
+        if DRAFTS:
+            taken = tl.load(drafts + index).to(tl.int64)
+            taken = tl.minimum(tl.maximum(taken, 0), count)
+        stay = tl.load(accepted + index).to(tl.int64)
+        stay = tl.minimum(tl.maximum(stay, 0), taken)
+        settled = count - taken
+        for at in range(settled + stay, count, TILE):
+            within = at + tl.arange(0, TILE).to(tl.int64)
+            live = within < count
+            for number in tl.static_range(GROUPS):
+                address = tl.load(slots + number * 3)
+                if address != 0:
+                    group = groups + number * FIELDS
+                    place = place_of(address, start + within, within, count, live, group)
+                    word = tl.load(words + place, mask=place >= 0, other=REPORTED)
+                    tl.store(words + place, place * 0 + REJECTED, mask=word != REPORTED)
+        length = first + settled + stay
+        if admitted:
+            fact = facts + line
+            tl.store(fact + KEPT * num_lines, stay)
+            tl.store(fact + DURABLE * num_lines, length)
+            known = tl.maximum(tl.load(fact + KNOWN * num_lines), length)
+            if stay < columns:
+                token = tl.load(sampled + index * columns + stay).to(tl.int64)
+                is_token = (token >= 0) & (token < EMBEDDED)
+                if is_token & (known == length) & (length < own_stride - 1):
+                    digest = own + line * own_stride + length
+                    tl.store(digest + 1, tl.load(digest) + term(token, length, key))
+                    known += 1
+            tl.store(fact + KNOWN * num_lines, known)

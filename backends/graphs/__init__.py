@@ -1,0 +1,1 @@
+"""CUDA graphs: windows at fixed addresses, and commits that are replayed."""

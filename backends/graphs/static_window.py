@@ -1,0 +1,160 @@
+"""Prepared launches for windows over a captured forward; a recurring launch becomes a graph.
+
+Nothing of such a launch changes from step to step but the acceptance, so it is arranged once for
+each layout. Where the acceptance lies at the same address again and again, a CUDA graph of the
+launch takes less of the host. Nothing here allocates or waits once a layout was seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ...captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
+from ...cuda_graphs import capture
+from ...executor import Executor
+from ...layout import RowLayout
+from ...log import get_logger
+from ..move_rows.acceptance import AcceptanceArg, acceptance_arg
+from ..move_rows.launch import CachedLaunch, KernelCall, MovePlan
+from ..move_rows.selection import Accept
+from ..move_rows.tile_sizes import tile_for
+
+log = get_logger()
+
+#: Capture a commit once an acceptance was seen at the same address this often, and for at most so
+#: many addresses of one layout: it is done in the middle of serving.
+_OFTEN: Final = 16
+_MOST_PLACES: Final = 4
+
+#: Arranges the launch of a plan over rows of a layout, with an acceptance.
+Arrange = Callable[[MovePlan, RowLayout, AcceptanceArg], KernelCall]
+
+
+class StaticLaunches(CapturedLaunches):
+    """Launches of ``move_rows`` over fixed places.
+
+    Args:
+        executor: the executor whose layers and settings are used.
+        places: the fixed tensors of the captured forward.
+        save: the plan that saves drafts' rows under ``undo``; None under other policies.
+        commit: the plan of a commit. Both have tables of addresses of their own.
+        arrange: makes the launch of a plan over the slots of ``places``.
+        programs: programs that fill the device.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        places: CapturedPlaces,
+        save: MovePlan | None,
+        commit: MovePlan,
+        arrange: Arrange,
+        programs: int,
+    ) -> None:
+        self._max_rows = executor.config.max_rows
+        self._device = places.slots.device
+        self._save, self._commit = save, commit
+        self._arrange = arrange
+        self._programs = programs
+
+    def prepare(self, layout: RowLayout) -> StaticLayout:
+        """Return the launches of a layout; they are arranged when they are first called."""
+        return StaticLayout(self, layout)
+
+    def saving(self, layout: RowLayout) -> Callable[[], None]:
+        """Arrange the save of a layout's drafts."""
+        assert self._save is not None
+        # There is no acceptance; the kernel does not read the tensor that stands in its place.
+        call = self._arrange(self._save, layout, acceptance_arg(None, layout))
+        return partial(CachedLaunch(call).run, layout.position)
+
+    @property
+    def saves(self) -> bool:
+        """True under ``undo``, where rows are saved before the forward."""
+        return self._save is not None
+
+    def committing(self, layout: RowLayout, sampled: Tensor) -> CachedLaunch:
+        """Arrange the commit, for any acceptance of this dtype."""
+        acceptance = AcceptanceArg(Accept.SAMPLED, sampled)
+        return CachedLaunch(self._arrange(self._commit, layout, acceptance))
+
+    def captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """Capture a launch that ran before; return None if capturing is impossible or fails."""
+        if self._device.type != "cuda":
+            return None
+        try:
+            return capture(launch)
+        except RuntimeError as error:  # the plain launch still works
+            log.debug("static_window.not_captured", error=repr(error))
+            return None
+
+    def variants(self) -> Iterator[RowLayout]:
+        """Yield one layout for each compiled variant of the kernel that moves rows."""
+        seen = set()
+        for rows in range(1, self._max_rows + 1):
+            tile = tile_for(self._commit.planes, rows, self._programs)
+            kind = attrs.evolve(tile, programs=1)
+            for parts in ((rows,), (1, rows - 1)):  # all requests alike, and not
+                if rows >= 2 * len(parts) - 1 and (kind, len(parts)) not in seen:
+                    seen.add((kind, len(parts)))
+                    yield RowLayout.build(parts, (0,) * len(parts), self._device)
+
+
+class StaticLayout(LayoutLaunches):
+    """The launches of one layout.
+
+    Args:
+        launches: arranges and captures.
+        layout: the rows, which lead the batch.
+    """
+
+    def __init__(self, launches: StaticLaunches, layout: RowLayout) -> None:
+        self._launches = launches
+        self._layout = layout
+        self._run: CachedLaunch | None = None
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._seen: Counter[int] = Counter()
+
+    def save(self) -> None:
+        """Save the drafts' rows; the first call arranges the launch, which replaces this method."""
+        self.save = self._launches.saving(self._layout)  # type: ignore[method-assign]
+        self.save()
+
+    def warm_up(self, sampled: Tensor) -> None:
+        """Launch save and commit once, and capture the save, whose arguments never change."""
+        if self._launches.saves:
+            self.save()
+            graph = self._launches.captured(self.save)
+            if graph is not None:
+                self.save = graph.replay  # type: ignore[method-assign]
+        self.commit(sampled)
+
+    def commit(self, sampled: Tensor) -> None:
+        """Commit in one launch, see ``LayoutLaunches``; ``sampled`` is the acceptance."""
+        graph = self._graphs.get(sampled.data_ptr())
+        if graph is not None and sampled.dtype is torch.int32 and sampled.is_contiguous():
+            graph.replay()
+            return
+        sampled = sampled.contiguous()
+        if self._run is None:
+            self._run = self._launches.committing(self._layout, sampled)
+        self._run.run(sampled)
+        if sampled.is_cuda and len(self._graphs) < _MOST_PLACES and sampled.dtype is torch.int32:
+            self._note_place(sampled)
+
+    def _note_place(self, sampled: Tensor) -> None:
+        """Count an acceptance's address; capture the commit if this address recurs."""
+        assert self._run is not None
+        place = sampled.data_ptr()
+        self._seen[place] += 1
+        if self._seen[place] == _OFTEN:
+            graph = self._launches.captured(partial(self._run.run, sampled))
+            if graph is not None:
+                self._graphs[place] = graph

@@ -1,0 +1,1 @@
+"""Moving rows: one launch commits, saves or restores rows in all layers."""

@@ -1,0 +1,93 @@
+"""Data of a launch: the plan of a move, the call of a kernel, and a call that recurs."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import attrs
+from torch import Tensor
+
+from .plane_table import PlaneTable
+
+
+@attrs.define(eq=False, on_setattr=attrs.setters.frozen)  # frozen, and cheaper to make
+class MovePlan:
+    """The rows that one launch moves, and the direction in which it moves them.
+
+    Attributes:
+        planes: the planes; None if the launch only counts.
+        addresses: int64 ``[num_lines]`` on the device, addresses of the staged rows of each line of
+            ``planes``; unread if ``direct``.
+        select: the rows to move, a number of ``Select``.
+        known: bit g is set if group g has slots in this window.
+        to_cache: True writes the caches, False the staged rows.
+        direct: the addresses themselves if there are one or two lines; else None.
+    """
+
+    planes: PlaneTable | None
+    addresses: Tensor
+    select: int
+    known: int
+    to_cache: bool = True
+    direct: tuple[int, int] | None = None
+
+
+@attrs.define(eq=False, on_setattr=attrs.setters.frozen)
+class KernelCall:
+    """A launch of a kernel with all of its arguments.
+
+    Attributes:
+        kernel: a Triton function.
+        grid: the three sizes of the launch's grid.
+        arguments: by the kernel's own names, constants included, all of them and in the order of
+            its signature.
+        warps: warps per program.
+        options: further options of Triton's compiler.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]
+    warps: int
+    options: dict[str, Any] = attrs.Factory(dict)
+
+    def run(self) -> Any:
+        """Launch the kernel; return the compiled kernel, or None under Triton's interpreter."""
+        launch = self.kernel[self.grid]
+        return launch(*self.arguments.values(), num_warps=self.warps, **self.options)
+
+
+class CachedLaunch:
+    """A launch that recurs: only the acceptance, its argument ``accepted``, differs.
+
+    Triton looks at every argument of a launch to find the kernel that was compiled for such
+    arguments, which takes longer than the launch. Here it does so once; from then on the compiled
+    kernel is called with addresses that were noted down.
+
+    Args:
+        call: the first launch; it holds every tensor whose address is noted down.
+    """
+
+    def __init__(self, call: KernelCall) -> None:
+        self._call: Final = call
+        self._dtype: Final = call.arguments["accepted"].dtype
+        at = list(call.arguments).index("accepted")
+        values = call.arguments.values()
+        fixed = [each.data_ptr() if isinstance(each, Tensor) else each for each in values]
+        self._before, self._after = tuple(fixed[:at]), tuple(fixed[at + 1 :])
+        self._compiled: Any = None
+
+    def run(self, accepted: Tensor) -> None:
+        """Launch with another acceptance.
+
+        Args:
+            accepted: of the first launch's form, contiguous, on the device. One of another dtype
+                is launched as an ordinary call.
+        """
+        if self._compiled is not None and accepted.dtype is self._dtype:
+            self._compiled(*self._before, accepted, *self._after)
+            return
+        arguments = self._call.arguments | {"accepted": accepted}
+        compiled = attrs.evolve(self._call, arguments=arguments).run()
+        if compiled is not None and accepted.dtype is self._dtype:
+            self._compiled = compiled[self._call.grid]

@@ -1,0 +1,152 @@
+"""Launching ``move_rows``: from a plan to a call of the kernel, remembered if it may recur."""
+
+from __future__ import annotations
+
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...layout import RowLayout
+from . import kernel as kernels
+from .acceptance import AcceptanceArg
+from .launch import CachedLaunch, KernelCall, MovePlan
+from .tile_sizes import tile_for
+
+#: Launches that are remembered; when there are more, all are forgotten.
+_MAX_CACHED: Final = 256
+
+
+class MoveLauncher:
+    """Makes the launches of one executor.
+
+    Args:
+        limits: int64 ``[num_groups]`` on the device, slots of the smallest cache of each group.
+        reuse: int64 ``[num_groups]`` on the device, see ``kvtxn.layers.SlotKind``.
+        overwrites: some group is one of rings or states.
+
+    Attributes:
+        programs: programs that fill the GPU; 1 without a GPU.
+    """
+
+    def __init__(self, limits: Tensor, reuse: Tensor, *, overwrites: bool) -> None:
+        self._limits = limits
+        self._reuse = reuse
+        self._groups = limits.shape[0]
+        self._overwrites = overwrites
+        self._uniform: WeakKeyDictionary[RowLayout, tuple[int, int]] = WeakKeyDictionary()
+        self._cached: dict[tuple[object, ...], tuple[CachedLaunch, MovePlan, RowLayout]] = {}
+        self.programs = 1
+        if limits.device.type == "cuda":
+            device = torch.cuda.get_device_properties(limits.device)
+            self.programs = 10 * device.multi_processor_count
+
+    def launch(
+        self,
+        plan: MovePlan,
+        layout: RowLayout,
+        counters: Tensor,
+        acceptance: AcceptanceArg,
+        slots: Tensor,
+        *,
+        count: bool,
+    ) -> None:
+        """Launch; quick if an earlier launch differed in the acceptance's address at most.
+
+        Args:
+            plan: the rows to move.
+            layout: the rows; ``num_rows``, ``request``, ``position`` and ``tree`` are read.
+            counters: int64 ``[lines, 4]``, see ``Txn.count``.
+            acceptance: the acceptance, as ``acceptance_arg`` returns it.
+            slots: int64 ``[num_groups, n]``, or ``[n]`` for one group.
+            count: True adds the window's rows to ``counters``.
+        """
+        if plan.direct is not None:  # its addresses are arguments that differ in every window
+            self.call(plan, layout, counters, acceptance, slots, count=count).run()
+            return
+        # Objects by identity: what is remembered keeps them alive, so no other gets their id.
+        key = (
+            *(id(plan.planes), id(plan.addresses), plan.select, plan.to_cache, plan.known),
+            *(id(layout), id(counters), id(slots), count),
+            *(acceptance.kind, acceptance.tensor.dtype, acceptance.columns),
+            *(acceptance.placeholder, acceptance.vocabulary),
+        )
+        found = self._cached.get(key)
+        if found is None:
+            if len(self._cached) >= _MAX_CACHED:
+                self._cached.clear()
+            call = self.call(plan, layout, counters, acceptance, slots, count=count)
+            found = self._cached[key] = (CachedLaunch(call), plan, layout)
+        found[0].run(acceptance.tensor)
+
+    def call(
+        self,
+        plan: MovePlan,
+        layout: RowLayout,
+        counters: Tensor,
+        acceptance: AcceptanceArg,
+        slots: Tensor,
+        *,
+        count: bool,
+    ) -> KernelCall:
+        """Arrange the call that ``launch`` makes, with the same arguments."""
+        planes = plan.planes
+        tile = tile_for(planes, layout.num_rows, self.programs)
+        num_planes = 0 if planes is None else planes.num_lines
+        drafts, settled = self._alike(layout)
+        first, second = plan.direct or (0, 0)
+        tree = layout.tree
+        arguments = {
+            "planes": self._limits if planes is None else planes.table,
+            "addresses": plan.addresses,
+            "first_address": first,
+            "second_address": second,
+            "slots": slots,
+            "limits": self._limits,
+            "reuse": self._reuse,
+            "request": layout.request,
+            "position": layout.position,
+            "accepted": acceptance.tensor,
+            "trees": layout.position if tree is None else tree.table,
+            "counters": counters,
+            "num_rows": layout.num_rows,
+            "num_planes": num_planes,
+            "slot_stride": slots.stride(0),
+            "known": plan.known,
+            "columns": acceptance.columns,
+            "placeholder": acceptance.placeholder,
+            "vocabulary": acceptance.vocabulary,
+            "depth": 0 if tree is None else tree.depth,
+            "per_request": max(1, drafts + settled),
+            "settled": settled,
+            "SELECT": plan.select,
+            "ACCEPT": acceptance.kind,
+            "TO_CACHE": plan.to_cache,
+            "COUNT": count,
+            "UNIFORM": drafts + settled > 0,
+            "DIRECT": plan.direct is not None,
+            "GROUPS": self._groups,
+            "OVERWRITES": self._overwrites,
+            "WIDE": planes is not None and planes.wide,
+            "NARROW": 1 if planes is None else planes.narrow,
+            "UNITS": 0 if planes is None else planes.row_units,
+            "RUN": 0 if planes is None else planes.run_units,
+            "BLOCK": 0 if planes is None else planes.block_size,
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
+            "TAIL": tile.tail,
+            "CHUNK": tile.chunk,
+            "ONCE": tile.once,
+        }
+        grid = (tile.programs, num_planes + count, 1)
+        return KernelCall(kernels.move_rows, grid, arguments, tile.warps)
+
+    def _alike(self, layout: RowLayout) -> tuple[int, int]:
+        """Return how many draft and settled rows every request has; zeros if requests differ."""
+        found = self._uniform.get(layout)
+        if found is None:
+            alike = len({*zip(layout.draft_len, layout.settled, strict=True)}) == 1
+            found = (layout.draft_len[0], layout.settled[0]) if alike else (0, 0)
+            self._uniform[layout] = found
+        return found

@@ -1,0 +1,134 @@
+"""Planning launches of ``move_rows``: looked up if an earlier window looked the same.
+
+Only strides and alignment decide which plane table serves a window; they recur, and so do often
+the addresses of its rows. So the common case compares, and builds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from ...layers import LayerRef
+from .address_upload import AddressBook
+from .launch import MovePlan
+from .plane_table import PlaneTable, RowsAt, build_plane_table, most_lines
+from .selection import Select
+
+_Strides = list[tuple[int, ...]]
+
+
+class MovePlanner:
+    """Plans the launches of one executor.
+
+    Args:
+        layers: the executor's layers whose rows are moved.
+        number: the number of each group.
+        device: where the caches are.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerRef], number: dict[str, int], device: torch.device
+    ) -> None:
+        self._layers = tuple(layers)
+        self._number = number
+        lines = most_lines([plane for ref in layers for plane in ref.planes])
+        self._book = AddressBook(max(1, lines), device)
+        self._tables: dict[tuple[object, ...], PlaneTable] = {}
+        self._latest: dict[str, tuple[_Strides, PlaneTable]] = {}
+        self._pattern: tuple[object | None, PlaneTable | None] = (None, None)
+        self._commit: tuple[object, Sequence[int], int, MovePlan | None] = (None, (), 0, None)
+
+    def plan(
+        self,
+        scope: str,
+        refs: tuple[LayerRef, ...],
+        parts: Sequence[Tensor],
+        select: int,
+        known: int,
+        *,
+        to_cache: bool = True,
+        direct: bool = False,
+        pattern: object | None = None,
+    ) -> MovePlan:
+        """Plan a launch over the planes of ``refs``.
+
+        Args:
+            scope: a name of the layers in ``refs``; equal names mean equal layers.
+            refs: the layers.
+            parts: ``[num_rows, *row_shape]`` per plane of each layer: the staged rows.
+            select: the rows to move, a number of ``Select``.
+            known: bit g is set if group g has slots.
+            to_cache: True writes the caches, False ``parts``.
+            direct: pass one or two addresses as the kernel's arguments instead of uploading them.
+            pattern: ``Txn.pattern``, if ``parts`` are all of a window's rows.
+        """
+        addresses = list(map(Tensor.data_ptr, parts))
+        planes = self._table(scope, refs, parts, addresses, pattern)
+        lines = planes.spread(addresses)
+        if direct and len(lines) <= 2:
+            first_and_second = (lines[0], lines[-1])
+            return MovePlan(planes, self._book.table, select, known, to_cache, first_and_second)
+        return MovePlan(planes, self._book.write(lines), select, known, to_cache)
+
+    def commit(self, parts: Sequence[Tensor], known: int, pattern: object | None) -> MovePlan:
+        """Plan the commit of all staged rows, reusing the last plan if it fits this window.
+
+        Args:
+            parts: ``[num_rows, *row_shape]`` per plane of every layer.
+            known: bit g is set if group g has slots.
+            pattern: ``Txn.pattern``.
+        """
+        before, addresses, version, plan = self._commit
+        now = list(map(Tensor.data_ptr, parts))
+        if (
+            plan is not None
+            and before is pattern is not None
+            and now == addresses
+            and plan.known == known
+            and version == self._book.version
+            and not self._book.capturing
+        ):
+            return plan
+        plan = self.plan("all", self._layers, parts, Select.KEPT, known, pattern=pattern)
+        if not self._book.capturing:
+            self._commit = (pattern, now, self._book.version, plan)
+        return plan
+
+    def _table(
+        self,
+        scope: str,
+        refs: tuple[LayerRef, ...],
+        parts: Sequence[Tensor],
+        addresses: list[int],
+        pattern: object | None,
+    ) -> PlaneTable:
+        """Look up the plane table for these layers and rows; build it if they look new."""
+        aligned = reduce(or_, addresses, 0) % 16 == 0
+        if aligned and pattern is not None and pattern is self._pattern[0]:
+            assert self._pattern[1] is not None
+            return self._pattern[1]
+        strides = [part.stride() for part in parts]
+        if aligned and scope in self._latest:
+            latest, table = self._latest[scope]
+            if latest == strides:
+                if pattern is not None:
+                    self._pattern = (pattern, table)
+                return table
+        each = [aligned or address % 16 == 0 for address in addresses]
+        key = (scope, *strides, *each)
+        found = self._tables.get(key)
+        if found is None:
+            planes = [plane for ref in refs for plane in ref.planes]
+            rows = [RowsAt(*pair) for pair in zip(strides, each, strict=True)]
+            groups = [self._number[ref.group] for ref in refs for _ in ref.planes]
+            found = self._tables[key] = build_plane_table(planes, rows, groups)
+        if aligned:
+            self._latest[scope] = (strides, found)
+            if pattern is not None:
+                self._pattern = (pattern, found)
+        return found

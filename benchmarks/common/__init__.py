@@ -1,0 +1,1 @@
+"""Parts that every benchmark shares: the gate, the machine, statistics, tables."""

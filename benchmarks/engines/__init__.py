@@ -1,0 +1,1 @@
+"""Whole vLLM engines, kvtxn and stock in one run."""

@@ -1,0 +1,179 @@
+"""Cells of a ``kvtxn bench vllm`` result: rounds in which engines take turns, summed up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy
+
+from ..common import paired_stats as paired
+from .child import Measured
+from .load import SCENARIOS, Point, Work
+from .process import Engine, Switched
+
+Counters = list[dict[str, float]]
+
+#: An engine that takes turns with others, in a process of its own or switched on and off.
+Takes = Engine | Switched
+
+
+def measure(
+    engines: Sequence[Takes],
+    point: Point,
+    work: Callable[[int], Work],
+    rounds: int,
+    *,
+    first_token_rounds: int = 0,
+    clock: bool = False,
+) -> dict[str, Any]:
+    """Measure one cell: rounds in which every engine runs once, in a fair order.
+
+    A first round warms up and is dropped.
+
+    Args:
+        engines: at least one, all ready.
+        point: the load, as it goes into the result.
+        work: makes the work of a round from its number.
+        rounds: how many are measured.
+        first_token_rounds: how many more generate only two tokens per request, for more times to
+            first token; none where requests arrive over time, since less would then run at once.
+        clock: time windows on the host in one more round.
+    """
+    for engine in engines:
+        engine.run(work(0))
+    before = {engine.spec.label: engine.snapshot() for engine in engines}
+    runs = _turns(engines, lambda turn: work(turn + 1), rounds)
+    after = {engine.spec.label: engine.snapshot() for engine in engines}
+    if SCENARIOS[point.scenario].mixed:
+        first_token_rounds = 0
+    short = _turns(
+        engines, lambda turn: attrs.evolve(work(turn + 1), max_tokens=2), first_token_rounds
+    )
+    found = {
+        label: {**summary(runs[label], short[label]), **progress(before[label], after[label])}
+        for label in runs
+    }
+    for engine in engines if clock else ():
+        if engine.spec.policy != "stock":
+            found[engine.spec.label]["host_us"] = engine.clock(work(rounds + 1))
+        else:
+            engine.run(work(rounds + 1))  # else the others draw ahead of it in the next cell
+    if "stock" in runs:
+        for label in runs.keys() - {"stock"}:
+            found[label]["of_stock"] = against(runs[label], runs["stock"])
+            if ratios := first_tokens(found[label], found["stock"]):
+                found[label]["of_stock"]["first_token_ms"] = attrs.asdict(paired.compare(ratios))
+    return {**attrs.asdict(point), "engines": found}
+
+
+def _turns(
+    engines: Sequence[Takes], work: Callable[[int], Work], rounds: int
+) -> dict[str, list[Measured]]:
+    """Let every engine run once a round; returns its runs by label."""
+    runs: dict[str, list[Measured]] = {engine.spec.label: [] for engine in engines}
+    for turn in range(rounds):
+        for place in paired.order(len(engines), turn):
+            engine = engines[place]
+            runs[engine.spec.label].append(engine.run(work(turn)))
+    return runs
+
+
+def summary(runs: Sequence[Measured], short: Sequence[Measured] = ()) -> dict[str, Any]:
+    """Sum up one engine's rounds, and those that were run for the first token alone."""
+    speeds = [run.generated / run.seconds for run in runs]
+    return {
+        "tokens_per_s": {
+            "median": statistics.median(speeds),
+            "lowest": min(speeds),
+            "highest": max(speeds),
+        },
+        "first_token_ms": _latency(run.first_token for run in (*runs, *short)),
+        "per_token_ms": _latency(run.per_token for run in runs),
+        "rounds": [
+            {
+                "seconds": run.seconds,
+                "generated": run.generated,
+                "drafted": run.drafted,
+                "accepted": run.accepted,
+                "digest": run.digest,
+                **{
+                    f"{name}_ms": _median(getattr(run, name))
+                    for name in ("first_token", "per_token")
+                },
+            }
+            for run in runs
+        ],
+        "first_token_rounds_ms": [_median(run.first_token) for run in short],
+    }
+
+
+def _median(seconds: Sequence[float]) -> float | None:
+    """Return the median of times in milliseconds; None without any time."""
+    return 1000 * statistics.median(seconds) if seconds else None
+
+
+def _latency(rounds: Iterable[Sequence[float]]) -> dict[str, float] | None:
+    """Percentiles over the requests of all rounds, in milliseconds; None without any."""
+    values = [1000 * value for values in rounds for value in values]
+    if not values:
+        return None
+    return {f"p{share}": float(numpy.percentile(values, share)) for share in (50, 95)}
+
+
+def progress(before: Counters, after: Counters) -> dict[str, Any]:
+    """Subtract two readings of the counters, and find the share of steps with a window."""
+    if not after:
+        return {"counters": [], "coverage": None}
+    ranks = [
+        {
+            name: value - old.get(name, 0)
+            for name, value in new.items()
+            if name.endswith("_total") or "_total_" in name
+        }
+        for old, new in zip(before, after, strict=True)
+    ]
+    windows = ranks[0]["kvtxn_windows_total"]
+    steps = windows + ranks[0]["kvtxn_bypassed_windows_total"]
+    return {"counters": ranks, "coverage": windows / steps if steps else None}
+
+
+def against(mine: Sequence[Measured], stock: Sequence[Measured]) -> dict[str, Any]:
+    """Compare an engine with stock round by round: ratios, and equality of the tokens."""
+    pairs = list(zip(mine, stock, strict=True))
+    speeds = [(a.generated / a.seconds) / (b.generated / b.seconds) for a, b in pairs]
+    counts = [((a.drafted, a.accepted), (b.drafted, b.accepted)) for a, b in pairs]
+    found: dict[str, Any] = {
+        "tokens_per_s": attrs.asdict(paired.compare(speeds)),
+        "same_accepted": all(a == b for a, b in counts),
+        "same_tokens": all(a.digest == b.digest for a, b in pairs),
+    }
+    values = [(a.per_token, b.per_token) for a, b in pairs]
+    if all(a and b for a, b in values):
+        ratios = [statistics.median(a) / statistics.median(b) for a, b in values]
+        found["per_token_ms"] = attrs.asdict(paired.compare(ratios))
+    return found
+
+
+def first_tokens(mine: Mapping[str, Any], stock: Mapping[str, Any]) -> list[float]:
+    """Return the time to first token divided by stock's, for each round that has both.
+
+    Args:
+        mine: an engine of a cell, as in a result; those of older results may lack times.
+        stock: stock's engine of the same cell, as in a result.
+    """
+    both = zip(_first_token_rounds(mine), _first_token_rounds(stock), strict=True)
+    return [own / base for own, base in both if own and base]
+
+
+def _first_token_rounds(engine: Mapping[str, Any]) -> list[float | None]:
+    """List an engine's median time to first token in each round, in milliseconds."""
+    long = [each.get("first_token_ms") for each in engine["rounds"]]
+    return [*long, *engine.get("first_token_rounds_ms", ())]
+
+
+def by_policy(cell: Mapping[str, Any]) -> list[str]:
+    """List the engines of a cell that are not stock."""
+    return [label for label in cell["engines"] if label != "stock"]

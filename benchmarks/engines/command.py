@@ -1,0 +1,209 @@
+"""``kvtxn bench vllm``: whole engines, stock against policies, taking turns.
+
+One engine per policy, each in processes of its own, all up at once; every cell repeats in
+rounds of one run per engine, so drift hits all alike. The order within a round rotates, and
+ratios are taken within rounds. Results are written after every cell; one that an engine's failure
+or the end of the time leaves out is listed as not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...cli import require
+from ...errors import KVTxnError
+from ..common import machine
+from . import files as vllm_files
+from . import options as vllm_options
+from .cell import Takes, measure
+from .load import Point, make
+from .models import DRAFTERS, MODELS, Model
+from .process import EngineSpec, Switched, running
+
+add_arguments = vllm_options.add_arguments
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the engines, measure every cell, write the result and print it."""
+    vllm_options.check(args)
+    require("vllm")
+    begin = time.time()
+    result: dict[str, Any] = {
+        "format": vllm_files.FORMAT,
+        "machine": machine.describe(args.commit),
+        "settings": {key: value for key, value in vars(args).items() if key not in _NOT_SETTINGS},
+        "conditions": {"started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begin))},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = engine_arguments(args, MODELS[args.model], Path(folder))
+        with _running(specs(args, arguments), one_engine=args.one_engine) as engines:
+            result["conditions"] |= _conditions(engines)
+            result["cells"] = []
+            try:
+                for point in vllm_options.points(args):
+                    result["cells"].append(_measure(args, engines, point))
+                    path = _write(args, result, begin)
+                    print(vllm_files.line(result["cells"][-1]), file=sys.stderr, flush=True)
+            except BaseException as error:
+                result["conditions"]["ended"] = _reason(error)
+                vllm_files.publish(_write(args, result, begin))
+                raise
+    for made in vllm_files.publish(path):
+        print(made)
+    return 0
+
+
+def _write(args: argparse.Namespace, result: dict[str, Any], begin: float) -> Path:
+    """Write the JSON with the cells measured so far; returns its path."""
+    result["conditions"]["seconds"] = time.time() - begin
+    return vllm_files.write(args.folder, _name(args), result)
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line that says why cells of the result are missing."""
+    if isinstance(error, KVTxnError):
+        return error.problem.partition("\n")[0]
+    return f"the run ended with {type(error).__name__}"
+
+
+@contextlib.contextmanager
+def _running(found: Sequence[EngineSpec], *, one_engine: bool) -> Iterator[Sequence[Takes]]:
+    """Start an engine for each spec, or one engine that serves all specs in turn."""
+    if not one_engine:
+        with running(found) as engines:
+            yield engines
+        return
+    with running([next(spec for spec in found if spec.policy != "stock")]) as [engine]:
+        yield [Switched(engine, spec) for spec in found]
+
+
+def _measure(args: argparse.Namespace, engines: Sequence[Takes], point: Point) -> dict[str, Any]:
+    """Measure one cell; every engine must be ready."""
+    work = partial(
+        make,
+        point,
+        text=MODELS[args.model].text(),
+        drafts=args.drafts,
+        temperature=args.temperature,
+        arrivals=args.arrivals or _ARRIVALS,
+    )
+    return measure(
+        engines,
+        point,
+        work,
+        args.rounds,
+        first_token_rounds=args.first_token_rounds,
+        clock=args.clock,
+    )
+
+
+def _conditions(engines: Sequence[Takes]) -> dict[str, Any]:
+    """List the other conditions of a run: processors, settings, environment, state of the GPU."""
+    spec = engines[0].spec
+    return {
+        "engines": len({id(getattr(each, "engine", each)) for each in engines}),
+        "processors": os.cpu_count(),
+        "announced": {engine.spec.label: engine.announced() for engine in engines},
+        "arguments": {key: value for key, value in spec.arguments.items() if key != "model"},
+        "environment": {
+            **{name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
+            **spec.environment,
+        },
+        "gpu": machine.gpu_state(),
+    }
+
+
+#: Requests per second, where nothing else is said.
+_ARRIVALS: Final = 16.0
+
+_NOT_SETTINGS: Final = ("log_level", "command", "suite", "folder", "commit")
+
+
+def _name(args: argparse.Namespace) -> str:
+    return args.output or f"vllm-{args.model}-{args.drafter}"
+
+
+def specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[EngineSpec]:
+    """Make a spec for each stock named, and for each pair of policy and acceptance mode."""
+    found: list[EngineSpec] = []
+    for policy in args.policies:
+        modes = [None] if policy == "stock" else args.mask_modes or [None]
+        for mode in modes:
+            label = policy if mode is None else f"{policy}+{mode}"
+            again = sum(spec.label.partition("#")[0] == label for spec in found)
+            found.append(
+                EngineSpec(
+                    policy=policy,
+                    arguments=arguments,
+                    settings={} if mode is None else {"acceptance": mode},
+                    environment=_environment(),
+                    timeout=args.timeout,
+                    label=f"{label}#{again + 1}" if again else label,
+                )
+            )
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """Choose the environment that every engine's process has before it imports vLLM."""
+    if torch.cuda.is_available():
+        return {}
+    # Several engines share the memory, and threads that wait for each other the processors.
+    ours = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+    }
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
+
+
+def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, Any]:
+    """Choose the arguments of ``vllm.LLM``, the same for every policy.
+
+    Args:
+        args: the command's parsed options.
+        model: the model that the engines serve.
+        folder: a folder for the configurations of models.
+    """
+    loads = vllm_options.points(args)
+    length = max(point.context + point.tokens for point in loads) + args.drafts + 8
+    requests = max(point.requests for point in loads)
+    speculation = DRAFTERS[args.drafter](folder, model, length) | {
+        "method": args.drafter,
+        "num_speculative_tokens": args.drafts,
+    }
+    if any(point.acceptance is not None for point in loads):
+        speculation["rejection_sample_method"] = "synthetic"
+        speculation["synthetic_acceptance_rates"] = [0.5] * args.drafts  # set before every run
+    settings: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}
+    if torch.cuda.is_available():
+        # Engines that start together must not measure each other's memory: its size is given.
+        held = (
+            point.requests * (point.context + point.tokens + args.drafts + 72) for point in loads
+        )
+        cache = max(held) * model.token_bytes + (256 << 20)
+        settings = {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.05}
+        settings["dtype"] = "bfloat16"
+    return {
+        **model.arguments(folder, length),
+        "skip_tokenizer_init": True,
+        "max_model_len": length,
+        "max_num_seqs": args.batch or requests,
+        "speculative_config": speculation,
+        "seed": 0,
+        **settings,
+        **args.engine_args,
+    }

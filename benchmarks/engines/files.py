@@ -1,0 +1,66 @@
+"""The files of a ``kvtxn bench vllm`` result: JSON, and Markdown and a plot made from it.
+
+The JSON has ``common.machine`` (hardware, versions, commit, command), ``settings`` (the options),
+``conditions`` (what else held: engine arguments, environment, what the plug-in announced, and in
+``ended`` what kept cells from being measured) and ``cells``: a load and, under ``engines``, for
+each what its rounds gave, what the plug-in counted meanwhile per rank, and ``of_stock``, the
+comparison. ``tests/benchmarks/test_bench_vllm.py`` has all names and types.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from . import report as vllm_report
+
+#: Version of the JSON's format; readers refuse files of another version.
+FORMAT: Final = 2
+
+
+def write(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
+    """Write the JSON file, whole or not at all, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(part, path)
+    return path
+
+
+def publish(path: Path) -> list[Path]:
+    """Make Markdown and plot from a JSON file, where tabulate and matplotlib are installed.
+
+    Returns:
+        The paths of all files of the result that exist now.
+    """
+    result = json.loads(path.read_text())
+    made = [path]
+    try:
+        text = vllm_report.report(result)
+        made.append(path.with_suffix(".md"))
+        made[-1].write_text(text)
+        if result["cells"]:
+            from .plot import draw
+
+            made.append(path.with_suffix(".png"))
+            draw(result, made[-1])
+    except ModuleNotFoundError as error:
+        again = f"pip install 'kvtxn[bench]', then kvtxn bench report {path}"
+        print(f"Markdown and a plot need {error.name}: {again}", file=sys.stderr)
+    return [each for each in made if each.exists()]
+
+
+def line(cell: Mapping[str, Any]) -> str:
+    """Describe a finished cell in one line, to print while the next cells run."""
+    parts = [", ".join(vllm_report.name(cell))]
+    for label, engine in cell["engines"].items():
+        speed = f"{label} {engine['tokens_per_s']['median']:.0f} tokens/s"
+        if "of_stock" in engine:
+            speed += f" = {vllm_report.ratio(engine['of_stock']['tokens_per_s'])}"
+        parts.append(speed)
+    return " | ".join(parts)

@@ -1,0 +1,147 @@
+"""The work of the engines: scenarios, prompts, arrivals, acceptance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Scenario:
+    """A kind of load.
+
+    Attributes:
+        context: most tokens of a prompt, unless the user says.
+        tokens: most tokens to generate per request, unless the user says.
+        mixed: lengths differ, requests arrive over time, and every round has new prompts, so
+            that prompts are computed while other requests decode. Otherwise all requests are
+            alike and arrive at once, and from the second round on their prompts come from the
+            prefix cache, so that decoding is measured.
+        about: one line that describes the scenario.
+    """
+
+    context: int
+    tokens: int
+    mixed: bool
+    about: str
+
+
+SCENARIOS: Final[Mapping[str, Scenario]] = {
+    "short": Scenario(context=64, tokens=32, mixed=False, about="short prompts; decoding"),
+    "long": Scenario(context=8192, tokens=256, mixed=False, about="long prompts; decoding"),
+    "mixed": Scenario(
+        context=1024,
+        tokens=128,
+        mixed=True,
+        about="all lengths, arriving over time",
+    ),
+}
+
+
+@attrs.frozen(kw_only=True)
+class Point:
+    """A load: one cell of a result.
+
+    Attributes:
+        scenario: the scenario's name.
+        context: most tokens of a prompt.
+        tokens: most tokens to generate per request.
+        requests: number of requests.
+        acceptance: share of drafts to accept, by synthetic acceptance; None leaves it real.
+    """
+
+    scenario: str
+    context: int
+    tokens: int
+    requests: int
+    acceptance: float | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Work:
+    """The requests of one repetition.
+
+    Attributes:
+        prompts: token ids per request.
+        max_tokens: tokens to generate, for each or per request.
+        arrivals: seconds after the start at which each request comes; all at once if empty.
+        temperature: 0 is greedy.
+        rates: acceptance per draft position from now on; None leaves it.
+        tokens: whether to send the generated ids back.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int | Sequence[int]
+    arrivals: Sequence[float] = ()
+    temperature: float = 0.0
+    rates: Sequence[float] | None = None
+    tokens: bool = False
+
+    def lengths(self) -> Sequence[int]:
+        """Tokens to generate, per request."""
+        if isinstance(self.max_tokens, int):
+            return [self.max_tokens] * len(self.prompts)
+        return self.max_tokens
+
+
+def make(
+    point: Point,
+    turn: int,
+    *,
+    text: Sequence[int] | int,
+    drafts: int,
+    temperature: float,
+    arrivals: float,
+) -> Work:
+    """Make the work of a round: the same for every engine, and in every run of the command.
+
+    Args:
+        point: the load.
+        turn: number of the round.
+        text: token ids to cut prompts from; or the size of a vocabulary, for a random period
+            that an n-gram drafter finds again.
+        drafts: drafts per request and step.
+        temperature: 0 is greedy.
+        arrivals: requests per second, where they arrive over time.
+    """
+    mixed = SCENARIOS[point.scenario].mixed
+    chooser = random.Random(f"{point.context} {point.requests} {turn if mixed else 0}")
+    lengths, answers = [point.context] * point.requests, [point.tokens] * point.requests
+    times: list[float] = []
+    if mixed:
+        lengths = [chooser.randint(-(-point.context // 8), point.context) for _ in lengths]
+        answers = [chooser.randint(-(-point.tokens // 4), point.tokens) for _ in answers]
+        gaps = [chooser.expovariate(arrivals) for _ in lengths]
+        times = [sum(gaps[:number]) for number in range(point.requests)]
+    return Work(
+        prompts=[_prompt(chooser, length, text) for length in lengths],
+        max_tokens=answers,
+        arrivals=times,
+        temperature=temperature,
+        rates=None if point.acceptance is None else positions(point.acceptance, drafts),
+    )
+
+
+def _prompt(chooser: random.Random, length: int, text: Sequence[int] | int) -> list[int]:
+    if not isinstance(text, int):
+        begin = chooser.randrange(len(text))
+        rounds = -(-(begin + length) // len(text))
+        return [*text, *(list(text) * (rounds - 1))][begin : begin + length]
+    period = [chooser.randrange(2, text) for _ in range(16)]
+    return [chooser.randrange(2, text), *(period * length)][:length]
+
+
+def positions(rate: float, drafts: int) -> list[float]:
+    """Return acceptance rates per position: each draft has one chance if all before are accepted.
+
+    The chance is such that on average the share ``rate`` of all drafts is accepted.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        share = sum(middle**place for place in range(1, drafts + 1)) / drafts
+        low, high = (middle, high) if share < rate else (low, middle)
+    return [low**place for place in range(1, drafts + 1)]

@@ -1,0 +1,148 @@
+"""Models and drafters that need no download.
+
+Shapes of well-known models have random weights, which vLLM makes up from a configuration: the
+text is noise, time per step is the real model's. The demo's model is small, and trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from ...errors import ConfigError
+from ...integrations import demo
+from ..common.model_shapes import ROTARY, SHAPES, Shape
+
+_DEMO: Final = Path(demo.__file__).parent
+
+
+@attrs.frozen
+class Model:
+    """A model that an engine serves.
+
+    Attributes:
+        name: the model's name on the command line.
+        shape: its size.
+        folder: the folder of the model's files; None for random weights.
+    """
+
+    name: str
+    shape: Shape
+    folder: Path | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the cache in bf16, a drafter's layer included."""
+        return (self.shape.layers + 1) * self.shape.row_bytes
+
+    @property
+    def about(self) -> str:
+        """A line that describes the model's size and weights."""
+        kind = "latent attention, " if self.shape.latent else ""
+        weights = "random weights" if self.folder is None else "trained: real text and acceptance"
+        return f"{self.shape.layers} layers of {self.shape.hidden}, {kind}{weights}"
+
+    def arguments(self, folder: Path, max_length: int) -> dict[str, Any]:
+        """Give the arguments of ``vllm.LLM`` that name the model.
+
+        Args:
+            folder: for a configuration, where one has to be written.
+            max_length: most tokens of a request.
+        """
+        if self.folder is not None:
+            return {"model": str(self.folder)}
+        path = _write(folder / self.name, self.shape, self.shape.layers, max_length)
+        return {"model": str(path), "load_format": "dummy"}
+
+    def text(self) -> Sequence[int] | int:
+        """Return token ids to cut prompts from, or the vocabulary's size if any ids will do."""
+        if self.folder is None:
+            return self.shape.vocab
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        prompts = json.loads((_DEMO / "prompts.json").read_text())
+        return [token for text in prompts for token in tokenizer.encode(text).ids]
+
+
+#: Models that ``kvtxn bench vllm`` can serve, by name.
+MODELS: Final[Mapping[str, Model]] = {
+    **{name: Model(name, shape) for name, shape in SHAPES.items()},
+    "demo": Model("demo", Shape(3, 256, 512, 4, 2, 2048), _DEMO / "model"),
+}
+
+
+def _ngram(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
+    """Drafts from the request's own text."""
+    return {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
+
+
+def _one_layer(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
+    """Drafts from one layer of the model's own width, with random weights."""
+    if model.shape.latent:
+        raise _refused(f"{model.name!r} has no drafter of its own but its last layer", "mtp")
+    if model.folder is not None:
+        raise _refused(f"nobody trained a drafter for {model.name!r}", "ngram")
+    return {"model": str(_write(folder / f"{model.name}-drafter", model.shape, 1, max_length))}
+
+
+def _mtp(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
+    """Drafts from the model's own extra layer."""
+    if not model.shape.latent:
+        raise _refused(f"{model.name!r} predicts one token at a time", "eagle or draft_model")
+    return {}
+
+
+def _refused(problem: str, instead: str) -> ConfigError:
+    return ConfigError("bench vllm", problem, hint=f"take --drafter {instead}, or another model")
+
+
+#: Method of speculation -> what vLLM has to know of it, given a folder, the model, and the most
+#: tokens of a request.
+DRAFTERS: Final[Mapping[str, Callable[[Path, Model, int], dict[str, Any]]]] = {
+    "ngram": _ngram,
+    "eagle": _one_layer,
+    "draft_model": _one_layer,
+    "mtp": _mtp,
+}
+
+
+def _write(folder: Path, shape: Shape, layers: int, max_length: int) -> Path:
+    settings: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": max_length,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+    }
+    if shape.latent:
+        settings |= {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "kv_lora_rank": shape.latent,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 2 * ROTARY,
+            "qk_rope_head_dim": ROTARY,
+            "v_head_dim": 2 * ROTARY,
+            "rope_interleave": True,
+            "first_k_dense_replace": layers + 1,  # no experts, in the extra layer either
+            "num_nextn_predict_layers": 1,
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings, indent=1))
+    return folder

@@ -1,0 +1,249 @@
+"""The options of ``kvtxn bench vllm``: what they are, and which go together."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...cli import natural
+from ...config import ACCEPTANCE_MODES, POLICIES
+from ...errors import ConfigError
+from ..common import machine
+from .load import SCENARIOS, Point
+from .models import DRAFTERS, MODELS
+
+_ABOUT: Final = """\
+Start one vLLM engine per policy, side by side, and let them take turns at the same work.
+Without options this is a smoke test: a tiny model with random weights, under a minute on two
+CPU cores. What comes out is NAME.json, NAME.md and NAME.png (a plot, where matplotlib is
+installed; `kvtxn bench report NAME.json` makes both again)."""
+
+_LISTS: Final = "\n".join(
+    [
+        "scenarios:",
+        *(
+            f"  {name:<12}{each.about}: {each.context} tokens of context, {each.tokens} generated"
+            for name, each in SCENARIOS.items()
+        ),
+        "models:",
+        *(f"  {name:<12}{model.about}" for name, model in MODELS.items()),
+    ]
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments; those in the plural take several values."""
+    parser.description, parser.epilog = _ABOUT, _LISTS
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    what = parser.add_argument_group("engines")
+    what.add_argument(
+        "--model", choices=sorted(MODELS), default="tiny", help="default: tiny; see below"
+    )
+    what.add_argument("--drafter", choices=sorted(DRAFTERS), default="ngram", help="default: ngram")
+    what.add_argument("--drafts", type=natural, default=4, help="per request; default: 4")
+    what.add_argument(
+        "--policies",
+        nargs="+",
+        choices=["stock", *POLICIES],
+        default=["stock", "deferred", "undo"],
+        metavar="POLICY",
+        help="'stock' and kvtxn's policies; default: stock deferred undo. A policy named twice, "
+        "as in 'stock stock deferred', shows what is noise",
+    )
+    what.add_argument(
+        "--mask-modes",
+        nargs="+",
+        choices=ACCEPTANCE_MODES,
+        metavar="MODE",
+        help="how sampled ids become accepted counts (TxnConfig.acceptance): an engine for each "
+        f"policy and mode; on CPUs alone. Of {', '.join(ACCEPTANCE_MODES)}",
+    )
+    what.add_argument(
+        "--one-engine",
+        action="store_true",
+        help="one engine under undo, whose windows are switched off where it is stock's turn: no "
+        "two engines differ less",
+    )
+    what.add_argument("--batch", type=natural, help="most requests that run at once; default: all")
+    what.add_argument(
+        "--engine-args",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="more arguments of vllm.LLM, the same for all engines",
+    )
+    what.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="most that an engine may take to start, or for one run; default: 600",
+    )
+    load = parser.add_argument_group("load: one cell for each combination of values")
+    load.add_argument(
+        "--scenario", nargs="+", choices=list(SCENARIOS), default=["short"], help="see below"
+    )
+    load.add_argument("--requests", type=natural, nargs="+", default=[1, 4], help="default: 1 4")
+    load.add_argument(
+        "--context", type=natural, nargs="+", help="prompt tokens; default: the scenario's"
+    )
+    load.add_argument("--tokens", type=natural, help="tokens to generate per request; likewise")
+    load.add_argument(
+        "--acceptance",
+        type=_rate,
+        nargs="+",
+        default=[None],
+        metavar="SHARE",
+        help="shares of drafts that synthetic acceptance accepts, or 'real' (default)",
+    )
+    load.add_argument(
+        "--cells",
+        type=_cell,
+        nargs="+",
+        metavar="CELL",
+        help="these cells in place of all combinations, each "
+        "SCENARIO:CONTEXT:REQUESTS:ACCEPTANCE, as in 'short:8192:8:0.3 mixed:1024:48:0.6'",
+    )
+    load.add_argument(
+        "--arrivals", type=_positive, metavar="RATE", help="requests per second, mixed; default: 16"
+    )
+    load.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    load.add_argument("--rounds", type=natural, default=3, help="measured rounds; default: 3")
+    load.add_argument(
+        "--first-token-rounds",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="after the measured rounds, N more of two tokens per request, for the time to first "
+        "token alone, which scatters most; not where requests arrive over time",
+    )
+    load.add_argument(
+        "--clock",
+        action="store_true",
+        help="after the measured rounds, time what windows do on the host in one more",
+    )
+    out = parser.add_argument_group("result")
+    out.add_argument("--output", metavar="NAME", help="default: vllm-MODEL-DRAFTER")
+    out.add_argument(
+        "--folder",
+        type=Path,
+        default=machine.results_folder(),
+        help="where to; default: benchmarks/results in a checkout, else the current folder",
+    )
+    out.add_argument("--commit", help="of these sources, where there is no git and no file COMMIT")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what would have no effect, before an engine starts."""
+    loads = points(args)
+    if args.arrivals is not None and not any(SCENARIOS[load.scenario].mixed for load in loads):
+        raise ConfigError(
+            "bench vllm",
+            "--arrivals has no effect without a scenario in which requests arrive over time",
+            expected="--scenario mixed",
+            got=" ".join(sorted({load.scenario for load in loads})),
+        )
+    rates = [load.acceptance for load in loads if load.acceptance is not None]
+    if rates and not torch.cuda.is_available():
+        raise ConfigError(
+            "bench vllm",
+            "vLLM has no synthetic acceptance on CPUs",
+            expected="--acceptance real",
+            got=f"rates {rates}",
+        )
+    if args.mask_modes and torch.cuda.is_available():
+        raise ConfigError(
+            "bench vllm",
+            "--mask-modes has no effect on a GPU: the commit's own launch counts there",
+            hint="leave it out",
+        )
+    if args.one_engine and (set(args.policies) != {"stock", "undo"} or args.mask_modes):
+        raise ConfigError(
+            "bench vllm",
+            "--one-engine is stock and undo by turns; no other policy leaves the forward as it is",
+            expected="--policies stock undo and no --mask-modes",
+            got=" ".join([*args.policies, *(args.mask_modes or ())]),
+        )
+    if args.first_token_rounds and all(SCENARIOS[load.scenario].mixed for load in loads):
+        raise ConfigError(
+            "bench vllm",
+            "--first-token-rounds has no effect where requests arrive over time",
+            expected="a cell of another scenario than mixed",
+            got=args.first_token_rounds,
+        )
+    if args.clock and set(args.policies) == {"stock"}:
+        raise ConfigError("bench vllm", "--clock has no effect on stock", hint="leave it out")
+    if args.mask_modes and set(args.policies) == {"stock"}:
+        raise ConfigError("bench vllm", "--mask-modes has no effect on stock", hint="leave it out")
+
+
+def points(args: argparse.Namespace) -> list[Point]:
+    """List the cells: those named, or every combination."""
+    combinations = itertools.product(
+        args.scenario, args.context or [None], args.requests, args.acceptance
+    )
+    return [
+        Point(
+            scenario=scenario,
+            context=context or SCENARIOS[scenario].context,
+            tokens=args.tokens or SCENARIOS[scenario].tokens,
+            requests=requests,
+            acceptance=rate,
+        )
+        for scenario, context, requests, rate in args.cells or combinations
+    ]
+
+
+def asked(settings: Mapping[str, Any]) -> list[Point]:
+    """List the cells that a result was to have, from its settings."""
+    return points(argparse.Namespace(**{"cells": None, **settings}))
+
+
+# -- values of arguments ------------------------------------------------------------
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def _rate(text: str) -> float | None:
+    if text == "real":
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'real' nor a share") from None
+    if not 0 <= rate <= 1:
+        raise argparse.ArgumentTypeError(f"a share lies between 0 and 1, not {text}")
+    return rate
+
+
+def _cell(text: str) -> tuple[str, int, int, float | None]:
+    parts = text.split(":")
+    if len(parts) != 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is not SCENARIO:CONTEXT:REQUESTS:ACCEPTANCE")
+    if parts[0] not in SCENARIOS:
+        raise argparse.ArgumentTypeError(f"{parts[0]!r} is not one of {', '.join(SCENARIOS)}")
+    return parts[0], natural(parts[1]), natural(parts[2]), _rate(parts[3])
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return found

@@ -1,0 +1,181 @@
+"""A vLLM engine in a process of its own, and the commands that this process sends it.
+
+Engines of several policies live side by side and take turns, so that what is compared was
+measured within seconds of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import attrs
+
+from ...integrations.serving.engine_process import (
+    EngineError,
+    EngineProcess,
+    calling,
+    ending_with,
+)
+from .child import Measured
+from .load import Work
+
+__all__ = ["Engine", "EngineError", "EngineSpec", "Switched", "running"]
+
+#: Settings of an engine's process, unless the user's own environment has them; the second lets
+#: rates of acceptance be set in its workers.
+_DEFAULTS: Final = {"HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+@attrs.frozen(kw_only=True)
+class EngineSpec:
+    """An engine to start.
+
+    Attributes:
+        policy: a kvtxn policy, or ``"stock"``.
+        arguments: arguments of ``vllm.LLM``.
+        settings: further settings of kvtxn.
+        environment: variables that the process has before it imports vLLM.
+        timeout: seconds that the start, or one repetition, may take.
+        label: the engine's name in a result; by default its policy.
+    """
+
+    policy: str
+    arguments: Mapping[str, Any]
+    settings: Mapping[str, Any] = {}
+    environment: Mapping[str, str] = {}
+    timeout: float = 600.0
+    label: str = attrs.Factory(lambda self: self.policy, takes_self=True)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The engine's ``additional_config``; empty for stock."""
+        if self.policy == "stock":
+            return {}
+        return {"kvtxn": {"policy": self.policy, **self.settings}}
+
+
+@contextlib.contextmanager
+def running(specs: Iterable[EngineSpec]) -> Iterator[list[Engine]]:
+    """Run engines side by side; stop all at the end of the block, even after a SIGTERM.
+
+    Raises:
+        EngineError: one of them did not start.
+    """
+    engines: list[Engine] = []
+    with ending_with(engines):
+        for spec in specs:
+            engines.append(Engine(spec))
+        for engine in engines:
+            engine.ready()
+        yield engines
+
+
+class Engine:
+    """A handle on the engine's process.
+
+    Args:
+        spec: the engine to start; ``ready`` waits for the end of its start.
+
+    Attributes:
+        spec: as given.
+        process: the engine's process.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        defaults = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
+        self.process = EngineProcess(
+            calling("kvtxn.benchmarks.engines.child", "serve"),
+            name=spec.label,
+            operation="bench vllm",
+            timeout=spec.timeout,
+            environment=defaults | dict(spec.environment),
+        )
+        self.process.send((dict(spec.arguments), spec.config))
+
+    def ready(self) -> None:
+        """Wait until the engine runs, with kvtxn active if the spec has a policy."""
+        self.process.answer("while it started")
+        if self.spec.policy != "stock":
+            active = [rank.get("kvtxn_active") for rank in self.snapshot()]
+            if not active or not all(active):
+                raise self.process.error("runs without kvtxn", "kvtxn")
+
+    def run(self, work: Work) -> Measured:
+        """Run the work's requests once."""
+        measured: Measured = self.process.ask(("run", work), "during a repetition")
+        return measured
+
+    def switch(self, on: bool) -> None:
+        """Let steps from now on have windows, or be stock's; for an engine under ``undo``."""
+        self.process.ask(("switch", on), "while its windows were switched")
+
+    def snapshot(self) -> list[dict[str, float]]:
+        """Read the plug-in's counters per rank; empty for stock."""
+        found: list[dict[str, float]]
+        found = self.process.ask(("snapshot", None), "while its counters were read")
+        return found
+
+    def clock(self, work: Work) -> list[dict[str, float] | None]:
+        """Run the work once, timing windows on each rank's host; return ``host_timer``'s times."""
+        found: list[dict[str, float] | None]
+        found = self.process.ask(("clock", work), "while its windows were timed")
+        return found
+
+    def announced(self) -> str | None:
+        """Find the plug-in's line ``kvtxn.active`` in the log; None without one."""
+        said = [line.partition("kvtxn.active")[2] for line in self.log().splitlines()]
+        return next((text.lstrip("' ").rstrip() for text in reversed(said) if text), None)
+
+    def stop(self, patience: float = 30.0) -> None:
+        """End the process and every process that it started; read its counters before.
+
+        Args:
+            patience: seconds in which an engine that is well may end by itself.
+        """
+        self.process.stop(("stop", None), patience)
+
+    def log(self) -> str:
+        """Read all that the engine has printed."""
+        return self.process.log()
+
+
+@attrs.frozen(eq=False)
+class Switched:
+    """A running engine under ``undo`` that stands for stock while its windows are off.
+
+    What differs between two engines of one configuration (the kernels that each of them compiled,
+    where its memory lies) is the same here. Only under ``undo``: under ``deferred`` the captured
+    forward itself is another.
+
+    Attributes:
+        engine: one with windows.
+        spec: the engine to stand for; windows are on unless its policy is ``"stock"``.
+    """
+
+    engine: Engine
+    spec: EngineSpec
+
+    def run(self, work: Work) -> Measured:
+        """Run the work's requests once, with windows on or off as the policy in ``spec`` says."""
+        self.engine.switch(self.spec.policy != "stock")
+        return self.engine.run(work)
+
+    def snapshot(self) -> list[dict[str, float]]:
+        """Read the plug-in's counters per rank; empty for stock."""
+        if self.spec.policy == "stock":
+            return []
+        self.engine.switch(True)
+        return self.engine.snapshot()
+
+    def clock(self, work: Work) -> list[dict[str, float] | None]:
+        """Run the work once with windows on, and return their host times by rank."""
+        self.engine.switch(True)
+        return self.engine.clock(work)
+
+    def announced(self) -> str | None:
+        """Find the plug-in's line in the log; None for stock."""
+        return None if self.spec.policy == "stock" else self.engine.announced()

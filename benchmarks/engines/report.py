@@ -1,0 +1,279 @@
+"""Results of ``kvtxn bench vllm`` as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from ..common.markdown import machine_line, table
+from ..common.paired_stats import LEVEL, compare
+from .cell import by_policy, first_tokens
+from .load import Point
+from .options import asked
+
+Cell = Mapping[str, Any]
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """Write a result up: speed, latency, counts of windows, and the conditions of the run."""
+    settings, cells = result["settings"], result["cells"]
+    parts = [f"# {settings['model']}, {settings['drafter']}, {settings['drafts']} drafts"]
+    if cells:
+        parts += ["## Speed", speed(cells), method(result)]
+    if missing := unmeasured(result):
+        parts += ["## Not measured", missing]
+    if cells:
+        parts += ["## Latency", latency(cells)]
+    if any(by_policy(cell) for cell in cells):
+        parts += ["## Windows", windows(cells)]
+    parts.append(conditions(result))
+    return "\n\n".join(parts) + "\n"
+
+
+def name(cell: Cell) -> list[str]:
+    """Name a cell's load, as the first columns of its row."""
+    rate = cell["acceptance"]
+    drafts = "real" if rate is None else f"{100 * rate:.0f} %"
+    return [cell["scenario"], str(cell["context"]), str(cell["requests"]), drafts]
+
+
+def unmeasured(result: Mapping[str, Any]) -> str:
+    """List the requested cells that the result lacks, and the reason; "" if it has all."""
+    names = attrs.fields_dict(Point)
+    measured = [{name: cell[name] for name in names} for cell in result["cells"]]
+    wanted = [attrs.asdict(point) for point in asked(result["settings"])]
+    lines = [f"- {', '.join(load(cell))}" for cell in wanted if cell not in measured]
+    if not lines:
+        return ""
+    why = result["conditions"].get("ended", "the run did not get that far")
+    return "\n".join([f"Asked for and not measured ({why}):", "", *lines])
+
+
+def load(cell: Cell) -> list[str]:
+    """Name a cell's load in words."""
+    scenario, context, requests, drafts = name(cell)
+    how_many = "1 request" if requests == "1" else f"{requests} requests"
+    return [f"{scenario}, {context} tokens of context", how_many, f"{drafts} acceptance"]
+
+
+_LOAD = ["scenario", "context", "requests", "acceptance"]
+
+
+def speed(cells: Sequence[Cell]) -> str:
+    """Tabulate tokens per second, and each policy's as a share of stock's in the same round.
+
+    Beside that its time per token, as a share likewise: the first token of each request left out,
+    whose time scatters most. Last, the rounds of all cells together.
+    """
+    policies = by_policy(cells[0])
+    rows = []
+    for cell in cells:
+        engines = cell["engines"]
+        base = engines.get("stock") or engines[policies[0]]
+        fast = base["tokens_per_s"]
+        spread = (fast["highest"] - fast["lowest"]) / fast["median"]
+        row = [*name(cell), f"{fast['median']:.0f}", f"{100 * spread:.0f} %"]
+        for policy in policies:
+            if compared := engines[policy].get("of_stock"):
+                row.append(ratio(compared["tokens_per_s"]))
+                row.append(ratio(compared["per_token_ms"]) if compared.get("per_token_ms") else "-")
+            else:
+                row.append(f"{engines[policy]['tokens_per_s']['median']:.0f} tokens/s")
+        rows.append([*row, *([same(cell)] if policies else [])])
+    if len(cells) > 1 and policies and "stock" in cells[0]["engines"]:
+        shares = [share for policy in policies for share in together(cells, policy)]
+        rows.append(["all", *[""] * 5, *shares, ""])
+    who = "stock" if "stock" in cells[0]["engines"] else policies[0]
+    beside = "of stock" if who == "stock" else "alone"
+    header = [*_LOAD, f"{who}, tokens/s", f"{who}'s spread"]
+    for policy in policies:
+        header += [f"{policy}, {beside}", *(["time per token"] if who == "stock" else [])]
+    return table([*header, *(["accepted drafts equal"] if policies else [])], rows)
+
+
+def headline(result: Mapping[str, Any], policy: str = "deferred") -> str:
+    """Say in one sentence a policy's throughput as a share of stock's, over all cells' rounds."""
+    cells, machine = result["cells"], result["machine"]
+    share = together(cells, policy)[0].replace("*", "")
+    rounds = sum(len(cell["engines"]["stock"]["rounds"]) for cell in cells)
+    return (
+        f"**{share.split()[0]} of stock vLLM's tokens per second**: "
+        f"an 8B model with EAGLE on an {machine['gpu'].removeprefix('NVIDIA ')} under `{policy}` "
+        f"({share.partition(' ')[2].strip('()')}, {rounds} rounds over {len(cells)} loads)."
+    )
+
+
+def together(cells: Sequence[Cell], policy: str) -> list[str]:
+    """Compare a policy's speed and time per token with stock's over the rounds of all cells."""
+    rounds = [
+        pair
+        for cell in cells
+        for pair in zip(
+            *(cell["engines"][label]["rounds"] for label in (policy, "stock")), strict=True
+        )
+    ]
+    speeds = [
+        (own["generated"] * stock["seconds"]) / (stock["generated"] * own["seconds"])
+        for own, stock in rounds
+    ]
+    times = [
+        own["per_token_ms"] / stock["per_token_ms"]
+        for own, stock in rounds
+        if own.get("per_token_ms") and stock.get("per_token_ms")
+    ]
+    return [_joint(each) for each in (speeds, times)]
+
+
+def _joint(ratios: Sequence[float]) -> str:
+    """Join the ratios of many rounds into one; a dash without any."""
+    return ratio(attrs.asdict(compare(ratios))) if ratios else "-"
+
+
+def ratio(compared: Mapping[str, float]) -> str:
+    """Show a ratio with its interval, in bold where the interval shows a difference."""
+    low, high = compared["low"], compared["high"]
+    differs = compared["confidence"] >= LEVEL and not low <= 1 <= high
+    text = f"{compared['median']:.3f}"
+    return f"{f'**{text}**' if differs else text} ({low:.3f} to {high:.3f})"
+
+
+def same(cell: Cell) -> str:
+    """Say whether every policy accepted as many drafts as stock in every round."""
+    found = [engine["of_stock"] for engine in cell["engines"].values() if "of_stock" in engine]
+    if not found:
+        return "-"
+    return "yes" if all(each["same_accepted"] for each in found) else "no"
+
+
+def method(result: Mapping[str, Any]) -> str:
+    """Explain in a sentence how the ratios were measured."""
+    ratios = [
+        engine["of_stock"]["tokens_per_s"]
+        for cell in result["cells"]
+        for engine in cell["engines"].values()
+        if "of_stock" in engine
+    ]
+    if not ratios:
+        return f"Medians of {result['settings']['rounds']} rounds."
+    rounds, sure = ratios[0]["rounds"], 100 * ratios[0]["confidence"]
+    text = (
+        f"Median of {rounds} rounds' ratios, each of two runs of the same work in one round, and "
+        f"an interval that holds the true median with {sure:.1f} % (sign test; the order within "
+        "a round rotates)."
+    )
+    if result["settings"].get("one_engine"):
+        text += " Both are one engine, its windows switched on and off."
+    if ratios[0]["confidence"] < LEVEL:
+        return f"{text} Too few rounds to show a difference: that takes six."
+    if len(result["cells"]) > 1:
+        text += " The last line takes the rounds of all cells together."
+    return f"{text} Bold: the interval leaves 1 out; by chance alone {100 - sure:.0f} % of all do."
+
+
+def latency(cells: Sequence[Cell]) -> str:
+    """Tabulate time to first token and per token: percentiles over requests, ratios by round.
+
+    Behind both stands the ratio to stock: each round's median over its requests by stock's in the
+    same round. Last, for each policy, the rounds of all cells together.
+    """
+    rows = []
+    for cell in cells:
+        for label, engine in cell["engines"].items():
+            row = [*name(cell), label]
+            compared = engine.get("of_stock", {})
+            for what in ("first_token_ms", "per_token_ms"):
+                found = engine[what]
+                row += [f"{found[p]:.2f}" if found else "-" for p in ("p50", "p95")]
+                row.append(ratio(compared[what]) if compared.get(what) else "-")
+            rows.append(row)
+    policies = by_policy(cells[0])
+    if len(cells) > 1 and "stock" in cells[0]["engines"]:
+        for policy in policies:
+            first = [
+                share
+                for cell in cells
+                for share in first_tokens(cell["engines"][policy], cell["engines"]["stock"])
+            ]
+            blank = ["", ""]
+            shares = [*blank, _joint(first), *blank, together(cells, policy)[1]]
+            rows.append(["all", "", "", "", policy, *shares])
+    header = [*_LOAD, "engine", "first token p50, ms", "p95", "of stock"]
+    return table([*header, "per token p50, ms", "p95", "of stock"], rows)
+
+
+def windows(cells: Sequence[Cell]) -> str:
+    """Tabulate the plug-in's counters of rank 0 over all measured rounds of each cell."""
+    timed = any("host_us" in each for cell in cells for each in cell["engines"].values())
+    rows = []
+    for cell in cells:
+        for label in by_policy(cell):
+            engine = cell["engines"][label]
+            if not engine["counters"]:  # another stock
+                continue
+            count = engine["counters"][0]
+            staged, kept = count["kvtxn_rows_staged_total"], count["kvtxn_rows_committed_total"]
+            rows.append(
+                [
+                    *(*name(cell), label, f"{count['kvtxn_windows_total']:.0f}"),
+                    "-" if engine["coverage"] is None else f"{100 * engine['coverage']:.1f} %",
+                    f"{100 * kept / staged:.1f} %" if staged else "-",
+                    f"{count['kvtxn_bytes_written_total'] / 2**20:.1f}",
+                    f"{count['kvtxn_bytes_avoided_total'] / 2**20:.1f}",
+                    _reasons(count, "kvtxn_fallbacks_total"),
+                    _reasons(count, "kvtxn_bypassed_windows_total"),
+                    *([_host(engine)] if timed else []),
+                ]
+            )
+    header = [*_LOAD, "policy", "windows", "coverage", "drafts accepted", "MiB written"]
+    header += ["MiB avoided", "fallbacks", "bypassed"]
+    return table([*header, *(["host: begin + commit, us"] if timed else [])], rows)
+
+
+def clocked(result: Mapping[str, Any]) -> str:
+    """Tabulate the host time of windows by load and policy, for a result with ``--clock``."""
+    rows = []
+    for cell in result["cells"]:
+        for label in by_policy(cell):
+            [found, *_] = cell["engines"][label]["host_us"]
+            times = [f"{found[part]:.0f}" for part in ("begin", "commit", "both")]
+            rows.append([label, str(cell["requests"]), f"{found['steps']:.0f}", *times])
+    header = ["policy", "requests", "steps", "before the forward", "after sampling", "both"]
+    return f"{table(header, rows)}\n\nMicroseconds, medians. {machine_line(result['machine'])}."
+
+
+def _host(engine: Mapping[str, Any]) -> str:
+    """Return the median times that a window takes on the host of rank 0."""
+    found = (engine.get("host_us") or [None])[0]
+    return f"{found['begin']:.0f} + {found['commit']:.0f}" if found else "-"
+
+
+def _reasons(count: Mapping[str, float], counter: str) -> str:
+    """Show a counter and, where it is not zero, its reasons."""
+    whole = f"{count[counter]:.0f}"
+    parts = [
+        f"{label.removeprefix(counter)[1:]} {value:.0f}"
+        for label, value in count.items()
+        if label.startswith(f"{counter}_") and value
+    ]
+    return f"{whole}: {', '.join(parts)}" if parts else whole
+
+
+def conditions(result: Mapping[str, Any]) -> str:
+    """List the machine, the engines' lines in the log, and the conditions of the run."""
+    facts = result["conditions"]
+    lines = [f"{machine_line(result['machine'])}."]
+    lines += [f"{label}: `{line}`" for label, line in facts["announced"].items() if line]
+    one = facts["engines"] == 1
+    engines = "One engine" if one else f"{facts['engines']} engines at once"
+    lines.append(
+        f"{engines} on {facts['processors']} processors, "
+        f"{facts['started']}, {facts['seconds']:.0f} s."
+    )
+    if facts.get("gpu"):
+        lines.append(f"GPU clock, its limit, temperature, power and its limit: {facts['gpu']}.")
+    if facts.get("environment"):
+        given = " ".join(f"{name}={value}" for name, value in facts["environment"].items())
+        lines.append(f"Environment: `{given}`.")
+    return "\n\n".join(lines)

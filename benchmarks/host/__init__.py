@@ -1,0 +1,1 @@
+"""Time that windows take on the host."""

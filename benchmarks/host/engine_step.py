@@ -1,0 +1,141 @@
+"""Host time that windows add to an engine's step: planning before the forward, and the commit.
+
+The forward itself is a captured graph and costs the host nothing more. ``steady`` steps look
+like the one before; ``changing`` ones have another number of requests each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from ... import LayerRef, TransactionManager, TxnConfig
+from ...cli import natural
+from ..common import machine
+from ..common.markdown import machine_line, table
+from ..common.model_shapes import BLOCK_SIZE, MODELS
+from . import against
+
+if TYPE_CHECKING:
+    from ...integrations.serving.graph_steps import GraphSteps
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the suite's arguments."""
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama3-8b")
+    parser.add_argument("--drafts", type=natural, default=4)
+    parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--policies", nargs="+", default=["deferred", "undo"])
+    parser.add_argument("--steps", type=natural, default=2000, help="steps per measurement")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="the folder of another checkout of kvtxn, old ones included: measure its steps and "
+        "these by turns, each by its own code, and give the ratio with an interval",
+    )
+    parser.add_argument(
+        "--rounds", type=natural, default=11, help="turns, with --against; default: 11"
+    )
+    machine.add_save(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every combination and print a table."""
+    if args.against is not None:
+        return against.run(args)
+    if not torch.cuda.is_available():
+        print("the benchmark of steps needs a CUDA device")
+        return 1
+    rows = []
+    for policy in args.policies:
+        steps, opened = make_steps(args, policy)
+        for requests in args.requests:
+            for changing in (False, True):
+                times = measure(args, steps, requests, changing=changing)
+                rows.append({"policy": policy, "requests": requests, "changing": changing, **times})
+                print(rows[-1], flush=True)
+        print(f"{policy}: warm-up took {opened:.1f} s")
+    if args.save:
+        shown = {"suite": "steps", "model": args.model, "drafts": args.drafts, "rows": rows}
+        print(f"written to {machine.write(args.save, shown)}")
+    return 0
+
+
+def make_steps(args: argparse.Namespace, policy: Any) -> tuple[GraphSteps, float]:
+    """Make steps over caches of the model's shape and warm them up; returns the seconds, too."""
+    from ...integrations.serving.graph_steps import (
+        GraphSteps,  # needs Triton, which not every machine has
+    )
+
+    shape, most = MODELS[args.model], max(args.requests) + 1
+    blocks = most * (1 + args.drafts // BLOCK_SIZE)
+    refs = []
+    for number in range(shape.layers):
+        size = (blocks, shape.kv_heads, BLOCK_SIZE, 2 * shape.head_size)
+        cache = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
+        key, value = cache.transpose(1, 2).split(shape.head_size, -1)
+        refs.append(LayerRef(f"layer.{number}", key, value))
+    rows = most * (args.drafts + 1)
+    manager = TransactionManager(refs, TxnConfig(policy=policy, max_rows=rows, on_error="raise"))
+    slots = torch.full((1, rows), -1, dtype=torch.int64, device="cuda")
+    steps = GraphSteps(manager, slots, args.drafts + 1)
+    begin = time.perf_counter()
+    steps.warm_up()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    length = args.drafts + 1
+    row = torch.arange(rows, device="cuda")
+    slots[0] = row // length * BLOCK_SIZE + row % length
+    return steps, seconds
+
+
+def measure(
+    args: argparse.Namespace, steps: GraphSteps, requests: int, *, changing: bool
+) -> dict[str, float]:
+    """Measure the median host microseconds of ``begin``, of ``commit``, and of both."""
+    batches = []
+    for count in (requests, requests + 1) if changing else (requests,):
+        drafts = numpy.full(count, args.drafts, dtype=numpy.int32)
+        sampled = torch.ones(count, dtype=torch.int32, device="cuda")
+        batches.append((drafts, drafts + 1, numpy.zeros(count, dtype=bool), sampled))
+    samples = []
+    with torch.inference_mode():
+        for number in range(args.steps):
+            drafts, lengths, late, sampled = batches[number % len(batches)]
+            if number % 16 == 0:
+                torch.cuda.synchronize()  # a full queue would make the host wait
+            start = time.perf_counter()
+            steps.begin(drafts, lengths, late)
+            middle = time.perf_counter()
+            steps.commit(sampled)
+            end = time.perf_counter()
+            samples.append((middle - start, end - middle, end - start))
+    each = [statistics.median(column) for column in zip(*samples[20:], strict=True)]
+    names = ("begin", "commit", "all")
+    return {name: round(1e6 * value, 2) for name, value in zip(names, each, strict=True)}
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """Tabulate the host time of a step's two halves, and the ratio to an old checkout."""
+    rows = []
+    for row in found["rows"]:
+        what = f"{row['policy']}, {'changing' if row['changing'] else 'steady'}"
+        times = [f"{row[part]:.1f}" for part in ("begin", "commit", "all")]
+        if "of_old" in row:
+            times += [f"{row['old']['all']:.1f}", against.show(row["of_old"])]
+        rows.append([what, str(row["requests"]), *times])
+    header = ["policy, batch", "requests", "before the forward", "commit", "both"]
+    text = f"Microseconds, medians. {machine_line(found['machine'])}."
+    if "against" in found:
+        header += [f"both at {found['against']}", "new / old"]
+        joint = (f"{policy} {against.show(each)}" for policy, each in found["together"].items())
+        text = f"Over all batches: {', '.join(joint)}. {text}"
+    return f"{table(header, rows)}\n\n{text}"

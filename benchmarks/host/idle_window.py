@@ -1,0 +1,182 @@
+"""Host time of an idle window: begin, stage every layer by reference, commit.
+
+Nothing settled and nothing accepted, so hardly a byte moves: what is left is
+the price of asking. ``--profile`` says where it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ... import CapturedRows, LayerRef, TransactionManager, TxnConfig
+from ...cli import natural
+from ...layout import RowLayout
+from ..common import machine
+from ..common.markdown import plain
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the suite's arguments."""
+    parser.add_argument("--layers", type=natural, default=32)
+    parser.add_argument("--draft-len", type=natural, default=4)
+    parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--policies", nargs="+", default=["deferred", "undo", "direct"])
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument(
+        "--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument("--captured", action="store_true", help="windows over captured rows")
+    parser.add_argument("--windows", type=natural, default=300, help="windows per measurement")
+    parser.add_argument("--profile", action="store_true", help="show where the time goes")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    machine.add_save(parser)
+
+
+def _device(text: str) -> str:
+    known = text.partition(":")[0]
+    if known not in ("cpu", "cuda") or (known == "cuda" and not torch.cuda.is_available()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, nor a CUDA device that is here")
+    return text
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every combination and print a table."""
+    torch.set_num_threads(1)  # on rows this small a second thread only adds waiting
+    rows = [
+        measure(args, policy, requests) for policy in args.policies for requests in args.requests
+    ]
+    results = {"suite": "host", "layers": args.layers, "captured": args.captured, "rows": rows}
+    if args.save:
+        machine.write(args.save, results)
+    if args.json:
+        print(json.dumps({"machine": machine.describe(), **results}, indent=1))
+        return 0
+    print(f"{args.layers} layers, median of {args.windows} windows, microseconds on the host")
+    parts = ("begin", "stage", "commit", "all")
+    lines = [
+        [row["policy"], str(row["requests"]), str(row["rows"]), *(f"{row[p]:.1f}" for p in parts)]
+        for row in rows
+    ]
+    print(plain(["policy", "requests", "rows", *parts], lines))
+    if args.profile:
+        print(profile(args))
+    return 0
+
+
+def window_runner(
+    args: argparse.Namespace, policy: str, requests: int
+) -> Callable[[], list[float]]:
+    """Make a function that runs one idle window and returns the four times at its joints."""
+    device = torch.device(args.device)
+    rows = requests * args.draft_len
+    shape = (max(1, -(-rows // 16)), 16, 8, 128)
+    refs = [
+        LayerRef(
+            name=f"model.layers.{i}",
+            key_cache=torch.zeros(shape, dtype=torch.bfloat16, device=device),
+            value_cache=torch.zeros(shape, dtype=torch.bfloat16, device=device),
+        )
+        for i in range(args.layers)
+    ]
+    config = TxnConfig(policy=policy, backend=args.backend, max_rows=max(rows, 1))  # type: ignore[arg-type]
+    manager = TransactionManager(refs, config)
+    slots = torch.arange(rows, device=device)
+    if args.captured:
+        return _captured_runner(manager, slots, (args.draft_len,) * requests)
+    nothing = torch.zeros(requests, dtype=torch.int64, device=device)
+    key = torch.randn(rows, 8, 128, dtype=torch.bfloat16, device=device)
+    accepted: Any = nothing if device.type == "cuda" else [0] * requests
+
+    def once() -> list[float]:
+        times = [time.perf_counter()]
+        with manager.window(args.draft_len, slots, settled=0) as w:
+            times.append(time.perf_counter())
+            for ref in refs:
+                w.stage(ref, key, key)
+            times.append(time.perf_counter())
+            w.commit(accepted)
+            times.append(time.perf_counter())
+        return times
+
+    return once
+
+
+def _captured_runner(
+    manager: TransactionManager, slots: torch.Tensor, draft_len: tuple[int, ...]
+) -> Callable[[], list[float]]:
+    """Make the same over the rows that a captured forward left, where nothing is left to stage."""
+    captured = CapturedRows(check=False)
+    for ref in manager.layers.values():
+        made = (
+            torch.zeros(len(slots), *plane.row_shape, device=slots.device) for plane in ref.planes
+        )
+        captured.stage(ref, *made)
+    rows = captured.rows if manager.policy == "deferred" else None
+    windows = manager.captured_windows(slots[None].clone(), rows)
+    layout = RowLayout.build(draft_len, (0,) * len(draft_len), slots.device)
+    windows.warm_up([layout])
+    windows.slots[0] = slots
+    plan = windows.plan(layout)
+    sampled = torch.ones(len(draft_len), dtype=torch.int32, device=slots.device)
+
+    def once() -> list[float]:
+        times = [time.perf_counter()]
+        w = windows.begin(plan)
+        times += [time.perf_counter()] * 2
+        w.commit_sampled(sampled)
+        return [*times, time.perf_counter()]
+
+    return once
+
+
+def measure(args: argparse.Namespace, policy: str, requests: int) -> dict[str, Any]:
+    """Measure the median host microseconds of begin, of all stages, of commit, and of the whole."""
+    once = window_runner(args, policy, requests)
+    for _ in range(20):
+        once()
+    samples = []
+    for _ in range(args.windows):
+        if args.device != "cpu":
+            torch.cuda.synchronize()  # a full queue would make the host wait
+        samples.append(once())
+    steps = [[(b - a) * 1e6 for a, b in pairwise(s)] for s in samples]
+    begin, stage, commit = (statistics.median(column) for column in zip(*steps, strict=True))
+    whole = statistics.median((s[-1] - s[0]) * 1e6 for s in samples)
+    allocations = _allocations(once) if args.device != "cpu" else 0
+    row = {"policy": policy, "requests": requests, "rows": requests * args.draft_len}
+    row["device_allocations"] = allocations
+    times = {"begin": begin, "stage": stage, "commit": commit, "all": whole}
+    return {**row, **{name: round(value, 2) for name, value in times.items()}}
+
+
+def _allocations(once: Callable[[], list[float]]) -> int:
+    """Count the device memory blocks that one more window allocates."""
+    name = "allocation.all.allocated"
+    before = torch.cuda.memory_stats()[name]
+    once()
+    return int(torch.cuda.memory_stats()[name] - before)
+
+
+def profile(args: argparse.Namespace) -> str:
+    """List the functions in which an idle window spends its time."""
+    once = window_runner(args, args.policies[0], args.requests[0])
+    once()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(args.windows):
+        once()
+    profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(16)
+    return text.getvalue()

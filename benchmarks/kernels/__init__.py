@@ -1,0 +1,1 @@
+"""Time and bytes of single kernels on a GPU."""

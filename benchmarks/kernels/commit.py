@@ -1,0 +1,179 @@
+"""GPU time of commits against stock writes, a plain copy, and undo.
+
+Every figure is the median over graph replays with cold L2, candidates in turn. The gates come
+first: a named part of the conformance kit, without which no result is written, and each
+workload's commit, which is compared with the reference, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ...cli import natural
+from ...row_io import write_layers
+from ..common import conformance_gate as kit
+from ..common import machine
+from ..common.model_shapes import MODELS, Case
+from .timer import COLD_BYTES, medians
+
+if TYPE_CHECKING:
+    from .workload import Workload  # needs Triton, which the command line does not
+
+
+Step = Callable[[], None]
+
+#: Elements of a latent and of its rotary part, as vLLM's own write takes them.
+_LATENT: Final = (512, 64)
+
+#: Bytes that a plain copy moves at once.
+_PIECE: Final = 128 * 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the suite's arguments."""
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama3-8b"])
+    parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 16, 64, 128])
+    parser.add_argument("--drafts", type=natural, nargs="+", default=[4])
+    parser.add_argument("--accepted", type=float, nargs="+", default=[0.0, 0.1, 0.3, 0.7, 1.0])
+    parser.add_argument(
+        "--layers", type=natural, nargs="+", default=[None], help="not the model's own"
+    )
+    machine.add_save(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every combination and print a table."""
+    if not torch.cuda.is_available():
+        print("the kernel benchmark needs a CUDA device")
+        return 1
+    passed = kit.passed("triton") if args.save else ""
+    rows = []
+    print(f"{'model':<16}{'rows':>6}{'accepted':>9}  microseconds")
+    for point in itertools.product(
+        args.models, args.requests, args.drafts, args.accepted, args.layers
+    ):
+        row = measure(Case(*point))
+        rows.append(row)
+        shown = "  ".join(f"{name} {value:.2f}" for name, value in row["us"].items())
+        shown += "" if "stock" in row["us"] else "  (no stock: vLLM's own operators are not here)"
+        print(f"{row['model']:<16}{row['rows']:>6}{row['accepted']:>9.0%}  {shown}", flush=True)
+        torch.cuda.empty_cache()
+    if args.save:
+        print(machine.write(args.save, {"suite": "kernels", "gate": passed, "rows": rows}))
+    return 0
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Check one case's commit against the reference, then time every candidate."""
+    from .workload import Workload
+
+    load = Workload(case)
+    gate(load)
+    candidates = {"commit": commits(load), "undo": undos(load), "floor": copies(load.kept_bytes)}
+    stock = stock_writes(load)
+    if stock:
+        candidates["stock"] = stock
+        candidates["floor-all"] = copies(load.all_bytes)
+    times = medians({name: steps for name, steps in candidates.items() if steps})
+    return {
+        "model": case.model,
+        "requests": case.requests,
+        "drafts": case.drafts,
+        "layers": case.shape.layers,
+        "rows": case.rows,
+        "accepted": case.accepted,
+        "kept_bytes": load.kept_bytes,
+        "us": {name: round(value, 3) for name, value in times.items()},
+    }
+
+
+def gate(load: Workload) -> None:
+    """Check that one commit leaves the reference's bytes in the whole of every cache.
+
+    Raises:
+        AssertionError: the bytes differ; nothing is timed then.
+    """
+    window = load.windows[0]
+    planes = [plane for ref in load.refs for plane in ref.planes]
+    load.executor.commit(load.txn(window), window.accepted)
+    found = [plane.cells.clone() for plane in planes]
+    for plane in planes:
+        plane.cells.zero_()
+    rows = {name: layer.rows for name, layer in window.staged.items()}
+    kept = load.layout.kept(window.accepted)
+    write_layers(load.refs, rows, {"default": window.slots}, kept)
+    for plane, cells in zip(planes, found, strict=True):
+        if not torch.equal(plane.cells, cells):
+            raise AssertionError(f"commit differs from the reference at {load.case}")
+
+
+def commits(load: Workload) -> list[Step]:
+    """Return one commit per window, each one launch with its addresses on the device already."""
+    return [partial(load.commit, window, load.plan(window)) for window in load.windows]
+
+
+def undos(load: Workload) -> list[Step]:
+    """Return a save and a restore of rejected rows per window: undo's addition to stock."""
+    executor = load.executor
+    steps: list[Step] = []
+    for window in load.windows:
+
+        def step(window: Any = window) -> None:
+            txn = load.txn(window, "undo")
+            executor.use_slots(window.slots)
+            txn.saved.update(executor.save(txn, "default"))
+            executor.commit(txn, window.accepted)
+
+        steps.append(step)
+    steps[0]()  # uploads the addresses of the fixed buffers, once
+    return steps
+
+
+def copies(size: int) -> list[Step]:
+    """Return plain copies of ``size`` bytes each, in contiguous pieces.
+
+    Torch gives a very large copy to a copy engine, which is slower than any kernel.
+    """
+    if size == 0:
+        return []
+    count = max(2, min(64, -(-COLD_BYTES // size)))
+    if size > _PIECE:
+        parts = [*[_PIECE] * (size // _PIECE), *([size % _PIECE] if size % _PIECE else [])]
+        pieces = [copies(part) for part in parts]
+        return [lambda i=i: [steps[i % len(steps)]() for steps in pieces] for i in range(2)]  # type: ignore[misc]
+    pairs = [
+        (
+            torch.empty(size, dtype=torch.uint8, device="cuda"),
+            torch.ones(size, device="cuda").byte(),
+        )
+        for _ in range(count)
+    ]
+    return [lambda pair=pair: pair[0].copy_(pair[1]) for pair in pairs]  # type: ignore[misc]
+
+
+def stock_writes(load: Workload) -> list[Step]:
+    """Write all rows as vLLM does it, layer by layer; empty without vLLM."""
+    try:
+        from vllm import _custom_ops as ops
+    except ImportError:
+        return []
+    one = torch.ones(1, device="cuda")
+
+    def step(window: Any) -> None:
+        for ref in load.refs:
+            if ref.is_latent:
+                latent, rotary = window.staged[ref.name].rows[0].split(_LATENT, dim=1)
+                ops.concat_and_cache_mla(latent, rotary, ref.key_cache, window.slots, "auto", one)
+                continue
+            key, value = window.staged[ref.name].rows
+            ops.reshape_and_cache_flash(
+                key, value, ref.key_cache, ref.value_cache, window.slots, "auto", one, one
+            )
+
+    return [lambda window=window: step(window) for window in load.windows]  # type: ignore[misc]

@@ -1,0 +1,57 @@
+"""GPU time of short launches: graph replay, cold L2, medians, candidates in turn."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+
+#: Bytes that a graph must touch before it returns to the same memory: several times any L2.
+COLD_BYTES: Final = 256 * 2**20
+
+#: Most launches in one graph.
+_MAX_STEPS: Final = 256
+
+
+def sets_needed(bytes_per_step: int) -> int:
+    """Return how many sets of buffers steps must cycle through to find their data in DRAM."""
+    return max(2, min(_MAX_STEPS, -(-COLD_BYTES // max(1, bytes_per_step))))
+
+
+def capture(steps: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
+    """Capture all steps in one graph, after two steps ran outside of it, and replay it once."""
+    for step in steps[:2]:
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for step in steps:
+            step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def medians(
+    candidates: Mapping[str, Sequence[Callable[[], None]]], rounds: int = 15
+) -> dict[str, float]:
+    """Return microseconds per step of each candidate; replays alternate, so clocks are equal.
+
+    Args:
+        candidates: for each name, steps over different buffers; data that is cold for one step must
+            not be warm for the next.
+        rounds: replays of each.
+    """
+    graphs = {name: capture(steps) for name, steps in candidates.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times[name].append(1000 * start.elapsed_time(stop) / len(candidates[name]))
+    return {name: statistics.median(values) for name, values in times.items()}

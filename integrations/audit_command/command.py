@@ -1,0 +1,240 @@
+"""``kvtxn audit``: run a vLLM engine under the ledger, say what was found, and draw it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...cli import natural, require
+from ...errors import ConfigError
+from ..demo.engine import MODEL
+from .engine import Found, Job, Refused
+from .engine import run as run_engine
+from .page import write
+from .prompts import read
+from .verdict import WIDTH, Verdict, judge
+from .workloads import WORKLOADS
+
+help: Final = "run a vLLM engine under the ledger, say what was found, and draw it"
+
+#: The engine without ``--engine-args``: the demo's tiny model, speculating, on any machine.
+PLAIN: Final[Mapping[str, Any]] = {
+    "model": str(MODEL),
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "enforce_eager": True,
+    "block_size": 32,
+    "num_gpu_blocks_override": 128,
+    "enable_prefix_caching": True,
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--engine-args",
+        metavar="JSON",
+        type=_json,
+        help="arguments of the engine, as for vLLM's LLM(...), such as "
+        """'{"model": "DIR", "speculative_config": {"method": "ngram", ...}}' """
+        "(a tiny model that comes with kvtxn)",
+    )
+    names = "; ".join(f"{name}: {workload.help}" for name, workload in WORKLOADS.items())
+    parser.add_argument(
+        "--workload",
+        default="chat",
+        metavar="NAME|FILE",
+        help=f"{names}; or a file of prompts, a JSON value per line (chat)",
+    )
+    parser.add_argument(
+        "--requests", type=natural, default=100, help="requests to make, at least (100)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the workload's random numbers (0)")
+    parser.add_argument("--html", type=Path, metavar="PATH", help="write a page to look at")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Audit an engine.
+
+    Returns:
+        The exit code: 0 healthy, 1 violations, 2 if a request failed or nothing could be judged.
+    """
+    require("vllm")
+    job = job_of(args)
+    check_writable(args.html)
+    found = play(job, quiet=args.json)
+    if isinstance(found, Refused):
+        print(textwrap.fill(f"kvtxn audit: {found.why}", WIDTH), file=sys.stderr)
+        return 2
+    violations = [each for recording in found.recordings for each in recording["violations"]]
+    verdict = judge(found.counters, violations, found.requests - len(found.failed))
+    if args.html is not None:
+        write(args.html, title="kvtxn audit", verdict=verdict, found=found, command=_command(args))
+    if args.json:
+        print(json.dumps(as_json(verdict, found, violations), indent=2))
+    else:
+        print(as_text(verdict, found, args.html))
+    return verdict.exit_code or (2 if found.failed else 0)
+
+
+def job_of(args: argparse.Namespace) -> Job:
+    """Check the arguments and make a job of them; no engine is started.
+
+    Raises:
+        ConfigError: the engine's arguments, the workload or its file are not valid.
+    """
+    named = args.workload in WORKLOADS
+    if not named and not (args.workload and Path(args.workload).exists()):
+        raise ConfigError(
+            "audit",
+            "there is no such workload, and no such file",
+            expected=f"one of {', '.join(WORKLOADS)}, or a file of prompts",
+            got=repr(args.workload),
+            hint="`kvtxn audit --help` says what each workload does",
+        )
+    return Job(
+        engine_args=watched(PLAIN if args.engine_args is None else args.engine_args),
+        workload=args.workload if named else None,
+        prompts=() if named else read(Path(args.workload)),
+        requests=args.requests,
+        seed=args.seed,
+        log_level="debug" if args.log_level == "debug" else "error",
+    )
+
+
+def watched(engine_args: Any) -> dict[str, Any]:
+    """Return engine arguments that ask for an audit with a recording, and check kvtxn's settings.
+
+    Raises:
+        ConfigError: they are no JSON object, name no model, or ask kvtxn for something it has not.
+    """
+    from ..vllm_plugin.settings import settings
+
+    if not isinstance(engine_args, Mapping) or not isinstance(engine_args.get("model"), str):
+        raise ConfigError(
+            "audit",
+            "--engine-args is not a JSON object with a model",
+            got=json.dumps(engine_args),
+            hint="""pass an object, such as '{"model": "DIR"}'""",
+        )
+    additional = engine_args.get("additional_config", {})
+    given = additional.get("kvtxn", {}) if isinstance(additional, Mapping) else None
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "audit",
+            "additional_config is not an object of objects",
+            got=json.dumps(additional),
+            hint="""pass an object, such as '{"kvtxn": {"policy": "auto"}}', or leave it out""",
+        )
+    if given.get("on_violation", "log") == "raise":
+        raise ConfigError(
+            "audit",
+            "on_violation 'raise' would end the engine before it can report",
+            hint="leave on_violation out",
+        )
+    audit = given.get("audit", "ledger")
+    wanted = {**given, "audit": "ledger" if audit == "off" else audit, "record": True}
+    settings({"kvtxn": wanted}, 1, "any")
+    return {**engine_args, "additional_config": {**additional, "kvtxn": wanted}}
+
+
+def check_writable(path: Path | None) -> None:
+    """Check that a file can be written, before an engine takes its time.
+
+    Raises:
+        ConfigError: its folder is not there, or may not be written to.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    if not folder.is_dir():
+        raise ConfigError(
+            "--html",
+            f"there is no folder {str(folder)!r} for {path.name!r}",
+            hint="make the folder",
+        )
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError("--html", f"{str(path)!r} cannot be written", hint="name another file")
+
+
+def play(job: Job, *, quiet: bool) -> Found | Refused:
+    """Play a job, with a bar that shows its progress on stderr.
+
+    Raises:
+        KVTxnError: the engine's process failed.
+    """
+    console = Console(stderr=True, quiet=quiet)
+    total = len(job.prompts) or job.requests
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TextColumn("requests"), TimeElapsedColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task(job.workload or "prompts", total=total)
+        return run_engine(job, partial(_advance, bar, task))
+
+
+def _advance(bar: Progress, task: Any, done: int) -> None:
+    bar.update(task, completed=done)
+
+
+def as_text(verdict: Verdict, found: Found, html: Path | None) -> str:
+    """Return the verdict, the requests that failed, and the page's path, for people."""
+    lines = [str(verdict)]
+    lines += [textwrap.fill(f"- failed: {each}", WIDTH) for each in found.failed[:3]]
+    if len(found.failed) > 3:
+        lines.append(f"- failed: {len(found.failed) - 3} more requests")
+    if html is not None:
+        lines.append(f"The page: {html}")
+    return "\n".join(lines)
+
+
+def as_json(verdict: Verdict, found: Found, violations: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the verdict and everything it stands on, for programs."""
+    return {
+        "verdict": verdict.word,
+        "headline": verdict.headline,
+        "kinds": verdict.kinds,
+        "engine": found.engine,
+        "requests": found.requests,
+        "aborted": found.aborted,
+        "failed": found.failed,
+        "seconds": round(found.seconds, 3),
+        "counters": found.counters,
+        "violations": violations,
+    }
+
+
+def _command(args: argparse.Namespace) -> str:
+    """Return the command line that makes this audit again, for the page."""
+    words = ["kvtxn", "audit", "--workload", args.workload]
+    if args.engine_args is not None:
+        words += ["--engine-args", json.dumps(args.engine_args)]
+    words += ["--requests", str(args.requests), "--seed", str(args.seed)]
+    return shlex.join(words)

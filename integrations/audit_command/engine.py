@@ -1,0 +1,339 @@
+"""An engine under audit, in a process of its own: it plays a workload, and reports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import attrs
+
+from ..serving.engine_process import EngineProcess, calling, ending_with
+from .prompts import Prompt
+from .workloads import WORKLOADS, Tokens
+
+#: Settings of a small engine on a CPU, unless the user's own environment has them.
+_DEFAULTS: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+#: The settings of OffloadingConnector for a store that a CPU engine can copy to.
+_MEMORY_STORE: Final = {
+    "spec_name": "MemoryStoreSpec",
+    "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
+}
+#: Seconds that the engine may take to start, or until one more request is done.
+_PATIENCE: Final = 1800.0
+_RANDOM: Final = re.compile(r"-[0-9a-f]{8}$")
+#: Seconds that one request may take before it is given up.
+_STUCK: Final = 600.0
+
+
+@attrs.frozen(kw_only=True)
+class Job:
+    """An engine and its workload.
+
+    Attributes:
+        engine_args: arguments of the engine; ``additional_config`` asks for the audit.
+        workload: one of ``WORKLOADS``; None to play ``prompts``.
+        prompts: the prompts of the user's file.
+        requests: requests to make, at least.
+        seed: of the workload's random numbers.
+        log_level: log level of kvtxn and vLLM in the engine's process; "debug" shows both logs.
+    """
+
+    engine_args: dict[str, Any]
+    workload: str | None
+    prompts: tuple[Prompt, ...] = ()
+    requests: int = 100
+    seed: int = 0
+    log_level: str = "error"
+
+
+@attrs.frozen
+class Refused:
+    """The answer of an engine's process that did not start an engine: the reason, one sentence."""
+
+    why: str
+
+
+@attrs.frozen(kw_only=True)
+class Found:
+    """The result of a workload.
+
+    Attributes:
+        engine: the engine in words, by name of the fact.
+        counters: the counters of each rank.
+        recordings: the recording of each rank, see ``RecordingLedger.recording``.
+        requests: requests made, each turn of a session counted as one.
+        aborted: requests that the workload aborted.
+        failed: the reasons of requests that the engine refused or did not finish.
+        seconds: wall time of the workload, the engine's start not included.
+    """
+
+    engine: dict[str, str]
+    counters: list[dict[str, float]]
+    recordings: list[dict[str, Any]]
+    requests: int
+    aborted: int
+    failed: list[str]
+    seconds: float
+
+
+def run(job: Job, progress: Callable[[int], None]) -> Found | Refused:
+    """Play a workload in a fresh process; ``progress`` is told how many requests are done.
+
+    Raises:
+        EngineError: the engine's process failed; the message ends with its last words.
+    """
+    environment = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
+    process = EngineProcess(
+        calling(f"{__package__}.engine", "serve"),
+        name="audited",
+        operation="audit",
+        timeout=_PATIENCE,
+        environment=environment | {"VLLM_LOGGING_LEVEL": job.log_level.upper()},
+        quiet=job.log_level != "debug",  # the engine's log would hide the progress bar
+    )
+    with ending_with([process]):
+        process.send(job)
+        while isinstance(answer := process.answer("while it ran"), int):
+            progress(answer)
+    result: Found | Refused = answer
+    return result
+
+
+# -- in the engine's process -----------------------------------------------------------------
+
+
+def serve(pipe: Connection[Any, Any]) -> None:
+    """Play a workload in the engine's process: report progress, then the result."""
+    job: Job = pipe.recv()
+    pipe.send((False, asyncio.run(_serve(job, lambda done: pipe.send((False, done))))))
+
+
+async def _serve(job: Job, tell: Callable[[int], None]) -> Found | Refused:
+    from ..vllm_plugin.internals import async_engine, audited, workers
+    from ..vllm_plugin.metrics.snapshots import RECORDING, SNAPSHOT
+
+    arguments = dict(job.engine_args)
+    try:
+        config = async_engine.config_of(arguments)
+        sizes = async_engine.sizes(config)
+        if job.workload is not None:
+            device = async_engine.description(config)["device"]
+            arguments |= _needs(job.workload, arguments, sizes, device)
+            config = async_engine.config_of(arguments)
+    except Exception as error:  # vLLM's and pydantic's, of any class
+        return Refused(f"vLLM refuses these engine arguments: {_sentence(error)}")
+    why = audited.unwatched(config)
+    if why is not None:
+        return Refused(f"the ledger cannot watch this engine: {why}")
+    engine: Any = async_engine.start(config)
+    try:
+        if not all(c.get("kvtxn_audit_active") for c in await engine.collective_rpc(SNAPSHOT)):
+            return Refused("the ledger does not watch this engine; --log-level debug shows why")
+        client = EngineClient(engine, sizes, job, tell)
+        begin = time.perf_counter()
+        if job.workload is None:
+            await client.answer(job.prompts)
+        else:
+            await WORKLOADS[job.workload].play(client)
+        await client.settle()
+        return Found(
+            engine={"vLLM": workers.version(), **async_engine.description(config)},
+            counters=list(await engine.collective_rpc(SNAPSHOT)),
+            recordings=[_named(r) for r in await engine.collective_rpc(RECORDING) if r],
+            requests=client.made,
+            aborted=client.aborted,
+            failed=client.failed,
+            seconds=time.perf_counter() - begin,
+        )
+    finally:
+        engine.shutdown()
+
+
+def _needs(workload: str, given: Mapping[str, Any], sizes: Any, device: str) -> dict[str, Any]:
+    """Return the engine arguments that a workload needs and the user did not give."""
+    needs = dict(WORKLOADS[workload].engine_args)
+    if WORKLOADS[workload].few_blocks:
+        longest = -(-min(sizes.max_length, 1024) // sizes.block_size)
+        needs["num_gpu_blocks_override"] = max(
+            longest * 3 // 2 + 2, -(-sizes.max_length // sizes.block_size) + 2
+        )
+    if WORKLOADS[workload].offloads:
+        store = {"cpu_bytes_to_use": 1 << 26, "offload_prompt_only": False}
+        needs["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": store | (_MEMORY_STORE if device == "cpu" else {}),
+        }
+    return {name: value for name, value in needs.items() if name not in given}
+
+
+def _sentence(error: Exception) -> str:
+    """Return the point of an error: pydantic's own message, or the first line."""
+    listed = getattr(error, "errors", None)
+    if callable(listed):
+        return str(listed()[0]["msg"])
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _named(recording: dict[str, Any]) -> dict[str, Any]:
+    """Give requests the names that the client gave them: vLLM puts random digits behind each."""
+
+    def own(name: str | None) -> str | None:
+        return name and _RANDOM.sub("", name)
+
+    return {
+        **recording,
+        "requests": [{**life, "name": own(life["name"])} for life in recording["requests"]],
+        "violations": [
+            {**v, "request": own(v["request"]), "written_request": own(v["written_request"])}
+            for v in recording["violations"]
+        ],
+    }
+
+
+class EngineClient:
+    """A ``Client`` of a workload; see there.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``.
+        sizes: its sizes.
+        job: the job.
+        tell: is told how many requests are done.
+
+    Attributes:
+        aborted: requests that the workload aborted.
+        failed: the reasons of requests that failed.
+    """
+
+    def __init__(self, engine: Any, sizes: Any, job: Job, tell: Callable[[int], None]) -> None:
+        self.chance = random.Random(job.seed)
+        self.max_length = sizes.max_length
+        self.block_size = sizes.block_size
+        self.budget = job.requests
+        self.made = 0
+        self.aborted = 0
+        self.failed: list[str] = []
+        self._engine = engine
+        self._tell = tell
+        self._done = 0
+        # Special ids, such as an image's, are among the highest of a vocabulary.
+        self._ids = range(min(3, sizes.vocabulary - 1), max(4, sizes.vocabulary // 2))
+
+    def phrase(self, count: int) -> Tokens:
+        """Return random token ids, int ``[count]``."""
+        return self.chance.choices(self._ids, k=count)
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        most: int,
+        *,
+        abort: int | None = None,
+        among: Sequence[int] | None = None,
+    ) -> Tokens:
+        """Make a request; see ``Client.ask``."""
+        from vllm import TokensPrompt
+
+        most = max(1, min(most, self.max_length // 2))
+        text = list(prompt)[: self.max_length - most - 1]
+        number = self._number()
+        kind = "request" if abort is None else "aborted"
+        given = TokensPrompt(prompt_token_ids=text)
+        return await self._listen(f"{kind} {number}", given, _sampling(most, among), abort)
+
+    async def talk(
+        self, turns: Sequence[tuple[Sequence[int], int]], *, among: Sequence[int] | None = None
+    ) -> list[Tokens]:
+        """Make a streaming session; see ``Client.talk``."""
+        from ..vllm_plugin.internals import async_engine
+
+        outputs: list[Tokens] = []
+        numbers = [self._number() for _ in turns]
+        name, ended = f"session {numbers[0]}", asyncio.Event()
+
+        async def inputs() -> Any:
+            for tokens, most in turns:
+                outputs.append([])
+                yield async_engine.session_input(tokens, _sampling(most, among))
+                await ended.wait()
+                ended.clear()
+
+        try:
+            stream = self._engine.generate(inputs(), _sampling(turns[0][1], among), name)
+            async with asyncio.timeout(_STUCK):
+                async for output in stream:
+                    outputs[-1] += output.outputs[0].token_ids
+                    if output.outputs[0].finish_reason is not None:
+                        ended.set()
+        except Exception as error:
+            self.failed.append(f"{name}: {_sentence(error)}")
+        for _ in turns:
+            self._end()
+        return outputs
+
+    async def reset(self) -> None:
+        """Clear the prefix cache; an engine that is busy may refuse."""
+        await self._engine.reset_prefix_cache()
+
+    async def answer(self, prompts: Sequence[Prompt]) -> None:
+        """Make the requests of the user's file, eight at a time."""
+        gate = asyncio.Semaphore(8)
+
+        async def one(prompt: Prompt) -> None:
+            async with gate:
+                name = f"line {prompt.line}"
+                self._number()
+                await self._listen(name, prompt.given(), _sampling(prompt.max_tokens), None)
+
+        await asyncio.gather(*map(one, prompts))
+
+    async def settle(self) -> None:
+        """Make one last short request, so that the engine is told of the ends of all others."""
+        await self.ask(self.phrase(4), 2)
+
+    async def _listen(self, name: str, given: Any, sampling: Any, abort: int | None) -> Tokens:
+        """Make a request and collect its output tokens; a failure is noted, not raised."""
+        tokens: Tokens = []
+        try:
+            stream = self._engine.generate(given, sampling, name)
+            async with asyncio.timeout(_STUCK):
+                async for output in stream:
+                    tokens += output.outputs[0].token_ids
+                    if abort is not None and len(tokens) >= abort:
+                        self.aborted += 1
+                        await self._engine.abort(name)
+                        await stream.aclose()
+                        break
+        except Exception as error:
+            self.failed.append(f"{name}: {_sentence(error)}")
+        self._end()
+        return tokens
+
+    def _number(self) -> int:
+        self.made += 1
+        return self.made
+
+    def _end(self) -> None:
+        self._done += 1
+        self._tell(self._done)
+
+
+def _sampling(most: int, among: Sequence[int] | None = None) -> Any:
+    """Return greedy sampling of exactly ``most`` tokens, handed over as they come."""
+    from vllm import SamplingParams
+
+    from ..vllm_plugin.internals import async_engine
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=most,
+        ignore_eos=True,
+        output_kind=async_engine.deltas(),
+        allowed_token_ids=None if among is None else sorted({*among}),
+    )

@@ -1,0 +1,103 @@
+"""The HTML page of an audit: one file, with its data as one block of JSON and no other resource."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from .engine import Found
+from .verdict import Verdict
+
+_FOLDER: Final = files(__package__) / "assets"
+#: The scripts, in the order in which they need each other.
+SCRIPTS: Final = ("model.js", "picture.js", "tables.js", "main.js")
+
+#: By policy: the meaning of a draft's cell.
+_DRAFT_LABELS: Final[Mapping[str, str]] = {
+    "deferred": "draft that waits outside of its slot until it is accepted",
+    "undo": "draft whose slot is restored if it is rejected",
+}
+
+
+def write(path: Path, *, title: str, verdict: Verdict, found: Found, command: str) -> None:
+    """Write the page of an audit.
+
+    Args:
+        path: the file.
+        title: the first words of the page.
+        verdict: the verdict.
+        found: everything that the audit found.
+        command: the command line that makes this audit again.
+    """
+    path.write_text(page(data(title, verdict, found, command)), encoding="utf-8")
+
+
+def data(title: str, verdict: Verdict, found: Found, command: str) -> dict[str, Any]:
+    """Return the data of a page: plain values, the recording of one rank among them.
+
+    The rank is the first with a violation, else rank 0.
+    """
+    ranks = range(len(found.recordings))
+    rank = next((r for r in ranks if found.recordings[r]["violations"]), 0)
+    recording = found.recordings[rank]
+    policy = recording.get("policy")
+    return {
+        "title": title,
+        "command": command,
+        "verdict": attrs.asdict(verdict),
+        "notes": _notes(found, rank),
+        "engine": {**found.engine, "windows": policy or "none"},
+        "rank": rank,
+        "counters": found.counters,
+        "restores": policy in _DRAFT_LABELS,
+        "draft_label": _DRAFT_LABELS.get(policy or "", ""),
+        "recording": recording,
+    }
+
+
+def _notes(found: Found, rank: int) -> list[str]:
+    """Return sentences that a reader of the picture needs."""
+    recording, notes = found.recordings[rank], []
+    if len(found.recordings) > 1:
+        notes.append(f"The picture shows rank {rank} of {len(found.recordings)}.")
+    if recording["dropped"]:
+        notes.append(
+            f"The picture ends after step {recording['whole_steps']} of {len(recording['steps'])}: "
+            "what came later was checked, and not recorded."
+        )
+    counters = found.counters[rank]
+    without = sum(
+        counters.get(name, 0) for name in ("kvtxn_fallbacks_total", "kvtxn_bypassed_windows_total")
+    )
+    if without:
+        notes.append(
+            f"{without:,.0f} steps had no window: their rejected rows stayed in their slots, "
+            "although the picture shows them as restored."
+        )
+    notes += [f"Failed: {each}" for each in found.failed]
+    return notes
+
+
+def page(values: Mapping[str, Any]) -> str:
+    """Return the HTML of a page with these data."""
+    text = (_FOLDER / "page.html").read_text(encoding="utf-8")
+    script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    # "<" as an escape: no text in the data can end the block.
+    block = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "title": html.escape(str(values["title"])),
+        "style": (_FOLDER / "page.css").read_text(encoding="utf-8"),
+        "script": script,
+        "data": block,
+    }
+    head, *rest = text.split("{{")
+    for piece in rest:
+        name, _, after = piece.partition("}}")
+        head += parts[name] + after
+    return head

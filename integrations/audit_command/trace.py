@@ -1,0 +1,91 @@
+"""``kvtxn trace``: run the demo's model with windows, and draw what they do to the cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Final
+
+from ...cli import natural, require
+from ...errors import ConfigError
+from ..demo.command import PROMPTS
+from . import svg
+from .command import PLAIN, as_text, check_writable, play, watched
+from .engine import Job, Refused
+from .page import write
+from .prompts import Prompt
+from .verdict import WIDTH, judge
+
+help: Final = "run the demo's model with windows, and draw what they do to the cache"
+
+#: By policy: the title of the small picture.
+TITLES: Final = {
+    "off": "Stock: rejected drafts stay in their slots until something overwrites them",
+    "undo": "A window under undo: rejected drafts are taken out of their slots",
+    "deferred": "A window under deferred: only accepted drafts reach their slots",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--policy", choices=tuple(TITLES), default="deferred", help="of the windows (deferred)"
+    )
+    parser.add_argument("--count", type=natural, default=3, help="prompts to continue (3)")
+    parser.add_argument("--max-tokens", type=natural, default=48, help="tokens for each (48)")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="PATH",
+        default=Path("kvtxn-trace.html"),
+        help="the page (kvtxn-trace.html)",
+    )
+    parser.add_argument("--svg", type=Path, metavar="PATH", help="a small picture of a few steps")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trace a run of the demo.
+
+    Returns:
+        The exit code, as of ``kvtxn audit``.
+    """
+    require("vllm")
+    check_writable(args.html)
+    check_writable(args.svg)
+    found = play(job_of(args), quiet=False)
+    if isinstance(found, Refused):
+        print(textwrap.fill(f"kvtxn trace: {found.why}", WIDTH), file=sys.stderr)
+        return 2
+    violations = [each for recording in found.recordings for each in recording["violations"]]
+    verdict = judge(found.counters, violations, found.requests)
+    command = f"kvtxn trace --policy {args.policy} --count {args.count}"
+    write(args.html, title="kvtxn trace", verdict=verdict, found=found, command=command)
+    print(as_text(verdict, found, args.html))
+    if args.svg is not None:
+        recording = found.recordings[0]
+        try:
+            part = svg.excerpt(recording, restores=recording["policy"] in ("undo", "deferred"))
+        except ValueError as error:
+            raise ConfigError("trace", str(error), hint="raise --max-tokens") from None
+        waits = recording["policy"] == "deferred"
+        args.svg.write_text(svg.draw(part, title=TITLES[args.policy], waits=waits), "utf-8")
+        print(f"The picture: {args.svg}")
+    return verdict.exit_code
+
+
+def job_of(args: argparse.Namespace) -> Job:
+    """Make the job of a trace: prompts of the demo, one after the other in a small cache."""
+    texts = json.loads(PROMPTS.read_text())[: args.count]
+    policy = {} if args.policy == "off" else {"policy": args.policy}
+    arguments = {**PLAIN, "num_gpu_blocks_override": 32, "additional_config": {"kvtxn": policy}}
+    return Job(
+        engine_args=watched(arguments),
+        workload=None,
+        prompts=tuple(
+            Prompt(line, text, None, args.max_tokens) for line, text in enumerate(texts, 1)
+        ),
+        log_level="debug" if args.log_level == "debug" else "error",
+    )

@@ -1,0 +1,161 @@
+"""The verdict of an audit in plain sentences."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+#: Columns of the page.
+WIDTH: Final = 100
+#: Violations that are told one by one; the HTML page has all of them.
+TOLD: Final = 8
+
+#: By kind: the sentence's subject, for one violation and for several.
+_MEANING: Final[Mapping[str, str]] = {
+    "unwritten": "rows were read that nobody had written",
+    "rejected": "rows of rejected drafts were read",
+    "foreign": "rows of other tokens were read",
+    "state": "a step went on from a state that was not its own",
+    "published": "blocks were published under a hash that is not their own",
+    "exported": "rows left through a connector that must not leave, or not under that hash",
+    "imported": "a connector brought rows of other tokens",
+    "changed": "bytes changed after they were written",
+    "ranks": "ranks wrote different rows",
+}
+
+_HEALTHY, _WRONG, _NOTHING = "healthy", "violations", "nothing read"
+
+
+@attrs.frozen(kw_only=True)
+class Verdict:
+    """What an audit found.
+
+    Attributes:
+        word: "healthy", "violations" or "nothing read".
+        headline: one sentence.
+        kinds: number of violations by kind, none that is 0.
+        sentences: more sentences, each on its own.
+        exit_code: 0 healthy, 1 violations, 2 if nothing was read.
+    """
+
+    word: str
+    headline: str
+    kinds: dict[str, int]
+    sentences: list[str]
+    exit_code: int
+
+    def __str__(self) -> str:
+        """Return the verdict as lines of ``WIDTH`` columns at most."""
+        lines = [textwrap.fill(self.headline, WIDTH)]
+        lines += [
+            textwrap.fill(sentence, WIDTH, initial_indent="- ", subsequent_indent="  ")
+            for sentence in self.sentences
+        ]
+        return "\n".join(lines)
+
+
+def judge(
+    counters: Sequence[Mapping[str, float]],
+    violations: Sequence[Mapping[str, Any]],
+    requests: int,
+) -> Verdict:
+    """Judge an engine.
+
+    Args:
+        counters: the counters of each rank.
+        violations: the violations of all ranks, as flat dicts.
+        requests: requests made.
+    """
+    rows = _total(counters, "rows_checked_total")
+    states = _total(counters, "states_checked_total")
+    steps = max((int(each.get("kvtxn_audit_steps_total", 0)) for each in counters), default=0)
+    wrong = _total(counters, "violations_total")
+    prefix = "kvtxn_audit_violations_total_"
+    kinds: Counter[str] = Counter()
+    for each in counters:
+        kinds.update(
+            {k.removeprefix(prefix): int(v) for k, v in each.items() if k.startswith(prefix) and v}
+        )
+    seen = ((rows, "row"), (states, "state"))
+    read = " and ".join(_count(number, noun) for number, noun in seen if number)
+    during = f"in {_count(steps, 'step')} of {_count(requests, 'request')}"
+    if not rows and not states:
+        headline = f"Nothing was judged: no row was read {during}."
+        return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=[], exit_code=2)
+    if not wrong:
+        headline = f"Healthy: {read} were read {during}, and every one was the right one."
+        return Verdict(word=_HEALTHY, headline=headline, kinds={}, sentences=[], exit_code=0)
+    headline = f"{_count(wrong, 'violation')}: {read} were read {during}."
+    sentences = [f"{kind}, {number:,}: {_MEANING[kind]}." for kind, number in kinds.items()]
+    sentences += [tell(violation) for violation in violations[:TOLD]]
+    if wrong > len(violations[:TOLD]):
+        sentences.append(f"{wrong - len(violations[:TOLD]):,} more are not told here.")
+    return Verdict(
+        word=_WRONG, headline=headline, kinds=dict(kinds), sentences=sentences, exit_code=1
+    )
+
+
+def tell(violation: Mapping[str, Any]) -> str:
+    """Tell one violation: who read what, and who wrote it."""
+    request, found = violation["request"] or "a request", violation["found"]
+    begin = f"In step {violation['step']} {request}"
+    if violation["kind"] == "ranks":
+        return f"In step {violation['step']} two ranks wrote different rows."
+    if found == "count":
+        return (
+            f"{begin} was told a number of accepted drafts that is not the sampler's, at its "
+            f"position {violation['position']}."
+        )
+    said = (
+        f"{begin} {_VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
+        f"{violation['position']}, tokens {_tokens(violation['expected'])}"
+    )
+    if violation["written_step"] is None:
+        ending = {
+            "unwritten": "nobody had written it since its block was handed out.",
+            "draft": "it was the row of a draft that nobody had accepted yet.",
+        }
+        return f"{said}: {ending.get(found, 'its writer is not known any more.')}"
+    writer = violation["written_request"] or "a copy"
+    who = "the same request" if writer == violation["request"] else writer
+    said += f"; {who} had written it in step {violation['written_step']}"
+    if violation["written_position"] is not None:
+        said += f" for position {violation['written_position']}"
+    if violation["written_for"]:
+        said += f", tokens {_tokens(violation['written_for'])}"
+    return said + (", a draft that was rejected." if found == "rejected" else ".")
+
+
+#: By kind: the deed of the request; other kinds are reads.
+_VERBS: Final[Mapping[str, str]] = {
+    "published": "published",
+    "exported": "sent out",
+    "imported": "was given",
+    "state": "went on from",
+}
+
+
+def _place(violation: Mapping[str, Any]) -> str:
+    """Return the name of the place that a violation is about."""
+    group, slot = violation["group"] or "the cache", violation["slot"]
+    if slot is None:
+        return f"a place outside of {group}"
+    if violation["kind"] == "state":
+        return f"state {slot} of {group}"
+    return f"slot {slot} (block {violation['block']}) of {group}"
+
+
+def _tokens(tokens: Sequence[int]) -> str:
+    return "...[" + " ".join(map(str, tokens)) + "]"
+
+
+def _total(counters: Sequence[Mapping[str, float]], name: str) -> int:
+    return int(sum(each.get(f"kvtxn_audit_{name}", 0) for each in counters))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,206 @@
+"""The workloads of ``kvtxn audit``: requests that are made to shake an engine.
+
+Each is a coroutine over a ``Client``. Prompts are random token ids with phrases that repeat: lookup
+drafters find drafts in them, and any model will do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import attrs
+
+Tokens = list[int]
+
+
+class Client(Protocol):
+    """What a workload needs of an engine.
+
+    Attributes:
+        chance: the workload's random numbers; their seed is the user's.
+        max_length: tokens of a request, prompt and output together.
+        block_size: tokens per block.
+        budget: requests that the workload should make; it may make a few more.
+    """
+
+    chance: random.Random
+    max_length: int
+    block_size: int
+    budget: int
+
+    @property
+    def made(self) -> int:
+        """Return the number of requests made so far, each turn of a session counted as one."""
+
+    def phrase(self, count: int) -> Tokens:
+        """Return random token ids, int ``[count]``."""
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        most: int,
+        *,
+        abort: int | None = None,
+        among: Sequence[int] | None = None,
+    ) -> Tokens:
+        """Make a request, and return its output tokens.
+
+        Args:
+            prompt: token ids; cut at the end where prompt and output would not fit.
+            most: output tokens.
+            abort: abort the request after so many output tokens; None: let it end.
+            among: the only tokens that the output may have; the fewer they are, the more of a
+                lookup drafter's drafts are accepted. None: any token.
+        """
+
+    async def talk(
+        self, turns: Sequence[tuple[Sequence[int], int]], *, among: Sequence[int] | None = None
+    ) -> list[Tokens]:
+        """Make a streaming session, turn by turn: new tokens, and the most output tokens.
+
+        Args:
+            turns: each turn's new tokens, and the number of its output tokens.
+            among: as for ``ask``.
+
+        Returns:
+            The output tokens of each turn.
+        """
+
+    async def reset(self) -> None:
+        """Clear the prefix cache; an engine that is busy may refuse."""
+
+
+@attrs.frozen
+class Workload:
+    """A workload, and the engine that it needs.
+
+    Attributes:
+        help: one line for people.
+        play: makes the requests.
+        engine_args: arguments of the engine, unless the user gives others.
+        few_blocks: the engine gets fewer blocks than the requests need, unless the user says
+            ``num_gpu_blocks_override``.
+        offloads: the engine gets an offloading connector, unless the user names a connector.
+    """
+
+    help: str
+    play: Callable[[Client], Awaitable[None]]
+    engine_args: Mapping[str, Any] = attrs.field(factory=dict)
+    few_blocks: bool = False
+    offloads: bool = False
+
+
+def share(client: Client, part: float) -> int:
+    """Return a share of the longest request, in tokens; at least 1."""
+    return max(1, int(min(client.max_length, 1024) * part))
+
+
+def repeating(client: Client, most: int) -> Tokens:
+    """Return a phrase of 3 to 12 tokens, up to 4 times, ``most`` tokens at most."""
+    phrase = client.phrase(client.chance.randint(3, 12))
+    return (phrase * client.chance.randint(1, 4))[:most]
+
+
+async def chat(client: Client) -> None:
+    """Hold conversations with one system prompt; some users leave in the middle of an answer."""
+    system = client.phrase(share(client, 0.12))
+
+    async def converse() -> None:
+        text = list(system)
+        for _ in range(3):
+            text += repeating(client, share(client, 0.08))
+            leaves = client.chance.randint(1, 8) if client.chance.random() < 0.2 else None
+            most = client.chance.randint(1, share(client, 0.12))
+            among = text[-8:] if client.chance.random() < 0.5 else None
+            text += await client.ask(text, most, abort=leaves, among=among)
+            if leaves is not None:
+                return
+
+    while client.made < client.budget:
+        await asyncio.gather(*(converse() for _ in range(4)))
+        await client.reset()
+
+
+async def sessions(client: Client) -> None:
+    """Hold streaming sessions that go on after a stop; other requests find their rows afterwards.
+
+    A turn ends at its limit, often among accepted drafts; the next turn begins there.
+    """
+
+    async def session(most: int) -> None:
+        words = client.phrase(12)
+        turns = [(words * 3, most), (client.phrase(12), 8), (client.phrase(6) * 2, 5)]
+        outputs = await client.talk(turns, among=words[: client.chance.randint(2, 12)])
+        # Others with the same beginning. An engine keeps the last token of a turn, or drops it.
+        for end in (-1, None):
+            text: Tokens = []
+            for (tokens, _), output in zip(turns, outputs, strict=False):
+                text += [*tokens, *output[:end]]
+            await client.ask(text + client.phrase(3), 4)
+
+    number = 0
+    while client.made < client.budget:
+        await asyncio.gather(*(session(2 + (4 * number + lane) % 56) for lane in range(4)))
+        number += 1
+        if number % 6 == 0:
+            await client.reset()
+
+
+async def prefix(client: Client) -> None:
+    """Ask with common beginnings, some in one step, others after the first has ended."""
+    while client.made < client.budget:
+        roots = [client.phrase(share(client, 0.2)) for _ in range(2)]
+        for _ in range(3):
+            prompts = []
+            for _ in range(4):
+                root = client.chance.choice(roots)
+                cut = client.chance.choice([len(root), client.chance.randint(1, len(root))])
+                prompts.append(root[:cut] + repeating(client, share(client, 0.1)))
+            prompts += prompts[:2]  # the same text twice in one step
+            lengths = [client.chance.randint(1, share(client, 0.08)) for _ in prompts]
+            outputs = await asyncio.gather(*map(client.ask, prompts, lengths))
+            roots += [prompts[0] + outputs[0]]
+        await client.reset()
+
+
+async def preempt(client: Client) -> None:
+    """Ask more than the cache has blocks for: some requests are preempted, and computed again."""
+    while client.made < client.budget:
+        waiting = []
+        for number in range(12):
+            prompt = client.phrase(share(client, 0.15)) + repeating(client, share(client, 0.1))
+            abort = client.chance.randint(1, 20) if number % 6 == 5 else None
+            most = client.chance.randint(share(client, 0.1), share(client, 0.4))
+            waiting.append(client.ask(prompt, most, abort=abort, among=prompt[-8:]))
+        await asyncio.gather(*waiting)
+
+
+async def offload(client: Client) -> None:
+    """Let texts leave the cache through a connector, and come back for a later request."""
+    size = client.block_size
+    while client.made < client.budget:
+        for number in range(4):
+            # Prompt and output end where a block ends, or a little before or after it.
+            blocks = client.chance.randint(1, max(1, share(client, 0.3) // size))
+            prompt = repeating(client, blocks * size)
+            most = (blocks + 1) * size - len(prompt) + client.chance.choice([-1, 0, 0, 0, 1])
+            busy = client.ask(client.phrase(8), most + 8)  # so that steps follow its last one
+            first = client.ask(prompt, max(1, most), among=prompt[-4:])
+            output, _ = await asyncio.gather(first, busy)
+            if number % 2:
+                await client.reset()
+            await client.ask(prompt + output + client.phrase(2), 6)
+
+
+WORKLOADS: Final[Mapping[str, Workload]] = {
+    "chat": Workload("conversations with one system prompt; some users leave", chat),
+    "sessions": Workload("streaming sessions that go on after a stop", sessions),
+    "prefix": Workload("requests with common beginnings, some in one step", prefix),
+    "preempt": Workload(
+        "more requests than blocks", preempt, {"max_num_seqs": 16}, few_blocks=True
+    ),
+    "offload": Workload("rows that leave through a connector and return", offload, offloads=True),
+}

@@ -1,0 +1,267 @@
+"""The windows of a model runner whose forward may be a replayed CUDA graph.
+
+Knows no engine. Here stands what concerns *steps*: which batch gets a window, the pause after a
+failure, the layers whose drafts wait. The windows are the library's, ``CapturedWindows``.
+
+Whatever fails, the step ends as stock would end it, is counted by reason, and the next steps have
+no window for a while; unless ``on_error="raise"``, under which the caches are restored and the
+error surfaces.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ...captured.shared import StepPlan
+from ...captured.window import CapturedWindow
+from ...config import TxnConfig
+from ...errors import ConfigError, IncompleteWindowError, SlotMappingError
+from ...layers import LayerRef
+from ...layout import RowLayout
+from ...manager import TransactionManager
+from ...row_io import LayerRows
+from ...states import WindowState
+
+#: Steps without a window after a first failure; doubled at each further one, up to the limit.
+_REST: Final = 8
+_LONGEST_REST: Final = 4096
+
+#: Numbers of requests for which everything is prepared at the start.
+_READY: Final = 256
+
+#: Batches whose plan, or reason to have none, is remembered; the oldest is forgotten first.
+_MOST_BATCHES: Final = 1024
+
+_COMMITTED: Final = WindowState.COMMITTED
+_DIRECT: Final = WindowState.DIRECT
+
+#: Settings that decide nothing where drafts wait in fixed tensors and their counts come from the
+#: sampler, and what the steps do instead.
+WITHOUT_EFFECT: Final = {
+    "acceptance": "accepted drafts are counted on the device, from what the sampler returns",
+    "staging": "drafts wait where the captured forward puts them",
+}
+
+
+def check_settings(config: TxnConfig) -> None:
+    """Refuse settings that have no effect on the steps of a captured forward.
+
+    Raises:
+        ConfigError: such a setting is not ``"auto"``.
+    """
+    for name, instead in WITHOUT_EFFECT.items():
+        value = getattr(config, name)
+        if value != "auto":
+            raise ConfigError(
+                "TxnConfig",
+                f"{name}={value!r} has no effect on a GPU: {instead}",
+                expected=f"{name}='auto'",
+                got=repr(value),
+                hint=f"leave {name} out",
+            )
+
+
+class GraphSteps:
+    """The windows of one model runner.
+
+    Args:
+        manager: over the target's layers, in the order of ``slots``' groups.
+        slots: the runner's slot mappings, int64 ``[num_groups, n]``, filled before each forward.
+        query_len: most rows that a request with drafts has.
+        rows: where draft rows wait, see ``CapturedWindows``.
+
+    Attributes:
+        manager: as given.
+        windows: the windows over the runner's forward, and their fixed tensors.
+        window: the window of the forward that is under way, if it has one.
+        query_len: as given.
+        layers: the target's, in the order of the forward.
+        deferred: the policy is ``deferred``, so draft rows wait outside their slots.
+        layout: the rows of requests with drafts, by drafts and settled rows of each.
+
+    Raises:
+        ConfigError: a setting has no effect, see ``check_settings``.
+    """
+
+    def __init__(
+        self,
+        manager: TransactionManager,
+        slots: Tensor,
+        query_len: int,
+        rows: LayerRows | None = None,
+    ) -> None:
+        check_settings(manager.config)
+        self.manager = manager
+        self.layers = tuple(manager.layers.values())
+        self.query_len = query_len
+        self.window: CapturedWindow | None = None
+        self.deferred = manager.policy == "deferred"
+        self._slots = slots
+        with torch.inference_mode(False):  # its tensors outlive the mode they are made in
+            self.windows = manager.captured_windows(slots, rows)
+        self._plans: dict[tuple[bytes, ...], StepPlan | str | None] = {}
+        self._pause = _REST
+        self._rest = 0
+        self.layout = lru_cache(maxsize=_MOST_BATCHES)(
+            lambda drafts, settled: RowLayout.build(drafts, settled, manager.device)
+        )
+
+    def warm_up(self) -> None:
+        """Launch every kernel that a step may launch, and plan the usual steps; caches stay as is.
+
+        Overwrites the runner's slots, so no step may be under way.
+        """
+        most = min(_READY, self.manager.config.max_rows // self.query_len)
+        drafts = self.query_len - 1
+        with torch.inference_mode():
+            usual = [self.layout((drafts,) * n, (1,) * n) for n in range(1, most + 1) if drafts]
+            self.windows.warm_up(usual)
+
+    # -- a step ---------------------------------------------------------------------
+
+    def begin(self, drafts: Any, lengths: Any, prefilling: Any) -> None:
+        """Begin the step whose forward comes next; its slots are in place.
+
+        Args:
+            drafts: numpy int32 ``[num_requests]``, draft rows of each request; None without drafts.
+            lengths: numpy int32 ``[num_requests]``, rows of each request, drafts included.
+            prefilling: numpy bool ``[num_requests]``, True for requests still at their prompt.
+        """
+        if self.window is not None:
+            self.abandon()
+        plan: StepPlan | str | None = None
+        if drafts is not None:
+            key = (drafts.tobytes(), lengths.tobytes(), prefilling.tobytes())
+            plan = self._plans.get(key, "")
+            if plan.__class__ is not StepPlan or self._rest:
+                plan = self._without(plan, key, drafts, lengths, prefilling)
+        if plan is not None:
+            self.window = self.windows.begin(plan)  # type: ignore[arg-type]
+        elif self.deferred:
+            self._unmark()
+
+    def _without(
+        self, plan: StepPlan | str | None, key: tuple[bytes, ...], *batch: Any
+    ) -> StepPlan | None:
+        """Plan a new kind of batch; if this step gets no window, count the reason."""
+        if plan == "":
+            try:
+                plan = self._classify(*batch)
+            except Exception as error:
+                self._failed("begin", error)
+                return None
+            if len(self._plans) >= _MOST_BATCHES:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan
+        if isinstance(plan, str):
+            self.manager.bypass(plan)
+            return None
+        if plan is not None and self._rest > 0:
+            self._rest -= 1
+            self.manager.bypass("resting")
+            return None
+        return plan
+
+    def _unmark(self) -> None:
+        """Clear the marks of draft rows, so that the forward writes every row to its own slot."""
+        try:
+            self.windows.mark(None)
+        except Exception as error:
+            self._failed("begin", error)
+            self.windows.mark(None)  # if this fails too, rows would be lost: let it out
+
+    def _classify(self, drafts: Any, lengths: Any, prefilling: Any) -> StepPlan | str | None:
+        """Return a batch's plan, or the reason why the batch has no window; None without drafts.
+
+        Raises:
+            SlotMappingError: a request has more drafts than rows, or less than none.
+        """
+        if (drafts < 0).any() or (drafts > lengths).any():
+            raise SlotMappingError(
+                "begin",
+                "draft rows and rows of the requests do not go together",
+                expected="0 to as many draft rows as the request has rows",
+                got=f"{drafts.tolist()} draft rows of {lengths.tolist()} rows",
+                hint="count a request's draft rows among its rows",
+            )
+        count = int((drafts > 0).sum())
+        if count == 0:
+            return None
+        drafts, lengths = drafts[:count], lengths[:count]
+        longest = int(lengths.max())
+        for applies, reason in (
+            (not drafts.all(), "order"),
+            (longest > self.query_len, "long_query"),
+            (int(lengths.sum()) > self.manager.config.max_rows, "max_rows"),
+            (prefilling[:count].any(), "prompt_with_drafts"),
+        ):
+            if applies:
+                return reason
+        layout = self.layout(tuple(drafts.tolist()), tuple((lengths - drafts).tolist()))
+        return self.windows.plan(layout)
+
+    @property
+    def waits(self) -> bool:
+        """True while drafts wait outside their slots: a window is open and has not fallen back."""
+        window = self.window
+        return window is not None and window.state is not _DIRECT
+
+    def note_staged(self, ref: LayerRef) -> None:
+        """Note that one more layer's drafts wait; called by forwards that run outside of graphs."""
+        assert self.window is not None
+        self.window.note_staged(ref)
+
+    def commit(self, sampled: Tensor) -> None:
+        """Make the accepted rows durable.
+
+        Args:
+            sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
+        """
+        window = self.window
+        if window is None:
+            return
+        try:
+            try:
+                state = window.commit_sampled(sampled)
+            except IncompleteWindowError as error:  # something else wrote the rows of other layers
+                self.fall_back(error)
+                state = window.commit_sampled(sampled)
+        except BaseException:
+            if window.state.is_final:
+                self.window = None  # else ``sampled`` was refused, and the next step aborts it
+            raise
+        self.window = None
+        if state is _COMMITTED:
+            self._pause = _REST
+        else:
+            self._start_rest()
+
+    def abandon(self) -> None:
+        """Abort the step's window, so that no draft row stays in a cache."""
+        window, self.window = self.window, None
+        if window is not None and not window.state.is_final:
+            window.abort()
+
+    # -- failures -------------------------------------------------------------------
+
+    def fall_back(self, error: Exception) -> None:
+        """Give up the step's window after its attention failed, and write the waiting drafts.
+
+        The caller writes the rows of the layers that follow, as stock does.
+        """
+        assert self.window is not None
+        self.window.fall_back("attend", error, replayed=False)
+
+    def _failed(self, operation: str, error: Exception) -> None:
+        """Count and log the failure of a step that has no window yet."""
+        if self.manager.config.on_error == "raise":
+            raise error
+        self.manager.note_fallback(operation, error)
+        self._start_rest()
+
+    def _start_rest(self) -> None:
+        self._rest, self._pause = self._pause, min(2 * self._pause, _LONGEST_REST)

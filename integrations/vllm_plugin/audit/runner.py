@@ -1,0 +1,204 @@
+"""vLLM's V1 model runner on a CPU, watched by a ledger.
+
+``_update_states`` says who comes and goes and which blocks are handed out, ``_prepare_inputs``
+which rows the forward writes and reads, ``_sample`` how many drafts were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from ....audit import Key, Scrub
+from ....errors import KVTxnError
+from ....log import get_logger
+from ..attach import hook_runner, restore_class, stay_out, swap_class
+from ..cpu import cache_layout
+from ..internals import Foreign, audited, audited_states, connectors, ranks, scheduling, workers
+from ..internals import layers as attention_layers
+from ..settings import PluginSettings
+from .transfers import TransferWatch, WatchedConnector
+from .watch import AuditError, Watch
+
+log = get_logger()
+
+
+class AuditedRunnerV1:
+    """A mixin: each method runs vLLM's own code and tells the ledger what happened.
+
+    Attributes:
+        kvtxn_audit: the watch, once the KV cache exists; None where there is nothing to watch.
+        kvtxn_prepared: the inputs of the forward that comes next; None for one of vLLM's own,
+            such as a warm-up.
+        kvtxn_samples: the ledger knows the forward that is sampled next.
+        kvtxn_settings: the user's settings.
+        kvtxn_rank: the worker's rank.
+        kvtxn_required: the user wants no engine without kvtxn.
+        kvtxn_undo: undoes the hooks of the present steps.
+        kvtxn_unhook: undoes the hooks around the runner itself.
+    """
+
+    kvtxn_audit: Watch | None = None
+    kvtxn_settings: PluginSettings
+    kvtxn_prepared: Any = None
+    kvtxn_samples: bool = False
+    kvtxn_rank: int = 0
+    kvtxn_required: bool = False
+    kvtxn_undo: ExitStack
+    kvtxn_unhook: ExitStack
+
+    def kvtxn_release(self) -> None:
+        """Stop watching: the runner is about to be unhooked."""
+        self.kvtxn_audit = None
+        getattr(super(), "kvtxn_release", _nothing)()
+
+    def kvtxn_tell(self, tell: Callable[[Watch], None]) -> None:
+        """Tell the watch something; an error of the audit's own ends the audit, not the engine.
+
+        Raises:
+            AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
+        """
+        watch = self.kvtxn_audit
+        if watch is None:
+            return
+        try:
+            tell(watch)
+        except AuditError:
+            raise
+        except Exception as error:
+            watch.stop(error)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
+    ) -> None:
+        """Open a new ledger for new caches; a profiling run's caches get none."""
+        self.kvtxn_audit = None
+        self.kvtxn_undo.close()
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **others)  # type: ignore[misc]
+        if not is_profiling:
+            self.kvtxn_audit = open_watch(self)
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Tell the ledger which requests begin and end, and which blocks each request gets."""
+        self.kvtxn_prepared = None
+        result = super()._update_states(scheduler_output)  # type: ignore[misc]
+        self.kvtxn_tell(lambda watch: watch.change(audited.changes(self, scheduler_output)))
+        return result
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        """Keep the prepared inputs until the forward begins."""
+        self.kvtxn_prepared = super()._prepare_inputs(  # type: ignore[misc]
+            scheduler_output, num_scheduled_tokens
+        )
+        return self.kvtxn_prepared
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Tell the ledger which rows the forward writes and reads, then run the forward."""
+        prepared, self.kvtxn_prepared = self.kvtxn_prepared, None
+        self.kvtxn_samples = prepared is not None
+        if prepared is not None:
+            self.kvtxn_tell(lambda watch: _tell_forward(self, watch, prepared))
+        return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """Tell the ledger which drafts were accepted."""
+        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        if self.kvtxn_samples:
+            self.kvtxn_samples = False
+            self.kvtxn_tell(lambda watch: watch.sampled(audited.sampled(self, output)))
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Add to the step's output the requests that read wrong rows, if they are contained."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        wrong = None if self.kvtxn_audit is None else self.kvtxn_audit.take_wrong()
+        if wrong is not None:
+            scheduling.mark(output, *wrong)
+        return output
+
+
+def _tell_forward(runner: Foreign, watch: Watch, prepared: Foreign) -> None:
+    """Tell a watch which rows and states the next forward writes and reads."""
+    rows = audited.rows(runner, prepared, watch.groups)
+    states = None
+    if watch.states:
+        states = audited_states.states(runner, watch.states, rows.starts, rows.first)
+    watch.forward(rows, partial(audited.returning, runner), states)
+
+
+def audit_mixins(settings: PluginSettings) -> tuple[type, ...]:
+    """Return the mixins of the audit that the user asks for; empty without an audit."""
+    return () if settings.audit == "off" else (AuditedRunnerV1,)
+
+
+def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
+    """Attach the audit to a runner without windows, before its KV cache exists."""
+    hook_runner(runner, settings, rank, audited.AUDITED_METHODS, *audit_mixins(settings))
+
+
+def _compare_bytes(runner: AuditedRunnerV1, watch: Watch) -> None:
+    """Let a watch compare the bytes of rows, too; if that is impossible, log why.
+
+    Nothing is poisoned on a CPU: its attention multiplies masked rows by zero, and a NaN comes
+    through that.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    try:
+        layers, facts = attention_layers.target_layers(runner)
+        watched = [layer for layer in layers if layer.group in watch.groups]
+        watch.scrub = Scrub(watch.ledger, cache_layout.layer_refs(watched, facts.kv_cache_dtype))
+    except KVTxnError as error:
+        if runner.kvtxn_required:
+            stay_out(str(error), runner.kvtxn_rank, required=True, error=error)
+        effect = "digests are compared, and no bytes"
+        log.warning(
+            "kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=str(error), effect=effect
+        )
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def open_watch(runner: AuditedRunnerV1) -> Watch | None:
+    """Open a ledger over a runner's new caches; if that is impossible, log why and return None."""
+    rank = runner.kvtxn_rank
+    groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
+    if not groups and not states:
+        why = "no layer of this model keeps rows or states that the ledger knows"
+        stay_out(f"there is nothing to audit: {why}", rank, required=runner.kvtxn_required)
+        return None
+    try:
+        wanted = runner.kvtxn_settings
+        watch = Watch(
+            groups,
+            audited.room(runner),
+            rank,
+            wanted.on_violation,
+            states=states,
+            record=wanted.record,
+            key=ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None,
+        )
+    except KVTxnError as error:
+        stay_out(str(error), rank, required=runner.kvtxn_required, error=error)
+        return None
+    if wanted.audit == "bytes":
+        _compare_bytes(runner, watch)
+    connector = connectors.connector()
+    if connector is not None:
+        watch.transfers = TransferWatch(runner, watch.ledger, groups, watch.stop)
+        swap_class(connector, WatchedConnector)
+        connector.kvtxn_transfers = watch.transfers
+        runner.kvtxn_undo.callback(restore_class, connector)
+    log.info(
+        "kvtxn.audit_active",
+        rank=rank,
+        groups=len(groups) + len(states),
+        bytes=watch.ledger.books.num_bytes,
+        vllm=workers.version(),
+    )
+    return watch

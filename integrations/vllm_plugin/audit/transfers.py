@@ -1,0 +1,206 @@
+"""Rows that leave the cache or come into it through a KV connector.
+
+A block that leaves is compared with the tokens that it is stored under, and remembered by its
+bytes: wherever these bytes turn up again, they are the rows that they were. A block that comes
+with other bytes than were stored in its place is wrong. One of a place that nothing was stored in
+is from elsewhere; its rows are taken for those of the request that loads it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ....audit import Ledger, RowGroup
+from ..internals import Foreign, connectors
+from ..internals.audited import Arrival
+from ..internals.connectors import Handed
+
+#: Blocks that left the cache and are remembered; the ones that left first are forgotten.
+_REMEMBERED: Final = 1 << 16
+
+#: The name of the ledger's request for rows that are stored under tokens of nobody's.
+_NOBODYS: Final = "the tokens of a store"
+
+#: A block of a group: the group's name and the block's number.
+Place = tuple[str, int]
+
+
+class TransferWatch:
+    """Follows the rows that a worker's connector stores and loads.
+
+    Args:
+        runner: the worker's model runner.
+        ledger: the worker's ledger.
+        groups: the groups of rows, by name.
+        stop: called with an error of the audit's own; ends the audit.
+    """
+
+    def __init__(
+        self,
+        runner: Foreign,
+        ledger: Ledger,
+        groups: Mapping[str, RowGroup],
+        stop: Callable[[Exception], None],
+    ) -> None:
+        self._read: Final = partial(connectors.transfers, runner)
+        self._bytes: Final = partial(connectors.block_hash, runner)
+        self._ledger: Final = ledger
+        self._groups: Final = groups
+        self._stop: Final = stop
+        self._left: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
+        self._stores: list[Handed] = []
+        self._stored: OrderedDict[Hashable, None] = OrderedDict()
+        self._loads: dict[Place, tuple[str, Hashable | None]] = {}
+        self._arrivals: Sequence[Arrival] = ()
+        self._before: dict[Place, bytes] = {}
+        self._received: set[str] = set()
+
+    # -- told by the connector ---------------------------------------------------------------
+
+    def tell(self, what: Callable[[], None]) -> None:
+        """Call one of the next methods; an error of the audit's own ends the audit."""
+        try:
+            what()
+        except Exception as error:
+            self._stop(error)
+
+    def flush(self, metadata: Foreign) -> None:
+        """Note the blocks that the connector stores before a step changes anything."""
+        self._export(self._read(metadata).at_once)
+
+    def begin(self, metadata: Foreign) -> None:
+        """Note the blocks that the connector stores after the step, and those that it loads."""
+        found = self._read(metadata)
+        self._stores = found.stores
+        for each in found.loads:
+            for block, key in zip(each.blocks, each.keys or repeat(None), strict=False):
+                self._loads[each.group, block] = each.request, key
+        if found.opaque:
+            self._before = {
+                place: self._bytes(*place)
+                for arrival in self._arrivals
+                for place, *_ in self._computed(arrival)
+            }
+
+    def end(self) -> None:
+        """Note the blocks that the connector stores now that the step's forward is over."""
+        stores, self._stores = self._stores, []
+        self._export(stores)
+
+    def received(self, names: Iterable[str] | None) -> None:
+        """Note the requests whose rows were loaded while they waited."""
+        self._received.update(names or ())
+
+    def _export(self, stores: Iterable[Handed]) -> None:
+        """Compare the rows of blocks with what they are stored under, and remember their bytes."""
+        for each in stores:
+            group = self._groups.get(each.group)
+            if group is None or each.request not in self._ledger:
+                continue
+            name, size = each.request, group.block_size
+            if each.tokens is not None:
+                name = _NOBODYS
+                self._ledger.admit(name, each.tokens)
+            table = [0] * each.begin + each.blocks
+            words = self._ledger.export(
+                name, each.group, table, each.begin * size, len(table) * size
+            )
+            if each.tokens is not None:
+                self._ledger.release(name)
+            for block, rows in zip(each.blocks, words.view(-1, size), strict=True):
+                self._left[each.group, self._bytes(each.group, block)] = rows.clone()
+            self._stored.update(dict.fromkeys((each.group, key) for key in each.keys or ()))
+        while len(self._left) > _REMEMBERED:
+            self._left.popitem(last=False)
+            self._stored.clear()  # or else bytes that were forgotten would count as wrong
+
+    # -- told by the watch -------------------------------------------------------------------
+
+    def change(self, arrivals: Sequence[Arrival], handed_out: Iterable[Place]) -> None:
+        """Note the requests that come, and the blocks that get new owners."""
+        self._arrivals = arrivals
+        for place in handed_out:
+            self._loads.pop(place, None)
+
+    def forward(self) -> None:
+        """Record the rows that were loaded for the requests that came in this step."""
+        for arrival in self._arrivals:
+            received = arrival.name in self._received
+            self._received.discard(arrival.name)
+            for place, blocks, first, end in self._computed(arrival):
+                if not (received or self._is_loaded(place)):
+                    continue
+                words = self._rows_of(place)
+                words = None if words is None else words[: end - first]
+                self._ledger.import_rows(arrival.name, place[0], blocks, first, end, words)
+        came = {arrival.name for arrival in self._arrivals}
+        self._loads = {place: load for place, load in self._loads.items() if load[0] not in came}
+        self._arrivals, self._before = (), {}
+
+    def _rows_of(self, place: Place) -> Tensor | None:
+        """Return the digests of the rows that a block holds by its bytes; None if not known."""
+        group, block = place
+        known = self._left.get((group, self._bytes(group, block)))
+        _, key = self._loads.get(place, ("", None))
+        if known is None and key is not None and (group, key) in self._stored:
+            return torch.zeros(self._groups[group].block_size, dtype=torch.int64)  # unwritten
+        return known
+
+    def _is_loaded(self, place: Place) -> bool:
+        """Tell whether a block was filled from outside."""
+        if place in self._loads:
+            return True
+        before = self._before.get(place)
+        return before is not None and self._bytes(*place) != before
+
+    def _computed(self, arrival: Arrival) -> Iterator[tuple[Place, Sequence[int], int, int]]:
+        """Yield the blocks that a request comes with, their table, and their positions."""
+        for number, blocks in enumerate(arrival.tables):
+            name = f"group.{number}"
+            group = self._groups.get(name)
+            size = 0 if group is None else group.block_size
+            for index in range(-(-arrival.computed // size) if size else 0):
+                if index < len(blocks) and blocks[index]:  # block 0 belongs to nobody
+                    first = index * size
+                    yield (name, blocks[index]), blocks, first, min(first + size, arrival.computed)
+
+
+class WatchedConnector:
+    """A mixin of a connector's worker half: each method tells the audit, then does its own work.
+
+    Attributes:
+        kvtxn_transfers: follows the connector's rows.
+    """
+
+    kvtxn_transfers: TransferWatch
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> Any:
+        """Note the blocks that are stored before others get them."""
+        watch = self.kvtxn_transfers
+        watch.tell(partial(watch.flush, kv_connector_metadata))
+        return super().handle_preemptions(kv_connector_metadata)  # type: ignore[misc]
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Note the step's stores and loads."""
+        watch = self.kvtxn_transfers
+        watch.tell(partial(watch.begin, connector_metadata))
+        super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
+
+    def wait_for_save(self) -> Any:
+        """Note the blocks that are stored."""
+        self.kvtxn_transfers.tell(self.kvtxn_transfers.end)
+        return super().wait_for_save()  # type: ignore[misc]
+
+    def get_finished(self, finished_req_ids: Any) -> Any:
+        """Note the requests whose rows have come."""
+        sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
+        watch = self.kvtxn_transfers
+        watch.tell(partial(watch.received, received))
+        return sent, received

@@ -1,0 +1,322 @@
+"""``Watch``: tells a ledger, step by step, what vLLM's runner does."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ....audit import (
+    Key,
+    Ledger,
+    RecordingLedger,
+    RowGroup,
+    Scrub,
+    StateGroup,
+    Step,
+    Stretch,
+    Violation,
+)
+from ....errors import KVTxnError
+from ....log import get_logger
+from ..internals import ranks
+from ..internals.audited import Arrival, Changes, Room, Rows
+from ..internals.audited_states import States
+from .transfers import TransferWatch
+
+log = get_logger()
+
+#: Violations that are remembered for ``audit_report``; older ones are forgotten.
+REMEMBERED: Final = 10_000
+#: Violations that are logged one by one; of later ones, one in so many.
+_LOGGED: Final = 20
+_ONE_IN: Final = 1000
+#: Kinds of violations after which nothing is computed again: the rows have left, or are on one
+#: rank only.
+_PAST_CONTAINING: Final = ("exported", "ranks")
+#: Steps after which ranks of one tensor-parallel group compare what they wrote.
+_COMPARED_AFTER: Final = 100
+
+
+class AuditError(KVTxnError, RuntimeError):
+    """A wrong row was read, and the user set ``on_violation`` to "raise"."""
+
+    default_hint = "`audit_report` has the details; on_violation='log' goes on"
+
+
+class Watch:
+    """A worker's ledger, told by the runner's hooks.
+
+    Args:
+        groups: the watched KV-cache groups with a row per token, by name, in vLLM's order.
+        room: the runner's sizes, by which the ledger is sized.
+        rank: the worker's rank, for the log.
+        on_violation: ``"log"``, ``"raise"`` or ``"contain"``.
+        states: the watched KV-cache groups of recurrent layers, by name.
+        record: keep the life of every slot, for ``recording``; it makes steps slow.
+        key: the secret that this rank shares with the ranks that it is compared with; None if it
+            is compared with none.
+
+    Attributes:
+        ledger: the ledger.
+        groups: the watched groups with a row per token.
+        states: the watched groups of recurrent layers.
+        transfers: follows the rows of a KV connector; None without a connector.
+        scrub: compares the bytes of rows; None if digests alone are compared.
+        on_violation: the argument; it may be changed between steps.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, RowGroup],
+        room: Room,
+        rank: int,
+        on_violation: str,
+        *,
+        states: Mapping[str, StateGroup] | None = None,
+        record: bool = False,
+        key: Key | None = None,
+    ) -> None:
+        # Beside the running requests those that wait: preempted, or for a session's next turn.
+        most = 2 * room.requests + 8
+        kind = RecordingLedger if record else Ledger
+        self.groups: Final = groups
+        self.states: Final = states or {}
+        every: list[RowGroup | StateGroup] = [*groups.values(), *self.states.values()]
+        # One more line: for rows that a connector stores under tokens of nobody's.
+        self.ledger: Final = kind(every, max_requests=most + 1, max_length=room.length, key=key)
+        self.transfers: TransferWatch | None = None
+        self.scrub: Scrub | None = None
+        self._unsealed: Step | None = None
+        self._has_peers = key is not None
+        self._rows: Rows | None = None
+        self._stopped = False
+        self._steps = self._compared = 0
+        self._most = most
+        self._caches_prefixes = room.caches_prefixes
+        self._rank = rank
+        self.on_violation = on_violation
+        self._known: OrderedDict[str, dict[str, int]] = OrderedDict()
+        self._report: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
+        self._found = 0
+        self._wrong: tuple[set[str], set[int]] = (set(), set())
+
+    # -- requests and blocks -----------------------------------------------------------------
+
+    def stop(self, error: Exception) -> None:
+        """Stop watching after an error of the audit's own; the engine runs on."""
+        if not self._stopped:
+            why = f"the audit failed: {error!r}"
+            log.error("kvtxn.audit_inactive", rank=self._rank, why=why, exc_info=error)
+        self._stopped = True
+
+    def change(self, changes: Changes) -> None:
+        """Tell the ledger the changes that a step makes before its forward."""
+        if self._stopped:
+            return
+        self._seal(None)
+        for name in changes.gone if self.transfers is None else ():
+            self._forget(name)  # a connector may still store rows of a request that ended
+        fresh: dict[int, list[int]] = {}
+        for number, blocks in enumerate(changes.grown):
+            fresh.setdefault(number, []).extend(blocks)
+        for arrival in changes.arrivals:
+            self.admit(arrival)
+            for number, blocks in enumerate(arrival.tables):
+                group = self.groups.get(f"group.{number}")
+                if group is not None:  # those before are of a hit, or of the turn before
+                    begin = -(-arrival.computed // group.block_size)
+                    fresh.setdefault(number, []).extend(blocks[begin:])
+                elif not arrival.computed:
+                    fresh.setdefault(number, []).extend(blocks)
+        for number, blocks in fresh.items():
+            name = f"group.{number}"
+            if (name in self.groups or name in self.states) and blocks:
+                self.ledger.hand_out(name, blocks)
+        if self.transfers is not None:
+            given = [(f"group.{number}", block) for number, b in fresh.items() for block in b]
+            self.transfers.change(changes.arrivals, given)
+        if changes.copies:
+            for name in list(self.groups)[:1]:  # all groups share the blocks
+                source, target = zip(*changes.copies, strict=True)
+                self.ledger.copy(name, source, target)
+
+    def admit(self, arrival: Arrival) -> None:
+        """Begin a request or renew its tokens; a full ledger forgets a waiting request."""
+        name = arrival.name
+        if name not in self.ledger and len(self._known) >= self._most:
+            self._forget(next(iter(self._known)))
+        self.ledger.admit(name, arrival.tokens, extras=arrival.extras, embedded=arrival.embedded)
+        self._known[name] = {
+            group.name: arrival.computed // group.block_size * group.block_size
+            for group in self.groups.values()
+        }
+        self._known.move_to_end(name)
+
+    def _forget(self, name: str) -> None:
+        self._known.pop(name, None)
+        self.ledger.release(name)
+
+    # -- a forward ---------------------------------------------------------------------------
+
+    def forward(
+        self, rows: Rows, returning: Callable[[str], Arrival], states: States | None = None
+    ) -> None:
+        """Note what a forward writes, and compare what it reads.
+
+        Args:
+            rows: the batch's rows.
+            returning: describes a request, given its name, that the ledger has forgotten.
+            states: the batch's states; None if the model has none.
+        """
+        self._steps += 1
+        if not self._stopped:
+            self._forward(rows, returning, states)
+        if self._steps - self._compared >= _COMPARED_AFTER:
+            self.compare_ranks()
+        self._say()
+
+    def _forward(
+        self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
+    ) -> None:
+        self._rows = rows
+        for name in rows.names:
+            if name not in self.ledger:
+                self.admit(returning(name))
+            self._known.move_to_end(name)
+        step = Step(
+            lines=torch.tensor([self.ledger.line(name) for name in rows.names]),
+            starts=rows.starts,
+            first=rows.first,
+            tokens=rows.tokens,
+            drafts=rows.drafts,
+            slots=rows.slots if states is None else {**rows.slots, **states.slots},
+            tables=rows.tables,
+            sources={} if states is None else states.sources,
+            told=None if states is None else states.told,
+        )
+        if self.transfers is not None:
+            self.transfers.forward()
+        if self.scrub is not None:
+            self.scrub.compare(step)
+            self._unsealed = step
+        self.ledger.write(step)
+        self.ledger.check(step)
+        if self._caches_prefixes:
+            self._publish(rows, step)
+
+    def _publish(self, rows: Rows, step: Step) -> None:
+        """Check the blocks that this step fills, since other requests may already find them."""
+        settled = rows.first + rows.starts.diff()
+        if rows.drafts is not None:
+            settled = settled - rows.drafts
+        for group in self.groups.values():
+            name, size = group.name, group.block_size
+            known = [self._known[request] for request in rows.names]
+            first = torch.tensor([each[name] for each in known])
+            end = settled // size * size
+            if bool((end > first).any()):
+                tables = {name: step.tables[name]}
+                self.ledger.inspect(Stretch(step.lines, first, end, tables, "published"))
+                for each, done in zip(known, end.tolist(), strict=True):
+                    each[name] = max(each[name], done)
+
+    def sampled(self, ids: Tensor) -> None:
+        """Tell the ledger which drafts were accepted, and which tokens come next.
+
+        Args:
+            ids: int64 ``[num_requests, n]``, -1 where there is none.
+        """
+        if self._stopped:
+            return
+        kept = self._kept(ids)
+        self.ledger.resolve(kept, ids)
+        self._seal(kept)
+
+    def _seal(self, kept: Tensor | None) -> None:
+        """Take the checksums of the rows that the last step leaves, once.
+
+        Args:
+            kept: int64 ``[num_requests]``, the accepted drafts; None for a step without sampling.
+        """
+        step, self._unsealed = self._unsealed, None
+        if self.scrub is not None and step is not None:
+            self.scrub.seal(step, kept)
+
+    def _kept(self, ids: Tensor) -> Tensor:
+        """Count the accepted drafts, int64 ``[num_requests]``; a draft's row must be of its id."""
+        count = (ids >= 0).sum(1).sub(1).clamp(min=0)
+        rows = self._rows
+        if rows is None or rows.drafts is None or not bool(count.any()):
+            return count
+        column = torch.arange(ids.shape[1])
+        row = (rows.starts[1:] - rows.drafts)[:, None] + column
+        drafted = rows.tokens[row.clamp(max=len(rows.tokens) - 1)] == ids
+        same = (drafted | (column >= count[:, None])).long().cumprod(1).bool()
+        return torch.where(same.all(1), count, (~same).long().argmax(1))
+
+    def compare_ranks(self) -> None:
+        """Compare the steps since the last comparison with those of the other ranks.
+
+        All ranks must call this after the same step.
+        """
+        since, self._compared = self._compared, self._steps
+        if not self._has_peers or since == self._steps:
+            return
+        own = {step: print_ for step, print_ in self.ledger.fingerprints().items() if step > since}
+        for number, theirs in enumerate(ranks.of_all(own)):
+            if number != ranks.own_number():
+                self.ledger.compare_ranks(theirs)
+
+    # -- what came of it ---------------------------------------------------------------------
+
+    def _say(self) -> None:
+        """Log the violations that were found since the last call.
+
+        Raises:
+            AuditError: there is a violation, and ``on_violation`` is "raise".
+        """
+        new = self._take()
+        if new and self.on_violation == "raise":
+            raise AuditError("audit", str(new[0]))
+
+    def _take(self) -> Sequence[Violation]:
+        """Log the violations that were found since the last call, and return them."""
+        new: Sequence[Violation] = self.ledger.violations()
+        names, blocks = self._wrong
+        for violation in new:
+            if violation.request is not None and violation.kind not in _PAST_CONTAINING:
+                names.add(violation.request)
+                blocks |= set() if violation.block is None else {violation.block}
+            self._report.append(violation.as_dict())
+            self._found += 1
+            if self._found <= _LOGGED or self._found % _ONE_IN == 0:
+                facts = {k: v for k, v in violation.as_dict().items() if v is not None}
+                log.warning("kvtxn.audit_violation", rank=self._rank, number=self._found, **facts)
+        return new
+
+    def take_wrong(self) -> tuple[set[str], set[int]] | None:
+        """Return the requests that read wrong rows since the last call, and the wrong blocks.
+
+        None if there are none, or if ``on_violation`` is not "contain".
+        """
+        wrong, self._wrong = self._wrong, (set(), set())
+        return wrong if wrong[0] and self.on_violation == "contain" else None
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the violations that were found, oldest first; all ranks must call this."""
+        self.compare_ranks()
+        self._take()
+        return list(self._report)
+
+    def recording(self) -> dict[str, Any] | None:
+        """Return the life of every slot; None without a recording."""
+        return self.ledger.recording() if isinstance(self.ledger, RecordingLedger) else None
+
+    def counters(self) -> dict[str, float]:
+        """Return the audit's counters by Prometheus name; all ranks must call this."""
+        self.compare_ranks()
+        return {**self.ledger.counters(), "kvtxn_audit_active": float(not self._stopped)}

@@ -1,0 +1,1 @@
+"""The model runner on the CPU."""

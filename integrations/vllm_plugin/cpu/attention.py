@@ -1,0 +1,222 @@
+"""vLLM's CPU attention with a window: draft rows are staged, all other rows are written.
+
+There are two kinds of layers. Over keys and values, kvtxn attends for the whole batch, over the
+cache and the window, since vLLM's CPU kernels return no log-sum-exp. Latent attention needs no
+attention of kvtxn's: see ``LatentWindowMixin``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from .... import attention
+from ....errors import LayerError
+from ....executor import AttentionArgs
+from ....formats import words
+from ....layers import LayerRef
+from ...serving.eager_steps import EagerSteps
+from ..attach import check_methods, is_swapped, restore_class, swap_class
+from ..internals import Foreign, batches
+from ..internals import layers as attention_layers
+from ..internals.layers import TargetLayer
+
+
+@attrs.frozen(eq=False)
+class LayerHook:
+    """The steps of a hooked layer, and its place in them.
+
+    Attributes:
+        steps: the runner's steps.
+        ref: the layer, as the steps' manager knows it.
+        scores: how the layer attends; None for latent attention, which vLLM computes.
+    """
+
+    steps: EagerSteps
+    ref: LayerRef
+    scores: attention_layers.Scores | None
+
+
+class WindowMixin:
+    """A mixin of vLLM's attention that reads the step's window; without one, vLLM's code runs.
+
+    With one, draft rows are staged instead of written, and the whole batch attends over the
+    cached prefix and its own fresh rows: drafts, plain decodes and prompt chunks alike.
+    """
+
+    kvtxn: LayerHook | None = None
+
+    def do_kv_cache_update(
+        self, layer: Foreign, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Stage the draft rows and write all others."""
+        write = super().do_kv_cache_update  # type: ignore[misc]
+        _write(
+            self.kvtxn,
+            lambda slots: write(layer, key, value, kv_cache, slots),
+            slot_mapping,
+            lambda: self.kvtxn_stored(layer, key, value, kv_cache),
+        )
+
+    def kvtxn_stored(
+        self, layer: Foreign, key: Tensor, value: Tensor, kv_cache: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return a batch's keys and values in the cache's format.
+
+        vLLM's own writer quantises them, since it rounds in its own way.
+        """
+        assert self.kvtxn is not None
+        planes = self.kvtxn.ref.planes
+        if not planes[0].format.quantised:
+            return key, value
+        slots = torch.arange(key.shape[0])
+        count = -(-key.shape[0] // planes[0].block_size)
+        blocks = kv_cache.new_zeros(count, *kv_cache.shape[1:])
+        super().do_kv_cache_update(layer, key, value, blocks, slots)  # type: ignore[misc]
+        cells = words(blocks.flatten(1))
+        return tuple(cells[plane.index(slots)].view(plane.format.dtype) for plane in planes)
+
+    def forward(
+        self,
+        layer: Foreign,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Foreign,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over cache and window; without a window run vLLM's own attention."""
+        hook = self.kvtxn
+        if hook is not None and hook.steps.deferring:
+            try:
+                batch = batches.batch_of(attn_metadata)
+                fresh = self.kvtxn_stored(layer, key, value, kv_cache)
+                _attend(hook, query, fresh, batch, output)
+            except Exception as error:
+                hook.steps.fail("attend", error)
+            else:
+                return output
+        attended: Tensor = super().forward(  # type: ignore[misc]
+            *(layer, query, key, value, kv_cache, attn_metadata, output),
+            output_scale,
+            output_block_scale,
+        )
+        return attended
+
+
+class LatentWindowMixin:
+    """A mixin that stages the draft rows of latent attention; vLLM's own code attends.
+
+    Drafts, and the other rows of a request that has drafts, attend to each other through the
+    forward's own tensors: vLLM takes every request with more than one row for a prompt, and reads
+    from the cache only rows before it. ``batches.step_slots`` refuses a step that is not like
+    that, so the results are bit-equal to stock's.
+    """
+
+    kvtxn: LayerHook | None = None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        """Stage the draft rows and write all others."""
+        write = super().do_kv_cache_update  # type: ignore[misc]
+        _write(
+            self.kvtxn,
+            lambda slots: write(kv_c_normed, k_pe, kv_cache, slots, kv_cache_dtype, k_scale),
+            slot_mapping,
+            lambda: (kv_c_normed, k_pe.squeeze(1)),
+        )
+
+
+def _write(
+    hook: LayerHook | None,
+    write: Callable[[Tensor], None],
+    slots: Tensor,
+    rows: Callable[[], tuple[Tensor, ...]],
+) -> None:
+    """Stage a batch's draft rows and write all others.
+
+    Args:
+        hook: the layer's hook.
+        write: vLLM's own writer of this batch's rows; takes the slots.
+        slots: int64 ``[num_rows]``, the slots of the batch's rows.
+        rows: returns the batch's keys and values, or both parts of its latent rows.
+    """
+    if hook is None or not hook.steps.deferring:
+        write(slots)
+        return
+    steps = hook.steps
+    try:
+        write(steps.without_drafts(hook.ref.group, slots))
+        steps.stage(hook.ref, *rows())
+    except Exception as error:
+        steps.fail("stage", error)
+        write(slots)
+
+
+def _attend(
+    hook: LayerHook,
+    query: Tensor,
+    fresh: tuple[Tensor, ...],
+    batch: batches.Batch,
+    output: Tensor,
+) -> None:
+    """Attend for a whole batch over cached prefixes and its own rows, into ``output``."""
+    planes, rows = hook.ref.planes, slice(batch.num_rows)
+    assert hook.scores is not None
+    args = AttentionArgs(
+        block_table=batch.block_table,
+        seq_lens=batch.seq_lens,
+        scale=hook.scores.scale,
+        sliding_window=hook.scores.sliding_window,
+        soft_cap=hook.scores.soft_cap,
+    )
+    own = tuple(p.format.encode(part[rows]) for p, part in zip(planes, fresh, strict=True))
+    layout = hook.steps.batch_layout(batch.starts)
+    output[rows].copy_(attention.attend(layout, planes, own, query[rows], args))
+
+
+def hook_attention(steps: EagerSteps, layers: Sequence[TargetLayer]) -> None:
+    """Let these layers read the steps' windows; ``unhook_attention`` undoes this.
+
+    Raises:
+        LayerError: an attention class is not as expected; nothing was hooked.
+        KVTxnError: a layer is hooked already.
+    """
+    for layer in layers:
+        methods = (
+            attention_layers.LATENT_METHODS if layer.latent else attention_layers.ATTENTION_METHODS
+        )
+        wrong = check_methods(type(layer.impl), methods)
+        if wrong is not None:
+            raise LayerError(
+                "vllm",
+                f"the attention of {layer.name!r} is unknown: {wrong}",
+                hint="use policy 'undo', which leaves the attention alone",
+            )
+    for layer in layers:
+        swap_class(layer.impl, LatentWindowMixin if layer.latent else WindowMixin)
+        ref = steps.manager.layers[layer.name]
+        scores = None if layer.latent else attention_layers.scores_of(layer.impl)
+        layer.impl.kvtxn = LayerHook(steps, ref, scores)
+
+
+def unhook_attention(layers: Sequence[TargetLayer]) -> None:
+    """Give these layers their own attention back; layers that are not hooked stay as they are."""
+    for layer in layers:
+        if is_swapped(layer.impl):
+            layer.impl.kvtxn = None
+            del layer.impl.kvtxn
+            restore_class(layer.impl)

@@ -1,0 +1,1 @@
+"""Both model runners on a GPU."""

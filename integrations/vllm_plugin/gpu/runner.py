@@ -1,0 +1,220 @@
+"""The mixin that vLLM's two model runners on a GPU share.
+
+Before vLLM measures how much memory is free, kvtxn reserves the memory of its steps; once the
+caches exist, the steps take it. Each runner's own mixin says when a step begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from ....config import TxnConfig
+from ....layers import LayerRef
+from ....log import get_logger
+from ....manager import TransactionManager
+from ....row_io import LayerRows
+from ...serving.graph_steps import GraphSteps
+from ..internals import Foreign, batches, config, flash, kv_cache
+from ..internals import layers as attention_layers
+from ..internals.layers import TargetLayer
+from ..policy.engine import EngineFacts
+from ..policy.rules import decide
+from ..runner import WindowedRunnerMixin
+from .spare_blocks import (
+    SpareBlocks,
+    by_rows,
+    keys_and_values,
+    waiting_rows,
+    with_spare_blocks,
+)
+
+log = get_logger()
+
+
+class GpuRunnerMixin(WindowedRunnerMixin):
+    """Steps in fixed buffers, which captured graphs read.
+
+    Attributes:
+        kvtxn_spare: blocks behind vLLM's own, for drafts that wait; None without any.
+        kvtxn_kept: steps that were unhooked; captured graphs still read their buffers.
+    """
+
+    kvtxn_spare: SpareBlocks | None = None
+    kvtxn_kept: GraphSteps | None = None
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        """Reserve the steps' memory before vLLM sizes the KV cache by what is left."""
+        hold_room(self)
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
+    ) -> None:
+        """Add blocks in which drafts may wait, unknown to the scheduler, and make the caches."""
+        self.kvtxn_spare = None
+        if not is_profiling:
+            kv_cache_config = add_spare_blocks(self, kv_cache_config)
+        if self.kvtxn_spare is not None:
+            self.kvtxn_room = None
+            torch.cuda.empty_cache()  # the caches are one allocation: no part of it can be reused
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
+
+    def kvtxn_release(self) -> None:
+        """Abort an open window, and clear the buffers' drafts for graphs that still run."""
+        super().kvtxn_release()
+        steps = self.kvtxn
+        if steps is not None:
+            if steps.deferred:
+                steps.windows.mark(None)
+            self.kvtxn_kept = steps
+
+    def kvtxn_facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
+        """Add the fact ``spare_blocks``: True if every layer's attention can read spare blocks."""
+        waits = all(
+            flash.takes_slots(layer.impl) and by_rows(layer.cache) is not None for layer in layers
+        )
+        return attrs.evolve(facts, spare_blocks=waits and self.kvtxn_spare is not None)
+
+    def make_steps(
+        self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
+    ) -> tuple[GraphSteps, dict[str, object]]:
+        """Make the steps; see ``WindowedRunnerMixin``. Drafts wait behind vLLM's own blocks."""
+        spare = self.kvtxn_spare or SpareBlocks.none()
+        own = [attrs.evolve(each, cache=each.cache[: spare.begin(each.cache)]) for each in layers]
+        manager = TransactionManager(layer_refs(own, kv_dtype), settings)
+        rows = None
+        if settings.policy == "deferred":
+            rows = {
+                ref.name: waiting_rows(ref, spare.first[ref.group], settings.max_rows)
+                for ref in layer_refs(layers, kv_dtype)
+            }
+        steps = self.make_graph_steps(manager, rows)
+        if settings.policy == "deferred":
+            builders = batches.metadata_builders(self, {layer.name for layer in layers})
+            self.kvtxn_undo.callback(unhook_attention, layers, builders)
+            hook_attention(steps, layers, spare.first, builders)
+        steps.warm_up()
+        return steps, {"buffer_bytes": steps.windows.nbytes}
+
+    def make_graph_steps(self, manager: TransactionManager, rows: LayerRows | None) -> Any:
+        """Make steps that read the slots where this runner keeps them.
+
+        Args:
+            manager: over the target's layers.
+            rows: where drafts wait, see ``make_steps``; None under other policies than deferred.
+        """
+        raise NotImplementedError
+
+
+def rows_may_wait(runner: Any) -> bool:
+    """Tell, before caches exist, whether the policy may still become ``deferred``."""
+    if runner.kvtxn_config.policy not in ("auto", "deferred"):
+        return False
+    facts = config.runner_facts(runner)
+    policy, _ = decide(runner.kvtxn_config.policy, facts)
+    return policy == "deferred" and attention_layers.all_take_slots(runner)
+
+
+def add_spare_blocks(runner: Any, kv_cache_config: Any) -> Any:
+    """Return a configuration with spare blocks for drafts, or the given one if none can wait."""
+    wanted: TxnConfig = runner.kvtxn_config
+    try:
+        if rows_may_wait(runner) and kv_cache.has_rows_in_line(kv_cache_config):
+            drafters = attention_layers.draft_layers(runner)
+            kv_cache_config, runner.kvtxn_spare = with_spare_blocks(
+                kv_cache_config, wanted.max_rows, drafters
+            )
+    except Exception as error:
+        if wanted.on_error == "raise":
+            raise
+        log.warning("kvtxn.no_spare_blocks", rank=runner.kvtxn_rank, why=repr(error))
+    return kv_cache_config
+
+
+def layer_refs(layers: Sequence[TargetLayer], kv_dtype: str) -> list[LayerRef]:
+    """Describe the target's layers and their caches for the library.
+
+    Every backend in ``policy.supported.ATTENTION`` sees ``[num_blocks, heads, block_size,
+    2 * head_size]``, a row's keys before its values, with strides of its own (of latent rows:
+    ``[num_blocks, block_size, latent_size]``); so strides are all that differs between them.
+    """
+    refs = []
+    for layer in layers:
+        scales = (
+            (None, None) if kv_dtype == "auto" else attention_layers.stored_scales(layer.module)
+        )
+        if layer.latent:
+            refs.append(
+                LayerRef.latent(
+                    layer.name, layer.cache, group=layer.group, scale=scales[0], kv_dtype=kv_dtype
+                )
+            )
+            continue
+        key, value = keys_and_values(layer.cache, layer.row_shape[-1])
+        refs.append(
+            LayerRef(
+                *(layer.name, key, value),
+                group=layer.group,
+                k_scale=scales[0],
+                v_scale=scales[1],
+                kv_dtype=kv_dtype,
+            )
+        )
+    return refs
+
+
+def hook_attention(
+    steps: GraphSteps,
+    layers: Sequence[TargetLayer],
+    spare: Mapping[str, int],
+    builders: Sequence[Foreign],
+) -> None:
+    """Let the layers' attention read the windows.
+
+    Args:
+        steps: the runner's steps.
+        layers: the target's layers over their whole caches, in the order of the manager's layers.
+        spare: for each group, the first slot in which its drafts wait.
+        builders: vLLM's builders of these layers' attention metadata.
+    """
+    from .flash_backend import FlashHook, warm_up
+
+    for layer, ref in zip(layers, steps.layers, strict=True):
+        rows = by_rows(layer.cache)
+        assert rows is not None  # else the policy is another one
+        caches = keys_and_values(layer.cache, layer.row_shape[-1])
+        fixed = flash.fixed_arguments(layer.impl, *keys_and_values(rows, layer.row_shape[-1]))
+        hook = FlashHook(steps, ref, spare[ref.group], caches, rows, fixed)
+        layer.impl.kvtxn = hook
+    for builder in builders:
+        builder.kvtxn = steps
+    warm_up({ref.planes[0].block_size for ref in steps.layers}, steps.windows.position)
+
+
+def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign]) -> None:
+    """Undo ``hook_attention``: the attention is vLLM's own again."""
+    for each in (*(layer.impl for layer in layers), *builders):
+        each.kvtxn = None
+        del each.kvtxn
+
+
+def hold_room(runner: Any) -> None:
+    """Reserve the memory of the steps, so that vLLM's profiling does not give it to the cache."""
+    wanted: TxnConfig = runner.kvtxn_config
+    try:
+        size = kv_cache.bytes_of_rows(runner, wanted.max_rows)
+        tables = kv_cache.bytes_of_tables(runner) if rows_may_wait(runner) else 0
+        runner.kvtxn_room = kv_cache.room(runner, size + tables)
+    except Exception as error:
+        if wanted.on_error == "raise":
+            raise
+        log.warning(
+            "kvtxn.memory_not_reserved",
+            rank=runner.kvtxn_rank,
+            why=repr(error),
+            hint="kvtxn may run out of GPU memory: lower gpu_memory_utilization",
+        )

@@ -1,0 +1,60 @@
+"""vLLM's V2 model runner on a GPU, with windows.
+
+``prepare_attn`` has just said which rows go where, so the step is planned there, before the
+forward. ``postprocess_sampled`` is told how many tokens were sampled, so the commit is there: the
+sampled tokens are on their way to the host by then, and neither drafter nor connector has seen
+the cache. The forward itself may be a replayed graph and is not touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....manager import TransactionManager
+from ....row_io import LayerRows
+from ...serving.graph_steps import GraphSteps
+from ..attach import hook_runner
+from ..internals import Foreign, batches
+from ..settings import PluginSettings
+from .runner import GpuRunnerMixin
+
+
+class GpuRunnerV2(GpuRunnerMixin):
+    """A mixin of vLLM's V2 runner: each method runs vLLM's own code in a window."""
+
+    kvtxn: GraphSteps | None
+
+    def make_graph_steps(self, manager: TransactionManager, rows: LayerRows | None) -> GraphSteps:
+        """Make steps that read the slots where this runner keeps them."""
+        slots = batches.slot_mappings(self, list(manager.groups))
+        return GraphSteps(manager, slots, batches.query_len(self), rows)
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        """Plan the step, now that its slots are in place."""
+        prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
+        if self.kvtxn is not None:
+            self.kvtxn.begin(*batches.batch_rows(input_batch))
+        return prepared
+
+    def postprocess_sampled(
+        self,
+        idx_mapping: Any,
+        sampled_tokens: Any,
+        num_sampled: Any,
+        num_rejected: Any,
+        query_start_loc: Any = None,
+    ) -> None:
+        """Commit before the drafter runs; the sampled tokens are on their way to the host.
+
+        Of pipeline stages the last alone samples, and the others have no windows.
+        """
+        if self.kvtxn is not None:
+            self.kvtxn.commit(num_sampled)
+        super().postprocess_sampled(  # type: ignore[misc]
+            idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc
+        )
+
+
+def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
+    """Put the mixin before a runner's class, once, before its KV cache exists."""
+    hook_runner(runner, settings, rank, batches.V2_METHODS, GpuRunnerV2)

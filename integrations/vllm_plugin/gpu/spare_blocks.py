@@ -1,0 +1,96 @@
+"""Spare blocks, behind those that vLLM's scheduler hands out: draft rows wait in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+from torch import Tensor
+
+from ....layers import LayerRef
+from ..internals import Foreign, kv_cache
+
+
+@attrs.frozen
+class SpareBlocks:
+    """The spare blocks of an engine's caches.
+
+    Attributes:
+        own: number of blocks that vLLM hands out.
+        total: number of all blocks, spare ones included.
+        first: by group, its first spare slot. Groups may share memory, so each has slots that are
+            its alone.
+    """
+
+    own: int
+    total: int
+    first: Mapping[str, int]
+
+    @classmethod
+    def none(cls) -> SpareBlocks:
+        """Return the description of caches without spare blocks."""
+        return cls(1, 1, {})
+
+    def begin(self, cache: Tensor) -> int:
+        """Return the number of the first spare block, in blocks of the cache's own size."""
+        return int(cache.shape[0]) // self.total * self.own
+
+
+def with_spare_blocks(config: Foreign, rows: int, without: set[str]) -> tuple[Foreign, SpareBlocks]:
+    """Copy a KV-cache configuration and add room for ``rows`` more rows of each group.
+
+    Args:
+        config: vLLM's ``KVCacheConfig``; stays as it is.
+        rows: most rows that can wait at once.
+        without: names of layers that get no additional room.
+
+    Raises:
+        LayerError: a cache's size is no multiple of its number of blocks.
+    """
+    own, added, first = kv_cache.num_blocks(config), 0, {}
+    for group, size in kv_cache.block_sizes(config, without).items():
+        first[group] = (own + added) * size
+        added += -(-rows // size)
+    return kv_cache.with_blocks(config, own + added), SpareBlocks(own, own + added, first)
+
+
+def by_rows(cache: Tensor) -> Tensor | None:
+    """View a layer's cache as blocks of one row; None where rows do not follow each other evenly.
+
+    Args:
+        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+
+    Returns:
+        ``[num_blocks * block_size, num_kv_heads, 1, 2 * head_size]``, by slot.
+    """
+    if cache.dim() != 4 or cache.stride(0) != cache.shape[2] * cache.stride(2):
+        return None
+    blocks, heads, size, width = cache.shape
+    _, head, row, each = cache.stride()
+    return cache.as_strided((blocks * size, heads, 1, width), (row, head, row, each))
+
+
+def keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """View both halves of a layer's cache, by block and row.
+
+    Args:
+        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        head_size: head size of the keys, which come first in a row.
+
+    Returns:
+        Keys and values, ``[num_blocks, block_size, num_kv_heads, head_size]`` each.
+    """
+    key, value = cache.transpose(1, 2).split(head_size, -1)
+    return key, value
+
+
+def waiting_rows(ref: LayerRef, first: int, count: int) -> tuple[Tensor, ...]:
+    """View the rows from a slot on, ``[count, *row_shape]`` per plane; slots follow each other."""
+    found = []
+    for plane in ref.planes:
+        cells = plane.cells
+        at = cells.storage_offset() + first * cells.stride(1)
+        found.append(
+            cells.as_strided((count, *cells.shape[2:]), (cells.stride(1), *cells.stride()[2:]), at)
+        )
+    return tuple(found)

@@ -1,0 +1,290 @@
+"""Reading the V1 runner for the ledger: cache groups, requests that begin and end, and rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ....audit import RowGroup
+
+#: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
+AUDITED_METHODS: Final = {
+    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context?"),
+    "_update_states": ("scheduler_output",),
+    "_prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
+    "_model_forward": (
+        *("input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"),
+    ),
+    "_sample": ("logits", "spec_decode_metadata"),
+    "sample_tokens": ("grammar_output",),
+}
+
+
+@attrs.frozen(eq=False)
+class Arrival:
+    """A request that is new, resumed, or continued as a session.
+
+    Attributes:
+        name: vLLM's id of the request.
+        tokens: the request's token ids, from the first token on.
+        extras: everything besides tokens that all K and V of the request depend on, such as a
+            LoRA adapter.
+        embedded: for positions with an embedded vector instead of a token, the vector's hash.
+        computed: number of positions whose rows are in the cache already, by a prefix hit or from
+            the session's last turn.
+        tables: the request's blocks in each KV-cache group, groups in vLLM's order.
+    """
+
+    name: str
+    tokens: list[int]
+    extras: list[int]
+    embedded: dict[int, int]
+    computed: int
+    tables: Sequence[Sequence[int]]
+
+
+@attrs.frozen(eq=False)
+class Changes:
+    """The changes that a step makes before its forward.
+
+    Attributes:
+        gone: names of the requests that ended.
+        arrivals: requests that are new, resumed or continued.
+        grown: blocks that running requests got, by KV-cache group, in vLLM's order.
+        copies: blocks that are copied before the forward: pairs of source and target.
+    """
+
+    gone: Sequence[str]
+    arrivals: Sequence[Arrival]
+    grown: Sequence[Sequence[int]]
+    copies: Sequence[tuple[int, int]]
+
+
+@attrs.frozen(eq=False)
+class Rows:
+    """The rows of a forward, requests in the order of the batch.
+
+    Attributes:
+        names: vLLM's ids of the requests.
+        starts: int ``[num_requests + 1]``, each request's first row in the batch, and the end.
+        first: int64 ``[num_requests]``, the position of each request's first row.
+        tokens: int ``[num_rows]``, the token id of each row.
+        drafts: int64 ``[num_requests]``, draft rows of each request; None without drafts.
+        slots: int64 ``[num_rows]`` for each group, the slot that each row is written to.
+        tables: int32 ``[num_requests, blocks]`` for each group, the blocks of each request.
+    """
+
+    names: list[str]
+    starts: Tensor
+    first: Tensor
+    tokens: Tensor
+    drafts: Tensor | None
+    slots: dict[str, Tensor]
+    tables: dict[str, Tensor]
+
+
+@attrs.frozen
+class Room:
+    """The sizes that a ledger needs: requests, tokens, and the sharing of blocks."""
+
+    requests: int
+    length: int
+    caches_prefixes: bool
+
+
+def unwatched(config: Any) -> str | None:
+    """Say why the ledger cannot watch an engine with this ``VllmConfig``; None if it can."""
+    parallel = config.parallel_config
+    if config.device_config.device_type != "cpu":
+        return "the ledger watches engines on a CPU only"
+    if config.use_v2_model_runner:
+        return "the ledger watches the V1 model runner only"
+    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
+        return "context parallelism spreads a request's rows over ranks"
+    return None
+
+
+def row_groups(runner: Any) -> dict[str, RowGroup]:
+    """Return, by name, the KV-cache groups whose caches have one row per token."""
+    from vllm.v1 import kv_cache_interface as kinds
+
+    config = runner.kv_cache_config
+    found = {}
+    for number, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+        others = (kinds.EncoderOnlyAttentionSpec, kinds.CrossAttentionSpec)
+        if not isinstance(spec, kinds.AttentionSpec) or isinstance(spec, others):
+            continue
+        sliding = isinstance(spec, kinds.SlidingWindowSpec)
+        chunked = isinstance(spec, kinds.ChunkedLocalAttentionSpec)
+        name = f"group.{number}"
+        found[name] = RowGroup(
+            name,
+            int(spec.block_size),
+            int(config.num_blocks),
+            window=int(spec.sliding_window) if sliding else None,
+            chunk=int(spec.attention_chunk_size) if chunked else None,
+            pool="blocks",
+        )
+    return found
+
+
+def room(runner: Any) -> Room:
+    """Return the sizes of a runner's batch and requests."""
+    speculation = runner.speculative_config
+    drafts = 0 if speculation is None else int(speculation.num_speculative_tokens)
+    return Room(
+        int(runner.max_num_reqs),
+        int(runner.max_model_len) + drafts + 1,
+        bool(runner.cache_config.enable_prefix_caching),
+    )
+
+
+def changes(runner: Any, scheduler_output: Any) -> Changes:
+    """Read the changes of a step; call this after the runner has updated its states."""
+    cached = scheduler_output.scheduled_cached_reqs
+    arrivals = [
+        _arrival(runner, new.req_id, _tokens_of(new), new.num_computed_tokens, new.block_ids)
+        for new in scheduler_output.scheduled_new_reqs
+    ]
+    grown: list[list[int]] = [[] for _ in runner.kv_cache_config.kv_cache_groups]
+    for index, name in enumerate(cached.req_ids):
+        blocks = cached.new_block_ids[index]
+        if name in cached.resumed_req_ids:
+            tokens = cached.all_token_ids.get(name) or own_tokens(runner, name)
+            computed = cached.num_computed_tokens[index]
+            arrivals.append(_arrival(runner, name, tokens, computed, blocks))
+        elif blocks is not None:
+            for known, new in zip(grown, blocks, strict=True):
+                known += new
+    return Changes(
+        gone=sorted(scheduler_output.finished_req_ids),
+        arrivals=arrivals,
+        grown=grown,
+        copies=[
+            _pair(copy) for copy in getattr(scheduler_output, "kv_cache_block_copies", ()) or ()
+        ],
+    )
+
+
+def _pair(copy: Any) -> tuple[int, int]:
+    return int(copy.src_block_id), int(copy.dst_block_id)
+
+
+def _tokens_of(new: Any) -> list[int]:
+    """Return a new request's token ids, with zeros for positions that have vectors instead."""
+    tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+    return [0] * len(new.prompt_embeds) if tokens is None else list(tokens)
+
+
+def own_tokens(runner: Any, name: str) -> list[int]:
+    """Return a request's token ids up to the first position whose token the runner lacks."""
+    state = runner.requests[name]
+    prompt = state.prompt_token_ids
+    tokens = [0] * len(state.prompt_embeds) if prompt is None else list(prompt)
+    for token in state.output_token_ids:
+        if token < 0:
+            break
+        tokens.append(token)
+    return tokens
+
+
+def returning(runner: Any, name: str) -> Arrival:
+    """Describe a request that the ledger has forgotten."""
+    state = runner.requests[name]
+    return _arrival(
+        runner, name, own_tokens(runner, name), state.num_computed_tokens, state.block_ids
+    )
+
+
+def _arrival(
+    runner: Any, name: str, tokens: Iterable[int], computed: int, tables: Sequence[Sequence[int]]
+) -> Arrival:
+    state = runner.requests[name]
+    lora = getattr(state, "lora_request", None)
+    extras = [] if lora is None else [int(lora.lora_int_id)]
+    embedded = _embedded(state)
+    if runner.model_config.is_encoder_decoder:  # what the encoder takes has no position here
+        extras += sorted(set(embedded.values()))
+        embedded = {}
+    return Arrival(name, list(tokens), extras, embedded, int(computed), tables)
+
+
+def _embedded(state: Any) -> dict[int, int]:
+    """Hash the vectors that replace tokens in a request, by position."""
+    found: dict[int, int] = {}
+    if state.prompt_embeds is not None:
+        for position, vector in enumerate(state.prompt_embeds):
+            is_token = state.prompt_is_token_ids
+            if is_token is None or not is_token[position]:
+                found[position] = _hash(vector.contiguous().view(torch.uint8).numpy().tobytes())
+    for feature in state.mm_features or ():
+        place, content = feature.mm_position, _hash(str(feature.identifier).encode())
+        for position in range(place.offset, place.offset + place.length):
+            found[position] = content
+    return found
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+
+
+def _own_blocks(table: Any, count: int, block_size: int) -> Tensor:
+    """Return the block tables of a batch in blocks of the scheduler's size.
+
+    Kernels may have smaller blocks than the scheduler hands out; these follow each other.
+    """
+    parts = block_size // int(table.block_size)
+    found: Tensor = table.block_table.gpu[:count]
+    return found if parts == 1 else found[:, ::parts] // parts
+
+
+def rows(runner: Any, prepared: Any, groups: Mapping[str, RowGroup]) -> Rows:
+    """Read the rows of the forward that ``_prepare_inputs`` has prepared.
+
+    Args:
+        runner: a V1 runner on a CPU.
+        prepared: the result of ``_prepare_inputs``.
+        groups: the groups to read, by name.
+    """
+    batch, metadata = runner.input_batch, prepared[1]
+    names = list(batch.req_ids)
+    count = len(names)
+    starts = runner.query_start_loc.cpu[: count + 1].clone()
+    total = int(starts[-1])
+    drafts = None
+    if metadata is not None and any(metadata.num_draft_tokens):
+        drafts = torch.tensor(list(metadata.num_draft_tokens), dtype=torch.int64)
+    slots, tables = {}, {}
+    for name, group in groups.items():
+        table = batch.block_table[int(name.partition(".")[2])]
+        slots[name] = table.slot_mapping.gpu[:total].clone()
+        tables[name] = _own_blocks(table, count, group.block_size)
+    positions: Tensor = runner.positions[:total]
+    return Rows(
+        names=names,
+        starts=starts,
+        first=positions[starts[:-1].long()].long(),
+        tokens=runner.input_ids.gpu[:total].clone(),
+        drafts=drafts,
+        slots=slots,
+        tables=tables,
+    )
+
+
+def sampled(runner: Any, output: Any) -> Tensor:
+    """Return the sampled ids of a step, int64 ``[num_requests, n]``, -1 where there is none.
+
+    A request whose prompt goes on after its rows has none: vLLM samples for it and forgets it.
+    """
+    ids: Tensor = output.sampled_token_ids.to(torch.int64)
+    count = len(ids)
+    discarded = torch.from_numpy(runner.discard_request_mask.np[:count].copy()).bool()
+    real = (ids >= 0) & (ids < int(runner.input_batch.vocab_size)) & ~discarded[:, None]
+    return torch.where(real, ids, -1)

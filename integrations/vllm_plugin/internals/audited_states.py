@@ -1,0 +1,145 @@
+"""Reading recurrent states for the ledger: the blocks that a step's kernels read and write.
+
+A request's states lie in a few blocks, the columns of its table. A speculating step continues the
+state in the column of the last accepted draft, and leaves the state after row j in column j. Any
+other step continues column 0, and leaves the state after its last row there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ....audit import StateGroup
+
+#: vLLM's block that belongs to nobody; a state with this block is not kept.
+_NULL_BLOCK: Final = 0
+
+
+@attrs.frozen(eq=False)
+class States:
+    """The states of a forward, requests in the order of the batch.
+
+    Attributes:
+        slots: int64 ``[num_rows]`` by group, the block that gets the state after each row; -1 for a
+            state that is not kept.
+        sources: int64 ``[num_requests]`` by group, the block whose state each request continues;
+            -1 for a request that begins without a state.
+        told: int64 ``[num_requests]``, the number of drafts that the kernels take for accepted in
+            the step before; -1 where they do not use it. None without any group of states.
+    """
+
+    slots: dict[str, Tensor]
+    sources: dict[str, Tensor]
+    told: Tensor | None
+
+
+def state_groups(runner: Any) -> dict[str, StateGroup]:
+    """Return, by name, the KV-cache groups of recurrent layers that have one table per request.
+
+    There is none where vLLM keeps states at block boundaries for its prefix cache ("align"), nor
+    where kvtxn's windows hold the states: a request has then no column for a draft.
+    """
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    config = runner.kv_cache_config
+    if getattr(runner.cache_config, "mamba_cache_mode", "none") != "none":
+        return {}
+    speculates = runner.speculative_config is not None
+    return {
+        f"group.{number}": StateGroup(f"group.{number}", int(config.num_blocks), pool="blocks")
+        for number, group in enumerate(config.kv_cache_groups)
+        if isinstance(group.kv_cache_spec, MambaSpec)
+        and (group.kv_cache_spec.num_speculative_blocks or not speculates)
+    }
+
+
+def states(runner: Any, groups: Iterable[str], starts: Tensor, first: Tensor) -> States:
+    """Read the states of the forward that is about to run.
+
+    Args:
+        runner: a V1 runner, in its forward context.
+        groups: names of the groups to read.
+        starts: int ``[num_requests + 1]``, each request's first row, and the end.
+        first: int64 ``[num_requests]``, the position of each request's first row.
+    """
+    from vllm.forward_context import get_forward_context
+
+    slots, sources, told = {}, {}, None
+    metadata_of: Any = get_forward_context().attn_metadata
+    for name in groups:
+        layers = runner.kv_cache_config.kv_cache_groups[int(name.partition(".")[2])].layer_names
+        metadata = metadata_of.get(layers[0]) if isinstance(metadata_of, Mapping) else None
+        found = _columns(metadata, len(first))
+        if found is None:
+            continue
+        columns, accepted = found
+        source = columns.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
+        sources[name] = torch.where(first > 0, source, -1)
+        slots[name] = _kept(columns, accepted > 0, starts.long())
+        told = accepted - 1  # all groups share one count
+    return States(slots, sources, told)
+
+
+def _kept(columns: Tensor, speculates: Tensor, starts: Tensor) -> Tensor:
+    """Return the block that gets the state after each row, int64 ``[num_rows]``; -1 for none."""
+    lengths = starts.diff()
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+    within = torch.arange(len(owner)) - (starts[:-1] - starts[0])[owner]
+    column = torch.where(speculates[owner], within, 0)
+    block = columns[owner, column.clamp(max=columns.shape[1] - 1)]
+    kept = (block != _NULL_BLOCK) & (column < columns.shape[1])
+    kept &= speculates[owner] | (within == lengths[owner] - 1)
+    return torch.where(kept, block, -1)
+
+
+def _columns(metadata: Any, count: int) -> tuple[Tensor, Tensor] | None:
+    """Read the tables of a batch from the attention metadata of a recurrent layer.
+
+    Returns:
+        int64 ``[num_requests, columns]``, the blocks of each request, and int64
+        ``[num_requests]``, the rows that the request kept in the step before, the row of the last
+        sampled token included; 0 for a request whose kernel does not use it. None for metadata of
+        an unknown kind.
+    """
+    if hasattr(metadata, "non_spec_state_indices_tensor"):
+        return _gated_delta(metadata, count)
+    if hasattr(metadata, "state_indices_tensor_d"):
+        return _selective(metadata, count)
+    return None
+
+
+def _gated_delta(metadata: Any, count: int) -> tuple[Tensor, Tensor]:
+    """Read the metadata of a gated delta net, whose requests with drafts are masked."""
+    mask, others = metadata.spec_sequence_masks, metadata.non_spec_state_indices_tensor
+    if mask is None:
+        return others[:count, None].long(), torch.zeros(count, dtype=torch.int64)
+    mask = mask[:count].bool()
+    number = int(mask.sum())
+    table = metadata.spec_state_indices_tensor[:number].long()
+    columns = torch.full((count, table.shape[1]), _NULL_BLOCK, dtype=torch.int64)
+    accepted = torch.zeros(count, dtype=torch.int64)
+    columns[mask] = table
+    accepted[mask] = metadata.num_accepted_tokens[:number].long()
+    if number < count:
+        columns[~mask, 0] = others[: count - number].long()
+    return columns, accepted
+
+
+def _selective(metadata: Any, count: int) -> tuple[Tensor, Tensor]:
+    """Read the metadata of Mamba or a short convolution: decodes come first, then prompts."""
+    decodes, table = int(metadata.num_decodes), metadata.state_indices_tensor_d
+    width = 1 if table is None else table.shape[1]
+    columns = torch.full((count, width), _NULL_BLOCK, dtype=torch.int64)
+    accepted = torch.zeros(count, dtype=torch.int64)
+    if decodes:
+        columns[:decodes] = table[:decodes].long()
+        if metadata.num_accepted_tokens is not None:
+            accepted[:decodes] = metadata.num_accepted_tokens[:decodes].long()
+    if decodes < count:
+        columns[decodes:, 0] = metadata.state_indices_tensor_p[: count - decodes].long()
+    return columns, accepted

@@ -1,0 +1,227 @@
+"""The batch of a step: which rows are drafts, where all rows go, which tokens were sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+from torch import Tensor
+
+from ....errors import LayerError
+from . import Foreign
+
+#: Methods that the runners' mixins override, with the parameters they must have; "?" marks one that
+#: not every release has. Of the V1 runner on a CPU:
+V1_METHODS: Final = {
+    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context?"),
+    "_update_states": ("scheduler_output",),
+    "_prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
+    "_model_forward": (
+        *("input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs"),
+    ),
+    "_sample": ("logits", "spec_decode_metadata"),
+}
+#: Of the V1 runner on a GPU:
+V1_GPU_METHODS: Final = {
+    "profile_run": ("randomize_inputs",),
+    "_may_reorder_batch": ("scheduler_output",),
+    **{
+        name: V1_METHODS[name]
+        for name in ("initialize_kv_cache", "_update_states", "_prepare_inputs", "_sample")
+    },
+}
+#: Of the V2 runner:
+V2_METHODS: Final = {
+    "profile_run": ("randomize_inputs",),
+    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    "prepare_attn": ("input_batch",),
+    "postprocess_sampled": (
+        *("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+    ),
+}
+
+
+def vocab_size(runner: Any) -> int:
+    """Return the vocabulary's size; sampled ids at or above it do not count as tokens."""
+    return int(runner.input_batch.vocab_size)
+
+
+def query_len(runner: Any) -> int:
+    """Return the most rows of a request with drafts: the last sampled token and all drafts."""
+    v1 = getattr(runner, "uniform_decode_query_len", None)
+    return int(runner.decode_query_len if v1 is None else v1)
+
+
+def sampled_ids(output: Any) -> Tensor:
+    """Return sampled token ids ``[num_requests, drafts + 1]``, -1 where there is none."""
+    ids: Tensor = output.sampled_token_ids
+    return ids
+
+
+# -- on a CPU -------------------------------------------------------------------------
+
+
+def drafts_and_ends(runner: Any, prepared: Any) -> tuple[list[int], list[int]]:
+    """Count the drafts of each request, and find the end of its rows.
+
+    Args:
+        runner: a V1 runner after ``_prepare_inputs``.
+        prepared: the result of ``_prepare_inputs``.
+
+    Returns:
+        Drafts per request of the batch, and one past the last row of each request; both are empty
+        if the batch has no drafts.
+    """
+    metadata = prepared[1]
+    if metadata is None:
+        return [], []
+    drafts = list(metadata.num_draft_tokens)
+    return drafts, runner.query_start_loc.np[1 : len(drafts) + 1].tolist()
+
+
+def step_slots(layers: Mapping[str, str], *, reads_window: bool) -> dict[str, Tensor] | str:
+    """Find the slots of the forward that is about to run.
+
+    Args:
+        layers: one layer's name for each group.
+        reads_window: refuse a batch whose attention cannot read rows that are not in the cache.
+
+    Returns:
+        Slots by group, int64 ``[num_rows]`` each; or the reason, as a counter's label, for which
+        the step cannot have a window, as text for a counter's label.
+    """
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+
+    context = get_forward_context()
+    if not isinstance(context.slot_mapping, dict) or not isinstance(context.attn_metadata, dict):
+        return "microbatches"
+    for name in layers.values():
+        metadata = context.attn_metadata[name]
+        if not reads_window:
+            continue
+        if isinstance(metadata, MLACommonMetadata):
+            # Requests with more than one row read the cache only before their own rows.
+            if metadata.num_decode_tokens != metadata.num_decodes:
+                return "decoded_from_the_cache"
+        elif metadata.causal is not True or metadata.dynamic_causal is not None:
+            return "not_causal"
+    return {group: context.slot_mapping[name] for group, name in layers.items()}
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """The batch that a layer attends for.
+
+    Attributes:
+        starts: int ``[num_requests + 1]``: the first row of each request, and the end.
+        seq_lens: int ``[num_requests]``.
+        block_table: int ``[num_requests, max_blocks]``.
+        num_rows: number of rows, padding excluded.
+    """
+
+    starts: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    num_rows: int
+
+
+def batch_of(metadata: Any) -> Batch:
+    """Read the batch from a backend's attention metadata."""
+    return Batch(
+        metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+        int(metadata.num_actual_tokens),
+    )  # fmt: skip
+
+
+# -- on a GPU -------------------------------------------------------------------------
+
+
+#: The rows of a batch as the host knows them, numpy ``[num_requests]`` each: drafts per request, or
+#: None if the batch has none; rows per request; and True for requests whose rows are still the
+#: prompt's. A tuple, not a class: constructing an object here costs measurable microseconds per
+#: step.
+BatchRows = tuple[Any, Any, Any]
+
+
+def batch_rows(batch: Any) -> BatchRows:
+    """Read the V2 runner's batch, the argument of ``prepare_attn``."""
+    drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
+    return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
+
+
+def prepared_rows(runner: Any, prepared: Any, lengths: Any) -> BatchRows:
+    """Read the V1 runner's batch after ``_prepare_inputs``.
+
+    Args:
+        runner: the runner.
+        prepared: the result of ``_prepare_inputs``.
+        lengths: its argument ``num_scheduled_tokens``, numpy int32 ``[num_requests]``.
+    """
+    metadata, batch = prepared[1], runner.input_batch
+    count = len(lengths)
+    drafts = None
+    if metadata is not None and any(metadata.num_draft_tokens):
+        drafts = lengths.copy()
+        drafts[:] = metadata.num_draft_tokens
+    known = batch.num_computed_tokens_cpu[:count]
+    return drafts, lengths, known < batch.num_prompt_tokens[:count]
+
+
+def lead_with_drafts(runner: Any, scheduler_output: Any) -> None:
+    """Move the requests with drafts to the front of the V1 runner's batch."""
+    batch, drafts = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens
+    leading = 0
+    for place, request in enumerate(list(batch.req_ids)):
+        if drafts.get(request):
+            if place != leading:
+                batch.swap_states(leading, place)
+            leading += 1
+
+
+def slots_of_groups(runner: Any, groups: Sequence[str]) -> list[Tensor]:
+    """Return the V1 runner's slots of these groups, int64 ``[max_tokens]`` each."""
+    tables = runner.input_batch.block_table
+    return [tables[int(group.partition(".")[2])].slot_mapping.gpu for group in groups]
+
+
+def slot_mappings(runner: Any, groups: Sequence[str]) -> Tensor:
+    """Return the V2 runner's slots of these groups, int64 ``[num_groups, max_tokens]``.
+
+    The runner fills this one buffer anew for each step.
+
+    Raises:
+        LayerError: the groups are not neighbours in the runner's buffer.
+    """
+    slots: Tensor = runner.block_tables.slot_mappings
+    numbers = [int(group.partition(".")[2]) for group in groups]
+    first = numbers[0]
+    if numbers != list(range(first, first + len(numbers))):
+        raise LayerError(
+            "vllm",
+            "the target's KV-cache groups are not neighbours",
+            expected="consecutive groups",
+            got=numbers,
+            hint="kvtxn has no windows over this model's caches with the V2 runner",
+        )
+    return slots[first : first + len(numbers)]
+
+
+def metadata_builders(runner: Any, names: set[str]) -> list[Foreign]:
+    """Return the builders that make the attention metadata of the layers with these names."""
+    return [
+        builder
+        for groups in runner.attn_groups
+        for group in groups
+        if not names.isdisjoint(group.layer_names)
+        for builder in group.metadata_builders
+    ]
+
+
+def metadata_of(module: Any) -> Foreign | None:
+    """Return a layer's attention metadata in the forward that is under way; None without any."""
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    return metadata.get(module.layer_name) if isinstance(metadata, dict) else None

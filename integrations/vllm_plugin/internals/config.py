@@ -1,0 +1,155 @@
+"""vLLM's configuration: the facts that ``policy.rules`` decides by, and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import attrs
+
+from ..policy.engine import GATED_DELTA, OTHER_STATES, EngineFacts
+from ..policy.supported import GPU_RELEASES, RELEASES
+from ..settings import asked_states
+from . import Foreign, flash, workers
+
+
+def config_from(engine_args: Mapping[str, Any]) -> Foreign:
+    """Build the ``VllmConfig`` of an engine with these arguments; reads the model's files."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**engine_args).create_engine_config()
+
+
+def additional_config(config: Any) -> object:
+    """Return the user's ``additional_config``."""
+    return config.additional_config
+
+
+# -- sizes --------------------------------------------------------------------------
+
+
+def most_window_rows(config: Any) -> int:
+    """Return the most rows that requests with drafts can have in one step."""
+    speculation = config.speculative_config
+    drafts = int(speculation.num_speculative_tokens) if speculation is not None else 0
+    return (drafts + 1) * int(config.scheduler_config.max_num_seqs)
+
+
+def window_rows(config: Any) -> int:
+    """Return the default of ``max_rows`` on a GPU, by which buffers are sized.
+
+    That is the most rows that requests with drafts can have in one step. Where it is far more than
+    the largest captured graph has, buffers would be out of proportion; so rows and tables together
+    take no more memory than the rows of two such graphs.
+    """
+    most = most_window_rows(config)
+    captured = int(config.compilation_config.max_cudagraph_capture_size or 0)
+    return min(most, captured * 15 // 8) if captured else most  # 1/8 is left for the tables
+
+
+# -- facts --------------------------------------------------------------------------
+
+
+def config_facts(config: Any) -> EngineFacts:
+    """Read a ``VllmConfig``; ``layers.target_layers`` adds facts of the loaded model.
+
+    Of a release that was not checked, nothing but its number is read.
+    """
+    if (number := workers.version()) not in RELEASES:
+        return EngineFacts(version=number)
+    from vllm import envs
+
+    parallel, model = config.parallel_config, config.model_config
+    speculation, on_gpu = config.speculative_config, config.device_config.device_type == "cuda"
+    context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    return EngineFacts(
+        version=number,
+        device=config.device_config.device_type,
+        runner="v2" if config.use_v2_model_runner else "v1",
+        method=None if speculation is None else speculation.method,
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        context_parallel=context,
+        connector=getattr(config.kv_transfer_config, "kv_connector", None),
+        mla=model.use_mla,
+        recurrent=_states(model),
+        states=asked_states(config.additional_config),
+        cached_states=getattr(config.cache_config, "mamba_cache_mode", "none") != "none",
+        microbatches=parallel.use_ubatching,
+        adaptive=on_gpu and _adapts(speculation),
+        batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
+        graph_writes=on_gpu
+        and bool(getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False))
+        | bool(config.compilation_config.use_inductor_graph_partition),
+    )
+
+
+def runner_facts(runner: Any) -> EngineFacts:
+    """Read the facts that a runner knows before it has caches."""
+    last = bool(getattr(runner, "is_last_pp_rank", True))
+    return attrs.evolve(config_facts(runner.vllm_config), last_stage=last)
+
+
+#: Model types whose recurrent layers are ``gated_delta.is_gated_delta``.
+_GATED_DELTA: Final = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+def _states(model: Any) -> str | None:
+    """Name the kind of a model's recurrent layers; None without any."""
+    if not model.is_hybrid:
+        return None
+    return GATED_DELTA if model.hf_text_config.model_type in _GATED_DELTA else OTHER_STATES
+
+
+def _adapts(speculation: Any) -> bool:
+    """Tell whether the number of drafts changes from step to step."""
+    return speculation is not None and bool(
+        speculation.enable_adaptive_verification
+        or speculation.num_speculative_tokens_per_batch_size is not None
+    )
+
+
+#: Settings of models whose layers may have sinks.
+_SINKS: Final = (
+    "attention_sinks",
+    "add_swa_attention_sink_bias",
+    "add_full_attention_sink_bias",
+)
+
+#: Facts of a loaded model that its configuration gives away in most cases.
+FROM_MODEL: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "kv_sharing": lambda model: bool(getattr(model, "num_kv_shared_layers", 0)),
+    "sinks": lambda model: (
+        model.model_type == "gpt_oss" or any(bool(getattr(model, name, False)) for name in _SINKS)
+    ),
+    "alibi": lambda model: model.model_type == "bloom" or bool(getattr(model, "alibi", False)),
+}
+
+
+def expected_facts(config: Any) -> EngineFacts:
+    """Read a ``VllmConfig``; guess facts of its model, which is not loaded, by ``FROM_MODEL``."""
+    facts = config_facts(config)
+    if facts.version not in RELEASES:
+        return facts
+    model = config.model_config.hf_text_config
+    changes: dict[str, Any] = {fact: says(model) for fact, says in FROM_MODEL.items()}
+    if facts.device == "cuda" and facts.version in GPU_RELEASES:
+        named = config.attention_config.backend
+        changes["attention"] = named and named.name
+        if changes["attention"] in (None, "FLASH_ATTN") and not facts.mla:
+            changes["flash"] = flash.version(config.attention_config.flash_attn_version)
+    return attrs.evolve(facts, **changes)
+
+
+def plain_facts() -> EngineFacts:
+    """Return the facts of the plainest speculating engine on this machine, with this vLLM."""
+    from ..policy.supported import RUNNERS
+
+    device, number = workers.device_type(), workers.version()
+    runner = RUNNERS.get(device, (EngineFacts().runner,))[-1]  # vLLM's own choice
+    on_gpu = device == "cuda" and number in GPU_RELEASES
+    return EngineFacts(
+        version=number, device=device, runner=runner, flash=flash.version() if on_gpu else None
+    )

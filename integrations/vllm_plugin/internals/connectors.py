@@ -1,0 +1,168 @@
+"""KV connectors: the blocks that they read from the cache and fill in it, and the bytes of a block.
+
+No connector is asked by its name. The scheduler's half of each sends metadata to the worker's half
+at every step; the kinds of metadata that name blocks are told apart by their fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from . import Foreign
+
+
+@attrs.frozen(eq=False)
+class Handed:
+    """Neighbouring blocks of one request that a connector stores or loads.
+
+    Attributes:
+        group: the name of the KV-cache group.
+        blocks: the blocks.
+        begin: the number of blocks of the request before them.
+        request: vLLM's id of the request.
+        tokens: the tokens that the rows are stored under or were found by, from the request's first
+            on; None if they are the request's own.
+        keys: the place of each block in the connector's store; None if the metadata do not say.
+    """
+
+    group: str
+    blocks: list[int]
+    begin: int
+    request: str
+    tokens: list[int] | None = None
+    keys: Sequence[Hashable] | None = None
+
+
+@attrs.frozen(eq=False)
+class Transfers:
+    """What a connector's metadata say of one step.
+
+    Attributes:
+        stores: blocks that are read when the step's forward is over.
+        at_once: blocks that are read before the step begins.
+        loads: blocks that are filled, now or later.
+        opaque: the metadata are of an unknown kind: any block may be filled.
+    """
+
+    stores: list[Handed]
+    at_once: list[Handed]
+    loads: list[Handed]
+    opaque: bool
+
+
+def connector() -> Foreign | None:
+    """Return the worker's half of the engine's KV connector; None without any."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+
+def transfers(runner: Any, metadata: Any) -> Transfers:
+    """Read the metadata of a step."""
+    found = Transfers([], [], [], opaque=False)
+    for number, part in enumerate(_parts(metadata)):
+        if hasattr(part, "store_jobs") and hasattr(part, "load_jobs"):
+            flushed = getattr(part, "jobs_to_flush", None) or ()
+            for job_id, job in part.store_jobs.items():
+                into = found.at_once if job_id in flushed else found.stores
+                into.extend(_job(runner, number, job, job.src_spec, job.dst_spec))
+            for job in part.load_jobs.values():
+                found.loads.extend(_job(runner, number, job, job.dst_spec, job.src_spec))
+        elif hasattr(part, "store_gpu_blocks"):
+            found.stores.extend(_loose(runner, part.store_gpu_blocks))
+            found.loads.extend(_loose(runner, part.load_gpu_blocks))
+        elif _names_slots(part):
+            for each in part.requests:
+                into = found.stores if each.is_store else found.loads
+                into.extend(_slots(runner, number, each))
+        else:
+            found = attrs.evolve(found, opaque=True)
+    return found
+
+
+def _parts(metadata: Any) -> Iterator[Any]:
+    """Take metadata of several connectors apart."""
+    several = getattr(metadata, "metadata", None)
+    if isinstance(several, Sequence):
+        for part in several:
+            yield from _parts(part)
+    elif metadata is not None:
+        yield metadata
+
+
+def _names_slots(part: Any) -> bool:
+    requests = getattr(part, "requests", None)
+    fields = ("token_ids", "slot_mapping", "is_store")
+    return isinstance(requests, list) and all(
+        hasattr(each, field) for each in requests for field in fields
+    )
+
+
+def _job(runner: Any, part: int, job: Any, spec: Any, store: Any) -> Iterator[Handed]:
+    """Read the blocks of an offloading job, which has them group by group.
+
+    Args:
+        runner: the runner.
+        part: the connector's number among several.
+        job: the job.
+        spec: its blocks in the cache.
+        store: its places in the store.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
+
+    groups = range(len(spec.group_sizes))
+    chosen = getattr(config, "get_offloading_group_ids", None)  # a later release leaves some out
+    numbers = groups if chosen is None else chosen(runner.kv_cache_config)
+    blocks, at = [int(block) for block in spec.block_ids], 0
+    places = [int(place) for place in getattr(store, "block_ids", ())]
+    keys = [(part, place) for place in places] if len(places) == len(blocks) else None
+    for number, size, begin in zip(numbers, spec.group_sizes, spec.block_indices, strict=True):
+        if size:
+            these = slice(at, at + size)
+            own = None if keys is None else keys[these]
+            name = f"group.{number}"
+            yield Handed(name, blocks[these], int(begin), str(job.req_id), keys=own)
+        at += size
+
+
+def _loose(runner: Any, blocks: Sequence[int]) -> Iterator[Handed]:
+    """Find the requests whose blocks these are; blocks of requests that ended are left out."""
+    wanted = {int(block) for block in blocks}
+    for name, state in runner.requests.items():
+        for number, own in enumerate(state.block_ids):
+            for begin, block in enumerate(own):
+                if block in wanted:
+                    yield Handed(f"group.{number}", [block], begin, name)
+
+
+def _slots(runner: Any, part: int, each: Any) -> Iterator[Handed]:
+    """Find the request behind a list of slots of the first group, which begin at its first row."""
+    size = int(runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+    blocks = [int(slot) // size for slot in each.slot_mapping[::size]]
+    tokens = [int(token) for token in each.token_ids]
+    for name, state in runner.requests.items():
+        if blocks and list(state.block_ids[0][: len(blocks)]) == blocks:
+            own = list(state.prompt_token_ids or ()) + list(state.output_token_ids)
+            same = own[: len(tokens)] == tokens
+            keys = [(part, tuple(tokens), begin) for begin in range(len(blocks))]
+            yield Handed("group.0", blocks, 0, name, None if same else tokens, keys)
+            return
+
+
+def block_hash(runner: Any, group: str, block: int) -> bytes:
+    """Return a hash of the bytes of a block, in all layers of a group."""
+    config, total = runner.kv_cache_config, hashlib.blake2b(digest_size=16)
+    layers = runner.compilation_config.static_forward_context
+    for name in config.kv_cache_groups[int(group.partition(".")[2])].layer_names:
+        cache = layers[name].kv_cache
+        for tensor in [cache] if isinstance(cache, Tensor) else cache:
+            along = 0 if tensor.shape[0] == config.num_blocks else 1
+            page = tensor.select(along, block).contiguous()
+            total.update(page.view(torch.uint8).numpy().tobytes())
+    return total.digest()

@@ -1,0 +1,117 @@
+"""vLLM's front end: its engines, and the clients that reach their workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from ....errors import KVTxnError
+from . import Foreign
+
+
+def hook_engines(
+    before_init: Callable[[Foreign], None], after_init: Callable[[Foreign], None]
+) -> Callable[[], None]:
+    """Call functions around the start of every ``LLMEngine`` and ``AsyncLLM`` of this process.
+
+    Args:
+        before_init: gets the engine's ``VllmConfig`` before any worker starts; an exception of it
+            stops the start.
+        after_init: gets the engine once it is up.
+
+    Returns:
+        A function that undoes the hook.
+
+    Raises:
+        KVTxnError: engines are hooked already.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    originals = {owner: owner.__init__ for owner in (LLMEngine, AsyncLLM)}
+    if any(hasattr(original, "kvtxn_hook") for original in originals.values()):
+        raise KVTxnError("hook_engines", "vLLM's engines are hooked already", hint="unhook first")
+    for owner, original in originals.items():
+        owner.__init__ = _between(before_init, original, after_init)
+
+    def undo() -> None:
+        for owner, original in originals.items():
+            owner.__init__ = original
+
+    return undo
+
+
+def _between(
+    before: Callable[[Foreign], None], original: Any, after: Callable[[Foreign], None]
+) -> Any:
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(args[0] if args else kwargs["vllm_config"])
+        original(self, *args, **kwargs)
+        after(self)
+
+    __init__.kvtxn_hook = True  # type: ignore[attr-defined]
+    return __init__
+
+
+def config_of(engine: Any) -> Foreign:
+    """Return the ``VllmConfig`` of an ``LLMEngine`` or ``AsyncLLM``."""
+    return engine.vllm_config
+
+
+def client_of(engine: Any) -> Foreign:
+    """Return the client of an ``LLM``, ``LLMEngine`` or ``AsyncLLM``; it outlives the core."""
+    return getattr(engine, "llm_engine", engine).engine_core
+
+
+def shut_down(llm: Any) -> None:
+    """End the engine of an ``LLM``; its object stays."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+def is_async(client: Foreign) -> bool:
+    """Tell whether the client belongs to an ``AsyncLLM``."""
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    return isinstance(client, AsyncMPClient)
+
+
+def speaks_for_all(client: Any) -> bool:
+    """Tell whether this process is the first of the server processes that share the engines."""
+    return int(client.client_index) == 0
+
+
+def counts_nothing(engine: Any) -> bool:
+    """Tell whether the user wants no statistics."""
+    return not engine.log_stats
+
+
+def model_name(engine: Any) -> str:
+    """Return the model's name in vLLM's own metrics."""
+    return str(engine.vllm_config.model_config.served_model_name)
+
+
+def is_dead(client: Any) -> bool:
+    """Tell whether the engines of an ``AsyncLLM`` are gone."""
+    return bool(client.resources.engine_dead)
+
+
+def ask_workers(client: Any, method: str) -> list[Any]:
+    """Call a worker's method in every rank of an ``LLM``'s engine; returns the answers by rank."""
+    return list(client.collective_rpc(method))
+
+
+async def ask_all_workers(client: Any, method: str) -> dict[int, list[Any]]:
+    """Call a worker's method in every rank of every engine that an ``AsyncLLM``'s client reaches.
+
+    Returns:
+        By the engine's number: the answers by rank.
+    """
+    numbers = list(client.engine_ranks_managed)
+    calls = (
+        client._call_utility_async("collective_rpc", method, None, (), None, engine=engine)
+        for engine in client.core_engines
+    )
+    return dict(zip(numbers, await asyncio.gather(*calls), strict=True))

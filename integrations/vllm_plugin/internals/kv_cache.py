@@ -1,0 +1,99 @@
+"""The KV cache on a GPU: how vLLM lays it out, and the memory around it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....errors import LayerError
+from . import Foreign, batches
+from .layers import draft_layers
+
+
+def bytes_of_rows(runner: Any, rows: int) -> int:
+    """Return how many bytes ``rows`` rows take in all layers of the target together."""
+    drafters = draft_layers(runner)
+    return rows * sum(
+        int(-(-spec.page_size_bytes // spec.block_size))
+        for name, spec in runner.get_kv_cache_spec().items()
+        if name not in drafters
+    )
+
+
+def bytes_of_tables(runner: Any) -> int:
+    """Return the bytes of the block tables by slot in the largest captured graph, one per group.
+
+    The groups do not exist yet: vLLM makes as many layers a group as the rarest kind of layer has.
+    """
+    kinds, config = Counter(runner.get_kv_cache_spec().values()), runner.vllm_config
+    groups = sum(-(-count // min(kinds.values())) for count in kinds.values())
+    compilation = config.compilation_config
+    rows = int(compilation.max_cudagraph_capture_size or 0)
+    mixed = compilation.cudagraph_mode.mixed_mode().name == "FULL"
+    most = rows if mixed else rows // batches.query_len(runner)
+    requests = min(most, int(runner.max_num_reqs))
+    return 4 * groups * requests * int(runner.max_model_len)
+
+
+def room(runner: Any, size: int) -> Tensor:
+    """Allocate ``size`` bytes on the runner's device."""
+    return torch.empty(size, dtype=torch.uint8, device=runner.device)
+
+
+def block_sizes(config: Any, without: set[str]) -> dict[str, int]:
+    """Return the rows per block of each KV-cache group.
+
+    Args:
+        config: vLLM's ``KVCacheConfig``.
+        without: names of layers; groups that have no other layers are left out.
+    """
+    return {
+        f"group.{number}": int(group.kv_cache_spec.block_size)
+        for number, group in enumerate(config.kv_cache_groups)
+        if not without.issuperset(group.layer_names)
+    }
+
+
+def num_blocks(config: Any) -> int:
+    """Return the number of blocks that vLLM's ``KVCacheConfig`` has."""
+    return int(config.num_blocks)
+
+
+def with_blocks(config: Any, total: int) -> Foreign:
+    """Copy a ``KVCacheConfig`` and give every cache of the copy ``total`` blocks.
+
+    Raises:
+        LayerError: a cache's size is no multiple of its number of blocks.
+    """
+    own, more = config.num_blocks, deepcopy(config)
+    more.num_blocks = total
+    for tensor in more.kv_cache_tensors:
+        # Where a block holds the pages of all layers, the new blocks follow the last one. Else each
+        # layer has a region of its own, and every region grows.
+        regions = tensor.block_stride * own != tensor.size
+        for name in ("size", "offset", "layer_stride") if regions else ("size",):
+            each, rest = divmod(getattr(tensor, name), own)
+            if rest:
+                raise LayerError(
+                    "vllm",
+                    "the KV cache is not laid out by blocks",
+                    expected=f"{name} of a KVCacheTensor a multiple of {own} blocks",
+                    got=getattr(tensor, name),
+                    hint="use policy 'undo'",
+                )
+            setattr(tensor, name, each * total)
+    return more
+
+
+def has_rows_in_line(config: Any) -> bool:
+    """Tell whether row follows row in each layer's cache, block after block.
+
+    Args:
+        config: vLLM's ``KVCacheConfig``, whose layout orders layers, blocks, heads and rows ("N").
+            One that names no layout passes: the caches themselves are looked at later.
+    """
+    return config.kv_cache_layout is None or "BN" in config.kv_cache_layout

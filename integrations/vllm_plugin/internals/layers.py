@@ -1,0 +1,180 @@
+"""vLLM's attention layers on any device: which are the target's, and how they write and score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..policy.engine import EngineFacts
+from ..policy.supported import ATTENTION
+from . import Foreign, flash, gated_delta
+from .config import runner_facts
+
+#: Methods of attention classes that kvtxn overrides or calls, with the parameters they must have.
+ATTENTION_METHODS: Final = {
+    "do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
+    "forward": (
+        *("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        *("output_scale", "output_block_scale"),
+    ),
+}
+LATENT_METHODS: Final = {
+    "do_kv_cache_update": (
+        *("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
+    ),
+}
+
+
+@attrs.frozen(eq=False)
+class TargetLayer:
+    """An attention layer of the target model.
+
+    Attributes:
+        name: vLLM's name of the layer.
+        group: name of its KV-cache group, such as ``"group.0"``.
+        module: vLLM's layer.
+        impl: vLLM's attention of the layer, which writes rows and attends.
+        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; of latent rows
+            ``[num_blocks, block_size, latent_size]``.
+        row_shape: ``(num_kv_heads, head_size)`` of keys and of values, or ``(latent_size,)``.
+        dtype: dtype of rows before they are stored.
+    """
+
+    name: str
+    group: str
+    module: Foreign
+    impl: Foreign
+    cache: Tensor
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def latent(self) -> bool:
+        """Tell whether the layer keeps latent rows instead of keys and values."""
+        return len(self.row_shape) == 1
+
+
+def draft_layers(runner: Any) -> set[str]:
+    """Return the names of the drafter's attention layers; V1 and V2 runners keep them apart."""
+    v1 = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", ())
+    return set(v1 or getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", ()))
+
+
+def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
+    """Find the layers whose rows belong into windows; layers with states are not among them.
+
+    Args:
+        runner: a model runner whose KV cache exists.
+
+    Returns:
+        The layers in the order of their groups, and the facts of the engine, those of the loaded
+        model included.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.v1.attention.backend import AttentionType
+
+    mine = {id(module) for module in runner.get_model().modules()}
+    by_name = runner.compilation_config.static_forward_context
+    shared = {n for n in by_name if getattr(by_name[n], "kv_sharing_target_layer_name", None)}
+    not_ours = shared | draft_layers(runner)
+    layers, foreign = [], None
+    for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        for name in group.layer_names:
+            module = by_name.get(name)
+            if name in not_ours or gated_delta.is_gated_delta(module):
+                continue
+            shape: tuple[int, ...] | None = None
+            if type(module) is MLAAttention and not module.use_sparse:
+                shape = module.kv_cache.shape[-1:]
+            elif type(module) is Attention and module.attn_type == AttentionType.DECODER:
+                even = module.head_size == module.head_size_v
+                shape = (module.num_kv_heads, module.head_size) if even else None
+            if shape is None or id(module) not in mine:
+                foreign = name
+                continue
+            layers.append(
+                TargetLayer(
+                    *(name, f"group.{gid}", module, module.impl, module.kv_cache, shape),
+                    dtype=runner.dtype,
+                )
+            )
+    known = runner_facts(runner)
+    modules = [by_name[layer.name] for layer in layers]
+    impls = [module.impl for module in modules]
+    backends = [module.get_attn_backend().get_name() for module in modules]
+    backends.sort(key=lambda name: name in ATTENTION.get(known.device, ()))
+    versions = (getattr(impl, "vllm_flash_attn_version", None) for impl in impls)
+    facts = attrs.evolve(
+        known,
+        foreign_layer=foreign,
+        kv_sharing=bool(shared),
+        attention=next(iter(backends), None),
+        sinks=any(getattr(impl, "sinks", None) is not None for impl in impls),
+        alibi=any(getattr(impl, "alibi_slopes", None) is not None for impl in impls),
+        flash=max(filter(None, versions), default=None),
+    )
+    return layers, facts
+
+
+def all_take_slots(runner: Any) -> bool:
+    """Tell whether ``flash.takes_slots`` holds for every target layer of a loaded model."""
+    drafters = draft_layers(runner)
+    modules = runner.compilation_config.static_forward_context
+    impls = (getattr(modules[name], "impl", None) for name in modules if name not in drafters)
+    return all(flash.takes_slots(impl) for impl in impls)
+
+
+# -- rows and scores ------------------------------------------------------------------
+
+
+@attrs.frozen
+class Scores:
+    """A layer's settings that turn queries and keys into scores; None means "no limit"."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+
+def scores_of(impl: Any) -> Scores:
+    """Read a layer's settings; vLLM says -1 for "no window" and 0 for "no cap"."""
+    window, cap = int(impl.sliding_window), float(impl.logits_soft_cap)
+    return Scores(float(impl.scale), window if window > 0 else None, cap if cap > 0 else None)
+
+
+def stored_scales(module: Any) -> tuple[float, float]:
+    """Return the scales of a layer's 8-bit keys and values."""
+    return float(module._k_scale_float), float(module._v_scale_float)
+
+
+def kernel_of(layer: TargetLayer) -> str:
+    """Name the CPU instruction set for which vLLM packs a layer's rows.
+
+    Releases keep the name in the layer or in its attention.
+    """
+    return str(getattr(layer.module, "isa", None) or getattr(layer.impl, "isa", ""))
+
+
+def write_rows(layer: TargetLayer, parts: Sequence[Tensor], cache: Tensor, slots: Tensor) -> None:
+    """Let vLLM's own writer of a layer write rows to a cache.
+
+    Args:
+        layer: the layer.
+        parts: ``[num_rows, *row_shape]`` each: keys and values, or latents alone.
+        cache: a cache shaped like the layer's, with any number of blocks.
+        slots: int64 ``[num_rows]``, the slot of each row.
+    """
+    module: Any = layer.module
+    impl: Any = layer.impl
+    if layer.latent:
+        first, second = parts[0].split(
+            [impl.kv_lora_rank, parts[0].shape[1] - impl.kv_lora_rank], 1
+        )
+        rotary = second.unsqueeze(1)
+        impl.do_kv_cache_update(first, rotary, cache, slots, module.kv_cache_dtype, module._k_scale)
+    else:
+        impl.do_kv_cache_update(module, *parts, cache, slots)

@@ -1,0 +1,68 @@
+"""Changes that benchmarks make to a running engine: its start, its acceptance, its windows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+
+def together(engine: Any, add: Callable[[], None]) -> float:
+    """Let requests begin in one step, however long it takes to add them.
+
+    A core in a process of its own begins with the first request that reaches it. How many of the
+    others join its first steps is then a race, and times to first token differ by a third between
+    runs of the same work. So the core's scheduler is paused while requests are added. A core in
+    this process makes no step meanwhile anyway.
+
+    Args:
+        engine: a vLLM ``LLMEngine`` without any requests.
+        add: a function that adds the requests to the engine.
+
+    Returns:
+        The ``time.perf_counter()`` at which the engine was let go on.
+    """
+    call = getattr(engine.engine_core, "call_utility", None)
+    if call is None:
+        add()
+        return time.perf_counter()
+    call("pause_scheduler", "keep", False)
+    try:
+        add()
+    finally:
+        released = time.perf_counter()
+        call("resume_scheduler")
+    return released
+
+
+def set_acceptance(worker: Any, rates: tuple[float, ...]) -> None:
+    """Change the synthetic acceptance of a running engine.
+
+    Args:
+        worker: vLLM's worker.
+        rates: for each draft position the share of requests that accept the draft there and all
+            drafts before it.
+    """
+    sampler = worker.model_runner.rejection_sampler
+    before = (1.0, *rates)
+    given = [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
+    for number, rate in enumerate(given):
+        sampler.synthetic_conditional_rates[number].fill_(rate)
+
+
+def switch_windows(worker: Any, on: bool) -> None:
+    """Switch the windows of a running engine's steps on or off; without windows it runs as stock.
+
+    Either way the random numbers drawn from now on are the same, and with them the drafts that
+    synthetic acceptance accepts.
+    """
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    runner = worker.model_runner
+    steps = worker.__dict__.setdefault("kvtxn_steps", runner.kvtxn)
+    if getattr(steps, "deferred", False):  # on a GPU
+        steps.windows.mark(None)  # captured graphs read this buffer
+    runner.kvtxn = steps if on else None

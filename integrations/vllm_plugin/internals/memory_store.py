@@ -1,0 +1,89 @@
+"""A store in memory for OffloadingConnector on a CPU, where vLLM has no worker that copies.
+
+The spec is vLLM's own, manager included; its worker copies blocks while it is asked to. vLLM
+imports this module by the ``spec_module_path`` of a connector's settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+
+class MemoryStoreWorker(OffloadingWorker):  # type: ignore[misc]  # untyped base
+    """A worker that copies whole blocks, one after another.
+
+    Args:
+        kv_caches: vLLM's description of the caches, ``[num_blocks, ...]`` each.
+        chunks: the number of blocks that the store holds.
+    """
+
+    def __init__(self, kv_caches: Any, chunks: int) -> None:
+        self._caches: list[Tensor] = [cache.tensor for cache in kv_caches.tensors]
+        self._tensors = [
+            sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs
+        ]
+        self._store = [cache.new_zeros(chunks, *cache.shape[1:]) for cache in self._caches]
+        self._ended: list[Any] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy blocks out of the caches."""
+        pairs = zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True)
+        self._copy(self._caches, self._store, src_spec.group_sizes, list(pairs))
+        self._ended.append(TransferResult(job_id, True))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy blocks into the caches."""
+        pairs = zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True)
+        self._copy(self._store, self._caches, dst_spec.group_sizes, list(pairs))
+        self._ended.append(TransferResult(job_id, True))
+        return True
+
+    def _copy(
+        self,
+        source: Sequence[Tensor],
+        target: Sequence[Tensor],
+        sizes: Sequence[int],
+        pairs: Sequence[tuple[int, int]],
+    ) -> None:
+        """Copy pairs of blocks, of which each group of layers has ``sizes`` many, in order."""
+        begin = 0
+        with torch.inference_mode():
+            for tensors, size in zip(self._tensors, sizes, strict=True):
+                for there, here in pairs[begin : begin + size]:
+                    for index in tensors:
+                        target[index][here] = source[index][there]
+                begin += size
+
+    def get_finished(self) -> list[Any]:
+        """Return the results of the copies since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return at once: no copy is ever under way."""
+
+
+class MemoryStoreSpec(CPUOffloadingSpec):  # type: ignore[misc]  # untyped base
+    """vLLM's spec of a store in memory, with a worker for caches that are in memory themselves."""
+
+    _worker: MemoryStoreWorker | None
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """Return the worker.
+
+        Raises:
+            ValueError: a chunk has several blocks.
+        """
+        if self.blocks_per_chunk != 1:
+            raise ValueError("the store in memory needs chunks of one block")
+        if self._worker is None:
+            chunks = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
+            self._worker = MemoryStoreWorker(kv_caches, chunks)
+        return self._worker

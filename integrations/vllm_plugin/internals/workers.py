@@ -1,0 +1,122 @@
+"""vLLM's release, platform and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ....errors import KVTxnError
+from . import Foreign
+
+
+def version() -> str:
+    """Return vLLM's release, without a build suffix such as ``+cpu``."""
+    import vllm
+
+    return str(vllm.__version__).partition("+")[0]
+
+
+def device_type() -> str:
+    """Return the type of the device that vLLM would run on here."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def hook_workers(
+    after_init_device: Callable[[Foreign], None],
+    methods: Mapping[str, Callable[[Foreign], object]],
+) -> Callable[[], None]:
+    """Call a function in every worker once it has a model runner, and add methods for RPC.
+
+    Args:
+        after_init_device: gets the worker's wrapper.
+        methods: by name; each gets the worker's wrapper.
+
+    Returns:
+        A function that undoes the hook.
+
+    Raises:
+        KVTxnError: workers are hooked already.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase as Wrapper
+
+    original = Wrapper.init_device
+    if hasattr(original, "kvtxn_hook"):
+        raise KVTxnError("hook_workers", "vLLM's workers are hooked already", hint="unhook first")
+
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        after_init_device(self)
+        return result
+
+    init_device.kvtxn_hook = True  # type: ignore[attr-defined]
+    Wrapper.init_device = init_device
+    for name, method in methods.items():
+        setattr(Wrapper, name, method)
+
+    def undo() -> None:
+        Wrapper.init_device = original
+        for name in methods:
+            delattr(Wrapper, name)
+
+    return undo
+
+
+def after_warm_up(wrapper: Any, then: Callable[[], None]) -> Callable[[], None]:
+    """Call a function whenever a worker has warmed up.
+
+    Under the V2 runner vLLM warms up with whole steps, drafts included, of requests that no user
+    sent; vLLM's own counters leave these steps out.
+
+    Args:
+        wrapper: the worker's wrapper.
+        then: the function.
+
+    Returns:
+        A function that undoes the hook.
+
+    Raises:
+        KVTxnError: this worker is hooked already.
+    """
+    worker = wrapper.worker
+    own = worker.compile_or_warm_up_model
+    if hasattr(own, "kvtxn_hook"):
+        raise KVTxnError("after_warm_up", "this worker is hooked already", hint="unhook it first")
+    shadowed = "compile_or_warm_up_model" in vars(worker)
+
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        then()
+        return result
+
+    compile_or_warm_up_model.kvtxn_hook = True  # type: ignore[attr-defined]
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
+
+    def undo() -> None:
+        if shadowed:
+            worker.compile_or_warm_up_model = own
+        else:
+            del worker.compile_or_warm_up_model
+
+    return undo
+
+
+def engine_config(wrapper: Any) -> Foreign:
+    """Return a worker's ``VllmConfig``."""
+    return wrapper.vllm_config
+
+
+def runner_of(wrapper: Any) -> Foreign:
+    """Return a worker's model runner."""
+    return wrapper.worker.model_runner
+
+
+def runner_of_worker(worker: Any) -> Foreign:
+    """Return the model runner of a worker itself, as functions called by RPC get it."""
+    return worker.model_runner
+
+
+def rank_of(wrapper: Any) -> int:
+    """Return a worker's rank among the engine's."""
+    return int(wrapper.rpc_rank)

@@ -1,0 +1,1 @@
+"""Counters of all workers, for a program and for Prometheus."""

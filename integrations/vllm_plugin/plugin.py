@@ -1,0 +1,261 @@
+"""kvtxn inside vLLM: the plug-in's entry point, and the functions that users call.
+
+kvtxn stays out unless the user asks for it:
+
+    LLM(model=..., speculative_config=...,
+        additional_config={"kvtxn": {"policy": "auto"}})
+
+The keys are those of ``TxnConfig`` and ``required``, see ``settings``. Every worker with a model
+runner then logs one line: ``kvtxn.active`` with the policy, or ``kvtxn.inactive`` with the reason,
+and in the latter case the engine runs as if kvtxn were not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import attrs
+
+from ...errors import KVTxnError
+from ...log import get_logger
+from .attach import is_hooked, show_log, stay_out, unhook_runners
+from .internals import Foreign
+from .metrics.snapshots import (
+    NO_METRICS,
+    RECORDING,
+    REPORT,
+    SNAPSHOT,
+    audit_report,
+    last_snapshots,
+    on_engine,
+    snapshots,
+    unhook_clients,
+)
+from .policy.engine import EngineFacts
+from .policy.rules import check_states, decide
+from .settings import PluginSettings, is_asked, is_audited, settings, wants
+
+__all__ = ["audit_report", "last_snapshots", "register", "snapshots", "unregister"]
+
+log = get_logger()
+
+#: The attention that vLLM finds under the name FLASH_ATTN where drafts wait in spare blocks.
+FLASH_ATTENTION: Final = "kvtxn.integrations.vllm_plugin.gpu.flash_backend.WindowFlashBackend"
+
+#: Undo the hooks of ``register``, and those that engines of this process brought along.
+_undo: list[Callable[[], None]] = []
+_undo_engines: list[Callable[[], None]] = []
+
+
+def register() -> None:
+    """Install the hooks into vLLM's workers and engines; vLLM calls this in each of its processes.
+
+    A second call does nothing. Never raises: an exception would end vLLM's process.
+    """
+    if _undo:
+        return
+    try:
+        from .internals import frontend, scheduling, workers
+
+        methods = {SNAPSHOT: _snapshot, REPORT: _report, RECORDING: _recording}
+        _undo.append(workers.hook_workers(_on_worker, methods))
+        _undo.append(frontend.hook_engines(_before_engine, on_engine))
+        _undo.append(scheduling.hook_schedulers(_on_scheduler))
+    except Exception as error:
+        if _undo:
+            why = f"vLLM's engines cannot be hooked: {error!r}"
+            log.warning("kvtxn.no_metrics", why=why, effect=NO_METRICS)
+        else:
+            log.warning("kvtxn.inactive", why=f"vLLM's workers cannot be hooked: {error!r}")
+
+
+def unregister() -> None:
+    """Undo every hook into vLLM in this process, those of running engines included."""
+    from .audit import containing
+
+    unhook_runners()
+    unhook_clients()
+    containing.unhook_schedulers()
+    for hooks in (_undo_engines, _undo):
+        while hooks:
+            hooks.pop()()
+
+
+def _snapshot(wrapper: Foreign) -> dict[str, float]:
+    """Return a worker's counters; workers get this function as method ``kvtxn_snapshot``."""
+    from .internals import config as engine_config
+    from .internals import workers
+
+    runner = workers.runner_of(wrapper)
+    steps, watch = getattr(runner, "kvtxn", None), getattr(runner, "kvtxn_audit", None)
+    found = {"kvtxn_active": 0.0}
+    if steps is not None:
+        found = {"kvtxn_active": 1.0, **steps.manager.snapshot()}
+    if watch is not None:
+        found |= watch.counters()
+    elif is_audited(engine_config.additional_config(workers.engine_config(wrapper))):
+        found["kvtxn_audit_active"] = 0.0
+    return found
+
+
+def _report(wrapper: Foreign) -> list[dict[str, Any]]:
+    """Return the violations that a worker's audit found; the method ``kvtxn_audit_report``."""
+    from .internals import workers
+
+    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
+    return [] if watch is None else watch.report()
+
+
+def _recording(wrapper: Foreign) -> dict[str, Any] | None:
+    """Return the life of every slot, if it is recorded; the method ``kvtxn_audit_recording``."""
+    from .internals import workers
+
+    runner = workers.runner_of(wrapper)
+    watch, steps = getattr(runner, "kvtxn_audit", None), getattr(runner, "kvtxn", None)
+    recording: dict[str, Any] | None = None if watch is None else watch.recording()
+    if recording is None:
+        return None
+    return {**recording, "policy": None if steps is None else steps.manager.policy}
+
+
+def _on_scheduler(scheduler: Foreign, config: Foreign) -> None:
+    """Let a scheduler contain what the audit finds, if the user asks for it."""
+    from .audit import containing
+    from .internals import config as engine_config
+
+    asked = engine_config.additional_config(config)
+    if is_audited(asked) and wants(asked, "on_violation", "contain"):
+        containing.attach(scheduler)
+
+
+def _before_engine(config: Foreign) -> None:
+    """Check the user's settings before any worker starts.
+
+    Raises:
+        KVTxnError: a setting is not valid, or the user requires kvtxn and the configuration rules
+            it out; it stops the start, in the user's own process.
+    """
+    from .internals import config as engine_config
+
+    try:
+        asked = engine_config.additional_config(config)
+        if is_asked(asked):
+            facts = engine_config.config_facts(config)
+            wanted = settings(asked, 1, facts.device)
+            check_states(wanted, facts)
+            if wanted is not None and wanted.required:
+                policy, why = decide(wanted.txn.policy, facts)
+                if policy == "off" and wanted.windows:
+                    stay_out(why, 0, required=True)
+                _audited(config, wanted, 0)
+    except KVTxnError:
+        raise
+    except Exception as error:
+        effect = "each worker checks them again"
+        log.warning("kvtxn.settings_not_checked", why=repr(error), effect=effect)
+
+
+def _on_worker(wrapper: Foreign) -> None:
+    """Attach to a worker's model runner, if the user asks for kvtxn and the engine can have it.
+
+    Raises:
+        KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
+            it; it stops vLLM's start.
+    """
+    from .audit import runner as audit
+    from .internals import config as engine_config
+    from .internals import workers
+
+    config = workers.engine_config(wrapper)
+    asked = engine_config.additional_config(config)
+    if not is_asked(asked):
+        return
+    _undo_engines.append(show_log())
+    rank = workers.rank_of(wrapper)
+    try:
+        facts = engine_config.config_facts(config)
+        wanted = settings(asked, _most_rows(config, facts), facts.device)
+        assert wanted is not None  # it is asked for
+        check_states(wanted, facts)
+        wanted = _audited(config, wanted, rank)
+        policy, why = decide(wanted.txn.policy, facts)
+        if wanted.windows and policy != "off":
+            _attach(wrapper, wanted, rank, facts, policy)
+            return
+        if wanted.windows:
+            stay_out(why, rank, required=wanted.required)
+        if wanted.audit != "off":
+            audit.attach(workers.runner_of(wrapper), wanted, rank)
+    except KVTxnError:
+        raise
+    except Exception as error:
+        if wants(asked, "on_error", "raise"):
+            raise
+        stay_out(repr(error), rank, required=wants(asked, "required", True), error=error)
+
+
+def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettings:
+    """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
+
+    Raises:
+        RequiredError: the ledger cannot watch this engine, and the user requires kvtxn.
+    """
+    from .internals import audited
+
+    why = None if wanted.audit == "off" else audited.unwatched(config)
+    if why is None:
+        return wanted
+    if wanted.required:
+        stay_out(why, rank, required=True)
+    log.warning("kvtxn.audit_inactive", rank=rank, why=why)
+    return attrs.evolve(wanted, audit="off")
+
+
+def _attach(
+    wrapper: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
+) -> None:
+    """Attach to the worker's runner, and install the other hooks that the policy needs."""
+    from .internals import flash, workers
+
+    if facts.recurrent is not None:
+        from .cpu.runner_states import attach
+    elif facts.device == "cpu":
+        from .cpu.runner_v1 import attach
+    elif facts.runner == "v1":
+        from .gpu.runner_v1 import attach
+    else:
+        from .gpu.runner_v2 import attach
+
+    runner = workers.runner_of(wrapper)
+    if is_hooked(runner):
+        return
+    attach(runner, wanted, rank)
+    if facts.device == "cpu" or not is_hooked(runner):
+        return
+    if facts.runner == "v2":
+        undo = workers.after_warm_up(wrapper, partial(_restart, runner))
+        runner.kvtxn_unhook.callback(undo)
+    if policy == "deferred":  # before the model is made, which asks for its attention
+        try:
+            _undo_engines.append(flash.register(FLASH_ATTENTION))
+        except KVTxnError as error:
+            effect = "drafts cannot wait: 'auto' takes 'undo', 'deferred' leaves kvtxn inactive"
+            log.warning("kvtxn.flash_attention_taken", rank=rank, why=str(error), effect=effect)
+
+
+def _restart(runner: Foreign) -> None:
+    """Reset the counters: windows before this point were vLLM's warm-up."""
+    steps = getattr(runner, "kvtxn", None)
+    if steps is not None:
+        steps.manager.metrics.restart()
+
+
+def _most_rows(config: Foreign, facts: EngineFacts) -> int:
+    """Return the default of ``max_rows``, which sizes the buffers on a GPU."""
+    from .internals import config as engine_config
+
+    if facts.device == "cpu":
+        return engine_config.most_window_rows(config)
+    return engine_config.window_rows(config)

@@ -1,0 +1,1 @@
+"""Decisions: the policy of an engine, and the reason."""

@@ -1,0 +1,84 @@
+"""``EngineFacts``: everything about a vLLM engine that ``policy.rules`` decides by."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+
+from . import supported
+
+#: Kinds of recurrent layers: Qwen's gated delta nets, and all others.
+GATED_DELTA: Final = "gated delta nets"
+OTHER_STATES: Final = "other recurrent layers"
+
+
+@attrs.frozen(kw_only=True)
+class EngineFacts:
+    """A vLLM engine, or one of its workers; the defaults describe the plainest one.
+
+    The configuration says the first block of fields, the loaded model the second block.
+
+    Attributes:
+        version: vLLM's release.
+        device: ``"cpu"``, ``"cuda"``, ...
+        runner: ``"v1"`` or ``"v2"``: vLLM's model runner.
+        method: the method of speculation, such as ``"ngram"``; None without speculation.
+        dtype: dtype of the model's activations.
+        kv_cache_dtype: ``"auto"`` or the name of a cache format.
+        tensor_parallel: number of ranks that share every layer's heads.
+        pipeline_parallel: number of pipeline stages.
+        context_parallel: number of ranks that share one sequence's cache.
+        connector: name of the KV connector, which moves rows in and out of the cache; None
+            without one.
+        mla: the model has multi-head latent attention.
+        recurrent: kind of the layers that keep a state instead of rows: ``GATED_DELTA`` or
+            ``OTHER_STATES``; None without such layers.
+        states: the user's setting ``recurrent``: "off", "exact" or "fast".
+        cached_states: the prefix cache keeps states at block boundaries.
+        state_dtype: dtype of the states.
+        microbatches: vLLM cuts the batch into overlapping halves.
+        adaptive: the number of drafts to verify changes from step to step.
+        batch_invariant: a request's sums must not depend on the other requests in its batch.
+        graph_writes: vLLM's piecewise CUDA graphs contain the KV-cache write, so kvtxn cannot
+            redirect it.
+        attention: attention backend of the target's layers, such as ``"CPU_ATTN"``; None before
+            the model is loaded. If the layers differ and one backend is not supported, that one.
+        last_stage: the worker has the last pipeline stage.
+        foreign_layer: name of a target layer that has a KV cache and is not an attention layer
+            that kvtxn knows.
+        kv_sharing: some layers read another layer's rows.
+        sinks: some layers have attention sinks.
+        alibi: some layers have ALiBi slopes.
+        flash: version of FlashAttention; None if the layers do not use it.
+        spare_blocks: on a GPU, the caches have blocks behind vLLM's own, in which draft rows wait.
+    """
+
+    version: str = supported.RELEASES[-1]
+    device: str = "cpu"
+    runner: str = "v1"
+    method: str | None = "ngram"
+    dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    connector: str | None = None
+    mla: bool = False
+    recurrent: str | None = None
+    states: str = "off"
+    cached_states: bool = False
+    state_dtype: str = "float32"
+    microbatches: bool = False
+    adaptive: bool = False
+    batch_invariant: bool = False
+    graph_writes: bool = False
+
+    attention: str | None = None
+    last_stage: bool = True
+    foreign_layer: str | None = None
+    kv_sharing: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    flash: int | None = None
+    spare_blocks: bool = True

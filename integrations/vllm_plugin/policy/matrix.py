@@ -1,0 +1,210 @@
+"""The matrix of ``kvtxn doctor --matrix``: the policy for every kind of engine.
+
+Nothing is decided here: every row asks ``policy.rules.decide``, as the plug-in does. ``SEEN`` has
+the engines that the tests ran next to stock; a test compares it with the tests' own records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+
+from .engine import GATED_DELTA, OTHER_STATES, EngineFacts
+from .rule import Decision
+from .rules import decide
+
+Changes = Mapping[str, object]
+
+PLAIN: Final = "Llama, Qwen3, Mistral, Gemma2, Gemma3"
+LATENT: Final = "DeepSeek-V2, -V3 (latent)"
+ALIBI: Final = "Bloom, MPT (ALiBi)"
+SINKS: Final = "gpt-oss (sinks)"
+STATES: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "exact"'
+SHARED: Final = "Gemma3n (layers share rows)"
+
+#: For each family of models, the facts that differ from those of a plain model.
+FAMILIES: Final[Mapping[str, Changes]] = {
+    PLAIN: {},
+    LATENT: {"mla": True},
+    ALIBI: {"alibi": True},
+    SINKS: {"sinks": True},
+    SHARED: {"kv_sharing": True},
+    STATES: {"recurrent": GATED_DELTA, "states": "exact"},
+    "Mamba, Mamba-2, LFM2 (recurrent)": {"recurrent": OTHER_STATES},
+}
+
+FORMATS: Final[Mapping[str, Changes]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "scales per row (int8_per_token_head)": {"kv_cache_dtype": "int8_per_token_head"},
+}
+
+PARALLELISM: Final[Mapping[str, Changes]] = {
+    "one worker": {},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline (last stage)": {"pipeline_parallel": 2},
+    "pipeline (other stages)": {"pipeline_parallel": 2, "last_stage": False},
+    "context": {"context_parallel": 2},
+}
+
+#: Attention backends of a device: for rows of keys and values, and for latent rows.
+BACKENDS: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "cpu": (("CPU_ATTN",), ("CPU_MLA", "AMX_MLA")),
+    "cuda": (
+        ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
+        ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA"),
+    ),
+}
+
+ANY: Final = "any"
+POLICIES: Final = ("deferred", "undo", "direct")
+
+#: A family, an attention backend, a format, and the parallelism.
+Kind = tuple[str, str, str, str]
+
+_UNDO: Final = ("undo",)
+_BOTH: Final = ("deferred", "undo")
+_ONE: Final = "one worker"
+
+#: By device and runner: kinds of engines that the tests ran next to stock, and under what.
+SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
+    ("cpu", "v1"): {
+        (PLAIN, "CPU_ATTN", "float32", _ONE): _BOTH,
+        (PLAIN, "CPU_ATTN", "float32", "tensor"): _BOTH,
+        (PLAIN, "CPU_ATTN", "fp8", _ONE): _BOTH,
+        (LATENT, "CPU_MLA", "float32", _ONE): _BOTH,
+        (LATENT, "AMX_MLA", "bfloat16", _ONE): _BOTH,
+        (ALIBI, "CPU_ATTN", "float32", _ONE): _UNDO,
+        (SINKS, "CPU_ATTN", "float32", _ONE): _UNDO,
+        (SHARED, "CPU_ATTN", "float32", _ONE): _UNDO,
+        (STATES, "CPU_ATTN", "bfloat16", _ONE): ("deferred",),
+    },
+    ("cuda", "v1"): {
+        (PLAIN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
+        (PLAIN, "TRITON_ATTN", "bfloat16", _ONE): _UNDO,
+        (PLAIN, "FLASHINFER", "bfloat16", _ONE): _UNDO,
+        (LATENT, "TRITON_MLA", "bfloat16", _ONE): _UNDO,
+    },
+    ("cuda", "v2"): {
+        (PLAIN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
+        (PLAIN, "FLASH_ATTN", "bfloat16", "tensor"): _BOTH,
+        (PLAIN, "FLASH_ATTN", "bfloat16", "pipeline (last stage)"): _BOTH,
+        (PLAIN, "FLASH_ATTN", "fp8", _ONE): _BOTH,
+        (PLAIN, "TRITON_ATTN", "bfloat16", _ONE): _UNDO,
+        (PLAIN, "TRITON_ATTN", "fp8", _ONE): _UNDO,
+        (PLAIN, "FLASHINFER", "bfloat16", _ONE): _UNDO,
+        (PLAIN, "FLASHINFER", "fp8", _ONE): _UNDO,
+        (PLAIN, "FLEX_ATTENTION", "bfloat16", _ONE): _UNDO,
+        (LATENT, "TRITON_MLA", "bfloat16", _ONE): _UNDO,
+        (LATENT, "TRITON_MLA", "fp8", _ONE): _UNDO,
+        (LATENT, "FLASHMLA", "bfloat16", _ONE): _UNDO,
+        (LATENT, "FLASH_ATTN_MLA", "bfloat16", _ONE): _UNDO,
+    },
+}
+
+
+@attrs.frozen
+class Row:
+    """A line of the matrix: all engines with the same outcome.
+
+    Attributes:
+        kinds: pairs of a family and an attention backend.
+        formats: keys of ``FORMATS``.
+        parallelism: keys of ``PARALLELISM``.
+        auto: the decision for policy "auto".
+        named: policies that the user may name.
+        seen: those of ``named``, except "direct", that the tests ran.
+        facts: the facts of each engine that the row stands for.
+    """
+
+    kinds: tuple[tuple[str, str], ...]
+    formats: tuple[str, ...]
+    parallelism: tuple[str, ...]
+    auto: Decision
+    named: tuple[str, ...]
+    seen: tuple[str, ...]
+    facts: tuple[EngineFacts, ...] = attrs.field(repr=False)
+
+    def __str__(self) -> str:
+        """Return one line of text, with "any" for a column that makes no difference."""
+        families: dict[str, list[str]] = {}
+        for family, backend in self.kinds:
+            families.setdefault(family, []).append(backend)
+        kinds = [f"{family} on {', '.join(found)}" for family, found in families.items()]
+        columns = (
+            ANY if len(families) == len(FAMILIES) else "; ".join(kinds),
+            ANY if len(self.formats) == len(FORMATS) else ", ".join(self.formats),
+            ANY if len(self.parallelism) == len(PARALLELISM) else ", ".join(self.parallelism),
+        )
+        also = [name for name in self.named if name not in (self.auto.policy, "direct")]
+        by_name = f", {', '.join(also)} by name" if also else ""
+        says = f"{' | '.join(columns)}: {self.auto.policy}{by_name} ({self.auto.reason})"
+        windows = tuple(name for name in self.named if name != "direct")
+        if not windows:
+            return says
+        if self.seen in ((), windows):
+            return f"{says}; {'seen running' if self.seen else 'not seen running'}"
+        return f"{says}; {', '.join(self.seen)} seen running"
+
+
+def matrix(facts: EngineFacts) -> list[Row]:
+    """Decide for every kind of engine on this machine and with this vLLM.
+
+    Args:
+        facts: the plainest speculating engine here. Only its version, device, runner and version
+            of FlashAttention are used.
+
+    Returns:
+        Rows that together name every kind of engine once; one row for all with the same outcome.
+    """
+    dtype = "float32" if facts.device == "cpu" else "bfloat16"  # over a cache of another format
+    here = EngineFacts(version=facts.version, device=facts.device, runner=facts.runner, dtype=dtype)
+    flash = facts.flash
+    attention, latent = BACKENDS.get(here.device, ((ANY,), (ANY,)))
+    rows = [
+        _row(
+            attrs.evolve(here, flash=flash if backend == "FLASH_ATTN" else None),
+            *((family, backend), number, parallelism),
+        )
+        for parallelism in PARALLELISM
+        for family, changes in FAMILIES.items()
+        for backend in (latent if "mla" in changes else attention)
+        for number in FORMATS
+    ]
+    for column in ("formats", "kinds", "parallelism"):
+        rows = _drawn_together(rows, column)
+    return rows
+
+
+def _row(here: EngineFacts, kind: tuple[str, str], number: str, parallelism: str) -> Row:
+    family, backend = kind
+    changes: dict[str, Any] = {
+        **PARALLELISM[parallelism],
+        **FAMILIES[family],
+        **FORMATS[number],
+        "attention": None if backend == ANY else backend,
+    }
+    facts = attrs.evolve(here, **changes)
+    named = tuple(policy for policy in POLICIES if decide(policy, facts).policy == policy)
+    known = SEEN.get((here.device, here.runner), {}).get((*kind, number, parallelism), ())
+    seen = tuple(policy for policy in named if policy in known)
+    return Row((kind,), (number,), (parallelism,), decide("auto", facts), named, seen, (facts,))
+
+
+def _drawn_together(rows: list[Row], column: str) -> list[Row]:
+    """Merge rows that differ in ``column`` only."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        same = {**attrs.asdict(row, recurse=False), column: None, "facts": None}
+        groups.setdefault(tuple(same.values()), []).append(row)
+    drawn = []
+    for group in groups.values():
+        together: dict[str, Any] = {
+            name: tuple(value for row in group for value in getattr(row, name))
+            for name in (column, "facts")
+        }
+        drawn.append(attrs.evolve(group[0], **together))
+    return drawn

@@ -1,0 +1,315 @@
+"""Rules that decide the policy of a vLLM engine.
+
+``RULES`` is the one table: the plug-in decides by it, and ``kvtxn doctor`` prints its decision for
+every kind of engine (``policy.matrix``). A new rule is a new row, with an example of an engine that
+it concerns; the tests walk the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ....errors import ConfigError
+from ..settings import PluginSettings
+from . import supported
+from .engine import EngineFacts
+from .rule import Decision, Rule, lacking
+from .state_rules import STATE_RULES
+
+
+def _attends(facts: EngineFacts) -> bool:
+    """Tell whether kvtxn's own attention would read the window: on a CPU, without states."""
+    return facts.device == "cpu" and facts.recurrent is None
+
+
+#: In order of precedence: of several reasons the first one is given.
+RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        "version",
+        "windows",
+        lambda f: f.version not in supported.RELEASES,
+        "vLLM {version} was not checked; supported: " + ", ".join(supported.RELEASES),
+        {"version": "0.26.0"},
+    ),
+    Rule(
+        "no speculation",
+        "windows",
+        lambda f: f.method is None,
+        "the engine does not speculate, so no row is ever rejected",
+        {"method": None},
+    ),
+    Rule(
+        "device",
+        "windows",
+        lambda f: f.device not in supported.RUNNERS,
+        "device {device} is not supported yet",
+        {"device": "xpu"},
+    ),
+    Rule(
+        "runner",
+        "windows",
+        lambda f: f.device in supported.RUNNERS and f.runner not in supported.RUNNERS[f.device],
+        "model runner {runner} is not supported yet on device {device}",
+        {"runner": "v2"},
+    ),
+    Rule(
+        "pipeline",
+        "windows",
+        lambda f: f.pipeline_parallel > 1 and f.runner == "v1",
+        "vLLM's V1 model runner cannot speculate under pipeline parallelism",
+        {"pipeline_parallel": 2},
+    ),
+    Rule(
+        "stage",
+        "windows",
+        lambda f: f.pipeline_parallel > 1 and f.runner != "v1" and not f.last_stage,
+        "only the last pipeline stage learns what was accepted before its rows can be reused",
+        {"device": "cuda", "runner": "v2", "pipeline_parallel": 2, "last_stage": False},
+    ),
+    Rule(
+        "context",
+        "windows",
+        lambda f: f.context_parallel > 1,
+        "context parallelism is not supported yet",
+        {"context_parallel": 2},
+    ),
+    Rule(
+        "microbatches",
+        "windows",
+        lambda f: f.microbatches,
+        "overlapping microbatches are not supported yet",
+        {"microbatches": True},
+    ),
+    Rule(
+        "adaptive",
+        "windows",
+        lambda f: f.adaptive,
+        "the number of drafts is decided during the step, so kvtxn cannot plan the step",
+        {"adaptive": True},
+    ),
+    Rule(
+        "release on GPUs",
+        "windows",
+        lambda f: f.device == "cuda" and f.version not in supported.GPU_RELEASES,
+        "vLLM {version} was not checked on GPUs; supported there: "
+        + ", ".join(supported.GPU_RELEASES),
+        {"device": "cuda", "runner": "v2", "version": "0.31.0"},
+    ),
+    Rule(
+        "cache format",
+        "windows",
+        lambda f: (
+            f.device in supported.CACHE_FORMATS
+            and f.kv_cache_dtype not in supported.CACHE_FORMATS[f.device]
+        ),
+        "kvtxn was not checked with KV-cache format {kv_cache_dtype} on device {device}",
+        {"device": "cuda", "runner": "v2", "kv_cache_dtype": "nvfp4"},
+    ),
+    *STATE_RULES,
+    Rule(
+        "not in vLLM",
+        "windows",
+        lambda f: bool(lacking(f)),
+        "vLLM's attention backend {attention} does not support {lacking}, with or without kvtxn",
+        {"device": "cuda", "runner": "v2", "attention": "FLASH_ATTN"},  # and float32
+    ),
+    Rule(
+        "quantised latents",
+        "windows",
+        lambda f: (
+            f.mla
+            and f.kv_cache_dtype != "auto"
+            and not (f.device == "cuda" and f.attention in (None, "TRITON_MLA"))
+        ),
+        "kvtxn was not checked with latent attention over KV-cache format {kv_cache_dtype} here",
+        {"mla": True, "kv_cache_dtype": "fp8"},
+    ),
+    Rule(
+        "connector within the forward",
+        "windows",
+        lambda f: f.connector in supported.CONNECTORS_WITHIN_FORWARD,
+        "{connector} may copy draft rows before vLLM has decided which drafts are accepted",
+        {"connector": "LMCacheConnectorV1"},
+    ),
+    Rule(
+        "connector after the step",
+        "windows",
+        lambda f: f.connector in supported.CONNECTORS_AFTER_STEP,
+        "{connector} copies rows after a step, but kvtxn was not checked with it",
+        {"connector": "OffloadingConnector"},
+    ),
+    Rule(
+        "unknown connector",
+        "windows",
+        lambda f: f.connector is not None and f.connector not in supported.CONNECTORS,
+        "kvtxn was not checked with connector {connector}",
+        {"connector": "MyConnector"},
+    ),
+    Rule(
+        "connector on GPUs",
+        "windows",
+        lambda f: f.device == "cuda" and f.connector in supported.CONNECTORS_CHECKED,
+        "kvtxn was not checked with connector {connector} on device {device}",
+        {"device": "cuda", "runner": "v2", "connector": "ExampleConnector"},
+    ),
+    Rule(
+        "foreign layer",
+        "windows",
+        lambda f: f.foreign_layer is not None,
+        "layer {foreign_layer} is not an attention layer that kvtxn knows",
+        {"foreign_layer": "model.layers.3"},
+    ),
+    Rule(
+        "attention",
+        "windows",
+        lambda f: (
+            f.attention is not None and f.attention not in supported.ATTENTION.get(f.device, ())
+        ),
+        "kvtxn was not checked with attention backend {attention}",
+        {"attention": "FLEX_ATTENTION"},
+    ),
+    Rule(
+        "other attention",
+        "deferred",
+        lambda f: f.device == "cuda" and f.attention not in (None, "FLASH_ATTN"),
+        "attention backend {attention} cannot read draft rows that wait outside their slots",
+        {"device": "cuda", "runner": "v2", "attention": "TRITON_ATTN"},
+    ),
+    Rule(
+        # Applies until the model is loaded; rule "other attention" applies from then on.
+        "latent on GPUs",
+        "deferred",
+        lambda f: f.device == "cuda" and f.mla and f.attention is None,
+        "latent attention on device {device} cannot read draft rows that wait outside their slots",
+        {"device": "cuda", "runner": "v2", "mla": True},
+    ),
+    Rule(
+        "batch invariance",
+        "deferred",
+        lambda f: _attends(f) and f.batch_invariant,
+        "kvtxn's attention adds in an order that depends on the other requests of a step",
+        {"batch_invariant": True},
+    ),
+    Rule(
+        "FlashAttention",
+        "deferred",
+        lambda f: f.flash is not None and f.flash not in supported.FLASH_VERSIONS,
+        "kvtxn was not checked with FlashAttention {flash} reading blocks of one row",
+        {"flash": 4},
+    ),
+    Rule(
+        "ALiBi on GPUs",
+        "deferred",
+        lambda f: f.device == "cuda" and f.alibi,
+        "for ALiBi vLLM takes FlashAttention 2, which cannot read blocks of one row",
+        {"device": "cuda", "runner": "v2", "alibi": True},
+    ),
+    Rule(
+        # vLLM's own writer runs inside these graphs, so kvtxn cannot give it other slots.
+        "writes in graphs",
+        "deferred",
+        lambda f: f.device == "cuda" and f.graph_writes,
+        "the KV-cache write is inside piecewise CUDA graphs (breakable graphs or Inductor "
+        "partition) and cannot be redirected",
+        {"device": "cuda", "runner": "v2", "graph_writes": True},
+    ),
+    Rule(
+        "spare blocks",
+        "deferred",
+        lambda f: f.device == "cuda" and not f.spare_blocks,
+        "no spare KV-cache blocks could be added, or FlashAttention cannot read this cache layout "
+        "by slot",
+        {"device": "cuda", "runner": "v2", "spare_blocks": False},
+    ),
+    Rule(
+        "shared rows",
+        "deferred",
+        lambda f: f.kv_sharing,
+        "some layers read rows of other layers within the forward",
+        {"kv_sharing": True},
+    ),
+    Rule(
+        "sinks",
+        "deferred",
+        lambda f: _attends(f) and f.sinks,
+        "kvtxn's attention does not support attention sinks",
+        {"sinks": True},
+    ),
+    Rule(
+        "alibi",
+        "deferred",
+        lambda f: _attends(f) and f.alibi,
+        "kvtxn's attention does not support ALiBi",
+        {"alibi": True},
+    ),
+    Rule(
+        # Latent attention runs vLLM's own code, so it adds in stock's order.
+        "order of sums",
+        "auto",
+        lambda f: _attends(f) and f.dtype != "float32" and not f.mla,
+        "kvtxn's attention adds in another order than vLLM's, so rounding in {dtype} can change a "
+        "token",
+        {"dtype": "bfloat16"},
+    ),
+    Rule(
+        "order of sums in fp8",
+        "auto",
+        lambda f: _attends(f) and f.kv_cache_dtype != "auto" and not f.mla,
+        "kvtxn's attention adds in another order than vLLM's, so rounding over {kv_cache_dtype} "
+        "rows can change a token",
+        {"kv_cache_dtype": "fp8"},
+    ),
+)
+
+
+def decide(asked: str, facts: EngineFacts) -> Decision:
+    """Choose the policy for an engine, and say why.
+
+    Args:
+        asked: ``"auto"``, ``"deferred"``, ``"undo"`` or ``"direct"``.
+        facts: the facts of the engine.
+
+    Returns:
+        A policy that is safe for this engine, or ``"off"``. A policy that was asked for by name is
+        never replaced by another one.
+    """
+    found = [rule for rule in RULES if rule.applies(facts)]
+    for rule in found:
+        if rule.forbids == "windows":
+            return Decision("off", rule.says(facts))
+    alone = next((rule for rule in found if rule.forbids == "others"), None)
+    if asked in ("undo", "direct"):
+        if alone is None:
+            return Decision(asked, "asked for")
+        return Decision("off", f"policy {asked!r} cannot work here: {alone.says(facts)}")
+    for rule in found:
+        if rule.forbids == "deferred" and (asked == "deferred" or alone is not None):
+            return Decision("off", f"policy 'deferred' cannot work here: {rule.says(facts)}")
+        if asked == "auto" and rule.forbids in ("deferred", "auto"):
+            cannot = rule.forbids == "deferred"
+            lead = "rows cannot be deferred" if cannot else "'auto' does not choose 'deferred'"
+            return Decision("undo", f"{lead} here: {rule.says(facts)}")
+    if asked == "deferred":
+        return Decision("deferred", "asked for")
+    why = "the attention can read rows that wait" if alone is None else alone.says(facts)
+    return Decision("deferred", why)
+
+
+def check_states(wanted: PluginSettings | None, facts: EngineFacts) -> None:
+    """Refuse the setting ``recurrent`` for a model without recurrent layers.
+
+    Args:
+        wanted: the user's settings; None without any.
+        facts: the facts of the engine.
+
+    Raises:
+        ConfigError: this is such a model.
+    """
+    known = facts.version in supported.RELEASES
+    if wanted is not None and wanted.recurrent != "off" and known and facts.recurrent is None:
+        raise ConfigError(
+            "additional_config['kvtxn']",
+            "recurrent has no effect: the model has no recurrent layers",
+            got=repr(wanted.recurrent),
+            hint="leave recurrent out",
+        )

@@ -1,0 +1,130 @@
+"""Mixins that ``swap_class`` puts in front of the class of every model runner kvtxn attaches to.
+
+No class of vLLM's is patched; giving the runner object its own class back undoes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import attrs
+from torch import Tensor
+
+from ... import __version__
+from ...config import Policy, TxnConfig
+from ...errors import BackendUnavailableError, ConfigError
+from ...log import get_logger
+from .attach import stay_out
+from .internals import layers as attention_layers
+from .internals import workers
+from .internals.layers import TargetLayer
+from .policy.engine import EngineFacts
+from .policy.rules import decide
+from .settings import RequiredError
+
+log = get_logger()
+
+
+class WindowedRunnerMixin:
+    """A mixin of vLLM's runners that keeps kvtxn's steps for as long as the KV cache lives.
+
+    Attributes:
+        kvtxn: the steps, once the KV cache exists; None while kvtxn stays out.
+        kvtxn_config: the user's settings.
+        kvtxn_rank: the worker's rank.
+        kvtxn_room: memory reserved while vLLM measures how much is free, for the steps to take.
+        kvtxn_required: the user wants no engine without kvtxn.
+        kvtxn_undo: undoes the hooks of the present steps.
+        kvtxn_unhook: undoes the hooks around the runner itself.
+    """
+
+    kvtxn: Any = None
+    kvtxn_config: TxnConfig
+    kvtxn_rank: int = 0
+    kvtxn_room: Tensor | None = None
+    kvtxn_required: bool = False
+    kvtxn_undo: ExitStack
+    kvtxn_unhook: ExitStack
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
+    ) -> None:
+        """Make new steps for new caches; a profiling run's caches get none."""
+        self.kvtxn = None
+        self.kvtxn_undo.close()  # the hooks of the steps over earlier caches
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **others)  # type: ignore[misc]
+        if not is_profiling:
+            self.kvtxn_room = None  # the allocator keeps it, and gives it to the steps
+            self.kvtxn = open_steps(self)
+
+    def kvtxn_release(self) -> None:
+        """Abort a window that is still open, before the runner is unhooked."""
+        if self.kvtxn is not None:
+            self.kvtxn.abandon()
+
+    def kvtxn_facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
+        """Add to the facts those that are known once the caches exist."""
+        return facts
+
+    def make_steps(
+        self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
+    ) -> tuple[Any, dict[str, object]]:
+        """Make the steps over the target's layers; returns them, and more fields for the log.
+
+        Args:
+            layers: the target's layers with their caches.
+            kv_dtype: vLLM's name of the caches' format.
+            settings: the user's settings, with the policy that ``decide`` chose.
+        """
+        raise NotImplementedError
+
+
+class V1StepMixin(WindowedRunnerMixin):
+    """A mixin of vLLM's V1 runner, on any device: aborts windows of abandoned steps."""
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Abort a window that an abandoned step left open, then run vLLM's own code."""
+        if self.kvtxn is not None:
+            self.kvtxn.abandon()
+        return super()._update_states(scheduler_output)  # type: ignore[misc]
+
+
+def open_steps(runner: WindowedRunnerMixin) -> Any:
+    """Make steps over a hooked runner's new caches; if impossible, log why and return None."""
+    config: TxnConfig = runner.kvtxn_config
+    try:
+        layers, facts = attention_layers.target_layers(runner)
+        policy, why = decide(config.policy, runner.kvtxn_facts(layers, facts))
+        if policy == "off":
+            # Of pipeline stages the last one has the windows: there, the engine has kvtxn.
+            required = runner.kvtxn_required and facts.last_stage
+            stay_out(why, runner.kvtxn_rank, required=required)
+            return None
+        settings = attrs.evolve(config, policy=cast(Policy, policy))
+        steps, more = runner.make_steps(layers, facts.kv_cache_dtype, settings)
+    except (BackendUnavailableError, ConfigError, RequiredError):
+        raise  # the user named something that cannot be had: vLLM's start stops
+    except Exception as error:
+        runner.kvtxn_undo.close()
+        if config.on_error == "raise":
+            raise
+        required = runner.kvtxn_required
+        stay_out(repr(error), runner.kvtxn_rank, required=required, error=error)
+        return None
+    manager = steps.manager
+    log.info(
+        "kvtxn.active",
+        rank=runner.kvtxn_rank,
+        policy=policy,
+        why=why,
+        backend=manager.executor.name,
+        layers=len(manager.layers),
+        groups=len(manager.groups),
+        max_rows=settings.max_rows,
+        **more,
+        kvtxn=__version__,
+        vllm=workers.version(),
+    )
+    return steps

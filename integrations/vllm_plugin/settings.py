@@ -1,0 +1,218 @@
+"""The user's settings in vLLM's ``additional_config={"kvtxn": {...}}``, checked.
+
+A setting that does not exist, or a value that a setting cannot take, is the user's mistake and
+stops vLLM's start. An engine that kvtxn cannot serve is none: it runs stock, unless the user says
+``"required": true``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final, TypeGuard
+
+import attrs
+
+from ...config import POLICIES, TxnConfig
+from ...errors import ConfigError, KVTxnError
+from ..serving import graph_steps
+
+_WHERE: Final = "additional_config['kvtxn']"
+
+#: By device type: settings of ``TxnConfig`` that its steps do not use, and why.
+WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": graph_steps.WITHOUT_EFFECT}
+
+
+#: The values of ``recurrent``: whether, and by which operators, windows hold recurrent states.
+RECURRENT: Final = ("off", "exact", "fast")
+
+#: The values of ``audit`` and ``on_violation``, and what a violation does.
+AUDITS: Final = ("off", "ledger", "bytes")
+ON_VIOLATION: Final = ("log", "raise", "contain")
+
+
+class RequiredError(KVTxnError, RuntimeError):
+    """The user requires kvtxn, and this engine cannot have it."""
+
+    default_hint = "leave 'required' out to run this engine without kvtxn"
+
+
+@attrs.frozen
+class PluginSettings:
+    """The checked settings.
+
+    Attributes:
+        txn: how windows keep their promises.
+        required: an engine that cannot have the policy or audit asked for does not start.
+        windows: the user names a policy; without a policy no window is opened.
+        recurrent: one of ``RECURRENT``.
+        audit: one of ``AUDITS``.
+        on_violation: one of ``ON_VIOLATION``.
+        record: keep the life of every slot, as ``kvtxn audit`` does for its page.
+    """
+
+    txn: TxnConfig
+    required: bool = False
+    windows: bool = True
+    recurrent: str = "off"
+    audit: str = "off"
+    on_violation: str = "log"
+    record: bool = False
+
+
+def is_asked(additional_config: object) -> TypeGuard[Mapping[str, Any]]:
+    """Tell whether ``additional_config`` has settings of kvtxn."""
+    return isinstance(additional_config, Mapping) and additional_config.get("kvtxn") is not None
+
+
+def is_audited(additional_config: object) -> bool:
+    """Tell whether the user asks for an audit."""
+    return any(wants(additional_config, "audit", each) for each in AUDITS[1:])
+
+
+def asked_states(additional_config: object) -> str:
+    """Return the user's setting ``recurrent``, or "off"."""
+    return next((each for each in RECURRENT if wants(additional_config, "recurrent", each)), "off")
+
+
+def wants(additional_config: object, name: str, value: object) -> bool:
+    """Tell whether the user gave a setting this value, even if other settings are not valid."""
+    given = additional_config.get("kvtxn") if isinstance(additional_config, Mapping) else None
+    return isinstance(given, Mapping) and given.get(name) == value
+
+
+def settings(additional_config: object, max_rows: int, device: str) -> PluginSettings | None:
+    """Read and check the settings in ``additional_config={"kvtxn": {...}}``.
+
+    Args:
+        additional_config: vLLM's, as the user gave it.
+        max_rows: the default for ``max_rows``.
+        device: type of the device that the engine runs on, such as ``"cuda"``.
+
+    Returns:
+        The settings; None if the user does not ask for kvtxn.
+
+    Raises:
+        ConfigError: a setting does not exist, has no effect on this device, or cannot take its
+            value.
+        BackendUnavailableError: no backend of that name is registered.
+    """
+    if not is_asked(additional_config):
+        return None
+    given = additional_config["kvtxn"]
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            _WHERE,
+            "the settings are not valid",
+            expected="a dict",
+            got=repr(given),
+            hint="""write {"kvtxn": {"policy": "auto"}}""",
+        )
+    derived = ("txn", "windows")
+    ours = [field.name for field in attrs.fields(PluginSettings) if field.name not in derived]
+    _check_names(given, [field.name for field in attrs.fields(TxnConfig)] + ours)
+    audit = _one_of(given, "audit", AUDITS)
+    on_violation = _one_of(given, "on_violation", ON_VIOLATION)
+    if given.get("policy") is None and audit == "off":
+        raise ConfigError(
+            _WHERE,
+            "names no policy",
+            expected=f"one of {', '.join(map(repr, POLICIES))}",
+            got=dict(given),
+            hint="""add "policy": "auto", or "audit": "ledger" to watch the engine alone""",
+        )
+    required, record = _flag(given, "required"), _flag(given, "record")
+    for name in ("on_violation", "record") if audit == "off" else ():
+        if name in given:
+            raise ConfigError(
+                _WHERE,
+                f"{name} has no effect without an audit",
+                got=repr(given[name]),
+                hint=f'add "audit": "ledger", or leave {name} out',
+            )
+    for name, why in WITHOUT_EFFECT.get(device, {}).items():
+        if given.get(name, "auto") != "auto":
+            raise ConfigError(
+                _WHERE,
+                f"{name} has no effect on device {device}: {why}",
+                got=repr(given[name]),
+                hint=f"leave {name} out",
+            )
+    windows = given.get("policy") is not None
+    recurrent = _one_of(given, "recurrent", RECURRENT)
+    if recurrent != "off":
+        _check_recurrent(recurrent, device, windows=windows)
+    txn = _txn_config(given, max_rows, ours if windows else [*ours, "policy"])
+    return PluginSettings(txn, required, windows, recurrent, audit, on_violation, record)
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    """Return a setting that is true or false; false if it is not there."""
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(
+            _WHERE,
+            f"{name} is not valid",
+            expected="true or false",
+            got=repr(value),
+            hint=f"leave {name} out for false",
+        )
+    return value
+
+
+def _check_recurrent(value: str, device: str, *, windows: bool) -> None:
+    """Raise ConfigError for a value of ``recurrent`` that has no effect."""
+    if device != "cpu":
+        why = f"on device {device}: kvtxn's vLLM plug-in holds states on a CPU only, so far"
+    elif not windows:
+        why = "without a policy: no window is opened"
+    elif value == "fast":
+        why = "on device cpu: vLLM's own operator is exact there, and kvtxn has no faster one"
+    else:
+        return
+    raise ConfigError(
+        _WHERE,
+        f"recurrent has no effect {why}",
+        got=repr(value),
+        hint='use "exact"' if device == "cpu" and windows else "leave recurrent out",
+    )
+
+
+def _one_of(given: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
+    """Return a setting's value, checked against ``values``; without a setting the first value."""
+    value = given.get(name, values[0])
+    if value not in values:
+        raise ConfigError(
+            _WHERE,
+            f"{name} is not valid",
+            expected=f"one of {', '.join(map(repr, values))}",
+            got=repr(value),
+            hint=f"leave {name} out for {values[0]!r}",
+        )
+    return str(value)
+
+
+def _check_names(given: Mapping[str, Any], known: list[str]) -> None:
+    """Raise ConfigError for a setting that does not exist; name the setting spelled most alike."""
+    unknown = sorted(str(name) for name in given if name not in known)
+    if not unknown:
+        return
+    near = get_close_matches(unknown[0].lower(), known, n=1)
+    raise ConfigError(
+        _WHERE,
+        f"there is no setting {unknown[0]!r}",
+        expected=f"one of {', '.join(known)}",
+        got=", ".join(map(repr, unknown)),
+        hint=f"did you mean {near[0]!r}?" if near else "leave it out",
+    )
+
+
+def _txn_config(given: Mapping[str, Any], max_rows: int, ours: list[str]) -> TxnConfig:
+    """Build the ``TxnConfig``; error messages name the place of the setting in the user's dict."""
+    values = {name: value for name, value in given.items() if name not in ours}
+    try:
+        return TxnConfig(**{"max_rows": max_rows, **values})
+    except KVTxnError as error:
+        raise type(error)(
+            _WHERE, error.problem, expected=error.expected, got=error.got, hint=error.hint
+        ) from None

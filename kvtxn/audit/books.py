@@ -1,0 +1,177 @@
+"""The ledger's memory: fixed tensors on the device, and their size by formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .digest import MAX_POSITION, Key
+from .groups import WORD_BYTES, Group, Layout, positive
+from .violation import FIELDS, KINDS
+
+#: Indices into ``Books.counters``, int64 on the device; counts by kind start at ``BY_KIND``.
+STEP: Final = 0
+ROWS_CHECKED: Final = 1
+STATES_CHECKED: Final = 2
+#: The number of violations found.
+FOUND: Final = 3
+#: The device keeps a violation only while fewer than this many were found; the host raises the
+#: limit after it has read the violations.
+LIMIT: Final = 4
+#: The number of rows written to the journal so far.
+JOURNALLED: Final = 5
+#: The number of a launch's programs that have ended; 0 again when the launch has ended.
+ENDED: Final = 6
+#: The number of malformed requests that ``write`` left out.
+REFUSED: Final = 7
+BY_KIND: Final = 8
+NUM_COUNTERS: Final = BY_KIND + len(KINDS)
+
+#: Indices into one journal entry, int64: the step, the writer's serial number, the row's position,
+#: the terms of its last three tokens (newest first), then, for each group, the index in
+#: ``Books.words`` of the word written; -1 if the group has none.
+JOURNAL_STEP: Final = 0
+JOURNAL_SERIAL: Final = 1
+JOURNAL_POSITION: Final = 2
+JOURNAL_TERMS: Final = 3
+JOURNAL_PLACES: Final = 6
+
+#: Indices into the first dimension of ``Books.facts``. The request's serial number.
+SERIAL: Final = 0
+#: The number of leading positions whose tokens are known to be the request's own.
+KNOWN: Final = 1
+#: The number of leading positions whose rows will not be taken back.
+DURABLE: Final = 2
+#: Accepted drafts of the previous step, and of the present step; -1 if not known.
+KEPT_BEFORE: Final = 3
+KEPT: Final = 4
+#: One bit per group (its number modulo 63): a step of the request read outside the group, and that
+#: was reported. There is no slot to mark as reported.
+OUTSIDE: Final = 5
+NUM_FACTS: Final = 6
+
+#: The number of latest steps whose fingerprints are kept, to be compared between ranks.
+FINGERPRINTS: Final = 256
+
+
+@attrs.frozen
+class Sizes:
+    """The capacities of a ledger.
+
+    Attributes:
+        max_requests: requests that are admitted at one time.
+        max_length: positions of a request.
+        journal: the number of latest rows whose writers are remembered. A violation whose row was
+            written earlier is reported without its writer.
+        capacity: violations that can wait for the host; further violations are counted, not kept.
+
+    Raises:
+        ConfigError: a size is not a positive int, or ``max_length`` is too large.
+    """
+
+    max_requests: int = attrs.field(validator=positive)
+    max_length: int = attrs.field(validator=positive)
+    journal: int = attrs.field(default=1 << 16, validator=positive)
+    capacity: int = attrs.field(default=1024, validator=positive)
+
+    def __attrs_post_init__(self) -> None:
+        if self.max_length >= MAX_POSITION:
+            raise ConfigError(
+                "Ledger", "max_length is too large", expected=f"below {MAX_POSITION}",
+                got=self.max_length, hint="no digest has room for such a position",
+            )  # fmt: skip
+
+    def num_bytes(self, groups: Sequence[Group]) -> int:
+        """Return the bytes that a ledger of these sizes takes on its device, without making it.
+
+        8 per slot and group (once for groups of one pool), 8 per request and position, and a
+        constant: the journal, the violations that wait, the counters.
+        """
+        layout = Layout.of(groups)
+        numbers = (
+            layout.num_words
+            + layout.num_states
+            + self.max_requests * (self.max_length + 1)
+            + NUM_FACTS * self.max_requests
+            + self.journal * (JOURNAL_PLACES + len(groups))
+            + self.capacity * len(FIELDS)
+            + NUM_COUNTERS
+            + FINGERPRINTS * len(groups)
+        )
+        return numbers * WORD_BYTES
+
+
+@attrs.frozen(eq=False)
+class Books:
+    """The tensors that the passes read and write.
+
+    Attributes:
+        key: the engine's secret.
+        salts: the salt of each group, an int64, by group name.
+        layout: the positions of the groups' words in ``words``.
+        sizes: the capacities.
+        words: int64 ``[num_words]``, one word per slot of each pool.
+        owners: int64 ``[num_states]``, serial number of the request that wrote each state; -1
+            if any request may read the state.
+        own: int64 ``[max_requests, max_length + 1]``: digests of each request's own tokens;
+            ``[r, n]`` is the digest of the first n tokens of line r.
+        facts: int64 ``[NUM_FACTS, max_requests]``; ``SERIAL`` to ``OUTSIDE`` are the first indices.
+        journal: int64 ``[journal, JOURNAL_PLACES + num_groups]``, a ring.
+        found: int64 ``[capacity, len(FIELDS)]``, violations that wait for the host.
+        counters: int64 ``[NUM_COUNTERS]``.
+        fingerprints: int64 ``[FINGERPRINTS, num_groups]``, a ring: by step, a word over
+            everything that each group wrote until then.
+    """
+
+    key: Key
+    salts: dict[str, int]
+    layout: Layout
+    sizes: Sizes
+    words: Tensor
+    owners: Tensor
+    own: Tensor
+    facts: Tensor
+    journal: Tensor
+    found: Tensor
+    counters: Tensor
+    fingerprints: Tensor
+
+    @classmethod
+    def new(cls, key: Key, groups: Sequence[Group], sizes: Sizes, device: torch.device) -> Books:
+        """Allocate books in which every word is unwritten."""
+        layout = Layout.of(groups)
+
+        def full(*shape: int, value: int = 0) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=device)
+
+        with torch.inference_mode(False):  # later writes may be in inference mode or not
+            books = cls(
+                key=key,
+                salts={group.name: key.salt(group.name) for group in groups},
+                layout=layout,
+                sizes=sizes,
+                words=full(layout.num_words),
+                owners=full(layout.num_states, value=-1),
+                own=full(sizes.max_requests, sizes.max_length + 1),
+                facts=full(NUM_FACTS, sizes.max_requests, value=-1),
+                journal=full(sizes.journal, JOURNAL_PLACES + len(groups), value=-1),
+                found=full(sizes.capacity, len(FIELDS)),
+                counters=full(NUM_COUNTERS),
+                fingerprints=full(FINGERPRINTS, len(groups)),
+            )
+            books.counters[LIMIT] = sizes.capacity
+        return books
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the books take on the device."""
+        tensors = (
+            *(self.words, self.owners, self.own, self.facts, self.journal),
+            *(self.found, self.counters, self.fingerprints),
+        )
+        return sum(t.numel() * t.element_size() for t in tensors)

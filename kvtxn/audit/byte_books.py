@@ -1,0 +1,186 @@
+"""The memory of a scrub: which layers it watches, and the checksums of their rows and states."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..cache_planes import Plane
+from ..errors import ConfigError, LayerError
+from ..layers import LayerRef
+from .books import Books
+from .groups import WORD_BYTES, Group, Layout, Place, positive
+
+#: Number of steps between two comparisons of one slot that every step reads.
+EVERY: Final = 256
+
+
+@attrs.frozen
+class Window:
+    """A convolution's buffer, of which a step reads a part: the inputs before its first row.
+
+    An engine that speculates keeps one longer buffer per request, and not one per draft: the inputs
+    before the step, then those of all its rows but the last. The next step begins to read as many
+    inputs further on as drafts were accepted. The buffer lies in the block of the step's last
+    settled row.
+
+    Attributes:
+        state: the buffer's number among the states of its layer.
+        length: the inputs that a step reads: the taps of the convolution, less one.
+        dim: the dimension of the state along which the inputs lie, from 1.
+    """
+
+    state: int
+    length: int = attrs.field(validator=positive)
+    dim: int = attrs.field(default=1, validator=positive)
+
+
+@attrs.frozen(eq=False)
+class Watched:
+    """A layer of a scrub.
+
+    Attributes:
+        number: the layer's number among the scrub's layers.
+        ref: the layer.
+        sums: int64 ``[num_slots]``, the checksum of each slot's row; valid where it is sealed.
+        planes: the planes that are summed, with their numbers.
+        window: the convolution's buffer, which is not summed; None without one.
+    """
+
+    number: int
+    ref: LayerRef
+    sums: Tensor
+    planes: tuple[tuple[int, Plane], ...]
+    window: Window | None
+
+
+@attrs.frozen(eq=False)
+class ByteBooks:
+    """The tensors that the byte passes read and write.
+
+    Attributes:
+        books: the ledger's books.
+        layers: the watched layers of each group.
+        seals: int64 ``[num_words]``: the word that a slot had when its checksums were taken; 0 if
+            there are none. A slot with another word holds another row.
+        nans: int64 ``[max_requests]``, one more than the serial number of the request whose NaN
+            was reported last; 0 for none.
+        compared: int64 ``[1]``, rows and states that were compared.
+        every: one slot in this many is compared in each step.
+        poisoned: names of the groups whose dead rows and states are filled with NaN.
+    """
+
+    books: Books
+    layers: Mapping[Place, Sequence[Watched]]
+    seals: Tensor
+    nans: Tensor
+    compared: Tensor
+    every: int = attrs.field(validator=positive)
+    poisoned: frozenset[str]
+
+    @classmethod
+    def new(
+        cls,
+        books: Books,
+        layers: Sequence[LayerRef],
+        every: int,
+        poison: bool | Collection[str],
+        windows: Mapping[str, Window],
+    ) -> ByteBooks:
+        """Allocate books in which nothing is sealed; the arguments are those of ``Scrub``."""
+        names = [ref.name for ref in layers]
+        for name in windows:
+            if name not in names:
+                raise LayerError(
+                    "Scrub", f"windows names {name!r}", expected=f"one of {names}", got=repr(name),
+                    hint="name layers of the scrub",
+                )  # fmt: skip
+        groups = {ref.group for ref in layers}
+        poisoned = frozenset(groups if poison is True else () if poison is False else poison)
+        if not poisoned <= groups:
+            raise ConfigError(
+                "Scrub", "poison names groups without layers", expected=f"some of {sorted(groups)}",
+                got=sorted(poisoned), hint="name groups of the scrub's layers, or pass a bool",
+            )  # fmt: skip
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=books.words.device)
+
+        watched: dict[Place, list[Watched]] = {}
+        with torch.inference_mode(False):
+            for number, ref in enumerate(layers):
+                place, window = place_of_layer(books.layout, ref), windows.get(ref.name)
+                _check_window(ref, window)
+                planes = tuple(
+                    (part, plane)
+                    for part, plane in enumerate(ref.planes)
+                    if window is None or part != window.state
+                )
+                sums = zeros(place.num_slots)
+                watched.setdefault(place, []).append(Watched(number, ref, sums, planes, window))
+            nans, compared = zeros(books.sizes.max_requests), zeros(1)
+            seals = zeros(books.layout.num_words)
+        return cls(books, watched, seals, nans, compared, every, poisoned)
+
+    def copy(self, place: Place, source: Tensor, target: Tensor) -> None:
+        """Let copied blocks have the checksums of the blocks that they are copies of.
+
+        Args:
+            place: the group of the blocks.
+            source: int64 ``[n]``, on the device.
+            target: int64 ``[n]``, on the device, distinct.
+        """
+        pool = place.pool_of(self.seals)
+        pool.index_copy_(0, target, pool.index_select(0, source))
+        for other, layers in self.layers.items():
+            if other.base == place.base:  # of one pool
+                for layer in layers:
+                    sums = layer.sums.view(-1, other.group.block_size)
+                    sums.index_copy_(0, target, sums.index_select(0, source))
+
+
+def num_bytes(groups: Sequence[Group], layers: Mapping[str, int], max_requests: int) -> int:
+    """Return the bytes that a scrub takes; see ``Scrub.num_bytes``."""
+    layout = Layout.of(groups)
+    sums = sum(layout.places[name].num_slots * count for name, count in layers.items())
+    return WORD_BYTES * (layout.num_words + sums + max_requests + 1)
+
+
+def place_of_layer(layout: Layout, ref: LayerRef) -> Place:
+    """Return the ``Place`` of a layer's group.
+
+    Raises:
+        LayerError: there is none, or the layer's cache does not have its slots.
+    """
+    place = layout.places.get(ref.group)
+    slots = min(plane.num_slots for plane in ref.planes)
+    if place is None or place.group.reads is not None or slots < place.num_slots:
+        raise LayerError(
+            "Scrub",
+            f"layer {ref.name!r} does not fit group {ref.group!r} of the ledger",
+            expected="a group with rows of its own and no more slots than the cache",
+            got=None if place is None else f"{slots} slots in the cache",
+            hint="set LayerRef.group to a group of the ledger, and RowGroup.num_blocks to the "
+            "cache's number of blocks",
+        )
+    return place
+
+
+def _check_window(ref: LayerRef, window: Any) -> None:
+    """Refuse a window that its layer's states do not have."""
+    if window is None:
+        return
+    fits = isinstance(window, Window) and 0 <= window.state < len(ref.states)
+    shape = ref.states[window.state].shape if fits else ()
+    if not fits or window.dim >= len(shape) or window.length > shape[window.dim]:
+        raise LayerError(
+            "Scrub",
+            f"the window of {ref.name!r} does not fit its states",
+            expected="a Window of one of the layer's states, no longer than its dimension",
+            got=repr(window),
+            hint=f"the states are {[list(state.shape) for state in ref.states]}",
+        )

@@ -1,0 +1,323 @@
+"""Checks of what a ledger is given, on the host, before anything is changed.
+
+Shapes, dtypes, names and host values are checked always. The values of a step's tensors are looked
+at here on a CPU alone, since on a GPU that would wait: there the passes leave malformed requests
+out and count them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..errors import AcceptanceError, ConfigError, KVTxnError
+from ..host_values import to_device
+from .books import Books
+from .digest import EMBEDDED
+from .groups import Place
+from .passes import STRETCH_KINDS, Stretch
+from .rows import Batch
+from .step import Step
+
+#: The dtypes of ints that torch can count with.
+INTS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+_HOST: Final = torch.device("cpu")
+
+
+def whole(operation: str, name: str, value: Any, low: int, high: int) -> int:
+    """Return an int of the host that lies from ``low`` to ``high``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if hasattr(value, "__index__") and not isinstance(value, (bool, Tensor)):
+        number: int = value.__index__()
+        if low <= number <= high:
+            return number
+    raise ConfigError(
+        operation,
+        f"{name} is not valid",
+        expected=f"an int from {low} to {high}",
+        got=repr(value),
+        hint="nothing was changed",
+    )
+
+
+def ints(
+    operation: str,
+    name: str,
+    values: Any,
+    shape: str = "[n]",
+    error: type[KVTxnError] = ConfigError,
+) -> Tensor:
+    """Return ints as a tensor of the host, or the tensor itself if they are one.
+
+    Args:
+        operation: the call, for the message.
+        name: the argument's name, for the message.
+        values: a tensor, an array, or a sequence.
+        shape: the shape wanted, for the message; its commas say how many dimensions.
+        error: the class of the error.
+
+    Raises:
+        KVTxnError: the values are no ints, or of another number of dimensions.
+    """
+    try:
+        given = values if isinstance(values, Tensor) else torch.as_tensor(values, device=_HOST)
+        if not given.numel() and not isinstance(values, Tensor):
+            given = given.to(torch.int64)  # torch's guess for an empty list is a float
+        fits = given.ndim == shape.count(",") + 1 and given.dtype in INTS
+        fits = fits and given.layout is torch.strided and not given.is_nested
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        fits = False
+    if not fits:
+        tensor = isinstance(values, Tensor) and not values.is_nested
+        got = f"{values.dtype} {list(values.shape)}" if tensor else f"{type(values).__name__}"
+        raise error(
+            operation,
+            f"{name} is not valid",
+            expected=f"int {shape}",
+            got=got,
+            hint="nothing was changed",
+        )
+    return given
+
+
+def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool = False) -> Tensor:
+    """Return ints from 0 to ``end - 1``, int64 ``[n]`` on the host.
+
+    Args:
+        operation: the call, for the message.
+        name: the argument's name, for the message.
+        values: a tensor of the host, an array, or a sequence.
+        end: one more than the largest.
+        distinct: refuse a number that is named twice.
+
+    Raises:
+        ConfigError: the values are something else.
+    """
+    given = ints(operation, name, values)
+    if not given.is_cpu:
+        raise ConfigError(
+            operation,
+            f"{name} is on {given.device}",
+            expected="values on the host",
+            got=given.device,
+            hint="pass the numbers that the scheduler has; nothing was changed",
+        )
+    if given.numel():
+        low, high = (int(number) for number in given.aminmax())
+        again = distinct and len(given.unique()) < len(given)
+        if low < 0 or high >= end or again:
+            raise ConfigError(
+                operation,
+                f"{name} is not valid",
+                expected=f"{'distinct ' * distinct}ints from 0 to {end - 1}",
+                got=given.tolist() if again else low if low < 0 else high,
+                hint="nothing was changed",
+            )
+    return given.long()
+
+
+def own_tokens(tokens: Any, embedded: Mapping[int, int] | None, max_length: int) -> Tensor:
+    """Return a request's tokens, int64 ``[n]`` on the host; see ``Ledger.admit``."""
+    if isinstance(tokens, Tensor):
+        tokens = tokens.cpu()
+    own = bounded("admit", "tokens", tokens, EMBEDDED)
+    for position, content in (embedded or {}).items():
+        whole("admit", "a position of embedded", position, 0, min(len(own), max_length) - 1)
+        whole("admit", "a hash of embedded", content, -(1 << 63), (1 << 64) - 1)
+    return own
+
+
+def place_of(operation: str, books: Books, group: str, *, states: bool | None = None) -> Place:
+    """Return the ``Place`` of a group.
+
+    Args:
+        operation: the call, for the message.
+        books: the ledger's books.
+        group: the group's name.
+        states: True wants a group of states, False a group of rows, None either.
+
+    Raises:
+        ConfigError: the ledger has no such group.
+    """
+    place = books.layout.places.get(group)
+    if place is None or (states is not None and place.group.is_state != states):
+        wanted = {None: "a group", True: "a group of states", False: "a group of rows"}[states]
+        fitting = [
+            name
+            for name, other in books.layout.places.items()
+            if states is None or other.group.is_state == states
+        ]
+        raise ConfigError(
+            operation,
+            f"{group!r} is not {wanted} of the ledger",
+            expected=f"one of {fitting}",
+            got=repr(group),
+            hint="groups are named when the ledger is made; states have calls of their own",
+        )
+    return place
+
+
+def check_step(operation: str, books: Books, step: Any, *, released: bool = False) -> None:
+    """Refuse a step whose tensors do not fit the ledger or each other.
+
+    Args:
+        operation: the call, for the message.
+        books: the ledger's books.
+        step: the step.
+        released: requests of the step may have been released.
+
+    Raises:
+        ConfigError: a group is unknown, or a tensor has another device, dtype or shape; on a CPU
+            also: a request is malformed.
+    """
+    if not isinstance(step, Step):
+        raise ConfigError(
+            operation, "this is not a step", expected="a Step", got=type(step).__name__,
+            hint="describe the forward pass as a kvtxn.audit.Step",
+        )  # fmt: skip
+    number = len(_fits(operation, books, "lines", step.lines, 0))
+    _fits(operation, books, "starts", step.starts, number + 1)
+    _fits(operation, books, "first", step.first, number)
+    _fits(operation, books, "tokens", step.tokens, 0)
+    for name in ("drafts", "told"):
+        tensor = getattr(step, name)
+        if tensor is not None:
+            _fits(operation, books, name, tensor, number)
+    for group, tensor in step.slots.items():
+        place = place_of(operation, books, group)
+        if place.group.reads is not None:
+            raise ConfigError(
+                operation, f"group {group!r} writes no rows", got=f"slots of {group!r}",
+                hint=f"it reads those of {place.group.reads!r}: give slots for that group",
+            )  # fmt: skip
+        _fits(operation, books, f"slots[{group!r}]", tensor, 0)
+    for group, tensor in step.tables.items():
+        place_of(operation, books, group, states=False)
+        _fits(operation, books, f"tables[{group!r}]", tensor, number, dimensions=2)
+    for group, tensor in step.sources.items():
+        place_of(operation, books, group, states=True)
+        _fits(operation, books, f"sources[{group!r}]", tensor, number)
+    if books.words.is_cpu:
+        _check_requests(operation, books, step, released)
+
+
+def check_stretch(books: Books, stretch: Any) -> None:
+    """Refuse a stretch whose tensors do not fit the ledger or each other.
+
+    Raises:
+        ConfigError: a group or the kind is unknown, or a tensor has another device or shape.
+    """
+    if not isinstance(stretch, Stretch) or stretch.kind not in STRETCH_KINDS:
+        raise ConfigError(
+            "inspect", "this is not a stretch", expected=f"a Stretch of a kind of {STRETCH_KINDS}",
+            got=getattr(stretch, "kind", type(stretch).__name__),
+            hint="describe the rows as a kvtxn.audit.Stretch",
+        )  # fmt: skip
+    number = len(_fits("inspect", books, "lines", stretch.lines, 0))
+    _fits("inspect", books, "first", stretch.first, number)
+    _fits("inspect", books, "end", stretch.end, number)
+    for group, tensor in stretch.tables.items():
+        place_of("inspect", books, group)
+        _fits("inspect", books, f"tables[{group!r}]", tensor, number, dimensions=2)
+
+
+def _fits(
+    operation: str, books: Books, name: str, tensor: Any, length: int, *, dimensions: int = 1
+) -> Tensor:
+    """Return a tensor of a step if it is of ints, on the device, and long enough."""
+    if (
+        isinstance(tensor, Tensor)
+        and tensor.dtype in INTS
+        and tensor.ndim == dimensions
+        and tensor.device == books.words.device
+        and len(tensor) >= length
+        and tensor.layout is torch.strided
+    ):
+        return tensor
+    got = type(tensor).__name__
+    if isinstance(tensor, Tensor):
+        got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+    rest = ", blocks" * (dimensions - 1)
+    raise ConfigError(
+        operation,
+        f"{name} is not valid",
+        expected=f"int [{length or 'n'}{rest}] on {books.words.device}",
+        got=got,
+        hint="see kvtxn.audit.Step and Stretch; nothing was changed",
+    )
+
+
+def _check_requests(operation: str, books: Books, step: Step, released: bool) -> None:
+    """Refuse a step with malformed requests, or with two of one line; for CPUs."""
+    batch = Batch.of(books, step, released=released)
+    live = batch.lines[batch.live]
+    again = len(live) != len(live.unique())
+    if not again and not bool(batch.refused.any()):
+        return
+    index = 0 if again else int(batch.refused.nonzero()[0])
+    line, first = int(step.lines[index]), int(step.first[index])
+    begin, end = (int(n) for n in step.starts[index : index + 2])
+    raise ConfigError(
+        operation,
+        "two requests have one line" if again else f"request {index} of the step is malformed",
+        expected="lines of admitted requests, -1 for padding; rows inside the step's "
+        f"{step.num_rows}; positions below {books.sizes.max_length}",
+        got=f"lines {step.lines.tolist()}"
+        if again
+        else f"line {line}, rows {begin} to {end}, positions {first} to {first + end - begin}",
+        hint="admit a request before its first step; nothing was changed",
+    )
+
+
+def check_outcome(
+    step: Step, accepted: Any, sampled: Any, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return the arguments of ``Ledger.resolve`` as tensors on the ledger's device.
+
+    Raises:
+        AcceptanceError: they do not fit the step; it can be resolved still.
+    """
+    number = len(step.lines)
+    counts = ints("resolve", "accepted", accepted, error=AcceptanceError)
+    ids = None
+    if sampled is not None:
+        shape = f"[{number}, n]"
+        ids = ints("resolve", "sampled", sampled, shape, AcceptanceError)
+    for name, tensor in (("accepted", counts), ("sampled", ids)):
+        if tensor is None:
+            continue
+        if len(tensor) < number or (not tensor.is_cpu and tensor.device != device):
+            raise AcceptanceError(
+                "resolve",
+                f"{name} does not fit the step",
+                expected=f"{number} requests, on {device} or the host",
+                got=f"{list(tensor.shape)} on {tensor.device}",
+                hint="give one count per request of the step, padding included; the step can "
+                "still be resolved",
+            )
+    counts = _there(counts, number, device)
+    return counts, None if ids is None else _there(ids, number, device)
+
+
+def _there(tensor: Tensor, number: int, device: torch.device) -> Tensor:
+    """Return the first lines of a tensor on the device; the tensor itself if it is that."""
+    if len(tensor) != number:
+        tensor = tensor[:number]
+    return tensor if tensor.device == device else to_device(tensor, device, tensor.dtype)
+
+
+def check_names(operation: str, names: Sequence[Any]) -> None:
+    """Refuse names that are not text."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(
+                operation, "a name is not a str", expected="a str", got=repr(name),
+                hint="name requests, groups and pools by text",
+            )  # fmt: skip

@@ -1,0 +1,103 @@
+"""The violations and counts that the passes leave on the device, read at the caller's request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ..metrics import Family
+from . import books as book
+from .books import Books
+from .groups import Group
+from .roster import Roster
+from .violation import KINDS, Violation, decode
+
+#: The metric families; each rank checks its own share of the caches.
+AUDIT_FAMILIES: Final = (
+    Family("kvtxn_audit_active", "1 if reads are compared with the ledger.", per_rank=True),
+    Family("kvtxn_audit_steps_total", "Forward passes that were watched.", per_rank=True),
+    Family("kvtxn_audit_rows_checked_total", "Rows that were read and compared.", per_rank=True),
+    Family(
+        "kvtxn_audit_states_checked_total", "States that were read and compared.", per_rank=True
+    ),
+    Family(
+        "kvtxn_audit_violations_total",
+        "Wrong rows and states, by kind; a run of wrong rows counts once.",
+        "kind",
+        per_rank=True,
+    ),
+)
+
+
+class Findings:
+    """The reader of violations and counts.
+
+    Args:
+        books: the books in which the passes leave violations and counts.
+        groups: the groups, in the order of their numbers.
+        roster: finds the name of a request by its serial number.
+
+    Attributes:
+        lost: number of violations that were counted and not kept, because too many waited.
+        layers: names of the layers of a scrub, by number.
+    """
+
+    def __init__(self, books: Books, groups: Sequence[Group], roster: Roster) -> None:
+        self._books: Final = books
+        self._groups: Final = [(group.name, group.block_size) for group in groups]
+        self._roster: Final = roster
+        self._read = 0
+        self._unread: list[Violation] = []
+        self._on_host = dict.fromkeys(KINDS, 0)
+        self.lost = 0
+        self.layers: tuple[str, ...] = ()
+
+    def take(self) -> list[Violation]:
+        """Return the violations found since the last call, oldest first. Waits for the device."""
+        books = self._books
+        counters = books.counters.cpu()
+        found = int(counters[book.FOUND])
+        if found > self._read:
+            kept = min(found, int(counters[book.LIMIT]))
+            self.lost += found - kept
+            records = books.found.cpu()
+            for number in range(self._read, kept):
+                record = records[number % books.sizes.capacity].tolist()
+                names = self._roster.name
+                self._unread.append(decode(record, books.key, self._groups, self.layers, names))
+            self._read = found
+            books.counters[book.LIMIT] = found + books.sizes.capacity
+        new, self._unread = self._unread, []
+        return new
+
+    def counters(self) -> dict[str, int]:
+        """Return the counts by Prometheus name, kinds folded in. Waits for the device."""
+        counts = self._books.counters.tolist()
+        kinds = {
+            kind: counts[book.BY_KIND + number] + self._on_host[kind]
+            for number, kind in enumerate(KINDS)
+        }
+        return {
+            "kvtxn_audit_active": 1,
+            "kvtxn_audit_steps_total": counts[book.STEP],
+            "kvtxn_audit_rows_checked_total": counts[book.ROWS_CHECKED],
+            "kvtxn_audit_states_checked_total": counts[book.STATES_CHECKED],
+            "kvtxn_audit_violations_total": sum(kinds.values()),
+            **{f"kvtxn_audit_violations_total_{kind}": n for kind, n in kinds.items()},
+        }
+
+    def fingerprints(self) -> dict[int, dict[str, int]]:
+        """Return, by step and group, the fingerprints of the last steps. Waits for the device."""
+        last = int(self._books.counters[book.STEP])
+        prints = self._books.fingerprints.tolist()
+        first = max(1, last - book.FINGERPRINTS + 2)
+        names = [name for name, _ in self._groups]
+        return {
+            step: dict(zip(names, prints[step % book.FINGERPRINTS], strict=True))
+            for step in range(first, last + 1)
+        }
+
+    def add(self, violation: Violation) -> None:
+        """Count a violation that was found on the host, and keep it for ``take``."""
+        self._on_host[violation.kind] += 1
+        self._unread.append(violation)

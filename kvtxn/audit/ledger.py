@@ -1,0 +1,264 @@
+"""``Ledger``: checks that every row an engine read was the right one, and reports the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..errors import CapacityError, WindowStateError
+from . import books as book
+from . import checks
+from .backends import choose
+from .books import Books, Sizes
+from .digest import UNWRITTEN, Key
+from .exchange import Exchange
+from .findings import Findings
+from .groups import Group
+from .passes import Passes
+from .ranks import Fingerprints, compare_ranks
+from .roster import Roster
+from .step import Step
+from .violation import NOBODY, Violation
+
+
+class Ledger(Exchange):
+    """A record of the token prefix that each slot's row was computed from, compared at each read.
+
+    An engine calls the ledger at each forward pass, in this order, all on one stream::
+
+        ledger.admit("request 7", prompt)           # new, resumed, or a session's next turn
+        ledger.hand_out("attention", blocks)        # blocks given to a request: unwritten
+        ledger.write(step)                          # the rows that this forward writes
+        ledger.check(step)                          # the rows that this forward reads
+        ...                                         # the forward, sampling
+        ledger.resolve(accepted)                    # the number of accepted drafts
+        ledger.publish("request 7", "attention", table, 0, 16)
+        ledger.release("request 7")
+
+    ``write``, ``check`` and ``resolve`` never wait for the device. ``violations`` and ``counters``
+    do; call them now and then.
+
+    The ledger proves that each row that was read had been computed from exactly the tokens it
+    stands for, if the engine reports its writes and reads truthfully. It does not see a kernel that
+    computes or copies something else than it was told to; ``Scrub`` does. Two digests are equal by
+    chance with a probability of about 2^-64 per wrong row: see ``kvtxn.audit.digest``.
+
+    Args:
+        groups: all groups of layers.
+        max_requests: the most requests admitted at one time.
+        max_length: the most positions of a request.
+        device: the device of the engine's tensors.
+        key: the engine's secret; all ranks of an engine need the same key. None draws a new one.
+        journal: number of latest rows whose writers are remembered.
+        capacity: violations that can wait to be read.
+        backend: ``"torch"``, ``"triton"``, ``"auto"``, or a subclass of ``Passes``.
+
+    Raises:
+        ConfigError: groups or sizes do not fit together.
+        BackendUnavailableError: the backend cannot run here.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        max_requests: int,
+        max_length: int,
+        device: torch.device | str = "cpu",
+        key: Key | None = None,
+        journal: int = 1 << 16,
+        capacity: int = 1024,
+        backend: str | type[Passes] = "auto",
+    ) -> None:
+        sizes = Sizes(max_requests, max_length, journal, capacity)
+        self.groups: Final = tuple(groups)
+        books = Books.new(key or Key.new(), self.groups, sizes, torch.device(device))
+        passes = choose(backend, books.words.device)(books)
+        super().__init__(books, passes, Roster(max_requests))
+        self.findings: Final = Findings(self.books, self.groups, self._roster)
+        self._open: Step | None = None
+        self._checked: Step | None = None
+        self._parted = False
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def admit(
+        self,
+        request: str,
+        tokens: Sequence[int] | Tensor,
+        *,
+        extras: Iterable[int] = (),
+        embedded: Mapping[int, int] | None = None,
+    ) -> int:
+        """Begin a request, or give a resumed or continued request's tokens again.
+
+        Args:
+            request: the request's name.
+            tokens: int ``[n]``, all tokens that are the request's own, from its first: the prompt,
+                and the tokens generated before. They replace the tokens given earlier.
+            extras: numbers that stand for anything that changes all its K and V, such as a LoRA.
+            embedded: by position, a hash of the content embedded there in place of a token.
+
+        Returns:
+            The request's line, for ``Step.lines``; it keeps the line until it is released.
+
+        Raises:
+            CapacityError: no line is left, or the request is too long.
+            ConfigError: the tokens are no token ids, or ``embedded`` is not of their positions.
+        """
+        checks.check_names("admit", [request])
+        sizes = self.books.sizes
+        own = checks.own_tokens(tokens, embedded, sizes.max_length)
+        if len(own) > sizes.max_length:
+            raise CapacityError(
+                "admit",
+                f"request {request!r} has too many tokens",
+                expected=f"at most {sizes.max_length}",
+                got=len(own),
+                hint="raise max_length",
+            )
+        seed = self.books.key.seed(extras)
+        own = own.clone() if embedded else own
+        for position, content in (embedded or {}).items():
+            own[position] = self.books.key.embedded_id(content, position)
+        line, serial = self._roster.admit(request)
+        self._begin(line, serial, own, seed)
+        return line
+
+    def _begin(self, line: int, serial: int, tokens: Tensor, seed: int) -> None:
+        """Write the digests of a request's tokens into its line of the books."""
+        books, count = self.books, len(tokens)
+        here = self._upload(tokens)
+        terms = books.key.terms(here, torch.arange(count, device=self.device))
+        books.own[line, 0] = seed
+        books.own[line, 1 : count + 1] = terms.cumsum(0) + seed
+        facts = torch.tensor([serial, count, 0, -1, -1, 0], dtype=torch.int64)
+        books.facts[:, line] = self._upload(facts)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._roster
+
+    def release(self, request: str) -> None:
+        """End a request that finished, was aborted, or was preempted; an unknown name is harmless.
+
+        The rows of the request stay, and are right for any request with the same tokens.
+        """
+        line = self._roster.release(request)
+        if line is not None:
+            self.books.facts[book.SERIAL, line] = NOBODY
+
+    def reset(self) -> None:
+        """Forget every row and every request; call it when the engine clears its caches."""
+        self._roster.clear()
+        self.books.words.fill_(UNWRITTEN)
+        self.books.owners.fill_(NOBODY)
+        self.books.facts[book.SERIAL].fill_(NOBODY)
+        self._open = None
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def write(self, step: Step) -> None:
+        """Begin a step: compare the states that it continues, and record the rows it writes.
+
+        Raises:
+            ConfigError: the step does not fit the ledger; see ``Step``. Nothing is recorded.
+        """
+        self.require("write", step)
+        self.passes.write(step)
+        self._open = step
+
+    def check(self, step: Step) -> None:
+        """Compare all rows that the step reads, its own included; call it after ``write``.
+
+        Raises:
+            ConfigError: as in ``write``.
+        """
+        if step is not self._open:
+            self.require("check", step)
+        self.passes.check(step)
+
+    def require(self, operation: str, step: Step, *, after: bool = False) -> None:
+        """Check a step; on a GPU the fixed buffers of one ``Step`` are checked once in a row.
+
+        Args:
+            operation: the call that was given the step, for the message.
+            step: the step.
+            after: its forward is done, so its requests may have been released.
+
+        Raises:
+            ConfigError: the step does not fit the ledger.
+        """
+        if step is self._checked and (after or self.device.type != "cpu"):
+            return
+        checks.check_step(operation, self.books, step, released=after)
+        self._checked = step
+
+    def resolve(
+        self,
+        accepted: Tensor | Sequence[int],
+        sampled: Tensor | Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """End the last step given to ``write``: mark the rows of rejected drafts.
+
+        A step without drafts need not be resolved.
+
+        Args:
+            accepted: int ``[num_requests]``, the number of accepted drafts of each request.
+            sampled: int ``[num_requests, n]``: the accepted drafts, then the next token, then -1.
+                If given, the row at the next token's position must be computed from that token.
+
+        Raises:
+            WindowStateError: no step was written, or the last one is resolved already.
+            AcceptanceError: the arguments do not fit the step, which can be resolved still.
+        """
+        if self._open is None:
+            raise WindowStateError("resolve", "no step was written", hint="call write first")
+        counts, ids = checks.check_outcome(self._open, accepted, sampled, self.device)
+        self.passes.resolve(self._open, counts, ids)
+        self._open = None
+
+    # -- what came of it -----------------------------------------------------------------------
+
+    @property
+    def lost(self) -> int:
+        """Number of violations that were counted and not kept, because too many waited."""
+        return self.findings.lost
+
+    @property
+    def refused(self) -> int:
+        """Number of malformed requests that steps on a GPU left out; see ``Step``.
+
+        Waits for the device. It is 0 unless the engine's integration is wrong.
+        """
+        return int(self.books.counters[book.REFUSED])
+
+    def violations(self) -> list[Violation]:
+        """Return the violations found since the last call, oldest first. Waits for the device."""
+        return self.findings.take()
+
+    def counters(self) -> dict[str, int]:
+        """Return the counts by Prometheus name, kinds folded in. Waits for the device."""
+        return self.findings.counters()
+
+    def fingerprints(self) -> dict[int, dict[str, int]]:
+        """Return what ``compare_ranks`` compares: by step and group, a word. Waits for the device.
+
+        The last ``FINGERPRINTS - 1`` steps are there, as plain numbers that can be sent.
+        """
+        return self.findings.fingerprints()
+
+    def compare_ranks(self, theirs: Fingerprints) -> None:
+        """Compare the fingerprints of this rank with those of another rank with the same key.
+
+        The first step that differs becomes a violation of kind ``ranks`` of this rank, once.
+
+        Args:
+            theirs: the other rank's ``fingerprints()``.
+        """
+        if not self._parted:
+            for violation in compare_ranks([theirs, self.fingerprints()])[1]:
+                self.findings.add(violation)
+                self._parted = True

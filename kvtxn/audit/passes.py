@@ -1,0 +1,105 @@
+"""``Passes``: the interface of the device code that a ledger runs in every step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from .books import Books
+from .byte_books import ByteBooks
+from .byte_passes import BytePasses, TorchBytePasses
+from .step import Step
+
+#: A run of wrong rows ends where a block ends, and at every multiple of this many positions.
+RUN: Final = 1024
+
+#: Two odd numbers. A group's fingerprint after a step is the one before it times ``STEP_FACTOR``
+#: plus, over the step's rows, the sum of the digest and of ``PLACE_FACTOR`` times the index of the
+#: row's word; the index is -1 for a row without a slot. All modulo 2^64.
+PLACE_FACTOR: Final = 0x2545F4914F6CDD1D
+STEP_FACTOR: Final = 0x5851F42D4C957F2D
+
+
+#: The kinds of violations that an inspected row can be.
+STRETCH_KINDS: Final = ("published", "exported", "imported")
+
+
+@attrs.frozen(eq=False)
+class Stretch:
+    """Rows to inspect when a block is published, or when rows leave the engine.
+
+    Attributes:
+        lines: int ``[num_requests]``, the line of each request; -1 is padding.
+        first: int ``[num_requests]``, the position of each request's first row.
+        end: int ``[num_requests]``, the position after each request's last row.
+        tables: by group, int ``[num_requests, blocks]``.
+        kind: one of ``STRETCH_KINDS``; exported rows must also be durable.
+    """
+
+    lines: Tensor
+    first: Tensor
+    end: Tensor
+    tables: Mapping[str, Tensor]
+    kind: str
+
+
+class Passes(ABC):
+    """The passes over the books that a step makes.
+
+    No pass waits for the device, allocates memory that outlives the pass, or chooses its launches
+    by the values of a tensor; so every pass can be captured in a CUDA graph. (The torch
+    implementation promises none of this: it is the specification, and it is for CPUs.)
+
+    Args:
+        books: the books that the passes read and write.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, books: Books) -> None:
+        self.books: Final = books
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Say why this implementation cannot run on a device; return None if it can."""
+
+    @abstractmethod
+    def write(self, step: Step) -> None:
+        """Begin a step: compare the states that it reads, then record the rows that it writes.
+
+        In this order: all sources and told counts are compared; the digests of all rows are put
+        into their slots and the journal, and into the requests' own digests from ``KNOWN`` on;
+        then ``KNOWN`` and ``DURABLE`` are raised to cover the rows before the drafts.
+
+        A slot outside its group is skipped, like -1. If two rows of one request have one slot
+        of a ring, the later row stands.
+        """
+
+    @abstractmethod
+    def check(self, step: Step) -> None:
+        """Compare every row that the step's queries read with the reader's own digests."""
+
+    @abstractmethod
+    def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
+        """End a step: mark the rows and states of rejected drafts, unless they were reported.
+
+        Args:
+            step: the step last given to ``write``.
+            accepted: int ``[num_requests]``, drafts accepted; clamped to the number of drafts.
+            sampled: int ``[num_requests, n]``, tokens sampled: first the accepted drafts, then
+                one more, which from now on counts as the request's own; -1 stands for no token.
+        """
+
+    def byte_passes(self, books: ByteBooks) -> BytePasses:
+        """Return the device code of a scrub over the same ledger."""
+        return TorchBytePasses(books)
+
+    @abstractmethod
+    def inspect(self, stretch: Stretch) -> None:
+        """Compare rows that are published or exported, not read by a step."""

@@ -1,0 +1,330 @@
+"""``RecordingLedger``: a ledger that also remembers the life of every slot, to be looked at.
+
+The recording is a list of runs: neighbouring slots, of neighbouring positions of one request, to
+which one thing happened at one time. A step has two times: ``2 * step`` is its forward and
+``2 * step + 1`` the end of its sampling, when drafts are accepted or rejected. Blocks that are
+handed out before a step's forward count to that forward.
+
+A ledger that records reads every step on the host. It is for looking at short runs; a serving
+engine has a plain ``Ledger``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from .groups import Group
+from .ledger import Ledger
+from .passes import Stretch
+from .rows import Batch, first_visible, in_ring
+from .step import Step
+from .violation import Violation
+
+#: The things that can happen to a slot; a run has an index into this tuple.
+HAPPENINGS: Final = (
+    "handed_out",  # its block was given to a request: whatever it held counts as unwritten
+    "durable",  # a row was written that will not be taken back
+    "draft",  # the row of a draft token was written, or staged by a window
+    "kept",  # the draft was accepted
+    "rejected",  # the draft was rejected
+    "published",  # other requests can find the row by its tokens from now on
+    "found",  # a request that comes found the row in the cache, and goes on from it
+    "exported",  # the row left the engine
+    "imported",  # a row from outside was put here
+    "copied",  # the engine copied another block's row here
+)
+_NUMBER: Final = {name: number for number, name in enumerate(HAPPENINGS)}
+
+#: The numbers of a run, in this order: the time, an index into ``HAPPENINGS``, the group's number,
+#: the first slot, the number of slots, the request's number (-1: none), and the first row's
+#: position (-1: none).
+RUN_FIELDS: Final = ("time", "happening", "group", "slot", "count", "request", "position")
+
+
+@attrs.define
+class Life:
+    """A request, as a recording knows it.
+
+    Attributes:
+        name: the engine's name of the request.
+        begin: the time at which it was first admitted.
+        end: the time at which it was released; None while it is admitted.
+        admitted: number of times that its tokens were given: 1, and 1 more for each resumption and
+            each further turn of a session.
+        reused: rows that were in the cache when it was admitted first.
+        rows: rows written for it.
+        drafts: draft rows among them.
+        accepted: accepted drafts.
+    """
+
+    name: str
+    begin: int
+    end: int | None = None
+    admitted: int = 0
+    reused: int = -1
+    rows: int = 0
+    drafts: int = 0
+    accepted: int = 0
+
+
+class RecordingLedger(Ledger):
+    """A ledger that records; its arguments are those of ``Ledger``.
+
+    Args:
+        groups: all groups of layers.
+        most: the number of runs that are kept; later ones are counted, not kept.
+        **sizes: the other arguments of ``Ledger``.
+    """
+
+    def __init__(self, groups: Sequence[Group], *, most: int = 400_000, **sizes: Any) -> None:
+        super().__init__(groups, **sizes)
+        self._runs = array("q")
+        self._most = most
+        self._dropped = 0
+        self._last_whole = 0
+        self._step = 0
+        self._steps: list[list[int]] = []
+        self._lives: list[Life] = []
+        self._number: dict[str, int] = {}
+        self._by_line: dict[int, int] = {}
+        self._arrived: set[int] = set()
+        self._found: list[dict[str, Any]] = []
+
+    # -- what a ledger is told -----------------------------------------------------------------
+
+    def admit(
+        self,
+        request: str,
+        tokens: Sequence[int] | Tensor,
+        *,
+        extras: Iterable[int] = (),
+        embedded: Mapping[int, int] | None = None,
+    ) -> int:
+        """Do what ``Ledger.admit`` says, and record it."""
+        line = super().admit(request, tokens, extras=extras, embedded=embedded)
+        if request not in self._number:
+            self._number[request] = len(self._lives)
+            self._lives.append(Life(request, 2 * self._step + 2))
+        number = self._by_line[line] = self._number[request]
+        self._arrived.add(number)
+        self._lives[number].admitted += 1
+        self._lives[number].end = None
+        return line
+
+    def release(self, request: str) -> None:
+        """Do what ``Ledger.release`` says, and record it."""
+        if request in self:
+            self._lives[self._by_line.pop(self.line(request))].end = 2 * self._step + 1
+        super().release(request)
+
+    def reset(self) -> None:
+        """Do what ``Ledger.reset`` says, and record it."""
+        for group in self.groups:
+            self._add_blocks("handed_out", group.name, range(group.num_blocks))
+        for life in self._lives:
+            life.end = life.end or 2 * self._step + 1
+        self._by_line.clear()
+        super().reset()
+
+    def hand_out(self, group: str, blocks: Sequence[int] | Tensor) -> None:
+        """Do what ``Ledger.hand_out`` says, and record it."""
+        super().hand_out(group, blocks)
+        self._add_blocks("handed_out", group, _numbers(blocks))
+
+    def copy(
+        self, group: str, source: Sequence[int] | Tensor, target: Sequence[int] | Tensor
+    ) -> None:
+        """Do what ``Ledger.copy`` says, and record it."""
+        super().copy(group, source, target)
+        self._add_blocks("copied", group, _numbers(target))
+
+    def write(self, step: Step) -> None:
+        """Do what ``Ledger.write`` says, and record it."""
+        super().write(step)
+        self._step += 1
+        requests, rows, drafts = 0, 0, 0
+        for index, (request, first, row, count, draft) in enumerate(self._batch(step)):
+            if request < 0:
+                continue
+            if request in self._arrived:
+                self._arrived.remove(request)
+                self._add_stretch("found", step.tables, index, request, 0, first)
+            settled = count - draft
+            self._add_rows("durable", step, request, first, row, settled)
+            self._add_rows("draft", step, request, first + settled, row + settled, draft)
+            life = self._lives[request]
+            life.reused = first if life.reused < 0 else life.reused
+            life.rows += count
+            life.drafts += draft
+            requests, rows, drafts = requests + 1, rows + count, drafts + draft
+        self._steps.append([requests, rows, drafts, 0])
+
+    def resolve(
+        self,
+        accepted: Tensor | Sequence[int],
+        sampled: Tensor | Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Do what ``Ledger.resolve`` says, and record it."""
+        step = self._open
+        super().resolve(accepted, sampled)
+        assert step is not None  # or the ledger has raised
+        kept_of = _numbers(accepted)
+        for index, (request, first, row, count, draft) in enumerate(self._batch(step)):
+            if request < 0:
+                continue
+            kept = min(max(kept_of[index], 0), draft)
+            settled, good = count - draft, count - draft + kept
+            self._add_rows("kept", step, request, first + settled, row + settled, kept, after=1)
+            lost = draft - kept
+            self._add_rows("rejected", step, request, first + good, row + good, lost, after=1)
+            self._lives[request].accepted += kept
+            self._steps[-1][3] += kept
+
+    def inspect(self, stretch: Stretch) -> None:
+        """Do what ``Ledger.inspect`` says, and record it."""
+        super().inspect(stretch)
+        firsts, ends = _numbers(stretch.first), _numbers(stretch.end)
+        for index, line in enumerate(_numbers(stretch.lines)):
+            if line in self._by_line:
+                what, request = stretch.kind, self._by_line[line]
+                self._add_stretch(what, stretch.tables, index, request, firsts[index], ends[index])
+
+    def violations(self) -> list[Violation]:
+        """Do what ``Ledger.violations`` says, and record the violations."""
+        new = super().violations()
+        for violation in new:
+            number = self._number.get(violation.request or "", -1)
+            self._found.append({**violation.as_dict(), "number": number})
+        return new
+
+    # -- what is kept --------------------------------------------------------------------------
+
+    def recording(self) -> dict[str, Any]:
+        """Return the recording, as plain data that JSON can hold.
+
+        Returns:
+            ``groups``, ``requests``, ``steps`` (for each step its requests, rows, drafts and
+            accepted drafts), ``happenings``, ``runs`` (flat: ``RUN_FIELDS`` of one run after
+            another, in the order of time), ``violations``, and ``dropped``: the number of runs
+            beyond ``most``. Where some were dropped, ``whole_steps`` is the last step whose runs
+            are all there.
+        """
+        return {
+            "groups": [
+                {
+                    "name": group.name,
+                    "block_size": group.block_size,
+                    "num_blocks": group.num_blocks,
+                    "is_state": group.is_state,
+                    "pool": group.pool,
+                    "window": group.window,
+                }
+                for group in self.groups
+            ],
+            "requests": [attrs.asdict(life) for life in self._lives],
+            "steps": [list(step) for step in self._steps],
+            "happenings": list(HAPPENINGS),
+            "run_fields": list(RUN_FIELDS),
+            "runs": self._runs.tolist(),
+            "dropped": self._dropped,
+            "whole_steps": self._last_whole if self._dropped else self._step,
+            "violations": [dict(each) for each in self._found],
+        }
+
+    def _batch(self, step: Step) -> Iterable[tuple[int, int, int, int, int]]:
+        """Yield each request's number, first position, first row, rows, and drafts.
+
+        The number of padding is -1.
+        """
+        batch = Batch.of(self.books, step)
+        columns = (batch.lines, batch.first, batch.starts, batch.counts, batch.drafts)
+        for line, first, start, count, drafts in zip(*map(_numbers, columns), strict=True):
+            request = self._by_line[line] if line >= 0 and count > 0 else -1
+            yield request, first, start, count, drafts
+
+    def _add_rows(
+        self,
+        what: str,
+        step: Step,
+        request: int,
+        position: int,
+        row: int,
+        count: int,
+        after: int = 0,
+    ) -> None:
+        """Record rows of one request, in every group that they are written to."""
+        if count <= 0:
+            return
+        for name, slots in step.slots.items():
+            place = self.books.layout.places[name]
+            there = slots[row : row + count].tolist()
+            self._add(what, place.index, request, position, there, after)
+
+    def _add_stretch(
+        self,
+        what: str,
+        tables: Mapping[str, Tensor],
+        index: int,
+        request: int,
+        first: int,
+        end: int,
+    ) -> None:
+        """Record the rows of a request that its tables lead to, as far as its queries see them."""
+        for name, table in tables.items():
+            place = self.books.layout.places[name]
+            ends = torch.tensor([end])
+            low = max(first, int(first_visible(place, ends, ends))) if what == "found" else first
+            if low < end:
+                position = torch.arange(low, end)
+                size = place.group.block_size
+                at = in_ring(place, position)
+                column, width = at // size, table.shape[1]
+                blocks = table[index].cpu().long()[column.clamp(max=width - 1)]
+                inside = (column < width) & (blocks >= 0)
+                slots = torch.where(inside, blocks * size + at % size, -1)
+                self._add(what, place.index, request, low, slots.tolist())
+
+    def _add_blocks(self, what: str, group: str, blocks: Iterable[int]) -> None:
+        """Record whole blocks, for no request; they count to the next forward."""
+        place = self.books.layout.places[group]
+        size = place.group.block_size
+        slots = [block * size + offset for block in sorted(blocks) for offset in range(size)]
+        self._add(what, place.index, -1, -1, slots, after=2)
+
+    def _add(
+        self,
+        what: str,
+        group: int,
+        request: int,
+        position: int,
+        slots: Sequence[int],
+        after: int = 0,
+    ) -> None:
+        """Record what happened to slots, one run for each stretch of neighbours; -1 is no slot."""
+        time, number, begin = 2 * self._step + after, _NUMBER[what], 0
+        for index in range(1, len(slots) + 1):
+            if index < len(slots) and slots[index] == slots[index - 1] + 1 and slots[begin] >= 0:
+                continue
+            if slots[begin] >= 0:
+                first = position + begin if position >= 0 else -1
+                run = (time, number, group, slots[begin], index - begin, request, first)
+                self._keep(run)
+            begin = index
+
+    def _keep(self, run: tuple[int, ...]) -> None:
+        if len(self._runs) >= self._most * len(RUN_FIELDS):
+            self._last_whole = self._last_whole if self._dropped else run[0] // 2 - 1
+            self._dropped += 1
+            return
+        self._runs.extend(run)
+
+
+def _numbers(values: Tensor | Sequence[int]) -> list[int]:
+    """Return numbers as a list on the host."""
+    return values.tolist() if isinstance(values, Tensor) else list(values)

@@ -1,0 +1,82 @@
+"""``Roster``: the line of each admitted request, and the names behind serial numbers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from ..errors import CapacityError, ConfigError
+
+#: The number of released requests whose names are remembered.
+REMEMBERED: Final = 1 << 16
+
+
+class Roster:
+    """The lines of admitted requests, and the names of admitted and released requests.
+
+    Args:
+        max_requests: the number of lines.
+    """
+
+    def __init__(self, max_requests: int) -> None:
+        self._max = max_requests
+        self._lines: dict[str, tuple[int, int]] = {}
+        self._free = list(range(max_requests - 1, -1, -1))
+        self._names: OrderedDict[int, str] = OrderedDict()
+        self._next_serial = 0
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._lines
+
+    def admit(self, request: str) -> tuple[int, int]:
+        """Return the line and the serial number of a request; give it new ones if it has none.
+
+        Raises:
+            CapacityError: no line is left.
+        """
+        if request in self._lines:
+            return self._lines[request]
+        if not self._free:
+            raise CapacityError(
+                "admit",
+                f"request {request!r} does not fit: all {self._max} lines are taken",
+                expected=f"at most {self._max} requests at one time",
+                hint="release requests that ended, or raise max_requests",
+            )
+        entry = self._lines[request] = (self._free.pop(), self._next_serial)
+        self._names[self._next_serial] = request
+        self._next_serial += 1
+        while len(self._names) > REMEMBERED + self._max:
+            self._names.popitem(last=False)
+        return entry
+
+    def line(self, request: str) -> int:
+        """Return the line of a request.
+
+        Raises:
+            ConfigError: the request was not admitted, or was released.
+        """
+        if request not in self._lines:
+            raise ConfigError(
+                "line",
+                f"request {request!r} is not admitted",
+                hint="admit it before its first step",
+            )
+        return self._lines[request][0]
+
+    def release(self, request: str) -> int | None:
+        """Free the line of a request, and return it; an unknown name is harmless."""
+        entry = self._lines.pop(request, None)
+        if entry is None:
+            return None
+        self._free.append(entry[0])
+        return entry[0]
+
+    def clear(self) -> None:
+        """Free all lines."""
+        for request in list(self._lines):
+            self.release(request)
+
+    def name(self, serial: int) -> str | None:
+        """Return the name of the request with a serial number; None if it is forgotten."""
+        return self._names.get(serial)

@@ -1,0 +1,155 @@
+"""Rows of many requests at once, and the way from a position to its word."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from . import books as book
+from .books import Books
+from .digest import EMBEDDED
+from .groups import Place
+from .step import Step
+
+
+def ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """List the rows of requests that have different numbers of them.
+
+    Args:
+        counts: int64 ``[num_requests]``, the number of rows of each request.
+
+    Returns:
+        int64 ``[counts.sum()]`` twice: the request of each row, and the row's number within it.
+    """
+    owner = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    within = torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]
+    return owner, within
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """The requests of a step, without padding and without requests that are malformed.
+
+    A request is malformed if its line is not of an admitted request, if its rows lie outside the
+    step's tensors, or if its positions lie outside the ledger. It is treated like padding.
+
+    Attributes:
+        lines: int64 ``[num_requests]``; -1 for a request without rows.
+        first: int64 ``[num_requests]``, the position of the first row; 0 without rows.
+        starts: int64 ``[num_requests]``, the number of the first row in the step.
+        counts: int64 ``[num_requests]``, the number of rows; 0 for padding and malformed requests.
+        drafts: int64 ``[num_requests]``, the number of drafts, at most the number of rows.
+        refused: bool ``[num_requests]``, the malformed requests.
+    """
+
+    lines: Tensor
+    first: Tensor
+    starts: Tensor
+    counts: Tensor
+    drafts: Tensor
+    refused: Tensor
+
+    @classmethod
+    def of(cls, books: Books, step: Step, *, released: bool = False) -> Batch:
+        """Read the requests of a step.
+
+        Args:
+            books: the ledger's books.
+            step: a step.
+            released: take requests, too, that were released since the step began.
+        """
+        given, number = step.lines.long(), len(step.lines)
+        starts = step.starts[: number + 1].long()
+        counts, first = starts[1:] - starts[:-1], step.first[:number].long()
+        line = given.clamp(0, books.facts.shape[1] - 1)
+        fits = (given == line) & ((books.facts[book.SERIAL][line] >= 0) | released)
+        fits &= (counts > 0) & (starts[:-1] >= 0) & (starts[1:] <= step.num_rows)
+        fits &= (first >= 0) & (first + counts < books.own.shape[1])
+        counts = torch.where(fits, counts, 0)
+        drafts = torch.zeros_like(counts)
+        if step.drafts is not None:
+            drafts = step.drafts[:number].long().clamp(min=0).minimum(counts)
+        return cls(
+            lines=torch.where(fits, given, -1),
+            first=torch.where(fits, first, 0),
+            starts=torch.where(fits, starts[:-1], 0),
+            counts=counts,
+            drafts=drafts,
+            refused=(given >= 0) & (starts[1:] != starts[:-1]) & ~fits,
+        )
+
+    @property
+    def live(self) -> Tensor:
+        """Mark the requests that have rows, bool ``[num_requests]``."""
+        return self.counts > 0
+
+
+def admitted(books: Books, lines: Tensor) -> Tensor:
+    """Return lines with -1 in place of a line that no request has, int64 ``[num_requests]``."""
+    line = lines.clamp(0, books.facts.shape[1] - 1)
+    return torch.where((lines == line) & (books.facts[book.SERIAL][line] >= 0), lines, -1)
+
+
+def next_token(sampled: Tensor, kept: Tensor) -> Tensor:
+    """Return the token after the accepted drafts of each request; -1 if none was sampled."""
+    if not sampled.shape[1]:
+        return torch.full_like(kept, -1)
+    column = kept.clamp(max=sampled.shape[1] - 1)
+    token = sampled.long().gather(1, column[:, None])[:, 0]
+    real = (kept < sampled.shape[1]) & (token >= 0) & (token < EMBEDDED)
+    return torch.where(real, token, -1)
+
+
+def first_visible(place: Place, first: Tensor, end: Tensor) -> Tensor:
+    """Return the first position that each request's query at ``first`` reads.
+
+    Args:
+        place: the group.
+        first: int64 ``[num_requests]``, the position of the query.
+        end: int64 ``[num_requests]``, the position after the request's last row; positions of a
+            ring that the step itself overwrites are not read from the ring.
+    """
+    group, low = place.group, torch.zeros_like(first)
+    if group.window is not None:
+        low = low.maximum(first - group.window + 1)
+    if group.chunk is not None:
+        low = low.maximum(first // group.chunk * group.chunk)
+    if group.ring is not None:
+        low = low.maximum(end - group.ring)
+    return low
+
+
+def in_ring(place: Place, position: Tensor) -> Tensor:
+    """Return each position's index among the slots of a block table; 0 for a state."""
+    if place.group.is_state:
+        return torch.zeros_like(position)
+    return position if place.group.ring is None else position % place.group.ring
+
+
+def word_at(place: Place, slot: Tensor) -> Tensor:
+    """Return the index in ``Books.words`` of a slot's word."""
+    size = place.group.block_size
+    return place.base + slot // size * place.stride + slot % size
+
+
+def slot_at(place: Place, where: int) -> int:
+    """Return the slot whose word has an index in ``Books.words``."""
+    within = where - place.base
+    return within // place.stride * place.group.block_size + within % place.stride
+
+
+def slots_at(place: Place, where: Tensor) -> Tensor:
+    """Return the slots of words of a group, int64 ``[n]``; 0 where there is no word."""
+    within = (where - place.base).clamp(min=0)
+    return within // place.stride * place.group.block_size + within % place.stride
+
+
+def through(place: Place, table: Tensor, owner: Tensor, position: Tensor) -> Tensor:
+    """Return the index of the word that each position's table leads to; -1 if outside."""
+    at = in_ring(place, position)
+    column = at // place.group.block_size
+    block = table[owner, column.clamp(max=table.shape[1] - 1)].long()
+    inside = (column < table.shape[1]) & (block >= 0) & (block < place.group.num_blocks)
+    slot = block * place.group.block_size + at % place.group.block_size
+    return torch.where(inside, word_at(place, slot), -1)

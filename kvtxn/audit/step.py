@@ -1,0 +1,55 @@
+"""``Step``: one forward pass, as an engine describes it to the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+from torch import Tensor
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """The rows of one forward pass and the tables it reads through.
+
+    All tensors are on the ledger's device. They are read when ``write``, ``check`` and ``resolve``
+    run, so an engine may pass its whole persistent buffers: a request with line -1 is padding,
+    and rows from ``starts[num_requests]`` on are ignored. So the launches can be captured in a
+    graph. A tensor may be longer than said below; what lies behind is not read.
+
+    A request whose line was not admitted, or whose rows or positions lie outside, is *malformed*:
+    on a CPU the step is refused, on a GPU, where a check would wait, the request is left out and
+    counted in ``Ledger.refused``. Of tokens the low 39 bits count.
+
+    Attributes:
+        lines: int ``[num_requests]``, the line of each request, from ``Ledger.line``; -1: padding.
+        starts: int ``[num_requests + 1]``, the first row of each request, then the number of rows.
+        first: int ``[num_requests]``, the position of each request's first row; its further rows
+            are of the positions that follow.
+        tokens: int ``[num_rows]``, the token that each row is computed of.
+        drafts: int ``[num_requests]``, the number of each request's last rows that are drafts; None
+            means no drafts.
+        slots: by group, int ``[num_rows]``: the slot that each row is written to, -1 for no slot.
+            For states the block that the state *after* that row is written to, -1 if that state is
+            not kept.
+        tables: by group of rows, int ``[num_requests, blocks]``: the block table to read through.
+        sources: by group of states, int ``[num_requests]``: the block whose state the request
+            continues; -1 if the step begins without a state.
+        told: int ``[num_requests]``, the number of drafts that the engine says were accepted in the
+            step before; -1 if it does not say. None means that it never says.
+    """
+
+    lines: Tensor
+    starts: Tensor
+    first: Tensor
+    tokens: Tensor
+    slots: Mapping[str, Tensor]
+    tables: Mapping[str, Tensor] = attrs.field(factory=dict)
+    drafts: Tensor | None = None
+    sources: Mapping[str, Tensor] = attrs.field(factory=dict)
+    told: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows for which every tensor of rows has room."""
+        return min([len(self.tokens), *map(len, self.slots.values())])

@@ -1,0 +1,318 @@
+"""The passes in torch: the specification, and the implementation for CPUs.
+
+The code is short where nothing is wrong, the usual case. Once a row is wrong, requests are examined
+one after the other, so that the report does not depend on how the work was divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from . import books as book
+from .digest import EMBEDDED, REJECTED, REPORTED, UNWRITTEN, as_word
+from .groups import Place
+from .notes import note
+from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes, Stretch
+from .rows import (
+    Batch,
+    admitted,
+    first_visible,
+    in_ring,
+    next_token,
+    ragged,
+    through,
+    word_at,
+)
+from .step import Step
+from .violation import FOUND_NUMBER, KIND_NUMBER
+
+_FOREIGN = FOUND_NUMBER["foreign"]
+
+
+class TorchPasses(Passes):
+    """The passes, one torch operation after another."""
+
+    name = "torch"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Return None: this implementation runs on every device, and waits for a GPU."""
+        return None
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def write(self, step: Step) -> None:
+        """Do what ``Passes.write`` says."""
+        books = self.books
+        batch = Batch.of(books, step)
+        self._check_states(step, batch)
+        owner, within = ragged(batch.counts)
+        line = batch.lines[owner]
+        position = batch.first[owner] + within
+        row = batch.starts[owner] + within
+        known = position < books.facts[book.KNOWN][line]
+        terms = books.key.terms(step.tokens[row].long() & (EMBEDDED - 1), position)
+        own_terms = books.own[line, position + 1] - books.own[line, position]
+        embedded = known & (books.key.tokens_of(own_terms) >= EMBEDDED)
+        terms = torch.where(embedded, own_terms, terms)
+        chain = self._chain(terms, owner, batch)
+        truth = self._chain(torch.where(known, own_terms, terms), owner, batch)
+        places = self._places(step, batch, owner, within)
+        self._journal(line, position, terms, within, places)
+        books.own[line, position + 1] = truth
+        for place, where in places.items():
+            there = where >= 0
+            books.words[where[there]] = as_word(chain[there] + books.salts[place.written])
+            if place.group.is_state:
+                state = (where[there] - place.base) // place.stride + place.owners
+                books.owners[state] = books.facts[book.SERIAL][line[there]]
+        self._note_step(batch, chain, places)
+
+    def _chain(self, terms: Tensor, owner: Tensor, batch: Batch) -> Tensor:
+        """Return the digest up to each row: the request's digest before its rows, plus terms."""
+        total = terms.cumsum(0)
+        before = torch.cat([total.new_zeros(1), total])[batch.counts.cumsum(0) - batch.counts]
+        start = self.books.own[batch.lines.clamp(min=0), batch.first]
+        return total + (start - before)[owner]
+
+    def _places(
+        self, step: Step, batch: Batch, owner: Tensor, within: Tensor
+    ) -> dict[Place, Tensor]:
+        """Find the index of each row's word, int64 ``[num_rows]`` per group, -1 for none."""
+        found = {}
+        row = batch.starts[owner] + within
+        for name, slots in step.slots.items():
+            place = self.books.layout.places[name]
+            slot = slots[row].long()
+            written = (slot >= 0) & (slot < place.num_slots)
+            if place.group.ring is not None:
+                written &= within + place.group.ring >= batch.counts[owner]
+            found[place] = torch.where(written, word_at(place, slot), -1)
+        return found
+
+    def _journal(
+        self,
+        line: Tensor,
+        position: Tensor,
+        terms: Tensor,
+        within: Tensor,
+        places: Mapping[Place, Tensor],
+    ) -> None:
+        """Write a journal entry for each row: writer, position, terms and words."""
+        books, rows = self.books, len(line)
+        columns = [
+            books.counters[book.STEP].add(1).expand(rows),
+            books.facts[book.SERIAL][line],
+            position,
+            terms,
+        ]
+        for back in (1, 2):
+            earlier = (position - back).clamp(min=0)
+            before = books.own[line, earlier + 1] - books.own[line, earlier]
+            here = torch.cat([terms.new_zeros(back), terms])[:rows]
+            columns.append(torch.where(within >= back, here, before))
+        none = position.new_full((rows,), -1)
+        columns += [places.get(p, none) for p in books.layout.places.values()]
+        entries = torch.stack(columns, 1)[-books.sizes.journal :]
+        number = books.counters[book.JOURNALLED] + torch.arange(rows, device=line.device)
+        books.journal[number[-books.sizes.journal :] % books.sizes.journal] = entries
+
+    def _note_step(self, batch: Batch, chain: Tensor, places: Mapping[Place, Tensor]) -> None:
+        """Update the requests' facts, the fingerprint and the step counter."""
+        books, facts, live = self.books, self.books.facts, batch.live
+        line, drafts = batch.lines[live], batch.drafts[live]
+        settled = batch.first[live] + batch.counts[live] - drafts
+        facts[book.KNOWN][line] = facts[book.KNOWN][line].maximum(settled)
+        facts[book.DURABLE][line] = settled
+        facts[book.KEPT_BEFORE][line] = facts[book.KEPT][line]
+        facts[book.KEPT][line] = torch.where(drafts > 0, -1, 0)
+        now = books.counters[book.STEP].add_(1)
+        books.counters[book.JOURNALLED] += len(chain)
+        books.counters[book.REFUSED] += batch.refused.sum()
+        prints, written = books.fingerprints, chain.sum()
+        prints[now % book.FINGERPRINTS] = prints[(now - 1) % book.FINGERPRINTS] * STEP_FACTOR
+        for place, where in places.items():
+            marks = written + (where * PLACE_FACTOR).sum()
+            prints[now % book.FINGERPRINTS, place.index] += marks
+
+    def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
+        """Do what ``Passes.resolve`` says."""
+        books, facts = self.books, self.books.facts
+        batch = Batch.of(books, step, released=True)
+        kept = accepted.long().clamp(min=0).minimum(batch.drafts)
+        owner, within = ragged(batch.counts)
+        rejected = within >= (batch.counts - batch.drafts + kept)[owner]
+        for where in self._places(step, batch, owner, within).values():
+            marked = where[rejected & (where >= 0)]
+            books.words[marked[books.words[marked] != REPORTED]] = REJECTED
+        live = batch.live & (facts[book.SERIAL][batch.lines.clamp(min=0)] >= 0)
+        line = batch.lines[live]
+        length = (batch.first + batch.counts - batch.drafts + kept)[live]
+        facts[book.KEPT][line] = kept[live]
+        facts[book.DURABLE][line] = length
+        known = facts[book.KNOWN][line].maximum(length)
+        facts[book.KNOWN][line] = known
+        if sampled is None:
+            return
+        token = next_token(sampled, kept)[live]
+        more = (token >= 0) & (known == length) & (length < books.sizes.max_length)
+        line, length, token = line[more], length[more], token[more]
+        term = books.key.terms(token, length)
+        books.own[line, length + 1] = books.own[line, length] + term
+        facts[book.KNOWN][line] += 1
+
+    # -- comparing ---------------------------------------------------------------------------
+
+    def check(self, step: Step) -> None:
+        """Do what ``Passes.check`` says."""
+        batch = Batch.of(self.books, step)
+        end = batch.first + batch.counts
+        bounds = {
+            place: (first_visible(place, batch.first, end), end)
+            for place in map(self.books.layout.places.__getitem__, step.tables)
+        }
+        self._compare(batch.lines, bounds, step.tables, None)
+
+    def inspect(self, stretch: Stretch) -> None:
+        """Do what ``Passes.inspect`` says."""
+        lines = admitted(self.books, stretch.lines.long())
+        first = stretch.first.long().clamp(min=0)
+        end = torch.where(lines >= 0, stretch.end.long(), 0).clamp(max=self.books.sizes.max_length)
+        places = [self.books.layout.places[name] for name in stretch.tables]
+        self._compare(lines, dict.fromkeys(places, (first, end)), stretch.tables, stretch.kind)
+
+    def _compare(
+        self,
+        lines: Tensor,
+        bounds: Mapping[Place, tuple[Tensor, Tensor]],
+        tables: Mapping[str, Tensor],
+        kind: str | None,
+    ) -> None:
+        """Compare stretches of rows, and report wrong rows request by request."""
+        wrong = torch.zeros(len(lines), dtype=torch.bool, device=lines.device)
+        for place, (first, end) in bounds.items():
+            counts = (end - first).clamp(min=0) * (lines >= 0)
+            owner, within = ragged(counts)
+            self.books.counters[book.ROWS_CHECKED] += len(owner)
+            position = first[owner] + within
+            where = through(place, tables[place.group.name], owner, position)
+            bad = self._found(place, lines[owner], position, where, kind) >= 0
+            wrong[owner[bad]] = True
+        for index in wrong.nonzero().flatten().tolist():
+            for place, (first, end) in bounds.items():
+                positions = torch.arange(int(first[index]), int(end[index]), device=lines.device)
+                self._report_rows(place, index, lines[index], positions, tables, kind)
+
+    def _found(
+        self, place: Place, line: Tensor, position: Tensor, where: Tensor, kind: str | None
+    ) -> Tensor:
+        """Judge rows: return a number of ``FOUND`` for each wrong row, -1 for each right row."""
+        books = self.books
+        word = torch.where(where >= 0, books.words[where.clamp(min=0)], UNWRITTEN)
+        wanted = as_word(books.own[line, position + 1] + books.salts[place.written])
+        found = torch.full_like(position, -1)
+        if kind == "exported":
+            found[position >= books.facts[book.DURABLE][line]] = FOUND_NUMBER["draft"]
+        wrong = word != wanted
+        found[wrong] = _FOREIGN
+        found[wrong & (word == REJECTED)] = FOUND_NUMBER["rejected"]
+        found[wrong & (word == UNWRITTEN)] = FOUND_NUMBER["unwritten"]
+        found[word == REPORTED] = -1
+        return found
+
+    def _report_rows(
+        self,
+        place: Place,
+        index: int,
+        line: Tensor,
+        position: Tensor,
+        tables: Mapping[str, Tensor],
+        kind: str | None,
+    ) -> None:
+        """Report one request's wrong rows of one group, and mark them as reported."""
+        table = tables[place.group.name]
+        where = through(place, table, torch.full_like(position, index), position)
+        found = self._found(place, line.expand_as(position), position, where, kind)
+        seen: set[int] = set()
+        for number in (found >= 0).nonzero().flatten().tolist():
+            at = int(where[number])  # a table may lead to one slot twice: to a block that is freed
+            found[number] = -1 if at in seen else found[number]
+            seen |= {at} - {-1}
+        wrong = found >= 0
+        within = in_ring(place, position) % place.group.block_size
+        goes_on = (within != 0) & (position % RUN != 0)
+        goes_on[1:] &= found[1:] == found[:-1]
+        goes_on[:1] = False
+        heads = (wrong & ~goes_on).nonzero().flatten()
+        for head in heads.tolist():
+            code = int(found[head])
+            if kind is None and int(where[head]) < 0 and not self._is_new_outside(place, line):
+                continue
+            number = code if kind is None else KIND_NUMBER[kind]
+            note(self.books, number, line, place, int(position[head]), int(where[head]), code)
+        marked = where[wrong & (found != FOUND_NUMBER["draft"]) & (where >= 0)]
+        self.books.words[marked] = REPORTED
+
+    def _is_new_outside(self, place: Place, line: Tensor) -> bool:
+        """Tell whether a request reads outside a group for the first time, and remember it."""
+        bits, bit = self.books.facts[book.OUTSIDE], 1 << place.index % 63
+        before = int(bits[line])
+        bits[line] = before | bit
+        return not before & bit
+
+    # -- states ------------------------------------------------------------------------------
+
+    def _check_states(self, step: Step, batch: Batch) -> None:
+        """Compare the states that the step begins with, and the accepted counts it was told."""
+        books, facts = self.books, self.books.facts
+        first, number = batch.first, len(batch.lines)
+        reads = batch.live & (first > 0)
+        line = batch.lines.clamp(min=0)
+        faults = []
+        for name, source in step.sources.items():
+            place = books.layout.places[name]
+            block = source[:number].long()
+            inside = (block >= 0) & (block < place.group.num_blocks)
+            where = torch.where(inside, place.base + block * place.stride, -1)
+            word = torch.where(inside, books.words[where.clamp(min=0)], UNWRITTEN)
+            wanted = as_word(books.own[line, first] + books.salts[name])
+            owner = books.owners[torch.where(inside, place.owners + block, 0)]
+            found = torch.where(word == wanted, -1, _FOREIGN)
+            theirs = (owner >= 0) & (owner != facts[book.SERIAL][line])
+            found[(word == wanted) & theirs] = FOUND_NUMBER["owner"]
+            found[word == REJECTED] = FOUND_NUMBER["rejected"]
+            found[word == UNWRITTEN] = FOUND_NUMBER["unwritten"]
+            found[(word == REPORTED) | ~reads] = -1
+            books.counters[book.STATES_CHECKED] += reads.sum()
+            faults.append((place, where, found))
+        told = None
+        if step.told is not None:
+            kept, given = facts[book.KEPT][line], step.told[:number]
+            told = reads & (given >= 0) & (kept >= 0) & (given != kept)
+        if not any(bool((f >= 0).any()) for *_, f in faults) and (told is None or not told.any()):
+            return
+        self._report_states(batch.lines, first, faults, told)
+
+    def _report_states(
+        self,
+        lines: Tensor,
+        first: Tensor,
+        faults: list[tuple[Place, Tensor, Tensor]],
+        told: Tensor | None,
+    ) -> None:
+        """Report wrong states, request by request; each wrong state once."""
+        words, state = self.books.words, KIND_NUMBER["state"]
+        for index in range(len(lines)):
+            position = int(first[index]) - 1
+            for place, where, found in faults:
+                at, code = int(where[index]), int(found[index])
+                if code < 0 or (at >= 0 and int(words[at]) == REPORTED):
+                    continue
+                note(self.books, state, lines[index], place, position, at, code)
+                if at >= 0:
+                    words[at] = REPORTED
+            if told is not None and told[index]:
+                note(self.books, state, lines[index], None, position, -1, FOUND_NUMBER["count"])

@@ -1,0 +1,182 @@
+"""``Violation``: one wrong read, and the write that caused it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import attrs
+
+from .digest import MAX_POSITION, Key
+
+#: All kinds of violations; the device stores an index into this tuple.
+KINDS: Final = (
+    "unwritten",
+    "rejected",
+    "foreign",
+    "state",
+    "published",
+    "exported",
+    "imported",
+    "changed",
+    "ranks",
+)
+KIND_NUMBER: Final = {name: number for number, name in enumerate(KINDS)}
+
+#: Findings at a read; the device stores an index into this tuple.
+FOUND: Final = (
+    "unwritten",  # no row was written since the block was handed out
+    "rejected",  # the row of a draft that was taken back
+    "foreign",  # a row of other tokens
+    "draft",  # the row of a draft, where a durable row was needed
+    "owner",  # the right state, written by another request
+    "count",  # a count of accepted drafts that is not the sampler's
+    "bytes",  # other bytes than were written
+    "nan",  # an output that is not a number, where dead rows are filled with NaN
+)
+FOUND_NUMBER: Final = {name: number for number, name in enumerate(FOUND)}
+
+#: The int64 fields of a violation as the device stores it.
+FIELDS: Final = (
+    "kind",
+    "step",
+    "serial",
+    "group",
+    "position",
+    "place",
+    "slot",
+    "found",
+    "wanted_0",
+    "wanted_1",
+    "wanted_2",
+    "writer_step",
+    "writer_serial",
+    "writer_position",
+    "written_0",
+    "written_1",
+    "written_2",
+    "layer",
+)
+FIELD: Final = {name: number for number, name in enumerate(FIELDS)}
+NOBODY: Final = -1
+
+#: Ids from ``digest.EMBEDDED`` on stand for a part of an image or other embedded content.
+Tokens = tuple[int, ...]
+
+
+@attrs.frozen
+class Violation:
+    """A wrong read, write or count.
+
+    A run of neighbouring wrong rows of one kind in one block is one violation, named by its first
+    row. A reported slot is not reported again before it is written anew; steps of a request that
+    read outside a group of rows are reported once per group.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        step: the step that read it, counted from 1.
+        request: the request that read, by the name given to ``admit``; None if no request did.
+        group: the name of the group; "" if no group is concerned (``ranks``).
+        layer: the layer's name if bytes were compared (``Scrub``); else None.
+        position: the position that the row, or the last token of the state, stands for.
+        block: the block; None if the table led outside the group.
+        slot: the slot in the group; None if the table led outside the group.
+        found: one of ``FOUND``.
+        expected: up to three tokens: the reader's last tokens up to ``position``.
+        written_for: up to three tokens: the last tokens of the prefix that the row was computed
+            from; empty if the writer is not known any more.
+        written_position: the position that the row was written for; None if not known any more.
+        written_step: the step that wrote the row; None if not known any more.
+        written_request: the request that wrote the row; None if not known any more.
+    """
+
+    kind: str
+    step: int
+    request: str | None
+    group: str
+    layer: str | None
+    position: int | None
+    block: int | None
+    slot: int | None
+    found: str
+    expected: Tokens
+    written_for: Tokens = ()
+    written_position: int | None = None
+    written_step: int | None = None
+    written_request: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a flat dict, with tokens as lists."""
+        flat = attrs.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
+
+    def __str__(self) -> str:
+        """Return one sentence for a log."""
+        where = f"slot {self.slot} (block {self.block}) of group {self.group!r}"
+        layer = "" if self.layer is None else f", layer {self.layer!r}"
+        text = (
+            f"{self.kind}: in step {self.step} request {self.request} read {where}{layer} as "
+            f"position {self.position}, tokens ...{list(self.expected)}; found {self.found}"
+        )
+        if self.written_step is not None:
+            text += (
+                f", written in step {self.written_step} by request {self.written_request} for "
+                f"position {self.written_position}, tokens ...{list(self.written_for)}"
+            )
+        return text
+
+
+def decode(
+    record: Sequence[int],
+    key: Key,
+    groups: Sequence[tuple[str, int]],
+    layers: Sequence[str],
+    name_of: Callable[[int], str | None],
+) -> Violation:
+    """Make a ``Violation`` from the fields that the device stored.
+
+    Args:
+        record: the int64 fields, in the order of ``FIELDS``.
+        key: the engine's key.
+        groups: name and block size of each group.
+        layers: names of the layers of a scrub.
+        name_of: returns a request's name for its serial number.
+    """
+    field = dict(zip(FIELDS, record, strict=True))
+    group, block_size = groups[field["group"]] if field["group"] >= 0 else ("", 1)
+    slot = field["slot"] if field["slot"] >= 0 else None
+    position, written_at = field["position"], field["writer_position"]
+    known = field["writer_step"] != NOBODY
+    wanted = [record[FIELD["wanted_0"] + i] for i in range(3)]
+    written = [record[FIELD["written_0"] + i] for i in range(3)]
+    return Violation(
+        kind=KINDS[field["kind"]],
+        step=field["step"],
+        request=name_of(field["serial"]),
+        group=group,
+        layer=layers[field["layer"]] if 0 <= field["layer"] < len(layers) else None,
+        position=position if position >= 0 else None,
+        block=None if slot is None else slot // block_size,
+        slot=slot,
+        found=FOUND[field["found"]],
+        expected=_tokens(key, wanted, position),
+        written_for=_tokens(key, written, written_at) if known else (),
+        written_position=written_at if written_at >= 0 else None,
+        written_step=field["writer_step"] if known else None,
+        written_request=name_of(field["writer_serial"]) if known else None,
+    )
+
+
+def _tokens(key: Key, terms: Sequence[int], position: int) -> Tokens:
+    """Return the tokens of up to three terms: of ``position`` and the two before; oldest first.
+
+    A term that does not decode to its own position is left out: no token was stored for it.
+    """
+    assert position < MAX_POSITION
+    found = []
+    for back, term in enumerate(terms):
+        token, at = key.token_of(term)
+        if position - back < 0 or at != position - back:
+            break
+        found.append(token)
+    return tuple(reversed(found))

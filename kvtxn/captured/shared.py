@@ -1,0 +1,119 @@
+"""The parts that windows over one captured forward share: fixed tensors, and a plan per layout."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+from torch import Tensor
+
+from ..context import WindowContext
+from ..executor import StagedLayer, Txn
+from ..layout import RowLayout
+from ..row_io import LayerRows
+from ..states import TRANSITIONS, Event, WindowState
+from ..turn import Turn
+from .launches import LayoutLaunches
+
+OPEN: Final = WindowState.OPEN
+STAGED: Final = TRANSITIONS[OPEN, Event.STAGE_LAST]
+
+#: Most numbers of rows for which views of every layer's rows are kept.
+_MOST_SIZES: Final = 64
+
+
+class StepPlan:
+    """The facts about windows of one layout that are known before their steps.
+
+    Attributes:
+        windows: the ``CapturedWindows`` that made the plan, and that it is for.
+        layout: the layout; the window's rows are the first rows of the batch.
+        num_requests: requests of the window.
+        launches: the executor's prepared launches; None if it has none.
+        marks: int64 ``[max_rows]``, the content of ``position`` that marks these drafts.
+        stage_operations: number of rows x number of layers whose drafts wait for commit.
+    """
+
+    __slots__ = ("launches", "layout", "marks", "num_requests", "stage_operations", "windows")
+
+    def __init__(
+        self,
+        windows: SharedPlaces,
+        layout: RowLayout,
+        launches: LayoutLaunches | None,
+        marks: Tensor | None,
+        stage_operations: int,
+    ) -> None:
+        self.windows = windows
+        self.layout = layout
+        self.num_requests = layout.num_requests
+        self.launches = launches
+        self.marks = marks
+        self.stage_operations = stage_operations
+
+
+class SharedPlaces:
+    """The tensors and counters that all windows over one captured forward share.
+
+    Args:
+        context: the manager's context.
+        turn: the manager's ``Turn``, which lets one window at a time be open.
+        slots: int64 ``[num_groups, n]``, filled by the engine.
+        rows: by layer name ``[max_rows, *row_shape]`` per plane.
+        counters: int64 ``[lines, 4]``, in which windows under the policy count.
+        saves: True if prepared launches save rows under ``undo``.
+
+    Attributes:
+        quiet: True if no debug event has to report the commit of the window that is open.
+        on_commit: the callbacks of ``on_commit``, as they come and go.
+        on_host: True if the caches are in the host's memory.
+        device: the number of the caches' device.
+        stored: function of a number of rows; returns that many rows of each layer, by layer name,
+            as ``StagedLayer``.
+    """
+
+    def __init__(
+        self,
+        context: WindowContext,
+        turn: Turn,
+        slots: Tensor,
+        rows: LayerRows,
+        counters: Tensor,
+        *,
+        saves: bool,
+    ) -> None:
+        self.context = context
+        self.turn = turn
+        self.metrics = context.metrics
+        self.outcomes = context.metrics.windows
+        self.first_state = OPEN if context.policy == "deferred" else STAGED
+        self.quiet = False
+        self.on_commit = context.hooks.live("on_commit")
+        self.slots = slots
+        self.rows = rows
+        self.counters = counters
+        self.num_layers = len(context.refs)
+        self.stored = lru_cache(maxsize=_MOST_SIZES)(self._stored)
+        self.on_host = slots.is_cpu
+        self.device = slots.get_device()
+        self._saves = saves
+
+    def fill(self, txn: Txn) -> None:
+        """Set a ``Txn``'s counters, slots and, under ``undo``, the rows saved for the window."""
+        txn.counters = self.counters
+        count = txn.layout.num_rows
+        for line, (group, limit) in zip(self.slots, self.context.groups.items(), strict=True):
+            txn.slots[group] = slots = line[:count]
+            inside = ((slots >= -1) & (slots < limit)).all()
+            txn.in_range = inside if txn.in_range is None else txn.in_range & inside
+        if self._saves:
+            txn.saved = {name: layer.rows for name, layer in self.stored(count).items()}
+
+    def _stored(self, num_rows: int) -> dict[str, StagedLayer]:
+        """View the first ``num_rows`` rows of each layer in the caches' own dtypes."""
+        found = {}
+        for ref in self.context.refs:
+            parts = zip(self.rows[ref.name], ref.planes, strict=True)
+            rows = tuple(part[:num_rows].view(plane.format.dtype) for part, plane in parts)
+            found[ref.name] = StagedLayer(ref, rows)
+        return found

@@ -1,0 +1,304 @@
+"""``CapturedWindow``: one transaction over a captured forward, cheap on the host.
+
+It is a ``Window``. The usual course of a step is written a second time here, because its host
+time is counted in tenths of microseconds: ``commit_sampled`` makes one prepared launch and takes
+the label from the state table. In every other case (a failure, an abort, hooks, debug events, an
+executor without prepared launches) the window first makes its ``Lifecycle``, then calls the code
+that all windows share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from .. import recovery
+from ..commit_input import SIGNED, Accepted, as_accepted
+from ..context import WindowContext
+from ..errors import AcceptanceError, WindowStateError
+from ..layers import LayerRef
+from ..layout import RowLayout
+from ..lifecycle import Lifecycle
+from ..staged_input import check_ref
+from ..states import TRANSITIONS, Event, WindowState
+from ..window import Window
+from .shared import OPEN, STAGED, SharedPlaces, StepPlan
+
+_INT32: Final = torch.int32
+_STRIDED: Final = torch.strided
+_COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
+
+
+class CapturedWindow(Window):
+    """A transaction over a captured forward; made by ``CapturedWindows.begin``, used once.
+
+    Under ``deferred`` the window is OPEN until ``note_staged`` has noted every layer, or until its
+    commit: a commit without any noted layer means that a graph was replayed. Under ``undo`` and
+    ``direct`` the forward writes the rows by itself, and the window is STAGED from the start.
+
+    Args:
+        shared: the tensors that all windows over this forward share.
+        number: the window's number, counted from 0 for each manager.
+        plan: the facts about the window's layout.
+    """
+
+    # The class attributes below replace ``Window.__init__``, so that a usual step sets no more.
+    _written_by = "caller"
+    _only_holds = False
+    _noted: dict[str, LayerRef] | None = None
+
+    def __init__(self, shared: SharedPlaces, number: int, plan: StepPlan) -> None:
+        self.number = number
+        self._shared = shared
+        self._plan = plan
+        #: None as soon as the window has a lifecycle, which then has the state.
+        self._state: WindowState | None = shared.first_state
+
+    @property
+    def _context(self) -> WindowContext:  # type: ignore[override]  # one store less in each step
+        return self._shared.context
+
+    @property
+    def state(self) -> WindowState:
+        """The state of the window."""
+        state = self._state
+        return self._life.state if state is None else state
+
+    @property
+    def layout(self) -> RowLayout:
+        """The layout; the window's rows are the first rows of the batch."""
+        return self._plan.layout
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the window."""
+        return self._plan.layout.num_rows
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the layers that the window still waits for; none if it waits for no layer."""
+        waits = self.state is OPEN
+        noted = self._noted or {}
+        return tuple(name for name in self._context.layers if waits and name not in noted)
+
+    def __repr__(self) -> str:
+        return f"<CapturedWindow {self.number} {self.state.name}, {self.num_rows} rows>"
+
+    def note_staged(self, ref: LayerRef) -> None:
+        """Note that one more layer's drafts wait for commit; for a forward that is not replayed.
+
+        Args:
+            ref: the layer. Noting a layer again changes nothing: its rows wait at one place.
+
+        Raises:
+            WindowStateError: the window is over.
+            LayerError: not the manager's layer.
+        """
+        state = self._state
+        if state is not OPEN and self.state.is_final:
+            self._life.refuse("note_staged", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
+        layers = self._shared.context.layers
+        if ref is None or layers.get(getattr(ref, "name", "")) is not ref:
+            check_ref(ref, layers, layers, "window")
+        noted = self._noted
+        if noted is None:
+            noted = self._noted = {}
+        if ref.name in noted:
+            return
+        noted[ref.name] = ref
+        if self._state is None:
+            self._take([ref])
+        elif len(noted) == self._shared.num_layers:
+            self._state = STAGED
+
+    def stage(self, ref: LayerRef, *rows: object, **slots: object) -> None:
+        """Refuse the rows: the captured forward stages them.
+
+        Raises:
+            WindowStateError: always.
+        """
+        raise WindowStateError(
+            "stage",
+            f"the captured forward stages the rows of {getattr(ref, 'name', ref)!r}",
+            state=self.state.name,
+            hint="call note_staged(ref) where the host sees the forward",
+        )
+
+    # -- the end of a step ----------------------------------------------------------
+
+    def commit_sampled(self, sampled: Tensor) -> WindowState:
+        """Commit the drafts that were sampled: for each request, its sampled tokens less one.
+
+        One prepared launch; nothing waits for the device. ``commit`` takes accepted drafts in any
+        form, and takes longer.
+
+        Args:
+            sampled: int ``[num_requests]`` or longer, on the caches' device: the number of tokens
+                sampled for each request. Counts clamp to the draft lengths.
+
+        Returns:
+            The window's final state: COMMITTED, or FELL_BACK after a failure.
+
+        Raises:
+            AcceptanceError: ``sampled`` is not such a tensor; the window stays as it is.
+            IncompleteWindowError: some layers were noted as staged and some were not; nothing was
+                written, and the window stays open.
+            WindowStateError: the window is over.
+            Exception: under ``on_error="raise"``, the launch's own error, after the caches were
+                restored; or a hook's error.
+        """
+        state, shared, plan = self._state, self._shared, self._plan
+        launches = plan.launches
+        try:
+            dtype, shape = sampled.dtype, sampled.shape
+            fits = (
+                (dtype is _INT32 or dtype in SIGNED)
+                and len(shape) == 1
+                and sampled.layout is _STRIDED
+                and shape[0] >= plan.num_requests
+                and (sampled.is_cpu if shared.on_host else sampled.get_device() == shared.device)
+            )
+        except AttributeError:
+            fits = False
+        if not fits:
+            self._refuse(sampled)
+        ready = (state is OPEN and self._noted is None) or state is STAGED
+        if not ready or launches is None:
+            return self._commit_any(sampled)
+        try:
+            launches.commit(sampled)
+        except Exception as error:
+            self._commit_by_reference(sampled, error)
+            return self.state
+        except BaseException:  # interrupted half-way: nothing can be promised
+            self._life.finish(Event.FAIL)
+            raise
+        if shared.quiet and not shared.on_commit:  # as in ``Lifecycle.finish``, with none to tell
+            self._state = _COMMITTED
+            shared.metrics.layer_calls += plan.stage_operations
+            shared.outcomes["committed"] += 1
+            shared.turn.window = None
+            return _COMMITTED
+        self._take_the_rest()
+        self._life.finish(Event.COMMIT, self._counts(sampled))
+        self._life.surface()
+        return self.state
+
+    def commit(self, accepted: Accepted) -> None:
+        """Make exactly the accepted draft rows durable; see ``Window.commit``."""
+        if self._noted is None and self.state is OPEN:
+            accepted = as_accepted(accepted, self.layout, self._context.device)
+            self._take_the_rest()
+        super().commit(accepted)
+
+    def _commit_any(self, sampled: Tensor) -> WindowState:
+        """Commit without prepared launches, or refuse to."""
+        if self._noted is None and self.state is OPEN:
+            self._take_the_rest()
+        super().commit(self._counts(sampled))
+        return self.state
+
+    def _refuse(self, sampled: object) -> NoReturn:
+        """Refuse numbers of sampled tokens that no launch could read."""
+        got = type(sampled).__name__
+        if isinstance(sampled, Tensor):
+            got = f"{sampled.dtype} {list(sampled.shape)} on {sampled.device}"
+        raise AcceptanceError(
+            "commit_sampled",
+            "sampled does not fit the window",
+            expected=f"signed int [{self._plan.num_requests}] or longer on {self._context.device}",
+            got=got,
+            hint="pass the number of tokens sampled for each request: its accepted drafts and one "
+            "more; commit() takes accepted drafts in other forms",
+        )
+
+    def fall_back(self, operation: str, error: Exception, *, replayed: bool | None = None) -> None:
+        """Give the window up because the caller's own code failed; see ``Window.fall_back``.
+
+        Args:
+            operation: see ``Window.fall_back``.
+            error: see ``Window.fall_back``.
+            replayed: True if a graph was replayed: the drafts of every layer wait, and are written
+                now. False if the caller's own calls run the forward: drafts of noted layers alone
+                wait, and the caller writes the rows of the others. None means True unless a layer
+                was noted, as at a commit.
+        """
+        whole = not self._noted if replayed is None else replayed
+        if whole and self.state is OPEN:
+            self._take_the_rest()
+        super().fall_back(operation, error)
+
+    def _commit_by_reference(self, sampled: Tensor, error: Exception) -> None:
+        """Commit by the reference after a failed launch, or restore the caches and raise."""
+        self._take_the_rest()
+        life, counts = self._life, self._counts(sampled)
+        txn = life.txn
+        assert txn is not None
+        life.follow(
+            life.or_fail(
+                lambda: recovery.commit_failed(self._context, txn, counts, txn.saved, error)
+            )
+        )
+        life.finish(Event.COMMIT, counts)
+        life.surface()
+
+    def _counts(self, sampled: Tensor) -> Tensor:
+        """Return the accepted drafts of each request, int64 ``[num_requests]``: tokens less one.
+
+        On the host the counts are clamped to the draft lengths; on the device, whoever reads them
+        clamps them.
+        """
+        counts = sampled[: self._plan.layout.num_requests].long() - 1
+        if not counts.is_cpu:
+            return counts  # clamped where they are compared with row positions
+        return counts.clamp(min=0).minimum(torch.tensor(self._plan.layout.draft_len))
+
+    # -- a window like any other -------------------------------------------------------
+
+    @cached_property
+    def _life(self) -> Lifecycle:  # type: ignore[override]  # made when it is first needed
+        """The window's lifecycle, with its slots and the rows that wait or were saved."""
+        assert self._state is not None
+        life = Lifecycle(self._context, self.number)
+        life.txn = self._context.new_txn(self._plan.layout, self.number)
+        life.txn.drafts_alone = True
+        life.state = self._state
+        if self._state is not OPEN:
+            life.missing.clear()
+        if not self._state.is_final:
+            self._shared.fill(life.txn)
+        self.__dict__["_life"], self._state = life, None
+        if not life.state.is_final:
+            self._take(self._context.refs if life.state is STAGED else (self._noted or {}).values())
+        return life
+
+    def _take(self, refs: Iterable[LayerRef]) -> None:
+        """Move layers whose drafts wait from ``missing`` to the lifecycle's ``Txn``."""
+        life = self._life
+        txn = life.txn
+        assert txn is not None
+        stored = self._shared.stored(self.num_rows) if txn.waits else {}
+        for ref in refs:
+            if txn.waits:
+                txn.staged[ref.name] = stored[ref.name]
+                self._context.metrics.layer_calls += self.num_rows
+            life.missing.pop(ref.name, None)
+        if not life.missing and life.state is OPEN:
+            life.go(Event.STAGE_LAST)
+
+    def _take_the_rest(self) -> None:
+        """Stage every layer of an OPEN window: a graph was replayed, so no layer was noted."""
+        life = self._life
+        if life.state is OPEN:
+            self._take(self._context.refs)
+
+    def save_by_executor(self) -> None:
+        """Let an executor without prepared launches save the rows that the drafts overwrite."""
+        txn = self._life.txn
+        assert txn is not None
+        for group in self._context.groups:
+            txn.saved.update(self._context.executor.save(txn, group))

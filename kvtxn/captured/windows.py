@@ -1,0 +1,274 @@
+"""``CapturedWindows``: windows over a captured forward, one after another over the same tensors.
+
+A captured forward (a CUDA graph) cannot take new arguments, so everything that changes from step
+to step lies in fixed tensors: ``position`` marks the draft rows, ``rows`` holds them until commit,
+and the engine's own slot mappings are read in place. While no row is marked as a draft, the same
+graph writes every row into the cache, as an engine without kvtxn does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..context import WindowContext
+from ..errors import CapacityError, ConfigError, LayerError
+from ..layout import RowLayout
+from ..log import DEBUG, get_logger, shows
+from ..row_io import LayerRows
+from ..states import Event
+from ..turn import Turn
+from .launches import CapturedPlaces
+from .places import check_position, check_rows, check_slots, rows_for
+from .shared import SharedPlaces, StepPlan
+from .window import CapturedWindow
+
+log = get_logger()
+
+#: Most plans that are kept, one per layout; the least recently used plan is dropped first.
+_MOST_PLANS: Final = 1024
+
+
+class CapturedWindows(SharedPlaces):
+    """The windows over one captured forward; made by ``TransactionManager.captured_windows``.
+
+    Args:
+        context: the manager's context.
+        turn: the manager's ``Turn``, which lets one window at a time be open.
+        slots: int64 ``[num_groups, n]`` on the caches' device, in the order of the manager's
+            groups; the engine fills the slots of a step before ``begin``, -1 is padding. They are
+            read in place.
+        rows: by layer name at least ``[max_rows, *row_shape]`` per plane, any strides: the tensors
+            in which the forward leaves drafts, under ``deferred`` alone; None allocates them.
+        position: int64, at least ``[max_rows]``: the tensor of marks that the forward reads, if it
+            was captured already; None allocates it. All of it becomes -1. Windows over several
+            graphs may share one.
+
+    Attributes:
+        context: as given.
+        position: int64 ``[max_rows]``, read by the forward: 0, 1, ... for drafts, -1 for others;
+            a view of the tensor that was given.
+        rows: the tensors that hold the drafts, or under ``undo`` the rows that drafts overwrite.
+        slots: as given.
+        deferred: True if drafts wait for commit.
+        nbytes: bytes of the marks and the rows, on the device.
+
+    Raises:
+        SlotMappingError: ``slots`` are not as described.
+        LayerError: ``rows`` or ``position`` do not fit, or a layer is not paged.
+        ConfigError: ``rows`` are given, and drafts do not wait under the policy.
+        WindowStateError: ``position`` is given while a window is open.
+    """
+
+    def __init__(
+        self,
+        context: WindowContext,
+        turn: Turn,
+        slots: Tensor,
+        rows: LayerRows | None = None,
+        position: Tensor | None = None,
+    ) -> None:
+        executor, refs = context.executor, context.refs
+        max_rows = executor.config.max_rows
+        odd = [ref.name for ref in refs if ref.kind.name != "paged"]
+        if odd:
+            raise LayerError(
+                "captured_windows",
+                f"layer {odd[0]!r} is not paged",
+                expected="paged layers alone",
+                got=context.layers[odd[0]].kind.name,
+                hint="open a window for each step by manager.window()",
+            )
+        check_slots(slots, len(context.groups), context.device)
+        if rows is not None:
+            _check_policy(context.policy)
+            check_rows(refs, rows, max_rows)
+        if position is not None:
+            check_position(position, slots, max_rows, context.device)
+            turn.check_free()
+        self._no_marks = torch.full((max_rows,), -1, dtype=torch.int64, device=context.device)
+        position = self._no_marks.clone() if position is None else position
+        self._marks, self.position = turn.marks.of(position), position[:max_rows]
+        counters = context.metrics.under_policy
+        if rows is not None:
+            counters = context.metrics.in_spare_slots
+            rows = {name: tuple(part[:max_rows] for part in rows[name]) for name in context.layers}
+        else:
+            rows = {} if context.policy == "direct" else rows_for(refs, max_rows)
+        parts = [part for each in rows.values() for part in each]
+        self.nbytes = sum(part.nbytes for part in parts) + 2 * self.position.nbytes
+        places = CapturedPlaces(policy=context.policy, slots=slots, rows=rows, counters=counters)
+        launches = executor.captured_launches(places)
+        # Debug mode compares each commit with the reference, so it makes no prepared launch.
+        self._launches = None if context.debug else launches
+        self.deferred = context.policy == "deferred"
+        self._undoes = context.policy == "undo"
+        saves = self._undoes and self._launches is not None
+        super().__init__(context, turn, slots, rows, counters, saves=saves)
+        self._room = min(max_rows, slots.shape[1])
+        self._plans = lru_cache(maxsize=_MOST_PLANS)(self._plan)
+
+    def plan(self, layout: RowLayout) -> StepPlan:
+        """Return the plan of windows of a layout, the same one each time.
+
+        Raises:
+            CapacityError: more rows than ``max_rows``, or than a group has slots.
+            ConfigError: not a layout of plain sequences on the caches' device.
+        """
+        if (
+            not isinstance(layout, RowLayout)
+            or layout.tree is not None
+            or layout.position.device != self.context.device
+        ):
+            raise ConfigError(
+                "plan",
+                "there is no window of this layout over a captured forward",
+                expected=f"a RowLayout without a draft tree, on {self.context.device}",
+                got=_shown(layout),
+                hint="draft trees need manager.window(..., tree=...) for each step",
+            )
+        return self._plans(layout)
+
+    def _plan(self, layout: RowLayout) -> StepPlan:
+        if layout.num_rows > self._room:
+            raise CapacityError(
+                "captured_windows",
+                "more rows than the windows can hold",
+                expected=f"at most {self._room}: max_rows, or the slots of each group",
+                got=layout.num_rows,
+                hint="raise TxnConfig.max_rows, or run the step without a window",
+            )
+        launches = None
+        if self._launches is not None and layout.num_rows > 0:
+            launches = self._launches.prepare(layout)
+        marks = None
+        if self.deferred:
+            marks = self._no_marks.clone()
+            marks[: layout.num_rows] = layout.position
+        operations = layout.num_rows * len(self.rows) if self.deferred else 0
+        return StepPlan(self, layout, launches, marks, operations)
+
+    # -- a step -----------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> CapturedWindow:
+        """Begin the window of the next forward; the engine has filled the slots already.
+
+        If marking or saving fails, the window is DIRECT from the start: the forward writes every
+        row, and the commit only counts.
+
+        A hook of ``on_commit`` is called if it is registered when the window is committed.
+
+        Args:
+            plan: from ``plan`` of this object.
+
+        Raises:
+            ConfigError: ``plan`` is no plan of this object; no window was begun.
+            WindowStateError: another window is open.
+            Exception: what marking or saving raised, under ``on_error="raise"``.
+        """
+        try:
+            known = plan.windows is self
+        except AttributeError:
+            known = False
+        if not known:
+            raise ConfigError(
+                "begin",
+                "these windows have no such plan",
+                expected="what plan(layout) of the same object returns",
+                got=_shown(plan),
+                hint="call plan(layout) once for each layout, and pass its result",
+            )
+        turn = self.turn
+        if turn.window is not None:
+            turn.check_free()
+        window = turn.window = CapturedWindow(self, turn.begun, plan)
+        turn.begun += 1
+        self.quiet = not shows(DEBUG)
+        try:
+            if self.deferred:
+                if plan is not self._marks.shown:
+                    self.mark(plan)
+            elif self._undoes:
+                (window.save_by_executor if plan.launches is None else plan.launches.save)()
+        except Exception as error:
+            life = window._life
+            if self.deferred:
+                life.or_fail(self.unmark)  # rows that stayed marked would be in no cache
+            elif plan.launches is not None and life.txn is not None:
+                life.txn.saved = {}  # the launch failed, and saved nothing
+            life.go_direct("begin", error)
+            life.missing.clear()  # the forward writes every row
+        except BaseException:
+            window._life.finish(Event.FAIL)
+            raise
+        if not self.quiet:
+            rows, policy = plan.layout.num_rows, self.context.policy
+            log.debug("window.begin", window=window.number, rows=rows, policy=policy)
+        return window
+
+    def mark(self, plan: StepPlan | None) -> None:
+        """Mark the draft rows of the next forward; None marks no row, so that all are written.
+
+        Makes no copy if the last step had the same plan, and one copy otherwise.
+        """
+        marks = self._no_marks if plan is None else plan.marks
+        assert marks is not None
+        self._marks.show(plan, marks, self.position)
+
+    def unmark(self) -> None:
+        """Let the next forward write every row into the cache, drafts included."""
+        self.mark(None)
+
+    # -- before the first step ---------------------------------------------------------------
+
+    def warm_up(self, layouts: Sequence[RowLayout]) -> None:
+        """Make every launch once, so that no kernel compiles and no plan is made in a later step.
+
+        Writes into no cache, but overwrites the engine's slots with -1: no step may be under way.
+
+        Args:
+            layouts: the layouts that steps will most often have. Nothing is launched for a layout
+                without rows, or with more rows than a window may have.
+        """
+        if self.deferred:
+            self.mark(None)
+        if self._launches is None:
+            return
+        self.slots.fill_(-1)
+        for layout in (*layouts, *self._launches.variants()):
+            if not 0 < layout.num_rows <= self._room:
+                continue
+            plan = self.plan(layout)
+            if self.deferred:
+                self.mark(plan)
+            assert plan.launches is not None
+            ones = torch.ones(layout.num_requests, dtype=torch.int32, device=self.context.device)
+            plan.launches.warm_up(ones)
+        if self.deferred:
+            self.unmark()
+
+
+def _check_policy(policy: str) -> None:
+    """Refuse given rows under a policy that does not let drafts wait in them."""
+    if policy != "deferred":
+        raise ConfigError(
+            "captured_windows",
+            f"captured rows do not go with policy {policy!r}",
+            expected="policy 'deferred'",
+            got=repr(policy),
+            hint="leave rows out: the captured forward writes the rows to the caches itself",
+        )
+
+
+def _shown(given: object) -> str:
+    """Describe an argument in place of a layout or a plan."""
+    if isinstance(given, RowLayout):
+        tree = "" if given.tree is None else ", with a draft tree"
+        return f"a RowLayout on {given.position.device}{tree}"
+    if isinstance(given, StepPlan):
+        return "a plan of other windows"
+    return type(given).__name__

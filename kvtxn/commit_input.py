@@ -1,0 +1,298 @@
+"""The forms of ``Window.commit(accepted)``, and how each is checked.
+
+Four forms say which draft rows are accepted: counts, one per request; a mask, one bool per row;
+a path, for draft trees; and ``SampledIds``, the token ids that a sampler returned.
+
+Host values (ints, sequences, CPU tensors) are checked in full and refused when out of range.
+Device tensors are checked by shape and dtype alone, because reading them would wait for the
+device; the executors clamp counts and cut paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+import attrs
+import torch
+from torch import Tensor
+
+from .errors import AcceptanceError
+from .host_values import to_device
+from .layout import RowLayout
+
+#: dtypes of accepted counts, paths and token ids.
+SIGNED: Final = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+@attrs.frozen(eq=False)
+class SampledIds:
+    """The token ids that a sampler returned, in place of counts: ``commit(SampledIds(ids))``.
+
+    Attributes:
+        ids: int ``[num_requests, num_columns]``: each request's accepted drafts, one token that the
+            target chose, then placeholders. Any number of columns.
+        placeholder: the id that stands for "no token".
+        vocab_size: ids at or above it count as "no token", too.
+    """
+
+    ids: Tensor
+    placeholder: int = -1
+    vocab_size: int | None = None
+
+    def counts(self) -> Tensor:
+        """Return the drafts accepted, int64 ``[num_requests]``, not clamped; never waits."""
+        real = self.ids != self.placeholder
+        if self.vocab_size is not None:
+            real &= self.ids < self.vocab_size
+        return real.sum(1) - 1
+
+
+#: The types that ``Window.commit`` takes; see there.
+Accepted = int | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | Tensor | SampledIds
+
+
+def as_counts(accepted: Tensor | SampledIds) -> Tensor:
+    """Return the counts of ``SampledIds``; return counts, a mask or a path unchanged."""
+    return accepted.counts() if isinstance(accepted, SampledIds) else accepted
+
+
+def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Tensor | SampledIds:
+    """Check the argument of ``commit`` and bring it to ``device``.
+
+    A window whose trees are plain sequences takes every form; other tree windows take paths.
+
+    Returns:
+        int64 ``[num_requests]`` counts, bool ``[num_rows]``, int ``[num_requests, columns]`` paths,
+        or ``SampledIds``; a device tensor is returned as it is.
+
+    Raises:
+        AcceptanceError: wrong shape, dtype, device or, on the host, range.
+    """
+    tree = layout.tree
+    branches = tree is not None and not tree.is_chain
+    if type(accepted) is int and 0 <= accepted <= layout.shortest and not branches:
+        return torch.full((layout.num_requests,), accepted, dtype=torch.int64, device=device)
+    if isinstance(accepted, SampledIds) and not branches:
+        return _checked_ids(accepted, layout, device)
+    if branches or (tree is not None and _is_nested(accepted)):
+        return _as_path(accepted, layout, device)
+    if isinstance(accepted, Tensor) and not accepted.is_cpu:
+        counts = accepted.dtype in SIGNED and accepted.shape == (layout.num_requests,)
+        if not (counts and accepted.device == device):
+            _check_on_device(accepted, layout, device)
+        return accepted
+    host = _host_counts(accepted, layout)
+    return to_device(host, device, host.dtype)
+
+
+# -- counts and masks -------------------------------------------------------------
+
+
+def _host_counts(accepted: object, layout: RowLayout) -> Tensor:
+    """Return counts or a mask on the host, in range; an int counts for every request."""
+    tensor = isinstance(accepted, Tensor)
+    if not tensor and hasattr(accepted, "tolist") and hasattr(accepted, "__array__"):
+        accepted = accepted.tolist()  # torch does not take every array of another library
+    if hasattr(accepted, "__index__") and not (tensor or isinstance(accepted, bool)):
+        accepted = [accepted.__index__()] * layout.num_requests
+    try:
+        host = torch.as_tensor(accepted, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        host = None
+    if host is None or isinstance(accepted, (bool, str)) or (tensor and not _is_plain(host)):
+        raise AcceptanceError(
+            "commit",
+            "accepted is not valid",
+            expected="an int, one int per request, or bool [num_rows]",
+            got=repr(accepted),
+        )
+    if host.numel() == 0 and host.is_floating_point():  # torch's guess for an empty list
+        host = host.to(torch.int64)
+    if host.ndim == 0 and tensor and host.dtype is not torch.bool:
+        host = host.expand(layout.num_requests)
+    _check_shape(host, layout)
+    if host.dtype is torch.bool:
+        return host
+    counts = host.tolist()
+    for request, (count, drafts) in enumerate(zip(counts, layout.draft_len, strict=True)):
+        if not 0 <= count <= drafts:
+            raise AcceptanceError(
+                "commit",
+                f"accepted count of request {request} is out of range",
+                expected=f"0 to {drafts}",
+                got=count,
+                hint="count accepted draft rows only, without the bonus token",
+            )
+    return torch.tensor(counts, dtype=torch.int64, device="cpu")
+
+
+def _without_array(accepted: object) -> Any:
+    """Return an array of another library as Python numbers: torch does not take each of them."""
+    if isinstance(accepted, Tensor) or not hasattr(accepted, "__array__"):
+        return accepted
+    return accepted.tolist() if hasattr(accepted, "tolist") else accepted
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell a tensor whose numbers lie in memory from sparse, nested and quantised ones."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def _check_shape(accepted: Tensor, layout: RowLayout) -> None:
+    mask = accepted.dtype is torch.bool
+    expected = (layout.num_rows if mask else layout.num_requests,)
+    if accepted.is_floating_point() or accepted.is_complex() or accepted.shape != expected:
+        raise AcceptanceError(
+            "commit",
+            "accepted has the wrong shape or dtype",
+            expected=f"int [{layout.num_requests}] or bool [{layout.num_rows}]",
+            got=f"{accepted.dtype} {list(accepted.shape)}",
+            hint="one count of accepted draft rows per request, or one bool per row",
+        )
+
+
+def _check_on_device(accepted: Tensor, layout: RowLayout, device: torch.device) -> None:
+    """Refuse counts or a mask on a device that do not fit, or that torch cannot compare there."""
+    plain = _is_plain(accepted)
+    if not plain or accepted.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        raise AcceptanceError(
+            "commit",
+            "accepted has the wrong dtype or layout",
+            expected=f"a dense tensor: int [{layout.num_requests}] or bool [{layout.num_rows}]",
+            got=f"{accepted.dtype}, {accepted.layout}",
+            hint="convert unsigned counts to int32 or int64",
+        )
+    _check_shape(accepted, layout)
+    _check_device(accepted, device)
+
+
+def _check_device(accepted: Tensor, device: torch.device) -> None:
+    if accepted.device != device:
+        raise AcceptanceError(
+            "commit", "accepted is on another device", expected=device, got=accepted.device
+        )
+
+
+# -- paths of draft trees ---------------------------------------------------------
+
+
+def _is_nested(accepted: object) -> bool:
+    """Tell a path (two dimensions) from counts or a mask (one)."""
+    if hasattr(accepted, "ndim"):
+        return bool(accepted.ndim == 2)
+    if not isinstance(accepted, Sequence) or isinstance(accepted, str):
+        return False
+    return any(isinstance(item, Sequence) or hasattr(item, "ndim") for item in accepted)
+
+
+def _as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tensor:
+    """Return paths, int ``[num_requests, columns]``; host values have -1 only at their ends."""
+    if isinstance(accepted, SampledIds):
+        _refuse_path(layout, "SampledIds")
+    accepted = _without_array(accepted)
+    if isinstance(accepted, Tensor):
+        plain = _is_plain(accepted)
+        fits = plain and accepted.ndim == 2 and accepted.shape[0] == layout.num_requests
+        if not fits or accepted.dtype not in SIGNED:
+            _refuse_path(layout, f"{accepted.dtype} {list(accepted.shape) if plain else ''}")
+        if not accepted.is_cpu:
+            _check_device(accepted, device)
+            return accepted
+        accepted = accepted.tolist()
+    if not isinstance(accepted, Sequence) or len(accepted) != layout.num_requests:
+        _refuse_path(layout, repr(accepted))
+    paths = []
+    for request, path in enumerate(accepted):
+        if not isinstance(path, Sequence) or any(type(node) is not int for node in path):
+            _refuse_path(layout, repr(accepted))
+        paths.append(_checked_path(layout, request, list(path)))
+    columns = max(map(len, paths), default=0)
+    padded = torch.tensor([path + [-1] * (columns - len(path)) for path in paths], device="cpu")
+    return to_device(padded.view(len(paths), columns), device, torch.int64)
+
+
+def _checked_path(layout: RowLayout, request: int, path: list[int]) -> list[int]:
+    """Return one request's path without its padding."""
+    assert layout.tree is not None
+    parents = layout.tree.parents[request]
+    while path and path[-1] == -1:
+        path.pop()
+    before = -1
+    for node in path:
+        if not 0 <= node < len(parents) or parents[node] != before:
+            start = "a root" if before == -1 else f"a child of draft row {before}"
+            raise AcceptanceError(
+                "commit",
+                f"the accepted path of request {request} leaves its tree",
+                expected=f"{start}, or -1 to end it",
+                got=node,
+                hint="name draft rows from the root on, each the child of the one before",
+            )
+        before = node
+    return path
+
+
+def _refuse_path(layout: RowLayout, got: object) -> NoReturn:
+    raise AcceptanceError(
+        "commit",
+        "accepted is not a path of a tree window",
+        expected=f"int [{layout.num_requests}, depth]",
+        got=got,
+        hint="pass the accepted draft rows of each request from the root on, padded with -1; "
+        "counts and masks do not name a branch",
+    )
+
+
+# -- sampled ids ------------------------------------------------------------------
+
+
+def _checked_ids(sampled: SampledIds, layout: RowLayout, device: torch.device) -> SampledIds:
+    """Return the ids on ``device``; ids of the host are copied there without a wait."""
+    ids = sampled.ids
+    check_ids("commit", ids)
+    check_settings("commit", sampled.placeholder, sampled.vocab_size)
+    elsewhere = ids.device != device
+    if ids.shape[0] != layout.num_requests or (elsewhere and not ids.is_cpu):
+        raise AcceptanceError(
+            "commit",
+            "sampled ids do not fit the window",
+            expected=f"[{layout.num_requests}, num_columns] on {device}",
+            got=f"{list(ids.shape)} on {ids.device}",
+            hint="one line of ids per request of the window",
+        )
+    return attrs.evolve(sampled, ids=to_device(ids, device, ids.dtype)) if elsewhere else sampled
+
+
+def check_ids(operation: str, ids: Tensor) -> None:
+    """Refuse, with an AcceptanceError, token ids that are not signed ints in two dimensions."""
+    shaped = isinstance(ids, Tensor) and _is_plain(ids) and ids.ndim == 2
+    if not shaped or ids.dtype not in SIGNED:
+        raise AcceptanceError(
+            operation,
+            "token ids are malformed",
+            expected="signed int [num_requests, num_columns]",
+            got=_described(ids),
+            hint="add the request dimension, or pass counts to commit() directly",
+        )
+
+
+def _described(ids: object) -> str:
+    """Return dtype and shape of a tensor, or the type of anything else, for a message."""
+    if not isinstance(ids, Tensor):
+        return type(ids).__name__
+    return f"{ids.dtype} {list(ids.shape) if _is_plain(ids) else ids.layout}"
+
+
+def check_settings(operation: str, placeholder: object, vocab_size: object) -> None:
+    """Refuse, with an AcceptanceError, a placeholder or vocabulary size that is not an int."""
+    for name, value in (("placeholder", placeholder), ("vocab_size", vocab_size)):
+        optional = name == "vocab_size" and value is None
+        if not optional and (not isinstance(value, int) or isinstance(value, bool)):
+            raise AcceptanceError(
+                operation,
+                f"{name} is not valid",
+                expected="an int" if name == "placeholder" else "an int, or None",
+                got=repr(value),
+                hint="pass the sampler's own: its id for 'no token', and its number of ids",
+            )

@@ -1,0 +1,99 @@
+"""``WindowContext``: the part of a manager that its windows use.
+
+The manager builds one context and hands it to every window, so that a window needs no manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+import torch
+
+from .acceptance import Acceptance
+from .executor import Executor, Txn
+from .hooks import Hooks
+from .layers import LayerRef, SlotKind
+from .layout import RowLayout
+from .log import get_logger, shown
+from .metrics import Metrics, as_label
+from .slots import SlotRules
+from .staging import Stager
+
+log = get_logger()
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class WindowContext:
+    """The objects and settings that the windows of one manager share.
+
+    Attributes:
+        executor: the object that moves the bytes.
+        stager: the object that takes staged rows in.
+        metrics: the counters.
+        hooks: the callbacks of ``on_commit`` and ``on_abort``.
+        acceptance: the object that turns token ids into counts.
+        layers: the layers by name.
+        refs: the layers in order.
+        groups: slots in the smallest cache of each group.
+        kinds: the kind of the slots of each group.
+        slot_rules: the rules that every slot mapping obeys.
+        device: the device of the caches.
+        policy: ``"deferred"``, ``"undo"`` or ``"direct"``.
+        on_error: ``"fallback"`` or ``"raise"``; see ``TxnConfig``.
+        debug: True to compare every commit with the reference.
+        may_stop_halfway: True if a failing commit may have written or counted something, so that
+            the counters are copied before it.
+        reads_back: True if the rows are copied before a deferred commit, so that it can be undone.
+        replays: True if a layer has states that take rows in when a window ends.
+        copies_states: True if the states of replayed layers are copied before they take rows in;
+            without the copies they could not be undone, nor advanced again after a failure.
+        on_end: called when a window has ended, before its debug event.
+        unstaged: the layers that a new window waits for; copied, which is quicker than made anew.
+        captured: windows whose commit was captured in a CUDA graph: each replay reads their rows.
+    """
+
+    executor: Executor
+    stager: Stager
+    metrics: Metrics
+    hooks: Hooks
+    acceptance: Acceptance
+    layers: Mapping[str, LayerRef]
+    refs: tuple[LayerRef, ...]
+    groups: Mapping[str, int]
+    kinds: Mapping[str, SlotKind]
+    slot_rules: SlotRules
+    device: torch.device
+    policy: str
+    on_error: str
+    debug: bool
+    may_stop_halfway: bool
+    reads_back: bool
+    replays: bool
+    copies_states: bool
+    on_end: Callable[[], None]
+    unstaged: dict[str, None] = attrs.field(init=False)
+    captured: list[Txn] = attrs.field(init=False, factory=list)
+
+    @unstaged.default
+    def _all_layers(self) -> dict[str, None]:
+        return dict.fromkeys(self.layers)
+
+    def new_txn(self, layout: RowLayout, number: int | None = None) -> Txn:
+        """Return the executor's side of a new window, and make the stager ready for its rows."""
+        txn = Txn(self.policy, self.refs, layout, self.metrics.under_policy, number=number)
+        self.stager.begin(layout.num_rows, holds=txn.holds_rows)
+        return txn
+
+    def note_fallback(self, number: int | None, operation: str, error: Exception) -> None:
+        """Count a fallback and log it: a warning the first time for an operation, then debug.
+
+        Args:
+            number: the window's number; None for a window that could not begin.
+            operation: the operation that failed.
+            error: the error that the operation raised.
+        """
+        label = as_label(operation)
+        self.metrics.fallbacks[label] += 1
+        say = log.warning if self.metrics.fallbacks[label] == 1 else log.debug
+        say("window.fell_back", window=number, operation=operation, error=shown(error))

@@ -1,0 +1,102 @@
+"""The layers of one manager: their names, their groups, and the checks that they fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from .errors import LayerError
+from .layers import LayerRef, Plane, SlotKind
+from .memory_overlap import begin, end, overlap
+
+
+def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
+    """Return the layers by name; raise LayerError if they do not fit together."""
+    by_name: dict[str, LayerRef] = {}
+    if not isinstance(layers, Iterable) or isinstance(layers, Tensor):
+        raise LayerError(
+            "TransactionManager", "layers is not an iterable", got=type(layers).__name__
+        )
+    for ref in layers:
+        if not isinstance(ref, LayerRef):
+            raise LayerError(
+                "TransactionManager", "layers must be LayerRef objects", got=type(ref).__name__
+            )
+        if ref.name in by_name:
+            raise LayerError(
+                "TransactionManager",
+                f"two layers are named {ref.name!r}",
+                hint="give each layer its own name",
+            )
+        by_name[ref.name] = ref
+    _check_apart(by_name.values())
+    if not by_name:
+        raise LayerError("TransactionManager", "no layers", expected="at least one", got=0)
+    devices = {ref.device for ref in by_name.values()}
+    if len(devices) > 1:
+        raise LayerError(
+            "TransactionManager",
+            "layers are on several devices",
+            expected="one device",
+            got=sorted(map(str, devices)),
+            hint="make one manager per device",
+        )
+    return by_name
+
+
+def _check_apart(refs: Iterable[LayerRef]) -> None:
+    """Refuse layers of one group whose caches overlap.
+
+    Groups may share memory: an engine's allocator gives each block to one of them.
+    """
+    places = [(ref, plane) for ref in refs for plane in ref.planes]
+    places.sort(key=lambda place: begin(place[1].cells))
+    near: list[tuple[LayerRef, Plane]] = []
+    for ref, plane in places:
+        near = [place for place in near if end(place[1].cells) > begin(plane.cells)]
+        for other, theirs in near:
+            if other is not ref and other.group == ref.group and _share(theirs, plane):
+                raise LayerError(
+                    "TransactionManager",
+                    f"layers {other.name!r} and {ref.name!r} share one cache, or overlap",
+                    expected="distinct memory for every layer of a group",
+                    got=f"{begin(plane.cells) - begin(theirs.cells)} bytes from one to the other",
+                    hint="list a shared cache once, under the layer that writes it",
+                )
+        near.append((ref, plane))
+
+
+def _share(one: Plane, other: Plane) -> bool:
+    """Tell whether two layers' planes share memory; with offset tables, only equal parts do."""
+    if one.offsets is None and other.offsets is None:
+        return overlap(one.cells, other.cells)
+    return one.part == other.part and begin(one.cells) == begin(other.cells)
+
+
+def limits_of(refs: Sequence[LayerRef]) -> dict[str, int]:
+    """Return, by group, the number of slots that every cache of the group has."""
+    limits: dict[str, int] = {}
+    block_sizes: dict[str, int] = {}
+    kinds: dict[str, SlotKind] = {}
+    for ref in refs:
+        limits[ref.group] = min(ref.num_slots, limits.get(ref.group, ref.num_slots))
+        kind = kinds.setdefault(ref.group, ref.kind)
+        if kind != ref.kind:
+            raise LayerError(
+                "TransactionManager",
+                f"kinds of layers differ within group {ref.group!r}",
+                expected=kind,
+                got=f"{ref.kind} in {ref.name!r}",
+                hint="rings of one size, states, and paged rows belong in groups of their own",
+            )
+        size = ref.planes[0].block_size
+        if block_sizes.setdefault(ref.group, size) != size:
+            raise LayerError(
+                "TransactionManager",
+                f"block sizes differ within group {ref.group!r}",
+                expected=block_sizes[ref.group],
+                got=f"{size} in {ref.name!r}",
+                hint="a slot number means block x block_size + offset: use one group per size",
+            )
+    return limits

@@ -1,0 +1,164 @@
+"""``Lifecycle``: the state of one window, the effect of a failure on it, and its end.
+
+Every kind of window has one: a ``Window``, and a window over a captured forward. State changes,
+recovery, counters, hooks and log events at the end of a window exist here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import recovery
+from .commit_input import SampledIds, as_counts
+from .context import WindowContext
+from .errors import not_allowed
+from .executor import StagedLayer, Txn
+from .hooks import Moment, ended
+from .log import DEBUG, get_logger, shown, shows
+from .states import Event, WindowState, after, allowed
+
+log = get_logger()
+
+_Result = TypeVar("_Result")
+
+
+class Lifecycle:
+    """The way of one window through the state table.
+
+    Args:
+        context: the manager's context.
+        number: the window's number.
+
+    Attributes:
+        state: the state of the window.
+        missing: names of the layers that are not staged yet, in order.
+        txn: the executor's side of the window; None until a group has slots.
+        fallback_reason: the operation whose failure made the window DIRECT, or None.
+    """
+
+    __slots__ = ("_hook_error", "context", "fallback_reason", "missing", "number", "state", "txn")
+
+    def __init__(self, context: WindowContext, number: int) -> None:
+        self.context = context
+        self.number = number
+        self.state = WindowState.OPEN
+        self.missing: dict[str, None] = context.unstaged.copy()
+        self.txn: Txn | None = None
+        self.fallback_reason: str | None = None
+        self._hook_error: Exception | None = None
+
+    def go(self, event: Event) -> None:
+        """Move to the state that follows ``event``; KeyError if the table does not allow it."""
+        self.state = after(self.state, event)
+
+    def refuse(self, operation: str, event: Event, detail: str = "") -> NoReturn:
+        """Raise the WindowStateError for an event that the state table does not allow."""
+        wanted = " or ".join(state.name for state in WindowState if allowed(state, event))
+        raise not_allowed(operation, self.state.name, wanted, self.state.is_final, detail)
+
+    # -- failures ------------------------------------------------------------------
+
+    def go_direct(
+        self, operation: str, error: Exception, layers: Sequence[StagedLayer] = ()
+    ) -> None:
+        """Go DIRECT after a failure before commit; or end the window and raise ``error``."""
+        context, txn = self.context, self.txn
+        assert txn is not None  # the executor acts on windows with slots only
+        self.follow(
+            self.or_fail(lambda: recovery.go_direct(context, txn, operation, error, layers))
+        )
+
+    def follow(self, failure: recovery.Failure | None) -> None:
+        """Take the state that a failure leads to; ``None`` means no failure and changes nothing."""
+        if failure is None:
+            return
+        if failure.event is not Event.FALL_BACK:
+            self.finish(failure.event)
+            raise failure.error
+        self.go(Event.FALL_BACK)
+        self.fallback_reason = failure.operation
+
+    def or_fail(self, repair: Callable[[], _Result]) -> _Result:
+        """Run a repair; if the repair fails, end in FAILED, since the bytes are unknown."""
+        try:
+            return repair()
+        except BaseException:
+            self.finish(Event.FAIL)
+            raise
+
+    # -- the end -------------------------------------------------------------------
+
+    def finish(self, event: Event, accepted: Tensor | SampledIds | None = None) -> None:
+        """Set the final state, call the hooks, count the window, and let go of its rows.
+
+        Args:
+            event: ``COMMIT``, ``ABORT`` or ``FAIL``; no hook is called for the last.
+            accepted: the counts, mask, path or ids that were committed; None without a commit.
+        """
+        self.go(event)
+        try:
+            if event is not Event.FAIL and self.txn is not None:
+                moment: Moment = "on_commit" if event is Event.COMMIT else "on_abort"
+                self._tell(moment, self.txn, accepted)
+        finally:
+            self._end(accepted)
+
+    def surface(self) -> None:
+        """Under ``on_error="raise"``, raise the first error that a hook raised; called last."""
+        if self._hook_error is not None and self.context.on_error == "raise":
+            raise self._hook_error
+
+    def _tell(self, moment: Moment, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
+        """Call the hooks; an error in a hook changes neither caches nor state."""
+        callbacks = self.context.hooks[moment]
+        if not callbacks:
+            return
+        counts = None if accepted is None else as_counts(accepted)
+        window = ended(self.number, self.state, txn, counts, complete=not self.missing)
+        errors = self.context.metrics.hook_errors
+        for callback in callbacks:
+            try:
+                callback(window)
+            except Exception as error:
+                error.add_note(f"kvtxn: from an {moment} hook; the window is {self.state.name}")
+                errors[moment] += 1
+                say = log.warning if errors[moment] == 1 else log.debug
+                say("hook.failed", window=self.number, hook=moment, error=shown(error))
+                self._hook_error = self._hook_error or error
+
+    def _end(self, accepted: Tensor | SampledIds | None) -> None:
+        self.context.metrics.windows[self.state.value] += 1
+        self.context.stager.reset()
+        self.context.on_end()
+        if shows(DEBUG):
+            log.debug(
+                "window.end",
+                window=self.number,
+                state=self.state.value,
+                accepted=None if accepted is None else as_counts(accepted).tolist(),
+                never_written=self._never_written(accepted),
+            )
+        if self.txn is not None:
+            if self._is_captured():
+                self.context.captured.append(self.txn)
+            else:
+                self.txn.staged = {}
+
+    def _is_captured(self) -> bool:
+        """Tell whether this window's commit went into a CUDA graph, which reads its rows again."""
+        on_gpu = self.context.device.type == "cuda"
+        return on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def _never_written(self, accepted: Tensor | SampledIds | None) -> int:
+        """Count the draft rows that were never written. Waits for the device: for debug events."""
+        txn = self.txn
+        if txn is None or not txn.waits:
+            return 0
+        drafts = sum(txn.layout.draft_len)
+        if self.state is not WindowState.COMMITTED or accepted is None:
+            return drafts if self.state is WindowState.ABORTED else 0
+        return drafts - int(txn.layout.kept(as_counts(accepted)).sum())

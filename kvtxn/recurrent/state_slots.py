@@ -1,0 +1,120 @@
+"""``StateSlots``: the slots of states that are kept when a request crosses a block boundary.
+
+A prefix cache of a hybrid model keeps a state at block boundaries: another request that begins
+with the same tokens takes it from there. So the commit that crosses a boundary has to leave two
+states: the state at the boundary, and the state with which the request continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..errors import SlotMappingError
+from ..host_values import to_device
+
+_Ints = Tensor | Sequence[int]
+
+
+@attrs.frozen(eq=False)
+class StateSlots:
+    """The slots of a group of replayed layers, for requests that may cross a boundary.
+
+    A request that takes in more than ``boundary`` rows leaves the state after exactly that many
+    rows in its slot, and the state after all its rows in ``beyond``, where it continues. A request
+    that takes in no more rows leaves its state in its slot, and ``beyond`` unchanged. With a
+    boundary of 0 the state in the slot is unchanged, and the request continues in ``beyond``.
+
+    Attributes:
+        slots: int ``[num_requests]``, the state that is read; -1 is padding.
+        boundary: int ``[num_requests]``, rows of this window, settled ones included.
+        beyond: int ``[num_requests]``; -1 if the request has no boundary in this window. The slots
+            are distinct, and no request's own: checked if they and ``slots`` are on the host.
+    """
+
+    slots: _Ints
+    boundary: _Ints
+    beyond: _Ints
+
+
+@attrs.frozen(eq=False)
+class Crossings:
+    """The boundaries of a window's requests, on the device.
+
+    Attributes:
+        boundary: int64 ``[num_requests]``.
+        beyond: int64 ``[num_requests]``.
+    """
+
+    boundary: Tensor
+    beyond: Tensor
+
+    @classmethod
+    def of(
+        cls, group: str, given: StateSlots, slots: Tensor | list[int], limit: int, like: Tensor
+    ) -> Crossings:
+        """Check the boundaries given by the caller, as far as they are on the host.
+
+        Args:
+            group: the group's name, for messages.
+            given: the argument of the caller.
+            slots: ``given.slots``, checked; a list if they came from the host.
+            limit: slots of the group's smallest cache.
+            like: a tensor on the caches' device.
+
+        Raises:
+            SlotMappingError: another shape, dtype or device; or, on the host, a negative
+                boundary, a slot outside the cache, or one that is named twice.
+        """
+        boundary, beyond = (
+            _checked(group, name, value, len(slots), like.device)
+            for name, value in (("boundary", given.boundary), ("beyond", given.beyond))
+        )
+        if boundary.is_cpu and any(rows < 0 for rows in boundary.tolist()):
+            raise _bad(group, "boundary", "rows of the window, 0 or more", boundary.tolist())
+        if beyond.is_cpu:
+            used = [slot for slot in beyond.tolist() if slot != -1]
+            taken = [slot for slot in slots if slot != -1] if isinstance(slots, list) else []
+            if any(not 0 <= slot < limit for slot in used):
+                raise _bad(group, "beyond", f"-1, or 0 to {limit - 1}", beyond.tolist())
+            if len({*used, *taken}) < len(used) + len(taken):
+                raise _bad(group, "beyond", "distinct slots that no request has", beyond.tolist())
+        both = [
+            to_device(value, like.device, torch.int64) if value.is_cpu else value.to(torch.int64)
+            for value in (boundary, beyond)
+        ]
+        return cls(*both)
+
+    def refuse_outside(self, slots: Tensor, limit: int) -> Tensor:
+        """Replace a request's slot by one outside the cache if its ``beyond`` is outside.
+
+        The device's check of the slots, which refuses the whole window, then covers ``beyond``.
+        """
+        outside = (self.beyond < -1) | (self.beyond >= limit)
+        return torch.where(outside, -2, slots)
+
+
+def _checked(group: str, name: str, value: _Ints, count: int, device: torch.device) -> Tensor:
+    """Return ``value`` as an int tensor ``[num_requests]``, of the host or of the device."""
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise _bad(group, name, "int [num_requests]", type(value).__name__) from None
+    if tensor.shape == (0,) and not isinstance(value, Tensor):
+        tensor = tensor.to(torch.int64)  # torch's guess for an empty list is a float
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    if not dense or tensor.shape != (count,) or tensor.dtype not in (torch.int64, torch.int32):
+        shape = list(tensor.shape) if dense else tensor.layout
+        raise _bad(group, name, f"int [{count}]", f"{tensor.dtype} {shape}")
+    if not tensor.is_cpu and tensor.device != device:
+        raise _bad(group, name, f"a tensor on {device} or the host", tensor.device)
+    return tensor
+
+
+def _bad(group: str, name: str, expected: str, got: object) -> SlotMappingError:
+    return SlotMappingError(
+        "window", f"{name} of group {group!r} is not valid", expected=expected, got=got
+    )

@@ -1,0 +1,378 @@
+"""The ledger as a dict model: token prefixes in place of digests, one row after the other.
+
+It has the calls of ``kvtxn.audit.Ledger`` and shares no code with it, so what both report can be
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from ..audit.groups import Group
+from ..audit.step import Step
+
+#: (pool, block, offset in the block).
+Word = tuple[str, int, int]
+
+
+@attrs.frozen
+class Row:
+    """The row in a slot, of one group.
+
+    Attributes:
+        group: the group that wrote the row.
+        prefix: the request's seed and tokens, up to the row's own token.
+        writer: the request that wrote the row.
+        step: the step that wrote the row; 0 for imported rows.
+    """
+
+    group: str
+    prefix: tuple[object, ...]
+    writer: str | None
+    step: int
+
+
+@attrs.frozen
+class Finding:
+    """The fields of a violation that a model also reports."""
+
+    kind: str
+    step: int
+    request: str
+    group: str
+    position: int
+    slot: int | None
+    found: str
+    writer: str | None = None
+    written_step: int | None = None
+
+
+REJECTED = "rejected"
+REPORTED = "reported"
+
+
+@attrs.define
+class _Request:
+    line: int
+    name: str
+    own: list[object]
+    known: int
+    durable: int = 0
+    kept: int = -1
+    outside: set[str] = attrs.Factory(set)
+
+
+class LedgerModel:
+    """A ledger made of dicts; see the module's text.
+
+    Args:
+        groups: the groups, as given to the ledger.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = {group.name: group for group in groups}
+        self.words: dict[Word, Row | str] = {}
+        self.writers: dict[Word, tuple[str | None, int]] = {}
+        self.owners: dict[tuple[str, int], str | None] = {}
+        self.requests: dict[str, _Request] = {}
+        self.findings: list[Finding] = []
+        self.step = 0
+        self.rows_checked = self.states_checked = 0
+        self._free: list[int] = list(range(1 << 12, -1, -1))
+        self._open: tuple[Step, list[tuple[_Request, int, int, int, int]]] | None = None
+
+    # -- requests and blocks -----------------------------------------------------------------
+
+    def admit(self, request: str, tokens: Sequence[int], *, extras: Iterable[int] = ()) -> int:
+        """Do what ``Ledger.admit`` does."""
+        line = self.requests[request].line if request in self.requests else self._free.pop()
+        own: list[object] = [("seed", *extras), *tokens]
+        self.requests[request] = _Request(line, request, own, len(tokens))
+        return line
+
+    def release(self, request: str) -> None:
+        """Do what ``Ledger.release`` does."""
+        found = self.requests.pop(request, None)
+        if found is not None:
+            self._free.append(found.line)
+
+    def hand_out(self, group: str, blocks: Sequence[int]) -> None:
+        """Do what ``Ledger.hand_out`` does."""
+        pool = self._pool(group)
+        for word in [w for w in self.words if w[0] == pool and w[1] in blocks]:
+            del self.words[word]
+
+    def copy(self, group: str, source: Sequence[int], target: Sequence[int]) -> None:
+        """Do what ``Ledger.copy`` does."""
+        pool = self._pool(group)
+        was = {w: content for w, content in self.words.items() if w[0] == pool}
+        for here, there in zip(source, target, strict=True):
+            self.hand_out(group, [there])
+            for (_, block, within), content in was.items():
+                if block == here:
+                    self.words[(pool, there, within)] = content
+                self.writers.pop((pool, there, within), None)
+            self.owners[(group, there)] = None
+
+    def _written(self, name: str) -> Group:
+        group = self.groups[name]
+        return group if group.reads is None else self.groups[group.reads]
+
+    def _pool(self, name: str) -> str:
+        group = self._written(name)
+        return group.pool or f"own {group.name}"
+
+    def _word(self, name: str, slot: int) -> Word:
+        size = self.groups[name].block_size
+        return (self._pool(name), slot // size, slot % size)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def write(self, step: Step) -> None:
+        """Do what ``Ledger.write`` does."""
+        self.step += 1
+        rows = list(self._rows(step))
+        for index, (request, first, count, _start, _drafts) in enumerate(rows):
+            if first > 0 and count > 0:
+                self._check_states(step, index, request, first)
+        prefixes: dict[int, tuple[object, ...]] = {}
+        for request, first, count, start, drafts in rows:
+            if count == 0:
+                continue
+            settled = first + count - drafts
+            prefix = request.own[: first + 1]
+            for within in range(count):
+                token, position = int(step.tokens[start + within]), first + within
+                prefix = [*prefix, token]
+                if position >= request.known:
+                    request.own[position + 1 :] = [token]
+                prefixes[start + within] = tuple(prefix)
+            request.known = max(request.known, settled)
+            request.durable = settled
+            request.kept = -1 if drafts else 0
+        for name in step.slots:
+            for request, _first, count, start, _drafts in rows:
+                for within in range(count):
+                    prefix_here = prefixes[start + within]
+                    self._put(step, name, request, start + within, within, count, prefix_here)
+        self._open = (step, rows)
+
+    def _rows(self, step: Step) -> Iterable[tuple[_Request, int, int, int, int]]:
+        lines = {request.line: request for request in self.requests.values()}
+        starts = step.starts.tolist()
+        drafts = [0] * len(step.lines) if step.drafts is None else step.drafts.tolist()
+        for index, line in enumerate(step.lines.tolist()):
+            if line >= 0:
+                count = starts[index + 1] - starts[index]
+                yield lines[line], int(step.first[index]), count, starts[index], drafts[index]
+            else:
+                yield _Request(-1, "", [], 0), 0, 0, 0, 0
+
+    def _put(
+        self, step: Step, name: str, request: _Request, row: int, within: int, count: int,
+        prefix: tuple[object, ...],
+    ) -> None:  # fmt: skip
+        word = self._target(step, name, row, within, count)
+        if word is not None:
+            self.words[word] = Row(name, prefix, request.name, self.step)
+            self.writers[word] = (request.name, self.step)
+            if self.groups[name].is_state:
+                self.owners[(name, word[1])] = request.name
+
+    def _target(self, step: Step, name: str, row: int, within: int, count: int) -> Word | None:
+        slot, group = int(step.slots[name][row]), self.groups[name]
+        if not 0 <= slot < group.num_blocks * group.block_size:
+            return None
+        if group.ring is not None and within + group.ring < count:
+            return None
+        return self._word(name, slot)
+
+    def check(self, step: Step) -> None:
+        """Do what ``Ledger.check`` does."""
+        for index, (request, first, count, _start, _drafts) in enumerate(self._rows(step)):
+            for name, table in step.tables.items():
+                if count:
+                    low = self._first_visible(self.groups[name], first, first + count)
+                    self._look(None, request, name, table[index].tolist(), low, first + count)
+
+    @staticmethod
+    def _first_visible(group: Group, first: int, end: int) -> int:
+        low = 0
+        if group.window is not None:
+            low = max(low, first - group.window + 1)
+        if group.chunk is not None:
+            low = max(low, first - first % group.chunk)
+        return low if group.ring is None else max(low, end - group.ring)
+
+    def resolve(
+        self, accepted: Sequence[int], sampled: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Do what ``Ledger.resolve`` does."""
+        assert self._open is not None
+        step, rows = self._open
+        for index, (request, first, count, start, drafts) in enumerate(rows):
+            if count == 0:
+                continue
+            kept = min(max(accepted[index], 0), drafts)
+            settled = count - drafts
+            for within in range(settled + kept, count):
+                for name in step.slots:
+                    word = self._target(step, name, start + within, within, count)
+                    if word is not None and self.words.get(word) != REPORTED:
+                        self.words[word] = REJECTED
+            length = first + settled + kept
+            request.durable, request.kept = length, kept
+            request.known = max(request.known, length)
+            token = -1 if sampled is None else [*sampled[index], -1][kept]
+            if token >= 0 and request.known == length:
+                request.own[length + 1 :] = [token]
+                request.known += 1
+
+    # -- blocks that others read -------------------------------------------------------------
+
+    def publish(self, request: str, group: str, table: list[int], first: int, end: int) -> None:
+        """Do what ``Ledger.publish`` does."""
+        self._look("published", self.requests[request], group, table, first, end)
+
+    def publish_state(self, request: str, group: str, block: int, length: int) -> None:
+        """Do what ``Ledger.publish_state`` does."""
+        self._look("published", self.requests[request], group, [block], length - 1, length)
+        self.owners[(group, block)] = None
+
+    def export(
+        self, request: str, group: str, table: list[int], first: int, end: int
+    ) -> list[Row | str | None]:
+        """Do what ``Ledger.export`` does; the result is for this model's ``import_rows``."""
+        self._look("exported", self.requests[request], group, table, first, end)
+        return [self.words.get(self._through(group, table, p)[1]) for p in range(first, end)]  # type: ignore[arg-type]
+
+    def import_rows(
+        self, request: str, group: str, table: list[int], first: int, end: int,
+        digests: Sequence[Row | str | None] | None = None,
+    ) -> None:  # fmt: skip
+        """Do what ``Ledger.import_rows`` does."""
+        known = self.requests[request]
+        for position in range(first, end):
+            _, word = self._through(group, table, position)
+            assert word is not None
+            content: Row | str | None
+            if digests is None:
+                content = Row(group, tuple(known.own[: position + 2]), None, 0)
+            else:
+                content = digests[position - first]
+            self.words.pop(word, None)
+            if content is not None:
+                self.words[word] = content
+            self.writers[word] = (request, self.step)
+        self._look("imported", known, group, table, first, end)
+
+    def export_state(
+        self, request: str, group: str, block: int, length: int
+    ) -> list[Row | str | None]:
+        """Do what ``Ledger.export_state`` does."""
+        return self.export(request, group, [block], length - 1, length)
+
+    def import_state(
+        self, request: str, group: str, block: int, length: int,
+        digest: Sequence[Row | str | None] | None = None,
+    ) -> None:  # fmt: skip
+        """Do what ``Ledger.import_state`` does."""
+        self.import_rows(request, group, [block], length - 1, length, digest)
+        self.owners[(group, block)] = None
+
+    # -- comparing ---------------------------------------------------------------------------
+
+    def _through(
+        self, name: str, table: Sequence[int], position: int
+    ) -> tuple[int | None, Word | None]:
+        group = self.groups[name]
+        if group.is_state:
+            position = 0
+        if group.ring is not None:
+            position %= group.ring
+        column, within = divmod(position, group.block_size)
+        if column >= len(table) or not 0 <= table[column] < group.num_blocks:
+            return None, None
+        slot = table[column] * group.block_size + within
+        return slot, self._word(name, slot)
+
+    def _judge(self, word: Word | None, name: str, prefix: tuple[object, ...]) -> str | None:
+        content = None if word is None else self.words.get(word)
+        if content is None:
+            return "unwritten"
+        if content == REPORTED:
+            return None
+        if content == REJECTED:
+            return "rejected"
+        assert isinstance(content, Row)
+        same = content.group == self._written(name).name and content.prefix == prefix
+        return None if same else "foreign"
+
+    def _look(
+        self, kind: str | None, request: _Request, name: str, table: list[int], low: int, end: int
+    ) -> None:
+        group, before = self.groups[name], None
+        for position in range(low, end):
+            self.rows_checked += 1
+            slot, word = self._through(name, table, position)
+            prefix = tuple(request.own[: position + 2])
+            found = self._judge(word, name, prefix)
+            reported = word is not None and self.words.get(word) == REPORTED
+            if kind == "exported" and found is None and position >= request.durable:
+                found = None if reported else "draft"
+            at = position if group.ring is None else position % group.ring
+            goes_on = position > low and at % group.block_size != 0 and found == before
+            first_outside = slot is not None or kind is not None or name not in request.outside
+            if found is not None and not goes_on and first_outside:
+                request.outside |= {name} if slot is None and kind is None else set()
+                self._find(kind or found, request, name, position, slot, word, found)
+            before = found
+            if found is not None and found != "draft" and word is not None:
+                self.words[word] = REPORTED
+
+    def _find(
+        self, kind: str, request: _Request, name: str, position: int, slot: int | None,
+        word: Word | None, found: str,
+    ) -> None:  # fmt: skip
+        writer: tuple[Any, Any] = (None, None)
+        if word is not None and found != "unwritten":
+            writer = self.writers.get(word, writer)
+        self.findings.append(
+            Finding(kind, self.step, request.name, name, position, slot, found, *writer)
+        )
+
+    def _check_states(self, step: Step, index: int, request: _Request, first: int) -> None:
+        for name, sources in step.sources.items():
+            self.states_checked += 1
+            block = int(sources[index])
+            inside = 0 <= block < self.groups[name].num_blocks
+            word = self._word(name, block) if inside else None
+            found = self._judge(word, name, tuple(request.own[: first + 1]))
+            owner = self.owners.get((name, block))
+            reported = word is not None and self.words.get(word) == REPORTED
+            if found is None and not reported and owner not in (None, request.name):
+                found = "owner"
+            if found is not None:
+                slot = block if inside else None
+                self._find("state", request, name, first - 1, slot, word, found)
+                if word is not None:
+                    self.words[word] = REPORTED
+        told = -1 if step.told is None else int(step.told[index])
+        if told >= 0 and request.kept >= 0 and told != request.kept:
+            self._find("state", request, "", first - 1, None, None, "count")
+
+
+def finding_of(violation: Mapping[str, Any]) -> Finding:
+    """Return the fields of a ledger's violation, given as a dict, that a model also reports."""
+    v = violation
+    return Finding(
+        v["kind"], v["step"], v["request"], v["group"], v["position"], v["slot"], v["found"],
+        v["written_request"], v["written_step"],
+    )  # fmt: skip
+
+
+__all__ = ["Finding", "LedgerModel", "Row", "Tensor", "finding_of"]

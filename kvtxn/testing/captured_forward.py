@@ -1,0 +1,204 @@
+"""A model's forward over fixed tensors: a CUDA graph on a GPU, else the same calls once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..captured.rows import CapturedRows
+from ..captured.window import CapturedWindow
+from ..captured.windows import CapturedWindows
+from ..formats import words
+from ..layers import LayerRef
+from ..layout import RowLayout
+from ..row_io import LayerRows, write_layers
+from ..states import WindowState
+from .batches import Batch, random_counts
+from .rig import Rig
+
+#: Storage for waiting drafts: allocated by the windows, or given by the engine.
+PLACES: Final = ("own", "given")
+
+#: Storage of its own kind: the tensors that the forward itself makes, held by ``CapturedRows``.
+HELD: Final = "held"
+
+#: Settled and draft rows of each request.
+Shape = tuple[Sequence[int], Sequence[int]]
+
+#: Rows of a forward with held tensors beyond those that a window may have.
+_MORE: Final = 2
+
+
+class CapturedForward:
+    """A forward, one layer after the other: marked drafts wait, all other rows are written.
+
+    Args:
+        rig: the rig, whose layers are paged.
+        places: one of ``PLACES``, or ``HELD``; only ``deferred`` windows take given storage.
+
+    Attributes:
+        slots: int64 ``[num_groups, n]``, read in place by the forward and the windows.
+        windows: the windows over this forward.
+        captured: under ``HELD``, the rows of the forward, held and checked.
+    """
+
+    def __init__(self, rig: Rig, places: str = "own") -> None:
+        self._rig = rig
+        self._deferred = rig.policy == "deferred"
+        self._most = rig.manager.config.max_rows
+        shape = (len(rig.manager.groups), self._most + 3)
+        self.slots = torch.full(shape, -1, dtype=torch.int64, device=rig.device)
+        self._rows = self._most + _MORE * (places == HELD)
+        self._fresh: LayerRows = {
+            ref.name: tuple(
+                torch.zeros(
+                    self._rows, *plane.row_shape, dtype=plane.format.dtype, device=rig.device
+                )
+                for plane in ref.planes
+            )
+            for ref in rig.refs
+        }
+        self._replay: Callable[[], None] | None = None
+        # A batch that looks like an earlier one has its layout, and so its launches.
+        self._layout = cache(partial(RowLayout.build, device=rig.device))
+        self._position = torch.full((self._rows,), -1, dtype=torch.int64, device=rig.device)
+        self.captured: CapturedRows | None = None
+        self._left: LayerRows = {}
+        if places == HELD:
+            self.windows = self._windows_over_held_rows()
+            return
+        given = self._places() if places == "given" and self._deferred else None
+        self.windows = rig.manager.captured_windows(self.slots, given)
+        self._position = self.windows.position
+
+    def _windows_over_held_rows(self) -> CapturedWindows:
+        """Capture the forward first, since its tensors are made by it; check them, and take them.
+
+        Raises:
+            AssertionError: rows were overwritten within the forward.
+        """
+        for parts in self._fresh.values():
+            for part in parts:
+                words(part).random_()
+        self.captured = CapturedRows()
+        self.run()  # every slot is -1, so no row is written
+        assert self.captured.verify() == []
+        self._left = self.captured.rows
+        return self._rig.manager.captured_windows(self.slots, self._left, self._position)
+
+    def _places(self) -> LayerRows:
+        """Return storage for rows with gaps between them, as in blocks of a cache."""
+        return {
+            ref.name: tuple(
+                plane.cells.new_zeros(self._most, 2, *plane.row_shape)[:, 1] for plane in ref.planes
+            )
+            for ref in self._rig.refs
+        }
+
+    def load(self, batch: Batch) -> None:
+        """Give the next forward its inputs: slots, and the rows that each layer will produce."""
+        self.slots.fill_(-1)
+        for line, group in zip(self.slots, self._rig.manager.groups, strict=True):
+            line[: batch.num_rows] = torch.tensor(batch.slots[group], dtype=torch.int64)
+        for ref in self._rig.refs:
+            made = CapturedRows(check=False).stage(ref, *batch.tensors[ref.name])
+            for room, part in zip(self._fresh[ref.name], made, strict=True):
+                words(room)[: batch.num_rows] = words(part)
+
+    def begin(self, batch: Batch) -> CapturedWindow:
+        """Load a batch, and begin its window."""
+        self.load(batch)
+        self._rig.forget()
+        return self.windows.begin(self.windows.plan(self._layout(batch.draft_len, batch.settled)))
+
+    def run(self) -> None:
+        """Run the forward where the host does not see it."""
+        if self._replay is None:
+            self._replay = self._captured()
+        self._replay()
+
+    def _captured(self) -> Callable[[], None]:
+        def whole() -> None:
+            for number in range(len(self._rig.refs)):
+                self.layer(number)
+
+        if self._rig.device.type != "cuda":
+            return whole
+        slots = self.slots.clone()
+        self.slots.fill_(-1)  # so that warming up writes nothing
+        position = self._position.clone()
+        self._position.fill_(-1)
+        whole()
+        if self.captured is not None:
+            self.captured = CapturedRows()  # of the graph, not of the warm-up
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            whole()
+        self.slots.copy_(slots)
+        self._position.copy_(position)
+        return graph.replay
+
+    def layer(self, number: int) -> None:
+        """Run one layer: write its rows, but put the marked drafts into the waiting storage."""
+        ref = self._rig.refs[number]
+        line = list(self._rig.manager.groups).index(ref.group)
+        slots = {ref.group: self.slots[line, : self._rows]}
+        waits = self._position >= 0
+        if not self._deferred:
+            waits = torch.zeros_like(waits)
+        fresh = self._fresh[ref.name] if self.captured is None else self._made(ref)
+        write_layers([ref], {ref.name: fresh}, slots, ~waits)
+        if self._deferred and self.captured is None:
+            for room, part in zip(self.windows.rows[ref.name], fresh, strict=True):
+                mask = waits.view(-1, *[1] * (room.ndim - 1))
+                words(room).copy_(torch.where(mask, words(part), words(room)))
+
+    def _made(self, ref: LayerRef) -> tuple[Tensor, ...]:
+        """Make the rows of a layer: in new tensors that are held, or, in a replay, in the same."""
+        assert self.captured is not None
+        made = tuple(part.clone() for part in self._fresh[ref.name])
+        if ref.name not in self._left:
+            return self.captured.stage(ref, *made)
+        for room, part in zip(self._left[ref.name], made, strict=True):
+            words(room).copy_(words(part))
+        return self._left[ref.name]
+
+    def run_eagerly(self, window: CapturedWindow, layers: Sequence[int]) -> None:
+        """Run some layers where the host sees them, and note each layer whose drafts wait."""
+        for number in layers:
+            self.layer(number)
+            if self._deferred:
+                window.note_staged(self._rig.refs[number])
+
+    def sampled(self, counts: Sequence[int]) -> Tensor:
+        """Return the tokens sampled per request for these accepted drafts, int32 on the device."""
+        return torch.tensor([count + 1 for count in counts], dtype=torch.int32).to(self._rig.device)
+
+    def step(self, batch: Batch, counts: Sequence[int]) -> CapturedWindow:
+        """Run a whole step, and let the oracle do the same."""
+        window = self.begin(batch)
+        self.run()
+        self._rig.expect_staged(batch)
+        window.commit_sampled(self.sampled(counts))
+        self._rig.expect_committed(batch, batch.kept(counts))
+        return window
+
+
+def exact_steps(rig: Rig, forward: CapturedForward, shape: Shape) -> None:
+    """Run three steps of a shape, each with other content, and check the caches after each part."""
+    for _ in range(3):
+        batch = rig.batch(shape)
+        counts = random_counts(batch, rig.rng)
+        window = forward.begin(batch)
+        rig.check("begin writes nothing")
+        forward.run()
+        rig.expect_staged(batch)
+        rig.check("settled rows alone are written, or all of them")
+        window.commit_sampled(forward.sampled(counts))
+        rig.expect_committed(batch, batch.kept(counts))
+        rig.check("committed")
+        assert window.state is WindowState.COMMITTED

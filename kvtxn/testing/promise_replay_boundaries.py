@@ -1,0 +1,109 @@
+"""Promise 1 if a request crosses a boundary: it leaves two states, each after its own rows.
+
+The slot beyond the boundary is full of NaN, and stays so unless the request crosses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import pytest
+
+from .faults import MOMENTS, InjectedFault
+from .kit import Kit, KitBase
+from .promise_replay import EVERY, replay_rig
+from .promise_replay_faults import faulty_replay_rig
+from .replay_rig import ReplayBatch, ReplayRig
+
+_GROUPS: Final = ("state", "kda")
+
+
+class ReplayBoundaries(KitBase):
+    """States at the boundaries of blocks, and the states with which requests continue."""
+
+    @pytest.mark.parametrize("settled", [0, 1, 2])
+    @pytest.mark.parametrize("boundary", [0, 1, 2, 5])
+    def test_every_way_across(self, kit: Kit, boundary: int, settled: int) -> None:
+        """States are exact before, at and beyond the boundary, for every number of drafts."""
+        for padding in (0.0, 0.4):
+            rig = replay_rig(kit)
+            shape = ([settled] * 4, [3] * 4)
+            batch = _crossing(rig, rig.batch(shape, [0, 1, 2, 3], padding=padding), [boundary] * 4)
+            rig.run(batch)
+            rig.expect_ended(batch)
+            rig.check(f"boundary after {boundary} rows, {settled} settled")
+
+    def test_some_requests_have_no_boundary(self, kit: Kit) -> None:
+        """Requests may have different boundaries or none; the next window continues."""
+        rig = replay_rig(kit)
+        batch = rig.batch(((1, 1, 2), (3, 2, 0)), [3, 2, 0])
+        batch = _crossing(rig, batch, [2, 1, 1], without=[1])
+        rig.run(batch)
+        rig.expect_ended(batch)
+        rig.check("the window that crosses")
+        here, beyond = batch.states, batch.crossings
+        slots = {g: [beyond[g][1][0], here[g][1], beyond[g][1][2]] for g in _GROUPS}
+        after = rig.batch(((1, 0, 1), (2, 2, 1)), slots=slots)
+        rig.run(after)
+        rig.expect_ended(after)
+        rig.check("the window after it")
+
+    def test_an_abort_may_cross(self, kit: Kit) -> None:
+        """An aborted window may cross a boundary by its settled rows alone."""
+        rig = replay_rig(kit)
+        batch = _crossing(rig, rig.batch(((2, 1), (3, 3))), [1, 1])
+        with rig.open(batch) as window:
+            rig.stage(window, batch)
+            window.abort()
+        rig.expect_ended(batch, [False] * len(batch.kept))
+        rig.check("aborted")
+
+    def test_boundaries_and_the_librarys_own_check(self, kit: Kit) -> None:
+        """Debug mode compares both states of a request."""
+        rig = replay_rig(kit, debug=True)
+        batch = _crossing(rig, rig.batch(((1, 1), (3, 3)), [3, 0]), [2, 1])
+        rig.run(batch)
+        rig.expect_ended(batch)
+        rig.check("debug")
+
+    @pytest.mark.parametrize("on_error", ["fallback", "raise"])
+    @pytest.mark.parametrize("when", MOMENTS)
+    @pytest.mark.parametrize("at", ["advance", "commit"])
+    def test_a_fault_at_a_boundary(self, kit: Kit, at: str, when: str, on_error: str) -> None:
+        """After a fault both states are exact, or both unchanged; no settled row crosses."""
+        rig, faults = faulty_replay_rig(kit, on_error)
+        batch = _crossing(rig, rig.batch(((1, 1), (3, 3)), [3, 1]), [2, 2])
+        faults.arm(at, when)
+        try:
+            rig.run(batch)
+        except InjectedFault:
+            rig.expect_ended(batch, [False] * len(batch.kept))
+        else:
+            rig.expect_ended(batch)
+        assert faults.fired
+        rig.check(f"{at} failed")
+
+    def test_device_slots_beyond(self, kit: Kit) -> None:
+        """If a slot beyond is outside its cache, known to the device alone, nothing is written."""
+        kit.need_cuda()
+        for bad in (-2, 10**6, 2**33):
+            rig = replay_rig(kit)
+            batch = _crossing(rig, rig.batch(((0, 0), (2, 3)), [1, 2]), [1, 1])
+            batch.crossings["state"][1][1] = bad
+            rig.run(batch)
+            rig.check(f"beyond {bad}")
+
+
+def _crossing(
+    rig: ReplayRig, batch: ReplayBatch, boundary: Sequence[int], without: Sequence[int] = ()
+) -> ReplayBatch:
+    """Give each request of the batch, but those ``without``, a boundary after so many rows."""
+    crossings = {}
+    for group in _GROUPS:
+        free = sorted(set(range(EVERY[0].num_states)) - {*batch.states[group]})
+        beyond = rig.rng.sample(free, len(boundary))
+        beyond = [-1 if request in without else slot for request, slot in enumerate(beyond)]
+        crossings[group] = (list(boundary), beyond)
+    return attrs.evolve(batch, crossings=crossings)

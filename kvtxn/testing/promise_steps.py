@@ -1,0 +1,388 @@
+"""Windows over a captured forward keep the promises of windows, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import pytest
+import torch
+
+from ..errors import (
+    CapacityError,
+    IncompleteWindowError,
+    LayerError,
+    SlotMappingError,
+    WindowStateError,
+)
+from ..executor import SampledIds
+from ..layout import RowLayout
+from ..states import TRANSITIONS, Event, WindowState
+from .batches import SHAPES, Batch, random_counts
+from .caches import LayerSpec
+from .captured_forward import PLACES, CapturedForward, exact_steps
+from .faults import Faults, InjectedFault
+from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
+from .promise_captured import sampled
+from .promise_device import no_host_sync
+from .rig import SIMPLE, Rig
+
+#: Shapes of steps, without the shape that has no rows, which launches nothing.
+STEPS: Final = {name: shape for name, shape in SHAPES.items() if shape[0]}
+
+SHAPE: Final = ((1, 2, 1), (3, 0, 4))
+COUNTS: Final = (2, 0, 1)
+
+
+class CapturedSteps(KitBase):
+    """Promises 1, 2, 3, 5, 6, 7, 8 and 9, where a forward is captured once and replayed."""
+
+    # -- exactness, isolation, padding ---------------------------------------------------
+
+    @pytest.mark.parametrize("shape", STEPS)
+    @pytest.mark.parametrize("places", PLACES)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_steps_are_exact(self, kit: Kit, policy: str, places: str, shape: str) -> None:
+        """Replays with new content are exact; no draft is in a cache before commit."""
+        rig = kit.rig(policy)
+        exact_steps(rig, CapturedForward(rig, places), STEPS[shape])
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_steps_of_changing_shape(self, kit: Kit, policy: str) -> None:
+        """Shapes recur; a step without a window writes every row, as without kvtxn."""
+        rig = kit.rig(policy)
+        forward = CapturedForward(rig)
+        for name in ("one", "uneven", "one", "only-settled", "seventeen-rows", "uneven", "one"):
+            batch = rig.batch(STEPS[name])
+            forward.step(batch, random_counts(batch, rig.rng))
+            rig.check(f"a step of shape {name}")
+            plain = rig.batch(((1, 1), (2, 3)))
+            forward.load(plain)
+            forward.windows.mark(None)
+            forward.run()
+            rig.write(plain, [True] * plain.num_rows)
+            rig.check("a step without a window")
+
+    @pytest.mark.parametrize("padding", [0.5, 1.0])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_padding(self, kit: Kit, policy: str, padding: float) -> None:
+        """A row without a slot is written nowhere and counted nowhere."""
+        rig = kit.rig(policy)
+        forward = CapturedForward(rig)
+        for _ in range(2):
+            batch = rig.batch(SHAPE, padding=padding)
+            forward.step(batch, COUNTS)
+            rig.check("padding is never written")
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_counts_out_of_range_clamp(self, kit: Kit, policy: str) -> None:
+        """More tokens than drafts plus one accept every draft; no token accepts none."""
+        rig = kit.rig(policy)
+        forward = CapturedForward(rig)
+        batch = rig.batch(((1, 1), (3, 2)))
+        window = forward.begin(batch)
+        forward.run()
+        rig.expect_staged(batch)
+        window.commit_sampled(forward.sampled([-1, 9]))
+        rig.expect_committed(batch, batch.kept([0, 2]))
+        rig.check("clamped")
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_the_acceptance_may_move_or_stay(self, kit: Kit, policy: str) -> None:
+        """Counts are read from the tensor given at each commit, the same buffer or another one."""
+        rig = kit.rig(policy, SIMPLE)
+        forward = CapturedForward(rig)
+        here = forward.sampled([0, 0])
+        for number in range(40 if rig.device.type == "cuda" else 6):
+            batch = rig.batch(((1, 1), (3, 2)))
+            counts = random_counts(batch, rig.rng)
+            window = forward.begin(batch)
+            forward.run()
+            rig.expect_staged(batch)
+            if number % 7 == 6:
+                window.commit_sampled(forward.sampled(counts))
+            elif number % 7 == 5:  # a strided view of a buffer, of another dtype
+                wide = torch.stack([forward.sampled(counts)] * 2, 1).long()
+                window.commit_sampled(wide[:, 0])
+            else:
+                here.copy_(forward.sampled(counts))
+                window.commit_sampled(here)
+            rig.expect_committed(batch, batch.kept(counts))
+            rig.check(f"step {number}")
+
+    @pytest.mark.parametrize("form", ["int", "list", "counts", "mask", "ids"])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_commit_takes_what_any_window_takes(self, kit: Kit, policy: str, form: str) -> None:
+        """Commit takes accepted drafts in any form, instead of sampled tokens."""
+        rig = kit.rig(policy)
+        forward = CapturedForward(rig)
+        batch = rig.batch(((1, 1), (3, 2)))
+        counts = [1, 1] if form == "int" else [2, 0]
+        kept = batch.kept(counts)
+        given: dict[str, Any] = {
+            "int": 1,
+            "list": counts,
+            "counts": rig.accepted(counts),
+            "mask": torch.tensor(kept).to(rig.device),
+            "ids": SampledIds(sampled(batch, counts, rig.device)),
+        }
+        window = forward.begin(batch)
+        forward.run()
+        rig.expect_staged(batch)
+        window.commit(given[form])
+        rig.expect_committed(batch, kept)
+        rig.check(form)
+        assert window.state is WindowState.COMMITTED
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_a_commit_that_is_checked(self, kit: Kit, policy: str) -> None:
+        """Debug mode compares every commit with the reference, in captured windows as well."""
+        rig = kit.rig(policy, debug=True)
+        forward = CapturedForward(rig)
+        for _ in range(2):
+            batch = rig.batch(SHAPE)
+            forward.step(batch, COUNTS)
+            rig.check("checked")
+
+    def test_all_executors_leave_the_same_bytes(self, kit: Kit) -> None:
+        """This executor leaves the same bytes as torch, given the same caches, slots and rows."""
+        for policy in TRANSACTIONAL:
+            rig = kit.rig(policy, seed=11)
+            rigs = [rig, Rig("torch", policy, rig.device, seed=11)]
+            for each in rigs:
+                forward = CapturedForward(each)
+                for name in ("uneven", "one"):
+                    batch = each.batch(STEPS[name])
+                    forward.step(batch, random_counts(batch, each.rng))
+            for one, other in zip(*(each.caches for each in rigs), strict=True):
+                assert all(map(torch.equal, one.memories, other.memories))
+
+    # -- all or nothing --------------------------------------------------------------------
+
+    @pytest.mark.parametrize("seen", [False, True])
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_an_abort_takes_every_draft_back(self, kit: Kit, policy: str, seen: bool) -> None:
+        """After an abort settled rows stay, and the next step is sound."""
+        rig = kit.rig(policy)
+        forward = CapturedForward(rig)
+        for _ in range(2):
+            batch = rig.batch(SHAPE)
+            window = forward.begin(batch)
+            if seen:
+                forward.run_eagerly(window, range(len(rig.refs)))
+            else:
+                forward.run()
+            rig.expect_staged(batch)
+            window.abort()
+            rig.expect_committed(batch, [False] * batch.num_rows)
+            rig.check("aborted")
+            assert window.state is WindowState.ABORTED
+            forward.step(batch := rig.batch(SHAPE), COUNTS)
+            rig.check("the step after it")
+
+    def test_a_layer_that_is_missing(self, kit: Kit) -> None:
+        """If a layer is missing nothing is written, and the window stays open until it is noted."""
+        rig = kit.rig("deferred")
+        forward = CapturedForward(rig)
+        batch = rig.batch(SHAPE)
+        window = forward.begin(batch)
+        last = len(rig.refs) - 1
+        forward.run_eagerly(window, range(last))
+        assert (window.state, window.missing) == (WindowState.OPEN, (rig.refs[last].name,))
+        rig.expect_staged(batch, range(last))
+        with pytest.raises(IncompleteWindowError, match=rig.refs[last].name):
+            window.commit_sampled(forward.sampled(COUNTS))
+        rig.check("refused")
+        assert (window.state, rig.rows()) == (WindowState.OPEN, (0, 0, 0))
+        forward.run_eagerly(window, [last])
+        assert (window.state, window.missing) == (WindowState.STAGED, ())
+        window.commit_sampled(forward.sampled(COUNTS))
+        rig.expect_committed(batch, batch.kept(COUNTS))
+        rig.check("complete")
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_a_slot_outside_its_cache(self, kit: Kit, policy: str) -> None:
+        """The device refuses and counts the commit if it finds a slot outside its cache."""
+        rig = kit.rig(policy)
+        forward = CapturedForward(rig)
+        batch = rig.batch(SHAPE, padding=0.0)
+        forward.step(batch, COUNTS)
+        real = forward.load
+
+        def load(batch: Batch) -> None:
+            real(batch)
+            forward.slots[-1, 1] = 10**9
+
+        forward.load = load  # type: ignore[method-assign]
+        window = forward.begin(batch)
+        window.commit_sampled(forward.sampled([0, 0, 0]))
+        rig.check("refused whole")
+        forward.load = real  # type: ignore[method-assign]
+        forward.step(rig.batch(SHAPE), COUNTS)
+        rig.check("the step after it")
+        flat = rig.manager.snapshot()
+        assert flat["kvtxn_windows_refused_total"] == 1
+        assert flat["kvtxn_windows_total_committed"] == 3
+
+    # -- discipline --------------------------------------------------------------------------
+
+    def test_one_window_at_a_time(self, kit: Kit) -> None:
+        """No second window of either kind opens before the first has ended."""
+        rig = kit.rig("deferred", SIMPLE)
+        forward = CapturedForward(rig)
+        batch = rig.batch(SHAPE)
+        window = forward.begin(batch)
+        assert rig.manager.current is window
+        with pytest.raises(WindowStateError, match=f"window {window.number} is still"):
+            forward.windows.begin(forward.windows.plan(window.layout))
+        with pytest.raises(WindowStateError, match=f"window {window.number} is still"):
+            rig.open(batch)
+        window.abort()
+        assert rig.manager.current is None
+        other = rig.open(batch)
+        with pytest.raises(WindowStateError, match=f"window {other.number} is still"):
+            forward.begin(batch)
+        other.abort()
+        assert forward.begin(batch).number == other.number + 1
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_leaving_the_block(self, kit: Kit, policy: str) -> None:
+        """An exception in the ``with`` block aborts the window, and is raised."""
+        rig = kit.rig(policy)
+        forward = CapturedForward(rig)
+        batch = rig.batch(SHAPE)
+        window = forward.begin(batch)
+        with pytest.raises(KeyError), window:  # noqa: PT012  # the block is what is tested
+            forward.run()
+            raise KeyError("of the engine's own")
+        rig.expect_staged(batch)
+        rig.expect_committed(batch, [False] * batch.num_rows)
+        rig.check("aborted")
+        assert window.state is WindowState.ABORTED
+
+    def test_the_forward_stages(self, kit: Kit) -> None:
+        """``stage`` is refused: the captured forward stages the rows."""
+        rig = kit.rig("deferred", SIMPLE)
+        batch = rig.batch(SHAPE)
+        window = CapturedForward(rig).begin(batch)
+        with pytest.raises(WindowStateError, match="captured forward stages"):
+            rig.stage(window, batch, [0])
+        rig.check("refused")
+
+    @pytest.mark.parametrize("event", [Event.COMMIT, Event.ABORT, Event.FALL_BACK])
+    @pytest.mark.parametrize("state", list(WindowState), ids=lambda state: state.name)
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_the_states_are_those_of_the_table(
+        self, kit: Kit, policy: str, state: WindowState, event: Event
+    ) -> None:
+        """Allowed events lead to the table's state; all others are refused and change nothing."""
+        if policy == "undo" and state is WindowState.OPEN:
+            pytest.skip("the forward writes by itself: STAGED from the start")
+        rig, faults = kit.faulty_rig(policy, SIMPLE, on_error="fallback")
+        forward = CapturedForward(rig)
+        window = forward.begin(rig.batch(SHAPE))
+        counts = forward.sampled(COUNTS)
+        bring(window, state, forward, faults)
+        assert window.state is state
+        before, rows = rig.truth_now(), rig.rows()
+        calls: dict[Event, Callable[[], object]] = {
+            Event.COMMIT: lambda: window.commit_sampled(counts),
+            Event.ABORT: window.abort,
+            Event.FALL_BACK: lambda: window.fall_back("attend", InjectedFault("the caller's")),
+        }
+        start = state
+        if (state, event) == (WindowState.OPEN, Event.COMMIT):
+            start = TRANSITIONS[state, Event.STAGE_LAST]  # no layer was noted: a replayed graph
+        if (start, event) in TRANSITIONS:
+            calls[event]()
+            assert window.state is TRANSITIONS[start, event]
+        else:
+            with pytest.raises(WindowStateError):
+                calls[event]()
+            assert window.state is state
+            assert not before.differences(), "a refused event changed a cache"
+            assert rig.rows() == rows, "a refused event was counted"
+        assert (rig.manager.current is None) == window.state.is_final
+
+    def test_tensors_that_do_not_fit(self, kit: Kit) -> None:
+        """Slots that launches cannot read, rows of another size, and unpaged layers are refused."""
+        rig = kit.rig("deferred", SIMPLE)
+        most = rig.manager.config.max_rows
+        zeros = partial(torch.zeros, dtype=torch.int64, device=rig.device)
+        for slots in (
+            zeros(2, most),
+            zeros(1, most).int(),
+            zeros(most),
+            zeros(1, 2 * most)[:, ::2],
+            [[0] * most],
+        ):
+            with pytest.raises(SlotMappingError, match="read in place"):
+                rig.manager.captured_windows(slots)  # type: ignore[arg-type]
+        forward = CapturedForward(rig, "given")
+        for wrong in ({}, {name: p[:-1] for name, p in forward.windows.rows.items()}):
+            with pytest.raises(LayerError, match="do not fit"):
+                rig.manager.captured_windows(forward.slots, wrong)
+        for rows in (most, most + 1):
+            windows = rig.manager.captured_windows(forward.slots[:, :most])
+            layout = RowLayout.build((rows,), (0,), rig.device)
+            if rows == most:
+                assert windows.plan(layout).layout is layout
+            else:
+                with pytest.raises(CapacityError, match=f"at most {most}"):
+                    windows.plan(layout)
+        if "ring" in kit.capabilities.kinds:
+            ring = kit.rig("deferred", [LayerSpec(kind="ring", ring_size=4, num_blocks=12)])
+            with pytest.raises(LayerError, match="paged"):
+                ring.manager.captured_windows(forward.slots)
+
+    # -- the host never waits ------------------------------------------------------------------
+
+    @pytest.mark.parametrize("hooked", [False, True])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_step_does_not_wait(self, kit: Kit, policy: str, hooked: bool) -> None:
+        """A step does not wait from begin to the end of commit, with a hook or without."""
+        kit.need_cuda()
+        if not kit.capabilities.no_host_sync:
+            pytest.skip(f"{kit.name} declares that it waits for the device")
+        rig = kit.rig(policy)
+        forward = CapturedForward(rig)
+        forward.step(rig.batch(SHAPE), COUNTS)
+        stored = []
+        if hooked:
+            rig.manager.on_commit(lambda window: stored.append(window.stored()))
+        for _ in range(3):
+            batch, counts = rig.batch(SHAPE), forward.sampled(COUNTS)
+            window = forward.begin(batch)
+            window.abort()
+            torch.cuda.synchronize()
+            plan = forward.windows.plan(window.layout)
+            with no_host_sync():
+                window = forward.windows.begin(plan)
+                forward.run()
+                window.commit_sampled(counts)
+            rig.expect_staged(batch)
+            rig.expect_committed(batch, batch.kept(COUNTS))
+            rig.check("a step that never waited")
+        assert len(stored) == 3 * hooked
+
+
+def bring(window: Any, state: WindowState, forward: CapturedForward, faults: Faults) -> None:
+    """Bring a window that has just begun into a state."""
+    counts = forward.sampled(COUNTS)
+    if state is WindowState.STAGED:
+        if window.state is not state:
+            forward.run_eagerly(window, range(len(SIMPLE)))
+        return
+    if state in (WindowState.DIRECT, WindowState.FELL_BACK):
+        window.fall_back("attend", InjectedFault("the attention's"))
+    elif state is WindowState.FAILED:
+        faults.error = KeyboardInterrupt
+        faults.arm("commit")
+        with pytest.raises(KeyboardInterrupt):
+            window.commit_sampled(counts)
+        faults.error = InjectedFault
+    if state in (WindowState.COMMITTED, WindowState.FELL_BACK):
+        window.commit_sampled(counts)
+    elif state is WindowState.ABORTED:
+        window.abort()

@@ -1,0 +1,63 @@
+"""Nothing else is reported: engines without a fault, as Hypothesis makes them."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from kvtxn.audit import Ledger, RowGroup, StateGroup
+from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, new_model, said
+from kvtxn.testing.audit_model import LedgerModel
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_long_life_without_a_fault(name):
+    """Rows and states are counted as the model counts them, and nothing is found."""
+    ledger, model = new_ledger(name), new_model(name)
+    live(new_engine(ConnectedEngine, name, [ledger, model], seed=1), 150)
+    assert said(ledger) == model.findings == []
+    counts = ledger.counters()
+    assert counts["kvtxn_audit_rows_checked_total"] == model.rows_checked > 1000
+    assert counts["kvtxn_audit_states_checked_total"] == model.states_checked
+    assert (model.states_checked > 0) == (name == "states")
+    assert counts["kvtxn_audit_violations_total"] == 0
+    assert counts["kvtxn_audit_steps_total"] == model.step > 100
+
+
+@st.composite
+def groups(draw):
+    """One to three groups of rows, some of one pool, and states or none."""
+    pool = draw(st.sampled_from([None, "pages"]))
+    size = draw(st.integers(1, 5))
+    made = []
+    for index in range(draw(st.integers(1, 3))):
+        sees = draw(st.sampled_from(["all", "window", "chunk", "ring"]))
+        window, ring = draw(st.integers(1, 9)), None
+        if sees == "ring":  # what the first query sees, and the rows written beside it
+            ring = -(-(window + 12) // size) * size
+        made.append(
+            RowGroup(
+                f"g{index}",
+                size * draw(st.sampled_from([1, 2])) if sees != "ring" else size,
+                80,
+                window=window if sees in ("window", "ring") else None,
+                chunk=window if sees == "chunk" else None,
+                ring=ring,
+                pool=pool,
+            )
+        )
+    if draw(st.booleans()):
+        made.append(StateGroup("states", 80, pool=pool))
+    return made
+
+
+@given(groups(), st.integers(0, 2**20), st.integers(0, 4), st.integers(1, 12))
+@settings(max_examples=25)
+def test_no_engine_without_a_fault_is_accused(made, seed, drafts, budget):
+    ledger = Ledger(made, max_requests=16, max_length=80, journal=64)
+    model = LedgerModel(made)
+    engine = ConnectedEngine(made, [ledger, model], seed=seed, drafts=drafts, budget=budget)
+    live(engine, 25)
+    assert said(ledger) == model.findings == []

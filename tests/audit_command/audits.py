@@ -1,0 +1,56 @@
+"""Runs of ``kvtxn audit`` and ``kvtxn trace`` as a user makes them, each a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from folders import python_path
+
+KVTXN = Path(sys.executable).parent / "kvtxn"
+
+
+@attrs.frozen
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def run(folder: Path, *words: object, paths: tuple[Path, ...] = ()) -> Ended:
+    """Run a command of kvtxn in a folder; ``paths`` are for modules that an engine imports."""
+    environment = os.environ | {
+        "PYTHONPATH": python_path(*paths),
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [KVTXN, *map(str, words)], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=1500, check=False,
+    )  # fmt: skip
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def audit(
+    folder: Path,
+    workload: str,
+    *words: object,
+    engine: Mapping[str, Any] | None = None,
+    **named: Any,
+) -> Ended:
+    """Audit an engine; the shipped model if ``engine`` is None."""
+    given = () if engine is None else ("--engine-args", json.dumps(engine))
+    return run(folder, "audit", "--workload", workload, *given, *words, **named)

@@ -1,0 +1,171 @@
+"""``kvtxn audit``: what it refuses before an engine starts, and what it finds in real engines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import recorded
+
+pytest.importorskip("rich")
+pytest.importorskip("vllm")
+
+from kvtxn.integrations.audit_command import command, engine
+from kvtxn.integrations.audit_command.engine import Refused
+from kvtxn.integrations.audit_command.workloads import WORKLOADS
+
+from kvtxn.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _no_engine(monkeypatch):
+    def play(job, progress):
+        raise AssertionError("an engine would have started")
+
+    monkeypatch.setattr(command, "run_engine", play)
+
+
+def refusal(capsys, *words):
+    """The one sentence of a refusal."""
+    try:
+        code = main(["audit", *map(str, words)])
+    except SystemExit as ended:
+        code = ended.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert max(map(len, lines)) <= 100 or lines[0].startswith("usage: ")
+    return " ".join(printed.err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("{", "expected JSON"),
+        ("[1]", "--engine-args is not a JSON object with a model"),
+        ('{"model": 3}', "--engine-args is not a JSON object with a model"),
+        ('{"model": "m", "additional_config": []}', "is not an object of objects"),
+        ('{"model": "m", "additional_config": [1]}', "is not an object of objects"),
+        ('{"model": "m", "additional_config": {"kvtxn": 3}}', "is not an object of objects"),
+        ('{"model": "m", "additional_config": {"kvtxn": {"audti": "x"}}}', "did you mean 'audit'?"),
+        ('{"model": "m", "additional_config": {"kvtxn": {"policy": "un"}}}', "policy"),
+        (
+            '{"model": "m", "additional_config": {"kvtxn": {"on_violation": "raise"}}}',
+            "would end the engine before it can report",
+        ),
+    ],
+)
+def test_engine_arguments_that_are_refused(capsys, arguments, why):
+    assert why in refusal(capsys, "--engine-args", arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "has no prompts"),
+        ("\n\n", "has no prompts"),
+        ('"fine"\n{', "line 2 of"),
+        ("3", "is neither a string nor an object"),
+        ('{"prompt": "a", "max_token": 3}', "has an unknown key, 'max_token'"),
+        ("{}", "needs either 'prompt' or 'prompt_token_ids'"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "needs either"),
+        ('{"prompt": ""}', "is not a text"),
+        ('{"prompt_token_ids": []}', "not a list of numbers"),
+        ('{"prompt_token_ids": [1, -1]}', "not a list of numbers"),
+        ('{"prompt_token_ids": [true]}', "not a list of numbers"),
+        ('{"prompt": "a", "max_tokens": 0}', "is not a positive number"),
+        ('{"prompt": "a", "max_tokens": true}', "is not a positive number"),
+    ],
+)
+def test_prompts_that_are_refused(capsys, tmp_path, text, why):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    assert why in refusal(capsys, "--workload", path)
+
+
+def test_files_that_cannot_be_used(capsys, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "no such workload" in refusal(capsys, "--workload", "chta")
+    assert "cannot be read" in refusal(capsys, "--workload", tmp_path / "binary")
+    assert "cannot be read" in refusal(capsys, "--workload", tmp_path)
+    assert "there is no folder" in refusal(capsys, "--html", tmp_path / "none" / "page.html")
+    assert "cannot be written" in refusal(capsys, "--html", tmp_path)
+    assert "is not a positive number" in refusal(capsys, "--requests", "0")
+
+
+def test_good_prompts_are_read(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"a"\n\n{"prompt": "b", "max_tokens": 3}\n{"prompt_token_ids": [1, 2]}\n')
+    prompts = command.read(path)
+    assert [(p.line, p.text, p.tokens, p.max_tokens) for p in prompts] == [
+        (1, "a", None, 32), (3, "b", None, 3), (4, None, [1, 2], 32),
+    ]  # fmt: skip
+
+
+def test_the_user_s_settings_stay(monkeypatch, capsys):
+    """An audit is asked for, with a recording; a policy is left alone."""
+    jobs = []
+
+    def play(job, progress):
+        jobs.append(job)
+        return Refused("vLLM refuses these engine arguments: no")
+
+    monkeypatch.setattr(command, "run_engine", play)
+    given = {"model": "m", "additional_config": {"other": 1, "kvtxn": {"policy": "undo"}}}
+    words = ["--engine-args", json.dumps(given), "--workload", "prefix", "--requests", "5"]
+    assert "vLLM refuses these engine arguments: no" in refusal(capsys, *words)
+    (job,) = jobs
+    assert job.engine_args["additional_config"] == {
+        "other": 1, "kvtxn": {"policy": "undo", "audit": "ledger", "record": True},
+    }  # fmt: skip
+    assert (job.workload, job.requests, job.prompts) == ("prefix", 5, ())
+
+
+def test_a_request_that_failed_was_not_judged(capsys, monkeypatch):
+    """The verdict speaks of the others, and the exit code says that something is open."""
+    result = recorded.found(steps=30)
+    result.failed.append("request 3: too long")
+    monkeypatch.setattr(command, "run_engine", lambda job, progress: result)
+    assert main(["audit"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"in 30 steps of {result.requests - 1} requests, and every one was the right" in said
+    assert "- failed: request 3: too long" in said
+
+
+def test_help_names_every_workload(capsys):
+    with pytest.raises(SystemExit):
+        main(["audit", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name}: {workload.help}" in text for name, workload in WORKLOADS.items())
+
+
+def test_needs_of_a_workload_give_way_to_the_user():
+    class Sizes:
+        max_length, block_size, vocabulary = 512, 32, 2048
+
+    assert engine._needs("chat", {}, Sizes, "cpu") == {}
+    few = engine._needs("preempt", {}, Sizes, "cpu")
+    assert few == {"max_num_seqs": 16, "num_gpu_blocks_override": 26}
+    given = {"max_num_seqs": 2, "num_gpu_blocks_override": 99, "kv_transfer_config": {}}
+    assert engine._needs("preempt", given, Sizes, "cpu") == {}
+    assert engine._needs("offload", given, Sizes, "cpu") == {}
+    store = "kv_connector_extra_config"
+    on_cpu, on_gpu = (
+        engine._needs("offload", {}, Sizes, device)["kv_transfer_config"][store]
+        for device in ("cpu", "cuda")
+    )
+    assert on_cpu["spec_name"] == "MemoryStoreSpec"
+    assert "spec_name" not in on_gpu
+
+
+def test_the_point_of_an_error_is_a_sentence():
+    """pydantic says it in a list, others in a first line, some only by their class."""
+
+    class Invalid(ValueError):
+        def errors(self):
+            return [{"msg": "Value error, too long"}]
+
+    assert engine._sentence(Invalid("1 validation error\nfor Config")) == "Value error, too long"
+    assert engine._sentence(TypeError("no argument 'nope'\n  more")) == "no argument 'nope'"
+    assert engine._sentence(KeyError()) == "KeyError"

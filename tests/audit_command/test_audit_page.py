@@ -1,0 +1,123 @@
+"""The page of an audit: one file, whole data, words that anybody can read."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import recorded
+from kvtxn.integrations.audit_command import page
+
+from kvtxn.audit.recording import RUN_FIELDS
+from kvtxn.testing.audit_mutants import KeepsOneRowTooMany
+
+BLOCK = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+#: Anything that would make a browser look for another resource.
+OUTSIDE = re.compile(r"https?:|//[a-z]+\.|\bsrc\s*=|\bhref\s*=|url\(|@import|\bfetch\(|\bimport\b")
+
+
+def test_the_data_are_one_block_of_json():
+    """It is all that the scripts read."""
+    found = recorded.found()
+    blocks = BLOCK.findall(recorded.html(found))
+    assert len(blocks) == 1
+    assert json.loads(blocks[0]) == json.loads(json.dumps(recorded.data(found)))
+
+
+def test_the_page_needs_nothing_else():
+    """No address, no picture, no font, no framework."""
+    text = BLOCK.sub("", recorded.html(recorded.found()))
+    assert OUTSIDE.search(text) is None
+    assert "{{" not in text
+    assert text.count("<script") == text.count("<style") == 1
+
+
+def test_names_cannot_leave_their_place():
+    """A request may be called anything."""
+    found = recorded.found(steps=8)
+    name = "</script><script>alert(1)</script>{{data}}"
+    found.recordings[0]["requests"][0]["name"] = name
+    text = recorded.html(found)
+    assert "alert(1)</script>" not in text
+    (block,) = BLOCK.findall(text)
+    assert json.loads(block)["recording"]["requests"][0]["name"] == name
+
+
+def test_runs_are_whole():
+    data = recorded.data(recorded.found())
+    recording = data["recording"]
+    assert recording["run_fields"] == list(RUN_FIELDS)
+    assert len(recording["runs"]) % len(RUN_FIELDS) == 0
+    assert len(recording["steps"]) == 60
+    assert data["verdict"]["word"] == "healthy"
+    assert data["restores"] is False
+
+
+@pytest.mark.parametrize(
+    ("policy", "restores"), [("undo", True), ("deferred", True), ("direct", False)]
+)
+def test_windows_put_slots_back(policy, restores):
+    """The picture has to know, since the ledger marks rejected rows either way."""
+    data = recorded.data(recorded.found(steps=8, policy=policy))
+    assert data["restores"] is restores
+    assert bool(data["draft_label"]) is restores
+    assert data["engine"]["windows"] == policy
+
+
+def test_notes_say_what_the_picture_leaves_out():
+    found = recorded.found(steps=30, most=50)
+    found.failed.append("request 3: too long")
+    found.recordings.append(found.recordings[0])
+    found.counters[0]["kvtxn_bypassed_windows_total"] = 2
+    found.counters.append(found.counters[0])
+    notes = recorded.data(found)["notes"]
+    assert notes[0] == "The picture shows rank 0 of 2."
+    assert re.match(r"The picture ends after step \d+ of 30: ", notes[1])
+    assert notes[2].startswith("2 steps had no window")
+    assert notes[3] == "Failed: request 3: too long"
+
+
+def test_the_rank_with_a_violation_is_shown():
+    healthy = recorded.found(steps=20)
+    wrong = recorded.found(engine=KeepsOneRowTooMany, steps=60)
+    assert wrong.recordings[0]["violations"]
+    healthy.recordings.append(wrong.recordings[0])
+    healthy.counters.append(wrong.counters[0])
+    data = recorded.data(healthy)
+    assert data["rank"] == 1
+    assert data["verdict"]["word"] == "violations"
+
+
+def colours(scheme):
+    """The page's colours by name: the first block of the style, or the dark one over it."""
+    style = (page._FOLDER / "page.css").read_text()
+    light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    found = dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6});", light))
+    return found | (
+        dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6});", dark)) if scheme == "dark" else {}
+    )
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one, other):
+    """The contrast ratio of WCAG 2."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_and_cells_have_contrast(scheme):
+    """4.5 for text, 3 for the states that tell something, as WCAG asks for."""
+    found = colours(scheme)
+    for ground in ("back", "panel"):
+        for text in ("text", "quiet", "good", "bad"):
+            assert contrast(found[text], found[ground]) >= 4.5, (text, ground)
+    for state in ("durable", "published", "loaded", "rejected", "wrong"):
+        assert contrast(found[state], found["unused"]) >= 3, state
+    assert len({*found.values()}) >= 15

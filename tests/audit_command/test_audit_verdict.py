@@ -1,0 +1,88 @@
+"""The verdict's sentences: plain, whole, and 100 columns wide at most."""
+
+from __future__ import annotations
+
+import recorded
+from kvtxn.integrations.audit_command.verdict import _MEANING, judge, tell
+
+from kvtxn.audit import KINDS
+from kvtxn.testing.audit_mutants import KeepsOneRowTooMany
+
+VIOLATION = {
+    "kind": "foreign", "step": 37, "request": "session 5", "group": "group.0", "layer": None,
+    "position": 41, "block": 37, "slot": 1187, "found": "foreign", "expected": [5, 7, 9],
+    "written_for": [5, 7, 12], "written_position": 41, "written_step": 35,
+    "written_request": "session 5",
+}  # fmt: skip
+
+
+def test_each_kind_has_a_meaning():
+    assert [*_MEANING] == [*KINDS]
+
+
+def test_a_healthy_engine():
+    counts = {"kvtxn_audit_rows_checked_total": 123_456, "kvtxn_audit_steps_total": 410}
+    verdict = judge([counts], [], 24)
+    assert (verdict.word, verdict.exit_code) == ("healthy", 0)
+    assert str(verdict) == (
+        "Healthy: 123,456 rows were read in 410 steps of 24 requests, and every one was the "
+        "right one."
+    )
+    states = judge([counts | {"kvtxn_audit_states_checked_total": 1}], [], 1)
+    assert "123,456 rows and 1 state were read in 410 steps of 1 request," in states.headline
+    alone = judge([{"kvtxn_audit_states_checked_total": 2, "kvtxn_audit_steps_total": 1}], [], 1)
+    assert alone.headline.startswith("Healthy: 2 states were read in 1 step of 1 request, ")
+
+
+def test_nothing_read_is_no_health():
+    verdict = judge([{"kvtxn_audit_steps_total": 0}], [], 0)
+    assert (verdict.word, verdict.exit_code) == ("nothing read", 2)
+
+
+def test_violations_are_told_one_by_one():
+    result = recorded.found(engine=KeepsOneRowTooMany)
+    violations = result.recordings[0]["violations"]
+    verdict = judge(result.counters, violations, result.requests)
+    assert (verdict.word, verdict.exit_code) == ("violations", 1)
+    assert verdict.headline.startswith(f"{len(violations)} violations: ")
+    assert sum(verdict.kinds.values()) == len(violations)
+    assert verdict.sentences[0] == f"rejected, {verdict.kinds['rejected']}: {_MEANING['rejected']}."
+    assert verdict.sentences[-1] == f"{len(violations) - 8} more are not told here."
+    assert max(map(len, str(verdict).splitlines())) <= 100
+
+
+def test_ranks_add_up():
+    counts = {"kvtxn_audit_rows_checked_total": 5, "kvtxn_audit_steps_total": 2}
+    wrong = {"kvtxn_audit_violations_total": 1, "kvtxn_audit_violations_total_foreign": 1}
+    verdict = judge([counts, counts | wrong], [VIOLATION], 1)
+    assert verdict.headline == "1 violation: 10 rows were read in 2 steps of 1 request."
+    assert verdict.kinds == {"foreign": 1}
+    assert len(verdict.sentences) == 2
+
+
+def test_who_wrote_it_is_named():
+    assert tell(VIOLATION) == (
+        "In step 37 session 5 read slot 1187 (block 37) of group.0 as its position 41, tokens "
+        "...[5 7 9]; the same request had written it in step 35 for position 41, tokens "
+        "...[5 7 12]."
+    )
+    other = tell({**VIOLATION, "written_request": "request 8", "found": "rejected"})
+    assert "; request 8 had written it in step 35" in other
+    assert other.endswith(", a draft that was rejected.")
+
+
+def test_what_is_not_known_is_not_told():
+    unknown = {"written_step": None, "written_request": None, "written_for": []}
+    nobody = tell({**VIOLATION, **unknown, "kind": "unwritten", "found": "unwritten"})
+    assert nobody.endswith(": nobody had written it since its block was handed out.")
+    assert tell({**VIOLATION, **unknown}).endswith(": its writer is not known any more.")
+    assert "a place outside of group.0" in tell({**VIOLATION, "slot": None, "block": None})
+    assert tell({**VIOLATION, "kind": "ranks"}) == "In step 37 two ranks wrote different rows."
+    count = tell({**VIOLATION, "kind": "state", "found": "count", "slot": None})
+    assert count == (
+        "In step 37 session 5 was told a number of accepted drafts that is not the sampler's, at "
+        "its position 41."
+    )
+    state = tell({**VIOLATION, "kind": "state"})
+    assert state.startswith("In step 37 session 5 went on from state 1187 of group.0 as its ")
+    assert " published slot 1187" in tell({**VIOLATION, "kind": "published"})

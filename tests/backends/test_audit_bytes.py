@@ -1,0 +1,222 @@
+"""The scrub's Triton passes: the same bytes, checksums and reports as the torch passes."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernels_here import ON_GPU, importing_kernels
+
+from kvtxn import LayerRef
+from kvtxn.audit import Ledger, RowGroup, Scrub, StateGroup, Step, Window
+from kvtxn.audit.checksum import checksum
+from kvtxn.audit.torch_passes import TorchPasses
+from kvtxn.testing.audit_bytes import BYTE_MUTANTS, ByteEngine
+from kvtxn.testing.audit_life import GROUPS, MAX_LENGTH, live, new_ledger
+
+with importing_kernels():
+    from kvtxn.backends.audit import TritonPasses
+    from kvtxn.backends.audit.byte_passes import TritonBytePasses
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+class FewBytePrograms(TritonBytePasses):
+    """The same with fewer programs, which are interpreted one after the other."""
+
+    splits = 8 if ON_GPU else 1
+    programs = 64 if ON_GPU else 2
+
+
+class BytesInTriton(TorchPasses):
+    """A ledger in torch, whose own kernels are tested elsewhere, with a scrub in Triton."""
+
+    def byte_passes(self, books):
+        kernels = TritonPasses(self.books)
+        return FewBytePrograms(books, kernels._groups, kernels._key, kernels._table)
+
+
+def pair(name, engine=ByteEngine, **named):
+    """Two engines that do the same, one with each implementation."""
+    one = new_ledger(name, device=DEVICE, backend="torch")
+    key = one.books.key
+    other = new_ledger(name, device=DEVICE, backend=BytesInTriton, key=key)
+    named = {"max_length": MAX_LENGTH, "device": DEVICE, **named}
+    return [engine(GROUPS[name], ledger, **named) for ledger in (one, other)]
+
+
+def assert_equal_bytes(one, other):
+    """Caches, seals, the checksums of sealed slots, and counts."""
+    for name in one.layers:
+        for mine, theirs in zip(one.layers[name], other.layers[name], strict=True):
+            for plane, other_plane in zip(mine.planes, theirs.planes, strict=True):
+                assert torch.equal(plane.cells, other_plane.cells)
+    assert one.scrub.compared == other.scrub.compared
+    mine, theirs = one.scrub.books, other.scrub.books
+    assert torch.equal(mine.seals, theirs.seals)
+    assert torch.equal(mine.nans, theirs.nans)
+    for place, layers in mine.layers.items():
+        sealed = place.pool_of(mine.seals)[:, : place.group.block_size].flatten() != 0
+        for layer, twin in zip(layers, theirs.layers[place], strict=True):
+            assert torch.equal(layer.sums[sealed], twin.sums[sealed])
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_healthy_life(name):
+    engines = pair(name, seed=4, every=2)
+    for engine in engines:
+        live(engine, 40 if ON_GPU else 6)
+        assert engine.ledgers[0].violations() == []
+    assert_equal_bytes(*engines)
+    assert engines[0].scrub.compared > 2
+
+
+@pytest.mark.parametrize("mutant", BYTE_MUTANTS)
+def test_the_same_is_found(mutant):
+    """In the first life in which the torch passes find the fault."""
+    name = "plain" if mutant.needs else "states"
+    for seed, steps in itertools.product(range(20), (40,) if ON_GPU else (5, 8, 11)):
+        one, other = pair(name, mutant, seed=seed)
+        live(one, steps)
+        found = one.ledgers[0].violations()
+        if found:
+            break
+    live(other, steps)
+    again = other.ledgers[0].violations()
+    assert found
+    if ON_GPU:  # which layer of a slot is named is open there
+        assert {(v.kind, v.step, v.slot) for v in found} == {
+            (v.kind, v.step, v.slot) for v in again
+        }
+    else:
+        assert [*map(str, found)] == [*map(str, again)]
+        assert_equal_bytes(one, other)
+
+
+LAYOUTS = {
+    "plain": lambda dtype: torch.randn(6, 4, 2, 5).to(dtype),
+    "odd row": lambda dtype: torch.randn(6, 4, 1, 7).to(dtype),
+    "permuted": lambda dtype: torch.randn(6, 2, 4, 5).to(dtype).transpose(1, 2),
+    "apart": lambda dtype: torch.randn(6, 4, 2, 10).to(dtype)[..., ::2],
+    "long": lambda dtype: torch.randn(6, 4, 3, 401).to(dtype),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e5m2, torch.int8, torch.bfloat16, torch.float32, torch.float64]
+)
+def test_checksums_of_any_layout(layout, dtype):
+    """Every element size, stride and length; and rows at offsets of a table, as of a state."""
+    key_cache, value_cache = (LAYOUTS[layout](dtype).to(DEVICE) for _ in range(2))
+    state = LAYOUTS[layout](dtype).to(DEVICE).permute(0, 3, 1, 2)[:, 1:]
+    groups = (RowGroup("full", 4, 6), StateGroup("mamba", 6))
+    scrubs = []
+    for backend in ("torch", BytesInTriton):
+        ledger = Ledger(
+            groups, max_requests=1, max_length=20, device=DEVICE, backend=backend,
+            key=scrubs[0].books.books.key if scrubs else None,
+        )  # fmt: skip
+        ref = LayerRef("rows", key_cache, value_cache, group="full")
+        states = LayerRef.recurrent("states", state, group="mamba")
+        scrub = Scrub(ledger, [ref, states], every=1)
+        ledger.admit("a", [1, 2, 3])
+        step = step_of([4, 9, 23], [-1, 2, 5])
+        ledger.write(step)
+        ledger.resolve([1, 0])
+        scrub.seal(step, [1, 0])
+        scrubs.append(scrub)
+    one, other = ([t.sums for each in s.books.layers.values() for t in each] for s in scrubs)
+    assert all(torch.equal(*sums) for sums in zip(one, other, strict=True))
+    assert [int((sums != 0).sum()) for sums in one] == [3, 1]
+    rows = torch.stack([key_cache.flatten(0, 1)[slot] for slot in (4, 9, 23)])
+    assert len(checksum(scrubs[0].books.books.key, rows, 0).unique()) == 3
+
+
+def step_of(slots, states):
+    def numbers(*values):
+        return torch.tensor(values, device=DEVICE)
+
+    return Step(
+        lines=numbers(0, -1),
+        starts=numbers(0, 3, 3),
+        first=numbers(0, 10**6),
+        tokens=numbers(1, 2, 3),
+        slots={"full": numbers(*slots), "mamba": numbers(*states)},
+        tables={"full": numbers((1, 2), (7, 7)).to(torch.int32)},
+        sources={"mamba": numbers(-1, 10**9)},
+        drafts=numbers(1, 9),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_windows_and_nans(dtype, dim):
+    """The same parts of a buffer are filled, and the same request is reported."""
+    said, buffers = [], []
+    shape = (6, 5, 3) if dim == 1 else (6, 3, 5)
+    for backend in ("torch", BytesInTriton):
+        buffer, scan = torch.zeros(shape, dtype=dtype), torch.zeros(6, 9, dtype=dtype)
+        buffer, scan = buffer.to(DEVICE), scan.to(DEVICE)
+        ledger = Ledger(
+            (RowGroup("full", 4, 6), StateGroup("mamba", 6)), max_requests=1, max_length=20,
+            device=DEVICE, backend=backend,
+        )  # fmt: skip
+        ref = LayerRef.recurrent("states", buffer, scan, group="mamba")
+        scrub = Scrub(ledger, [ref], poison=True, windows={"states": Window(0, 3, dim)})
+        ledger.admit("a", [1, 2, 3])
+        step = step_of([4, 9, 23], [-1, 2, 5])
+        ledger.write(step)
+        outputs = torch.zeros(3, 2000, device=DEVICE, dtype=dtype)
+        outputs[[0, 2], 1999] = float("nan")
+        scrub.trace(step, outputs, torch.tensor([-1, 0, 2]))
+        ledger.resolve([1, 0])
+        scrub.seal(step, [1, 0])
+        said.append([str(v) for v in ledger.violations()])
+        buffers.append((buffer.isnan().cpu(), scan.isnan().cpu()))
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+    assert all(torch.equal(*each) for each in zip(*buffers, strict=True))
+    filled = buffers[0][0].transpose(1, dim)[2].all(1)
+    assert filled.tolist() == [True, False, False, False, True]
+    assert buffers[0][1].all(1).nonzero().flatten().tolist() == [2]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvtxn.backends.audit import byte_lists, byte_work
+
+SCALARS = {
+    "num_requests", "num_rows", "own_stride", "num_lines", "journal_size", "capacity", "every",
+    "violations", "columns",
+}
+KERNELS = (
+    (byte_lists.list_reads, {"SPLITS": 8}),
+    (byte_lists.list_written, {"DRAFTS": True, "TILE": 128}),
+    (byte_work.do_work, {"GROUPS": 2, "PROGRAMS": 64, "ENTRIES": 1024, "TILE": 128}),
+    (byte_work.find_nan, {"GROUPS": 2, "ENTRIES": 1024, "TILE": 1024}),
+)
+for kernel, constants in KERNELS:
+    signature = {
+        name: "constexpr" if name in constants else "i64" if name in SCALARS
+        else "*bf16" if name == "outputs" else "*i64"
+        for name in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+print("compiled", len(KERNELS))
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="the other tests compile them")
+def test_the_kernels_compile_for_a_gpu():
+    """The interpreter takes more than the compiler does; it needs no GPU."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert "compiled 4" in done.stdout, done.stderr[-3000:]

@@ -1,0 +1,227 @@
+"""The ledger's Triton passes leave what the torch passes leave, and find the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernels_here import ON_GPU, importing_kernels
+
+from kvtxn.audit import Step
+from kvtxn.audit.books import FINGERPRINTS, JOURNALLED
+from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, said
+from kvtxn.testing.audit_mutants import MUTANTS
+
+with importing_kernels():
+    from kvtxn.backends.audit import TritonPasses
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+class FewPrograms(TritonPasses):
+    """The same with fewer programs, which are interpreted one after the other."""
+
+    splits = 8 if ON_GPU else 2
+
+
+def pair(name):
+    """Two ledgers of one key."""
+    torch_one = new_ledger(name, device=DEVICE, backend="torch", journal=128)
+    key = torch_one.books.key
+    return torch_one, new_ledger(name, device=DEVICE, backend=FewPrograms, key=key, journal=128)
+
+
+def assert_equal_books(one, other):
+    for field in ("words", "owners", "facts", "counters"):
+        assert torch.equal(getattr(one.books, field), getattr(other.books, field)), field
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_healthy_life(name):
+    ledgers = pair(name)
+    live(new_engine(ConnectedEngine, name, ledgers, seed=2, device=DEVICE), 60 if ON_GPU else 12)
+    assert_equal_books(*ledgers)
+    one, other = ledgers
+    assert said(one) == said(other) == []
+    assert one.fingerprints() == other.fingerprints()
+    steps = one.counters()["kvtxn_audit_steps_total"]
+    assert 5 < steps == len(one.fingerprints()) < FINGERPRINTS
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if not m.contested])
+def test_the_same_is_found(mutant):
+    names = ["states"] if mutant.needs == "states" else ["sliding", "plain", "shared"]
+    for name in names if ON_GPU else names[:1]:
+        ledgers = pair(name)
+        engine = new_engine(mutant, name, ledgers, seed=3, device=DEVICE)
+        live(engine, 60 if ON_GPU else 9)
+        found = [ledger.violations() for ledger in ledgers]
+        if ON_GPU:  # programs run at once there, so which reader of a wrong row reports it is open
+            one, other = ({causes(name, v) for v in each} for each in found)
+            assert one == other
+            for field in ("words", "owners", "facts"):
+                assert torch.equal(*(getattr(each.books, field) for each in ledgers)), field
+        else:
+            one, other = (sorted(map(str, each)) for each in found)
+            assert one == other
+            assert_equal_books(*ledgers)
+
+
+def causes(name, violation):
+    """Say when something wrong was found and of which kind, in which group's memory."""
+    memory = {group.name: getattr(group, "reads", None) or group.name for group in GROUPS[name]}
+    return violation.kind, violation.step, memory.get(violation.group, violation.group)
+
+
+def step_of(ledger, request, first, tokens, slots, table, states, source, **more):
+    """One request's step over the groups of ``states``."""
+
+    def numbers(*values):
+        return torch.tensor(values, device=DEVICE)
+
+    return Step(
+        lines=numbers(ledger.line(request), -1),
+        starts=numbers(0, len(tokens), len(tokens)),
+        first=numbers(first, 0),
+        tokens=numbers(*tokens),
+        slots={"full": numbers(*slots), "mamba": numbers(*states)},
+        tables={"full": numbers(table, table).to(torch.int32)},
+        sources={"mamba": numbers(source, -1)},
+        drafts=numbers(more.get("drafts", 0), 0),
+        told=numbers(more.get("told", -1), -1),
+    )
+
+
+def every_call(ledger):
+    """Make each call of a ledger once, right and wrong."""
+    prompt = [11, 12, 13, 14, 15, 16]
+    ledger.admit("a", prompt)
+    fill = (0, prompt, range(4, 10), [1, 2, 3], [-1] * 5 + [20], -1)
+    ledger.write(step := step_of(ledger, "a", *fill))
+    ledger.check(step)
+    later = (6, [17, 18, 19], range(10, 13), [1, 2, 3], [20, 21, 22], 20)
+    ledger.write(step := step_of(ledger, "a", *later, drafts=2))
+    ledger.check(step)
+    ledger.export("a", "full", [1, 2, 3], 4, 9)  # two rows are drafts
+    ledger.resolve(torch.tensor([1, 0], device=DEVICE), torch.tensor([[18, 30, -1]] * 2).to(DEVICE))
+    wrong = (8, [31], [12], [1, 2, 3], [21], 21)  # another token than was sampled
+    ledger.write(step := step_of(ledger, "a", *wrong, told=0))
+    ledger.check(step)
+    digests = ledger.export("a", "full", [1], 0, 4)
+    ledger.admit("b", [9, 12, 13, 14], extras=[7], embedded={1: 123})
+    ledger.import_rows("b", "full", [5], 0, 4, digests)
+    ledger.admit("c", [*prompt, 17, 18, 30])
+    state = ledger.export_state("c", "mamba", 22, 9)
+    ledger.import_state("c", "mamba", 33, 9, state)
+    ledger.import_state("b", "mamba", 34, 2, state)
+    ledger.publish_state("c", "mamba", 22, 9)
+    ledger.copy("mamba", [21], [30])
+    ledger.publish("c", "full", [1, 2, 3], 0, 9)
+    ledger.hand_out("full", [1])
+    ledger.publish("c", "full", [1, 2, 9999], 0, 9)
+    last = (9, [40], [13], [6, 6, 6], [31], 30)  # no table of its own, a state that was copied
+    ledger.write(step := step_of(ledger, "c", *last))
+    ledger.check(step)
+
+
+def test_every_call_agrees():
+    """What is found is found by both, with the same words."""
+    ledgers = pair("states")
+    for ledger in ledgers:
+        every_call(ledger)
+    one, other = ([str(v) for v in ledger.violations()] for ledger in ledgers)
+    assert one == other
+    kinds = {text.partition(":")[0] for text in one}
+    assert {"exported", "state", "foreign", "imported", "published", "unwritten"} <= kinds
+    assert_equal_books(*ledgers)
+
+
+def malformed(ledger):
+    """Give steps that an engine should not give: no line, position or row lies inside."""
+    numbers = lambda *values: torch.tensor(values, device=DEVICE)  # noqa: E731
+    ledger.admit("a", [1, 2, 3, 4, 5])
+    ledger.admit("gone", [1, 2, 3])
+    gone = ledger.line("gone")
+    ledger.release("gone")
+    good = ledger.line("a")
+    cases = [
+        # lines, starts, first: the second request is malformed, or padding with stale numbers
+        ((good, gone), (0, 2, 4), (0, 0)),
+        ((good, 999), (0, 2, 4), (0, 0)),
+        ((good, ledger.books.sizes.max_requests), (0, 2, 4), (0, 0)),
+        ((-1, good), (0, 2, 99), (10**6, 2)),
+        ((good, -1), (0, 2, 2), (0, 10**9)),
+        ((good, good), (0, 2, 2), (0, -(10**9))),
+        ((good, 3), (0, 2, 10**6), (0, 0)),
+        ((good, 3), (0, 2, 1), (0, 0)),
+        ((good, 3), (-5, 2, 4), (0, 0)),
+        ((good, good), (0, 2, 4), (2, ledger.books.sizes.max_length - 1)),
+        ((good, good), (0, 2, 4), (2, -1)),
+    ]
+    for lines, starts, first in cases:
+        step = Step(
+            lines=numbers(*lines),
+            starts=numbers(*starts),
+            first=numbers(*first),
+            tokens=numbers(1, 2, 3, -4),
+            slots={"full": numbers(4, 5, 6, 10**9), "mamba": numbers(-1, 20, -1, -7)},
+            tables={"full": numbers((1, 2), (1, -9)).to(torch.int32)},
+            sources={"mamba": numbers(20, 10**12)},
+            drafts=numbers(1, 99),
+        )
+        for call in (ledger.passes.write, ledger.passes.check):
+            call(step)
+        ledger.passes.resolve(step, numbers(-5, 10**6), numbers((2**45, -1), (-9, 3)))
+
+
+def test_malformed_requests_are_left_out():
+    """Both leave the same books: nothing is written outside, and what was left out is counted."""
+    ledgers = pair("states")
+    for ledger in ledgers:
+        malformed(ledger)
+    one, other = (sorted(str(v) for v in ledger.violations()) for ledger in ledgers)
+    assert one == other
+    for ledger in ledgers:  # a GPU's journal has empty entries for rows that were left out
+        ledger.books.counters[JOURNALLED] = 0
+    assert_equal_books(*ledgers)
+    assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
+    assert ledgers[0].refused == ledgers[1].refused == 10
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvtxn.backends.audit import compare_kernel, write_kernel
+
+SIZES = {"num_requests", "num_rows", "own_stride", "num_lines", "journal_size", "capacity"}
+SCALARS = {*SIZES, "kind", "columns"}
+KERNELS = (
+    (write_kernel.write_rows, {"DRAFTS": True, "TILE": 128}),
+    (write_kernel.resolve_rows, {"DRAFTS": True, "TILE": 16, "REJECTED": 1}),
+    (compare_kernel.compare_rows, {"STEPPING": True, "EXPORTED": False, "SPLITS": 8, "TILE": 1024}),
+    (compare_kernel.compare_rows, {"STEPPING": False, "EXPORTED": True, "SPLITS": 8, "TILE": 1024}),
+    (compare_kernel.compare_states, {"TOLD": True, "TILE": 1024}),
+)
+for kernel, constants in KERNELS:
+    constants = {"GROUPS": 2, **constants}
+    signature = {
+        name: "constexpr" if name in constants else "i64" if name in SCALARS else "*i64"
+        for name in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+print("compiled", len(KERNELS))
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="the other tests compile them")
+def test_the_kernels_compile_for_a_gpu():
+    """The interpreter takes more than the compiler does; it needs no GPU."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert "compiled 5" in done.stdout, done.stderr[-3000:]

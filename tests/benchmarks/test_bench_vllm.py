@@ -1,0 +1,182 @@
+"""``kvtxn bench vllm`` on the CPU: real engines, a tiny model, all that it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from engine_jobs import missing
+from pages import narrow
+
+LABELS = ["stock", "undo+loop", "deferred+loop"]
+ARGUMENTS = ["--policies", "stock", "undo", "deferred", "--mask-modes", "loop", "--rounds", "2"]
+ARGUMENTS += ["--scenario", "short", "mixed", "--requests", "3", "--batch", "2", "--arrivals", "40"]
+ARGUMENTS += [
+    "--clock",
+    "--first-token-rounds",
+    "3",
+    "--context",
+    "40",
+    "--tokens",
+    "16",
+    "--drafts",
+    "3",
+    "--output",
+    "smoke",
+]
+
+#: What the JSON has to have: names, and the type of each value or another level of names.
+SHAPE = {
+    "format": int,
+    "machine": {"command": str, "commit": str, "python": str, "processor": str, "torch": str},
+    "settings": {"model": str, "drafter": str, "drafts": int, "rounds": int, "policies": list},
+    "conditions": {
+        "started": str,
+        "seconds": float,
+        "engines": int,
+        "processors": int,
+        "announced": dict,
+        "arguments": {"max_num_seqs": int, "speculative_config": dict},
+        "environment": {"OMP_NUM_THREADS": str},
+    },
+    "cells": list,
+}
+ENGINE = {
+    "tokens_per_s": {"median": float, "lowest": float, "highest": float},
+    "first_token_ms": {"p50": float, "p95": float},
+    "per_token_ms": {"p50": float, "p95": float},
+    "rounds": list,
+    "counters": list,
+}
+ROUND = {"seconds": float, "generated": int, "drafted": int, "accepted": int, "digest": str}
+ROUND |= {"first_token_ms": float, "per_token_ms": float}
+CLOCK = {"steps": int, "begin": float, "commit": float, "both": float}
+RATIO = {"median": float, "low": float, "high": float, "confidence": float, "rounds": int}
+
+
+def check(found: dict, shape: dict, where: str = "") -> None:
+    """Every name of the shape is there, with its type."""
+    for name, kind in shape.items():
+        assert name in found, f"{where}{name} is missing"
+        if isinstance(kind, dict):
+            check(found[name], kind, f"{where}{name}.")
+        else:
+            assert isinstance(found[name], kind), f"{where}{name} is {found[name]!r}"
+
+
+def bench(folder, *arguments):
+    """Run the benchmark as a user would."""
+    if reason := missing():
+        pytest.skip(reason)
+    pytest.importorskip("matplotlib")
+    command = "import sys; from kvtxn.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "bench", "vllm", *arguments, "--folder", str(folder)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == [str(folder / f"smoke.{kind}") for kind in ("json", "md", "png")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a run left its files."""
+    folder = tmp_path_factory.mktemp("bench")
+    bench(folder, *ARGUMENTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    return json.loads((folder / "smoke.json").read_text())
+
+
+def test_the_json_has_its_shape(result):
+    """Machine, settings, conditions, and for each cell and engine what was measured."""
+    check(result, SHAPE)
+    assert [cell["scenario"] for cell in result["cells"]] == ["short", "mixed"]
+    for cell in result["cells"]:
+        assert (cell["context"], cell["tokens"], cell["requests"]) == (40, 16, 3)
+        assert list(cell["engines"]) == LABELS
+        for label, engine in cell["engines"].items():
+            check(engine, ENGINE)
+            assert len(engine["rounds"]) == 2
+            more = 3 if cell["scenario"] == "short" else 0
+            assert len(engine["first_token_rounds_ms"]) == more
+            for each in engine["rounds"]:
+                check(each, ROUND)
+            if label != "stock":
+                check(engine["of_stock"]["tokens_per_s"], RATIO)
+                check(engine["of_stock"]["per_token_ms"], RATIO)
+                check(engine["of_stock"]["first_token_ms"], RATIO)
+                [clocked] = engine["host_us"]
+                check(clocked, CLOCK)
+                assert 0 < max(clocked["begin"], clocked["commit"]) < clocked["both"]
+
+
+def test_policies_accept_what_stock_accepts(result):
+    """Drafts, accepted drafts and tokens, in every round of every scenario; and there are some."""
+    for cell in result["cells"]:
+        stock = cell["engines"]["stock"]
+        assert all(each["accepted"] > 0 for each in stock["rounds"])
+        for label in LABELS[1:]:
+            beside = cell["engines"][label]["of_stock"]
+            assert (beside["same_accepted"], beside["same_tokens"]) == (True, True)
+
+
+def test_counters_are_vllms(result):
+    """What the windows staged and committed is what vLLM drafted and accepted."""
+    for cell in result["cells"]:
+        for label in LABELS[1:]:
+            engine = cell["engines"][label]
+            (count,) = engine["counters"]
+            drafted = sum(each["drafted"] for each in engine["rounds"])
+            accepted = sum(each["accepted"] for each in engine["rounds"])
+            assert count["kvtxn_rows_staged_total"] >= drafted
+            assert count["kvtxn_rows_committed_total"] >= accepted
+            assert count["kvtxn_fallbacks_total"] == 0
+            assert engine["coverage"] == 1
+
+
+def test_each_engine_said_what_it_does(result):
+    """The plug-in's own line, with its policy; the batch is as asked for."""
+    announced = result["conditions"]["announced"]
+    assert announced["stock"] is None
+    assert "policy='undo'" in announced["undo+loop"]
+    assert "policy='deferred'" in announced["deferred+loop"]
+    assert result["conditions"]["arguments"]["max_num_seqs"] == 2
+
+
+def test_markdown_and_plot(folder):
+    """Both are there, for people, and the plot is small."""
+    text = narrow((folder / "smoke.md").read_text())
+    assert "| mixed | 40 | 3 | real | deferred+loop |" in text
+    assert "deferred+loop, of stock" in text
+    assert (folder / "smoke.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "smoke.png").stat().st_size < 100_000
+
+
+def test_one_engine_is_stock_and_undo(tmp_path):
+    """Windows switched off are none: all that was counted is what the other turns drafted."""
+    given = ["--policies", "stock", "undo", "--one-engine", "--requests", "3", "--rounds", "3"]
+    given += ["--clock"]
+    bench(tmp_path, *given, "--tokens", "24", "--output", "smoke")
+    result = json.loads((tmp_path / "smoke.json").read_text())
+    assert result["conditions"]["engines"] == 1
+    [cell] = result["cells"]
+    stock, undo = (cell["engines"][label] for label in ("stock", "undo"))
+    assert undo["of_stock"]["same_tokens"]
+    assert undo["host_us"][0]["steps"] > 0
+    assert stock["counters"] == []
+    drafted = sum(each["drafted"] for each in undo["rounds"])
+    assert drafted == sum(each["drafted"] for each in stock["rounds"]) > 0
+    assert drafted <= undo["counters"][0]["kvtxn_rows_staged_total"] < 1.5 * drafted
+    text = (tmp_path / "smoke.md").read_text()
+    assert "its windows switched on and off" in text
+    assert "One engine on" in text

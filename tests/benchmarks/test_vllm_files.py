@@ -1,0 +1,127 @@
+"""Files of ``kvtxn bench vllm``: Markdown and plot of whole and of cut results."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+
+import pytest
+from kvtxn.benchmarks.engines import cell as vllm_cell
+from kvtxn.benchmarks.engines import command as vllm_bench
+from kvtxn.benchmarks.engines import files as vllm_files
+from kvtxn.benchmarks.engines.process import EngineError
+from pages import narrow
+from pretended_engines import POINT, Pretender, narrow_report
+
+from kvtxn.cli import main
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ({"requests": [2, 8]}, ["- short, 8 tokens of context, 8 requests, 30 % acceptance"]),
+        (
+            {"cells": [["mixed", 16, 1, None], ["short", 8, 2, 0.3]]},
+            ["- mixed, 16 tokens of context, 1 request, real acceptance"],
+        ),
+        ({"tokens": 5}, ["- short, 8 tokens of context, 2 requests, 30 % acceptance"]),
+        ({}, []),
+    ],
+)
+@pytest.mark.parametrize("ended", [None, "the engine 'undo' gave no answer within 9 s"])
+def test_markdown_lists_what_was_not_measured(result, settings, missing, ended):
+    """As the settings asked for it, with the reason where there is one."""
+    result["settings"] |= settings
+    result["conditions"] |= {} if ended is None else {"ended": ended}
+    text = narrow_report(result)
+    assert [line for line in text.splitlines() if line.startswith("- ")] == missing
+    assert ("## Not measured" in text) == bool(missing)
+    assert (f"({ended or 'the run did not get that far'}):" in text) == bool(missing)
+
+
+def test_a_result_without_a_cell_has_markdown_and_no_plot(result, tmp_path):
+    """All that was asked for is listed."""
+    path = vllm_files.write(tmp_path, "nothing", result | {"cells": []})
+    assert vllm_files.publish(path) == [path, path.with_suffix(".md")]
+    text = narrow(path.with_suffix(".md").read_text())
+    assert "- short, 8 tokens of context, 2 requests, 30 % acceptance" in text
+    assert "## Speed" not in text
+
+
+class Failing(Pretender):
+    """An engine that ends in the second cell."""
+
+    def announced(self):
+        return None
+
+    def run(self, work):
+        if len(self.works) == 2:
+            raise self.failure
+        return super().run(work)
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        (
+            EngineError("bench vllm", "the engine 'stock' ended\nin flames"),
+            "the engine 'stock' ended",
+        ),
+        (SystemExit(143), "the run ended with SystemExit"),
+    ],
+)
+def test_cells_are_kept_when_an_engine_fails(failure, says, monkeypatch, tmp_path, log):
+    """Markdown and JSON of what was measured, with what was not and why; the error goes on."""
+    engine = Failing("stock", 1.0, log)
+    engine.failure = failure
+    monkeypatch.setattr(vllm_bench, "running", lambda _: contextlib.nullcontext([engine]))
+    parser = argparse.ArgumentParser()
+    vllm_bench.add_arguments(parser)
+    given = ["--policies", "stock", "--requests", "1", "3", "--rounds", "1", "--output", "cut"]
+    args = parser.parse_args([*given, "--folder", str(tmp_path)])
+    with pytest.raises(type(failure)):
+        vllm_bench.run(args)
+    found = json.loads((tmp_path / "cut.json").read_text())
+    assert [cell["requests"] for cell in found["cells"]] == [1]
+    text = narrow((tmp_path / "cut.md").read_text())
+    assert f"({says}):" in text
+    assert "- short, 64 tokens of context, 3 requests, real acceptance" in text
+    assert "| short | 64 | 1 | real |" in text
+
+
+@pytest.mark.parametrize("policies", [("stock",), ("undo", "deferred")])
+def test_without_anything_to_compare(policies, log, result, tmp_path):
+    """Stock alone, or policies without stock: absolute numbers, and the plot too."""
+    pytest.importorskip("matplotlib")
+    engines = [Pretender(policy, 1.0, log) for policy in policies]
+    result["cells"] = [vllm_cell.measure(engines, POINT, lambda turn: None, rounds=1)]
+    path = vllm_files.write(tmp_path, "alone", result)
+    assert [made.suffix for made in vllm_files.publish(path)] == [".json", ".md", ".png"]
+    text = narrow(path.with_suffix(".md").read_text())
+    assert "of stock |" not in text.partition("## Latency")[0]
+    assert ("## Windows" in text) == ("undo" in policies)
+
+
+def test_report_makes_markdown_and_plot_again(result, tmp_path, capsys):
+    """From the JSON alone; the plot is small and a PNG."""
+    pytest.importorskip("matplotlib")
+    path = vllm_files.write(tmp_path, "again", result)
+    assert main(["bench", "report", str(path)]) == 0
+    assert capsys.readouterr().out.split() == [
+        str(path.with_suffix(suffix)) for suffix in (".json", ".md", ".png")
+    ]
+    plot = path.with_suffix(".png").read_bytes()
+    assert plot.startswith(b"\x89PNG")
+    assert len(plot) < 100_000
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_report_refuses_other_files(tmp_path, capsys):
+    """A result of another kind, and no file at all."""
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"rows": []}))
+    for path in (other, tmp_path / "nothing.json"):
+        assert main(["bench", "report", str(path)]) == 2
+        said = " ".join(capsys.readouterr().err.split())  # lines end where the path's length says
+        assert "is not a result of `kvtxn bench vllm`" in said

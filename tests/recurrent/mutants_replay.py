@@ -1,0 +1,190 @@
+"""Executors that are wrong about replayed states, and right about everything else."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from kvtxn.backends.torch_executor import TorchExecutor
+from torch import Tensor
+
+from kvtxn.executor import Capabilities, StagedLayer, Txn
+from kvtxn.recurrent import replay
+from kvtxn.row_io import read, select, write
+
+
+class Sound(TorchExecutor):
+    """Nothing is wrong with it."""
+
+
+class TakesRejectedRowsIn(TorchExecutor):
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        super().advance(txn, None if accepted is None else torch.ones_like(txn.layout.is_draft))
+
+
+class TakesOneRowTooMany(TorchExecutor):
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        if accepted is not None and accepted.dtype is not torch.bool:
+            accepted = accepted + 1
+        super().advance(txn, accepted)
+
+
+class ForgetsSettledRows(TorchExecutor):
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        layout = attrs.evolve(txn.layout, is_draft=torch.ones_like(txn.layout.is_draft))
+        if accepted is not None:
+            super().advance(attrs.evolve(txn, layout=layout), txn.layout.kept(accepted))
+
+
+class SettlesNothingAtAbort(TorchExecutor):
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        if accepted is not None:
+            super().advance(txn, accepted)
+
+
+class KeepsDraftsAtAbort(TorchExecutor):
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        super().advance(txn, ~txn.layout.is_draft | True if accepted is None else accepted)
+
+
+class AdvancesTwice(TorchExecutor):
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        super().advance(txn, accepted)
+        super().advance(txn, accepted)
+
+
+class _StateByState(TorchExecutor):
+    """The reference once more, with a place for an error."""
+
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        if not txn.layout.num_rows:
+            return
+        turns = replay._turns(txn, accepted)
+        for layer in replay.replayed(txn.staged.values()):
+            slots = replay._slots(txn, layer.ref)
+            before = tuple(read(plane, slots) for plane in layer.ref.planes)
+            after = self.after(layer, before, turns)
+            for plane, state in zip(layer.ref.planes, after, strict=True):
+                self.put(plane, state, slots, turns.take.any(1))
+
+    def after(self, layer: StagedLayer, before, turns):
+        return replay._after(layer, before, turns)
+
+    def put(self, plane, state: Tensor, slots: Tensor, took: Tensor) -> None:
+        write(plane, state, select(slots, took))
+
+
+class WritesPaddingToTheFirstState(_StateByState):
+    def put(self, plane, state: Tensor, slots: Tensor, took: Tensor) -> None:
+        super().put(plane, state, slots.clamp(min=0), took)
+
+
+class RoundsAfterEachRow(_StateByState):
+    def after(self, layer: StagedLayer, before, turns):
+        for turn in range(turns.take.shape[1]):
+            one = attrs.evolve(
+                turns, source=turns.source[:, turn : turn + 1], take=turns.take[:, turn : turn + 1]
+            )
+            before = tuple(replay._after(layer, before, one))
+        return before
+
+
+class FusesProductAndSum(_StateByState):
+    """Rounds the sum alone, as a fused multiply-add does."""
+
+    def after(self, layer: StagedLayer, before, turns):
+        def step(recurrence, state, row):
+            if recurrence.moves_bytes:
+                return type(recurrence).step(recurrence, state, row)
+            double = [part.double() for part in row]
+            return type(recurrence).step(recurrence, state.double(), double).float()
+
+        fused = []
+        for recurrence in layer.ref.replay:
+            made = type("Fused", (type(recurrence),), {})
+            clone = object.__new__(made)
+            for field in attrs.fields(type(recurrence)):
+                object.__setattr__(clone, field.name, getattr(recurrence, field.name))
+            made.step = lambda self, state, row, real=recurrence: step(real, state, row)
+            fused.append(clone)
+        twin = object.__new__(type(layer.ref))
+        for field in attrs.fields(type(layer.ref)):
+            object.__setattr__(twin, field.name, getattr(layer.ref, field.name))
+        object.__setattr__(twin, "replay", tuple(fused))
+        return replay._after(StagedLayer(twin, layer.rows), before, turns)
+
+
+class TakesRowsInBackwards(_StateByState):
+    def after(self, layer: StagedLayer, before, turns):
+        flipped = attrs.evolve(turns, source=turns.source.flip(1), take=turns.take.flip(1))
+        return replay._after(layer, before, flipped)
+
+
+class ReadsTheNextRequest(_StateByState):
+    def after(self, layer: StagedLayer, before, turns):
+        return replay._after(layer, tuple(state.roll(1, 0) for state in before), turns)
+
+
+class TouchesStatesThatTookNothing(_StateByState):
+    """Makes one NaN of every NaN, and writes states back that nothing was done to."""
+
+    def put(self, plane, state: Tensor, slots: Tensor, took: Tensor) -> None:
+        state = state.clone()
+        state[~took] = 0
+        super().put(plane, state, slots, torch.ones_like(took))
+
+
+class KnowsNoBoundary(TorchExecutor):
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        super().advance(attrs.evolve(txn, crossings={}), accepted)
+
+
+class CrossesOneRowEarly(TorchExecutor):
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        early = {
+            group: attrs.evolve(at, boundary=(at.boundary - 1).clamp(min=0))
+            for group, at in txn.crossings.items()
+        }
+        super().advance(attrs.evolve(txn, crossings=early), accepted)
+
+
+class CrossesAtTheBoundary(TorchExecutor):
+    """Goes on beyond with the very row that ends at the boundary, where nothing is to go on."""
+
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        super().advance(txn, accepted)
+        for layer in replay.replayed(txn.staged.values()):
+            at = txn.crossings.get(layer.ref.group)
+            if at is not None:
+                took = replay._turns(txn, accepted).take.sum(1) == at.boundary
+                for plane in layer.ref.planes:
+                    state = read(plane, replay._slots(txn, layer.ref))
+                    write(plane, state, select(at.beyond, took))
+
+
+class DeniesReplay(TorchExecutor):
+    capabilities: ClassVar[Capabilities] = attrs.evolve(
+        TorchExecutor.capabilities, kinds=frozenset({"paged", "ring", "recurrent"})
+    )
+
+
+#: The defect, and the test of the kit that must go red for it.
+CAUGHT: dict[type[TorchExecutor], str] = {
+    TakesRejectedRowsIn: "test_replayed_states",
+    TakesOneRowTooMany: "test_every_accepted_count",
+    ForgetsSettledRows: "test_replayed_states",
+    SettlesNothingAtAbort: "test_an_abort_keeps_the_states",
+    KeepsDraftsAtAbort: "test_an_abort_keeps_the_states",
+    AdvancesTwice: "test_every_accepted_count",
+    WritesPaddingToTheFirstState: "test_replayed_states",
+    RoundsAfterEachRow: "test_every_accepted_count",
+    FusesProductAndSum: "test_every_accepted_count",
+    TakesRowsInBackwards: "test_states_along_a_path",
+    ReadsTheNextRequest: "test_requests_that_come_and_go",
+    TouchesStatesThatTookNothing: "test_replayed_states",
+    KnowsNoBoundary: "test_every_way_across",
+    CrossesOneRowEarly: "test_every_way_across",
+    CrossesAtTheBoundary: "test_every_way_across",
+    DeniesReplay: "test_denied_replay",
+}

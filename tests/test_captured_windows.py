@@ -1,0 +1,304 @@
+"""Windows over a captured forward: bad arguments are refused, and nothing has happened then."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from small_caches import HEAD_SIZE, HEADS, changed_slots, copies, make_layers
+
+from kvtxn import (
+    AcceptanceError,
+    ConfigError,
+    LayerError,
+    TransactionManager,
+    TxnConfig,
+    WindowState,
+    WindowStateError,
+)
+from kvtxn.draft_tree import as_parents
+from kvtxn.layout import RowLayout
+from kvtxn.testing import registered
+
+sys.path.insert(0, str(Path(__file__).parent / "testing"))
+from mutants_captured import Prepared
+
+CPU = torch.device("cpu")
+MAX_ROWS = 8
+
+build = partial(RowLayout.build, device=CPU)
+full = partial(torch.full, dtype=torch.int64)
+
+
+class Forward:
+    """A forward over one group; with ``prepared`` its commits are prepared launches."""
+
+    def __init__(self, *, prepared: bool = True, policy: str = "deferred", width: int = 20) -> None:
+        self.layers = make_layers(2)
+        with registered(Prepared) as name:
+            config = TxnConfig(
+                policy=policy, backend=name if prepared else "torch", max_rows=MAX_ROWS
+            )
+            self.manager = TransactionManager(self.layers, config)
+        self.slots = full((1, width), -1)
+        self.windows = self.manager.captured_windows(self.slots)
+
+    def begin(self, *drafts: int):
+        """A window of requests with one settled row each, whose slots are 0, 1, ..."""
+        layout = build(drafts, (1,) * len(drafts))
+        self.slots[0, : layout.num_rows] = torch.arange(layout.num_rows)
+        return self.windows.begin(self.windows.plan(layout))
+
+    def run(self, value: float) -> None:
+        """Replay: marked rows wait, the others are written."""
+        for row, place in enumerate(self.windows.position.tolist()):
+            for ref in self.layers if row < self.slots.shape[1] else ():
+                slot = int(self.slots[0, row])
+                for part, cache in enumerate((ref.key_cache, ref.value_cache)):
+                    if place >= 0 and self.windows.deferred:
+                        self.windows.rows[ref.name][part][row] = value + row
+                    elif slot >= 0:
+                        cache.view(-1, HEADS, HEAD_SIZE)[slot] = value + row
+
+    def shown(self) -> list[float]:
+        """The numbers in the first slots of a cache; rows without one are noise."""
+        numbers = self.layers[-1].value_cache.view(-1, HEADS * HEAD_SIZE)[:MAX_ROWS]
+        return [float(row[0]) if (row == row[0]).all() else -1.0 for row in numbers]
+
+
+@pytest.fixture(params=[True, False], ids=["prepared", "executor"])
+def forward(request):
+    """With prepared launches, and without."""
+    return Forward(prepared=request.param)
+
+
+def test_rows_wait_in_the_caches_own_dtype(forward):
+    """So that a forward may assign them."""
+    for ref in forward.layers:
+        assert [part.dtype for part in forward.windows.rows[ref.name]] == [torch.float32] * 2
+
+
+# -- sampled ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampled",
+    [
+        torch.tensor([2]),
+        torch.tensor([2.9, 1.0]),
+        torch.tensor([[2], [2]]),
+        torch.tensor([True, True]),
+        torch.tensor([2, 2], dtype=torch.uint8),
+        torch.tensor(2),
+        torch.tensor([2, 2], device="meta"),
+        [2, 1],
+        2,
+        None,
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_sampled_tokens_that_do_not_fit(prepared, policy, sampled):
+    """Refused before anything happens; the same window then commits."""
+    forward = Forward(prepared=prepared, policy=policy)
+    window = forward.begin(3, 3)
+    forward.run(10.0)
+    state, before, counts = window.state, copies(forward.layers), forward.manager.snapshot()
+    with pytest.raises(AcceptanceError, match=r"signed int \[2\] or longer on cpu") as caught:
+        window.commit_sampled(sampled)
+    assert caught.value.operation == "commit_sampled"
+    assert (window.state, forward.manager.current) == (state, window)
+    assert changed_slots(forward.layers, before) == [set()] * 4
+    assert forward.manager.snapshot() == counts
+    assert window.commit_sampled(torch.tensor([2, 4])) is WindowState.COMMITTED
+    kept = [10.0, 11.0, 14.0, 15.0, 16.0, 17.0]
+    assert [n for n in forward.shown() if n >= 0] == kept
+
+
+def test_sampled_tokens_of_more_requests(forward):
+    """An engine's whole buffer may be given; of each signed dtype."""
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8):
+        window = forward.begin(2)
+        forward.run(10.0)
+        assert window.commit_sampled(torch.tensor([3, 9, 9], dtype=dtype)) is WindowState.COMMITTED
+        assert forward.shown()[:3] == [10.0, 11.0, 12.0]
+
+
+def test_a_window_that_is_over_refuses_sampled_tokens(forward):
+    """By its state."""
+    window = forward.begin(2)
+    window.abort()
+    with pytest.raises(WindowStateError, match="ABORTED"):
+        window.commit_sampled(torch.tensor([1]))
+
+
+# -- plans and begin -------------------------------------------------------------------------------
+
+
+def test_draft_trees_are_refused(forward):
+    """Only a window that holds its rows can move them; so are things that are no layouts."""
+    tree = build((3,), (1,), parents=as_parents([-1, -1, 1]))
+    for layout in (tree, None, [3], (3,)):
+        with pytest.raises(ConfigError, match="without a draft tree, on cpu"):
+            forward.windows.plan(layout)
+
+
+def test_a_layout_in_place_of_a_plan(forward):
+    """No window was begun, and the next one begins."""
+    layout = build((3,), (1,))
+    others = Forward().windows.plan(layout)
+    for plan in (layout, None, others):
+        with pytest.raises(ConfigError, match=r"expected what plan\(layout\) of the same object"):
+            forward.windows.begin(plan)
+        assert forward.manager.current is None
+    forward.begin(3).abort()
+    assert forward.manager.snapshot()["kvtxn_windows_total"] == 1
+
+
+@pytest.mark.parametrize("width", [3, MAX_ROWS, 20])
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+def test_warming_up_takes_any_layout(policy, width):
+    """Without rows, or with more than there is room for: nothing is launched for these."""
+    forward = Forward(policy=policy, width=width)
+    before = copies(forward.layers)
+    layouts = [build((), ()), build((0, 0), (0, 0)), build((2,), (1,)), build((7,), (1,))]
+    forward.windows.warm_up([*layouts, build((MAX_ROWS,), (1,))])
+    assert changed_slots(forward.layers, before) == [set()] * 4
+    window = forward.begin(2)
+    forward.run(10.0)
+    assert window.commit_sampled(torch.tensor([3])) is WindowState.COMMITTED
+    assert forward.shown()[:3] == [10.0, 11.0, 12.0]
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def given_rows(layers):
+    """A tensor for each plane."""
+    make = partial(torch.zeros, MAX_ROWS, HEADS, HEAD_SIZE)
+    return {ref.name: (make(), make()) for ref in layers}
+
+
+def test_rows_that_share_memory(forward):
+    """Expanded ones, one tensor for two planes or layers, and tensors that overlap."""
+    a, b = (ref.name for ref in forward.layers)
+    one, two = given_rows(forward.layers)[a]
+    expanded = torch.zeros(1, HEADS, HEAD_SIZE).expand(MAX_ROWS, HEADS, HEAD_SIZE)
+    long = torch.zeros(MAX_ROWS + 1, HEADS, HEAD_SIZE)
+    fused = torch.zeros(MAX_ROWS, HEADS, 2 * HEAD_SIZE)
+    sound = given_rows(forward.layers)
+    for wrong, where in (
+        ({a: (expanded, two)}, a),
+        ({a: (one, one)}, f"{a} and {a}"),
+        ({b: (one, sound[a][1])}, f"{a} and {b}|{b} and {a}"),
+        ({b: (long[:-1], long[1:])}, f"{b} and {b}"),
+    ):
+        with pytest.raises(LayerError, match=f"rows given for layer ({where}) share memory"):
+            forward.manager.captured_windows(forward.slots, sound | wrong)
+    halves = {b: (fused[..., :HEAD_SIZE], fused[..., HEAD_SIZE:])}  # as of a fused projection
+    forward.manager.captured_windows(forward.slots, sound | halves)
+
+
+def test_windows_over_two_forwards(forward):
+    """Each commits by its own slots and rows, whichever was made last."""
+    slots = full((1, 20), -1)
+    other = forward.manager.captured_windows(slots, given_rows(forward.layers))
+    plan = other.plan(build((1,), (0,)))
+    for number in range(3):
+        slots[0, 0], before = 20, copies(forward.layers)
+        window = other.begin(plan)
+        for part in (part for parts in other.rows.values() for part in parts):
+            part[0] = 70.0 + number
+        window.commit_sampled(torch.tensor([2]))
+        assert changed_slots(forward.layers, before) == [{20}] * 4
+        assert (
+            float(forward.layers[0].key_cache.view(-1, HEADS, HEAD_SIZE)[20, 0, 0]) == 70 + number
+        )
+        window = forward.begin(2)
+        forward.run(10.0 + number)
+        window.commit([number])
+        assert int(slots[0, 0]) == 20
+    assert forward.shown()[:3] == [12.0, 13.0, 14.0]
+
+
+# -- the end of a step -----------------------------------------------------------------------------
+
+
+def test_falling_back_after_a_replay(forward):
+    """No layer was noted, so a graph was replayed: its drafts are written, and none is lost."""
+    window = forward.begin(3)
+    forward.run(10.0)
+    window.fall_back("attend", RuntimeError("after the replay"))
+    assert window.state is WindowState.DIRECT
+    assert window.commit_sampled(torch.tensor([4])) is WindowState.FELL_BACK
+    assert forward.shown()[:4] == [10.0, 11.0, 12.0, 13.0]
+    counts = forward.manager.snapshot()
+    assert counts["kvtxn_rows_committed_total"] == 3
+    assert counts["kvtxn_stage_operations_total"] == 4 * 2
+
+
+def test_falling_back_before_the_first_layer(forward):
+    """A caller that runs the forward itself says so: rows that it wrote stay as they are."""
+    window = forward.begin(3)
+    before = copies(forward.layers)
+    window.fall_back("attend", RuntimeError("in the first layer"), replayed=False)
+    assert changed_slots(forward.layers, before) == [set()] * 4
+    forward.windows.unmark()
+    forward.run(10.0)
+    assert window.commit_sampled(torch.tensor([4])) is WindowState.FELL_BACK
+    assert forward.shown()[:4] == [10.0, 11.0, 12.0, 13.0]
+
+
+def test_hooks_that_come_and_go_within_a_step(forward):
+    """The commit calls those that are registered when it comes."""
+    told = []
+    window = forward.begin(2)
+    hook = forward.manager.on_commit(lambda ended: told.append(ended.number))
+    window.commit_sampled(torch.tensor([1]))
+    window = forward.begin(2)
+    hook.remove()
+    window.commit_sampled(torch.tensor([1]))
+    assert told == [0]
+
+
+def test_a_refused_commit_counts_nothing(forward):
+    """The window is OPEN as before, and layers can be noted."""
+    window = forward.begin(3)
+    forward.run(10.0)
+    with pytest.raises(AcceptanceError):
+        window.commit([9])
+    assert window.state is WindowState.OPEN
+    assert forward.manager.snapshot()["kvtxn_stage_operations_total"] == 0
+    for ref in forward.layers:
+        window.note_staged(ref)
+    window.commit([3])
+    assert forward.manager.snapshot()["kvtxn_stage_operations_total"] == 4 * 2
+    assert forward.shown()[:4] == [10.0, 11.0, 12.0, 13.0]
+
+
+def test_a_refused_note_leaves_no_trace(forward):
+    """The graph was replayed, and its rows are committed; the layer was another manager's."""
+    window = forward.begin(3)
+    forward.run(10.0)
+    with pytest.raises(LayerError):
+        window.note_staged(make_layers(1)[0])
+    assert window.missing == ("layer.0", "layer.1")
+    assert window.commit_sampled(torch.tensor([4])) is WindowState.COMMITTED
+    assert forward.shown()[:4] == [10.0, 11.0, 12.0, 13.0]
+
+
+def test_looking_at_a_window_that_is_over_counts_nothing(forward):
+    """Whichever way it was committed."""
+    window = forward.begin(3)
+    forward.run(10.0)
+    for ref in forward.layers:
+        window.note_staged(ref)
+    window.commit_sampled(torch.tensor([1]))
+    counts = forward.manager.snapshot()
+    assert window.fallback_reason is None
+    assert window.state is WindowState.COMMITTED
+    assert forward.manager.snapshot() == counts

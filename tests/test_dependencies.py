@@ -1,0 +1,75 @@
+"""pyproject.toml asks for the packages that the code imports, and for no others."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from building import ROOT, sources
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+#: Modules whose distribution has another name.
+DISTRIBUTIONS = {"cpuinfo": "py-cpuinfo", "pynvml": "nvidia-ml-py"}
+#: Folder -> the extras that its files may import from; the longest path counts.
+EXTRAS = {
+    "kvtxn": (),
+    "kvtxn/testing": ("testing",),
+    "backends": ("triton",),
+    "integrations": (),
+    "integrations/audit_command": ("vllm",),
+    "integrations/transformers_cache": ("transformers",),
+    "integrations/vllm_plugin": ("vllm",),
+    "integrations/demo": ("vllm",),
+    "benchmarks": ("bench", "testing", "triton", "vllm"),
+}
+
+
+def declared(*extras: str) -> set[str]:
+    """Names that the core and these extras ask for."""
+    optional = PROJECT["optional-dependencies"]
+    texts = [*PROJECT["dependencies"], *(text for extra in extras for text in optional[extra])]
+    return {canonicalize_name(Requirement(text).name) for text in texts} - {"kvtxn"}
+
+
+def imported(path: Path) -> set[str]:
+    """Distributions that a file imports from, anywhere in it."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.add(node.module or "")
+    tops = {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names)
+    return {canonicalize_name(DISTRIBUTIONS.get(top, top)) for top in tops} - {"kvtxn"}
+
+
+def area(path: Path) -> str:
+    """The folder of ``EXTRAS`` that a file belongs to."""
+    name = path.relative_to(ROOT).as_posix()
+    return max((folder for folder in EXTRAS if name.startswith(f"{folder}/")), key=len)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_file_imports_is_declared(path):
+    """For the core, or for an extra that its folder is used with."""
+    assert imported(path) <= declared(*EXTRAS[area(path)])
+
+
+@pytest.mark.parametrize("extra", ["", *sorted({e for names in EXTRAS.values() for e in names})])
+def test_what_is_declared_is_imported(extra):
+    """A package that nobody imports any more is not asked for."""
+    files = [path for path in sources() if not extra or extra in EXTRAS[area(path)]]
+    own = declared(extra) - declared() if extra else declared()
+    assert own <= {name for path in files for name in imported(path)}
+
+
+def test_vllm_has_no_upper_bound():
+    """kvtxn does not hold anybody back to an older vLLM."""
+    optional = PROJECT["optional-dependencies"]["vllm"]
+    (found,) = (r for r in map(Requirement, optional) if r.name == "vllm")
+    assert {bound.operator for bound in found.specifier} == {">=", "!="}

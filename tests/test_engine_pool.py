@@ -1,0 +1,118 @@
+"""The pool of engines, with stand-ins for vLLM: one engine's failure is nobody else's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from engine_pool import LINES, WIDTH, EngineFailed, EnginePool
+
+
+def behave(job, folder):
+    """An engine that does what it is told."""
+    print(f"starting {job}", flush=True)
+    if job == "dies":
+        os._exit(9)
+    if job == "raises":
+        sys.stderr.write(
+            "(Worker pid=7) ERROR 01-02 03:04:05 [worker.py:6] ValueError: no weight\n"
+        )
+        sys.stderr.write("line of a traceback\n" * 100)
+        raise RuntimeError("the engine failed to start\n" + "and here is why\n" * 100)
+    if job == "hangs":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        (folder / "child").write_text(str(child.pid))
+        time.sleep(600)
+    return {"done": job, "where": os.getcwd() == str(folder), "told": os.environ["TOLD"]}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """A batch of which one engine dies, one cannot start, and one hangs."""
+    folder = tmp_path_factory.mktemp("engines")
+    jobs = {name: name for name in ("first", "dies", "raises", "hangs", "last")}
+    work = {"work": "test_engine_pool:behave", "method": "spawn"}
+    # The clock of an engine runs while its interpreter starts, which takes long on a busy machine.
+    pool = EnginePool(
+        jobs=jobs, folder=folder, count=2, seconds=20, environment={"TOLD": "yes"}, **work
+    )
+    pool.folder = folder
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_the_others_report(pool, name):
+    """Engines before and after one that fails."""
+    assert pool.report(name) == {"done": name, "where": True, "told": "yes"}
+    assert pool.finished(name)
+    assert pool.log(name) == f"starting {name}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("dies", ["engine dies: its process ended with exit code 9", "starting dies"]),
+        ("hangs", ["engine hangs: no report within 20 s", "starting hangs"]),
+        (
+            "raises",
+            [
+                "engine raises: RuntimeError: the engine failed to start",
+                "and here is why",
+                "and here is why",
+                "ValueError: no weight",
+            ],
+        ),
+    ],
+)
+def test_one_that_fails_says_its_own_last_error(pool, name, says):
+    """In a few lines, of its own log."""
+    with pytest.raises(EngineFailed) as caught:
+        pool.report(name)
+    lines = str(caught.value).splitlines()
+    assert lines == says
+    assert len(lines) <= LINES
+    assert all(len(line) <= WIDTH for line in lines)
+    assert not pool.finished(name)
+
+
+def test_all_come_to_an_end(pool):
+    """Each one once, whatever became of it."""
+    assert sorted(pool.as_they_end()) == ["dies", "first", "hangs", "last", "raises"]
+
+
+def test_nothing_of_a_hung_engine_is_left(pool):
+    """The processes that it started end with it."""
+    with pytest.raises(EngineFailed):
+        pool.report("hangs")
+    child = int((pool.folder / "hangs" / "child").read_text())
+    until = time.monotonic() + 60
+    while time.monotonic() < until and _lives(child):
+        time.sleep(0.05)
+    assert not _lives(child)
+
+
+def _lives(process):
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_pool_that_is_stopped_leaves_nothing(tmp_path):
+    """Engines that run are ended, those that wait never start."""
+    jobs = {"one": "hangs", "two": "hangs"}
+    pool = EnginePool(
+        "test_engine_pool:behave", jobs, tmp_path, count=1, seconds=600, method="spawn"
+    )
+    until = time.monotonic() + 120
+    while not (tmp_path / "one" / "child").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    pool.stop()
+    assert not (tmp_path / "two").exists()
+    assert not pool.finished("one")

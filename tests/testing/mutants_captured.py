@@ -1,0 +1,366 @@
+"""Prepared launches with one defect each, and defects of the windows over them.
+
+``Prepared`` is sound: the torch executor with prepared launches, which are few lines of torch over
+the fixed places. ``CAPTURED_CAUGHT_BY`` names the test of the kit that has to see a defect of the
+launches, ``CORE_CAUGHT_BY`` the one that has to see a defect of the library's own windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from kvtxn.backends.torch_executor import TorchExecutor
+from torch import Tensor
+
+from kvtxn import recovery
+from kvtxn.captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
+from kvtxn.captured.shared import SharedPlaces
+from kvtxn.captured.window import CapturedWindow
+from kvtxn.captured.windows import CapturedWindows
+from kvtxn.executor import Executor, StagedLayer, Txn
+from kvtxn.layout import RowLayout
+from kvtxn.row_io import read_layers, write_layers
+
+
+class Layout(LayoutLaunches):
+    """The launches of one layout, as the contract has them."""
+
+    def __init__(self, executor: Executor, places: CapturedPlaces, layout: RowLayout) -> None:
+        self.executor, self.places, self.layout = executor, places, layout
+
+    def txn(self) -> Txn:
+        """The window as its executor sees it; everything read where it is now."""
+        refs, places = self.executor.layers, self.places
+        txn = Txn(places.policy, refs, self.layout, places.counters)
+        groups = dict.fromkeys(ref.group for ref in refs)
+        inside = []
+        for line, group in zip(places.slots, groups, strict=True):
+            txn.slots[group] = slots = line[: self.layout.num_rows]
+            limit = min(ref.num_slots for ref in refs if ref.group == group)
+            inside.append(((slots >= -1) & (slots < limit)).all())
+        txn.in_range = torch.stack(inside).all()
+        for ref in refs:
+            parts = zip(places.rows.get(ref.name, ()), ref.planes, strict=False)
+            rows = tuple(p[: self.layout.num_rows].view(plane.format.dtype) for p, plane in parts)
+            if places.policy == "undo":
+                txn.saved[ref.name] = rows
+            else:
+                txn.staged[ref.name] = StagedLayer(ref, rows)
+        return txn
+
+    def save(self) -> None:
+        txn = self.txn()
+        now = read_layers(self.executor.layers, txn.slots)
+        for name, parts in now.items():
+            for part, room in zip(parts, self.places.rows[name], strict=True):
+                words = room[: self.layout.num_rows]
+                words.view(part.dtype).copy_(part)
+
+    def counts(self, sampled: Tensor) -> Tensor:
+        return sampled[: self.layout.num_requests].long() - 1
+
+    def commit(self, sampled: Tensor) -> None:
+        TorchExecutor.commit(self.executor, self.txn(), self.counts(sampled))
+
+
+class Launches(CapturedLaunches):
+    """Launches of a kind."""
+
+    def __init__(self, kind: type[Layout], executor: Executor, places: CapturedPlaces) -> None:
+        self.make = lambda layout: kind(executor, places, layout)
+
+    def prepare(self, layout: RowLayout) -> LayoutLaunches:
+        return self.make(layout)
+
+
+class Prepared(TorchExecutor):
+    """No defect: the control."""
+
+    kind: ClassVar[type[Layout]] = Layout
+
+    def captured_launches(self, places: CapturedPlaces) -> CapturedLaunches:
+        return Launches(self.kind, self, places)
+
+
+class CountsTheBonusToken(Prepared):
+    class kind(Layout):
+        def counts(self, sampled):
+            return super().counts(sampled) + 1
+
+
+class BakesTheAcceptanceIn(Prepared):
+    """A graph that copied the first acceptance it saw."""
+
+    class kind(Layout):
+        def counts(self, sampled):
+            if "first" not in self.__dict__:
+                self.first = super().counts(sampled).clone()
+            return self.first
+
+
+class BakesTheSlotsIn(Prepared):
+    class kind(Layout):
+        def __init__(self, executor, places, layout):
+            super().__init__(executor, places, layout)
+            self.own = places.slots.clone()
+
+        def txn(self):
+            txn = super().txn()
+            for line, group in zip(self.own, txn.slots, strict=True):
+                txn.slots[group] = line[: self.layout.num_rows]
+            return txn
+
+
+class ReadsTheFirstAddress(Prepared):
+    """A graph that goes on reading where the first acceptance was."""
+
+    class kind(Layout):
+        def counts(self, sampled):
+            self.held = self.__dict__.get("held", sampled)
+            return super().counts(self.held)
+
+
+class LeavesOneLayerOut(Prepared):
+    class kind(Layout):
+        def commit(self, sampled):
+            txn, kept = self.txn(), self.counts(sampled)
+            left_out = txn.layers[-1].name
+            mask = txn.kept(kept)
+            if txn.policy == "undo":
+                rows, mask = txn.saved, txn.permit(txn.layout.is_draft) & ~mask
+            else:
+                rows = {name: layer.rows for name, layer in txn.staged.items()}
+            some = [ref for ref in txn.layers if ref.name != left_out]
+            if txn.policy != "direct":
+                write_layers(some, rows, txn.slots, mask)
+            txn.count(txn.kept(kept))
+
+
+class WritesWildSlots(Prepared):
+    """Writes the rows that have a place, and leaves the other one out."""
+
+    class kind(Layout):
+        def txn(self):
+            txn = super().txn()
+            txn.in_range = None
+            for group, slots in txn.slots.items():
+                limit = min(ref.num_slots for ref in txn.layers if ref.group == group)
+                txn.slots[group] = torch.where(slots < limit, slots, -1)
+            return txn
+
+
+class WritesPadding(Prepared):
+    class kind(Layout):
+        def txn(self):
+            txn = super().txn()
+            txn.slots = {group: slots.clamp(min=0) for group, slots in txn.slots.items()}
+            return txn
+
+
+class CountsTwice(Prepared):
+    class kind(Layout):
+        def commit(self, sampled):
+            super().commit(sampled)
+            txn = self.txn()
+            txn.count(txn.kept(self.counts(sampled)))
+
+
+class CountsNothing(Prepared):
+    class kind(Layout):
+        def commit(self, sampled):
+            before = self.places.counters.clone()
+            super().commit(sampled)
+            self.places.counters.copy_(before)
+
+
+class SavesNothing(Prepared):
+    class kind(Layout):
+        def save(self):
+            pass
+
+
+class SavesOnce(Prepared):
+    class kind(Layout):
+        def save(self):
+            if "done" not in self.__dict__:
+                super().save()
+            self.done = True
+
+
+class WarmsUpOverTheCaches(Prepared):
+    """Puts the slots back first."""
+
+    class kind(Layout):
+        def warm_up(self, sampled):
+            self.places.slots[:, : self.layout.num_rows] = torch.arange(self.layout.num_rows)
+            self.save() if self.places.policy == "undo" else None
+            self.commit(sampled + 1)
+
+
+class WaitsForTheDevice(Prepared):
+    class kind(Layout):
+        def commit(self, sampled):
+            if int(sampled.sum()) >= 0:
+                super().commit(sampled)
+
+
+#: The defect, and the test of the kit that must go red for it.
+CAPTURED_CAUGHT_BY: dict[type[Executor], str] = {
+    CountsTheBonusToken: "test_steps_are_exact",
+    BakesTheAcceptanceIn: "test_the_acceptance_may_move_or_stay",
+    ReadsTheFirstAddress: "test_the_acceptance_may_move_or_stay",
+    BakesTheSlotsIn: "test_steps_of_changing_shape",
+    LeavesOneLayerOut: "test_steps_are_exact",
+    WritesWildSlots: "test_a_slot_outside_its_cache",
+    WritesPadding: "test_padding",
+    CountsTwice: "test_counts_add_up",
+    CountsNothing: "test_counts_add_up",
+    SavesNothing: "test_steps_are_exact",
+    SavesOnce: "test_steps_of_changing_shape",
+    WarmsUpOverTheCaches: "test_warming_up_leaves_no_trace",
+}
+
+#: Defects that only a GPU can show.
+CAPTURED_ON_CUDA: dict[type[Executor], str] = {WaitsForTheDevice: "test_a_step_does_not_wait"}
+
+
+# -- defects of the library's own windows ------------------------------------------------
+
+
+def raises_at_once() -> Any:
+    """Under ``on_error="raise"`` the error comes out before the caches are restored."""
+
+    def failed(context: Any, txn: Txn, accepted: Any, before: Any, error: Exception) -> Any:
+        if context.on_error == "raise":
+            raise error
+        return real(context, txn, accepted, before, error)
+
+    real = recovery.commit_failed
+    return mock.patch.object(recovery, "commit_failed", failed)
+
+
+def gives_up_on_failure() -> Any:
+    """A commit that failed is labelled, and nobody finishes it."""
+    return mock.patch.object(recovery, "finish_commit", return_value=None)
+
+
+def leaves_marks() -> Any:
+    """A step without a window goes on with the drafts of the last one."""
+    real = CapturedWindows.mark
+    return mock.patch.object(
+        CapturedWindows, "mark", lambda self, plan: plan is not None and real(self, plan)
+    )
+
+
+def marks_too_late() -> Any:
+    """The marks are those of the step before."""
+
+    def mark(self: CapturedWindows, plan: Any) -> None:
+        last, self.__dict__["last"] = self.__dict__.get("last"), plan
+        real(self, last)
+
+    real = CapturedWindows.mark
+    return mock.patch.object(CapturedWindows, "mark", mark)
+
+
+def marks_elsewhere() -> Any:
+    """Windows do not use the marks that a captured forward reads."""
+
+    def made(self: CapturedWindows, *args: Any) -> None:
+        real(self, *args)
+        self.position = self.position.clone()
+
+    real = CapturedWindows.__init__
+    return mock.patch.object(CapturedWindows, "__init__", made)
+
+
+def copies_given_rows() -> Any:
+    """Windows keep the rows of the first replay, in copies of the tensors that they were given."""
+
+    def made(self: CapturedWindows, context: Any, turn: Any, slots: Any, rows: Any, *rest: Any):
+        if rows is not None:
+            rows = {name: tuple(part.clone() for part in parts) for name, parts in rows.items()}
+        real(self, context, turn, slots, rows, *rest)
+
+    real = CapturedWindows.__init__
+    return mock.patch.object(CapturedWindows, "__init__", made)
+
+
+def takes_some_for_all() -> Any:
+    """A layer that nobody noted is taken for staged."""
+
+    def commit(self: CapturedWindow, sampled: Tensor) -> Any:
+        self._noted = None
+        return real(self, sampled)
+
+    real = CapturedWindow.commit_sampled
+    return mock.patch.object(CapturedWindow, "commit_sampled", commit)
+
+
+def commits_twice() -> Any:
+    """A window that is over may be committed again."""
+
+    def commit(self: CapturedWindow, sampled: Tensor) -> Any:
+        if self.state.is_final and self._state is not None:
+            self._state = self._shared.first_state
+        return real(self, sampled)
+
+    real = CapturedWindow.commit_sampled
+    return mock.patch.object(CapturedWindow, "commit_sampled", commit)
+
+
+def tells_nobody() -> Any:
+    """Hooks are never called: a window over a captured forward ends by itself."""
+
+    def begin(self: CapturedWindows, plan: Any) -> Any:
+        window = real(self, plan)
+        self.quiet, self.on_commit = True, ()
+        return window
+
+    real = CapturedWindows.begin
+    return mock.patch.object(CapturedWindows, "begin", begin)
+
+
+def writes_settled_rows_again() -> Any:
+    """After a fallback it also writes the rows that the forward wrote, from places never filled."""
+
+    def fill(self: SharedPlaces, txn: Txn) -> None:
+        real(self, txn)
+        txn.drafts_alone = False
+
+    real = SharedPlaces.fill
+    return mock.patch.object(SharedPlaces, "fill", fill)
+
+
+def puts_back_rows_that_were_not_saved() -> Any:
+    """A save that failed leaves rows of an earlier window, and an error puts those back."""
+
+    def failed(context: Any, txn: Txn, operation: str, error: Exception, *rest: Any) -> Any:
+        if operation == "begin" and txn.policy == "undo":
+            txn.saved = {ref.name: tuple(old(p, txn) for p in ref.planes) for ref in txn.layers}
+        return real(context, txn, operation, error, *rest)
+
+    def old(plane: Any, txn: Txn) -> Tensor:
+        return torch.zeros(txn.layout.num_rows, *plane.row_shape, dtype=plane.format.dtype)
+
+    real = recovery.go_direct
+    return mock.patch.object(recovery, "go_direct", failed)
+
+
+#: What makes the defect, and the test of the kit that must go red for it.
+CORE_CAUGHT_BY: dict[Callable[[], Any], str] = {
+    raises_at_once: "test_a_failing_step_restores_and_raises",
+    gives_up_on_failure: "test_a_failing_step_loses_nothing",
+    leaves_marks: "test_steps_of_changing_shape",
+    marks_too_late: "test_steps_are_exact",
+    marks_elsewhere: "test_each_replay_commits_its_own_rows",
+    copies_given_rows: "test_each_replay_commits_its_own_rows",
+    takes_some_for_all: "test_a_layer_that_is_missing",
+    commits_twice: "test_the_states_are_those_of_the_table",
+    tells_nobody: "test_hooks_are_told_of_accepted_rows_alone",
+    writes_settled_rows_again: "test_a_failing_step_loses_nothing",
+    puts_back_rows_that_were_not_saved: "test_a_failing_step_restores_and_raises",
+}

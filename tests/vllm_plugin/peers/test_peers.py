@@ -1,0 +1,200 @@
+"""PEERS.md is what the recorded runs say, and tells apart why tests do not pass."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import peers_page
+import pytest
+import torch
+from peers_page import RECORD, TABLE, by_file, cause, draw, merge, said
+from run_peers import GPU_ENGINES, STOPPED, Runner, gather, plan
+
+RECORDED = json.loads(RECORD.read_text())
+
+
+def test_the_page_is_drawn_from_the_record():
+    assert TABLE.read_text() == draw(RECORDED)
+
+
+@pytest.mark.parametrize("platform", RECORDED)
+def test_windows_were_had(platform):
+    """Without windows kvtxn would have had nothing to do with it."""
+    lines = RECORDED[platform]["files"].values()
+    assert any({"undo", "deferred"} <= line["windows"].keys() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("reason", "wanted"),
+    [
+        ("Skipped: CUDA required for acceptance estimator tests", "a GPU"),
+        ("ValueError: Unsupported platform", "a GPU"),
+        ("Skipped: the V2 runner needs triton-cpu, which CI builds", "Triton"),
+        ("huggingface_hub.errors.LocalEntryNotFoundError: Cannot find", "the hub"),
+        ("assert 1 == 2", "something else"),
+    ],
+)
+def test_causes_are_told_apart(reason, wanted):
+    assert cause(reason) == wanted
+
+
+def test_a_reason_is_the_same_in_every_run():
+    assert said("at 0x7f3b of\n /tmp/tmpab1/x.py: `no`") == said("at 0x1 of /tmp/b/x.py: no")
+    assert said("assert 0.81 > (0.82 * 20)") == said("assert 1.0 > (1.0 * 20)")
+    assert said("x.ValidationError: 1 validation error for Some Value error, no") == "no"
+    assert len(said("long " * 100)) == 160
+
+
+def runs_of(undo, stock, deferred=None, windows=None):
+    """Outcomes of some tests in three runs."""
+    outcomes = {"undo": undo, "stock": stock, "deferred": deferred or {}}
+    return {
+        policy: {
+            "tests": {test: (outcome, "") for test, outcome in found.items()},
+            "windows": (windows or {}).get(policy, {}),
+        }
+        for policy, found in outcomes.items()
+    }
+
+
+def test_an_outcome_that_differs_is_listed():
+    undo = {"a.py::x": "passed", "a.py::y": "failed"}
+    files = by_file(runs_of(undo, {"a.py::x": "passed", "a.py::y": "passed"}))
+    assert files["a.py"]["passed"] == 1
+    assert list(files["a.py"]["differs"]) == ["a.py::y"]
+    assert "1 end otherwise" in draw({"CPU": {"engine": "e", "files": files}})
+
+
+def test_a_test_that_stock_never_ran_is_no_equal():
+    assert "a.py::x" in by_file(runs_of({"a.py::x": "passed"}, {}))["a.py"]["differs"]
+
+
+def test_where_windows_were_had_deferred_counts_too():
+    same = {"a.py::x": "passed"}
+    windows = {"undo": {"a.py": 3}, "deferred": {"a.py": 2}}
+    assert not by_file(runs_of(same, same))["a.py"]["differs"]
+    assert not by_file(runs_of(same, same, same, windows))["a.py"]["differs"]
+    files = by_file(runs_of(same, same, {"a.py::x": "failed"}, windows))
+    assert files["a.py"]["windows"] == {"undo": 3, "deferred": 2}
+    assert list(files["a.py"]["differs"]) == ["a.py::x"]
+
+
+def test_what_was_not_run_again_keeps_what_it_showed(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers_page, "RECORD", tmp_path / "peers.json")
+    monkeypatch.setattr(peers_page, "TABLE", tmp_path / "PEERS.md")
+    for a, b in [("passed", "passed"), ("failed", "not run")]:
+        tests = {"a.py::x": a, "b.py::x": b, "c.py": "not run"}
+        merge({"platform": "CPU", "engine": "e", "runs": runs_of(tests, tests)})
+    files = json.loads((tmp_path / "peers.json").read_text())["CPU"]["files"]
+    assert [files[name]["passed"] for name in ("a.py", "b.py", "c.py")] == [0, 1, 0]
+    assert "not run" in (tmp_path / "PEERS.md").read_text()
+
+
+def test_files_with_engines_run_alone_under_every_policy(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in ("a", "b", "c", "max_len"):
+        path = tmp_path / "v1" / "spec_decode" / f"test_{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    tasks = plan(tmp_path, ["v1/spec_decode"], per_process=2)
+    alone = [name for name in GPU_ENGINES if name.startswith("v1/spec_decode")]
+    assert tasks[: 3 * len(alone)] == [
+        (policy, [name]) for name in alone for policy in ("undo", "deferred", "stock")
+    ]
+    a, b, c = (f"v1/spec_decode/test_{name}.py" for name in "abc")
+    pairs = [[a, b], [c]]
+    assert tasks[3 * len(alone) :] == [(p, pair) for pair in pairs for p in ("undo", "stock")]
+
+
+def test_vllms_stand_in_for_a_kernel_drops_what_it_writes():
+    """The page blames it for failures on the CPU; the day this fails, that note goes."""
+    kernels = pytest.importorskip("vllm.utils.cpu_triton_utils")
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("a build for GPUs")
+    current_platform.import_kernels()
+    temperature, ends = torch.tensor([0.5, 2.0]), torch.tensor([2, 3])
+    wanted, found = torch.tensor([0.5, 0.5, 2.0]), torch.full((3,), 7.0)
+    kernels._expand_kernel_impl(found, temperature, ends, 0, 1)
+    assert not torch.equal(found, wanted)
+    assert torch.equal(found, torch.full((3,), 7.0))
+
+
+# -- the runner, on tests of our own ------------------------------------------------------
+
+HANGS = """
+import os, signal, time
+def test_before(): pass
+def test_hangs():
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as native code would
+    open("hanging", "w").close()
+    time.sleep(600)
+def test_after(): pass
+"""
+DIES = """
+import os
+def test_dies(): os._exit(9)
+def test_after(): assert 1 == 2
+"""
+
+
+class PlainRunner(Runner):
+    """Without vLLM."""
+
+    def options(self, policy):
+        return []
+
+
+class Stopped(PlainRunner):
+    """Its time is over as soon as a test hangs, however long the machine took until then."""
+
+    @property
+    def ends(self):
+        return 0 if (self.folder / "hanging").exists() else float("inf")
+
+    @ends.setter
+    def ends(self, when):
+        """Not by the clock."""
+
+
+def run(tmp_path, files, limit=float("inf"), kind=PlainRunner):
+    """Run these files in one process; returns their outcomes."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").touch()  # or else pytest looks for one in the folders above
+    for name, text in files.items():
+        (tmp_path / "tests" / name).write_text(text)
+    runner = kind(tmp_path, 5, time.monotonic() + limit, silence=5)
+    task = ("undo", list(files))
+    return gather([task], iter([runner(task)]))["undo"]["tests"]
+
+
+def test_a_hang_a_death_and_an_unreadable_file_leave_the_others_alone(tmp_path):
+    found = run(
+        tmp_path, {"test_a.py": HANGS, "test_b.py": DIES, "test_c.py": "import nothing_here"}
+    )
+    assert found["tests/test_a.py::test_before"][0] == "passed"
+    assert found["tests/test_a.py::test_after"][0] == "passed"
+    assert found["tests/test_a.py::test_hangs"] == ("failed", "said nothing for 10 s")
+    assert found["tests/test_b.py::test_dies"] == ("failed", "the process ended with 9")
+    assert found["tests/test_b.py::test_after"] == ("failed", "assert 1 == 2")
+    outcome, why = found["tests/test_c.py"]
+    assert outcome == "failed"
+    assert "nothing_here" in why
+    assert len(found) == 6
+
+
+def test_what_the_limit_cuts_was_not_run(tmp_path):
+    found = run(tmp_path, {"test_a.py": HANGS, "test_b.py": DIES}, kind=Stopped)
+    assert found["tests/test_a.py::test_hangs"] == ("not run", STOPPED)
+    assert found["tests/test_b.py"] == ("not run", STOPPED)
+
+
+def test_what_never_began_was_not_run(tmp_path):
+    assert run(tmp_path, {"test_a.py": DIES}, limit=0) == {"tests/test_a.py": ("not run", STOPPED)}
+
+
+def test_a_process_that_comes_to_no_test_failed(tmp_path):
+    found = run(tmp_path, {"conftest.py": "import os; os._exit(3)", "test_a.py": DIES})
+    assert found["tests/test_a.py"] == ("failed", "the process ended with 3")

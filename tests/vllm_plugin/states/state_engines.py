@@ -1,0 +1,212 @@
+"""The process of one engine with recurrent layers: its scenarios, with faults, and its report."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+from engine_child import counters
+from kvtxn.integrations.serving import eager_steps
+from kvtxn.integrations.vllm_plugin.cpu import lent_rows
+from model_files import write, write_tokenizer
+from scenarios import SCENARIOS, Engine, Tokens, text
+from state_oracle import StateOracle
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+
+
+def preempted(engine: Engine) -> Tokens:
+    """Requests that all need one more block of 256 rows at about the same time."""
+    return engine.run([text(40 + i, 236 + 2 * i) for i in range(6)], 40)
+
+
+OWN: dict[str, Callable[[Engine], Tokens]] = SCENARIOS | {"preempted": preempted}
+
+
+class InjectedFault(Exception):
+    """Not one of kvtxn's own errors."""
+
+
+class StateProbe(StateOracle):
+    """The worker extension of these tests: the oracle, and faults inside kvtxn."""
+
+    def describe_states(self) -> dict[str, Any]:
+        """Describe the blocks of a request: columns of a state, and bytes of a block."""
+        specs = self.model_runner.get_kv_cache_spec()  # type: ignore[attr-defined]
+        states = {name: spec for name, spec in specs.items() if hasattr(spec, "shapes")}
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+        config = runner.kv_cache_config
+        at_once = get_max_concurrency_for_kv_cache_config(runner.vllm_config, config)
+        return {
+            "blocks_per_request": config.num_blocks / at_once,
+            "state_blocks": sorted({1 + s.num_speculative_blocks for s in states.values()}),
+            "block_bytes": [s.page_size_bytes for s in states.values()],
+            "past": [s.shapes[0][0] for s in states.values()],
+        }
+
+    def undo_everything(self) -> dict[str, Any]:
+        """Undo every hook of kvtxn's; say what is left of them."""
+        from kvtxn.integrations.vllm_plugin import unregister
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+        for name in ("_prepare_inputs", "_model_forward", "_sample"):
+            delattr(self.model_runner, name)  # type: ignore[attr-defined]  # the oracle's
+        unregister()
+        layers = [layer for layer, _ in self.gated.values()]
+        impls = [layer.impl for layer in self.attending.values()]
+        found: list[Any] = [self.model_runner, *layers, *impls]  # type: ignore[attr-defined]
+        return {
+            "classes": sorted({type(each).__name__ for each in found}),
+            "attributes": [name for each in found for name in vars(each) if "kvtxn" in name],
+            "num_spec": [layer.num_spec for layer in layers],
+            "core": hasattr(gdn_attention._cpu_gdn_attention_nonspec, "kvtxn_users"),
+        }
+
+    def fault_install(self, kind: str) -> None:
+        """Make ``kind`` fail now and then, until ``fault_remove``."""
+        manager = self.model_runner.kvtxn.manager  # type: ignore[attr-defined]
+        executor, stager = manager.executor, manager.context.stager
+        chance = random.Random(5)
+
+        def sometimes(real: Callable[..., Any], when: Callable[..., bool] = lambda *_: True,
+                      first: Callable[..., Any] | None = None) -> Callable[..., Any]:  # fmt: skip
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if when(*args) and chance.random() < 0.4:
+                    if first is not None:
+                        first(*args, **kwargs)
+                    raise InjectedFault(kind)
+                return real(*args, **kwargs)
+
+            return call
+
+        def some(real: Callable[..., Any]) -> Callable[..., Any]:
+            """Do half of the layers' work, and count nothing."""
+
+            def call(txn: Any, accepted: Any) -> None:
+                everything, executor.layers = executor.layers, executor.layers[:2]
+                staged = dict(list(txn.staged.items())[:2])
+                nothing = torch.zeros_like(txn.counters)
+                real(attrs.evolve(txn, counters=nothing, staged=staged), accepted)
+                executor.layers = everything
+
+            return call
+
+        def one_more(*args: Any, **kwargs: Any) -> Any:
+            return real_accepted(*args, **kwargs) + 1
+
+        real_accepted = manager.acceptance.from_ids
+        take, commit, advance = stager.take_if_unchanged, executor.commit, executor.advance
+        places: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+            "plan": (eager_steps.Plan, "build", sometimes(eager_steps.Plan.build)),
+            "window": (manager, "window", sometimes(manager.window)),
+            "stage_state": (
+                stager, "take_if_unchanged", sometimes(take, lambda ref, *_: bool(ref.replay)),
+            ),
+            "stage_rows": (
+                stager, "take_if_unchanged", sometimes(take, lambda ref, *_: not ref.replay),
+            ),
+            "lend": (lent_rows, "read", sometimes(lent_rows.read)),
+            "give_back": (lent_rows, "write", sometimes(lent_rows.write)),
+            "accept": (manager.acceptance, "from_ids", sometimes(real_accepted)),
+            "advance": (executor, "advance", sometimes(advance)),
+            "half_advance": (executor, "advance", sometimes(advance, first=some(advance))),
+            "commit": (executor, "commit", sometimes(commit)),
+            "half_commit": (executor, "commit", sometimes(commit, first=some(commit))),
+            # Not a failure: kvtxn itself would be wrong, and the oracle has to see it.
+            "one_more": (manager.acceptance, "from_ids", one_more),
+        }  # fmt: skip
+        self.fault = mock.patch.object(*places[kind])
+        self.fault.start()
+
+    def fault_remove(self) -> None:
+        """Everything works again."""
+        self.fault.stop()
+
+
+def weights(model: str) -> dict[str, list[list[float]]]:
+    """The convolution's weight of each recurrent layer, as the checkpoint has it."""
+    from safetensors.torch import load_file
+
+    found = load_file(Path(model) / "model.safetensors")
+    end = ".linear_attn.conv1d.weight"
+    return {
+        name.removesuffix(".conv1d.weight"): tensor[:, 0].float().tolist()
+        for name, tensor in found.items()
+        if name.endswith(end)
+    }
+
+
+def build(job: dict[str, Any], folder: Path) -> tuple[Any, str]:
+    """The engine of a job, and the folder of its model."""
+    from vllm import LLM
+
+    model = write("qwen3next", folder)
+    write_tokenizer(model)
+    llm = LLM(
+        model=model,
+        dtype="bfloat16",
+        seed=0,
+        enforce_eager=True,
+        num_gpu_blocks_override=job["blocks"],
+        max_model_len=288,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+        speculative_config=NGRAM if job["speculates"] else None,
+        additional_config=job["additional_config"],
+        worker_extension_cls="state_engines.StateProbe",
+    )
+    return llm, model
+
+
+def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Build the engine of a job, and run its scenarios; an error ends the engine."""
+    from kvtxn.integrations.vllm_plugin import snapshots
+
+    llm, model = build(job, folder)
+    results: dict[str, Any] = llm.collective_rpc("describe_states")[0]
+    if job["watched"]:
+        llm.collective_rpc("states_listen")
+        llm.collective_rpc("states_install", args=(weights(model),))
+    for name in job["scenarios"]:
+        stats, (snap,) = counters(llm), snapshots(llm)
+        scenario, _, fault = name.partition("@")
+        engine = Engine(llm, 2 if scenario == "preempted" else None)
+        if fault:
+            llm.collective_rpc("fault_install", args=(fault,))
+        try:
+            tokens = OWN[scenario](engine)
+        except Exception as error:
+            results[name] = {"error": repr(error)}
+            return results
+        if fault:
+            llm.collective_rpc("fault_remove")
+        results[name] = {
+            "tokens": tokens,
+            "logprobs": engine.logprobs,
+            "stats": {key: value - stats[key] for key, value in counters(llm).items()},
+            "oracle": llm.collective_rpc("states_take")[0] if job["watched"] else {},
+            "kvtxn": {
+                key: value - snap.get(key, 0) for key, value in snapshots(llm)[0].items()
+            },
+        }  # fmt: skip
+    if job["undone"]:
+        results["undone"] = llm.collective_rpc("undo_everything")[0]
+        try:
+            OWN["one"](Engine(llm))
+        except Exception as error:
+            results["undone"]["error"] = repr(error)
+    return results

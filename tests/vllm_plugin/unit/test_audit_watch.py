@@ -1,0 +1,200 @@
+"""The audit inside the plug-in: its settings, what it stays out of, and how it tells."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvtxn.integrations.vllm_plugin.audit.watch import AuditError, Watch
+from kvtxn.integrations.vllm_plugin.internals.audited import Arrival, Changes, Room, Rows, unwatched
+from kvtxn.integrations.vllm_plugin.settings import is_audited, settings
+
+from kvtxn import ConfigError
+from kvtxn.audit import RowGroup
+
+GROUP = RowGroup("group.0", 4, 12, pool="blocks")
+
+
+def asked(**given):
+    return settings({"kvtxn": given}, 1, "cpu")
+
+
+def test_an_audit_needs_no_policy():
+    """Without one there are no windows; with one there are both."""
+    alone = asked(audit="ledger")
+    assert (alone.audit, alone.windows, alone.on_violation) == ("ledger", False, "log")
+    both = asked(audit="ledger", policy="undo", on_violation="raise")
+    assert (both.audit, both.windows, both.on_violation) == ("ledger", True, "raise")
+    assert asked(policy="undo").audit == "off"
+    assert asked(audit="bytes", on_violation="contain").audit == "bytes"
+    assert both.record is alone.record is False
+    assert asked(audit="ledger", record=True).record
+    assert is_audited({"kvtxn": {"audit": "ledger"}})
+    assert is_audited({"kvtxn": {"audit": "bytes"}})
+    assert not is_audited({"kvtxn": {"audit": "off"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"audit": "ledgr"}, "audit is not valid; expected one of 'off', 'ledger'"),
+        ({"audit": "ledger", "on_violation": "stop"}, "on_violation is not valid"),
+        ({"audit": "ledger", "record": "yes"}, "record is not valid; expected true or false"),
+        ({"audit": "off"}, "names no policy"),
+    ],
+)
+def test_mistakes_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        asked(**given)
+
+
+def config(**changes):
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    }
+    known = {
+        "device_config": SimpleNamespace(device_type=changes.get("device", "cpu")),
+        "use_v2_model_runner": changes.get("v2", False),
+        "kv_transfer_config": changes.get("connector"),
+        "parallel_config": SimpleNamespace(**(parallel | changes.get("parallel", {}))),
+    }
+    return SimpleNamespace(**known)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"device": "cuda"}, "on a CPU only"),
+        ({"v2": True}, "V1 model runner only"),
+        ({"connector": object()}, None),
+        ({"parallel": {"pipeline_parallel_size": 2}}, None),
+        ({"parallel": {"decode_context_parallel_size": 2}}, "context parallelism"),
+    ],
+)
+def test_engines_that_it_cannot_watch(changes, why):
+    said = unwatched(config(**changes))
+    assert said is None if why is None else why in said
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Lines of the ``kvtxn`` logger."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    monkeypatch.setattr(logging.getLogger("kvtxn"), "handlers", [handler])
+    return said
+
+
+def watch(on_violation="log", requests=2):
+    room = Room(requests, 32, caches_prefixes=True)
+    return Watch({"group.0": GROUP}, room, 0, on_violation)
+
+
+def arrival(name, tokens, table, computed=0):
+    return Arrival(name, tokens, [], {}, computed, [table])
+
+
+def rows(name, first, tokens, slots, table):
+    return Rows(
+        [name], torch.tensor([0, len(tokens)]), torch.tensor([first]), torch.tensor(tokens), None,
+        {"group.0": torch.tensor(slots)}, {"group.0": torch.tensor([table], dtype=torch.int32)},
+    )  # fmt: skip
+
+
+def come(*arrivals, gone=(), grown=(), copies=()):
+    return Changes(gone, arrivals, [list(grown)], copies)
+
+
+def unknown(name):
+    raise AssertionError(name)
+
+
+def test_hits_are_not_handed_out_anew(lines):
+    """Blocks that are computed keep their rows; those after them count as unwritten."""
+    w = watch()
+    w.change(come(arrival("a", [1, 2, 3, 4, 5], [1, 2])))
+    w.forward(rows("a", 0, [1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [1, 2]), unknown)
+    w.change(come(arrival("b", [1, 2, 3, 4, 6], [1, 3], computed=4), gone=["a"]))
+    w.forward(rows("b", 4, [6], [12], [1, 3]), unknown)
+    w.change(come(arrival("c", [1, 2, 3, 4, 7], [1, 4]), gone=["b"]))
+    w.forward(rows("c", 4, [7], [16], [1, 4]), unknown)
+    (violation,) = w.report()
+    assert (violation["kind"], violation["request"], violation["slot"]) == ("unwritten", "c", 4)
+    assert len(lines) == 1
+    assert "event='kvtxn.audit_violation'" in lines[0] or "kvtxn.audit_violation" in lines[0]
+
+
+def test_copies_carry_their_rows(lines):
+    w = watch()
+    w.change(come(arrival("a", [1, 2, 3], [1])))
+    w.forward(rows("a", 0, [1, 2, 3], [4, 5, 6], [1]), unknown)
+    w.change(come(arrival("b", [1, 2, 3, 4], [2], computed=3), copies=[(1, 2)]))
+    w.forward(rows("b", 3, [4], [11], [2]), unknown)
+    assert w.report() == []
+
+
+def test_a_published_block_is_checked_where_no_query_sees_it(lines):
+    """Of a sliding window; its publisher's own reads are past the wrong row."""
+    group = RowGroup("group.0", 4, 12, window=2, pool="blocks")
+    w = Watch({"group.0": group}, Room(2, 32, caches_prefixes=True), 0, "log")
+    w.change(come(arrival("a", [1, 2, 3, 4], [1])))
+    w.forward(rows("a", 0, [1], [-1], [1]), unknown)
+    (first,) = w.report()
+    w.change(come())
+    w.ledger.hand_out("group.0", [1])
+    w.forward(rows("a", 1, [2, 3, 4], [5, 6, 7], [1]), unknown)
+    assert [v["kind"] for v in w.report()] == ["unwritten", "unwritten"]
+    assert first["position"] == 0
+
+
+def test_one_that_was_forgotten_returns(lines):
+    """More requests wait than the ledger has lines for: the one that waits longest makes room."""
+    w = watch(requests=1)
+    for number in range(12):
+        w.change(come(arrival(f"r{number}", [1, 2], [1])))
+        w.forward(rows(f"r{number}", 0, [1, 2], [4, 5], [1]), unknown)
+    asked_for = []
+
+    def returning(name):
+        asked_for.append(name)
+        return arrival(name, [1, 2, 3], [1], computed=2)
+
+    w.forward(rows("r0", 2, [3], [6], [1]), returning)
+    assert asked_for == ["r0"]
+    assert w.report() == []
+
+
+def test_the_life_of_slots_is_kept_if_asked_for(lines):
+    """Publications, too; no other watch keeps it."""
+    kept = Watch({"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, "log", record=True)
+    for w in (kept, watch()):
+        w.change(come(arrival("a", [1, 2, 3, 4, 5], [1, 2])))
+        w.forward(rows("a", 0, [1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [1, 2]), unknown)
+    recording = kept.recording()
+    assert [life["name"] for life in recording["requests"]] == ["a"]
+    happened = [recording["happenings"][number] for number in recording["runs"][1::7]]
+    assert happened == ["handed_out", "durable", "published"]
+    assert w.recording() is None
+
+
+def test_raise_stops(lines):
+    w = watch("raise")
+    w.change(come(arrival("a", [1, 2], [1])))
+    with pytest.raises(AuditError, match="unwritten: in step 1 request a read slot 4"):
+        w.forward(rows("a", 1, [2], [5], [1]), unknown)
+
+
+def test_a_storm_is_logged_in_part(lines):
+    """All are counted and reported."""
+    w = watch()
+    for number in range(40):
+        w.change(come(arrival(f"r{number}", [1, 2], [1]), gone=[f"r{number - 1}"]))
+        w.forward(rows(f"r{number}", 1, [2], [5], [1]), unknown)
+    assert len(w.report()) == w.counters()["kvtxn_audit_violations_total"] == 40
+    assert len(lines) == 20

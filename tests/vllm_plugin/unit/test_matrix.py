@@ -1,0 +1,221 @@
+"""The doctor's matrix says of every kind of engine what the plugin's table decides."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import attrs
+import model_files
+import pytest
+from kvtxn.integrations.vllm_plugin.internals import flash as flash_internals
+from kvtxn.integrations.vllm_plugin.internals import workers
+from kvtxn.integrations.vllm_plugin.policy.doctor import report
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.matrix import (
+    ALIBI,
+    BACKENDS,
+    FAMILIES,
+    FORMATS,
+    PARALLELISM,
+    PLAIN,
+    SEEN,
+    SHARED,
+    SINKS,
+    matrix,
+)
+from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
+from kvtxn.integrations.vllm_plugin.policy.supported import LACKS
+
+from kvtxn import doctor
+from kvtxn.config import POLICIES
+from kvtxn.errors import ConfigError
+
+DEVICES = {
+    "cpu": EngineFacts(),
+    "cuda": EngineFacts(device="cuda", runner="v2"),
+    "tpu": EngineFacts(device="tpu"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_row_is_what_the_plugin_decides(device):
+    for row in matrix(DEVICES[device]):
+        assert row.facts
+        for facts in row.facts:
+            assert row.auto == decide("auto", facts)
+            found = {asked: decide(asked, facts).policy for asked in POLICIES}
+            named = {policy for policy, policy_found in found.items() if policy == policy_found}
+            assert set(row.named) == named
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_kind_of_engine_is_named_once(device):
+    attention, latent = BACKENDS.get(device, (("any",), ("any",)))
+    kinds = [
+        (family, backend)
+        for family, changes in FAMILIES.items()
+        for backend in (latent if "mla" in changes else attention)
+    ]
+    expected = sorted(product(kinds, FORMATS, PARALLELISM))
+    rows = matrix(DEVICES[device])
+    said = [one for row in rows for one in product(row.kinds, row.formats, row.parallelism)]
+    assert sorted(said) == expected
+    assert sum(len(row.facts) for row in rows) == len(expected)
+
+
+def test_rows_say_it_in_a_line():
+    """Properties that decide are named; those that do not are "any"."""
+    lines = [str(row) for row in matrix(EngineFacts())]
+    pipeline = next(line for line in lines if "| pipeline (last stage)" in line)
+    assert pipeline == (
+        "any | any | pipeline (last stage), pipeline (other stages): off "
+        "(vLLM's V1 model runner cannot speculate under pipeline parallelism)"
+    )
+    plain = next(line for line in lines if line.startswith("Llama"))
+    assert "on CPU_MLA | float32 | one worker: deferred, undo by name (" in plain
+
+
+def test_what_was_seen_is_in_its_line():
+    """Next to what is promised from reading alone."""
+    rows = matrix(EngineFacts(device="cuda", runner="v2"))
+    [seen] = [
+        str(row)
+        for row in rows
+        if (PLAIN, "FLASH_ATTN") in row.kinds
+        and "bfloat16" in row.formats
+        and "one worker" in row.parallelism
+    ]
+    assert ": deferred, undo by name (" in seen
+    assert seen.endswith("; seen running")
+    lines = [str(row) for row in rows]
+    unseen = [line for line in lines if line.endswith("; not seen running")]
+    for family in ("ALiBi", "sinks", "share rows"):
+        assert any(family in line for line in unseen)
+    assert not any(": off" in line and "seen" in line for line in lines)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_flash_attention_defers_whatever_it_sums(runner):
+    """In version 3, which lacks ALiBi; shared rows are read within the forward."""
+    families = {PLAIN, ALIBI, SINKS, SHARED}
+    undone = {ALIBI, SHARED}
+    rows = matrix(EngineFacts(device="cuda", runner=runner))
+    found = {
+        (family, number): row.auto.policy
+        for row in rows
+        for (family, backend), number in product(row.kinds, row.formats)
+        if backend == "FLASH_ATTN" and "one worker" in row.parallelism and family in families
+    }
+    for family in families:
+        policy = "undo" if family in undone else "deferred"
+        assert found[family, "bfloat16"] == found[family, "fp8"] == policy
+        assert found[family, "float32"] == "off"
+
+
+@pytest.mark.parametrize("flash", [2, 3, None])
+def test_of_flash_attention_the_version_of_this_machine_counts(flash):
+    """Its version counts where it is known; other backends do not depend on it."""
+    rows = matrix(EngineFacts(device="cuda", runner="v2", flash=flash))
+    for row in rows:
+        for facts in row.facts:
+            assert facts.flash == (flash if facts.attention == "FLASH_ATTN" else None)
+    kinds = [kind for row in rows if row.auto.policy == "deferred" for kind in row.kinds]
+    assert ((PLAIN, "FLASH_ATTN") in kinds) == (flash != 2)
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.32.0"])
+@pytest.mark.parametrize("flash", [2, 3])
+def test_the_doctor_asks_vllm_which_one_that_is(flash, version, monkeypatch):
+    """On GPUs, of the releases that run there with windows."""
+    asked = []
+    monkeypatch.setattr(workers, "version", lambda: version)
+    monkeypatch.setattr(workers, "device_type", lambda: "cuda")
+    monkeypatch.setattr(flash_internals, "version", lambda named=None: asked.append(1) or flash)
+    policies = report(None)["policies"]
+    if version == "0.28.0":
+        assert not asked
+        return
+    assert policies[0].startswith("auto -> deferred" if flash == 3 else "auto -> undo")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_doctors_page_fits_a_terminal(device, monkeypatch):
+    """One page, unless the table of every kind of engine is asked for; on GPUs it names costs."""
+    monkeypatch.setattr(workers, "device_type", lambda: device)
+    monkeypatch.setattr(flash_internals, "version", lambda named=None: 3)
+    page = doctor.examine() | {"vllm": report(None)}
+    short, long = (doctor.as_text(page, matrix=matrix) for matrix in (False, True))
+    for text in (short, long):
+        assert max(map(len, text.splitlines())) <= 100
+    assert len(short.splitlines()) <= 40 < len(long.splitlines()) or device == "tpu"
+    assert ("spare blocks: deferred on a GPU writes every draft" in short) == (device == "cuda")
+
+
+def test_what_was_seen_under_one_policy_alone_is_said(monkeypatch):
+    [kind] = [kind for kind, policies in SEEN["cpu", "v1"].items() if kind[2] == "fp8"]
+    monkeypatch.setitem(SEEN["cpu", "v1"], kind, ("undo",))
+    lines = [str(row) for row in matrix(EngineFacts())]
+    assert any("fp8" in line and line.endswith("; undo seen running") for line in lines)
+
+
+@pytest.mark.parametrize("where", SEEN)
+def test_what_was_seen_is_a_kind_of_engine_that_can_be(where):
+    device, runner = where
+    rows = matrix(EngineFacts(device=device, runner=runner))
+    drawn = {
+        (*kind, number, parallelism): row.seen
+        for row in rows
+        for kind, number, parallelism in product(row.kinds, row.formats, row.parallelism)
+        if row.seen
+    }
+    assert {kind: set(seen) for kind, seen in drawn.items()} == {
+        kind: set(seen) for kind, seen in SEEN[where].items()
+    }
+
+
+@pytest.mark.parametrize("backend", LACKS)
+def test_what_vllm_lacks_is_what_it_declares(backend):
+    """Types of models and formats of caches, where the backend can be imported here."""
+    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
+    try:
+        found = registry.AttentionBackendEnum[backend].get_class()
+    except (ImportError, AssertionError) as error:
+        pytest.skip(f"{backend} cannot be imported here: {error}")
+    types = {str(each).removeprefix("torch.") for each in found.supported_dtypes}
+    assert types >= {"float16", "bfloat16"}
+    assert ("float32" in LACKS[backend]) == ("float32" not in types)
+    assert ("fp8" in LACKS[backend]) == ("fp8" not in found.supported_kv_cache_dtypes)
+
+
+def test_an_unsupported_release_is_one_line():
+    [row] = matrix(EngineFacts(version="0.1.0"))
+    assert (
+        str(row)
+        == "any | any | any: off ("
+        + RULES[0].says(attrs.evolve(EngineFacts(), version="0.1.0"))
+        + ")"
+    )
+
+
+@pytest.mark.parametrize("asked", [{"policy": "nope"}, {"polcy": "undo"}, {}, "undo"])
+def test_settings_that_are_not_valid_are_said_before_anything_is_judged(asked):
+    """The doctor reports invalid settings in the plug-in's words, without building an engine."""
+    with pytest.raises(ConfigError, match=r"policy|a dict"):
+        report({"model": "nowhere", "additional_config": {"kvtxn": asked}})
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [("llama", None), ("gemma3n", "shared rows"), ("gptoss", "sinks"), ("bloom", "alibi")],
+)
+def test_an_engine_is_judged_as_the_plugin_will(tmp_path, model, rule):
+    """Facts in the model's configuration are known before the model is loaded."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    folder = model_files.write(model, tmp_path)
+    options = {"model": folder, "skip_tokenizer_init": True, "dtype": "float32"}
+    found = report({**options, "speculative_config": speculation})
+    policy, reason = found["policies"][0].removeprefix("auto -> ").split(" ", 1)
+    assert policy == ("deferred" if rule is None else "undo")
+    says = {each.name: each.reason for each in RULES}
+    assert rule is None or says[rule] in reason
+    assert "has the last word" in found["assumed"]

@@ -1,0 +1,320 @@
+"""Hooking and unhooking, on stand-ins for vLLM's worker and runner."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_jobs import missing
+from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
+from kvtxn.integrations.vllm_plugin.attach import unhook_runner
+from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+from kvtxn.integrations.vllm_plugin.internals import workers
+from kvtxn.integrations.vllm_plugin.settings import RequiredError
+
+from kvtxn import BackendUnavailableError, ConfigError, LayerRef, TransactionManager
+
+needs_vllm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+LAYERS = SimpleNamespace(kv_connector="LMCacheConnectorV1")
+OTHER = SimpleNamespace(kv_connector="OtherConnector")
+
+
+class Runner:
+    """Looks like vLLM's, from outside."""
+
+    def initialize_kv_cache(
+        self, kv_cache_config, is_profiling=False, kv_cache_allocation_context=None
+    ):
+        """Nothing to allocate."""
+
+    def _update_states(self, scheduler_output):
+        return "updated"
+
+    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
+        return ("indices", None, 1)
+
+    def _model_forward(
+        self, input_ids=None, positions=None, intermediate_tensors=None, inputs_embeds=None,
+        **model_kwargs,
+    ):  # fmt: skip
+        return "hidden"
+
+    def _sample(self, logits, spec_decode_metadata):
+        return "sampled"
+
+
+class OtherRunner(Runner):
+    """A release later."""
+
+    def _sample(self, logits, spec_decode_metadata, something_new):
+        return "sampled"
+
+
+def wrapper(kvtxn=None, runner=None, **changes):
+    """A worker's wrapper with a configuration that asks for ``kvtxn``."""
+    config = SimpleNamespace(
+        additional_config={} if kvtxn is None else {"kvtxn": kvtxn},
+        speculative_config=SimpleNamespace(num_speculative_tokens=4, method="ngram"),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+        ),
+        model_config=SimpleNamespace(use_mla=False, dtype="torch.float32", is_hybrid=False),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type="cpu"),
+        kv_transfer_config=None,
+        use_v2_model_runner=False,
+    )
+    vars(config).update(changes)
+    worker = SimpleNamespace(model_runner=runner or Runner())
+    return SimpleNamespace(vllm_config=config, worker=worker, rpc_rank=0)
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Lines of the ``kvtxn`` logger."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("kvtxn")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(workers, "version", lambda: "0.32.0")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=SimpleNamespace()))
+    return said
+
+
+def test_what_the_environment_says_counts(lines):
+    """vLLM's own switch, which is in no configuration."""
+    config = wrapper({"policy": "deferred"}).vllm_config
+    assert not engine_config.config_facts(config).batch_invariant
+    sys.modules["vllm"].envs.VLLM_BATCH_INVARIANT = True
+    assert engine_config.config_facts(config).batch_invariant
+
+
+@pytest.mark.parametrize(("device", "counts"), [("cuda", True), ("cpu", False)])
+def test_graphs_that_write_rows(lines, device, counts):
+    """Whole forwards in graphs are ours to fill; of parts vLLM leaves out its writer, or not."""
+    speculation = SimpleNamespace(
+        num_speculative_tokens=4,
+        method="ngram",
+        enable_adaptive_verification=False,
+        num_speculative_tokens_per_batch_size=None,
+    )
+    compilation = SimpleNamespace(use_inductor_graph_partition=False)
+    config = wrapper(
+        speculative_config=speculation,
+        device_config=SimpleNamespace(device_type=device),
+        compilation_config=compilation,
+    ).vllm_config
+    assert not engine_config.config_facts(config).graph_writes
+    compilation.use_inductor_graph_partition = True
+    assert engine_config.config_facts(config).graph_writes == counts
+    compilation.use_inductor_graph_partition = False
+    sys.modules["vllm"].envs.VLLM_USE_BREAKABLE_CUDAGRAPH = True
+    assert engine_config.config_facts(config).graph_writes == counts
+
+
+def test_a_worker_that_asks_is_hooked_and_can_be_unhooked(lines):
+    worker = wrapper({"policy": "undo"})
+    runner = worker.worker.model_runner
+    vllm_plugin._on_worker(worker)
+    hooked = type(runner)
+    assert hooked is not Runner
+    assert isinstance(runner, Runner)
+    vllm_plugin._on_worker(worker)
+    assert type(runner) is hooked  # never twice
+    assert runner.kvtxn_config.max_rows == 40  # 8 requests of 4 drafts and a settled row
+    assert (runner._update_states(None), runner._sample(None, None)) == ("updated", "sampled")
+    assert runner._model_forward() == "hidden"
+    assert vllm_plugin._snapshot(worker) == {"kvtxn_active": 0.0}
+    unhook_runner(runner)
+    assert type(runner) is Runner
+
+
+def test_nothing_happens_unasked(lines):
+    worker = wrapper()
+    vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is Runner
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "why"),
+    [
+        (
+            {"policy": "undo"},
+            {"use_v2_model_runner": True},
+            "runner v2 is not supported",
+        ),
+        ({"policy": "undo"}, {"speculative_config": None}, "does not speculate"),
+        ({"policy": "undo"}, {"kv_transfer_config": LAYERS}, "LMCacheConnectorV1 may copy draft"),
+        ({"policy": "undo"}, {"kv_transfer_config": OTHER}, "with connector OtherConnector"),
+    ],
+)
+def test_refusals_are_said_and_the_engine_runs_stock(lines, settings, changes, why):
+    worker = wrapper(settings, **changes)
+    vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is Runner
+    assert len(lines) == 1
+    assert "kvtxn.inactive" in lines[0]
+    assert why in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"policy": "undoo"}, ConfigError, "policy is not valid"),
+        ({"polcy": "undo"}, ConfigError, "there is no setting 'polcy'"),
+        ({"policy": "undo", "max_rows": "9"}, ConfigError, "max_rows is not valid"),
+        ({"policy": "undo", "backend": "abacus"}, BackendUnavailableError, "abacus"),
+        ("undo", ConfigError, "the settings are not valid"),
+        ({"audit": "yes"}, ConfigError, "audit is not valid.*; leave audit out for 'off'"),
+        ({"policy": "undo", "required": 1}, ConfigError, "leave required out for false"),
+        ({"policy": "undo", "on_violation": "raise"}, ConfigError, "no effect without an audit"),
+        ({"policy": "undo", "record": True}, ConfigError, "no effect without an audit"),
+    ],
+)
+@pytest.mark.parametrize("where", ["engine", "worker"])
+def test_a_mistake_of_the_users_stops_the_start(lines, settings, error, says, where):
+    """Before any worker starts, and in a worker that starts all the same; one sentence, no log."""
+    worker = wrapper(settings)
+    start, given = {
+        "engine": (vllm_plugin._before_engine, worker.vllm_config),
+        "worker": (vllm_plugin._on_worker, worker),
+    }[where]
+    with pytest.raises(error, match=says):
+        start(given)
+    assert type(worker.worker.model_runner) is Runner
+    assert lines == []
+
+
+def test_the_check_before_an_engine_never_stops_another_ones_start(lines):
+    """Not one that did not ask for kvtxn, nor one that kvtxn does not understand."""
+    vllm_plugin._before_engine(wrapper().vllm_config)
+    assert lines == []
+    vllm_plugin._before_engine(SimpleNamespace())
+    assert "kvtxn.settings_not_checked" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("runner", "changes", "says"),
+    [
+        (Runner, {"speculative_config": None}, "does not speculate"),
+        (Runner, {"use_v2_model_runner": True}, "runner v2 is not supported"),
+        (OtherRunner, {}, "this model runner is unknown: OtherRunner._sample takes"),
+    ],
+)
+def test_what_is_required_and_cannot_be_had_stops_the_start(lines, runner, changes, says):
+    """Without ``required`` the same engine runs stock, see below."""
+    worker = wrapper({"policy": "undo", "required": True}, runner(), **changes)
+    with pytest.raises(RequiredError, match=f"kvtxn is required, but .*{says}"):
+        vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is runner
+    assert lines == []
+
+
+def test_required_holds_for_caches_that_cannot_be_understood(lines):
+    """Here it is the model that is missing; the error's cause says so."""
+    worker = wrapper({"policy": "undo", "required": True})
+    vllm_plugin._on_worker(worker)
+    with pytest.raises(RequiredError, match="kvtxn is required, but") as caught:
+        worker.worker.model_runner.initialize_kv_cache(None)
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("error", [None, ConfigError("x", "named what it must not")])
+def test_errors_in_the_middle_of_hooking_leave_stock(lines, monkeypatch, error):
+    """Errors while hooking leave stock vLLM running, except errors in the user's settings."""
+    failing = error or RuntimeError("something else")
+
+    def broken(*_):
+        raise failing
+
+    monkeypatch.setattr(vllm_plugin, "_attach", broken)
+    worker = wrapper({"policy": "undo"})
+    if error is not None:
+        with pytest.raises(ConfigError, match="named what it must not"):
+            vllm_plugin._on_worker(worker)
+        return
+    vllm_plugin._on_worker(worker)
+    assert "kvtxn.inactive" in lines[0]
+    assert "something else" in lines[0]
+    with pytest.raises(RuntimeError, match="something else"):
+        vllm_plugin._on_worker(wrapper({"policy": "undo", "on_error": "raise"}))
+    with pytest.raises(RequiredError, match="something else"):
+        vllm_plugin._on_worker(wrapper({"policy": "undo", "required": True}))
+
+
+def test_an_unknown_release_is_refused_before_anything_is_read(lines, monkeypatch):
+    monkeypatch.setattr(workers, "version", lambda: "0.99.0")
+    worker = wrapper({"policy": "undo"}, parallel_config=None, model_config=None)
+    vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is Runner
+    assert "vLLM 0.99.0 was not checked; supported: 0.28.0, " in lines[0]
+
+
+def test_a_runner_that_looks_different_is_refused(lines):
+    worker = wrapper({"policy": "undo"}, OtherRunner())
+    vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is OtherRunner
+    assert "OtherRunner._sample takes" in lines[0]
+
+
+@pytest.mark.parametrize("on_error", ["fallback", "raise"])
+def test_a_cache_that_cannot_be_understood_leaves_stock(lines, on_error):
+    """The first thing that needs vLLM itself fails here: there is no model."""
+    worker = wrapper({"policy": "undo", "on_error": on_error})
+    vllm_plugin._on_worker(worker)
+    runner = worker.worker.model_runner
+    if on_error == "raise":
+        with pytest.raises((AttributeError, ImportError)):
+            runner.initialize_kv_cache(None)
+        return
+    runner.initialize_kv_cache(None, is_profiling=True)
+    assert lines == []
+    runner.initialize_kv_cache(None)
+    assert "kvtxn.inactive" in lines[0]
+    assert runner.kvtxn is None
+    assert runner._sample(None, None) == "sampled"
+
+
+def test_steps_of_vllms_own_warm_up_are_not_counted():
+    """Once it is over, counters start from zero; and an engine without steps has none."""
+    manager = TransactionManager([LayerRef("a", *torch.zeros(2, 2, 4, 1, 8))])
+    runner = SimpleNamespace(kvtxn=SimpleNamespace(manager=manager))
+
+    def warm_up(times):
+        for _ in range(times):
+            manager.bypass("order")
+        return "times"
+
+    for held in (runner, SimpleNamespace(), SimpleNamespace(kvtxn=None)):
+        worker = SimpleNamespace(compile_or_warm_up_model=warm_up)
+        found = SimpleNamespace(worker=worker)
+        workers.after_warm_up(found, partial(vllm_plugin._restart, held))
+        manager.metrics.restart()
+        assert worker.compile_or_warm_up_model(times=3) == "times"
+        assert manager.snapshot()["kvtxn_bypassed_windows_total"] == (0 if held is runner else 3)
+
+
+def test_register_never_raises(monkeypatch):
+    """An exception in a plugin would end vLLM's process."""
+
+    def failing(*_):
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(vllm_plugin, "_undo", [])
+    monkeypatch.setattr(workers, "hook_workers", failing)
+    vllm_plugin.register()
+    assert vllm_plugin._undo == []

@@ -1,0 +1,184 @@
+"""The table that decides, and the settings; no engine."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
+from kvtxn.integrations.vllm_plugin.settings import WITHOUT_EFFECT, settings, wants
+
+from kvtxn import ConfigError
+from kvtxn.config import POLICIES, TxnConfig
+from kvtxn.errors import BackendUnavailableError
+
+
+@pytest.mark.parametrize(
+    ("asked", "policy"),
+    [("auto", "deferred"), ("deferred", "deferred"), ("undo", "undo"), ("direct", "direct")],
+)
+def test_a_plain_engine_gets_what_is_asked_for(asked, policy):
+    assert decide(asked, EngineFacts()).policy == policy
+
+
+def examples(forbids):
+    return [pytest.param(rule, id=rule.name) for rule in RULES if rule.forbids == forbids]
+
+
+def test_rules_have_names_of_their_own():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert not any(rule.applies(EngineFacts()) for rule in RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_an_example_concerns_its_rule_and_no_other(rule):
+    """Exactly one rule applies to each example, so the tests below see each rule by itself."""
+    facts = attrs.evolve(EngineFacts(), **rule.example)
+    assert [other.name for other in RULES if other.applies(facts)] == [rule.name]
+    assert "{" not in rule.says(facts)
+
+
+@pytest.mark.parametrize("rule", examples("windows"))
+@pytest.mark.parametrize("asked", POLICIES)
+def test_what_is_not_supported_is_refused_with_a_reason(asked, rule):
+    facts = attrs.evolve(EngineFacts(), **rule.example)
+    assert decide(asked, facts) == ("off", rule.says(facts))
+
+
+@pytest.mark.parametrize("rule", examples("deferred"))
+def test_auto_takes_undo_where_attention_cannot_read_the_window(rule):
+    facts = attrs.evolve(EngineFacts(), **rule.example)
+    said = f"rows cannot be deferred here: {rule.says(facts)}"
+    assert decide("auto", facts) == ("undo", said)
+    assert decide("undo", facts).policy == "undo"
+    off = decide("deferred", facts)
+    assert off.policy == "off"  # a policy asked for by name is never swapped
+    assert "cannot work here" in off.reason
+
+
+@pytest.mark.parametrize("rule", examples("auto"))
+def test_auto_takes_undo_where_tokens_may_not_be_stocks(rule):
+    """The reason does not claim that rows cannot be deferred, since by name they can."""
+    facts = attrs.evolve(EngineFacts(), **rule.example)
+    said = f"'auto' does not choose 'deferred' here: {rule.says(facts)}"
+    assert decide("auto", facts) == ("undo", said)
+    assert decide("deferred", facts) == ("deferred", "asked for")
+
+
+def test_auto_defers_only_where_tokens_stay_stocks():
+    facts = attrs.evolve(EngineFacts(), dtype="bfloat16")
+    auto = decide("auto", facts)
+    assert auto.policy == "undo"
+    assert "rounding in bfloat16 can change a token" in auto.reason
+    assert decide("deferred", facts).policy == "deferred"  # by name it can be had
+
+
+@pytest.mark.parametrize("asked", ["auto", "deferred"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv_cache_dtype": "fp8"},
+        {"sinks": True},
+        {"batch_invariant": True},
+        {"tensor_parallel": 2},
+        {"attention": "FLASH_ATTN", "flash": 3},
+    ],
+)
+def test_on_gpus_sums_are_stocks_so_auto_defers(asked, runner, changes):
+    """Drafts are read by vLLM's own attention, whatever the format and whatever it does."""
+    facts = EngineFacts(device="cuda", runner=runner, dtype="bfloat16")
+    assert decide(asked, attrs.evolve(facts, **changes)).policy == "deferred"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention": "FLASH_ATTN", "flash": 2}, "not checked with FlashAttention 2"),
+        ({"attention": "FLASH_ATTN", "flash": 4}, "not checked with FlashAttention 4"),
+        ({"alibi": True}, "for ALiBi vLLM takes FlashAttention 2"),
+        ({"spare_blocks": False}, "no spare KV-cache blocks could be added"),
+        # The first rule that applies gives the reason; these engines have no spare blocks either.
+        ({"attention": "TRITON_ATTN", "spare_blocks": False}, "TRITON_ATTN cannot read"),
+        ({"attention": "FLASH_ATTN", "flash": 2, "spare_blocks": False}, "FlashAttention 2"),
+    ],
+)
+def test_on_gpus_auto_undoes_where_drafts_cannot_wait(changes, says):
+    facts = attrs.evolve(EngineFacts(device="cuda", runner="v2", dtype="bfloat16"), **changes)
+    auto = decide("auto", facts)
+    assert (auto.policy, says in auto.reason) == ("undo", True)
+    off = decide("deferred", facts)
+    assert (off.policy, says in off.reason) == ("off", True)
+
+
+def test_spare_blocks_are_a_matter_of_gpus():
+    """On the CPU drafts wait in buffers of their own."""
+    assert decide("auto", EngineFacts(spare_blocks=False)).policy == "deferred"
+
+
+@pytest.mark.parametrize("given", [{}, None, {"other": 1}, {"kvtxn": None}, "text"])
+def test_inactive_unless_asked_for(given):
+    assert settings(given, 8, "cpu") is None
+
+
+def test_settings_are_those_of_the_config():
+    found = settings({"kvtxn": {"policy": "undo", "on_error": "raise", "debug": True}}, 24, "cpu")
+    assert found is not None
+    assert not found.required
+    txn = found.txn
+    assert (txn.policy, txn.on_error, txn.debug, txn.max_rows) == (
+        "undo",
+        "raise",
+        True,
+        24,
+    )
+    found = settings({"kvtxn": {"policy": "undo", "max_rows": 7}}, 24, "cpu")
+    assert found is not None
+    assert found.txn.max_rows == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ("undo", ConfigError, "expected a dict, got 'undo'"),
+        ({"polcy": "undo"}, ConfigError, "there is no setting 'polcy'"),
+        ({"polcy": "undo"}, ConfigError, "did you mean 'policy'?"),
+        ({"polcy": "undo"}, ConfigError, "one of policy, backend, max_rows, "),
+        ({"zzz": 1, "policy": "undo"}, ConfigError, "there is no setting 'zzz'"),
+        ({"policy": "undo", "required": "yes"}, ConfigError, "expected true or false, got 'yes'"),
+        ({"policy": "undo", "max_rows": "64"}, ConfigError, "expected a positive int of at most"),
+        ({"debug": True}, ConfigError, "names no policy"),
+        ({"policy": "undoo"}, ConfigError, "policy is not valid"),
+        ({"policy": "undo", "backend": "abacus"}, BackendUnavailableError, "'abacus'"),
+    ],
+)
+def test_bad_settings_are_sentences(given, error, text):
+    with pytest.raises(error) as caught:
+        settings({"kvtxn": given}, 8, "cpu")
+    assert text in str(caught.value)
+
+
+def test_what_is_required_is_no_setting_of_the_library():
+    found = settings({"kvtxn": {"policy": "auto", "required": True}}, 8, "cpu")
+    assert found is not None
+    assert (found.required, found.txn) == (True, TxnConfig(policy="auto", max_rows=8))
+
+
+@pytest.mark.parametrize(("name", "value"), [("staging", "copy"), ("acceptance", "loop")])
+def test_a_setting_without_effect_is_refused(name, value):
+    """The device that does not use the setting refuses any value of it but "auto"."""
+    assert name in WITHOUT_EFFECT["cuda"]
+    given = {"kvtxn": {"policy": "auto", name: value}}
+    assert settings(given, 8, "cpu") is not None
+    assert settings({"kvtxn": {"policy": "auto", name: "auto"}}, 8, "cuda") is not None
+    with pytest.raises(ConfigError, match=f"{name} has no effect on device cuda: .*; leave {name}"):
+        settings(given, 8, "cuda")
+
+
+def test_on_error_is_known_even_if_the_rest_is_wrong():
+    assert wants({"kvtxn": {"policy": "undoo", "on_error": "raise"}}, "on_error", "raise")
+    assert wants({"kvtxn": {"policy": "undoo", "required": True}}, "required", True)
+    for given in ({"kvtxn": {"policy": "undoo"}}, {"kvtxn": "undo"}, None):
+        assert not wants(given, "on_error", "raise")
+        assert not wants(given, "required", True)

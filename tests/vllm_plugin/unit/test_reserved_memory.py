@@ -1,0 +1,104 @@
+"""Default size of a window on a GPU, and the memory that is reserved for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Made
+from typing import NamedTuple
+
+import pytest
+import torch
+from kernels_here import importing_kernels
+
+pytest.importorskip("vllm")
+
+from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+
+with importing_kernels():
+    from kvtxn.integrations.vllm_plugin.gpu.runner import hold_room
+    from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+
+from kvtxn import TxnConfig
+
+
+@pytest.mark.parametrize(
+    ("requests", "drafts", "captured", "rows"),
+    [
+        (64, 4, 512, 320),  # what all requests may have
+        (1024, 4, 512, 960),  # buffers at most twice the largest graph's rows, tables included
+        (1024, 4, 0, 5120),  # no graphs: nothing to compare with
+        (8, 0, 512, 8),
+    ],
+)
+def test_rows_of_a_window(requests, drafts, captured, rows):
+    """All requests' rows, within reason."""
+    config = Made(
+        speculative_config=Made(num_speculative_tokens=drafts) if drafts else None,
+        scheduler_config=Made(max_num_seqs=requests),
+        compilation_config=Made(max_cudagraph_capture_size=captured),
+    )
+    assert engine_config.window_rows(config) == rows
+
+
+class Spec(NamedTuple):
+    """Stands for the spec of a layer's cache; as in vLLM, alike specs are equal."""
+
+    page_size_bytes: int
+    block_size: int
+
+
+def runner(**settings):
+    """A runner with two layers of 96 bytes a row, and a drafter's."""
+    spec = Spec(16 * 96, 16)
+    return Made(
+        device=torch.device("cpu"),
+        speculator=Made(draft_attn_layer_names={"draft"}),
+        get_kv_cache_spec=lambda: {"a": spec, "b": spec, "draft": spec},
+        kvtxn_config=TxnConfig(policy="undo", max_rows=10, **settings),
+        kvtxn_rank=0,
+        kvtxn_room=None,
+    )
+
+
+def test_room_is_the_target_layers_rows():
+    """A row is a slot's share of a page; the drafter's layers have no windows."""
+    made = runner()
+    hold_room(made)
+    assert made.kvtxn_room.nbytes == 10 * 2 * 96
+
+
+@pytest.mark.parametrize(("mixed", "requests"), [("PIECEWISE", 12), ("FULL", 30)])
+def test_room_for_tables_where_rows_may_wait(monkeypatch, mixed, requests):
+    """Four bytes for each token of context of each request of the largest graph, in each group."""
+    monkeypatch.setattr(
+        engine_config, "config_facts", lambda config: EngineFacts(device="cuda", runner="v2")
+    )
+    made = runner()
+    spec, other = Spec(16 * 96, 16), Spec(0, 1)
+    layers = {"a": spec, "b": spec, "c": spec, "d": other}  # in groups of one: three and one
+    made.get_kv_cache_spec = lambda: layers
+    layer = Made(impl=Made(vllm_flash_attn_version=3, kvtxn=None))
+    compilation = Made(
+        max_cudagraph_capture_size=60,
+        cudagraph_mode=Made(mixed_mode=lambda: Made(name=mixed)),
+        static_forward_context=dict.fromkeys(layers, layer),
+    )
+    made.vllm_config, made.compilation_config = Made(compilation_config=compilation), compilation
+    made.decode_query_len, made.max_num_reqs, made.max_model_len = 5, 30, 100
+    made.kvtxn_config = TxnConfig(policy="auto", max_rows=10)
+    hold_room(made)
+    assert made.kvtxn_room.nbytes == 10 * 3 * 96 + 4 * requests * 100 * 4
+    layer.impl.vllm_flash_attn_version = 2
+    hold_room(made)
+    assert made.kvtxn_room.nbytes == 10 * 3 * 96
+
+
+def test_room_that_cannot_be_had():
+    """The engine starts all the same, unless errors were asked for."""
+    made = runner()
+    del made.get_kv_cache_spec
+    hold_room(made)
+    assert made.kvtxn_room is None
+    made = runner(on_error="raise")
+    del made.get_kv_cache_spec
+    with pytest.raises(AttributeError):
+        hold_room(made)
