@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import scenarios
 from engine_child import counters
 from failing_stage import STAGES
 from gpu_jobs import STOCK
 from gpu_models import DEMO, write
 from gpu_ties import CANDIDATES
-from scenarios import SCENARIOS, Engine, Tokens
+from scenarios import Engine, Tokens
 
 #: Calls of a stage that go well before it fails; outside of graphs alone the attention is called.
 BEFORE_FAULT = {"attend": 2}
@@ -34,7 +35,7 @@ def novels(engine: Engine) -> Tokens:
     return engine.run([tokenizer(text)["input_ids"] for text in texts], 64)
 
 
-SCENARIOS |= {"novels": novels}
+SCENARIOS = scenarios.SCENARIOS | {"novels": novels}
 
 
 def build(job: dict[str, Any], folder: Path) -> Any:

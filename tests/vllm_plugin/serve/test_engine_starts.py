@@ -14,7 +14,7 @@ pytestmark = [
 SAYS = {
     "misspelled": ("ConfigError", "there is no setting 'polcy'; expected one of policy, backend, "),
     "bad value": ("ConfigError", "policy is not valid; expected one of 'auto', 'deferred', "),
-    "wrong type": ("ConfigError", "max_rows is not valid; expected a positive int, got '64'"),
+    "wrong type": ("ConfigError", "max_rows is not valid; expected a positive int of at most "),
     "no such backend": ("BackendUnavailableError", "no backend is registered as 'abacus'"),
 }
 
