@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test interpreted lint versions core faults known bench clean
+.PHONY: demo test interpreted lint versions core adopt faults known bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
@@ -36,6 +36,11 @@ versions:
 
 core: $(READY)
 	$(BIN)/pytest tests/vllm_plugin -k "test_equals_stock and llama- and (one or eight)"
+
+# Record another release's hook points, and list it as checked if the core of the grid passes there:
+# `make adopt VLLM=0.31.0 VENV=.venv-0.31.0`; CONTRIBUTING.md has every step.
+adopt: $(READY)
+	$(BIN)/python -m kvtxn.integrations.vllm_plugin.policy.record_release --checked cpu
 
 # Faults that releases of vLLM were shipped with, found by `kvtxn audit`: integrations/FAULTS.md.
 faults:

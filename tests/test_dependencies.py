@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from building import ROOT, sources
+from kvtxn.integrations.vllm_plugin.policy.supported import RELEASES
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -68,8 +69,18 @@ def test_what_is_declared_is_imported(extra):
     assert own <= {name for path in files for name in imported(path)}
 
 
-def test_vllm_has_no_upper_bound():
-    """kvtxn does not hold anybody back to an older vLLM."""
-    optional = PROJECT["optional-dependencies"]["vllm"]
-    (found,) = (r for r in map(Requirement, optional) if r.name == "vllm")
-    assert {bound.operator for bound in found.specifier} == {">=", "!="}
+@pytest.mark.parametrize("extra", ["", "vllm"])
+def test_no_release_of_anything_is_too_new(extra):
+    """`pip install kvtxn[vllm]` holds nobody back to an older vLLM, nor anything vLLM brings."""
+    texts = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    found = {r.name: {bound.operator for bound in r.specifier} for r in map(Requirement, texts)}
+    assert ("vllm" in found) == (extra == "vllm")
+    assert set().union(*found.values()) == {">="}
+
+
+def test_every_release_since_the_oldest_checked_one_is_let_in():
+    """One that was not checked too: it runs stock, or with ``unchecked`` after a self-test."""
+    texts = PROJECT["optional-dependencies"]["vllm"]
+    (bounds,) = (r.specifier for r in map(Requirement, texts) if r.name == "vllm")
+    assert str(bounds) == f">={RELEASES[0]}"
+    assert all(bounds.contains(version) for version in (*RELEASES, "0.30.0", "0.33.0", "1.0"))

@@ -54,6 +54,12 @@ def test_wheel_holds_the_page_of_an_audit(wheel):
     assert expected <= set(wheel.namelist())
 
 
+def test_wheel_holds_the_list_of_releases(wheel):
+    """Without it the plug-in knows no release of vLLM."""
+    name = "integrations/vllm_plugin/policy/releases.json"
+    assert wheel.read(f"kvtxn/{name}") == (ROOT / name).read_bytes()
+
+
 def test_wheel_holds_no_documents_or_results(wheel):
     """They are for those who have the repository, or a source distribution."""
     assert not any("results" in name or name.endswith(".md") for name in wheel.namelist())
@@ -67,6 +73,7 @@ def test_the_source_distribution_is_whole(tmp_path):
     expected = {path.relative_to(ROOT).as_posix() for path in sources()}
     expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     expected |= {"integrations/demo/model/model.safetensors", "integrations/demo/prompts.json"}
+    expected |= {"integrations/vllm_plugin/policy/releases.json"}
     expected |= {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "integrations" / "audit_command" / "assets").iterdir()

@@ -25,7 +25,8 @@ from . import Foreign
 METHODS: Final = {"get_kv_cache_spec": ()}
 
 #: vLLM's function, in its module of the operator; by its parameters it is recognised.
-_CORE: Final = "_cpu_gdn_attention_nonspec"
+CORE: Final = "_cpu_gdn_attention_nonspec"
+CORE_MODULE: Final = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 _PARAMETERS: Final = ("layer", "attn_metadata_i", "mixed_qkv", "b", "a", "core_attn_out")
 
 
@@ -272,11 +273,11 @@ def core_differs() -> str | None:
 
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
 
-    own = getattr(module, _CORE, None)
+    own = getattr(module, CORE, None)
     if own is None:
-        return f"{module.__name__}.{_CORE} is not there"
+        return f"{module.__name__}.{CORE} is not there"
     found = tuple(signature(own).parameters)
-    return None if found == _PARAMETERS else f"{_CORE} takes {found}, not {_PARAMETERS}"
+    return None if found == _PARAMETERS else f"{CORE} takes {found}, not {_PARAMETERS}"
 
 
 def hook_core() -> Callable[[], None]:
@@ -290,15 +291,15 @@ def hook_core() -> Callable[[], None]:
     """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
 
-    present: Any = getattr(module, _CORE)
+    present: Any = getattr(module, CORE)
     core = present if hasattr(present, "kvtxn_users") else _with_hook(present)
-    setattr(module, _CORE, core)
+    setattr(module, CORE, core)
     core.kvtxn_users += 1
 
     def undo() -> None:
         core.kvtxn_users -= 1
-        if not core.kvtxn_users and getattr(module, _CORE) is core:
-            setattr(module, _CORE, core.__wrapped__)
+        if not core.kvtxn_users and getattr(module, CORE) is core:
+            setattr(module, CORE, core.__wrapped__)
 
     return undo
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ....errors import KVTxnError
@@ -14,6 +16,18 @@ def version() -> str:
     import vllm
 
     return str(vllm.__version__).partition("+")[0]
+
+
+def source_folder() -> Path:
+    """Return the folder that has the installed package ``vllm`` in it; nothing is imported.
+
+    Raises:
+        KVTxnError: there is no such package.
+    """
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        raise KVTxnError("vllm", "the package is not installed", hint="pip install vllm")
+    return Path(found.origin).parent.parent
 
 
 def device_type() -> str:

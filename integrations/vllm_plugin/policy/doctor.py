@@ -14,6 +14,7 @@ from ..settings import settings
 from . import supported
 from .engine import EngineFacts
 from .matrix import matrix
+from .moved import compare, is_checked
 from .rules import check_states, decide
 
 #: Printed with every decision about an engine that does not run yet.
@@ -57,6 +58,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
     decisions = {asked: decide(asked, facts) for asked in POLICIES}
     return {
         "version": f"{facts.version} (supported: {', '.join(supported.RELEASES)})",
+        **_moved(facts),
         "engine": {
             "device": facts.device,
             "runner": facts.runner,
@@ -70,4 +72,16 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         ],
         **({"spare blocks": SPARE_BLOCKS} if facts.device == "cuda" else {}),
         "matrix": [str(row) for row in matrix(facts)],
+    }
+
+
+def _moved(facts: EngineFacts) -> dict[str, Any]:
+    """Compare the hook points of a release that was not checked; empty for one that was."""
+    if is_checked(facts.version, facts.device):
+        return {}
+    found = compare(facts.version, facts.device)
+    return {
+        "compared with": f"{found.version}, the nearest release that was checked: "
+        f"{len(found.moves)} of {found.compared} hook points moved",
+        "moved": [str(move) for move in found.moves],
     }

@@ -1,7 +1,7 @@
-"""Everything about vLLM that kvtxn was checked with; a new vLLM release edits this file alone.
+"""Everything about vLLM that kvtxn was checked with.
 
-Releases, model runners, attention backends, cache formats and KV connectors. ``policy.rules``
-turns an engine outside of these lists away, and names the list in its reason.
+Releases (``releases.json``), model runners, attention backends, cache formats and KV connectors.
+``policy.rules`` turns an engine outside of these lists away, and names the list in its reason.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-#: Releases whose internals were checked, one by one, oldest first. In 0.30.0 speculation does not
-#: run on the CPU, with or without kvtxn; 0.33.0 had no CPU build, so nothing could be checked.
-RELEASES: Final = ("0.28.0", "0.29.0", "0.31.0", "0.32.0")
+from . import releases
+
+_RELEASES: Final = releases.load()
+
+#: Releases whose internals were checked, one by one, oldest first: the list is ``releases.json``.
+RELEASES: Final = releases.checked_for("cpu", _RELEASES)
 
 #: Releases whose GPU side was checked as well.
-GPU_RELEASES: Final = ("0.32.0",)
+GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
 
 #: Releases whose CPU operators of recurrent layers were checked.
-STATE_RELEASES: Final = ("0.32.0",)
+STATE_RELEASES: Final = releases.checked_for("states", _RELEASES)
 
 #: Model runners that can be hooked, per device; the one that vLLM chooses by itself comes last.
 RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v1", "v2")}

@@ -163,7 +163,7 @@ def test_the_operator_is_vllms_own_again():
 
 def gdn_core() -> str:
     """The name of vLLM's function."""
-    return gated_delta._CORE
+    return gated_delta.CORE
 
 
 @real_vllm

@@ -1,0 +1,135 @@
+"""Every part of vLLM that kvtxn replaces, calls, or reads; named once, for those who record them.
+
+The methods that mixins override are listed where the mixins' hooks check them; here they get the
+names of their classes. ``policy.releases`` keeps, for each release, their parameters and a hash of
+their source; ``tests/vllm_plugin/unit/test_hook_points.py`` finds whatever is missing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from . import audited, batches, gated_delta, layers, scheduling
+
+#: Where a hook point matters: on any device, on a CPU, on a GPU, or for recurrent states.
+PLACES: Final = ("all", "cpu", "gpu", "states")
+
+_SCHED: Final = "vllm.v1.core.sched"
+_KV: Final = "vllm.v1.kv_cache_interface"
+_V1: Final = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+_V1_CPU: Final = "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
+_V2: Final = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+_FLASH: Final = "vllm.v1.attention.backends.flash_attn"
+_LAYERS: Final = "vllm.model_executor.layers"
+_MLA: Final = "vllm.v1.attention.backends.mla"
+_CONNECTORS: Final = "vllm.distributed.kv_transfer"
+
+#: Methods of the runners that are not replaced, but say in which order the replaced ones run.
+_STEP: Final = ("execute_model", "sample_tokens")
+
+
+def _of(owner: str, methods: Iterable[str]) -> tuple[str, ...]:
+    """Return the dotted names of a class's methods."""
+    return tuple(f"{owner}.{method}" for method in dict.fromkeys(methods))
+
+
+#: Dotted names by place; of a class the fields count, of a function parameters and source.
+HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "all": (
+        "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device",
+        "vllm.v1.engine.llm_engine.LLMEngine.__init__",
+        "vllm.v1.engine.async_llm.AsyncLLM.__init__",
+        "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config",
+        "vllm.v1.engine.core_client.AsyncMPClient._call_utility_async",
+        "vllm.v1.engine.core_client.InprocClient.shutdown",
+        "vllm.v1.engine.core_client.MPClient.shutdown",
+        "vllm.engine.arg_utils.EngineArgs.create_engine_config",
+        "vllm.engine.arg_utils.AsyncEngineArgs",
+        "vllm.engine.protocol.StreamingInput",
+        "vllm.sampling_params.RequestOutputKind",
+        "vllm.forward_context.get_forward_context",
+        "vllm.forward_context.ForwardContext",
+        "vllm.distributed.parallel_state.get_tp_group",
+        f"{_CONNECTORS}.kv_transfer_state.get_kv_transfer_group",
+        f"{_CONNECTORS}.kv_transfer_state.has_kv_transfer_group",
+        f"{_LAYERS}.attention.attention.Attention.__init__",
+        f"{_LAYERS}.attention.mla_attention.MLAAttention.__init__",
+        "vllm.v1.attention.backend.AttentionType",
+        f"{_SCHED}.output.SchedulerOutput",
+        f"{_SCHED}.output.NewRequestData",
+        f"{_SCHED}.output.CachedRequestData",
+        f"{_KV}.KVCacheConfig",
+        f"{_KV}.KVCacheGroupSpec",
+        f"{_KV}.AttentionSpec",
+        "vllm.v1.outputs.ModelRunnerOutput",
+        "vllm.v1.outputs.SamplerOutput",
+        "vllm.v1.spec_decode.metadata.SpecDecodeMetadata",
+    ),
+    "cpu": (
+        *_of(_V1_CPU, (*batches.V1_METHODS, *audited.AUDITED_METHODS, *_STEP)),
+        "vllm.v1.worker.cpu_worker.CPUWorker.compile_or_warm_up_model",
+        *_of(
+            "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl", layers.ATTENTION_METHODS
+        ),
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadata",
+        *_of(f"{_MLA}.cpu_mla.CPUMLAImpl", layers.LATENT_METHODS),
+        *_of(f"{_MLA}.amx_mla.AMXMLAImpl", layers.LATENT_METHODS),
+        f"{_LAYERS}.attention.mla_attention.MLACommonMetadata",
+        # The audit watches engines on a CPU only.
+        *_of(f"{_SCHED}.scheduler.Scheduler", ("__init__", *scheduling.SCHEDULER_METHODS)),
+        "vllm.v1.outputs.KVConnectorOutput",
+        f"{_CONNECTORS}.kv_connector.v1.offloading.config.get_offloading_group_ids",
+        *_of(
+            f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1",
+            (
+                *("bind_connector_metadata", "wait_for_save"),
+                *("handle_preemptions", "get_finished"),
+            ),
+        ),
+        f"{_KV}.SlidingWindowSpec",
+        f"{_KV}.ChunkedLocalAttentionSpec",
+        f"{_KV}.EncoderOnlyAttentionSpec",
+        f"{_KV}.CrossAttentionSpec",
+        "vllm.v1.kv_offload.base.OffloadingWorker",
+        "vllm.v1.kv_offload.base.TransferResult",
+        "vllm.v1.kv_offload.cpu.spec.CPUOffloadingSpec.get_worker",
+    ),
+    "gpu": (
+        *_of(_V1, (*batches.V1_GPU_METHODS, "get_kv_cache_spec", *_STEP)),
+        *_of(_V2, (*batches.V2_METHODS, "get_kv_cache_spec", *_STEP)),
+        "vllm.v1.worker.gpu_worker.Worker.compile_or_warm_up_model",
+        "vllm.v1.worker.gpu.input_batch.InputBatch",
+        *_of(
+            f"{_FLASH}.FlashAttentionMetadataBuilder",
+            (
+                *("build", "build_for_cudagraph_capture", "update_block_table"),
+                "_get_scheduler_metadata",
+            ),
+        ),
+        *_of(f"{_FLASH}.FlashAttentionImpl", ("__init__", *layers.ATTENTION_METHODS)),
+        *_of(f"{_FLASH}.FlashAttentionBackend", ("get_impl_cls", "get_builder_cls")),
+        f"{_FLASH}.FlashAttentionMetadata",
+        f"{_FLASH}.canonicalize_singleton_dim_strides",
+        f"{_FLASH}.get_flash_attn_version",
+        "vllm._custom_ops.reshape_and_cache_flash",
+        "vllm.vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func",
+        "vllm.v1.attention.backends.registry.AttentionBackendEnum.get_path",
+        "vllm.v1.attention.backends.registry.register_backend",
+    ),
+    "states": (
+        *_of(_V1_CPU, gated_delta.METHODS),
+        f"{gated_delta.CORE_MODULE}.{gated_delta.CORE}",
+        f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.rearrange_mixed_qkv",
+        f"{_LAYERS}.mamba.mamba_utils.is_conv_state_dim_first",
+        "vllm._custom_ops.fused_sigmoid_gating_delta_rule_update_cpu",
+        "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata",
+        f"{_KV}.MambaSpec",
+    ),
+}
+
+
+def places_of(device: str) -> tuple[str, ...]:
+    """Return the places that concern a device; both devices' for a device that is neither."""
+    own = {"cpu": ("cpu", "states"), "cuda": ("gpu",)}.get(device, PLACES[1:])
+    return ("all", *own)

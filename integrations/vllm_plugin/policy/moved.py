@@ -1,0 +1,56 @@
+"""Hook points of the vLLM that is installed, compared with the nearest release that was checked."""
+
+from __future__ import annotations
+
+import attrs
+
+from ..internals import workers
+from ..internals.hook_points import HOOK_POINTS, places_of
+from . import releases, supported
+from .releases import Move
+from .sources import Sources
+
+
+@attrs.frozen
+class Comparison:
+    """The outcome.
+
+    Attributes:
+        version: the checked release.
+        compared: number of hook points that were compared.
+        moves: those that are not the same.
+    """
+
+    version: str
+    compared: int
+    moves: tuple[Move, ...]
+
+    @property
+    def gone(self) -> str | None:
+        """Name the first hook point that is gone; None without any."""
+        return next((move.name for move in self.moves if move.kind == "gone"), None)
+
+
+def is_checked(version: str, device: str) -> bool:
+    """Tell whether a release was checked on a device."""
+    known = supported.GPU_RELEASES if device == "cuda" else supported.RELEASES
+    return version in known
+
+
+def compare(version: str, device: str) -> Comparison:
+    """Compare the installed vLLM with the nearest release that was checked on a device.
+
+    Args:
+        version: the number of the installed release.
+        device: type of the device, such as ``"cuda"``; it says which hook points matter.
+
+    Raises:
+        KVTxnError: vLLM is not installed.
+    """
+    check = "gpu" if device == "cuda" else "cpu"
+    before = releases.nearest(version, check, releases.load())
+    names = [name for place in places_of(device) for name in HOOK_POINTS[place]]
+    known = [name for name in names if name in before.hooks]
+    now = releases.read_hooks(Sources(workers.source_folder()), known)
+    found = releases.moves(before.hooks, now, known)
+    return Comparison(before.version, len(known), tuple(found))

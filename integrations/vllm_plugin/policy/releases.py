@@ -1,0 +1,141 @@
+"""``releases.json``: the releases of vLLM that were checked, and the hook points of each.
+
+Each line of the file is a hook point as its release has it, see ``internals.hook_points``. The
+program ``policy.record_release`` writes the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+from .sources import Found, Sources
+
+#: The things that can be checked with a release: windows over rows on a CPU, on a GPU, and windows
+#: over recurrent states on a CPU.
+CHECKS: Final = ("cpu", "gpu", "states")
+FILE: Final = Path(__file__).with_name("releases.json")
+
+
+@attrs.frozen
+class Release:
+    """A release of vLLM.
+
+    Attributes:
+        version: its number.
+        checked: which of ``CHECKS`` were made; empty for one that was recorded and nothing more.
+        hooks: its hook points by dotted name; those that it lacks are left out.
+    """
+
+    version: str
+    checked: tuple[str, ...]
+    hooks: Mapping[str, Found]
+
+
+@attrs.frozen
+class Move:
+    """A hook point that is not as a checked release has it.
+
+    Attributes:
+        name: its dotted name.
+        kind: "gone", "parameters changed", or "source changed".
+        was: parameters or fields in the checked release.
+        now: parameters or fields in the other release; empty if it is gone.
+    """
+
+    name: str
+    kind: str
+    was: tuple[str, ...]
+    now: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Say what moved; of parameters or fields, those that came and went."""
+        added = [f"+{each}" for each in self.now if each not in self.was]
+        left = [f"-{each}" for each in self.was if each not in self.now]
+        changes = " ".join(left + added) or "in another order"
+        return f"{self.kind}: {self.name}" + (
+            f" ({changes})" if self.kind == "parameters changed" else ""
+        )
+
+
+def load(file: Path = FILE) -> tuple[Release, ...]:
+    """Read the list of releases, oldest first."""
+    return tuple(
+        Release(
+            each["version"],
+            tuple(each["checked"]),
+            {
+                name: Found(tuple(hook["takes"]), hook["source"])
+                for name, hook in each["hooks"].items()
+            },
+        )
+        for each in json.loads(file.read_text("utf-8"))["releases"]
+    )
+
+
+def save(releases: Iterable[Release], file: Path = FILE) -> None:
+    """Write the list of releases, oldest first, one hook point a line."""
+    ordered = sorted(releases, key=lambda release: number(release.version))
+    file.write_text('{"releases": [\n' + ",\n".join(map(_text, ordered)) + "\n]}\n", "utf-8")
+
+
+def _text(release: Release) -> str:
+    hooks = [
+        f"  {json.dumps(name)}: {json.dumps({'takes': found.takes, 'source': found.source})}"
+        for name, found in release.hooks.items()
+    ]
+    checked = json.dumps(release.checked)
+    head = f'{{"version": {json.dumps(release.version)}, "checked": {checked}, "hooks": {{'
+    return head + "\n" + ",\n".join(hooks) + "\n}}"
+
+
+def number(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, by which releases are ordered."""
+    parts = version.partition("+")[0].split(".")
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+
+
+def checked_for(check: str, releases: Iterable[Release]) -> tuple[str, ...]:
+    """Return the versions that were checked for something, oldest first; see ``CHECKS``."""
+    return tuple(release.version for release in releases if check in release.checked)
+
+
+def nearest(version: str, check: str, releases: Sequence[Release]) -> Release:
+    """Return the newest checked release that is not newer than a version, else the oldest one."""
+    known = [release for release in releases if check in release.checked]
+    older = [release for release in known if number(release.version) <= number(version)]
+    return older[-1] if older else known[0]
+
+
+def read_hooks(sources: Sources, names: Iterable[str]) -> dict[str, Found]:
+    """Read hook points from a release's source files; those that it lacks are left out."""
+    found = {name: sources.find(name) for name in names}
+    return {name: hook for name, hook in found.items() if hook is not None}
+
+
+def moves(
+    before: Mapping[str, Found], now: Mapping[str, Found], names: Iterable[str]
+) -> list[Move]:
+    """Compare hook points of two releases.
+
+    Args:
+        before: the hook points of a checked release.
+        now: those of the other one.
+        names: the hook points to compare; those that the checked release lacks are left out.
+    """
+    found = []
+    for name in names:
+        was, new = before.get(name), now.get(name)
+        if was is None or was == new:
+            continue
+        if new is None:
+            found.append(Move(name, "gone", was.takes))
+        elif was.takes != new.takes:
+            found.append(Move(name, "parameters changed", was.takes, new.takes))
+        else:
+            found.append(Move(name, "source changed", was.takes, new.takes))
+    return found

@@ -1,0 +1,111 @@
+"""The list of hook points names whatever of vLLM's the plug-in replaces, calls or imports."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+
+import pytest
+from building import ROOT
+from kvtxn.integrations.vllm_plugin.internals import workers
+from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
+from kvtxn.integrations.vllm_plugin.policy import moved, releases, supported
+from kvtxn.integrations.vllm_plugin.policy.sources import Sources
+
+PLUGIN = ROOT / "integrations" / "vllm_plugin"
+FILES = sorted(PLUGIN.rglob("*.py"))
+NAMES = [name for place in PLACES for name in HOOK_POINTS[place]]
+WORDS = {word for name in NAMES for word in name.split(".")}
+#: vLLM's public interface, and its switches by name, each asked for with a default.
+PUBLIC = {"vllm", "TokensPrompt", "current_platform", "envs"}
+
+
+def overridden(source):
+    """Names of methods that run the method of the same name of a class above them."""
+    found = set()
+    for method in ast.walk(ast.parse(source)):
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("kvtxn"):
+            for node in ast.walk(method):
+                if isinstance(node, ast.Attribute) and node.attr == method.name:
+                    value = node.value
+                    if isinstance(value, ast.Call) and ast.unparse(value.func) == "super":
+                        found.add(method.name)
+    return found
+
+
+def assigned(source):
+    """Names of classes' attributes that are replaced: ``Owner.name = function``."""
+    return {
+        f"{target.value.id}.{target.attr}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)
+        if target.value.id[0].isupper()
+    }
+
+
+def imported(source):
+    """What a file imports from vLLM, by its own name there."""
+    return {
+        alias.name.rpartition(".")[2]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "vllm"
+    }
+
+
+def test_a_planted_hook_is_found():
+    source = "class A:\n def step(self, x):\n  return super().step(x)\n def own(self): pass"
+    assert overridden(source) == {"step"}
+    assert assigned("Wrapper.init = hooked\nself.mine = 1") == {"Wrapper.init"}
+    assert imported("def f():\n from vllm.a import b as c, d\n import vllm.e") == {"b", "d", "e"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PLUGIN).as_posix())
+def test_what_a_file_hooks_or_imports_is_a_hook_point(path):
+    source = path.read_text()
+    methods = {name.rpartition(".")[2] for name in NAMES}
+    assert overridden(source) <= methods
+    assert {name.partition(".")[2] for name in assigned(source)} <= methods
+    assert imported(source) <= WORDS | PUBLIC
+
+
+def test_the_hooks_of_each_kind_are_seen():
+    """The rules above would hold of files in which they find nothing."""
+    everything = [path.read_text() for path in FILES]
+    assert len(set().union(*map(overridden, everything))) > 15
+    assert len(set().union(*map(imported, everything))) > 25
+    assert "Wrapper.init_device" in set().union(*map(assigned, everything))
+
+
+def test_places_are_those_of_a_device():
+    assert places_of("cpu") == ("all", "cpu", "states")
+    assert places_of("cuda") == ("all", "gpu")
+    assert set(places_of("xpu")) == set(PLACES)
+    assert len(NAMES) == len(set(NAMES))
+
+
+@pytest.mark.parametrize("release", releases.load(), ids=lambda release: release.version)
+def test_a_release_is_recorded_with_the_hooks_that_it_needs(release):
+    """A new hook has to be recorded for every release: CONTRIBUTING.md says how."""
+    lacks = set(NAMES) - set(release.hooks)
+    known = {
+        "vllm.v1.attention.backends.mla.amx_mla.AMXMLAImpl.do_kv_cache_update",  # since 0.29
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config.get_offloading_group_ids",
+    }
+    assert lacks <= known
+    assert set(release.hooks) <= set(NAMES)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_installed_release_is_as_it_was_recorded():
+    version = Sources(workers.source_folder()).version
+    if version not in supported.RELEASES:
+        pytest.skip(f"vLLM {version} was not checked")
+    for device in ("cpu", "cuda"):
+        if moved.is_checked(version, device):
+            found = moved.compare(version, device)
+            assert (found.version, found.moves) == (version, ())
+            assert found.compared > 40

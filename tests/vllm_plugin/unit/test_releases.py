@@ -1,0 +1,234 @@
+"""The list of releases, and moved hook points, over source files that stand for vLLM's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from kvtxn.integrations.vllm_plugin.internals import config as engine_config
+from kvtxn.integrations.vllm_plugin.internals import workers
+from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
+from kvtxn.integrations.vllm_plugin.policy import doctor as report
+from kvtxn.integrations.vllm_plugin.policy import moved, record_release, releases, supported
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.releases import Release
+from kvtxn.integrations.vllm_plugin.policy.sources import Sources
+
+from kvtxn import doctor
+
+RUNNER = '''
+"""A runner."""
+from .base import Base as Parent, helper
+from . import outer
+
+class Runner(Parent):
+    """It runs."""
+
+    def step(self, rows, *, last=False):
+        """Take a step."""
+        return rows + 1  # and no more
+
+class Output:
+    names: list[str]
+    rows: int = 0
+'''
+BASE = """
+class Base:
+    async def below(self, first, /, second, *rest, **others):
+        return second
+
+if True:
+    def helper(value):
+        return value
+"""
+
+
+def package(folder, **files):
+    """A folder with source files of a package ``vllm``; returns its sources."""
+    texts = {"__init__": "", "_version": "__version__ = version = '0.99.0+cpu'", "base": BASE,
+             "outer": "from vllm.base import helper", "runner": RUNNER}  # fmt: skip
+    (folder / "vllm").mkdir(parents=True, exist_ok=True)
+    for name, text in (texts | files).items():
+        (folder / "vllm" / f"{name}.py").write_text(text)
+    return Sources(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"),
+    [
+        ("vllm.runner.Runner.step", ("rows", "last")),
+        ("vllm.runner.Runner.below", ("first", "second", "rest", "others")),
+        ("vllm.runner.helper", ("value",)),
+        ("vllm.outer.helper", ("value",)),
+        ("vllm.runner.Output", ("names", "rows")),
+        ("vllm.runner.Runner.nothing", None),
+        ("vllm.runner.Nobody", None),
+        ("vllm.nowhere.Runner", None),
+        ("vllm.runner.Runner.step.deeper", None),
+    ],
+)
+def test_definitions_are_found_through_imports_and_base_classes(tmp_path, name, takes):
+    found = package(tmp_path).find(name)
+    assert (None if found is None else found.takes) == takes
+
+
+def test_the_version_is_read_without_its_suffix(tmp_path):
+    assert package(tmp_path).version == "0.99.0"
+    assert package(tmp_path / "other", _version="").version == ""
+
+
+STEP = "vllm.runner.Runner.step"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("  # and no more", "  # or\n        # more", None),
+        ("Take a step.", "Take any step.", None),
+        ("(self, rows, *, last=False)", "(\n        self, rows, *, last = False\n    )", None),
+        ("rows + 1", "rows + 2", "source changed: vllm.runner.Runner.step"),
+        ("last=False", "last=True", "source changed: vllm.runner.Runner.step"),
+        ("rows, *,", "rows, *, more,",
+         "parameters changed: vllm.runner.Runner.step (+more)"),
+        ("rows, *, last=False", "last, rows",
+         "parameters changed: vllm.runner.Runner.step (in another order)"),
+        ("def step", "def leap", "gone: vllm.runner.Runner.step"),
+    ],
+)  # fmt: skip
+def test_a_moved_hook_is_told_from_one_that_looks_different(tmp_path, old, new, says):
+    before = releases.read_hooks(package(tmp_path / "a"), [STEP])
+    assert old in RUNNER
+    after = package(tmp_path / "b", runner=RUNNER.replace(old, new))
+    found = releases.moves(before, releases.read_hooks(after, [STEP]), [STEP])
+    assert [str(move) for move in found] == ([] if says is None else [says])
+
+
+def test_a_hook_that_the_checked_release_lacks_did_not_move():
+    assert releases.moves({}, {}, [STEP]) == []
+
+
+def test_the_list_survives_being_written(tmp_path):
+    releases.save(reversed(releases.load()), tmp_path / "list.json")
+    assert (tmp_path / "list.json").read_bytes() == releases.FILE.read_bytes()
+
+
+def test_the_nearest_release_is_a_checked_one():
+    listed = [Release("0.9.0", ("cpu",), {}), Release("0.10.0", ("cpu", "gpu"), {}),
+              Release("0.12.0", (), {})]  # fmt: skip
+    assert releases.nearest("0.13.0", "cpu", listed).version == "0.10.0"
+    assert releases.nearest("0.9.5", "cpu", listed).version == "0.9.0"
+    assert releases.nearest("0.9.5", "gpu", listed).version == "0.10.0"
+    assert releases.checked_for("gpu", listed) == ("0.10.0",)
+
+
+def test_what_was_checked_of_the_listed_releases():
+    """One that was recorded and nothing more is no supported one."""
+    assert {"0.28.0", "0.29.0", "0.31.0", "0.32.0"} <= set(supported.RELEASES)
+    assert supported.GPU_RELEASES == supported.STATE_RELEASES == ("0.32.0",)
+    assert set(supported.GPU_RELEASES) <= set(supported.RELEASES)
+    assert "0.33.0" in {release.version for release in releases.load()}
+    assert "0.33.0" not in supported.RELEASES
+
+
+def test_what_moved_from_0_32_to_0_33():
+    """Recorded from the source of both, so it can be said on any machine."""
+    known = {release.version: release.hooks for release in releases.load()}
+    names = [name for place in HOOK_POINTS.values() for name in place]
+    said = [str(move) for move in releases.moves(known["0.32.0"], known["0.33.0"], names)]
+    runner = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+    assert f"parameters changed: {runner}.postprocess_sampled (+draft_tokens)" in said
+    assert f"source changed: {runner}.prepare_attn" in said
+    latent = "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl.do_kv_cache_update"
+    assert f"parameters changed: {latent} (+skip_scale)" in said
+    assert not any(line.startswith("gone") for line in said)
+
+
+@pytest.fixture
+def unlisted(tmp_path, monkeypatch):
+    """An installed release that nobody knows, of which most hook points are gone."""
+    package(tmp_path)
+    monkeypatch.setattr(workers, "version", lambda: "0.99.0")
+    monkeypatch.setattr(workers, "source_folder", lambda: tmp_path)
+    facts = EngineFacts(version="0.99.0")
+    monkeypatch.setattr(engine_config, "plain_facts", lambda: facts)
+
+
+def test_the_doctor_says_what_moved(unlisted, monkeypatch, capsys):
+    entry = SimpleNamespace(name="vllm", load=lambda: report.report)
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [entry])
+    assert doctor.run(SimpleNamespace(engine_args=None, json=False, matrix=False)) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    flat = " ".join(printed.split())
+    assert f"{supported.RELEASES[-1]}, the nearest release that was checked: " in flat
+    assert "vllm moved: gone: vllm.v1.worker.worker_base.WorkerWrapperBase.init_device" in flat
+    doctor.run(SimpleNamespace(engine_args=None, json=True, matrix=False))
+    found = json.loads(capsys.readouterr().out)["vllm"]
+    assert len(found["moved"]) > 60
+    assert all(line.startswith("gone: vllm.") for line in found["moved"])
+
+
+def test_the_doctor_compares_no_checked_release(unlisted, monkeypatch):
+    monkeypatch.setattr(engine_config, "plain_facts", EngineFacts)
+    assert not {"moved", "compared with"} & set(report.report(None))
+
+
+def test_a_release_that_was_not_checked_has_its_gone_points_named(unlisted):
+    found = moved.compare("0.99.0", "cuda")
+    assert found.gone == "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device"
+    assert found.version == "0.32.0"
+
+
+# -- the program ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def listed(tmp_path):
+    file = tmp_path / "list.json"
+    file.write_bytes(releases.FILE.read_bytes())
+    return file
+
+
+def test_a_wheel_is_recorded_without_being_checked(tmp_path, listed, capsys):
+    package(tmp_path, runner="")
+    assert record_release.main(["--source", str(tmp_path), "--list", str(listed)]) == 0
+    new = releases.load(listed)[-1]
+    assert (new.version, new.checked, new.hooks) == ("0.99.0", (), {})
+    assert releases.load(listed)[:-1] == releases.load()
+    said = capsys.readouterr().out
+    assert "vLLM 0.99.0: 0 of " in said
+    assert "gone: vllm.v1.engine.llm_engine.LLMEngine.__init__" in said
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_release_is_listed_if_the_grid_passes(unlisted, listed, monkeypatch, code):
+    ran = []
+
+    def run(command, check):
+        ran.append((command, releases.load(listed)[-1].checked))
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert record_release.main(["--checked", "cpu", "--list", str(listed)]) == code
+    assert ran == [(record_release.CORE, ("cpu",))]  # the grid finds the release in the list
+    assert (releases.load(listed)[-1].version == "0.99.0") == (code == 0)
+
+
+def test_a_release_keeps_what_was_checked_before(tmp_path, listed):
+    package(tmp_path, _version="version = '0.32.0'")
+    assert record_release.main(["--source", str(tmp_path), "--list", str(listed)]) == 0
+    new = next(each for each in releases.load(listed) if each.version == "0.32.0")
+    assert new.checked == ("cpu", "gpu", "states")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--checked", "cpu"], "nothing can be listed as checked"), ([], "says its version")],
+)
+def test_what_cannot_be_recorded_is_refused(tmp_path, listed, capsys, arguments, says):
+    package(tmp_path, _version="")
+    with pytest.raises(SystemExit):
+        record_release.main(["--source", str(tmp_path), "--list", str(listed), *arguments])
+    assert says in capsys.readouterr().err
