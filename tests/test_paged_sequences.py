@@ -164,6 +164,7 @@ def test_max_drafts_can_always_be_taken_back(window, drafts, steps):
         model.forward(min(count, drafts + 1))
         model.crop(min(rejected, drafts, min(count, drafts + 1) - 1))
         model.check()
+    assert model.sequences.seq_length == len(model.tokens)
 
 
 def test_region_slots():

@@ -50,14 +50,15 @@ def books_of(ledger):
     return [t.clone() for t in tensors if isinstance(t, torch.Tensor)]
 
 
-def refuses(ledger, call, message, error=ConfigError):
-    """Make a call that is refused, and compare the books before and after it."""
+def refused(ledger, call, error=ConfigError):
+    """Make a call that is refused; returns the error's text, and what the call has changed."""
     before = books_of(ledger)
-    with pytest.raises(error, match=message) as raised:
+    with pytest.raises(error) as raised:
         call(ledger)
-    assert all(torch.equal(*pair) for pair in zip(before, books_of(ledger), strict=True))
+    pairs = zip(before, books_of(ledger), strict=True)
+    changed = [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
     assert raised.value.hint
-    assert ledger.violations() == []
+    return str(raised.value), [*changed, *ledger.violations()]
 
 
 WRONG_CALLS = {
@@ -111,7 +112,9 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_a_wrong_call_is_refused_and_writes_nothing(ledger, name):
-    refuses(ledger, WRONG_CALLS[name], "expected|not admitted")
+    text, changed = refused(ledger, WRONG_CALLS[name])
+    assert "expected" in text or "not admitted" in text
+    assert changed == []
     assert "q" not in ledger
 
 
@@ -156,8 +159,12 @@ WRONG_STEPS = {
 def test_a_wrong_step_is_refused_and_the_next_one_is_right(ledger, name):
     wrong = Step(**{**GOOD, **WRONG_STEPS[name]})
     for call in (ledger.write, ledger.check):
-        refuses(ledger, lambda _, call=call: call(wrong), "expected")
-    refuses(ledger, lambda led: led.write("no step"), "expected a Step")
+        text, changed = refused(ledger, lambda _, call=call: call(wrong))
+        assert "expected" in text
+        assert changed == []
+    text, changed = refused(ledger, lambda led: led.write("no step"))
+    assert "expected a Step" in text
+    assert changed == []
     ledger.write(Step(**GOOD))
     ledger.check(Step(**GOOD))
     assert ledger.violations() == []
@@ -197,7 +204,9 @@ def test_a_refused_outcome_does_not_lose_the_step(ledger, outcome):
     """The step can still be resolved, so its rejected draft is found when it is read."""
     step = step_of([0], [0, 2], [5], [4, 3], {"a": [25, 26]}, {"a": [[7, 6]]}, drafts=ints([1]))
     ledger.write(step)
-    refuses(ledger, lambda led: led.resolve(*outcome), "expected", AcceptanceError)
+    text, changed = refused(ledger, lambda led: led.resolve(*outcome), AcceptanceError)
+    assert "expected" in text
+    assert changed == []
     ledger.resolve([0], [[2, -1]])
     step = step_of([0], [0, 1], [7], [1], {"a": [27]}, {"a": [[7, 6]]})
     ledger.write(step)
@@ -217,7 +226,9 @@ def test_outcomes_may_be_arrays_and_have_no_columns(ledger):
 
 def test_a_released_request_takes_part_in_no_step(ledger):
     ledger.release("r")
-    refuses(ledger, lambda led: led.write(Step(**GOOD)), "malformed")
+    text, changed = refused(ledger, lambda led: led.write(Step(**GOOD)))
+    assert "malformed" in text
+    assert changed == []
 
 
 def test_a_request_released_before_its_step_ended_leaves_no_draft(ledger):
@@ -244,8 +255,16 @@ def test_blocks_beyond_a_table_are_reported_and_export_nothing(ledger):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
 def test_tokens_may_be_of_any_int(dtype):
     ledger = Ledger(GROUPS, max_requests=4, max_length=64)
-    for tokens in (torch.tensor(PROMPT, dtype=dtype), np.array(PROMPT), tuple(PROMPT), []):
-        ledger.admit("r", tokens)
+
+    def digests(tokens):
+        line = ledger.admit("r", tokens)
+        return ledger.books.own[line, : len(tokens) + 1].tolist()
+
+    expected = digests(PROMPT)
+    assert len(set(expected)) == 6
+    for tokens in (torch.tensor(PROMPT, dtype=dtype), np.array(PROMPT), tuple(PROMPT)):
+        assert digests(tokens) == expected
+    assert digests([]) == expected[:1]
 
 
 def test_tokens_of_a_tensor_stay_the_callers():

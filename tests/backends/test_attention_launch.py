@@ -55,10 +55,10 @@ class Case:
             **settings,
         )
 
-    def check(self, got: torch.Tensor) -> None:
-        """Against the reference."""
+    def far(self, got: torch.Tensor) -> list[float]:
+        """The values that are not near enough to those of the reference."""
         wanted = attend(self.layout, self.ref.planes, self.fresh, self.query, self.args)
-        assert torch.allclose(got, wanted, atol=1e-4), (got - wanted).abs().max()
+        return got[~torch.isclose(got, wanted, atol=1e-4)].tolist()
 
 
 @pytest.fixture
@@ -85,7 +85,8 @@ def test_slices_of_the_cache(monkeypatch, launcher, kernel_device, splits, how):
     """One slice ends in the output; several are combined; some of them see nothing."""
     case = Case(kernel_device, **SETTINGS[how])
     divide(monkeypatch, splits)
-    case.check(launcher.attend(case.layout, case.ref, case.query, case.fresh, case.args))
+    got = launcher.attend(case.layout, case.ref, case.query, case.fresh, case.args)
+    assert case.far(got) == []
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -93,4 +94,5 @@ def test_a_request_with_many_drafts(monkeypatch, launcher, kernel_device, splits
     """Several blocks of rows per request, and requests without any drafts or past."""
     case = Case(kernel_device, drafts=(18, 1, 0), pasts=(40, 9, 0))
     divide(monkeypatch, splits)
-    case.check(launcher.attend(case.layout, case.ref, case.query, case.fresh, case.args))
+    got = launcher.attend(case.layout, case.ref, case.query, case.fresh, case.args)
+    assert case.far(got) == []

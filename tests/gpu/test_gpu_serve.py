@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from gpu_jobs import missing
+from gpu_judge import beyond
 from gpu_serve import SERVERS, gpus, serve
 
 
-def judge(found):
-    """One server's page, once it had caught up."""
-    assert 0 < found["accepted"] < found["drafted"]
-    assert found["staged"] == found["drafted"]
-    assert found["committed"] == found["accepted"]
-    assert found["rejected"] == found["drafted"] - found["accepted"]
-    assert found["windows"] + found["bypassed"] == found["steps"]  # one request at a time
-    assert found["bypassed"] <= 0.1 * found["steps"]
-    assert found["fallbacks"] == 0
-    assert found["active"] == found["engines"] * found["ranks"]
-    assert found["lost"] == []
+def misread(found):
+    """The numbers of one server's page, once it had caught up, that vLLM's own do not allow."""
+    drafted, accepted, steps = found["drafted"], found["accepted"], found["steps"]
+    ranks = found["engines"] * found["ranks"]
+    return beyond(
+        {
+            "accepted": (accepted, 1, drafted - 1),
+            "staged": (found["staged"], drafted, drafted),
+            "committed": (found["committed"], accepted, accepted),
+            "rejected": (found["rejected"], drafted - accepted, drafted - accepted),
+            # One request at a time.
+            "windows": (found["windows"] + found["bypassed"], steps, steps),
+            "bypassed": (found["bypassed"], -math.inf, 0.1 * steps),
+            "fallbacks": (found["fallbacks"], 0, 0),
+            "active": (found["active"], ranks, ranks),
+            "lost": (len(found["lost"]), 0, 0),
+        }
+    )
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -27,17 +37,16 @@ def test_a_server(name, tmp_path, monkeypatch):
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    judge(serve(name, tmp_path))
+    assert misread(serve(name, tmp_path)) == {}
 
 
 def test_it_can_fail():
-    """The judge fails on a row that kvtxn missed, and on a rank without kvtxn."""
+    """The page fails with a row that kvtxn missed, and on a rank without kvtxn."""
     good = {
         **{"staged": 429, "committed": 228, "rejected": 201, "drafted": 429, "accepted": 228},
         **{"windows": 134, "steps": 134, "bypassed": 0, "fallbacks": 0, "lost": []},
         **{"active": 2, "engines": 1, "ranks": 2},
     }
-    judge(good)
-    for wrong in ({"staged": 428}, {"active": 1}, {"fallbacks": 1}, {"lost": ["vllm:x"]}):
-        with pytest.raises(AssertionError):
-            judge(good | wrong)
+    assert misread(good) == {}
+    for name, wrong in (("staged", 428), ("active", 1), ("fallbacks", 1), ("lost", ["vllm:x"])):
+        assert list(misread(good | {name: wrong})) == [name]

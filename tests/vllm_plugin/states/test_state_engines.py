@@ -95,10 +95,10 @@ def reports(tmp_path_factory):
     pool.stop()
 
 
-def right(seen):
-    """What the oracle saw at each step: every state is its twin, and has vLLM's own bits."""
+def amiss(seen):
+    """Count the states that are not their twins, come early, or have other bits than vLLM's own."""
     assert seen["states"] > 0
-    assert (seen["wrong"], seen["early"], seen["other_bits"]) == (0, 0, 0)
+    return {name: seen[name] for name in ("wrong", "early", "other_bits") if seen[name]}
 
 
 def same_text(ours, greedy):
@@ -138,14 +138,14 @@ def test_the_text_is_that_of_greedy_decoding(reports, scenario):
     assert counts["kvtxn_audit_violations_total"] == 0
     assert counts["kvtxn_rows_committed_total"] == seen["kept"]
     assert counts["kvtxn_rows_rejected_total"] == seen["rejected"]
-    right(seen)
+    assert amiss(seen) == {}
     assert seen.get("early_rows", 0) == seen.get("strays", 0) == 0
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_oracle_agrees_with_an_engine_that_does_not_speculate(reports, scenario):
     """Stock's own states are what the float64 recurrence says, within the same bound."""
-    right(reports("greedy")[scenario]["oracle"])
+    assert amiss(reports("greedy")[scenario]["oracle"]) == {}
 
 
 def test_the_oracle_sees_one_draft_too_many(reports):
@@ -174,7 +174,7 @@ def test_a_fault_leaves_no_wrong_state(reports, fault, reason):
     counts = ours["kvtxn"]
     assert counts[f"kvtxn_fallbacks_total_{reason}"] > 0
     assert counts["kvtxn_windows_total_failed"] == 0
-    right(ours["oracle"])
+    assert amiss(ours["oracle"]) == {}
 
 
 def test_on_error_raise_stops_the_engine(reports):

@@ -91,6 +91,7 @@ def test_a_group_like_an_earlier_one(flash, monkeypatch):
     )
     batch.metadata["layer.1"] = copied
     batch.check(1, left_out={1, 2, 4, 5})
+    assert [call["block_size"] for call in flash.calls] == [1, 1]
 
 
 def test_metadata_is_built_for_windows_and_graphs(monkeypatch):
