@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
-        one = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        # Chromium does not start with its sandbox as root; playwright leaves it out unless told.
+        sandbox = os.geteuid() != 0
+        one = started.chromium.launch(executable_path=BROWSER, chromium_sandbox=sandbox)
         yield one
         one.close()
 
