@@ -210,7 +210,7 @@ def looks(sources: Sources, text: str, public: frozenset[str] | None = None) -> 
     found: list[str] = []
 
     def inner(node: ast.AST) -> Iterator[ast.AST]:
-        """What belongs to a function, without functions and classes within it; names first."""
+        """Nodes of a function, without functions and classes within it; names first."""
         for child in ast.iter_child_nodes(node):
             yield child
             if not isinstance(child, _SCOPES):

@@ -181,7 +181,7 @@ def test_attention_of_no_layer(window):
 @pytest.mark.parametrize("name", ["scale", "sliding_window", "soft_cap"])
 @pytest.mark.parametrize("value", [2**70, float("nan"), float("inf"), -float("inf")])
 def test_scores_are_finite(window, layers, name, value):
-    """What the executor could only fail at is refused, and the window stays as it is."""
+    """A value that the executor could only fail at is refused; the window stays as it is."""
     heads, size = layers[0].key_cache.shape[2:]
     query = torch.zeros(3, heads, size)
     table, lengths = torch.tensor([[0]]), torch.tensor([3])

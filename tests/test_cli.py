@@ -156,7 +156,7 @@ def test_bench_refuses_what_cannot_be_measured(capsys, arguments):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("suite", ["kernels", "steps"])
 def test_bench_without_a_gpu(capsys, suite):
-    """What is about GPUs says so and starts nothing."""
+    """A bench of GPUs says that it needs one, and starts nothing."""
     assert main(["bench", suite]) == 1
     assert "a CUDA device" in capsys.readouterr().out
 
@@ -165,7 +165,7 @@ def test_bench_without_a_gpu(capsys, suite):
     ("text", "word"), [(None, "no such file"), ("{", "no JSON"), ("[1]", "object"), ("{}", "none")]
 )
 def test_bench_report_of_another_file(tmp_path, capsys, text, word):
-    """What is no result of `kvtxn bench vllm` is named as what it is."""
+    """A file that is no result of `kvtxn bench vllm` is named as what it is."""
     path = tmp_path / "x.json"
     if text is not None:
         path.write_text(text)
@@ -206,7 +206,7 @@ def test_a_report_of_a_folder(tmp_path, capsys):
 
 
 def test_arguments_that_are_no_json_are_shown_and_explained(capsys):
-    """What came, and what is wrong with it."""
+    """The message quotes the argument, and says what is wrong with it."""
     with pytest.raises(SystemExit):
         main(["doctor", "--engine-args", "{model: x}"])
     assert "expected JSON, got '{model: x}'" in capsys.readouterr().err

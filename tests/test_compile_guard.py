@@ -51,7 +51,7 @@ def step(manager, layers, hidden):
 @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
 @pytest.mark.parametrize("compiled", ["forward", "step"])
 def test_a_compiled_caller_leaves_the_same_bytes(policy, compiled):
-    """Whether the compiler sees the forward alone or everything around it, too."""
+    """The compiler may see the forward alone, or everything around it, too."""
     layers, plain = make_layers(), make_layers()
     for ours, theirs in zip(layers, plain, strict=True):
         ours.key_cache.copy_(theirs.key_cache)

@@ -23,7 +23,7 @@ def overlapping_rows() -> torch.Tensor:
 
 
 def test_fields_are_kept():
-    """What was given can be read back."""
+    """All that was given can be read back."""
     key, value = noise(2, 4, 2, 8), noise(2, 4, 2, 8)
     ref = LayerRef(name="a", key_cache=key, value_cache=value, group="full")
     assert ref.key_cache is key

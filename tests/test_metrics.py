@@ -185,7 +185,7 @@ def test_nothing_yet(layers):
 
 
 def test_every_count_belongs_to_a_family(layers):
-    """What a snapshot counts is on the page of a server, and nothing else is."""
+    """All that a snapshot counts is on the page of a server, and nothing else is."""
     manager = TransactionManager(layers)
     manager.bypass("cascade")
     counts = manager.snapshot()

@@ -47,7 +47,7 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#([^)]+))?\)")
 
 
 def places(path: Path) -> set[str]:
-    """What links can name in a document: its headings, as GitHub writes them."""
+    """The places that links can name in a document: its headings, as GitHub writes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -146,7 +146,7 @@ def test_what_is_no_executor_is_refused_when_loaded(monkeypatch, layers, loaded,
     [("triton", "; pip install 'kvtxn[triton]' brings it"), ("abacus", "")],
 )
 def test_a_missing_module_comes_with_the_extra_that_brings_it(monkeypatch, module, end):
-    """Where an extra of kvtxn does; the doctor says the same."""
+    """The message names an extra of kvtxn if one brings it; the doctor says the same."""
     missing = f"No module named {module!r}"
 
     class Absent:

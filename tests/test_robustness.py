@@ -320,7 +320,7 @@ def test_a_finished_window_cannot_be_entered(layers):
 
 
 def test_lengths_are_checked_before_slots_come(layers):
-    """What can never fit is refused at once."""
+    """A length that can never fit is refused at once."""
     manager = TransactionManager(layers)
     for draft_len, settled in ((-1, 1), (1.0, 1), (None, 1), (1, -1)):
         with pytest.raises(SlotMappingError):

@@ -142,7 +142,7 @@ def test_groups_have_slots_of_their_own():
 
 
 def test_one_tensor_for_two_groups_is_refused():
-    """Which group it would be for is not a thing to guess."""
+    """The group that it would be for is not a thing to guess."""
     manager = TransactionManager(make_layers(2, groups=("a", "b")))
     with pytest.raises(SlotMappingError, match="several groups"):
         manager.window(1, torch.tensor([1, 2]))

@@ -142,7 +142,7 @@ def test_a_missing_layer_stops_the_commit(layers):
 
 
 def test_a_body_that_ends_unresolved_aborts_and_says_so(layers, stage_all):
-    """How many tokens were accepted is the caller's to say."""
+    """The number of accepted tokens is the caller's to say."""
     manager, before = manager_of(layers, "undo"), copies(layers)
     with pytest.raises(UnresolvedWindowError, match="STAGED"), manager.window(2, SLOTS) as w:
         stage_all(w, layers)
@@ -228,7 +228,7 @@ def test_rows_modified_after_staging_are_refused(layers, stage_all):
     ("staging", "mode"), [("copy", nullcontext), ("auto", torch.inference_mode)]
 )
 def test_copies_survive_a_reused_buffer(layers, staging, mode):
-    """Where asked to, and where tensors cannot tell whether they changed: those are copied."""
+    """Rows are copied if asked to, and if tensors cannot tell whether they changed."""
     manager = manager_of(layers, staging=staging)
     with mode():
         key, value = rows(6)

@@ -32,7 +32,7 @@ _HEALTHY, _WRONG, _NOTHING = "healthy", "violations", "nothing read"
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """What an audit found.
+    """The findings of an audit, in words and as an exit code.
 
     Attributes:
         word: "healthy", "violations" or "nothing read".

@@ -17,7 +17,7 @@ Tokens = list[int]
 
 
 class Client(Protocol):
-    """What a workload needs of an engine.
+    """The side of an engine that a workload uses.
 
     Attributes:
         chance: the workload's random numbers; their seed is the user's.

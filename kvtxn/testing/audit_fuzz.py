@@ -40,7 +40,7 @@ _REQUESTS: Final = 24
 
 @attrs.define
 class Tally:
-    """What was compared, and what it took.
+    """Counts of what was compared, and the time it took.
 
     Attributes:
         rows: rows that were read and compared.

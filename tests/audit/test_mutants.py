@@ -10,7 +10,7 @@ from kvtxn.testing.audit_mutants import MUTANTS
 
 
 def fits(mutant, name):
-    """Whether the fault can show in an engine of these groups."""
+    """Tell whether the fault can show in an engine of these groups."""
     states, ring = name == "states", name == "rings"
     if mutant.needs == "states":
         return states

@@ -1,4 +1,4 @@
-"""What is dead becomes NaN, what is not stays; a NaN that comes out is traced to its request."""
+"""Dead rows become NaN, others stay; a NaN that comes out is traced to its request."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ KVTXN = Path(sys.executable).parent / "kvtxn"
 
 @attrs.frozen
 class Ended:
-    """How a command ended."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str

@@ -13,7 +13,7 @@ from kvtxn.testing.kit import POLICIES, TRANSACTIONAL, Kit
 
 
 class KernelConformance(ExecutorConformance):
-    """Where the kernels run, with as many random examples as that allows; supply ``backend``."""
+    """The kit on the kernels' device, with as many examples as that allows; supply ``backend``."""
 
     @pytest.fixture
     def device(self, kernel_device: str) -> str:

@@ -128,7 +128,7 @@ def every_call(ledger):
 
 
 def test_every_call_agrees():
-    """What is found is found by both, with the same words."""
+    """Both find the same, and say it with the same words."""
     ledgers = pair("states")
     for ledger in ledgers:
         every_call(ledger)

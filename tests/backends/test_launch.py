@@ -74,7 +74,7 @@ def test_later_ones_go_by_address():
 
 
 def test_another_dtype_is_another_kernel():
-    """What was compiled does not fit it, before or after."""
+    """A kernel that was compiled does not fit it, before or after."""
     kernel, _, again = cached(compiles=True)
     again.run(torch.ones(3, dtype=torch.int64))
     again.run(torch.ones(3, dtype=torch.int32))

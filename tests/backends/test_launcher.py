@@ -1,4 +1,4 @@
-"""Which launches are looked up anew, and which are remembered."""
+"""Launches that are looked up anew, and launches that are remembered."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kernel(monkeypatch):
 
 @pytest.fixture
 def facts():
-    """What a launch depends on."""
+    """The facts that a launch depends on."""
     limits = torch.tensor([8])
     return {
         "launcher": MoveLauncher(limits, torch.zeros_like(limits), overwrites=False),

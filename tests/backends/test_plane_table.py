@@ -1,4 +1,4 @@
-"""What the host works out before a launch: word widths, tiles, and rows that recur."""
+"""The host's work before a launch: word widths, tiles, and rows that recur."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_words_shrink_to_what_is_aligned(size, stride, aligned, word):
 
 
 def test_one_plan_for_layers_that_differ():
-    """What they do not share is read from the table."""
+    """Numbers that they do not share are read from the table."""
     wide = LayerRef("a", torch.zeros(4, 8, 1, 32), torch.zeros(4, 8, 1, 32))
     odd = LayerRef.latent("b", torch.zeros(4, 4, 9))
     rows = [RowsAt((32, 32, 1), True)] * 2 + [RowsAt((9, 1), True)]

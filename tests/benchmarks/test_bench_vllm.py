@@ -86,7 +86,7 @@ def bench(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a run left its files."""
+    """The folder in which a run left its files."""
     folder = tmp_path_factory.mktemp("bench")
     bench(folder, *ARGUMENTS)
     return folder
@@ -131,7 +131,7 @@ def test_policies_accept_what_stock_accepts(result):
 
 
 def test_counters_are_vllms(result):
-    """What the windows staged and committed is what vLLM drafted and accepted."""
+    """The windows staged and committed as many rows as vLLM drafted and accepted."""
     for cell in result["cells"]:
         for label in LABELS[1:]:
             engine = cell["engines"][label]

@@ -20,7 +20,7 @@ def elsewhere(tmp_path):
 
 
 def test_commit_from_git():
-    """Where git tracks this very file; changes are said."""
+    """The commit is that of the checkout that tracks this very file; changes are said."""
     found = machine.commit_of()
     expected = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"],
@@ -52,7 +52,7 @@ def test_no_commit_of_somebody_elses_repository(elsewhere):
 
 
 def test_commit_from_the_command_line():
-    """What the user says goes."""
+    """The user's word goes."""
     assert machine.describe("feed")["commit"] == "feed"
 
 
@@ -111,7 +111,7 @@ def test_where_results_go(monkeypatch, tmp_path):
 
 
 def test_the_command_without_its_folder(monkeypatch):
-    """What was run, but not where its results went."""
+    """The command that was run, but not the folder of its results."""
     monkeypatch.setattr("sys.argv", ["kvtxn", "bench", "vllm", "--folder", "/x y", "--rounds", "6"])
     assert machine.describe("abc")["command"] == "kvtxn bench vllm --rounds 6"
 

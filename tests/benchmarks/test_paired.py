@@ -28,7 +28,7 @@ def test_everyone_stands_everywhere(count):
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_everyone_follows_everyone(count):
-    """What ran before, and left the machine warm, is no different between two of them."""
+    """Each runs as often as any other after any one, which left the machine warm."""
     pairs = Counter()
     for turn in range(2 * count):
         turned = order(count, turn)
@@ -82,7 +82,7 @@ def test_it_tells_098_from_100():
 
 @given(VALUES.filter(lambda values: len(values) > 5))
 def test_the_interval_is_scipys(values):
-    """Where that many values make one."""
+    """The interval is scipy's for as many values as one takes."""
     stats = pytest.importorskip("scipy.stats")
     found, wanted = compare(values), stats.quantile_test(values).confidence_interval(LEVEL)
     assert (found.low, found.high) == (wanted.low, wanted.high)

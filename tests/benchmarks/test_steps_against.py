@@ -87,7 +87,7 @@ class Steps:
 
 
 def test_ratios_are_taken_within_rounds_that_alternate(capsys):
-    """Who goes first changes, and drift leaves the ratio alone."""
+    """The two go first in turn, and drift leaves the ratio alone."""
     log: list[float] = []
     row = against.measured(Steps(9.0, log), Steps(10.0, log), ("undo", 8, True), rounds=6)
     assert len(log) == 14

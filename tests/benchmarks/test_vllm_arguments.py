@@ -1,4 +1,4 @@
-"""What the options of ``kvtxn bench vllm`` turn into, and what is refused at once."""
+"""The options of ``kvtxn bench vllm``: what they turn into, and what is refused at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def engine_arguments(tmp_path, *arguments: str) -> dict:
-    """What ``vllm.LLM`` is given."""
+    """The arguments of ``vllm.LLM``."""
     args = parse(*arguments)
     return vllm_bench.engine_arguments(args, MODELS[args.model], tmp_path)
 

@@ -1,4 +1,4 @@
-"""What a worker's clock says of windows, over steps that only pretend."""
+"""A worker's clock and what it says of windows, over steps that only pretend."""
 
 from __future__ import annotations
 

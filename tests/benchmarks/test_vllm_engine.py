@@ -124,7 +124,7 @@ def start(pretended):
 
 
 def gone(process: int) -> bool:
-    """Whether it has ended; nobody may have reaped it yet."""
+    """Tell whether it has ended; nobody may have reaped it yet."""
     try:
         return Path(f"/proc/{process}/stat").read_text().split()[2] in "ZX"
     except OSError:

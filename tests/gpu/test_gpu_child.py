@@ -24,7 +24,7 @@ POLICIES = ["undo", "deferred"]
 
 @pytest.fixture(scope="module")
 def reports():
-    """What an engine's process reports, by policy; stages fail at their third call."""
+    """The reports of an engine's process, by policy; stages fail at their third call."""
     found, early = {}, {stage: 2 for stages in STAGES.values() for stage in stages}
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -95,7 +95,7 @@ def test_the_page_says_what_is_inside(reports):
 
 @rows_as_on_a_gpu()
 def seen_after(policy, spoil):
-    """What the oracle counts over a step that ``spoil`` interferes with, before its commit."""
+    """The oracle's counts of a step that ``spoil`` interferes with, before its commit."""
     worker = Worker(policy)
     worker.oracle_install()
     runner = worker.model_runner

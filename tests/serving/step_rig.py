@@ -106,7 +106,7 @@ class Rig:
         self.steps.begin(*(numpy.array(each) for each in (drafts, lengths, late)))
 
     def forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What the attention does: write every row, drafts that wait where they do."""
+        """Write every row, as the attention does; drafts that wait go where they wait."""
         count = int((self.slots[0] >= 0).sum())
         made = []
         for ref in self._whole:

@@ -26,7 +26,7 @@ def ids(*accepted):
 
 
 def overwrite(caches, rows=range(7)):
-    """What stock does in the forward: write every row."""
+    """Write every row, as stock does in the forward."""
     for cache in caches:
         cache.view(16, 2, 8)[SLOTS["default"][list(rows)]] = 1.0
 

@@ -69,7 +69,7 @@ class Runner:
 
 
 def sampled_ids(sampled, drafts) -> torch.Tensor:
-    """What the V1 sampler returns: ids, then -1; now and then an id that is no token."""
+    """The V1 sampler's output: ids, then -1; now and then an id that is no token."""
     width = max(drafts, default=0) + 1
     rows = [[7] * count + [-1] * (width - count) for count in sampled]
     for row, count in zip(rows, sampled, strict=True):

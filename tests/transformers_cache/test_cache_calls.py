@@ -37,7 +37,7 @@ def feed(model, cache, first, last):
 
 
 def follows(model, cache):
-    """Whether the cache continues ``TEXT`` as if it had never seen anything else."""
+    """Tell whether the cache continues ``TEXT`` as if it had never seen anything else."""
     length = cache.get_seq_length()
     expected = feed(model, None, 0, 40)[:, length:]
     return torch.allclose(feed(model, cache, length, 40), expected, atol=1e-4)

@@ -71,7 +71,7 @@ def assistant_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def drafting(model: PreTrainedModel, method: str) -> dict[str, Any]:
-    """What ``generate`` needs for a way to draft."""
+    """The arguments of ``generate`` for a way to draft."""
     if method == "lookup":
         return {"prompt_lookup_num_tokens": 4}
     return {"assistant_model": assistant_of(model)} if method == "assistant" else {}
@@ -79,7 +79,7 @@ def drafting(model: PreTrainedModel, method: str) -> dict[str, Any]:
 
 @attrs.define
 class Steps:
-    """What can be seen of an assisted generation from outside: rows fed and tokens kept.
+    """The outside of an assisted generation: rows fed and tokens kept.
 
     A streamer sees the tokens of each step, a hook the rows of each forward.
     """
@@ -162,7 +162,7 @@ class RecordedCache(TxnCache):
         self.exact.append((before, self.is_exact(self.forwards)))
 
     def is_exact(self, forwards: list[list[tuple[Tensor, Tensor]]]) -> bool:
-        """Whether every byte is as if only these forwards had been, their rows written in order."""
+        """Tell whether every byte is as after these forwards alone, their rows written in order."""
         for cache, rows in zip(self.tensors(), self._rows(forwards), strict=True):
             expected = torch.zeros_like(cache).flatten(0, 1)
             run_length = expected.shape[0] // rows.shape[0]

@@ -41,7 +41,7 @@ class Handed:
 
 @attrs.frozen(eq=False)
 class Transfers:
-    """What a connector's metadata say of one step.
+    """The transfers of one step, as a connector's metadata name them.
 
     Attributes:
         stores: blocks that are read when the step's forward is over.

@@ -42,7 +42,7 @@ FAULTS = {
 
 
 def missing(job: str | None = None) -> str | None:
-    """Why there is no real vLLM to test with here, or not all that a job needs."""
+    """Say what is missing here for a job, or for any engine of real vLLM; None if nothing is."""
     if job == "amx_mla" and not _has_amx_mla():
         return "AMX_MLA needs a release of vLLM that has it, and a CPU with AVX-512 at least"
     if job == "ray" and find_spec("ray") is None:

@@ -84,7 +84,7 @@ def pytest_collection_finish() -> None:
 
 
 def _reason(report: Any) -> str:
-    """Why, in a line: of a skip its reason, of a failure the error."""
+    """The cause, in a line: of a skip its reason, of a failure the error."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
     crash = getattr(report.longrepr, "reprcrash", None)

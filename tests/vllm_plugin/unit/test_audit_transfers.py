@@ -1,4 +1,4 @@
-"""What the audit reads from connectors' metadata and from tables of states, without an engine."""
+"""The audit's reading of connectors' metadata and of tables of states, without an engine."""
 
 from __future__ import annotations
 

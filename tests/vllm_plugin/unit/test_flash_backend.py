@@ -175,7 +175,7 @@ def test_an_operator_that_fails(flash, monkeypatch, operator, layer):
 
 
 def test_an_injected_fault_comes_by(flash, monkeypatch):
-    """Where ``failing_stage`` lets the attention fail, a layer comes by."""
+    """A layer comes by the place at which ``failing_stage`` lets the attention fail."""
     batch = Batch(monkeypatch, [3, 4, 0], [3, 3, 5])
     batch.begin([2, 2, 0])
     with failing_stage(batch.steps, "attend", 1) as calls:

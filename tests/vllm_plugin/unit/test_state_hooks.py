@@ -84,7 +84,7 @@ def test_states_are_held_under_deferred_alone():
 
 
 def test_what_rules_deferred_out_leaves_nothing_else():
-    """Where rows cannot wait, "auto" does not take ``undo`` over states."""
+    """Policy "auto" does not take ``undo`` over states if rows cannot wait."""
     shared = attrs.evolve(ENGINE, kv_sharing=True)
     for asked in ("auto", "deferred", "undo"):
         assert decide(asked, shared).policy == "off"
