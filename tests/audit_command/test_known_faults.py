@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 import audits
-import fault_models
+import model_files
 import pytest
 from engine_jobs import missing
 
@@ -30,7 +30,7 @@ class Fault:
         fixed: releases without the fault.
         workload: the workload of the audit.
         kind: the kind of all its violations.
-        model: a tiny model of ``fault_models``; None for the model that comes with kvtxn.
+        model: a tiny model of ``model_files``; None for the model that comes with kvtxn.
         engine: changes of the plain engine's arguments; None leaves an argument out.
         requests: requests of the workload.
     """
@@ -61,7 +61,7 @@ def test_a_known_fault_is_found(name, tmp_path):
         pytest.skip(f"the fault is in {', '.join(fault.releases)}")
     engine = {**PLAIN, **fault.engine}
     if fault.model is not None:
-        engine["model"] = fault_models.write(fault.model, tmp_path)
+        engine["model"] = model_files.write(fault.model, tmp_path)
     ended = audits.audit(
         tmp_path, fault.workload, "--requests", fault.requests, "--json", "--html", "page.html",
         engine={key: value for key, value in engine.items() if value is not None},

@@ -14,16 +14,10 @@ from failing_stage import STAGES
 from gpu_jobs import STOCK
 from gpu_models import DEMO, write
 from gpu_ties import CANDIDATES
-from scenarios import Engine, Tokens
+from scenarios import NGRAM, Engine, Tokens
 
 #: Calls of a stage that go well before it fails; outside of graphs alone the attention is called.
 BEFORE_FAULT = {"attend": 2}
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
 
 
 def novels(engine: Engine) -> Tokens:

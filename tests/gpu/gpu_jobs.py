@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from scenarios import NGRAM
+
 #: Variables of every engine.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else what a batch holds depends on time
@@ -95,12 +97,7 @@ ROOM = {
 #: Stock wants pipeline stages scheduled ahead: else it dies of an assertion in its first batch, as
 #: with drafts from n-grams found on the host, which it never schedules ahead.
 STAGES = {"pipeline_parallel_size": 2}
-ON_GPU = {
-    "method": "ngram_gpu",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
+ON_GPU = NGRAM | {"method": "ngram_gpu"}
 FP8 = {"kv_cache_dtype": "fp8"}
 BLOCKS_OF_64 = {"block_size": 64, "num_gpu_blocks_override": 20}
 

@@ -40,7 +40,7 @@ class Engines:
             Path(self._folder.name),
             count=min(4, os.cpu_count() or 1),
             seconds=LIMIT,
-            environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE / "audit")},
+            environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE / "audit", HERE / "states")},
             preload=["engine_preload"],
         )
 

@@ -9,19 +9,13 @@ from typing import Any
 
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
 from model_files import VOCAB, write
-
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
+from scenarios import NGRAM
 
 
-def options(model: str, folder: Path, kvtxn: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Arguments of an engine whose pool is small enough to preempt."""
+def options(model: str, kvtxn: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Arguments of an engine whose pool is small enough to preempt; ``model`` is a folder."""
     return {
-        "model": write(model, folder),
+        "model": model,
         "skip_tokenizer_init": True,
         "dtype": "float32",
         "seed": 0,
@@ -43,7 +37,7 @@ def healthy(folder: Path, model: str, kvtxn: dict[str, Any], rows: int, **more: 
     """Shared prefixes, repetitions, more requests than fit: until so many rows were compared."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    llm = LLM(**options(model, folder, kvtxn, **more))
+    llm = LLM(**options(write(model, folder), kvtxn, **more))
     chance = random.Random(0)
     texts = [[chance.randrange(VOCAB) for _ in range(96)] for _ in range(3)]
     counts: dict[str, float] = {}
@@ -98,7 +92,8 @@ async def sessions(folder: Path, kvtxn: dict[str, Any], **more: Any) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options("llama", folder, kvtxn, **more)))
+    given = options(write("llama", folder), kvtxn, **more)
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
     chance = random.Random(0)
     try:
         for most in range(2, 58):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -21,18 +23,16 @@ def _first_row(rig: Rig, request: str, spec: Any, number: int) -> tuple[int, int
     return (int(spec.block_indices[0]) + number) * 32, int(spec.block_ids[number]) * 32
 
 
-def another_block_loaded(rig: Rig) -> Any:
-    """The worker loads the block behind the one it was told to load."""
-    worker = _worker(rig)
+def _submitting(worker: Any, name: str, change: Callable[[Any, Any], None]) -> Any:
+    """Let the worker's job be another than the one that it was given: copies of its two ends."""
+    real = getattr(worker, name)
 
-    def before(job: int, source: Any, target: Any) -> None:
-        if rig.struck is None:
-            name = _loading(rig, target)
-            source.block_ids = source.block_ids.copy()
-            source.block_ids[0] = (source.block_ids[0] + 1) % len(worker.store[0])
-            rig.strike(name, *_first_row(rig, name, target, 0))
+    def submit(job: int, source: Any, target: Any) -> Any:
+        source, target = copy.copy(source), copy.copy(target)
+        change(source, target)
+        return real(job, source, target)
 
-    return around(worker, "submit_load", before)
+    return mock.patch.object(worker, name, submit)
 
 
 def _loading(rig: Rig, target: Any) -> str:
@@ -43,54 +43,67 @@ def _loading(rig: Rig, target: Any) -> str:
     raise LookupError("nobody loads these blocks")
 
 
+def another_block_loaded(rig: Rig) -> Any:
+    """The worker loads the block behind the one it was told to load."""
+    worker = _worker(rig)
+
+    def before(job: int, source: Any, target: Any) -> None:
+        if rig.struck is None:
+            name = _loading(rig, target)
+            source.block_ids = source.block_ids.copy()
+            source.block_ids[0] = (source.block_ids[0] + 1) % len(worker._store[0])
+            rig.strike(name, *_first_row(rig, name, target, 0))
+
+    return around(worker, "submit_load", before)
+
+
 def nothing_loaded(rig: Rig) -> Any:
     """The worker says that a load is done, and has copied nothing."""
-    worker = _worker(rig)
-    real = worker.copy
 
-    def copy(source: Any, these: Any, target: Any, those: Any, spec: Any) -> None:
-        if target is worker.caches and rig.struck is None:
-            name = _loading(rig, spec)
-            rig.strike(name, *_first_row(rig, name, spec, 0))
-            return
-        real(source, these, target, those, spec)
+    def change(source: Any, target: Any) -> None:
+        if rig.struck is None:
+            name = _loading(rig, target)
+            rig.strike(name, *_first_row(rig, name, target, 0))
+            source.block_ids, target.block_ids = source.block_ids[:0], target.block_ids[:0]
+            target.group_sizes = [0 for _ in target.group_sizes]
 
-    return mock.patch.object(worker, "copy", copy)
+    return _submitting(_worker(rig), "submit_load", change)
 
 
 def loaded_into_another_block(rig: Rig) -> Any:
     """The worker fills the second block of a load twice, and the first one not at all."""
-    worker = _worker(rig)
-    real = worker.copy
 
-    def copy(source: Any, these: Any, target: Any, those: Any, spec: Any) -> None:
-        if target is worker.caches and rig.struck is None and len(those) > 1:
-            name = _loading(rig, spec)
-            rig.strike(name, *_first_row(rig, name, spec, 0))
-            those = those.copy()
-            those[0] = those[1]
-        real(source, these, target, those, spec)
+    def change(source: Any, target: Any) -> None:
+        if rig.struck is None and len(target.block_ids) > 1:
+            name = _loading(rig, target)
+            rig.strike(name, *_first_row(rig, name, target, 0))
+            target.block_ids = target.block_ids.copy()
+            target.block_ids[0] = target.block_ids[1]
 
-    return mock.patch.object(worker, "copy", copy)
+    return _submitting(_worker(rig), "submit_load", change)
 
 
 @contextmanager
 def another_block_stored(rig: Rig) -> Any:
     """The worker stores a block of another request under a request's hash."""
-    worker = _worker(rig)
-    real, wrong = worker.copy, []
+    worker, wrong = _worker(rig), []
 
-    def copy(source: Any, these: Any, target: Any, those: Any, spec: Any) -> None:
-        if source is worker.caches and not wrong:
-            wrong.append(int(those[0]))
-            these = these.copy()
-            these[0] = these[0] % (len(worker.caches[0]) - 1) + 1
-        elif target is worker.caches and wrong and rig.struck is None and wrong[0] in these:
-            name = _loading(rig, spec)
-            rig.strike(name, *_first_row(rig, name, spec, list(these).index(wrong[0])))
-        real(source, these, target, those, spec)
+    def storing(source: Any, target: Any) -> None:
+        if not wrong:
+            wrong.append(int(target.block_ids[0]))
+            source.block_ids = source.block_ids.copy()
+            source.block_ids[0] = source.block_ids[0] % (len(worker._caches[0]) - 1) + 1
 
-    with mock.patch.object(worker, "copy", copy):
+    def loading(source: Any, target: Any) -> None:
+        if wrong and rig.struck is None and wrong[0] in source.block_ids:
+            name = _loading(rig, target)
+            number = source.block_ids.tolist().index(wrong[0])
+            rig.strike(name, *_first_row(rig, name, target, number))
+
+    with (
+        _submitting(worker, "submit_store", storing),
+        _submitting(worker, "submit_load", loading),
+    ):
         yield
 
 

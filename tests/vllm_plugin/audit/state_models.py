@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from model_files import VOCAB
+from model_files import VOCAB, mamba2
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -44,21 +44,7 @@ def write(name: str, folder: Path) -> str:
         )
         model = hf.Qwen3NextForCausalLM(config)
     elif name == "mamba2":
-        config = hf.Mamba2Config(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_heads=4,
-            head_dim=32,
-            state_size=16,
-            n_groups=1,
-            expand=2,
-            conv_kernel=4,
-            chunk_size=32,
-            initializer_range=0.08,
-            tie_word_embeddings=False,
-        )
-        model = hf.Mamba2ForCausalLM(config)
+        model = mamba2()
     elif name == "lfm2":
         config = hf.Lfm2Config(
             **COMMON,

@@ -9,16 +9,11 @@ from typing import Any
 
 import planted_engines
 import state_models
+from audit_engines import options
 from engine_jobs import two_cores
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
 from model_files import VOCAB, write
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
 TWO_RANKS = {
     "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores())),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -147,8 +142,8 @@ def connector(folder: Path, kind: str) -> dict[str, Any]:
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": "SynchronousSpec",
-            "spec_module_path": "synchronous_spec",
+            "spec_name": "MemoryStoreSpec",
+            "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
             "cpu_bytes_to_use": 64 << 20,
             "offload_prompt_only": False,
         },
@@ -216,29 +211,15 @@ def build(engine: dict[str, Any], folder: Path) -> Any:
     from vllm import LLM
 
     makes = state_models.write if engine.get("states") else write
-    speculation: dict[str, Any] = NGRAM
+    more = dict(engine.get("options", {}))
     if "draft" in engine:
         path = write(engine["draft"], folder)
-        speculation = {"method": "draft_model", "model": path, "num_speculative_tokens": 3}
-    more = dict(engine.get("options", {}))
+        drafts = {"method": "draft_model", "model": path, "num_speculative_tokens": 3}
+        more["speculative_config"] = drafts
     if "connector" in engine:
         more["kv_transfer_config"] = connector(folder, engine["connector"])
-    options = {
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "seed": 0,
-        "enforce_eager": True,
-        "block_size": 32,
-        "num_gpu_blocks_override": 22,
-        "max_model_len": 288,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 128,
-        "disable_log_stats": False,
-        "enable_prefix_caching": True,
-        "speculative_config": speculation,
-        "additional_config": {"kvtxn": {"audit": "ledger", **engine.get("kvtxn", {})}},
-    }
-    return LLM(model=makes(engine["model"], folder), **(options | more))
+    kvtxn = {"audit": "ledger", **engine.get("kvtxn", {})}
+    return LLM(**options(makes(engine["model"], folder), kvtxn, **more))
 
 
 def work(llm: Any, chance: random.Random, texts: list[list[int]]) -> None:

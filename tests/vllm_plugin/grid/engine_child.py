@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import ray_cluster
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy import supported
 from model_files import write, write_tokenizer
-from scenarios import SCENARIOS, Engine
+from scenarios import NGRAM, SCENARIOS, Engine, Tokens
 
 COUNTERS = {
     "drafted": "vllm:spec_decode_num_draft_tokens",
@@ -27,8 +28,7 @@ def build(job: dict[str, Any], kvtxn: dict[str, Any] | None, folder: Path) -> An
     """The engine of a job, with or without kvtxn."""
     from vllm import LLM
 
-    speculation: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4,
-                                   "prompt_lookup_max": 3, "prompt_lookup_min": 1}  # fmt: skip
+    speculation = NGRAM
     if job.get("draft"):
         path = write(job["draft"], folder)
         speculation = {"method": "draft_model", "model": path, "num_speculative_tokens": 3}
@@ -79,11 +79,46 @@ def counters(llm: Any) -> dict[str, float]:
     return {name: found.get(metric, 0) for name, metric in COUNTERS.items()}
 
 
-def run(llm: Any, names: list[str]) -> dict[str, Any]:
-    """Every scenario; counters are those of the scenario alone.
+def played(
+    llm: Any,
+    name: str,
+    scenarios: Mapping[str, Callable[[Engine], Tokens]],
+    seen: Callable[[], Any],
+    scores: int | None = None,
+) -> dict[str, Any]:
+    """Run one scenario; returns what came of it, or its error, after which the engine is done for.
 
-    ``scenario@fault`` runs it with a fault at random steps. An error ends the engine.
+    ``scenario@fault`` runs it with a fault at random steps. ``seen`` returns the oracle's findings;
+    counters are those of the scenario alone.
     """
+    from kvtxn.integrations.vllm_plugin import snapshots
+
+    engine, stats, snaps = Engine(llm, scores), counters(llm), snapshots(llm)
+    scenario, _, fault = name.partition("@")
+    if fault:
+        llm.collective_rpc("fault_install", args=(fault,))
+    try:
+        tokens = scenarios[scenario](engine)
+    except Exception as error:
+        return {"error": repr(error)}
+    if fault:
+        llm.collective_rpc("fault_remove")
+    return {
+        "tokens": tokens,
+        "cached": engine.cached,
+        "hits": engine.hits,
+        "logprobs": engine.logprobs,
+        "stats": {key: value - stats[key] for key, value in counters(llm).items()},
+        "oracle": seen(),
+        "kvtxn": [
+            {key: value - old.get(key, 0) for key, value in new.items()}
+            for new, old in zip(snapshots(llm), snaps, strict=True)
+        ],
+    }
+
+
+def run(llm: Any, names: list[str]) -> dict[str, Any]:
+    """Run every scenario, up to the first that ends in an error."""
     from kvtxn.integrations.vllm_plugin import snapshots
 
     results = {"idle": snapshots(llm)} | llm.collective_rpc("describe")[0]
@@ -92,29 +127,9 @@ def run(llm: Any, names: list[str]) -> dict[str, Any]:
         llm.collective_rpc("store_install")
     for name in names:
         llm.reset_prefix_cache()
-        engine, stats, snaps = Engine(llm), counters(llm), snapshots(llm)
-        scenario, _, fault = name.partition("@")
-        if fault:
-            llm.collective_rpc("fault_install", args=(fault,))
-        try:
-            tokens = SCENARIOS[scenario](engine)
-        except Exception as error:
-            results[name] = {"error": repr(error)}
-            return results
-        if fault:
-            llm.collective_rpc("fault_remove")
-        results[name] = {
-            "tokens": tokens,
-            "cached": engine.cached,
-            "hits": engine.hits,
-            "logprobs": engine.logprobs,
-            "stats": {key: value - stats[key] for key, value in counters(llm).items()},
-            "oracle": llm.collective_rpc("oracle_take"),
-            "kvtxn": [
-                {key: value - old.get(key, 0) for key, value in new.items()}
-                for new, old in zip(snapshots(llm), snaps, strict=True)
-            ],
-        }
+        results[name] = played(llm, name, SCENARIOS, lambda: llm.collective_rpc("oracle_take"))
+        if "error" in results[name]:
+            break
     return results
 
 

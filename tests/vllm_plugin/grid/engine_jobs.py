@@ -247,6 +247,9 @@ WATCHED = {
     **dict.fromkeys(("mamba-with-drafts", "planted-states", "planted-transfers"), 30),
 }
 
+#: Engines of ``tests/vllm_plugin/states/state_jobs.py``, by name, with their weights.
+STATES = {"windows": 150, "greedy": 60, "stock": 30, "raise": 30}
+
 #: Engines with tests of their own, by the name that ``pytest.mark.engines`` has. ``work`` is the
 #: function that the process calls with its folder.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -263,6 +266,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("audit-sessions", 40, "audit_engines:sessions_with_drafts"),
         ("audit-plain-sessions", 40, "audit_engines:plain_sessions"),
         *((f"audit-{name}", weight, "watched_engines:run") for name, weight in WATCHED.items()),
+        *((f"states-{name}", weight, "state_engines:run") for name, weight in STATES.items()),
     )
 }
 

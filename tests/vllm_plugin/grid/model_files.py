@@ -21,6 +21,25 @@ COMMON: dict[str, Any] = {
 }
 
 
+def mamba2() -> Any:
+    """Make a model of Mamba-2 layers alone."""
+    import transformers as hf
+
+    config = hf.Mamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=32,
+        state_size=16,
+        n_groups=1,
+        chunk_size=32,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+    )
+    return hf.Mamba2ForCausalLM(config)
+
+
 def write(name: str, folder: Path, seed: int = 0) -> str:
     """Write the model called ``name`` into ``folder``; returns the path.
 
@@ -119,6 +138,8 @@ def write(name: str, folder: Path, seed: int = 0) -> str:
             topk_group=1,
         )
         model = hf.DeepseekV2ForCausalLM(config)
+    elif name == "mamba2":
+        model = mamba2()
     elif name == "qwen3next":
         # Head sizes are those of vLLM's CPU operator; one layer is a mixture of experts.
         config = hf.Qwen3NextConfig(

@@ -10,6 +10,14 @@ from model_files import VOCAB
 
 Tokens = list[list[int]]
 
+#: Speculation of the tests' engines: drafts from earlier tokens of the same request.
+NGRAM: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+
 
 class Engine:
     """A vLLM engine with what the scenarios need around it.

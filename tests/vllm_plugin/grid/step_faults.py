@@ -22,7 +22,42 @@ class InjectedFault(Exception):
     """Not one of kvtxn's own errors."""
 
 
-class Probe(StoreOracle):
+def failing(kind: str) -> Callable[..., Callable[..., Any]]:
+    """Make what turns functions into ones that fail now and then, the same at every run.
+
+    The maker takes the function, a condition on its arguments without which it does not fail, and
+    a function that is called before it fails.
+    """
+    chance = random.Random(5)
+
+    def sometimes(real: Callable[..., Any], when: Callable[..., bool] = lambda *_: True,
+                  first: Callable[..., Any] | None = None) -> Callable[..., Any]:  # fmt: skip
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if when(*args) and chance.random() < 0.4:
+                if first is not None:
+                    first(*args, **kwargs)
+                raise InjectedFault(kind)
+            return real(*args, **kwargs)
+
+        return call
+
+    return sometimes
+
+
+class Faults:
+    """The part of a worker extension that lets one function fail at a time."""
+
+    def fault_begin(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Put ``function`` in the place of another, until ``fault_remove``."""
+        self.fault = mock.patch.object(owner, name, function)
+        self.fault.start()
+
+    def fault_remove(self) -> None:
+        """Everything works again."""
+        self.fault.stop()
+
+
+class Probe(Faults, StoreOracle):
     """The worker extension of these tests: the oracle, faults, and what the table says."""
 
     def describe(self) -> dict[str, Any]:
@@ -38,19 +73,7 @@ class Probe(StoreOracle):
         """Make ``kind`` fail now and then, until ``fault_remove``."""
         steps = self.model_runner.kvtxn  # type: ignore[attr-defined]
         manager, executor = steps.manager, steps.manager.executor
-        chance = random.Random(5)
-
-        def sometimes(real: Callable[..., Any], when: Callable[..., bool] = lambda *_: True,
-                      first: Callable[..., Any] | None = None) -> Callable[..., Any]:  # fmt: skip
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if when(*args) and chance.random() < 0.4:
-                    if first is not None:
-                        first(*args, **kwargs)
-                    raise InjectedFault(kind)
-                return real(*args, **kwargs)
-
-            return call
-
+        sometimes = failing(kind)
         middle = list(manager.layers)[len(manager.layers) // 2]
         commit = executor.commit
 
@@ -76,9 +99,4 @@ class Probe(StoreOracle):
             "commit": (executor, "commit", sometimes(commit)),
             "half": (executor, "commit", sometimes(commit, first=half)),
         }
-        self.fault = mock.patch.object(*places[kind])
-        self.fault.start()
-
-    def fault_remove(self) -> None:
-        """Everything works again."""
-        self.fault.stop()
+        self.fault_begin(*places[kind])

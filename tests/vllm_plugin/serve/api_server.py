@@ -25,18 +25,13 @@ from typing import Any
 
 from folders import python_path
 from model_files import VOCAB, write
+from scenarios import NGRAM
 
-SPECULATION = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
 OPTIONS = (
     *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
     *("--block-size", "32", "--num-gpu-blocks-override", "26", "--max-model-len", "288"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--host", "127.0.0.1"),
-    *("--speculative-config", json.dumps(SPECULATION)),
+    *("--speculative-config", json.dumps(NGRAM)),
 )
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from api_server import SPECULATION
 from model_files import VOCAB, write
+from scenarios import NGRAM
 
 #: What the user writes, beside a speculation that is there or not.
 STARTS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -45,7 +45,7 @@ def build(
         max_model_len=288,
         max_num_batched_tokens=64,
         max_num_seqs=8,
-        speculative_config=SPECULATION if speculates else None,
+        speculative_config=NGRAM if speculates else None,
         additional_config={"kvtxn": kvtxn},
     )
 

