@@ -79,6 +79,7 @@ class EagerSteps:
         self._plan: Plan | None = None
         self._masked: dict[str, Tensor] = {}
         self._batch: RowLayout | None = None
+        self._directly = False
 
     # -- the runner's side --------------------------------------------------------
 
@@ -121,6 +122,9 @@ class EagerSteps:
         """Commit the accepted drafts; ``sampled`` gives ids ``[num_requests, n]``, -1 for none."""
         window, plan = self.window, self._plan
         if window is None or plan is None:
+            return
+        if self._directly:
+            self.abandon()
             return
         try:
             with self._guard("commit"):
@@ -165,6 +169,8 @@ class EagerSteps:
 
     def without_drafts(self, group: str, slots: Tensor) -> Tensor:
         """Copy the batch's slots, with -1 for draft rows; the caller's slots stay as they are."""
+        if self._directly:
+            return slots
         if group not in self._masked:
             assert self._plan is not None
             masked = slots.clone()
@@ -185,6 +191,20 @@ class EagerSteps:
             lengths = tuple(starts.diff().tolist())
             self._batch = RowLayout.build((0,) * len(lengths), lengths, self.manager.device)
         return self._batch
+
+    # -- the self-test's side -----------------------------------------------------
+
+    @contextmanager
+    def written_directly(self) -> Iterator[None]:
+        """Let the engine write draft rows as all others, and leave the commits out.
+
+        The attention still reads the window, so its sums are those of a window's steps.
+        """
+        self._directly = True
+        try:
+            yield
+        finally:
+            self._directly = False
 
     # -- failures -----------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import attrs
 
 from ...errors import KVTxnError
 from ...log import get_logger
+from . import unchecked
 from .attach import is_hooked, show_log, stay_out, unhook_runners
 from .internals import Foreign
 from .metrics.snapshots import (
@@ -149,6 +150,9 @@ def _before_engine(config: Foreign) -> None:
                 policy, why = decide(wanted.txn.policy, facts)
                 if policy == "off" and wanted.windows:
                     stay_out(why, 0, required=True)
+                gone = unchecked.hook_gone(facts)
+                if gone is not None and wanted.windows:
+                    stay_out(gone, 0, required=True)
                 _audited(config, wanted, 0)
     except KVTxnError:
         raise
@@ -181,6 +185,9 @@ def _on_worker(wrapper: Foreign) -> None:
         check_states(wanted, facts)
         wanted = _audited(config, wanted, rank)
         policy, why = decide(wanted.txn.policy, facts)
+        gone = unchecked.hook_gone(facts) if policy != "off" else None
+        if gone is not None:
+            policy, why = "off", gone
         if wanted.windows and policy != "off":
             _attach(wrapper, wanted, rank, facts, policy)
             return
@@ -232,11 +239,17 @@ def _attach(
     if is_hooked(runner):
         return
     attach(runner, wanted, rank)
-    if facts.device == "cpu" or not is_hooked(runner):
+    if not is_hooked(runner):
         return
-    if facts.runner == "v2":
+    runner.kvtxn_on_trial = unchecked.on_trial(facts)
+    if runner.kvtxn_on_trial:
+        test = partial(unchecked.decide_by_test, runner, facts.version)
+        runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, test))
+    elif facts.runner == "v2":
         undo = workers.after_warm_up(wrapper, partial(_restart, runner))
         runner.kvtxn_unhook.callback(undo)
+    if facts.device == "cpu":
+        return
     if policy == "deferred":  # before the model is made, which asks for its attention
         try:
             _undo_engines.append(flash.register(FLASH_ATTENTION))

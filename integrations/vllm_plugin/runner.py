@@ -5,8 +5,9 @@ No class of vLLM's is patched; giving the runner object its own class back undoe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import attrs
@@ -36,6 +37,8 @@ class WindowedRunnerMixin:
         kvtxn_rank: the worker's rank.
         kvtxn_room: memory reserved while vLLM measures how much is free, for the steps to take.
         kvtxn_required: the user wants no engine without kvtxn.
+        kvtxn_on_trial: a self-test decides, after the warm-up, whether windows stay.
+        kvtxn_announce: logs that windows are active, once the self-test is passed.
         kvtxn_undo: undoes the hooks of the present steps.
         kvtxn_unhook: undoes the hooks around the runner itself.
     """
@@ -45,6 +48,8 @@ class WindowedRunnerMixin:
     kvtxn_rank: int = 0
     kvtxn_room: Tensor | None = None
     kvtxn_required: bool = False
+    kvtxn_on_trial: bool = False
+    kvtxn_announce: Callable[[], None] | None = None
     kvtxn_undo: ExitStack
     kvtxn_unhook: ExitStack
 
@@ -114,7 +119,8 @@ def open_steps(runner: WindowedRunnerMixin) -> Any:
         stay_out(repr(error), runner.kvtxn_rank, required=required, error=error)
         return None
     manager = steps.manager
-    log.info(
+    announce = partial(
+        log.info,
         "kvtxn.active",
         rank=runner.kvtxn_rank,
         policy=policy,
@@ -127,4 +133,8 @@ def open_steps(runner: WindowedRunnerMixin) -> Any:
         kvtxn=__version__,
         vllm=workers.version(),
     )
+    if runner.kvtxn_on_trial:
+        runner.kvtxn_announce = announce
+    else:
+        announce()
     return steps

@@ -44,6 +44,7 @@ class PluginSettings:
     Attributes:
         txn: how windows keep their promises.
         required: an engine that cannot have the policy or audit asked for does not start.
+        unchecked: windows may run with a release of vLLM that was not checked, after a self-test.
         windows: the user names a policy; without a policy no window is opened.
         recurrent: one of ``RECURRENT``.
         audit: one of ``AUDITS``.
@@ -58,6 +59,7 @@ class PluginSettings:
     audit: str = "off"
     on_violation: str = "log"
     record: bool = False
+    unchecked: bool = False
 
 
 def is_asked(additional_config: object) -> TypeGuard[Mapping[str, Any]]:
@@ -122,6 +124,14 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             hint="""add "policy": "auto", or "audit": "ledger" to watch the engine alone""",
         )
     required, record = _flag(given, "required"), _flag(given, "record")
+    unchecked = _flag(given, "unchecked")
+    if unchecked and given.get("policy") is None:
+        raise ConfigError(
+            _WHERE,
+            "unchecked has no effect without a policy: no window is opened",
+            got=repr(unchecked),
+            hint="leave unchecked out",
+        )
     for name in ("on_violation", "record") if audit == "off" else ():
         if name in given:
             raise ConfigError(
@@ -143,7 +153,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     if recurrent != "off":
         _check_recurrent(recurrent, device, windows=windows)
     txn = _txn_config(given, max_rows, ours if windows else [*ours, "policy"])
-    return PluginSettings(txn, required, windows, recurrent, audit, on_violation, record)
+    return PluginSettings(txn, required, windows, recurrent, audit, on_violation, record, unchecked)
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import attrs
 
+from ..policy import supported
 from ..policy.engine import GATED_DELTA, OTHER_STATES, EngineFacts
-from ..policy.supported import GPU_RELEASES, RELEASES
-from ..settings import asked_states
+from ..settings import asked_states, wants
 from . import Foreign, flash, workers
 
 
@@ -53,9 +53,11 @@ def window_rows(config: Any) -> int:
 def config_facts(config: Any) -> EngineFacts:
     """Read a ``VllmConfig``; ``layers.target_layers`` adds facts of the loaded model.
 
-    Of a release that was not checked, nothing but its number is read.
+    Of a release that was not checked, nothing but its number is read, unless the user sets
+    ``unchecked``.
     """
-    if (number := workers.version()) not in RELEASES:
+    number, unchecked = workers.version(), wants(config.additional_config, "unchecked", True)
+    if number not in supported.RELEASES and not unchecked:
         return EngineFacts(version=number)
     from vllm import envs
 
@@ -76,6 +78,7 @@ def config_facts(config: Any) -> EngineFacts:
         mla=model.use_mla,
         recurrent=_states(model),
         states=asked_states(config.additional_config),
+        unchecked=unchecked,
         cached_states=getattr(config.cache_config, "mamba_cache_mode", "none") != "none",
         microbatches=parallel.use_ubatching,
         adaptive=on_gpu and _adapts(speculation),
@@ -131,11 +134,11 @@ FROM_MODEL: Final[Mapping[str, Callable[[Any], bool]]] = {
 def expected_facts(config: Any) -> EngineFacts:
     """Read a ``VllmConfig``; guess facts of its model, which is not loaded, by ``FROM_MODEL``."""
     facts = config_facts(config)
-    if facts.version not in RELEASES:
+    if facts.version not in supported.RELEASES and not facts.unchecked:
         return facts
     model = config.model_config.hf_text_config
     changes: dict[str, Any] = {fact: says(model) for fact, says in FROM_MODEL.items()}
-    if facts.device == "cuda" and facts.version in GPU_RELEASES:
+    if facts.device == "cuda" and (facts.version in supported.GPU_RELEASES or facts.unchecked):
         named = config.attention_config.backend
         changes["attention"] = named and named.name
         if changes["attention"] in (None, "FLASH_ATTN") and not facts.mla:
@@ -145,11 +148,9 @@ def expected_facts(config: Any) -> EngineFacts:
 
 def plain_facts() -> EngineFacts:
     """Return the facts of the plainest speculating engine on this machine, with this vLLM."""
-    from ..policy.supported import RUNNERS
-
     device, number = workers.device_type(), workers.version()
-    runner = RUNNERS.get(device, (EngineFacts().runner,))[-1]  # vLLM's own choice
-    on_gpu = device == "cuda" and number in GPU_RELEASES
+    runner = supported.RUNNERS.get(device, (EngineFacts().runner,))[-1]  # vLLM's own choice
+    on_gpu = device == "cuda" and number in supported.GPU_RELEASES
     return EngineFacts(
         version=number, device=device, runner=runner, flash=flash.version() if on_gpu else None
     )

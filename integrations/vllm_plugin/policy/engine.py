@@ -35,6 +35,7 @@ class EngineFacts:
         recurrent: kind of the layers that keep a state instead of rows: ``GATED_DELTA`` or
             ``OTHER_STATES``; None without such layers.
         states: the user's setting ``recurrent``: "off", "exact" or "fast".
+        unchecked: the user lets windows run with a release that was not checked, after a self-test.
         cached_states: the prefix cache keeps states at block boundaries.
         state_dtype: dtype of the states.
         microbatches: vLLM cuts the batch into overlapping halves.
@@ -67,6 +68,7 @@ class EngineFacts:
     mla: bool = False
     recurrent: str | None = None
     states: str = "off"
+    unchecked: bool = False
     cached_states: bool = False
     state_dtype: str = "float32"
     microbatches: bool = False

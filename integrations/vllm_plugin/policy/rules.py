@@ -22,13 +22,16 @@ def _attends(facts: EngineFacts) -> bool:
     return facts.device == "cpu" and facts.recurrent is None
 
 
+#: Ends the reason where a release was not checked.
+_TRIAL: Final = "; with the setting 'unchecked' windows start after a self-test"
+
 #: In order of precedence: of several reasons the first one is given.
 RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "version",
         "windows",
-        lambda f: f.version not in supported.RELEASES,
-        "vLLM {version} was not checked; supported: " + ", ".join(supported.RELEASES),
+        lambda f: f.version not in supported.RELEASES and not f.unchecked,
+        "vLLM {version} was not checked; supported: " + ", ".join(supported.RELEASES) + _TRIAL,
         {"version": "0.26.0"},
     ),
     Rule(
@@ -90,9 +93,12 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "release on GPUs",
         "windows",
-        lambda f: f.device == "cuda" and f.version not in supported.GPU_RELEASES,
+        lambda f: (
+            f.device == "cuda" and f.version not in supported.GPU_RELEASES and not f.unchecked
+        ),
         "vLLM {version} was not checked on GPUs; supported there: "
-        + ", ".join(supported.GPU_RELEASES),
+        + ", ".join(supported.GPU_RELEASES)
+        + _TRIAL,
         {"device": "cuda", "runner": "v2", "version": "0.31.0"},
     ),
     Rule(
@@ -305,7 +311,7 @@ def check_states(wanted: PluginSettings | None, facts: EngineFacts) -> None:
     Raises:
         ConfigError: this is such a model.
     """
-    known = facts.version in supported.RELEASES
+    known = facts.version in supported.RELEASES or facts.unchecked
     if wanted is not None and wanted.recurrent != "off" and known and facts.recurrent is None:
         raise ConfigError(
             "additional_config['kvtxn']",

@@ -53,7 +53,7 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "windows",
         lambda f: (
             _gated(f)
-            and f.version in supported.RELEASES
+            and (f.version in supported.RELEASES or f.unchecked)
             and f.version not in supported.STATE_RELEASES
         ),
         "recurrent states were not checked with vLLM {version}; supported: "

@@ -259,6 +259,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("served-one", 60, "api_server:serve_one"),
         ("starts", 120, "engine_starts:starts"),
         ("unhooking", 60, "engine_starts:unhooking"),
+        ("unchecked", 120, "unchecked_engines:run"),
         ("endings", 60, "engine_endings:endings"),
         ("audit-llama", 60, "audit_engines:llama"),
         ("audit-gemma3", 60, "audit_engines:gemma3"),

@@ -17,7 +17,7 @@ FILES = sorted(PLUGIN.rglob("*.py"))
 NAMES = [name for place in PLACES for name in HOOK_POINTS[place]]
 WORDS = {word for name in NAMES for word in name.split(".")}
 #: vLLM's public interface, and its switches by name, each asked for with a default.
-PUBLIC = {"vllm", "TokensPrompt", "current_platform", "envs"}
+PUBLIC = {"vllm", "SamplingParams", "TokensPrompt", "current_platform", "envs"}
 
 
 def overridden(source):

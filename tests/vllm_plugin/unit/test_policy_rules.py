@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
 from kvtxn.integrations.vllm_plugin.settings import WITHOUT_EFFECT, settings, wants
+from kvtxn.integrations.vllm_plugin.unchecked import hook_gone, on_trial
 
 from kvtxn import ConfigError
 from kvtxn.config import POLICIES, TxnConfig
@@ -174,6 +175,48 @@ def test_a_setting_without_effect_is_refused(name, value):
     assert settings({"kvtxn": {"policy": "auto", name: "auto"}}, 8, "cuda") is not None
     with pytest.raises(ConfigError, match=f"{name} has no effect on device cuda: .*; leave {name}"):
         settings(given, 8, "cuda")
+
+
+def test_unchecked_is_true_or_false_and_needs_a_policy():
+    found = settings({"kvtxn": {"policy": "auto", "unchecked": True}}, 8, "cpu")
+    assert found is not None
+    assert (found.unchecked, found.txn) == (True, TxnConfig(policy="auto", max_rows=8))
+    with pytest.raises(ConfigError, match="expected true or false, got 'yes'"):
+        settings({"kvtxn": {"policy": "auto", "unchecked": "yes"}}, 8, "cpu")
+    with pytest.raises(ConfigError, match="unchecked has no effect without a policy"):
+        settings({"kvtxn": {"audit": "ledger", "unchecked": True}}, 8, "cpu")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"version": "0.99.0"},
+        {"version": "0.99.0", "device": "cuda", "runner": "v2"},
+        {"version": "0.31.0", "device": "cuda", "runner": "v2"},
+    ],
+)
+def test_a_release_that_was_not_checked_is_the_users_choice(facts):
+    """Without the setting the reason names it."""
+    off = decide("auto", EngineFacts(**facts))
+    assert off.policy == "off"
+    assert off.reason.endswith("with the setting 'unchecked' windows start after a self-test")
+    assert on_trial(EngineFacts(**facts, unchecked=True))
+    assert not on_trial(EngineFacts(**facts))
+    assert decide("auto", EngineFacts(**facts, unchecked=True)).policy == "deferred"
+
+
+def test_a_checked_release_is_not_on_trial():
+    facts = EngineFacts(unchecked=True)
+    assert not on_trial(facts)
+    assert hook_gone(facts) is None
+
+
+def test_recurrent_states_stay_out_of_a_release_that_was_not_checked():
+    """The self-test has no states."""
+    facts = EngineFacts(
+        version="0.99.0", unchecked=True, recurrent=GATED_DELTA, states="exact", dtype="bfloat16"
+    )
+    assert "recurrent states were not checked with vLLM 0.99.0" in decide("auto", facts).reason
 
 
 def test_on_error_is_known_even_if_the_rest_is_wrong():

@@ -1,0 +1,318 @@
+"""The self-test of an engine with a release of vLLM that was not checked.
+
+After the warm-up, and before the engine serves, dummy requests take a few verify steps twice: with
+windows, and with every draft written directly, as stock does. Both begin with caches full of the
+same noise. The window may differ from direct writes in the slots of rejected drafts alone, where
+the noise has to be; no other slot of the cache may change. Then every byte is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ...errors import KVTxnError
+from ...layers import LayerRef
+from ...manager import TransactionManager
+from ...row_io import LayerRows, read, read_layers, write_layers
+from .internals import Foreign, dummy_steps, ranks
+from .internals.dummy_steps import Dummy, Sizes
+
+#: Verify steps; each knows one more token of the model's own text, to be accepted.
+ROUNDS: Final = 3
+#: Requests of a step: one with right drafts, one with wrong ones, one without any.
+_REQUESTS: Final = 3
+#: Every byte of the noise is below this, so that no number of any format is infinite or none.
+_FINITE: Final = 0x3B
+#: Slots that are digested at once.
+_CHUNK: Final = 4096
+
+
+class SelfTestError(KVTxnError, RuntimeError):
+    """Windows did not leave the bytes that they should have left."""
+
+    default_hint = "run without the setting 'unchecked', or with a release that was checked"
+
+
+@attrs.frozen(eq=False)
+class Bench:
+    """A runner under test.
+
+    Attributes:
+        runner: the runner, with steps over its caches.
+        manager: the manager of its windows.
+        sizes: its sizes.
+        requests: the dummy requests.
+        slots: int64, by group: every slot of the requests' blocks.
+        others: int64, by group: the slots of all blocks that belong to no request in any group.
+    """
+
+    runner: Foreign
+    manager: TransactionManager
+    sizes: Sizes
+    requests: tuple[Dummy, ...]
+    slots: Mapping[str, Tensor]
+    others: Mapping[str, Tensor]
+
+    @property
+    def layers(self) -> tuple[LayerRef, ...]:
+        """The target's layers."""
+        return tuple(self.manager.layers.values())
+
+    @property
+    def blocks(self) -> set[int]:
+        """All blocks of the requests."""
+        return {block for each in self.requests for own in each.blocks for block in own}
+
+
+def run(runner: Foreign) -> str | None:
+    """Test a runner whose windows are attached; every rank of a group must call this.
+
+    Returns:
+        The reason for which windows must not be used, one sentence; None if the test passed on
+        every rank. The caches have the bytes that they had before.
+    """
+    why = dummy_steps.undrivable(dummy_steps.config_of(runner))
+    if why is not None:
+        return f"the self-test cannot drive this engine: {why}"
+    try:
+        _test(_bench(runner))
+    except SelfTestError as error:
+        why = f"the self-test failed: {error.problem}"
+    except Exception as error:
+        why = f"the self-test failed: {error!r}"
+    if ranks.number_of_ranks() > 1:
+        why = next((each for each in ranks.of_all(why) if each is not None), None)
+    return why
+
+
+def _bench(runner: Foreign) -> Bench:
+    """Make the requests: prompts that end shortly before a block does, so drafts cross into one."""
+    sizes = dummy_steps.sizes(runner)
+    count = min(_REQUESTS, sizes.max_requests)
+    length = min(
+        min(sizes.block_sizes) - 2,
+        sizes.max_length - sizes.drafts - 2,
+        sizes.max_tokens,
+    )
+    if length < 1:
+        raise SelfTestError("self_test", "the engine's steps are too short for a dummy request")
+    first, requests = 1, []  # block 0 is nobody's
+    for number in range(count):
+        own = []
+        for size in sizes.block_sizes:
+            end = first + -(-(length + sizes.drafts + 1) // size)
+            own.append(list(range(first, end)))
+            first = end
+        prompt = [(7 * number + token * token) % sizes.vocabulary for token in range(length)]
+        requests.append(Dummy(f"kvtxn-self-test-{number}", prompt, tuple(own)))
+    if first > sizes.num_blocks:
+        raise SelfTestError("self_test", f"the cache has {sizes.num_blocks} blocks, not {first}")
+    manager = runner.kvtxn.manager
+    slots, others = {}, {}
+    for ref in manager.layers.values():
+        size = sizes.block_sizes[_group(ref)]
+        blocks = torch.tensor([b for each in requests for b in each.blocks[_group(ref)]])
+        ours = (blocks[:, None] * size + torch.arange(size)).flatten().to(manager.device)
+        mask = torch.ones(ref.num_slots, dtype=torch.bool, device=manager.device)
+        mask[size : first * size] = False  # layers of several groups may share one tensor
+        slots[ref.group], others[ref.group] = ours, mask.nonzero().squeeze(1)
+    return Bench(runner, manager, sizes, tuple(requests), slots, others)
+
+
+def _group(ref: LayerRef) -> int:
+    """Return the number of a layer's KV-cache group."""
+    return int(ref.group.partition(".")[2])
+
+
+def _test(bench: Bench) -> None:
+    """Take the steps, and compare.
+
+    Raises:
+        SelfTestError: a byte, a token or a counter is wrong.
+    """
+    known: dict[str, list[int]] = {each.name: [] for each in bench.requests}
+    total = [0, 0]
+    device = bench.manager.device
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        dummy_steps.borrowed(bench.runner, bench.blocks),
+        _unwatched(bench.runner),
+    ):
+        noise = _noise(bench)
+        for _ in range(ROUNDS):
+            drafts = _drafts(bench, known)
+            with _directly(bench.runner):
+                expected = _take(bench, noise, drafts)
+                direct = read_layers(bench.layers, bench.slots)
+            rest, before = _digest(bench), _counts(bench)
+            tokens = _take(bench, noise, drafts)
+            found = read_layers(bench.layers, bench.slots)
+            if tokens != expected:
+                raise SelfTestError("self_test", "tokens differ from those of direct writes")
+            accepted = {name: len(tokens[name]) - 1 for name in drafts}
+            rejected = {name: len(drafts[name]) - accepted[name] for name in drafts}
+            _compare(bench, _put_back(bench, direct, noise, accepted, rejected), found)
+            if _digest(bench) != rest:
+                raise SelfTestError("self_test", "rows of other blocks were written")
+            counted = [now - then for now, then in zip(_counts(bench), before, strict=True)]
+            sums = [sum(accepted.values()), sum(rejected.values())]
+            if counted != sums:
+                raise SelfTestError(
+                    "self_test",
+                    f"windows counted {counted[0]} accepted and {counted[1]} rejected drafts, "
+                    f"where vLLM has {sums[0]} and {sums[1]}",
+                )
+            total = [a + b for a, b in zip(total, sums, strict=True)]
+            known = {name: tokens[name] for name in known}
+    if 0 in total:
+        kind = "accepted" if not total[0] else "rejected"
+        raise SelfTestError("self_test", f"no draft was {kind}, so nothing was seen of such rows")
+
+
+def _drafts(bench: Bench, known: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Choose drafts: of the first request as far as its text is known, of the second wrong ones."""
+    found = {}
+    for number, each in enumerate(bench.requests[:2]):
+        right = known[each.name][: bench.sizes.drafts] if number == 0 else []
+        wrong = (known[each.name] or [0])[-1] + 1
+        rest = bench.sizes.drafts - len(right)
+        found[each.name] = right + [(wrong + i) % bench.sizes.vocabulary for i in range(rest)]
+    return found
+
+
+def _take(bench: Bench, noise: LayerRows, drafts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Begin, verify and end the requests over caches full of noise; returns verified tokens."""
+    for ref in bench.layers:
+        every = torch.ones_like(bench.slots[ref.group], dtype=torch.bool)
+        write_layers([ref], noise, bench.slots, every)
+    torch.manual_seed(0)
+    try:
+        sampled: dict[str, list[int]] = {}
+        for each in bench.requests:
+            sampled |= dummy_steps.begin(bench.runner, each)
+        return dummy_steps.verify(bench.runner, bench.requests, sampled, drafts)
+    finally:
+        dummy_steps.end(bench.runner, bench.requests)
+
+
+@contextmanager
+def _directly(runner: Foreign) -> Iterator[None]:
+    """Let the steps of this block write every draft into its slot, without a commit."""
+    steps = runner.kvtxn
+    with ExitStack() as undo:
+        if hasattr(steps, "written_directly") and steps.manager.policy == "deferred":
+            undo.enter_context(steps.written_directly())
+        else:
+            if getattr(steps, "deferred", False):
+                steps.windows.mark(None)  # captured graphs read this buffer
+            runner.kvtxn = None
+            undo.callback(setattr, runner, "kvtxn", steps)
+        yield
+
+
+@contextmanager
+def _unwatched(runner: Foreign) -> Iterator[None]:
+    """Hide the dummy steps from the audit, if there is one."""
+    watch = getattr(runner, "kvtxn_audit", None)
+    if watch is not None:
+        runner.kvtxn_audit = None
+    try:
+        yield
+    finally:
+        if watch is not None:
+            runner.kvtxn_audit = watch
+
+
+# -- bytes ------------------------------------------------------------------------------
+
+
+def _noise(bench: Bench) -> LayerRows:
+    """Make rows of noise for every slot of the requests' blocks; no two bytes in line are known."""
+    generator = torch.Generator().manual_seed(1)
+
+    def rows(like: Tensor) -> Tensor:
+        shape = (*like.shape[:-1], like.shape[-1] * like.itemsize)
+        content = torch.randint(1, _FINITE, shape, dtype=torch.uint8, generator=generator)
+        return content.view(like.dtype).to(like.device)
+
+    found = read_layers(bench.layers, bench.slots)
+    return {name: tuple(map(rows, parts)) for name, parts in found.items()}
+
+
+def _digest(bench: Bench) -> list[int]:
+    """Digest the rows of all blocks that are not the requests', one number a plane."""
+    found = []
+    for ref in bench.layers:
+        for plane in ref.planes:
+            total = 0
+            for slots in bench.others[ref.group].split(_CHUNK):
+                words = read(plane, slots).flatten(1).to(torch.int64)
+                columns = torch.arange(1, words.shape[1] + 1, device=words.device)
+                total ^= int(((words * columns).sum(1) * (slots * 2 + 1)).sum())
+            found.append(total)
+    return found
+
+
+def _put_back(
+    bench: Bench,
+    direct: LayerRows,
+    noise: LayerRows,
+    accepted: Mapping[str, int],
+    rejected: Mapping[str, int],
+) -> LayerRows:
+    """Return the rows that a window should leave: direct writes, and noise below rejected drafts.
+
+    Args:
+        bench: the runner under test.
+        direct: the rows after direct writes.
+        noise: the rows before.
+        accepted: accepted drafts by request.
+        rejected: rejected drafts by request.
+    """
+    places = {}
+    for group in bench.slots:
+        number, begin = int(group.partition(".")[2]), 0
+        found: list[int] = []
+        for each in bench.requests:
+            first = begin + len(each.prompt) + 1 + accepted.get(each.name, 0)
+            found += range(first, first + rejected.get(each.name, 0))
+            begin += len(each.blocks[number]) * bench.sizes.block_sizes[number]
+        places[group] = torch.tensor(found, dtype=torch.int64, device=bench.slots[group].device)
+    expected = {}
+    for ref in bench.layers:
+        parts = [part.clone() for part in direct[ref.name]]
+        for part, before in zip(parts, noise[ref.name], strict=True):
+            part[places[ref.group]] = before[places[ref.group]]
+        expected[ref.name] = tuple(parts)
+    return expected
+
+
+def _compare(bench: Bench, expected: LayerRows, found: LayerRows) -> None:
+    """Compare every byte of the requests' blocks.
+
+    Raises:
+        SelfTestError: a row is not as it should be.
+    """
+    for name, parts in expected.items():
+        for want, got in zip(parts, found[name], strict=True):
+            wrong = (want != got).flatten(1).any(1).nonzero().squeeze(1)
+            if wrong.numel():
+                slot = int(bench.slots[bench.manager.layers[name].group][wrong[0]])
+                raise SelfTestError(
+                    "self_test",
+                    f"{wrong.numel()} rows of layer {name!r} are not those of direct writes, the "
+                    f"first one in slot {slot}",
+                )
+
+
+def _counts(bench: Bench) -> list[int]:
+    """Return the numbers of accepted and of rejected drafts that the windows counted."""
+    counts = bench.manager.snapshot()
+    names: Sequence[str] = ("kvtxn_rows_committed_total", "kvtxn_rows_rejected_total")
+    return [int(counts[name]) for name in names]

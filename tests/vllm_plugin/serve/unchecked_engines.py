@@ -1,0 +1,130 @@
+"""One process: engines of a release that is not listed, which decide by their self-test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_starts import apart, build, prepared, tokens
+
+#: By name: the user's settings, and the fault that is planted.
+ENGINES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "deferred": ({"policy": "deferred", "unchecked": True}, None),
+    "undo": ({"policy": "undo", "unchecked": True}, None),
+    "not asked for": ({"policy": "deferred"}, None),
+    "wrong row": ({"policy": "deferred", "unchecked": True}, "wrong_row"),
+    "nothing rejected": ({"policy": "undo", "unchecked": True}, "nothing_rejected"),
+    "elsewhere": ({"policy": "deferred", "unchecked": True}, "elsewhere"),
+    "refused": ({"policy": "deferred", "unchecked": True}, "refused"),
+    "gone": ({"policy": "deferred", "unchecked": True}, "gone"),
+    "required": ({"policy": "deferred", "unchecked": True, "required": True}, "wrong_row"),
+    "required, gone": ({"policy": "deferred", "unchecked": True, "required": True}, "gone"),
+}
+
+
+def take_off() -> str:
+    """Take the running release off the list; returns its number."""
+    from kvtxn.integrations.vllm_plugin.internals import workers
+    from kvtxn.integrations.vllm_plugin.policy import releases, supported
+
+    version, load = workers.version(), releases.load
+    supported.RELEASES = tuple(each for each in supported.RELEASES if each != version)
+    releases.load = lambda: tuple(each for each in load() if each.version != version)
+    return version
+
+
+def wrong_row(steps: Any) -> None:
+    """Stage each draft's row in the place of another one."""
+    stage = steps.stage
+    steps.stage = lambda self, ref, *parts: stage(self, ref, *(part.roll(1, 0) for part in parts))
+
+
+def refused(steps: Any) -> None:
+    """Let no row be staged."""
+
+    def stage(self: Any, ref: Any, *parts: Any) -> None:
+        raise RuntimeError("planted")
+
+    steps.stage = stage
+
+
+def nothing_rejected(steps: Any) -> None:
+    """Commit every draft, whatever was sampled."""
+    commit = steps.commit
+
+    def commit_all(self: Any, sampled: Any) -> None:
+        if self.window is not None and not self._directly:
+            self.window.commit(list(self._plan.draft_len))
+        commit(self, sampled) if self._directly else self.abandon()
+
+    steps.commit = commit_all
+
+
+def elsewhere(steps: Any) -> None:
+    """Change a row that is in nobody's block."""
+    commit = steps.commit
+
+    def and_elsewhere(self: Any, sampled: Any) -> None:
+        plane = next(iter(self.manager.layers.values())).planes[0]
+        plane.cells[plane.index(torch.tensor([plane.num_slots - 1]))] += 1
+        commit(self, sampled)
+
+    steps.commit = and_elsewhere
+
+
+FAULTS = {each.__name__: each for each in (wrong_row, refused, nothing_rejected, elsewhere)}
+
+
+def gone() -> None:
+    """Let a hook point be gone."""
+    from kvtxn.integrations.vllm_plugin.policy import releases
+
+    read, name = releases.read_hooks, "vllm.forward_context.get_forward_context"
+    releases.read_hooks = lambda sources, names: read(sources, [n for n in names if n != name])
+
+
+def start(model: str, name: str) -> dict[str, Any]:
+    """Start an engine, and let it serve."""
+    from kvtxn.integrations.serving.eager_steps import EagerSteps
+    from kvtxn.integrations.vllm_plugin import snapshots
+
+    version = take_off()
+    kvtxn, fault = ENGINES[name]
+    print(f"--- {name}", flush=True)
+    if fault == "gone":
+        gone()
+    elif fault is not None:
+        FAULTS[fault](EagerSteps)
+    try:
+        llm = build(model, kvtxn)
+    except Exception as error:
+        return {"type": type(error).__name__, "says": str(error), "version": version}
+    (before,) = snapshots(llm)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    caches = [layer.kv_cache for layer in runner.compilation_config.static_forward_context.values()]
+    return {
+        "type": None,
+        "version": version,
+        "left": list(runner.requests),
+        "written": int(sum((cache != 0).sum() for cache in caches)),
+        "class": type(runner).__name__,
+        "before": before,
+        "tokens": tokens(llm),
+        "after": snapshots(llm)[0],
+    }
+
+
+def stock(model: str) -> list[int]:
+    """Tokens of an engine without any hooks."""
+    from kvtxn.integrations.vllm_plugin import plugin
+
+    plugin.unregister()
+    return tokens(build(model, {"policy": "undo"}, speculates=True))
+
+
+def run(folder: Path) -> dict[str, Any]:
+    """Report every engine."""
+    model = prepared(folder)
+    report: dict[str, Any] = {name: apart(start, model, name) for name in ENGINES}
+    return report | {"stock": apart(stock, model)}
