@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...audit import books as book
 from ...audit.violation import FOUND_NUMBER, KIND_NUMBER
+from ..move_rows.copy_words import narrow_pointer
 from . import byte_plan, plan
 from .byte_lists import (
     CLEAR,
@@ -74,20 +75,6 @@ PLANE_FIELDS = tl.constexpr(byte_plan.PLANE_FIELDS)
 
 
 @triton.jit
-def typed(address: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Turn addresses into pointers to ints of ``SIZE`` bytes."""
-    if SIZE == 8:
-        pointer = address.to(tl.pointer_type(tl.int64))
-    elif SIZE == 4:
-        pointer = address.to(tl.pointer_type(tl.int32))
-    elif SIZE == 2:
-        pointer = address.to(tl.pointer_type(tl.int16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.int8))
-    return pointer
-
-
-@triton.jit
 def element_at(
     plane: tl.tensor, slot: tl.tensor, element: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
@@ -120,7 +107,9 @@ def sum_of(
         word = at + tl.arange(0, TILE).to(tl.int64)
         element = word[:, None] * PER + lane[None, :]
         inside = element < units
-        value = tl.load(typed(element_at(plane, slot, element, inside), SIZE), mask=inside, other=0)
+        value = tl.load(
+            narrow_pointer(element_at(plane, slot, element, inside), SIZE), mask=inside, other=0
+        )
         value = value.to(tl.int64)
         if SIZE < 8:
             value = value & ((1 << (8 * SIZE)) - 1)
@@ -137,7 +126,7 @@ def fill(plane: tl.tensor, slot: tl.tensor, SIZE: tl.constexpr, TILE: tl.constex
     for at in range(0, units, TILE):
         element = at + tl.arange(0, TILE).to(tl.int64)
         inside = element < units
-        pointer = typed(element_at(plane, slot, element, inside), SIZE)
+        pointer = narrow_pointer(element_at(plane, slot, element, inside), SIZE)
         ones = (element * 0 - 1).to(pointer.dtype.element_ty)
         tl.store(pointer, ones, mask=inside)
 
@@ -156,7 +145,7 @@ def clear(
         number = element // others
         dead = (number < stay) | (number >= stay + tl.load(layer + WINDOW_LENGTH))
         dead = dead & (element < total)
-        pointer = typed(base + tl.load(offsets + element, mask=dead, other=0), SIZE)
+        pointer = narrow_pointer(base + tl.load(offsets + element, mask=dead, other=0), SIZE)
         tl.store(pointer, (element * 0 - 1).to(pointer.dtype.element_ty), mask=dead)
 
 
