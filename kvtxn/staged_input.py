@@ -78,7 +78,8 @@ def check_parts(
                 + ", ".join(f"{part.part} [num_rows, *{part.staged_shape}]" for part in ref.given),
                 got=[type(state).__name__ for state in given],
             )
-        return _all_checked(ref, ref.given, num_rows, states)
+        pairs = zip(ref.given, states, strict=True)
+        return tuple(_checked(ref, part, num_rows, tensor) for part, tensor in pairs)
     first, first_scales = _codes_and_scales(ref, 0, key)
     second, second_scales = _codes_and_scales(ref, 1, value)
     if not isinstance(first, Tensor) or not isinstance(second, Tensor | None):
@@ -111,26 +112,6 @@ def check_parts(
         None if part is None else _checked(ref, plane, num_rows, part)
         for plane, part in zip(ref.planes, parts, strict=True)
     )
-
-
-def check_stored(ref: LayerRef, num_rows: int | None, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Check and return the tensors of a ``StagedLayer``, one per part of ``ref.kept``.
-
-    Raises:
-        LayerError: a tensor does not fit its part.
-    """
-    return _all_checked(ref, ref.kept, num_rows, rows)
-
-
-def _all_checked(
-    ref: LayerRef,
-    parts: Sequence[Plane | RowPart],
-    num_rows: int | None,
-    rows: Sequence[Tensor],
-) -> tuple[Tensor, ...]:
-    """Check and return one tensor per part."""
-    pairs = zip(parts, rows, strict=True)
-    return tuple(_checked(ref, part, num_rows, tensor) for part, tensor in pairs)
 
 
 def _codes_and_scales(

@@ -222,12 +222,6 @@ def batch_arguments(metadata: Any) -> BatchArguments | None:
     return BatchArguments(slice(metadata.num_actual_tokens), named)
 
 
-def attention_function() -> Callable[..., Tensor]:
-    """Return the function of FlashAttention that vLLM calls."""
-    found: Callable[..., Tensor] = module().flash_attn_varlen_func
-    return found
-
-
 def attend(query: Tensor, output: Tensor, fixed: dict[str, Any], batch: BatchArguments) -> None:
     """Attend with FlashAttention, called as vLLM calls it, and write the result to ``output``.
 
