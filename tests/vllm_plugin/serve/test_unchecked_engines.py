@@ -33,7 +33,7 @@ def log_of(printed, name):
     return printed.partition(f"--- {name}\n")[2].partition("\n--- ")[0]
 
 
-@pytest.mark.parametrize("policy", ["deferred", "undo"])
+@pytest.mark.parametrize("policy", ["deferred", "undo", "groups"])
 def test_windows_start_after_the_self_test(run, policy):
     """They count nothing of it, leave nothing of it, and give stock's tokens."""
     report, printed = run
@@ -42,7 +42,7 @@ def test_windows_start_after_the_self_test(run, policy):
     assert found["class"].startswith("Window")
     assert (found["before"]["kvtxn_active"], found["before"]["kvtxn_rows_staged_total"]) == (1, 0)
     assert (found["left"], found["written"]) == ([], 0)
-    assert found["tokens"] == report["stock"]
+    assert found["tokens"] == report["stock, groups" if policy == "groups" else "stock"]
     assert found["after"]["kvtxn_rows_committed_total"] > 0
     assert found["after"]["kvtxn_rows_rejected_total"] > 0
     assert found["after"]["kvtxn_fallbacks_total"] == 0

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from engine_starts import apart, build, prepared, tokens
+from model_files import write
 
 #: By name: the user's settings, and the fault that is planted.
 ENGINES: dict[str, tuple[dict[str, Any], str | None]] = {
     "deferred": ({"policy": "deferred", "unchecked": True}, None),
     "undo": ({"policy": "undo", "unchecked": True}, None),
+    "groups": ({"policy": "auto", "unchecked": True}, None),
     "not asked for": ({"policy": "deferred"}, None),
     "wrong row": ({"policy": "deferred", "unchecked": True}, "wrong_row"),
     "nothing rejected": ({"policy": "undo", "unchecked": True}, "nothing_rejected"),
@@ -126,5 +128,7 @@ def stock(model: str) -> list[int]:
 def run(folder: Path) -> dict[str, Any]:
     """Report every engine."""
     model = prepared(folder)
-    report: dict[str, Any] = {name: apart(start, model, name) for name in ENGINES}
-    return report | {"stock": apart(stock, model)}
+    groups = write("gemma3", folder / "gemma3")  # layers of two groups share their tensors
+    models = dict.fromkeys(ENGINES, model) | {"groups": groups}
+    report: dict[str, Any] = {name: apart(start, models[name], name) for name in ENGINES}
+    return report | {"stock": apart(stock, model), "stock, groups": apart(stock, groups)}
