@@ -58,13 +58,22 @@ def as_counts(accepted: Tensor | SampledIds) -> Tensor:
 
 
 def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Tensor | SampledIds:
-    """Check the argument of ``commit`` and bring it to ``device``.
+    """Turn what a caller gave to ``commit`` into one of the four forms that executors take.
 
-    A window whose trees are plain sequences takes every form; other tree windows take paths.
+    ``Window.commit`` calls it first, so that a wrong argument changes nothing. Values of the host
+    are checked in full. A tensor on the device is checked by shape and dtype alone, since its
+    values could only be read by waiting, and is returned as it is.
+
+    Args:
+        accepted: an int for every request, a sequence or tensor of counts, a mask of rows, the
+            sampled ids, or, for draft trees, paths. A window without a tree, or whose trees do not
+            branch, takes every form; a window with branches takes paths alone.
+        layout: the requests and rows of the window.
+        device: the device of the caches.
 
     Returns:
         int64 ``[num_requests]`` counts, bool ``[num_rows]``, int ``[num_requests, columns]`` paths,
-        or ``SampledIds``; a device tensor is returned as it is.
+        or ``SampledIds``.
 
     Raises:
         AcceptanceError: wrong shape, dtype, device or, on the host, range.

@@ -63,9 +63,13 @@ class TritonPasses(Passes):
         self._constants: Final = (columns, lines, len(books.journal), len(books.found))
         none = torch.empty(1, dtype=torch.int64, device=device)
         self._unread: Final = none
+        padding = torch.full((1,), -1, device=device)
+        nothing = torch.zeros(2, dtype=torch.int64, device=device)
+        self._padding: Final = Step(padding, nothing, nothing[:1], nothing[:0], {})
 
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""
+        step = step if len(step.lines) else self._padding  # no launch has no program
         books, requests = self.books, len(step.lines)
         if step.sources or step.told is not None:
             self._compare_states(step)
@@ -119,13 +123,15 @@ class TritonPasses(Passes):
 
     def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
         """Mark the rejected rows, as ``Passes.resolve`` describes."""
+        if not len(step.lines):
+            step, accepted, sampled = self._padding, self._unread, None
         books = self.books
         ids = None if sampled is None else sampled.contiguous()
         write_kernel.resolve_rows[(len(step.lines),)](
             step.lines, step.starts, step.first, self._or_unread(step.drafts), accepted,
             self._or_unread(ids), self._table("slots", step.slots, torch.int64), self._groups,
-            self._key, books.words, books.own, books.facts, step.num_rows, *self._sizes()[:2],
-            0 if ids is None else ids.shape[1], REJECTED=REJECTED,
+            self._key, books.words, books.own, books.facts, books.counters, step.num_rows,
+            *self._sizes()[:2], 0 if ids is None else ids.shape[1], REJECTED=REJECTED,
             DRAFTS=step.drafts is not None, GROUPS=self._num_groups, TILE=_DRAFTS,
         )  # fmt: skip
 

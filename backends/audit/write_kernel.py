@@ -10,6 +10,8 @@ Memory contract of ``write_rows``:
   two programs write one entry.
 - ``counters`` and ``fingerprints`` are added to atomically. The program that ends last moves the
   clock on, so that all others have read the old one. What publishes it is the end of the launch.
+  It also takes ``OPENING``, to which the others have added, for ``OPEN``; ``resolve_rows`` clears
+  that in its first program.
 - Every address is computed in int64. Padding and malformed requests (see ``kvtxn.audit.Step``)
   write empty journal entries alone; the latter are counted. Whatever the tensors of a step hold,
   no address lies outside: rows are below ``num_rows``, lines below ``num_lines``, positions below
@@ -31,6 +33,9 @@ STEP = tl.constexpr(book.STEP)
 JOURNALLED = tl.constexpr(book.JOURNALLED)
 ENDED = tl.constexpr(book.ENDED)
 REFUSED = tl.constexpr(book.REFUSED)
+OPEN = tl.constexpr(book.OPEN)
+OPENING = tl.constexpr(book.OPENING)
+UNRESOLVED = tl.constexpr(book.UNRESOLVED)
 SERIAL = tl.constexpr(book.SERIAL)
 KNOWN = tl.constexpr(book.KNOWN)
 DURABLE = tl.constexpr(book.DURABLE)
@@ -234,6 +239,8 @@ def write_rows(
         tl.store(fact + DURABLE * num_lines, settled)
         tl.store(fact + KEPT_BEFORE * num_lines, tl.load(fact + KEPT * num_lines))
         tl.store(fact + KEPT * num_lines, tl.where(taken > 0, -1, 0).to(tl.int64))
+        if taken > 0:
+            tl.atomic_add(counters + OPENING, 1)
     tl.debug_barrier()
     ended = tl.atomic_add(counters + ENDED, 1)
     if ended == num_requests - 1:
@@ -243,6 +250,10 @@ def write_rows(
         for number in tl.static_range(GROUPS):
             until_now = tl.atomic_add(now_prints + number, 0)
             tl.store(next_prints + number, until_now * STEP_FACTOR)
+        left = tl.load(counters + UNRESOLVED) + tl.load(counters + OPEN)
+        tl.store(counters + UNRESOLVED, left)
+        tl.store(counters + OPEN, tl.atomic_add(counters + OPENING, 0))
+        tl.store(counters + OPENING, 0)
         tl.store(counters + STEP, now)
 
 
@@ -260,6 +271,7 @@ def resolve_rows(
     words: tl.tensor,
     own: tl.tensor,
     facts: tl.tensor,
+    counters: tl.tensor,
     num_rows: tl.int64,
     own_stride: tl.int64,
     num_lines: tl.int64,
@@ -278,6 +290,8 @@ def resolve_rows(
         REJECTED: the word of a rejected row.
     """
     index = tl.program_id(0)
+    if index == 0:
+        tl.store(counters + OPEN, 0)
     line, start, first, count, admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )

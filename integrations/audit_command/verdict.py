@@ -27,7 +27,13 @@ _MEANING: Final[Mapping[str, str]] = {
     "ranks": "ranks wrote different rows",
 }
 
-_HEALTHY, _WRONG, _NOTHING = "healthy", "violations", "nothing read"
+_HEALTHY, _WRONG, _NOTHING, _PARTLY = "healthy", "violations", "nothing read", "not all judged"
+
+#: By reason: the requests of steps that the ledger could not judge.
+_UNJUDGED: Final[Mapping[str, str]] = {
+    "malformed": "did not fit the ledger, which left them out",
+    "unresolved": "had drafts, and nobody said how many of them were accepted",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -35,11 +41,11 @@ class Verdict:
     """The findings of an audit, in words and as an exit code.
 
     Attributes:
-        word: "healthy", "violations" or "nothing read".
+        word: "healthy", "violations", "nothing read" or "not all judged".
         headline: one sentence.
         kinds: number of violations by kind, none that is 0.
         sentences: more sentences, each on its own.
-        exit_code: 0 healthy, 1 violations, 2 if nothing was read.
+        exit_code: 0 healthy, 1 violations, 2 if nothing was read, or not all could be judged.
     """
 
     word: str
@@ -86,6 +92,10 @@ def judge(
     if not rows and not states:
         headline = f"Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=[], exit_code=2)
+    unjudged = _unjudged(counters)
+    if not wrong and unjudged:
+        headline = f"Not all was judged: {read} were read {during}, and no wrong one was found."
+        return Verdict(word=_PARTLY, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     if not wrong:
         headline = f"Healthy: {read} were read {during}, and every one was the right one."
         return Verdict(word=_HEALTHY, headline=headline, kinds={}, sentences=[], exit_code=0)
@@ -94,9 +104,20 @@ def judge(
     sentences += [tell(violation) for violation in violations[:TOLD]]
     if wrong > len(violations[:TOLD]):
         sentences.append(f"{wrong - len(violations[:TOLD]):,} more are not told here.")
+    sentences += unjudged
     return Verdict(
         word=_WRONG, headline=headline, kinds=dict(kinds), sentences=sentences, exit_code=1
     )
+
+
+def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:
+    """Say of how many requests the ledger could not judge a step, and why."""
+    counts = {reason: _total(counters, f"unjudged_total_{reason}") for reason in _UNJUDGED}
+    return [
+        f"{_count(number, 'request')} of steps {_UNJUDGED[reason]}."
+        for reason, number in counts.items()
+        if number
+    ]
 
 
 def tell(violation: Mapping[str, Any]) -> str:

@@ -29,7 +29,13 @@ JOURNALLED: Final = 5
 ENDED: Final = 6
 #: The number of malformed requests that ``write`` left out.
 REFUSED: Final = 7
-BY_KIND: Final = 8
+#: The number of requests with drafts in the last step; 0 once it is resolved.
+OPEN: Final = 8
+#: The same number while the step is being written; else 0.
+OPENING: Final = 9
+#: The number of requests with drafts of steps that another step followed before ``resolve``.
+UNRESOLVED: Final = 10
+BY_KIND: Final = 11
 NUM_COUNTERS: Final = BY_KIND + len(KINDS)
 
 #: Indices into one journal entry, int64: the step, the writer's serial number, the row's position,

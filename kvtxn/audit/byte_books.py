@@ -12,8 +12,9 @@ from torch import Tensor
 from ..cache_planes import Plane
 from ..errors import ConfigError, LayerError
 from ..layers import LayerRef
+from .arguments import listed, mapped
 from .books import Books
-from .groups import WORD_BYTES, Group, Layout, Place, positive
+from .groups import WORD_BYTES, Group, Layout, Place, positive, whole
 
 #: Number of steps between two comparisons of one slot that every step reads.
 EVERY: Final = 256
@@ -34,7 +35,7 @@ class Window:
         dim: the dimension of the state along which the inputs lie, from 1.
     """
 
-    state: int
+    state: int = attrs.field(validator=whole)
     length: int = attrs.field(validator=positive)
     dim: int = attrs.field(default=1, validator=positive)
 
@@ -89,9 +90,11 @@ class ByteBooks:
         layers: Sequence[LayerRef],
         every: int,
         poison: bool | Collection[str],
-        windows: Mapping[str, Window],
+        windows: Mapping[str, Window] | None,
     ) -> ByteBooks:
         """Allocate books in which nothing is sealed; the arguments are those of ``Scrub``."""
+        windows = mapped("Scrub", "windows", windows, "by name of the layer, a Window")
+        _check_layers(layers, books.words.device)
         names = [ref.name for ref in layers]
         for name in windows:
             if name not in names:
@@ -99,13 +102,7 @@ class ByteBooks:
                     "Scrub", f"windows names {name!r}", expected=f"one of {names}", got=repr(name),
                     hint="name layers of the scrub",
                 )  # fmt: skip
-        groups = {ref.group for ref in layers}
-        poisoned = frozenset(groups if poison is True else () if poison is False else poison)
-        if not poisoned <= groups:
-            raise ConfigError(
-                "Scrub", "poison names groups without layers", expected=f"some of {sorted(groups)}",
-                got=sorted(poisoned), hint="name groups of the scrub's layers, or pass a bool",
-            )  # fmt: skip
+        poisoned = _poisoned(poison, {ref.group for ref in layers})
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=books.words.device)
@@ -145,8 +142,17 @@ class ByteBooks:
 
 def num_bytes(groups: Sequence[Group], layers: Mapping[str, int], max_requests: int) -> int:
     """Return the bytes that a scrub takes; see ``Scrub.num_bytes``."""
-    layout = Layout.of(groups)
-    sums = sum(layout.places[name].num_slots * count for name, count in layers.items())
+    layout = Layout.of(listed("num_bytes", "groups", groups, "a list of groups"))
+    numbers = mapped("num_bytes", "layers", layers, "by name of the group, its number of layers")
+    counts = [*numbers.values(), max_requests]
+    right = all(type(number) is int and number >= 0 for number in counts)
+    if not right or not layout.places.keys() >= numbers.keys():
+        raise ConfigError(
+            "num_bytes", "layers or max_requests are not valid",
+            expected=f"ints, layers by a name of {list(layout.places)}",
+            got=f"{layers!r}, {max_requests!r}", hint="count the layers of each group",
+        )  # fmt: skip
+    sums: int = sum(layout.places[name].num_slots * count for name, count in numbers.items())
     return WORD_BYTES * (layout.num_words + sums + max_requests + 1)
 
 
@@ -158,6 +164,7 @@ def place_of_layer(layout: Layout, ref: LayerRef) -> Place:
     """
     place = layout.places.get(ref.group)
     slots = min(plane.num_slots for plane in ref.planes)
+    size = ref.planes[0].block_size
     if place is None or place.group.reads is not None or slots < place.num_slots:
         raise LayerError(
             "Scrub",
@@ -167,7 +174,56 @@ def place_of_layer(layout: Layout, ref: LayerRef) -> Place:
             hint="set LayerRef.group to a group of the ledger, and RowGroup.num_blocks to the "
             "cache's number of blocks",
         )
+    group = place.group
+    # A kernel's blocks may be parts of the scheduler's, which may be parts of a ring: slots are
+    # counted alike in all of them.
+    fits = group.block_size % size == 0 or (ref.kind.reuse and size % group.block_size == 0)
+    if group.is_state is not bool(ref.states) or not fits:
+        raise LayerError(
+            "Scrub",
+            f"layer {ref.name!r} has other blocks than group {ref.group!r} of the ledger",
+            expected="states" if group.is_state else f"blocks of {group.block_size} rows",
+            got="states" if ref.states else f"blocks of {size} rows",
+            hint="states belong to a StateGroup; else set RowGroup.block_size to the cache's",
+        )
     return place
+
+
+def _check_layers(layers: Sequence[Any], device: torch.device) -> None:
+    """Refuse layers that are none, named twice, or elsewhere."""
+    names: set[str] = set()
+    for ref in layers:
+        if not isinstance(ref, LayerRef):
+            raise LayerError(
+                "Scrub", "this is not a layer", expected="a LayerRef", got=type(ref).__name__,
+                hint="describe each layer's cache by a LayerRef",
+            )  # fmt: skip
+        if ref.name in names or ref.device != device:
+            raise LayerError(
+                "Scrub", f"layer {ref.name!r} is named twice or lies elsewhere",
+                expected=f"each layer once, on {device}",
+                got="a second one" if ref.name in names else f"a cache on {ref.device}",
+                hint="make the ledger on the device of the caches",
+            )  # fmt: skip
+        names.add(ref.name)
+    if not names:
+        raise LayerError(
+            "Scrub", "there is no layer", expected="at least one LayerRef", got="none",
+            hint="without layers to watch, leave the scrub out",
+        )  # fmt: skip
+
+
+def _poisoned(poison: Any, groups: set[str]) -> frozenset[str]:
+    """Return the names of the groups that ``Scrub(poison=)`` asks to fill."""
+    if isinstance(poison, bool):
+        return frozenset(groups if poison else ())
+    named = [*poison] if isinstance(poison, Collection) and not isinstance(poison, str) else None
+    if named is None or not all(isinstance(name, str) and name in groups for name in named):
+        raise ConfigError(
+            "Scrub", "poison names groups without layers", expected=f"some of {sorted(groups)}",
+            got=repr(poison), hint="name groups of the scrub's layers, or pass a bool",
+        )  # fmt: skip
+    return frozenset(named)
 
 
 def _check_window(ref: LayerRef, window: Any) -> None:

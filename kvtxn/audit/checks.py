@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import AcceptanceError, ConfigError, KVTxnError
 from ..host_values import to_device
+from .arguments import listed
 from .books import Books
 from .digest import EMBEDDED
 from .groups import Place
@@ -25,6 +26,8 @@ from .step import Step
 #: The dtypes of ints that torch can count with.
 INTS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
+#: The least and the most number of 64 bits, given with a sign or without.
+_WORDS: Final = (-(1 << 63), (1 << 64) - 1)
 _HOST: Final = torch.device("cpu")
 
 
@@ -125,13 +128,24 @@ def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool 
 
 def own_tokens(tokens: Any, embedded: Mapping[int, int] | None, max_length: int) -> Tensor:
     """Return a request's tokens, int64 ``[n]`` on the host; see ``Ledger.admit``."""
-    if isinstance(tokens, Tensor):
+    if isinstance(tokens, Tensor) and not tokens.is_meta:
         tokens = tokens.cpu()
     own = bounded("admit", "tokens", tokens, EMBEDDED)
+    if embedded is not None and not isinstance(embedded, Mapping):
+        raise ConfigError(
+            "admit", "embedded is not valid", expected="by position, a hash", got=repr(embedded),
+            hint="pass a dict, or leave it out; nothing was changed",
+        )  # fmt: skip
     for position, content in (embedded or {}).items():
         whole("admit", "a position of embedded", position, 0, min(len(own), max_length) - 1)
-        whole("admit", "a hash of embedded", content, -(1 << 63), (1 << 64) - 1)
+        whole("admit", "a hash of embedded", content, *_WORDS)
     return own
+
+
+def own_extras(extras: Any) -> list[int]:
+    """Return the ``extras`` of a request; see ``Ledger.admit``."""
+    given = listed("admit", "extras", extras, "a sequence of ints; their order counts")
+    return [whole("admit", "a number of extras", each, *_WORDS) for each in given]
 
 
 def place_of(operation: str, books: Books, group: str, *, states: bool | None = None) -> Place:
@@ -146,7 +160,7 @@ def place_of(operation: str, books: Books, group: str, *, states: bool | None = 
     Raises:
         ConfigError: the ledger has no such group.
     """
-    place = books.layout.places.get(group)
+    place = books.layout.places.get(group) if isinstance(group, str) else None
     if place is None or (states is not None and place.group.is_state != states):
         wanted = {None: "a group", True: "a group of states", False: "a group of rows"}[states]
         fitting = [
@@ -259,6 +273,16 @@ def _check_requests(operation: str, books: Books, step: Step, released: bool) ->
     batch = Batch.of(books, step, released=released)
     live = batch.lines[batch.live]
     again = len(live) != len(live.unique())
+    if step.drafts is not None:
+        given = step.drafts[: len(batch.lines)].long()
+        wrong = batch.live & (given != batch.drafts)
+        if bool(wrong.any()):
+            index = int(wrong.nonzero()[0])
+            raise ConfigError(
+                operation, f"drafts of request {index} are not among its rows",
+                expected=f"0 to {int(batch.counts[index])}", got=int(given[index]),
+                hint="drafts are the last rows of a request; nothing was changed",
+            )  # fmt: skip
     if not again and not bool(batch.refused.any()):
         return
     index = 0 if again else int(batch.refused.nonzero()[0])
@@ -277,33 +301,47 @@ def _check_requests(operation: str, books: Books, step: Step, released: bool) ->
 
 
 def check_outcome(
-    step: Step, accepted: Any, sampled: Any, device: torch.device
+    operation: str, books: Books, step: Step, accepted: Any, sampled: Any = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the arguments of ``Ledger.resolve`` as tensors on the ledger's device.
 
     Raises:
-        AcceptanceError: they do not fit the step; it can be resolved still.
+        AcceptanceError: they do not fit the step; the call can be made again.
     """
-    number = len(step.lines)
-    counts = ints("resolve", "accepted", accepted, error=AcceptanceError)
+    number, device = len(step.lines), books.words.device
+    counts = ints(operation, "accepted", accepted, error=AcceptanceError)
     ids = None
     if sampled is not None:
         shape = f"[{number}, n]"
-        ids = ints("resolve", "sampled", sampled, shape, AcceptanceError)
+        ids = ints(operation, "sampled", sampled, shape, AcceptanceError)
     for name, tensor in (("accepted", counts), ("sampled", ids)):
         if tensor is None:
             continue
         if len(tensor) < number or (not tensor.is_cpu and tensor.device != device):
             raise AcceptanceError(
-                "resolve",
+                operation,
                 f"{name} does not fit the step",
                 expected=f"{number} requests, on {device} or the host",
                 got=f"{list(tensor.shape)} on {tensor.device}",
-                hint="give one count per request of the step, padding included; the step can "
-                "still be resolved",
+                hint="give one count per request of the step, padding included; nothing changed",
             )
     counts = _there(counts, number, device)
+    if counts.is_cpu:
+        _check_counts(operation, books, step, counts)
     return counts, None if ids is None else _there(ids, number, device)
+
+
+def _check_counts(operation: str, books: Books, step: Step, counts: Tensor) -> None:
+    """Refuse counts of accepted drafts that the requests of a step cannot have; for CPUs."""
+    batch = Batch.of(books, step, released=True)
+    wrong = batch.live & ((counts < 0) | (counts > batch.drafts))
+    if bool(wrong.any()):
+        index = int(wrong.nonzero()[0])
+        raise AcceptanceError(
+            operation, f"accepted is out of range for request {index}",
+            expected=f"0 to {int(batch.drafts[index])} accepted drafts", got=int(counts[index]),
+            hint="count drafts, not the token sampled after them; nothing was changed",
+        )  # fmt: skip
 
 
 def _there(tensor: Tensor, number: int, device: torch.device) -> Tensor:

@@ -90,7 +90,15 @@ class Key:
         Args:
             secret: text that all ranks of an engine know and its users do not, such as a random
                 id that the engine drew when it started.
+
+        Raises:
+            ConfigError: the secret is no text.
         """
+        if not isinstance(secret, str):
+            raise ConfigError(
+                "Key.derived", "the secret is not valid", expected="a str",
+                got=type(secret).__name__, hint="give all ranks of an engine one text",
+            )  # fmt: skip
         raw = hashlib.blake2b(secret.encode(), digest_size=32, person=b"kvtxn audit key").digest()
         words = [int.from_bytes(raw[at : at + 8], "little") for at in range(0, 32, 8)]
         return cls(tuple(words))  # type: ignore[arg-type]

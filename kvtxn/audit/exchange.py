@@ -54,6 +54,11 @@ class Exchange:
         """Keep the books of a scrub up to date when blocks change hands."""
         self._bytes = books
 
+    @property
+    def has_bytes(self) -> bool:
+        """True if a scrub keeps checksums beside this ledger."""
+        return self._bytes is not None
+
     def line(self, request: str) -> int:
         """Return the line of a request.
 

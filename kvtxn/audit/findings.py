@@ -26,6 +26,12 @@ AUDIT_FAMILIES: Final = (
         "kind",
         per_rank=True,
     ),
+    Family(
+        "kvtxn_audit_unjudged_total",
+        "Requests of steps that could not be judged, by reason; 0 if the integration is right.",
+        "reason",
+        per_rank=True,
+    ),
 )
 
 
@@ -84,6 +90,9 @@ class Findings:
             "kvtxn_audit_states_checked_total": counts[book.STATES_CHECKED],
             "kvtxn_audit_violations_total": sum(kinds.values()),
             **{f"kvtxn_audit_violations_total_{kind}": n for kind, n in kinds.items()},
+            "kvtxn_audit_unjudged_total": counts[book.REFUSED] + counts[book.UNRESOLVED],
+            "kvtxn_audit_unjudged_total_malformed": counts[book.REFUSED],
+            "kvtxn_audit_unjudged_total_unresolved": counts[book.UNRESOLVED],
         }
 
     def fingerprints(self) -> dict[int, dict[str, int]]:

@@ -44,6 +44,21 @@ def positive(instance: object, attribute: Any, value: Any) -> None:
         )
 
 
+def whole(instance: object, attribute: Any, value: Any) -> None:
+    """Validate a number: an int of at least 0.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if type(value) is not int or not 0 <= value < _TOO_LARGE:
+        owner = type(instance).__name__
+        raise ConfigError(
+            owner, f"{attribute.name} must be an int of at least 0",
+            expected=f"an int from 0 to {_TOO_LARGE - 1}", got=repr(value),
+            hint=f"see kvtxn.audit.{owner}",
+        )  # fmt: skip
+
+
 def _text(instance: object, attribute: Any, value: Any) -> None:
     """Validate a name: text, or None where that is the default."""
     if value is None and attribute.default is None:
@@ -171,7 +186,10 @@ class Layout:
                 )  # fmt: skip
         names = [group.name for group in groups]
         if len({*names}) < len(names):
-            raise ConfigError("Ledger", "two groups have one name", got=names)
+            raise ConfigError(
+                "Ledger", "two groups have one name", expected="a name of its own for each",
+                got=names, hint="rename one of them",
+            )  # fmt: skip
         pools = _pools(groups)
         bases, total = {}, 0
         for pool, members in pools.items():
@@ -203,8 +221,10 @@ def _pools(groups: Sequence[Group]) -> dict[str, list[Group]]:
         sizes = {group.num_blocks for group in members}
         if len(sizes) > 1:
             raise ConfigError(
-                "Ledger", f"groups of pool {pool!r} count its blocks differently", got=sizes
-            )
+                "Ledger", f"groups of pool {pool!r} count its blocks differently",
+                expected="one num_blocks", got=sorted(sizes),
+                hint="groups of one pool share its blocks; else give them pools of their own",
+            )  # fmt: skip
     return pools
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CapacityError, WindowStateError
+from . import arguments, checks
 from . import books as book
-from . import checks
 from .backends import choose
-from .books import Books, Sizes
+from .books import Sizes
 from .digest import UNWRITTEN, Key
 from .exchange import Exchange
 from .findings import Findings
@@ -57,7 +57,8 @@ class Ledger(Exchange):
         backend: ``"torch"``, ``"triton"``, ``"auto"``, or a subclass of ``Passes``.
 
     Raises:
-        ConfigError: groups or sizes do not fit together.
+        ConfigError: groups or sizes do not fit together, or an argument is something else.
+        CapacityError: the device has no memory for the books.
         BackendUnavailableError: the backend cannot run here.
     """
 
@@ -74,12 +75,13 @@ class Ledger(Exchange):
         backend: str | type[Passes] = "auto",
     ) -> None:
         sizes = Sizes(max_requests, max_length, journal, capacity)
-        self.groups: Final = tuple(groups)
-        books = Books.new(key or Key.new(), self.groups, sizes, torch.device(device))
+        books = arguments.new_books(key, groups, sizes, device)
+        self.groups: Final = tuple(place.group for place in books.layout.places.values())
         passes = choose(backend, books.words.device)(books)
         super().__init__(books, passes, Roster(max_requests))
         self.findings: Final = Findings(self.books, self.groups, self._roster)
         self._open: Step | None = None
+        self._unread = False  # the last step that was written was not given to ``check`` yet
         self._checked: Step | None = None
         self._parted = False
 
@@ -99,7 +101,8 @@ class Ledger(Exchange):
             request: the request's name.
             tokens: int ``[n]``, all tokens that are the request's own, from its first: the prompt,
                 and the tokens generated before. They replace the tokens given earlier.
-            extras: numbers that stand for anything that changes all its K and V, such as a LoRA.
+            extras: ints of 64 bits that stand for anything that changes all its K and V, such as a
+                LoRA; their order counts.
             embedded: by position, a hash of the content embedded there in place of a token.
 
         Returns:
@@ -107,7 +110,8 @@ class Ledger(Exchange):
 
         Raises:
             CapacityError: no line is left, or the request is too long.
-            ConfigError: the tokens are no token ids, or ``embedded`` is not of their positions.
+            ConfigError: the tokens are no token ids, ``extras`` no ints, or ``embedded`` is not of
+                the tokens' positions.
         """
         checks.check_names("admit", [request])
         sizes = self.books.sizes
@@ -120,7 +124,7 @@ class Ledger(Exchange):
                 got=len(own),
                 hint="raise max_length",
             )
-        seed = self.books.key.seed(extras)
+        seed = self.books.key.seed(checks.own_extras(extras))
         own = own.clone() if embedded else own
         for position, content in (embedded or {}).items():
             own[position] = self.books.key.embedded_id(content, position)
@@ -138,14 +142,18 @@ class Ledger(Exchange):
         facts = torch.tensor([serial, count, 0, -1, -1, 0], dtype=torch.int64)
         books.facts[:, line] = self._upload(facts)
 
-    def __contains__(self, request: str) -> bool:
-        return request in self._roster
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, str) and request in self._roster
 
     def release(self, request: str) -> None:
         """End a request that finished, was aborted, or was preempted; an unknown name is harmless.
 
         The rows of the request stay, and are right for any request with the same tokens.
+
+        Raises:
+            ConfigError: the name is no text.
         """
+        checks.check_names("release", [request])
         line = self._roster.release(request)
         if line is not None:
             self.books.facts[book.SERIAL, line] = NOBODY
@@ -156,28 +164,43 @@ class Ledger(Exchange):
         self.books.words.fill_(UNWRITTEN)
         self.books.owners.fill_(NOBODY)
         self.books.facts[book.SERIAL].fill_(NOBODY)
-        self._open = None
+        self.books.counters[book.OPEN] = 0
+        self._open, self._unread = None, False
 
     # -- steps -------------------------------------------------------------------------------
 
     def write(self, step: Step) -> None:
         """Begin a step: compare the states that it continues, and record the rows it writes.
 
+        The step before it is over: ``resolve`` is for the last step alone. If that had drafts and
+        was not resolved, nobody knows which of their rows may be read; the requests that had them
+        are counted in ``unresolved``.
+
         Raises:
             ConfigError: the step does not fit the ledger; see ``Step``. Nothing is recorded.
         """
         self.require("write", step)
         self.passes.write(step)
-        self._open = step
+        self._open, self._unread = step, True
 
     def check(self, step: Step) -> None:
         """Compare all rows that the step reads, its own included; call it after ``write``.
 
         Raises:
             ConfigError: as in ``write``.
+            WindowStateError: the step was not written, or was checked or resolved already.
         """
         if step is not self._open:
             self.require("check", step)
+        if not self._unread:
+            raise WindowStateError(
+                "check",
+                "no step waits to be checked",
+                expected="one check of each step, after its write and before its resolve",
+                got="none written yet" if self._open is None else "one that was checked",
+                hint="call write(step) first; nothing was compared",
+            )
+        self._unread = False
         self.passes.check(step)
 
     def require(self, operation: str, step: Step, *, after: bool = False) -> None:
@@ -206,7 +229,9 @@ class Ledger(Exchange):
         A step without drafts need not be resolved.
 
         Args:
-            accepted: int ``[num_requests]``, the number of accepted drafts of each request.
+            accepted: int ``[num_requests]``, the number of accepted drafts of each request; numbers
+                of padding are not read. A ledger on a CPU refuses counts out of range; on a GPU,
+                where comparing them with ``Step.drafts`` would wait, they are clamped.
             sampled: int ``[num_requests, n]``: the accepted drafts, then the next token, then -1.
                 If given, the row at the next token's position must be computed from that token.
 
@@ -216,9 +241,9 @@ class Ledger(Exchange):
         """
         if self._open is None:
             raise WindowStateError("resolve", "no step was written", hint="call write first")
-        counts, ids = checks.check_outcome(self._open, accepted, sampled, self.device)
+        counts, ids = checks.check_outcome("resolve", self.books, self._open, accepted, sampled)
         self.passes.resolve(self._open, counts, ids)
-        self._open = None
+        self._open, self._unread = None, False
 
     # -- what came of it -----------------------------------------------------------------------
 
@@ -234,6 +259,15 @@ class Ledger(Exchange):
         Waits for the device. It is 0 unless the engine's integration is wrong.
         """
         return int(self.books.counters[book.REFUSED])
+
+    @property
+    def unresolved(self) -> int:
+        """Number of requests whose drafts nobody resolved before the next step was written.
+
+        Waits for the device. While it is 0, every draft was accepted or rejected by ``resolve``. A
+        request counts once per such step; a step that is resolved before the next one never counts.
+        """
+        return int(self.books.counters[book.UNRESOLVED])
 
     def violations(self) -> list[Violation]:
         """Return the violations found since the last call, oldest first. Waits for the device."""
@@ -256,9 +290,13 @@ class Ledger(Exchange):
         The first step that differs becomes a violation of kind ``ranks`` of this rank, once.
 
         Args:
-            theirs: the other rank's ``fingerprints()``.
+            theirs: the other rank's ``fingerprints()``, as they are or through JSON.
+
+        Raises:
+            ConfigError: these are no fingerprints.
         """
+        given = arguments.prints_of("compare_ranks", theirs)
         if not self._parted:
-            for violation in compare_ranks([theirs, self.fingerprints()])[1]:
+            for violation in compare_ranks([given, self.fingerprints()])[1]:
                 self.findings.add(violation)
                 self._parted = True

@@ -75,7 +75,9 @@ class Passes(ABC):
 
         In this order: all sources and told counts are compared; the digests of all rows are put
         into their slots and the journal, and into the requests' own digests from ``KNOWN`` on;
-        then ``KNOWN`` and ``DURABLE`` are raised to cover the rows before the drafts.
+        then ``KNOWN`` and ``DURABLE`` are raised to cover the rows before the drafts. The requests
+        that have drafts are counted as ``OPEN``; those of a step before it that was not resolved
+        are added to ``UNRESOLVED``.
 
         A slot outside its group is skipped, like -1. If two rows of one request have one slot
         of a ring, the later row stands.
@@ -88,6 +90,8 @@ class Passes(ABC):
     @abstractmethod
     def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
         """End a step: mark the rows and states of rejected drafts, unless they were reported.
+
+        None of its requests is ``OPEN`` any more.
 
         Args:
             step: the step last given to ``write``.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from .arguments import listed, prints_of
 from .violation import Violation
 
 #: By step, then by the name of the group: a word over everything written until then.
@@ -27,13 +28,18 @@ def compare_ranks(ranks: Sequence[Fingerprints]) -> list[list[Violation]]:
     Args:
         ranks: the ``fingerprints()`` of each rank's ledger; ranks of other layers (pipeline
             stages) are compared by calls of their own. A rank may be some steps ahead, or have
-            no fingerprints.
+            no fingerprints. They may have gone through JSON, which makes text of steps.
 
     Returns:
         For each rank its violations: none, or one of kind ``ranks``, for the first step and the
         first group at which the rank differs from most ranks. If there is no majority, the rank
         that is named first counts as right.
+
+    Raises:
+        ConfigError: these are no fingerprints.
     """
+    given = listed("compare_ranks", "ranks", ranks, "a list of what fingerprints() returned")
+    ranks = [prints_of("compare_ranks", each) for each in given]
     found: list[list[Violation]] = [[] for _ in ranks]
     for step in sorted({step for rank in ranks for step in rank}):
         for group in dict.fromkeys(name for rank in ranks for name in rank.get(step, ())):

@@ -56,7 +56,7 @@ class Roster:
         Raises:
             ConfigError: the request was not admitted, or was released.
         """
-        if request not in self._lines:
+        if not isinstance(request, str) or request not in self._lines:
             raise ConfigError(
                 "line",
                 f"request {request!r} is not admitted",

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..layers import LayerRef
 from . import byte_books, checks
+from .arguments import listed
 from .byte_books import EVERY, ByteBooks, Window
 from .groups import Group, Place
 from .ledger import Ledger
@@ -48,23 +49,28 @@ class Scrub:
 
     Violations are the ledger's, of kind ``changed``: ``found`` is "bytes" or "nan". Checksums are
     64 bits wide and keyed; other bytes have an equal one with a chance of about 2^-64, and a
-    change within 8 bytes is always seen. A ledger has at most one scrub.
+    change within 8 bytes is always seen. A ledger has at most one scrub, for all its layers.
 
     Args:
         ledger: the ledger, which knows the request of each row.
-        layers: layers whose groups the ledger has; a layer of any other group is refused.
+        layers: the layers to watch, at least one, each once, on the ledger's device; a layer of a
+            group that the ledger does not have is refused.
         every: one slot in this many is compared in each step.
-        poison: fill dead rows and states with NaN, where the format has one: True, or the names of
-            the groups to fill. Some attention kernels multiply masked rows of V by zero, and a NaN
-            comes through that: poison them and every answer is NaN. Do not fill states of a group
-            whose last settled state is kept at a block boundary for others.
+        poison: True fills all rows and states that are dead with NaN, as far as their format has
+            one; names of groups fill those of these groups; False fills nothing. Dead is what no
+            step may read any more, such as the row of a rejected draft; ``seal`` fills it. A kernel
+            that reads it all the same then has a NaN in its output, and ``trace`` reports it. Use
+            it in tests, with kernels that skip masked rows: one that multiplies masked rows of V by
+            zero turns every answer into NaN. Leave out groups of states whose last settled state is
+            kept at a block boundary for other requests.
         windows: the convolution buffers that are longer than what a step reads, by layer name.
             They are filled, and not compared.
 
     Raises:
-        LayerError: a layer's group is unknown, or its cache has other blocks, or a window does not
-            fit its layer.
-        ConfigError: ``every`` is not a positive int, or ``poison`` names other groups.
+        LayerError: there is no layer, or one is named twice; a layer's group is unknown, or its
+            cache has other blocks or another device; or a window does not fit its layer.
+        ConfigError: the ledger is no ledger, or has a scrub already; ``every`` is not a positive
+            int; or ``poison`` names other groups.
     """
 
     def __init__(
@@ -76,10 +82,17 @@ class Scrub:
         poison: bool | Collection[str] = False,
         windows: Mapping[str, Window] | None = None,
     ) -> None:
+        if not isinstance(ledger, Ledger) or ledger.has_bytes:
+            raise ConfigError(
+                "Scrub", "this ledger cannot have a scrub", expected="a Ledger without a scrub",
+                got=f"a {type(ledger).__name__}" + " with one" * isinstance(ledger, Ledger),
+                hint="give one scrub the layers of all groups",
+            )  # fmt: skip
+        every_layer = listed("Scrub", "layers", layers, "a list of LayerRef")
         self._ledger: Final = ledger
-        self.books: Final = ByteBooks.new(ledger.books, layers, every, poison, windows or {})
+        self.books: Final = ByteBooks.new(ledger.books, every_layer, every, poison, windows)
         self.passes: Final = ledger.passes.byte_passes(self.books)
-        ledger.findings.layers = tuple(ref.name for ref in layers)
+        ledger.findings.layers = tuple(ref.name for ref in every_layer)
         ledger.watch_bytes(self.books)
 
     @property
@@ -98,6 +111,9 @@ class Scrub:
             groups: the ledger's groups.
             layers: the number of layers of each group, by group name.
             max_requests: the ledger's.
+
+        Raises:
+            ConfigError: ``layers`` names other groups, or an argument is no number.
         """
         return byte_books.num_bytes(groups, layers, max_requests)
 
@@ -119,7 +135,8 @@ class Scrub:
 
         Args:
             step: a step whose forward is done.
-            accepted: int ``[num_requests]``, as given to ``Ledger.resolve``; None means no drafts.
+            accepted: int ``[num_requests]``, as given to ``Ledger.resolve``; None: no draft of the
+                step was accepted, or it had none.
 
         Raises:
             ConfigError: the step is no step.
@@ -129,7 +146,7 @@ class Scrub:
         if accepted is None:
             counts = torch.zeros(len(step.lines), dtype=torch.int64, device=self._ledger.device)
         else:
-            counts, _ = checks.check_outcome(step, accepted, None, self._ledger.device)
+            counts, _ = checks.check_outcome("seal", self._ledger.books, step, accepted)
         self.passes.seal(step, counts)
 
     def trace(self, step: Step, outputs: Tensor, rows: Tensor) -> None:

@@ -19,7 +19,12 @@ class Step:
 
     A request whose line was not admitted, or whose rows or positions lie outside, is *malformed*:
     on a CPU the step is refused, on a GPU, where a check would wait, the request is left out and
-    counted in ``Ledger.refused``. Of tokens the low 39 bits count.
+    counted in ``Ledger.refused``. Numbers of drafts that a request cannot have are refused on a
+    CPU, too, and taken for the nearest possible number on a GPU.
+
+    Token ids are compared by their low 39 bits. Ids of ``Ledger.admit`` are below 2^39 in any case,
+    and no vocabulary comes near that; so only numbers that are no tokens, such as a placeholder of
+    -1 in an engine's buffer, are compared as something else than what they are.
 
     Attributes:
         lines: int ``[num_requests]``, the line of each request, from ``Ledger.line``; -1: padding.

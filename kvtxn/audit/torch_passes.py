@@ -132,6 +132,8 @@ class TorchPasses(Passes):
         now = books.counters[book.STEP].add_(1)
         books.counters[book.JOURNALLED] += len(chain)
         books.counters[book.REFUSED] += batch.refused.sum()
+        books.counters[book.UNRESOLVED] += books.counters[book.OPEN]
+        books.counters[book.OPEN] = (batch.drafts > 0).sum()
         prints, written = books.fingerprints, chain.sum()
         prints[now % book.FINGERPRINTS] = prints[(now - 1) % book.FINGERPRINTS] * STEP_FACTOR
         for place, where in places.items():
@@ -142,6 +144,7 @@ class TorchPasses(Passes):
         """Do what ``Passes.resolve`` says."""
         books, facts = self.books, self.books.facts
         batch = Batch.of(books, step, released=True)
+        books.counters[book.OPEN] = 0
         kept = accepted.long().clamp(min=0).minimum(batch.drafts)
         owner, within = ragged(batch.counts)
         rejected = within >= (batch.counts - batch.drafts + kept)[owner]

@@ -61,11 +61,15 @@ class SharedPlaces:
         slots: int64 ``[num_groups, n]``, filled by the engine.
         rows: by layer name ``[max_rows, *row_shape]`` per plane.
         counters: int64 ``[lines, 4]``, in which windows under the policy count.
-        saves: True if prepared launches save rows under ``undo``.
+        saves: True where the executor's own launches copy the old rows of a window into ``rows``
+            before the forward writes over them (policy ``undo``). Then ``rows`` is what an abort or
+            a fallback puts back; else it holds the drafts that wait for the commit.
 
     Attributes:
-        quiet: True if no debug event has to report the commit of the window that is open.
-        on_commit: the callbacks of ``on_commit``, as they come and go.
+        quiet: True if kvtxn's debug log was off when the open window began. Its commit then makes
+            no log event.
+        on_commit: a live view of the callbacks given to ``manager.on_commit``. It is empty while
+            nobody listens; then a commit makes no ``EndedWindow`` to hand around.
         on_host: True if the caches are in the host's memory.
         device: the number of the caches' device.
         stored: function of a number of rows; returns that many rows of each layer, by layer name,

@@ -222,10 +222,11 @@ class CapturedWindow(Window):
         Args:
             operation: see ``Window.fall_back``.
             error: see ``Window.fall_back``.
-            replayed: True if a graph was replayed: the drafts of every layer wait, and are written
-                now. False if the caller's own calls run the forward: drafts of noted layers alone
-                wait, and the caller writes the rows of the others. None means True unless a layer
-                was noted, as at a commit.
+            replayed: says how far the forward had come. Pass True after a replay of the graph: all
+                layers have made their drafts, and kvtxn writes these now. Pass False if the forward
+                ran without a graph and failed half-way: kvtxn writes the drafts of the layers that
+                ``note_staged`` was called for, and the caller writes those of all others itself.
+                None takes False if any layer was noted, and True otherwise; a commit decides alike.
         """
         whole = not self._noted if replayed is None else replayed
         if whole and self.state is OPEN:

@@ -269,6 +269,9 @@ def test_counters_have_their_names(ledger):
         "kvtxn_audit_states_checked_total",
         "kvtxn_audit_violations_total",
         *(f"kvtxn_audit_violations_total_{kind}" for kind in KINDS),
+        "kvtxn_audit_unjudged_total",
+        "kvtxn_audit_unjudged_total_malformed",
+        "kvtxn_audit_unjudged_total_unresolved",
     }
 
 

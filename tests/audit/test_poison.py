@@ -235,8 +235,6 @@ def test_rows_that_come_back_with_other_bytes():
         (lambda e: Engine(windows={"rows": WINDOW}), LayerError),
         (lambda e: Window(0, 0), ConfigError),
         (lambda e: Engine(poison=["other"]), ConfigError),
-        (lambda e: Scrub(e.ledger, [], every=0), ConfigError),
-        (lambda e: Scrub(e.ledger, [], every=True), ConfigError),
         (lambda e: e.scrub.compare("step"), ConfigError),
         (lambda e: e.scrub.seal(e.drafted(None), ["x"]), AcceptanceError),
         (lambda e: e.scrub.seal(e.drafted(None), [1]), AcceptanceError),

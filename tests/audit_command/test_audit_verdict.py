@@ -39,6 +39,24 @@ def test_nothing_read_is_no_health():
     assert (verdict.word, verdict.exit_code) == ("nothing read", 2)
 
 
+def test_what_could_not_be_judged_is_no_health():
+    counts = {
+        "kvtxn_audit_rows_checked_total": 9, "kvtxn_audit_steps_total": 3,
+        "kvtxn_audit_unjudged_total": 3, "kvtxn_audit_unjudged_total_malformed": 1,
+        "kvtxn_audit_unjudged_total_unresolved": 2,
+    }  # fmt: skip
+    verdict = judge([counts], [], 2)
+    assert (verdict.word, verdict.exit_code) == ("not all judged", 2)
+    assert "and no wrong one was found" in verdict.headline
+    assert [sentence[:26] for sentence in verdict.sentences] == [
+        "1 request of steps did not", "2 requests of steps had dr",
+    ]  # fmt: skip
+    wrong = {"kvtxn_audit_violations_total": 1, "kvtxn_audit_violations_total_foreign": 1}
+    verdict = judge([counts | wrong], [VIOLATION], 2)
+    assert verdict.exit_code == 1
+    assert "nobody said how many of them were accepted" in verdict.sentences[-1]
+
+
 def test_violations_are_told_one_by_one():
     result = recorded.found(engine=KeepsOneRowTooMany)
     violations = result.recordings[0]["violations"]

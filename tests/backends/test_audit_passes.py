@@ -191,6 +191,31 @@ def test_malformed_requests_are_left_out():
     assert ledgers[0].refused == ledgers[1].refused == 10
 
 
+def test_steps_that_nobody_resolves_and_steps_of_nobody():
+    """Both count the same requests; a step without requests is a step, too."""
+    ledgers = pair("states")
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    for ledger in ledgers:
+        ledger.admit("a", [1, 2, 3, 4, 5])
+        fill = ("a", 0, [1, 2, 3], [4, 5, 6], [1, 2], [-1, -1, 20], -1)
+        ledger.write(step_of(ledger, *fill, drafts=1))
+        for _ in range(2):
+            empty = Step(none, none.new_zeros(1), none, none, {"full": none})
+            ledger.write(empty)
+            ledger.check(empty)
+            ledger.resolve([])
+        ledger.write(step_of(ledger, *fill, drafts=2))
+        ledger.write(step_of(ledger, *fill, drafts=2))
+        ledger.resolve(torch.tensor([1, 0], device=DEVICE))
+        ledger.write(step_of(ledger, *fill))
+    one, other = ledgers
+    assert one.unresolved == other.unresolved == 2
+    assert one.counters() == other.counters()
+    assert one.counters()["kvtxn_audit_steps_total"] == 6
+    assert one.fingerprints() == other.fingerprints()
+    assert_equal_books(*ledgers)
+
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget

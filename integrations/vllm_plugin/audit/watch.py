@@ -252,6 +252,7 @@ class Watch:
         rows = self._rows
         if rows is None or rows.drafts is None or not bool(count.any()):
             return count
+        count = count.minimum(rows.drafts)
         column = torch.arange(ids.shape[1])
         row = (rows.starts[1:] - rows.drafts)[:, None] + column
         drafted = rows.tokens[row.clamp(max=len(rows.tokens) - 1)] == ids

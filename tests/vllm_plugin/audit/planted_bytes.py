@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
-from kvtxn.integrations.vllm_plugin.cpu import cache_layout
-from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
 from planting import Rig, around
-
-from kvtxn.audit import Scrub
 
 
 def compare_all(rig: Rig) -> None:
     """Let the audit compare each row at each read, not a sample."""
-    layers, facts = attention_layers.target_layers(rig.runner)
-    refs = cache_layout.layer_refs(layers, facts.kv_cache_dtype)
-    rig.watch.scrub = Scrub(rig.watch.ledger, refs, every=1)
+    scrub = rig.watch.scrub
+    scrub.passes = type(scrub.passes)(attrs.evolve(scrub.books, every=1))
 
 
 def _later(rig: Rig, change: Callable[[Any, int, int], None]) -> Any:
