@@ -8,12 +8,14 @@ library itself needs neither an engine nor a benchmark to be installed.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 from . import __version__, extras, log
 from .errors import KVTxnError
@@ -40,17 +42,49 @@ class Command(Runnable, Protocol):
     help: str
 
 
-class _Front(argparse.ArgumentParser):
+#: The end of every command's help.
+EXIT_CODES: Final = (
+    "exit codes: 0 if all is well; 1 if the command found something wrong; 2 for wrong usage, or "
+    "if it could not do its work"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors take ``WIDTH`` columns at most."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, and exit with 2."""
+        self.print_usage(sys.stderr)
+        self.exit(2, textwrap.fill(f"{self.prog}: error: {message}", WIDTH) + "\n")
+
+
+class _Front(_Parser):
     """The parser of ``kvtxn`` itself; it imports commands only for their lines of help."""
 
     def format_help(self) -> str:
         """Format the help, with a line for each command."""
         lines = [f"  {name:<10}{_summary(entry)}" for name, entry in _entries().items()]
-        return "\n".join([super().format_help(), "commands:", *lines, ""])
+        ending = textwrap.wrap(EXIT_CODES, WIDTH)
+        return "\n".join([super().format_help(), "commands:", *lines, "", *ending, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and import no other; returns the exit code, 2 for errors of use."""
+    """Run one command, and import no other; returns the exit code, as ``EXIT_CODES`` says.
+
+    If a reader such as ``head`` closes the pipe early, the rest of the output is dropped, and the
+    exit code is 141, the shell's for a closed pipe.
+    """
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit
+        return 128 + signal.SIGPIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     front = _Front(prog="kvtxn", description="Transactions for the KV cache of LLM inference.")
     front.add_argument("--version", action="version", version=f"kvtxn {__version__}")
     front.add_argument(
@@ -75,7 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{prog}: {remedy}", file=sys.stderr)
         return 2
     except KVTxnError as error:
-        lines = f"{prog}: {error}".splitlines()  # an engine's last words keep their lines
+        text = str(error)
+        if error.operation in _entries():  # the command is named once
+            text = text.removeprefix(f"{error.operation}: ")
+        lines = f"{prog}: {text}".splitlines()  # an engine's last words keep their lines
         print("\n".join(textwrap.fill(line, WIDTH) for line in lines), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -101,8 +138,9 @@ def run_command(
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = _Parser(prog=prog, description=description)
     command.add_arguments(parser)
+    parser.epilog = "\n\n".join([parser.epilog, EXIT_CODES] if parser.epilog else [EXIT_CODES])
     return command.run(parser.parse_args(words, args))
 
 

@@ -52,18 +52,19 @@ def _json(text: str) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; exit code 1 where engine arguments could not be judged."""
-    if args.engine_args is not None and not isinstance(args.engine_args, dict):
+    """Print the report; exit code 2 where engine arguments could not be judged."""
+    given = args.engine_args
+    if given is not None and not (isinstance(given, dict) and isinstance(given.get("model"), str)):
         raise ConfigError(
             "doctor",
-            "--engine-args is not a JSON object",
-            got=args.engine_args,
+            "--engine-args is not a JSON object with a model",
+            got=json.dumps(given),
             hint="""pass an object, such as '{"model": "DIR"}'""",
         )
     report = examine(args.engine_args)
     print(json.dumps(report, indent=2) if args.json else as_text(report, matrix=args.matrix))
     sections = [section for section in report.values() if isinstance(section, dict)]
-    return 1 if any(NOT_JUDGED in section for section in sections) else 0
+    return 2 if any(NOT_JUDGED in section for section in sections) else 0
 
 
 def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -113,7 +116,7 @@ def test_sections_of_integrations_stand_in_order(monkeypatch):
 
 
 def test_engine_arguments_that_cannot_be_judged(monkeypatch, capsys):
-    """It is the arguments that are refused, not the engine that is missing; the exit code is 1."""
+    """It is the arguments that are refused, not the engine that is missing; the exit code is 2."""
 
     class Refusing:
         name = "engine"
@@ -128,7 +131,7 @@ def test_engine_arguments_that_cannot_be_judged(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor, "entry_points", lambda group: [Refusing()])
     assert main(["doctor"]) == 0
-    assert main(["doctor", "--engine-args", '{"nope": 1}']) == 1
+    assert main(["doctor", "--engine-args", '{"model": "m", "nope": 1}']) == 2
     said = capsys.readouterr().out
     assert "engine    cannot judge these engine arguments: TypeError: unexpected keyword" in said
 
@@ -157,7 +160,7 @@ def test_bench_refuses_what_cannot_be_measured(capsys, arguments):
 @pytest.mark.parametrize("suite", ["kernels", "steps"])
 def test_bench_without_a_gpu(capsys, suite):
     """A bench of GPUs says that it needs one, and starts nothing."""
-    assert main(["bench", suite]) == 1
+    assert main(["bench", suite]) == 2
     assert "a CUDA device" in capsys.readouterr().out
 
 
@@ -176,7 +179,7 @@ def test_bench_report_of_another_file(tmp_path, capsys, text, word):
 def test_errors_of_use_end_with_two(capsys):
     """A KVTxnError is a sentence on stderr, not a traceback."""
     assert main(["doctor", "--engine-args", "[1]"]) == 2
-    assert "kvtxn doctor: doctor: --engine-args is not a JSON object" in capsys.readouterr().err
+    assert "kvtxn doctor: --engine-args is not a JSON object" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         main(["heal"])
     assert caught.value.code == 2
@@ -203,6 +206,60 @@ def test_a_report_of_a_folder(tmp_path, capsys):
     """Says that it is one."""
     assert main(["bench", "report", str(tmp_path)]) == 2
     assert "a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["{}", "3", '{"model": 3}', '{"dtype": "float32"}'])
+def test_engine_arguments_without_a_model_are_refused(capsys, given):
+    """vLLM would take a model of its own choice from the network."""
+    assert main(["doctor", "--engine-args", given]) == 2
+    printed = capsys.readouterr()
+    assert "is not a JSON object with a model" in " ".join(printed.err.split())
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor", "--engine-args", "{" + "x" * 300],
+        ["doctor", "--" + "long" * 60],
+        ["bench", "host", "--layers", "many " * 40],
+        ["a" * 300],
+    ],
+)
+def test_errors_of_arguments_fit_a_terminal(capsys, words):
+    """argparse's own, which are as wide as what they quote."""
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "error: " in "".join(lines)
+
+
+@pytest.mark.parametrize("words", [[], ["doctor"], ["audit"], ["trace"], ["bench"], ["demo"]])
+def test_help_says_what_exit_codes_mean(capsys, words):
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("exit codes: 0 if all is well; 1 if the command found something wrong") == 1
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    """``kvtxn doctor --json | head -1``."""
+    code = (
+        "from kvtxn import cli, doctor\n"
+        "doctor.examine = lambda given: {'long': ['x' * 99] * 9999}\n"
+        "raise SystemExit(cli.main(['doctor', '--json']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "{\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_arguments_that_are_no_json_are_shown_and_explained(capsys):

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return against.run(args)
     if not torch.cuda.is_available():
         print("the benchmark of steps needs a CUDA device")
-        return 1
+        return 2
     rows = []
     for policy in args.policies:
         steps, opened = make_steps(args, policy)

@@ -35,12 +35,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure every shape and print a table."""
     if not torch.cuda.is_available():
         print("the attention benchmark needs a CUDA device")
-        return 1
+        return 2
     try:
         import vllm  # noqa: F401
     except ImportError:
         print("the attention benchmark needs vLLM's own operators: FlashAttention and the write")
-        return 1
+        return 2
     passed = gate.passed("triton") if args.save else ""
     rows = []
     for requests, context in SHAPES:

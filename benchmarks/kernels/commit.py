@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure every combination and print a table."""
     if not torch.cuda.is_available():
         print("the kernel benchmark needs a CUDA device")
-        return 1
+        return 2
     passed = kit.passed("triton") if args.save else ""
     rows = []
     print(f"{'model':<16}{'rows':>6}{'accepted':>9}  microseconds")

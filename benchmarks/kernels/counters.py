@@ -39,12 +39,12 @@ def run(args: argparse.Namespace) -> int:
     """Count every launch and print a table."""
     if not torch.cuda.is_available():
         print("the counters need a CUDA device")
-        return 1
+        return 2
     if args.child:
         return child(args.requests)
     if shutil.which("ncu") is None:
         print("the counters need ncu on the PATH; it comes with the CUDA toolkit")
-        return 1
+        return 2
     own = "from kvtxn.cli import main; raise SystemExit(main())"
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "-k", "regex:move_rows"]
     command += ["--metrics", ",".join(_METRICS), sys.executable, "-c", own]
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         print(done.stdout[-2000:] + done.stderr[-2000:])
-        return 1
+        return 2
     rows = _rows(_counted(done.stdout), args.requests)
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))

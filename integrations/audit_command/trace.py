@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Final
 
 from ...cli import natural, require
 from ...errors import ConfigError
-from ..demo.command import PROMPTS
+from ..demo.command import first_prompts
 from . import svg
 from .command import PLAIN, as_text, check_writable, play, watched
 from .engine import Job, Refused
@@ -55,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
     require("vllm")
     check_writable(args.html)
     check_writable(args.svg)
-    found = play(job_of(args), quiet=False)
+    job = job_of(args)
+    found = play(job, quiet=False)
     if isinstance(found, Refused):
         print(textwrap.fill(f"kvtxn trace: {found.why}", WIDTH), file=sys.stderr)
         return 2
     violations = [each for recording in found.recordings for each in recording["violations"]]
     verdict = judge(found.counters, violations, found.requests)
-    command = f"kvtxn trace --policy {args.policy} --count {args.count}"
-    write(args.html, title="kvtxn trace", verdict=verdict, found=found, command=command)
+    write(args.html, title="kvtxn trace", verdict=verdict, found=found, command=_command(args))
     print(as_text(verdict, found, args.html))
     if args.svg is not None:
         recording = found.recordings[0]
@@ -73,12 +72,18 @@ def run(args: argparse.Namespace) -> int:
         waits = recording["policy"] == "deferred"
         args.svg.write_text(svg.draw(part, title=TITLES[args.policy], waits=waits), "utf-8")
         print(f"The picture: {args.svg}")
-    return verdict.exit_code
+    return verdict.exit_code or (2 if found.failed else 0)
+
+
+def _command(args: argparse.Namespace) -> str:
+    """Return the command line that makes this trace again, for the page."""
+    settings = f"--policy {args.policy} --count {args.count} --max-tokens {args.max_tokens}"
+    return f"kvtxn trace {settings}"
 
 
 def job_of(args: argparse.Namespace) -> Job:
     """Make the job of a trace: prompts of the demo, one after the other in a small cache."""
-    texts = json.loads(PROMPTS.read_text())[: args.count]
+    texts = first_prompts(args.count)
     policy = {} if args.policy == "off" else {"policy": args.policy}
     arguments = {**PLAIN, "num_gpu_blocks_override": 32, "additional_config": {"kvtxn": policy}}
     return Job(

@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from ...cli import natural, require
+from ...errors import ConfigError
 from .engine import MODEL, Job, Result
 from .engine import run as run_engine
 
@@ -75,6 +76,21 @@ def _penalty(text: str) -> float:
     return penalty
 
 
+def first_prompts(count: int) -> list[str]:
+    """Return the first prompts of the demo.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    texts: list[str] = json.loads(PROMPTS.read_text())
+    if count > len(texts):
+        raise ConfigError(
+            "--count", "there are not so many prompts", expected=f"1 to {len(texts)}", got=count,
+            hint="lower --count",
+        )  # fmt: skip
+    return texts[:count]
+
+
 def run(args: argparse.Namespace) -> int:
     """Generate with each policy and compare.
 
@@ -82,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 1 if tokens or acceptance differ, 2 if an engine failed.
     """
     require("vllm")
-    prompts = tuple(args.prompt or json.loads(PROMPTS.read_text())[: args.count])
+    prompts = tuple(args.prompt or first_prompts(args.count))
     console = Console(stderr=args.json)
     results: dict[str, Result] = {}
     columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn())

@@ -22,13 +22,11 @@ from ...errors import KVTxnError
 from ...log import get_logger
 from . import unchecked
 from .attach import is_hooked, show_log, stay_out, unhook_runners
+from .audit.report import RECORDING, REPORT, audit_report
 from .internals import Foreign
 from .metrics.snapshots import (
     NO_METRICS,
-    RECORDING,
-    REPORT,
     SNAPSHOT,
-    audit_report,
     last_snapshots,
     on_engine,
     snapshots,

@@ -10,7 +10,7 @@ import recorded
 pytest.importorskip("rich")
 pytest.importorskip("vllm")
 
-from kvtxn.integrations.audit_command import command, engine
+from kvtxn.integrations.audit_command import command, engine, trace
 from kvtxn.integrations.audit_command.engine import Refused
 from kvtxn.integrations.audit_command.workloads import WORKLOADS
 
@@ -131,6 +131,24 @@ def test_a_request_that_failed_was_not_judged(capsys, monkeypatch):
     said = " ".join(capsys.readouterr().out.split())
     assert f"in 30 steps of {result.requests - 1} requests, and every one was the right" in said
     assert "- failed: request 3: too long" in said
+
+
+def test_a_trace_names_its_command_and_refuses_more_prompts_than_there_are(
+    capsys, monkeypatch, tmp_path
+):
+    """Its page has the whole command line; errors name the command once."""
+    page = tmp_path / "trace.html"
+    monkeypatch.setattr(trace, "play", lambda job, quiet: recorded.found(steps=30))
+    assert main(["trace", "--count", "2", "--max-tokens", "7", "--html", str(page)]) == 0
+    assert "kvtxn trace --policy deferred --count 2 --max-tokens 7" in page.read_text()
+    capsys.readouterr()
+    for name in ("trace", "demo"):
+        assert main([name, "--count", "999"]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert said.startswith(f"kvtxn {name}: --count: there are not so many prompts; expected 1")
+    monkeypatch.undo()
+    assert main(["audit", "--engine-args", "3"]) == 2
+    assert capsys.readouterr().err.startswith("kvtxn audit: --engine-args is not")
 
 
 def test_help_names_every_workload(capsys):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....audit import RowGroup
+from ..audit.expected import cannot_watch
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
@@ -100,13 +101,9 @@ class Room:
 def unwatched(config: Any) -> str | None:
     """Say why the ledger cannot watch an engine with this ``VllmConfig``; None if it can."""
     parallel = config.parallel_config
-    if config.device_config.device_type != "cpu":
-        return "the ledger watches engines on a CPU only"
-    if config.use_v2_model_runner:
-        return "the ledger watches the V1 model runner only"
-    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
-        return "context parallelism spreads a request's rows over ranks"
-    return None
+    context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    runner = "v2" if config.use_v2_model_runner else "v1"
+    return cannot_watch(config.device_config.device_type, runner, context)
 
 
 def row_groups(runner: Any) -> dict[str, RowGroup]:

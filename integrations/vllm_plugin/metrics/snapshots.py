@@ -31,10 +31,6 @@ log = get_logger()
 
 #: Name of the worker's method that returns its counters.
 SNAPSHOT: Final = "kvtxn_snapshot"
-#: Name of the worker's method that returns what its audit found.
-REPORT: Final = "kvtxn_audit_report"
-#: Name of the worker's method that returns the life of every slot, if the audit records it.
-RECORDING: Final = "kvtxn_audit_recording"
 #: The field ``effect`` of the event ``kvtxn.no_metrics``.
 NO_METRICS: Final = "the engine runs on; /metrics shows no kvtxn counters"
 
@@ -176,20 +172,6 @@ def snapshots(llm: Foreign) -> Snapshots:
     else:
         found = front.ask_workers(client, SNAPSHOT)
     return [dict(counts) for counts in found]
-
-
-def audit_report(llm: Foreign) -> list[list[dict[str, Any]]]:
-    """Return what the audit of each worker found, by rank; the engine has to be up.
-
-    Args:
-        llm: a vLLM ``LLM`` or ``LLMEngine``.
-
-    Returns:
-        One list per rank, oldest first: the fields of ``kvtxn.audit.Violation`` as a flat dict. An
-        empty one where nothing was found, or nothing is watched: see ``kvtxn_audit_active``.
-    """
-    found: list[list[dict[str, Any]]] = front.ask_workers(front.client_of(llm), REPORT)
-    return found
 
 
 def last_snapshots() -> list[Snapshots]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import attrs
 
 from ....config import POLICIES
+from ..audit.expected import in_words
 from ..internals import config as engine_config
 from ..internals import workers
 from ..settings import settings
@@ -70,6 +71,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             f"{asked} -> {decision.policy} ({decision.reason})"
             for asked, decision in decisions.items()
         ],
+        "audit": in_words(facts),
         **({"spare blocks": SPARE_BLOCKS} if facts.device == "cuda" else {}),
         "matrix": [str(row) for row in matrix(facts)],
     }

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit.watch import AuditError, Watch
 from kvtxn.integrations.vllm_plugin.internals.audited import Arrival, Changes, Room, Rows, unwatched
+from kvtxn.integrations.vllm_plugin.policy import doctor
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.supported import RELEASES
 from kvtxn.integrations.vllm_plugin.settings import is_audited, settings
 
 from kvtxn import ConfigError
@@ -79,6 +83,22 @@ def config(**changes):
 def test_engines_that_it_cannot_watch(changes, why):
     said = unwatched(config(**changes))
     assert said is None if why is None else why in said
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({}, "the ledger can watch this engine"),
+        ({"device": "cuda"}, "cannot watch this engine: the ledger watches engines on a CPU only"),
+        ({"runner": "v2"}, "cannot watch this engine: the ledger watches the V1 model runner only"),
+        ({"context_parallel": 2}, "cannot watch this engine: context parallelism"),
+        ({"version": "9.9"}, "not known of this release"),
+    ],
+)
+def test_the_doctor_says_whether_the_ledger_can_watch(monkeypatch, facts, says):
+    judged = attrs.evolve(EngineFacts(version=RELEASES[-1], device="cpu", runner="v1"), **facts)
+    monkeypatch.setattr(doctor.engine_config, "plain_facts", lambda: judged)
+    assert says in doctor.report(None)["audit"]
 
 
 @pytest.fixture
@@ -181,6 +201,18 @@ def test_the_life_of_slots_is_kept_if_asked_for(lines):
     happened = [recording["happenings"][number] for number in recording["runs"][1::7]]
     assert happened == ["handed_out", "durable", "published"]
     assert w.recording() is None
+
+
+def test_more_drafts_than_there_were_are_not_accepted(lines):
+    """What a sampler returns beyond a request's drafts is no count that the ledger refuses."""
+    w = watch()
+    w.change(come(arrival("a", [1, 2, 3], [1])))
+    drafted = attrs.evolve(rows("a", 0, [1, 2, 3, 4], [4, 5, 6, 7], [1]), drafts=torch.tensor([1]))
+    w.forward(drafted, unknown)
+    w.sampled(torch.tensor([[4, 4, 4]]))
+    assert w.counters()["kvtxn_audit_active"] == 1
+    assert w.counters()["kvtxn_audit_unjudged_total"] == 0
+    assert w.report() == []
 
 
 def test_raise_stops(lines):

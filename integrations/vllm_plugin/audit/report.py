@@ -1,0 +1,27 @@
+"""``audit_report``: asks the workers of an engine what their audits found."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ..internals import Foreign
+from ..internals import frontend as front
+
+#: Name of the worker's method that returns what its audit found.
+REPORT: Final = "kvtxn_audit_report"
+#: Name of the worker's method that returns the life of every slot, if the audit records it.
+RECORDING: Final = "kvtxn_audit_recording"
+
+
+def audit_report(llm: Foreign) -> list[list[dict[str, Any]]]:
+    """Return what the audit of each worker found, by rank; the engine has to be up.
+
+    Args:
+        llm: a vLLM ``LLM`` or ``LLMEngine``.
+
+    Returns:
+        One list per rank, oldest first: the fields of ``kvtxn.audit.Violation`` as a flat dict. An
+        empty one where nothing was found, or nothing is watched: see ``kvtxn_audit_active``.
+    """
+    found: list[list[dict[str, Any]]] = front.ask_workers(front.client_of(llm), REPORT)
+    return found
