@@ -109,6 +109,11 @@ class TritonPasses(Passes):
         num_rows: int,
     ) -> None:
         books = self.books
+        # A table without columns has no address, as if the group were not read.
+        tables = {
+            name: table if table.shape[1] else table.new_full((len(table), 1), -1)
+            for name, table in tables.items()
+        }
         compare_kernel.compare_rows[(len(lines), self._num_groups, self.splits)](
             lines, low, high, self._table("tables", tables, torch.int32), self._groups,
             books.words, books.own, books.facts, books.journal, books.found, books.counters,

@@ -100,6 +100,8 @@ class BytePasses(ABC):
     def sums(self, place: Place, slots: Tensor) -> Tensor:
         """Return the checksums of slots, int64 ``[num_layers, n]``, as their bytes are now."""
         key, none = self.books.books.key, slots * 0
+        if not len(slots):
+            return none.expand(len(self.books.layers[place]), 0)
         return torch.stack(
             [
                 sum((checksum(key, read(p, slots), n) for n, p in layer.planes), none)

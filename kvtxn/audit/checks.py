@@ -196,6 +196,8 @@ def check_step(operation: str, books: Books, step: Any, *, released: bool = Fals
             operation, "this is not a step", expected="a Step", got=type(step).__name__,
             hint="describe the forward pass as a kvtxn.audit.Step",
         )  # fmt: skip
+    for name in ("slots", "tables", "sources"):
+        _by_group(operation, name, getattr(step, name))
     number = len(_fits(operation, books, "lines", step.lines, 0))
     _fits(operation, books, "starts", step.starts, number + 1)
     _fits(operation, books, "first", step.first, number)
@@ -234,12 +236,22 @@ def check_stretch(books: Books, stretch: Any) -> None:
             got=getattr(stretch, "kind", type(stretch).__name__),
             hint="describe the rows as a kvtxn.audit.Stretch",
         )  # fmt: skip
+    _by_group("inspect", "tables", stretch.tables)
     number = len(_fits("inspect", books, "lines", stretch.lines, 0))
     _fits("inspect", books, "first", stretch.first, number)
     _fits("inspect", books, "end", stretch.end, number)
     for group, tensor in stretch.tables.items():
         place_of("inspect", books, group)
         _fits("inspect", books, f"tables[{group!r}]", tensor, number, dimensions=2)
+
+
+def _by_group(operation: str, name: str, tensors: Any) -> None:
+    """Refuse what is no mapping from groups to tensors."""
+    if not isinstance(tensors, Mapping):
+        raise ConfigError(
+            operation, f"{name} is not valid", expected="by name of the group, a tensor",
+            got=type(tensors).__name__, hint="see kvtxn.audit.Step and Stretch",
+        )  # fmt: skip
 
 
 def _fits(

@@ -149,6 +149,8 @@ def through(place: Place, table: Tensor, owner: Tensor, position: Tensor) -> Ten
     """Return the index of the word that each position's table leads to; -1 if outside."""
     at = in_ring(place, position)
     column = at // place.group.block_size
+    if not table.shape[1]:
+        return torch.full_like(position, -1)
     block = table[owner, column.clamp(max=table.shape[1] - 1)].long()
     inside = (column < table.shape[1]) & (block >= 0) & (block < place.group.num_blocks)
     slot = block * place.group.block_size + at % place.group.block_size

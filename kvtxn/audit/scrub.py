@@ -166,12 +166,14 @@ class Scrub:
         self._ledger.require("trace", step, after=True)
         rows = checks.ints("trace", "rows", rows)
         right = isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim > 0
+        right = right and (rows.is_cpu or rows.device == outputs.device)
         if not right or len(outputs) != len(rows) or outputs.device != self.books.seals.device:
             raise ConfigError(
                 "trace", "outputs are not valid", expected=f"float [{len(rows)}, ...]",
                 got=f"{outputs.dtype} {list(outputs.shape)}" if right else type(outputs).__name__,
                 hint="pass logits, and the row of the step that each of them belongs to",
             )  # fmt: skip
+        outputs = outputs[:, None] if outputs.ndim == 1 else outputs
         self.passes.trace(step, outputs, rows.to(outputs.device))
 
     # -- rows and states that leave, and that come ---------------------------------------------

@@ -182,8 +182,10 @@ class TorchPasses(Passes):
     def inspect(self, stretch: Stretch) -> None:
         """Do what ``Passes.inspect`` says."""
         lines = admitted(self.books, stretch.lines.long())
-        first = stretch.first.long().clamp(min=0)
-        end = torch.where(lines >= 0, stretch.end.long(), 0).clamp(max=self.books.sizes.max_length)
+        number = len(lines)  # a tensor may be longer
+        first = stretch.first[:number].long().clamp(min=0)
+        end = torch.where(lines >= 0, stretch.end[:number].long(), 0)
+        end = end.clamp(max=self.books.sizes.max_length)
         places = [self.books.layout.places[name] for name in stretch.tables]
         self._compare(lines, dict.fromkeys(places, (first, end)), stretch.tables, stretch.kind)
 

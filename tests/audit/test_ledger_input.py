@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtxn import AcceptanceError, BackendUnavailableError, ConfigError
-from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
+from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step, Stretch
 from kvtxn.audit.books import Sizes
 
 GROUPS = (RowGroup("a", 4, 8), RowGroup("b", 4, 8), StateGroup("s", 8))
@@ -152,6 +152,10 @@ WRONG_STEPS = {
     "sources of rows": {"sources": {"a": ints([1])}},
     "too few drafts": {"drafts": ints([])},
     "told in floats": {"told": torch.zeros(1)},
+    "no slots": {"slots": None},
+    "slots in a list": {"slots": [1]},
+    "tables of a tensor": {"tables": ints([[7, 6]])},
+    "sources of text": {"sources": "s"},
 }  # fmt: skip
 
 
@@ -240,6 +244,24 @@ def test_a_request_released_before_its_step_ended_leaves_no_draft(ledger):
     ledger.admit("q", [*PROMPT, 4, 3])
     ledger.publish("q", "a", [7, 6], 0, 7)
     assert [(v.found, v.slot) for v in ledger.violations()] == [("rejected", 26)]
+
+
+def test_tables_without_columns_lead_nowhere(ledger):
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    ledger.write(Step(**{**GOOD, "tables": {"a": none}}))
+    ledger.check(Step(**{**GOOD, "tables": {"a": none}}))
+    ledger.inspect(Stretch(ints([0]), ints([0]), ints([2]), {"a": none}, "published"))
+    assert [v.slot for v in ledger.violations()] == [None, None]
+
+
+def test_a_stretch_is_read_as_far_as_it_has_lines(ledger):
+    """Engines pass buffers that are longer; tables come by group."""
+    tables = {"a": ints([[7, 6]])}
+    ledger.inspect(Stretch(ints([0]), ints([0, 9]), ints([5, 9, 9]), tables, "published"))
+    wrong = Stretch(ints([0]), ints([0]), ints([5]), tables["a"], "published")
+    text, changed = refused(ledger, lambda led: led.inspect(wrong))
+    assert "by name of the group" in text
+    assert not changed
 
 
 def test_blocks_beyond_a_table_are_reported_and_export_nothing(ledger):

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from kvtxn import LayerError, LayerRef
+from kvtxn import ConfigError, LayerError, LayerRef
 from kvtxn.audit import Ledger, RowGroup, Scrub, StateGroup, Step
 from kvtxn.audit.checksum import checksum
 from kvtxn.audit.digest import Key
@@ -181,6 +181,29 @@ def test_layers_have_to_fit_their_groups():
     ):
         with pytest.raises(LayerError, match="does not fit group"):
             Scrub(ledger, [ref])
+
+
+def test_no_rows_have_no_checksums():
+    run = Run(every=1)
+    run.prompt()
+    assert run.scrub.export("full", [1], 3, 3).shape == (2, 0)
+    run.scrub.import_rows("a", "full", [1], 3, 3, torch.zeros(2, 0, dtype=torch.int64))
+    assert run.ledger.violations() == []
+
+
+def test_outputs_may_be_one_number_each():
+    run = Run(every=1)
+    step = Step(
+        lines=torch.tensor([run.ledger.line("a")]), starts=torch.tensor([0, 2]),
+        first=torch.tensor([0]), tokens=torch.tensor([1, 2]), slots={"full": torch.tensor([4, 5])},
+    )  # fmt: skip
+    run.ledger.write(step)
+    run.scrub.trace(step, torch.tensor([0.0, float("nan")]), [0, 1])
+    assert [(v.kind, v.found, v.position) for v in run.ledger.violations()] == [
+        ("changed", "nan", 1)
+    ]
+    with pytest.raises(ConfigError, match="outputs are not valid"):
+        run.scrub.trace(step, torch.zeros(2), torch.zeros(2, dtype=torch.int64, device="meta"))
 
 
 def test_padding_is_no_row():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels_here import ON_GPU, importing_kernels
 
-from kvtxn.audit import Step
+from kvtxn.audit import Step, Stretch
 from kvtxn.audit.books import FINGERPRINTS, JOURNALLED
 from kvtxn.testing.audit_connector import ConnectedEngine
 from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, said
@@ -213,6 +213,24 @@ def test_steps_that_nobody_resolves_and_steps_of_nobody():
     assert one.counters() == other.counters()
     assert one.counters()["kvtxn_audit_steps_total"] == 6
     assert one.fingerprints() == other.fingerprints()
+    assert_equal_books(*ledgers)
+
+
+def test_tables_without_columns_lead_nowhere():
+    """For both: each row is read outside of the group."""
+    ledgers = pair("plain")
+    numbers = lambda *values: torch.tensor(values, device=DEVICE)  # noqa: E731
+    none = torch.zeros(1, 0, dtype=torch.int32, device=DEVICE)
+    for ledger in ledgers:
+        line = numbers(ledger.admit("a", [1, 2, 3]))
+        slots = {"full": numbers(4, 5, 6)}
+        step = Step(line, numbers(0, 3), numbers(0), numbers(1, 2, 3), slots, {"full": none})
+        ledger.write(step)
+        ledger.check(step)
+        ledger.inspect(Stretch(line, numbers(0, 5), numbers(3, 9), {"full": none}, "published"))
+    one, other = ([str(v) for v in ledger.violations()] for ledger in ledgers)
+    assert one == other
+    assert [each.partition(":")[0] for each in one] == ["unwritten", "published"]
     assert_equal_books(*ledgers)
 
 
