@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kvtxn import LayerRef
 
+pytest_plugins = ["engine_session"]
+
 # Before any test imports Triton, by way of vLLM for one: it decides then how kernels run.
 with suppress(pytest.skip.Exception), importing_kernels():
     import kvtxn.backends.graphs.slot_block_table

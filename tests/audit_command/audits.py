@@ -28,15 +28,17 @@ class Ended:
         return json.loads(self.out)
 
 
-def run(folder: Path, *words: object, paths: tuple[Path, ...] = ()) -> Ended:
-    """Run a command of kvtxn in a folder; ``paths`` are for modules that an engine imports."""
+def run(folder: Path, *words: object) -> Ended:
+    """Run a command of kvtxn in a folder."""
     environment = os.environ | {
-        "PYTHONPATH": python_path(*paths),
+        "PYTHONPATH": python_path(),
         "OMP_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
     }
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CACHE_ROOT"):  # of the pool's engines
+        environment.pop(name, None)
     done = subprocess.run(
         [KVTXN, *map(str, words)], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=1500, check=False,
@@ -45,12 +47,8 @@ def run(folder: Path, *words: object, paths: tuple[Path, ...] = ()) -> Ended:
 
 
 def audit(
-    folder: Path,
-    workload: str,
-    *words: object,
-    engine: Mapping[str, Any] | None = None,
-    **named: Any,
+    folder: Path, workload: str, *words: object, engine: Mapping[str, Any] | None = None
 ) -> Ended:
     """Audit an engine; the shipped model if ``engine`` is None."""
     given = () if engine is None else ("--engine-args", json.dumps(engine))
-    return run(folder, "audit", "--workload", workload, *given, *words, **named)
+    return run(folder, "audit", "--workload", workload, *given, *words)

@@ -250,6 +250,15 @@ WATCHED = {
 #: Engines of ``tests/vllm_plugin/states/state_jobs.py``, by name, with their weights.
 STATES = {"windows": 150, "greedy": 60, "stock": 30, "raise": 30}
 
+#: Runs of ``tests/audit_command/audit_runs.py``, by name, with their weights.
+COMMANDS = {
+    "chat": 30,
+    "own-prompts": 30,
+    "refused": 20,
+    "trace": 30,
+    **dict.fromkeys(("fault-sessions", "fault-offloading", "fault-mamba2"), 40),
+}
+
 #: Engines with tests of their own, by the name that ``pytest.mark.engines`` has. ``work`` is the
 #: function that the process calls with its folder.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -267,6 +276,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("audit-sessions", 40, "audit_engines:sessions_with_drafts"),
         ("audit-plain-sessions", 40, "audit_engines:plain_sessions"),
         *((f"audit-{name}", weight, "watched_engines:run") for name, weight in WATCHED.items()),
+        *((f"command-{name}", weight, "audit_runs:run") for name, weight in COMMANDS.items()),
         *((f"states-{name}", weight, "state_engines:run") for name, weight in STATES.items()),
     )
 }

@@ -1,4 +1,7 @@
-"""Engines of real vLLM, each in a process of its own, started as soon as they are known."""
+"""Engines of real vLLM, each in a process of its own, started as soon as they are known.
+
+A plug-in of pytest's, for all folders of tests.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,18 @@ import grid_table
 import pytest
 from engine_jobs import COMPARED, ENVIRONMENT, JOBS, OTHERS, missing, wanted
 from engine_pool import EngineFailed, EnginePool
-from folders import python_path
+from folders import TESTS, python_path
 
-HERE = Path(__file__).parent
+#: Folders of the modules that only engines' processes import.
+FOLDERS = [TESTS / name for name in ("vllm_plugin/audit", "vllm_plugin/states", "audit_command")]
 
 #: Seconds for one engine, which takes a tenth of them on a machine that does nothing else.
 LIMIT = 900
+
+
+def _turn(item: tuple[str, dict[str, Any]]) -> tuple[bool, float]:
+    """Order jobs: those whose tests come long before the others', then by what they take."""
+    return not item[0].startswith("command-"), -item[1]["weight"]
 
 
 class Engines:
@@ -34,13 +43,13 @@ class Engines:
             "engine_child:carry_out",
             {
                 f"{name}.{engine}": job | {"name": engine}
-                for name, job in sorted(jobs.items(), key=lambda item: -item[1]["weight"])
+                for name, job in sorted(jobs.items(), key=_turn)
                 for engine in job["engines"]
             },
             Path(self._folder.name),
             count=min(4, os.cpu_count() or 1),
             seconds=LIMIT,
-            environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE / "audit", HERE / "states")},
+            environment=ENVIRONMENT | {"PYTHONPATH": python_path(*FOLDERS)},
             preload=["engine_preload"],
         )
 
