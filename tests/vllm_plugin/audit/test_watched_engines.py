@@ -25,6 +25,7 @@ def test_nothing_is_found_in_it(reports, engine):
         assert counts["kvtxn_audit_rows_checked_total"] >= kind.get("rows", 5_000)
         assert bool(counts["kvtxn_audit_states_checked_total"]) == bool(kind.get("states"))
         assert counts["kvtxn_audit_violations_total"] == 0
+        assert counts["kvtxn_audit_unjudged_total"] == 0
         assert counts["kvtxn_active"] == ("policy" in kind.get("kvtxn", {}))
     assert report["report"] == [[]] * ranks
     assert report["external"] > 0 if "connector" in kind else report["external"] == 0
