@@ -122,11 +122,15 @@ def _recording(wrapper: Foreign) -> dict[str, Any] | None:
 def _on_scheduler(scheduler: Foreign, config: Foreign) -> None:
     """Let a scheduler contain what the audit finds, if the user asks for it."""
     from .audit import containing
+    from .internals import audited
     from .internals import config as engine_config
 
     asked = engine_config.additional_config(config)
-    if is_audited(asked) and wants(asked, "on_violation", "contain"):
-        containing.attach(scheduler)
+    if not is_audited(asked) or not wants(asked, "on_violation", "contain"):
+        return
+    if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
+        _undo_engines.append(show_log())  # an engine's core may have a process of its own
+        containing.attach(scheduler, config, required=wants(asked, "required", True))
 
 
 def _before_engine(config: Foreign) -> None:
@@ -205,12 +209,16 @@ def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettin
     """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
 
     Raises:
-        RequiredError: the ledger cannot watch this engine, and the user requires kvtxn.
+        RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
+            as the user wants, and the user requires kvtxn.
     """
     from .internals import audited
 
     why = None if wanted.audit == "off" else audited.unwatched(config)
     if why is None:
+        why = audited.uncontained(config) if wanted.on_violation == "contain" else None
+        if why is not None and wanted.required:
+            stay_out(why, rank, required=True)
         return wanted
     if wanted.required:
         stay_out(why, rank, required=True)

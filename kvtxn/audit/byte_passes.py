@@ -12,6 +12,7 @@ from torch import Tensor
 from ..formats import words
 from ..row_io import read
 from . import books as book
+from . import origins as origin
 from .byte_books import ByteBooks, Watched
 from .checksum import checksum, has_nan
 from .digest import REJECTED, REPORTED
@@ -74,7 +75,38 @@ class BytePasses(ABC):
             rows: int ``[n]``, the row of the step that each output belongs to; -1: to none.
         """
 
-    # Calls that no step makes: rows that leave and come, in torch on every device.
+    # Calls that no usual step makes, in torch on every device.
+
+    def locate(self, step: Step, outputs: Tensor, rows: Tensor, *, clear: bool) -> None:
+        """Report the requests that have a NaN in an output, each once, with the NaN's origin.
+
+        Args:
+            step: as in ``trace``.
+            outputs: as in ``trace``.
+            rows: as in ``trace``.
+            clear: fill with zeros the rows with a NaN.
+        """
+        books = self.books.books
+        batch = Batch.of(books, step, released=True)
+        bad = rows[outputs.flatten(1).isnan().any(1) & (rows >= 0)]
+        mine = (batch.starts <= bad[:, None]) & (bad[:, None] < batch.starts + batch.counts)
+        origins = {}
+        for index in mine.any(0).nonzero().flatten().tolist():
+            line = batch.lines[index]
+            serial = int(books.facts[book.SERIAL][line]) + 1
+            if int(self.books.nans[line]) != serial:
+                self.books.nans[line] = serial
+                origins[index] = origin.find(self.books, step, batch, index)
+        for index, found in origins.items():
+            line, last = batch.lines[index], int(batch.first[index] + batch.counts[index]) - 1
+            if found is None:
+                note(books, _CHANGED, line, None, last, -1, _NAN)
+                continue
+            place, where = found.place, found.where
+            note(books, _CHANGED, line, place, found.position, where, _NAN, found.layer)
+            self.books.seals[where] = 0
+        for index in origins if clear else ():
+            origin.clear(self.books, step, batch, index)
 
     def report(
         self, kind: int, place: Place, lines: Tensor, position: Tensor, where: Tensor, wrong: Tensor

@@ -163,18 +163,48 @@ class Scrub:
         Raises:
             ConfigError: the step is no step, or the outputs do not fit ``rows``.
         """
-        self._ledger.require("trace", step, after=True)
-        rows = checks.ints("trace", "rows", rows)
+        self.passes.trace(step, *self._outputs("trace", step, outputs, rows))
+
+    def locate(self, step: Step, outputs: Tensor, rows: Tensor, *, clear: bool = False) -> None:
+        """Report each request that has a NaN in an output, once, with the row it came from.
+
+        Call it like ``trace``, without ``poison``, when an output is known to have a NaN. It
+        searches all rows and states that the request's step may have read, and waits for the
+        device. The report, of kind ``changed`` with ``found`` "nan", names the slot and the layer:
+        a row of an earlier step if one has a NaN; else one that lies masked in the same blocks;
+        else the step's own first row with a NaN, which the model or a kernel has made. It names no
+        slot if none has a NaN.
+
+        Args:
+            step: as in ``trace``.
+            outputs: as in ``trace``.
+            rows: as in ``trace``.
+            clear: then fill with zeros the rows with a NaN that the search found, since kernels
+                that multiply masked rows by zero would hand it to whoever gets the block next. For
+                an engine that computes the request again.
+
+        Raises:
+            ConfigError: as in ``trace``.
+        """
+        outputs, rows = self._outputs("locate", step, outputs, rows)
+        self.passes.locate(step, outputs, rows, clear=clear)
+
+    def _outputs(
+        self, operation: str, step: Step, outputs: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Check the outputs of a step's rows; returns both, on the device."""
+        self._ledger.require(operation, step, after=True)
+        rows = checks.ints(operation, "rows", rows)
         right = isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim > 0
         right = right and (rows.is_cpu or rows.device == outputs.device)
         if not right or len(outputs) != len(rows) or outputs.device != self.books.seals.device:
             raise ConfigError(
-                "trace", "outputs are not valid", expected=f"float [{len(rows)}, ...]",
+                operation, "outputs are not valid", expected=f"float [{len(rows)}, ...]",
                 got=f"{outputs.dtype} {list(outputs.shape)}" if right else type(outputs).__name__,
                 hint="pass logits, and the row of the step that each of them belongs to",
             )  # fmt: skip
         outputs = outputs[:, None] if outputs.ndim == 1 else outputs
-        self.passes.trace(step, outputs, rows.to(outputs.device))
+        return outputs, rows.to(outputs.device)
 
     # -- rows and states that leave, and that come ---------------------------------------------
 

@@ -37,7 +37,8 @@ class Engine:
         self.scrub = Scrub(self.ledger, refs, every=1, windows=windows, **named)
         self.ledger.admit("a", [1, 2, 3, 4, 5, 6])
 
-    def step(self, first, tokens, states, source, *, drafts=0, accepted=None, outputs=None):
+    def step(self, first, tokens, states, source, *, drafts=0, accepted=None, outputs=None,
+             trace="trace"):  # fmt: skip
         """Run a step over blocks 1 to 3; ``outputs``: of its rows, before it is resolved."""
         slots = torch.arange(first + 4, first + 4 + len(tokens))
         step = Step(
@@ -54,7 +55,7 @@ class Engine:
         self.ledger.write(step)
         self.ledger.check(step)
         if outputs is not None:
-            self.scrub.trace(step, *outputs)
+            getattr(self.scrub, trace)(step, *outputs)
         if accepted is not None:
             self.ledger.resolve([accepted, 0])
             self.scrub.seal(step, [accepted, 0])
@@ -256,3 +257,67 @@ def test_misuse_is_refused(call, error):
     engine.prompt()
     with pytest.raises(error, match=r".+: .+; .+"):
         call(engine)
+
+
+def _located(change):
+    """Plant NaN before the second step of a request; returns the engine and what was found."""
+    engine = Engine()
+    engine.prompt()
+    change(engine)
+    outputs = torch.full((1, 5), torch.nan), torch.tensor([0])
+    step = engine.step(6, [7], [1], 1, outputs=outputs, trace="locate")
+    engine.scrub.locate(step, *outputs)
+    return engine, engine.ledger.violations()
+
+
+def test_a_nan_is_traced_to_its_row_without_poison():
+    """The row of an earlier step, not those that it spoilt in this step; once."""
+
+    def change(engine):
+        engine.rows[1][1, 2, 1, 0] = torch.nan  # position 2, block 1
+        engine.rows[0][2, 2] = torch.nan  # the step's own row, position 6
+
+    engine, (bytes_, nan) = _located(change)
+    assert (bytes_.found, bytes_.slot) == ("bytes", 6)  # every slot is compared here, before
+    facts = nan.kind, nan.found, nan.request, nan.layer, nan.position, nan.slot, nan.step
+    assert facts == ("changed", "nan", "a", "rows", 2, 6, 2)
+    assert nan.expected == (1, 2, 3)
+    assert engine.rows[1].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("plant", "place"),
+    [
+        (lambda engine: engine.rows[0][2, 2].fill_(torch.nan), ("full", "rows", 6, 10)),
+        (lambda engine: engine.rows[1][2, 3].fill_(torch.nan), ("full", "rows", 7, 11)),
+        (lambda engine: engine.rows[1][2, 2:].fill_(torch.nan), ("full", "rows", 7, 11)),
+        (lambda engine: engine.scan[1, 3].fill_(torch.nan), ("mamba", "down", 5, 1)),
+        (lambda engine: engine.rows[1][3].fill_(torch.nan), ("", None, 6, None)),
+    ],
+    ids=["own row", "masked row", "masked before own", "state", "out of reach"],
+)
+def test_a_nan_is_traced_to_whatever_the_step_may_have_read(plant, place):
+    nan = _located(plant)[1][-1]
+    assert (nan.kind, nan.found, nan.request) == ("changed", "nan", "a")
+    assert (nan.group, nan.layer, nan.position, nan.slot) == place
+
+
+def test_rows_with_a_nan_are_cleared_on_demand():
+    """No row with a NaN is left in the request's blocks, and none else is touched."""
+
+    def change(engine):
+        engine.rows[1][1, 2] = torch.nan
+        engine.rows[1][5, 2] = torch.nan  # of nobody
+
+    engine = Engine()
+    engine.prompt()
+    change(engine)
+    kept = engine.rows[0].clone()
+    outputs = torch.full((1, 5), torch.nan), torch.tensor([0])
+    step = engine.step(6, [7], [1], 1)
+    engine.scrub.locate(step, *outputs, clear=True)
+    assert not engine.rows[1][[1, 2, 3]].isnan().any()
+    assert engine.rows[1][5, 2].isnan().all()
+    assert not engine.rows[0][1, 2].any()
+    kept[1, 2] = 0.0
+    assert torch.equal(engine.rows[0], kept)

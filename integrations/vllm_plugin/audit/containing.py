@@ -12,8 +12,8 @@ from typing import Any
 from weakref import WeakSet
 
 from ....log import get_logger
-from ..attach import check_methods, is_swapped, restore_class, swap_class
-from ..internals import Foreign, scheduling
+from ..attach import check_methods, is_swapped, restore_class, stay_out, swap_class
+from ..internals import Foreign, audited, scheduling
 
 log = get_logger()
 
@@ -24,16 +24,16 @@ class ContainingScheduler:
     """A mixin of vLLM's scheduler.
 
     Attributes:
-        kvtxn_wrong: requests and blocks of the output that is taken in; None without any.
+        kvtxn_wrong: the wrong reads of the output that is taken in; None without any.
     """
 
-    kvtxn_wrong: tuple[list[str], list[int]] | None = None
+    kvtxn_wrong: scheduling.Wrong | None = None
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take in a step's output, without the tokens of requests that read wrong rows."""
         self.kvtxn_wrong = scheduling.marks(model_runner_output)
         if self.kvtxn_wrong is not None:
-            scheduling.report_invalid(model_runner_output, self.kvtxn_wrong[1])
+            scheduling.report_invalid(model_runner_output, self.kvtxn_wrong.blocks)
         return super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -45,8 +45,8 @@ class ContainingScheduler:
         wrong, self.kvtxn_wrong = self.kvtxn_wrong, None
         failed: set[str] = set()
         if wrong is not None:
-            names, blocks = wrong
-            failed = scheduling.contain(self, names, blocks, num_scheduled_tokens)
+            failed = scheduling.contain(self, wrong, num_scheduled_tokens)
+            blocks = sorted(wrong.blocks)
             log.warning("kvtxn.audit_contained", requests=sorted(failed), blocks=blocks)
             invalid_block_ids = scheduling.reported_by_others(invalid_block_ids, blocks)
         if invalid_block_ids:
@@ -56,10 +56,23 @@ class ContainingScheduler:
         return failed
 
 
-def attach(scheduler: Foreign) -> None:
-    """Let a scheduler contain what the audit finds; if it cannot, log the reason."""
-    why = check_methods(type(scheduler), scheduling.SCHEDULER_METHODS)
+def attach(scheduler: Foreign, config: Foreign, *, required: bool) -> None:
+    """Let a scheduler contain what the audit finds; if it cannot, log the reason.
+
+    Args:
+        scheduler: the scheduler.
+        config: its ``VllmConfig``.
+        required: the user wants no engine without what was asked for.
+
+    Raises:
+        RequiredError: it cannot, and it is required.
+    """
+    why = audited.uncontained(config) or check_methods(
+        type(scheduler), scheduling.SCHEDULER_METHODS
+    )
     if why is not None:
+        if required:
+            stay_out(why, 0, required=True)
         effect = "wrong rows are logged and not contained"
         log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect)
         return

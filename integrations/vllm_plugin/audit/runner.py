@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ....audit import Key, Scrub
 from ....errors import KVTxnError
 from ....log import get_logger
@@ -32,7 +34,8 @@ class AuditedRunnerV1:
         kvtxn_audit: the watch, once the KV cache exists; None where there is nothing to watch.
         kvtxn_prepared: the inputs of the forward that comes next; None for one of vLLM's own,
             such as a warm-up.
-        kvtxn_samples: the ledger knows the forward that is sampled next.
+        kvtxn_outputs: the rows of the forward that is sampled next which have logits; None for a
+            forward that the ledger does not know.
         kvtxn_settings: the user's settings.
         kvtxn_rank: the worker's rank.
         kvtxn_required: the user wants no engine without kvtxn.
@@ -43,7 +46,7 @@ class AuditedRunnerV1:
     kvtxn_audit: Watch | None = None
     kvtxn_settings: PluginSettings
     kvtxn_prepared: Any = None
-    kvtxn_samples: bool = False
+    kvtxn_outputs: Tensor | None = None
     kvtxn_rank: int = 0
     kvtxn_required: bool = False
     kvtxn_undo: ExitStack
@@ -97,25 +100,31 @@ class AuditedRunnerV1:
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Tell the ledger which rows the forward writes and reads, then run the forward."""
         prepared, self.kvtxn_prepared = self.kvtxn_prepared, None
-        self.kvtxn_samples = prepared is not None
+        self.kvtxn_outputs = None if prepared is None else prepared[0]
         if prepared is not None:
             self.kvtxn_tell(lambda watch: _tell_forward(self, watch, prepared))
         return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        """Tell the ledger which drafts were accepted."""
+        """Tell the ledger of a NaN that came out, and which drafts were accepted."""
+        rows, self.kvtxn_outputs = self.kvtxn_outputs, None
+        if rows is not None and logits is not None:
+            self.kvtxn_tell(lambda watch: watch.came_out(logits, rows))
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
-        if self.kvtxn_samples:
-            self.kvtxn_samples = False
+        if rows is not None:
             self.kvtxn_tell(lambda watch: watch.sampled(audited.sampled(self, output)))
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Add to the step's output the requests that read wrong rows, if they are contained."""
+        """Add to the step's output the requests that read wrong rows, if they are contained.
+
+        The drafter has written its rows by then.
+        """
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self.kvtxn_tell(Watch.ended)
         wrong = None if self.kvtxn_audit is None else self.kvtxn_audit.take_wrong()
         if wrong is not None:
-            scheduling.mark(output, *wrong)
+            scheduling.mark(output, wrong)
         return output
 
 
@@ -139,7 +148,7 @@ def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
 
 
 def _compare_bytes(runner: AuditedRunnerV1, watch: Watch) -> None:
-    """Let a watch compare the bytes of rows, too; if that is impossible, log why.
+    """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
     Nothing is poisoned on a CPU: its attention multiplies masked rows by zero, and a NaN comes
     through that.
@@ -149,15 +158,22 @@ def _compare_bytes(runner: AuditedRunnerV1, watch: Watch) -> None:
     """
     try:
         layers, facts = attention_layers.target_layers(runner)
-        watched = [layer for layer in layers if layer.group in watch.groups]
-        watch.scrub = Scrub(watch.ledger, cache_layout.layer_refs(watched, facts.kv_cache_dtype))
-    except KVTxnError as error:
+        drafters = attention_layers.rows_of_drafters(runner)
+        watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
+        refs = cache_layout.layer_refs(watched, facts.kv_cache_dtype)
+        refs += audited_states.state_refs(runner, watch.states)
+        watch.scrub = Scrub(watch.ledger, refs)
+        watch.drafts_late = bool(drafters)
+        missing = {*watch.groups, *watch.states} - {ref.group for ref in refs}
+        why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"
+        error: KVTxnError | None = None
+    except KVTxnError as refused:
+        missing, why, error = {*watch.groups}, str(refused), refused
+    if missing:
         if runner.kvtxn_required:
-            stay_out(str(error), runner.kvtxn_rank, required=True, error=error)
+            stay_out(why, runner.kvtxn_rank, required=True, error=error)
         effect = "digests are compared, and no bytes"
-        log.warning(
-            "kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=str(error), effect=effect
-        )
+        log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
 
 
 def _nothing() -> None:

@@ -25,6 +25,7 @@ from ....log import get_logger
 from ..internals import ranks
 from ..internals.audited import Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
+from ..internals.scheduling import Wrong
 from .transfers import TransferWatch
 
 log = get_logger()
@@ -65,7 +66,9 @@ class Watch:
         groups: the watched groups with a row per token.
         states: the watched groups of recurrent layers.
         transfers: follows the rows of a KV connector; None without a connector.
-        scrub: compares the bytes of rows; None if digests alone are compared.
+        scrub: compares the bytes of rows and states; None if digests alone are compared.
+        drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
+            that a step leaves are known when it ends.
         on_violation: the argument; it may be changed between steps.
     """
 
@@ -90,7 +93,8 @@ class Watch:
         self.ledger: Final = kind(every, max_requests=most + 1, max_length=room.length, key=key)
         self.transfers: TransferWatch | None = None
         self.scrub: Scrub | None = None
-        self._unsealed: Step | None = None
+        self.drafts_late = False
+        self._unsealed: tuple[Step, Tensor | None] | None = None
         self._has_peers = key is not None
         self._rows: Rows | None = None
         self._stopped = False
@@ -102,7 +106,7 @@ class Watch:
         self._known: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._report: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
         self._found = 0
-        self._wrong: tuple[set[str], set[int]] = (set(), set())
+        self._wrong = Wrong()
 
     # -- requests and blocks -----------------------------------------------------------------
 
@@ -117,7 +121,7 @@ class Watch:
         """Tell the ledger the changes that a step makes before its forward."""
         if self._stopped:
             return
-        self._seal(None)
+        self._seal()
         for name in changes.gone if self.transfers is None else ():
             self._forget(name)  # a connector may still store rows of a request that ended
         fresh: dict[int, list[int]] = {}
@@ -202,7 +206,7 @@ class Watch:
             self.transfers.forward()
         if self.scrub is not None:
             self.scrub.compare(step)
-            self._unsealed = step
+            self._unsealed = step, None
         self.ledger.write(step)
         self.ledger.check(step)
         if self._caches_prefixes:
@@ -234,17 +238,39 @@ class Watch:
             return
         kept = self._kept(ids)
         self.ledger.resolve(kept, ids)
-        self._seal(kept)
+        if self._unsealed is not None:
+            self._unsealed = self._unsealed[0], kept
+        if not self.drafts_late:
+            self._seal()
 
-    def _seal(self, kept: Tensor | None) -> None:
-        """Take the checksums of the rows that the last step leaves, once.
+    def ended(self) -> None:
+        """Take the checksums that wait for the drafter."""
+        if not self._stopped:
+            self._seal()
+
+    def came_out(self, logits: Tensor, rows: Tensor) -> None:
+        """Look for a NaN in a step's outputs before they are sampled, and for where it came from.
+
+        Where wrong rows are contained, rows with a NaN are filled with zeros: the attention of a
+        CPU would hand the NaN to whoever gets the block next.
 
         Args:
-            kept: int64 ``[num_requests]``, the accepted drafts; None for a step without sampling.
+            logits: float ``[n, vocabulary]``.
+            rows: int ``[n]``, the row of the step that each output belongs to.
         """
-        step, self._unsealed = self._unsealed, None
-        if self.scrub is not None and step is not None:
-            self.scrub.seal(step, kept)
+        if self._stopped or self.scrub is None or self._unsealed is None:
+            return
+        most = logits.amax(1, keepdim=True)
+        if bool(most.isnan().any()):
+            clear = self.on_violation == "contain"
+            self.scrub.locate(self._unsealed[0], most, rows, clear=clear)
+            self._say()
+
+    def _seal(self) -> None:
+        """Take the checksums of the rows and states that the last step leaves, once."""
+        unsealed, self._unsealed = self._unsealed, None
+        if self.scrub is not None and unsealed is not None:
+            self.scrub.seal(*unsealed)
 
     def _kept(self, ids: Tensor) -> Tensor:
         """Count the accepted drafts, int64 ``[num_requests]``; a draft's row must be of its id."""
@@ -287,11 +313,8 @@ class Watch:
     def _take(self) -> Sequence[Violation]:
         """Log the violations that were found since the last call, and return them."""
         new: Sequence[Violation] = self.ledger.violations()
-        names, blocks = self._wrong
         for violation in new:
-            if violation.request is not None and violation.kind not in _PAST_CONTAINING:
-                names.add(violation.request)
-                blocks |= set() if violation.block is None else {violation.block}
+            self._wrong |= _wrong(violation)
             self._report.append(violation.as_dict())
             self._found += 1
             if self._found <= _LOGGED or self._found % _ONE_IN == 0:
@@ -299,13 +322,19 @@ class Watch:
                 log.warning("kvtxn.audit_violation", rank=self._rank, number=self._found, **facts)
         return new
 
-    def take_wrong(self) -> tuple[set[str], set[int]] | None:
-        """Return the requests that read wrong rows since the last call, and the wrong blocks.
+    def take_wrong(self) -> Wrong | None:
+        """Return the wrong reads since the last call, those of the other ranks included.
 
-        None if there are none, or if ``on_violation`` is not "contain".
+        All ranks must call this after the same step. None if there are none, or if ``on_violation``
+        is not "contain".
         """
-        wrong, self._wrong = self._wrong, (set(), set())
-        return wrong if wrong[0] and self.on_violation == "contain" else None
+        wrong, self._wrong = self._wrong, Wrong()
+        if self.on_violation != "contain":
+            return None
+        if self._has_peers and ranks.any_of_all(bool(wrong.requests)):
+            for theirs in ranks.of_all(wrong):
+                wrong |= theirs
+        return wrong if wrong.requests else None
 
     def report(self) -> list[dict[str, Any]]:
         """Return the violations that were found, oldest first; all ranks must call this."""
@@ -321,3 +350,12 @@ class Watch:
         """Return the audit's counters by Prometheus name; all ranks must call this."""
         self.compare_ranks()
         return {**self.ledger.counters(), "kvtxn_audit_active": float(not self._stopped)}
+
+
+def _wrong(violation: Violation) -> Wrong:
+    """Return what has to be contained of a violation."""
+    if violation.request is None or violation.kind in _PAST_CONTAINING:
+        return Wrong()
+    block = frozenset(() if violation.block is None else (violation.block,))
+    unnoticed = violation.kind == "changed" and violation.found == "bytes"
+    return Wrong(frozenset((violation.request,)), block, block if unnoticed else frozenset())

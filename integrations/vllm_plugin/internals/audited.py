@@ -106,6 +106,16 @@ def unwatched(config: Any) -> str | None:
     return cannot_watch(config.device_config.device_type, runner, context)
 
 
+def uncontained(config: Any) -> str | None:
+    """Say why a scheduler cannot contain what the audit finds; None if it can."""
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return (
+            "an engine with pipeline stages has begun its next step when the scheduler takes in "
+            "the last one's output, to which stages before the last add nothing"
+        )
+    return None
+
+
 def row_groups(runner: Any) -> dict[str, RowGroup]:
     """Return, by name, the KV-cache groups whose caches have one row per token."""
     from vllm.v1 import kv_cache_interface as kinds

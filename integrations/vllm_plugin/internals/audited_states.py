@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ....audit import StateGroup
+from ....layers import LayerRef
 
 #: vLLM's block that belongs to nobody; a state with this block is not kept.
 _NULL_BLOCK: Final = 0
@@ -56,6 +57,18 @@ def state_groups(runner: Any) -> dict[str, StateGroup]:
         if isinstance(group.kv_cache_spec, MambaSpec)
         and (group.kv_cache_spec.num_speculative_blocks or not speculates)
     }
+
+
+def state_refs(runner: Any, groups: Iterable[str]) -> list[LayerRef]:
+    """Describe the recurrent layers of some groups, and their caches, for the library."""
+    layers = runner.compilation_config.static_forward_context
+    refs = []
+    for group in groups:
+        for name in runner.kv_cache_config.kv_cache_groups[
+            int(group.partition(".")[2])
+        ].layer_names:
+            refs.append(LayerRef.recurrent(name, *layers[name].kv_cache, group=group))
+    return refs
 
 
 def states(runner: Any, groups: Iterable[str], starts: Tensor, first: Tensor) -> States:

@@ -74,9 +74,6 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
         The layers in the order of their groups, and the facts of the engine, those of the loaded
         model included.
     """
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
-    from vllm.v1.attention.backend import AttentionType
-
     mine = {id(module) for module in runner.get_model().modules()}
     by_name = runner.compilation_config.static_forward_context
     shared = {n for n in by_name if getattr(by_name[n], "kv_sharing_target_layer_name", None)}
@@ -87,21 +84,11 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
             module = by_name.get(name)
             if name in not_ours or gated_delta.is_gated_delta(module):
                 continue
-            shape: tuple[int, ...] | None = None
-            if type(module) is MLAAttention and not module.use_sparse:
-                shape = module.kv_cache.shape[-1:]
-            elif type(module) is Attention and module.attn_type == AttentionType.DECODER:
-                even = module.head_size == module.head_size_v
-                shape = (module.num_kv_heads, module.head_size) if even else None
-            if shape is None or id(module) not in mine:
+            layer = _layer(name, gid, module, runner.dtype)
+            if layer is None or id(module) not in mine:
                 foreign = name
-                continue
-            layers.append(
-                TargetLayer(
-                    *(name, f"group.{gid}", module, module.impl, module.kv_cache, shape),
-                    dtype=runner.dtype,
-                )
-            )
+            else:
+                layers.append(layer)
     known = runner_facts(runner)
     modules = [by_name[layer.name] for layer in layers]
     impls = [module.impl for module in modules]
@@ -118,6 +105,39 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
         flash=max(filter(None, versions), default=None),
     )
     return layers, facts
+
+
+def rows_of_drafters(runner: Any) -> list[TargetLayer]:
+    """Find the drafter's layers whose rows can be addressed, in the order of their groups."""
+    names, by_name = draft_layers(runner), runner.compilation_config.static_forward_context
+    if not names:
+        return []
+    dtype = runner.speculative_config.draft_model_config.dtype
+    found = [
+        _layer(name, gid, by_name.get(name), dtype)
+        for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+        for name in group.layer_names
+        if name in names and not getattr(by_name.get(name), "kv_sharing_target_layer_name", None)
+    ]
+    return [layer for layer in found if layer is not None]
+
+
+def _layer(name: str, group: int, module: Any, dtype: torch.dtype) -> TargetLayer | None:
+    """Describe a layer of attention; None for a layer of another kind."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.v1.attention.backend import AttentionType
+
+    shape: tuple[int, ...] | None = None
+    if type(module) is MLAAttention and not module.use_sparse:
+        shape = module.kv_cache.shape[-1:]
+    elif type(module) is Attention and module.attn_type == AttentionType.DECODER:
+        even = module.head_size == module.head_size_v
+        shape = (module.num_kv_heads, module.head_size) if even else None
+    if shape is None:
+        return None
+    return TargetLayer(
+        name, f"group.{group}", module, module.impl, module.kv_cache, shape, dtype=dtype
+    )
 
 
 def all_take_slots(runner: Any) -> bool:

@@ -34,6 +34,16 @@ def of_all(value: T) -> list[T]:
     return found
 
 
+def any_of_all(value: bool) -> bool:
+    """Tell whether ``value`` is true on any rank; every rank of the group must call this."""
+    import torch
+    from torch.distributed import ReduceOp, all_reduce
+
+    flag = torch.tensor([int(value)], dtype=torch.int32)
+    all_reduce(flag, op=ReduceOp.MAX, group=_group().cpu_group)
+    return bool(flag[0])
+
+
 def own_number() -> int:
     """Return this rank's number in its group."""
     return int(_group().rank_in_group)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Any, Final
+
+import attrs
 
 from ....errors import KVTxnError
 from . import Foreign
@@ -19,6 +21,8 @@ SCHEDULER_METHODS: Final = {
 
 #: Names no block; it stands for wrong reads of which no block is known.
 _NO_BLOCK: Final = -1
+#: vLLM's block that belongs to nobody.
+_NOBODYS: Final = 0
 #: A request that has to be computed again for the second time ends with an error.
 _ONCE: Final = 1
 
@@ -54,16 +58,39 @@ def hook_schedulers(after_init: Callable[[Foreign, Foreign], None]) -> Callable[
     return undo
 
 
-def mark(output: Any, names: Collection[str], blocks: Collection[int]) -> None:
-    """Add to a step's output the requests that read wrong rows or states, and their blocks."""
+@attrs.frozen
+class Wrong:
+    """Wrong reads of one step.
+
+    Attributes:
+        requests: vLLM's ids of the requests that read.
+        blocks: the blocks that are known to be wrong.
+        changed: those of them whose bytes changed at an unknown time, so that steps before may have
+            read them as well.
+    """
+
+    requests: frozenset[str] = frozenset()
+    blocks: frozenset[int] = frozenset()
+    changed: frozenset[int] = frozenset()
+
+    def __or__(self, other: Wrong) -> Wrong:
+        return Wrong(
+            self.requests | other.requests,
+            self.blocks | other.blocks,
+            self.changed | other.changed,
+        )
+
+
+def mark(output: Any, wrong: Wrong) -> None:
+    """Add wrong reads to the output of their step."""
     inner = getattr(output, "_model_runner_output", output)  # of asynchronous scheduling
     if hasattr(inner, "sampled_token_ids"):
-        inner.kvtxn_wrong = (sorted(names), sorted(blocks))
+        inner.kvtxn_wrong = wrong
 
 
-def marks(output: Any) -> tuple[list[str], list[int]] | None:
-    """Return the requests and blocks that ``mark`` added to an output; None without any."""
-    found: tuple[list[str], list[int]] | None = getattr(output, "kvtxn_wrong", None)
+def marks(output: Any) -> Wrong | None:
+    """Return what ``mark`` added to an output; None if nothing was added."""
+    found: Wrong | None = getattr(output, "kvtxn_wrong", None)
     return found
 
 
@@ -81,49 +108,93 @@ def reported_by_others(invalid: Collection[int], ours: Collection[int]) -> set[i
     return set(invalid) - {_NO_BLOCK, *ours}
 
 
-def contain(
-    scheduler: Any, names: Collection[str], blocks: Collection[int], scheduled: Mapping[str, int]
-) -> set[str]:
+def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[str]:
     """Take wrong blocks out of the prefix cache; preempt every request whose step they spoil.
 
     A request is spoilt if it read a wrong row, or if its table has a wrong block, or a block with a
     row that a spoilt request computed in this step. A preempted request gives its blocks back and
-    is computed again, with no row of any cache. If it is spoilt then, it ends with an error.
+    is computed again, with no row of any cache. If it is spoilt then, it ends with an error. So
+    does at once a request with a block whose bytes changed, since its earlier tokens may be wrong;
+    and as any cached row may come from such a block, the prefix cache is emptied then.
 
     Args:
         scheduler: the scheduler, while it takes in the output of the step.
-        names: requests that read wrong rows or states.
-        blocks: wrong blocks.
+        wrong: what was read.
         scheduled: tokens of each request in the step.
 
     Returns:
         The names of the spoilt requests.
     """
-    manager, wrong = scheduler.kv_cache_manager, {*blocks} - {_NO_BLOCK, 0}
+    manager = scheduler.kv_cache_manager
     sizes = [int(g.kv_cache_spec.block_size) for g in scheduler.kv_cache_config.kv_cache_groups]
-    spoilt: dict[str, Any] = {}
-    grown = True
-    while grown:
-        grown = False
-        for request in scheduler.running:
-            name, computed = request.request_id, int(request.num_computed_tokens)
-            if name in spoilt:
-                continue
-            tables = list(zip(manager.get_block_ids(name), sizes, strict=True))
-            read = {block for table, size in tables for block in table[: -(-computed // size)]}
-            if name in names or not wrong.isdisjoint(read):
-                begin = computed - scheduled.get(name, 0)
-                wrong |= {block for table, size in tables for block in table[begin // size :]}
-                wrong.discard(0)
-                spoilt[name] = request
-                grown = True
-    manager.evict_blocks(wrong)
+    running = [
+        _Reader(
+            request,
+            list(zip(manager.get_block_ids(request.request_id), sizes, strict=True)),
+            scheduled.get(request.request_id, 0),
+        )
+        for request in scheduler.running
+    ]
+    ended, _ = _readers(running, frozenset(), wrong.changed, whole=True)
+    spoilt, spoils = _readers(running, wrong.requests | set(ended), wrong.blocks, whole=False)
+    everything = range(1, int(scheduler.kv_cache_config.num_blocks))
+    manager.evict_blocks(everything if wrong.changed else spoils)
     scheduler.running = [each for each in scheduler.running if each.request_id not in spoilt]
-    for request in reversed(spoilt.values()):
+    for name, request in reversed(spoilt.items()):
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         request.is_prefill_chunk = True  # or else it would get the drafts of this step
         request.skip_reading_prefix_cache = True
         request.kvtxn_contained = getattr(request, "kvtxn_contained", 0) + 1
-        if request.kvtxn_contained > _ONCE:
-            scheduler.grammar_compile_error_reqs.add(request.request_id)
+        if request.kvtxn_contained > _ONCE or name in ended:
+            scheduler.grammar_compile_error_reqs.add(name)
     return set(spoilt)
+
+
+@attrs.frozen(eq=False)
+class _Reader:
+    """A running request, its table and block size in each group, and its tokens in the step."""
+
+    request: Any
+    tables: Sequence[tuple[Sequence[int], int]]
+    scheduled: int
+
+    def read(self) -> set[int]:
+        """Return the blocks with rows of the request's computed positions."""
+        computed = int(self.request.num_computed_tokens)
+        return {block for table, size in self.tables for block in table[: -(-computed // size)]}
+
+    def since(self, begin: int) -> set[int]:
+        """Return the blocks from that of a position on."""
+        found = {block for table, size in self.tables for block in table[begin // size :]}
+        return found - {_NOBODYS}
+
+
+def _readers(
+    running: Sequence[_Reader], names: Collection[str], blocks: Collection[int], *, whole: bool
+) -> tuple[dict[str, Any], set[int]]:
+    """Find the requests that read some blocks, and those that read what these computed.
+
+    Args:
+        running: all requests that run.
+        names: requests that are known to be among them.
+        blocks: the blocks.
+        whole: every row of a found request may be wrong, not only those of the step.
+
+    Returns:
+        The requests by name, and all blocks that may be wrong.
+    """
+    found: dict[str, Any] = {}
+    wrong, grown = set(blocks) - {_NO_BLOCK, _NOBODYS}, True
+    while grown:
+        grown = False
+        for reader in running:
+            request = reader.request
+            if request.request_id in found:
+                continue
+            if request.request_id in names or not wrong.isdisjoint(reader.read()):
+                wrong |= reader.since(
+                    0 if whole else request.num_computed_tokens - reader.scheduled
+                )
+                found[request.request_id] = request
+                grown = True
+    return found, wrong

@@ -9,9 +9,9 @@ import attrs
 
 from ....config import POLICIES
 from ..audit.expected import in_words
+from ..internals import Foreign, audited, workers
 from ..internals import config as engine_config
-from ..internals import workers
-from ..settings import settings
+from ..settings import PluginSettings, settings
 from . import supported
 from .engine import EngineFacts
 from .matrix import matrix
@@ -40,20 +40,24 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             speculating engine on this machine.
 
     Returns:
-        The release, the engine that is judged, each policy's outcome with its reason, and
-        what "auto" comes to for every kind of engine on this device. Facts that only a loaded model
-        can tell are guessed by ``internals.config.FROM_MODEL``; see ``ASSUMED``.
+        The release, the engine that is judged, each policy's outcome with its reason, the audit if
+        the user asks for one, and what "auto" comes to for every kind of engine on this device.
+        Facts that only a loaded model can tell are guessed by ``internals.config.FROM_MODEL``; see
+        ``ASSUMED``.
 
     Raises:
         ConfigError: a setting in ``additional_config={"kvtxn": {...}}`` is not valid.
         BackendUnavailableError: no backend of that name is registered.
     """
+    violations = {}
     if engine_args is None:
         facts = engine_config.plain_facts()
     else:
         wanted = settings(engine_args.get("additional_config"), 1, workers.device_type())
-        facts = engine_config.expected_facts(engine_config.config_from(engine_args))
+        config = engine_config.config_from(engine_args)
+        facts = engine_config.expected_facts(config)
         check_states(wanted, facts)
+        violations = _violations(wanted, config)
     plain = attrs.asdict(EngineFacts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
     decisions = {asked: decide(asked, facts) for asked in POLICIES}
@@ -72,6 +76,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             for asked, decision in decisions.items()
         ],
         "audit": in_words(facts),
+        **violations,
         **({"spare blocks": SPARE_BLOCKS} if facts.device == "cuda" else {}),
         "matrix": [str(row) for row in matrix(facts)],
     }
@@ -87,3 +92,12 @@ def _moved(facts: EngineFacts) -> dict[str, Any]:
         f"{len(found.moves)} of {found.compared} hook points moved",
         "moved": [str(move) for move in found.moves],
     }
+
+
+def _violations(wanted: PluginSettings | None, config: Foreign) -> dict[str, Any]:
+    """Say what a violation does in the audit that the user asks for; empty without one."""
+    if wanted is None or wanted.audit == "off" or audited.unwatched(config) is not None:
+        return {}
+    why = audited.uncontained(config) if wanted.on_violation == "contain" else None
+    outcome = "" if why is None else f" -> log ({why})"
+    return {"on_violation": f"{wanted.on_violation}{outcome}"}

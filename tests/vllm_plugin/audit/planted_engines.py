@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,32 @@ def find(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
     for fault in engine["faults"]:
         rig.clear()
         with fault(rig):
-            work(rig)
-        struck = None if rig.struck is None else attrs.asdict(rig.struck)
-        report["found"][fault.__name__] = {"struck": struck, "violations": rig.found()[:10]}
+            found = work(rig)
+        texts_of = zip(rig.ran, found, healthy, strict=True)
+        report["found"][fault.__name__] = _of_fault(rig) | {
+            "failed": rig.failed,
+            "other_texts": [name for name, text, right in texts_of if text != right],
+        }
     rig.clear()
     report["again"] = [work(rig) == healthy, rig.found()]
     report["compared"] = 0 if rig.watch.scrub is None else rig.watch.scrub.compared
+    return report
+
+
+def _of_fault(rig: Rig) -> dict[str, Any]:
+    """Return where a fault has struck, and the first violations."""
+    struck = None if rig.struck is None else attrs.asdict(rig.struck)
+    return {"struck": struck, "violations": rig.found()[:10]}
+
+
+def find_afterwards(llm: Any, faults: Iterable[Fault]) -> dict[str, Any]:
+    """Plant faults in an engine that has worked."""
+    rig, report = Rig(llm), {}
+    for fault in faults:
+        rig.clear()
+        with fault(rig):
+            rig.run(texts(3, 3, 70), 24)
+        report[fault.__name__] = _of_fault(rig)
     return report
 
 

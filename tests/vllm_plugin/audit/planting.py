@@ -42,6 +42,8 @@ class Rig:
 
     Attributes:
         struck: where the planted fault has struck; None until it has.
+        ran: names of all requests, in their order.
+        failed: names of those that ended with an error.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -53,6 +55,8 @@ class Rig:
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.watch = self.runner.kvtxn_audit
         self.struck: Struck | None = None
+        self.ran: list[str] = []
+        self.failed: list[str] = []
         self._count = self._old = 0
 
     # -- requests ----------------------------------------------------------------------------
@@ -66,6 +70,7 @@ class Rig:
         )
         self._count += 1
         names = [f"{self._count}.{index}" for index in range(len(prompts))]
+        self.ran += names
         for name, prompt in zip(names, prompts, strict=True):
             self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
         done: dict[str, list[int]] = {}
@@ -74,6 +79,8 @@ class Rig:
                 break
             for output in self.engine.step():
                 done[output.request_id] = list(output.outputs[0].token_ids)
+                if output.outputs[0].finish_reason == "error":
+                    self.failed.append(output.request_id)
         else:
             self.engine.abort_request(list(self.scheduler.requests), internal=True)
         return [done.get(name, []) for name in names]
@@ -86,6 +93,7 @@ class Rig:
         connected = self.scheduler.connector is not None
         self.engine.reset_prefix_cache(reset_connector=connected)
         self.struck = None
+        self.ran, self.failed = [], []
         self._old = len(self.watch.report())
 
     def found(self) -> list[dict[str, Any]]:

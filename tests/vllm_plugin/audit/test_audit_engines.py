@@ -9,7 +9,9 @@ from engine_jobs import OTHERS, missing
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.engines(*(name for name in OTHERS if name.startswith("audit-"))),
+    pytest.mark.engines(
+        *(name for name in OTHERS if OTHERS[name]["work"].startswith("audit_engines:"))
+    ),
 ]
 
 

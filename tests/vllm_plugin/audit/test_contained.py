@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 from engine_jobs import missing
 
-pytestmark = [
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.engines("audit-contained"),
-]
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-@pytest.mark.parametrize("engine", ["contained"])
-def test_every_text_is_right(reports, engine):
+@pytest.mark.engines("audit-contained")
+def test_every_text_is_right(reports):
     """The same requests in an engine without faults say the same, healed requests included."""
-    report = reports(f"audit-{engine}")["alone"]
+    report = reports("audit-contained")["alone"]
     assert len(report["healed"]) >= 8
     for fault, found in report["healed"].items():
         assert found["violations"] > 0, fault
@@ -22,8 +19,30 @@ def test_every_text_is_right(reports, engine):
         assert found["texts"] == report["stock"], fault
 
 
-@pytest.mark.parametrize("engine", ["contained"])
-def test_without_it_a_text_is_wrong(reports, engine):
+@pytest.mark.engines("audit-contained")
+def test_without_it_a_text_is_wrong(reports):
     """The same faults change texts where violations are logged alone."""
-    report = reports(f"audit-{engine}")["alone"]
+    report = reports("audit-contained")["alone"]
     assert any(texts != report["stock"] for texts in report["logged"].values())
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(name, marks=pytest.mark.engines(f"audit-contained-{name}"))
+        for name in ("process", "ranks")
+    ],
+)
+def test_every_text_is_right_across_processes(reports, engine):
+    """The worker, or one of two, has a process of its own, and so has the scheduler.
+
+    Of the two ranks each one has faults that the other one does not see. The engine of one worker
+    has groups with blocks of different sizes.
+    """
+    jobs = reports(f"audit-contained-{engine}")
+    report = jobs["alone"]
+    for fault, found in report["healed"].items():
+        assert found["struck"], fault
+        assert found["violations"] > 0, fault
+        assert found["texts"] == report["stock"], fault
+    assert jobs.log("alone").count("kvtxn.audit_contained") == len(report["healed"]) == 4

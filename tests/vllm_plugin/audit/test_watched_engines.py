@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import planted_bytes
 import pytest
 import watched_engines
 from engine_jobs import WATCHED, missing
@@ -29,6 +30,29 @@ def test_nothing_is_found_in_it(reports, engine):
         assert counts["kvtxn_active"] == ("policy" in kind.get("kvtxn", {}))
     assert report["report"] == [[]] * ranks
     assert report["external"] > 0 if "connector" in kind else report["external"] == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault"),
+    [
+        pytest.param(engine, fault.__name__, marks=pytest.mark.engines(f"audit-{engine}"))
+        for engine, faults in planted_bytes.AFTERWARDS.items()
+        for fault in faults
+    ],
+)
+def test_changed_bytes_are_found_in_it(reports, engine, fault):
+    """A state, or a row of a drafter's own layers; every slot was compared at every read before."""
+    report = reports(f"audit-{engine}")["alone"]
+    assert report["compared"] > 500
+    struck, violations = report["found"][fault]["struck"], report["found"][fault]["violations"]
+    assert struck is not None, "the fault has not struck"
+    assert violations, "nothing was found"
+    assert {(v["kind"], v["found"]) for v in violations} == {("changed", "bytes")}
+    first = violations[0]
+    assert first["request"] == struck["request"]
+    assert first["step"] <= struck["step"] + 1
+    assert (first["position"], first["slot"]) == (struck["position"], struck["slot"])
+    assert first["layer"]
 
 
 @pytest.mark.engines("audit-ranks-differ")

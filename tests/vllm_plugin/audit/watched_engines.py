@@ -7,12 +7,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import contained_engines
+import planted_bytes
 import planted_engines
 import state_models
 from audit_engines import options
 from engine_jobs import two_cores
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
 from model_files import VOCAB, write
+from planting import Rig
 
 TWO_RANKS = {
     "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores())),
@@ -59,7 +62,12 @@ ENGINES: dict[str, dict[str, Any]] = {
         "options": {"num_gpu_blocks_override": 34},
     },
     "fp8": {"model": "llama", "options": {"kv_cache_dtype": "fp8"}},
-    "draft-model": {"model": "llama", "draft": "draft"},
+    "draft-model": {
+        "model": "llama",
+        "draft": "draft",
+        "kvtxn": {"audit": "bytes"},
+        "afterwards": planted_bytes.AFTERWARDS["draft-model"],
+    },
     "two-block-sizes": {"model": "gemma4", "options": {"num_gpu_blocks_override": 40}},
     "shared-rows": {"model": "gemma3n", "options": {"num_gpu_blocks_override": 40}},
     "hybrid-windows": {
@@ -67,16 +75,26 @@ ENGINES: dict[str, dict[str, Any]] = {
         "kvtxn": {"policy": "undo"},
         "options": {"num_gpu_blocks_override": 34},
     },
-    "gated-delta-net": {"model": "qwen3_next", "states": True, "options": RECURRENT},
+    "gated-delta-net": {
+        "model": "qwen3_next",
+        "states": True,
+        "kvtxn": {"audit": "bytes"},
+        "afterwards": planted_bytes.AFTERWARDS["gated-delta-net"],
+        "options": RECURRENT,
+    },
     "short-convolution": {
         "model": "lfm2",
         "states": True,
+        "kvtxn": {"audit": "bytes"},
+        "afterwards": (),
         "options": {**RECURRENT, "speculative_config": None},
     },
     "mamba": {
         "model": "mamba2",
         "states": True,
         "rows": 0,
+        "kvtxn": {"audit": "bytes"},
+        "afterwards": planted_bytes.AFTERWARDS["mamba"],
         "options": {**RECURRENT, "speculative_config": None},
     },
     "example-connector": {
@@ -119,14 +137,39 @@ ENGINES |= {
     },
     "planted-bytes": {
         "model": "llama",
-        "kvtxn": {"audit": "bytes"},
+        "kvtxn": {"audit": "bytes", "on_violation": "contain"},
         "faults": planted_engines.BYTES,
     },
     "contained": {
         "model": "llama",
         "kvtxn": {"on_violation": "contain"},
         "faults": planted_engines.HEALED,
-        "work": "contain",
+        "work": planted_engines.contain,
+    },
+    # Two groups with blocks of different sizes, and the core in a process of its own.
+    "contained-process": {
+        "model": "gemma4",
+        "kvtxn": {"on_violation": "contain"},
+        "faults": contained_engines.FAULTS,
+        "work": contained_engines.contain,
+        "options": {
+            "num_gpu_blocks_override": 60,
+            "worker_extension_cls": "contained_engines.Planting",
+        },
+        "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    },
+    "contained-ranks": {
+        "model": "llama",
+        "kvtxn": {"on_violation": "contain"},
+        "faults": contained_engines.FAULTS,
+        "work": contained_engines.contain,
+        "ranks": 2,
+        "options": {
+            "tensor_parallel_size": 2,
+            "num_gpu_blocks_override": 40,
+            "worker_extension_cls": "contained_engines.Planting",
+        },
+        "environment": TWO_RANKS,
     },
 }
 
@@ -252,22 +295,26 @@ def carry_out(engine: dict[str, Any], folder: Path) -> dict[str, Any]:
         take_ragged_steps()
     llm, chance = build(engine, folder), random.Random(0)
     if "faults" in engine:
-        found: dict[str, Any] = getattr(planted_engines, engine.get("work", "find"))(
-            llm, engine, folder
-        )
+        found: dict[str, Any] = engine.get("work", planted_engines.find)(llm, engine, folder)
         return found
     if "pipeline_parallel_size" in engine.get("options", {}):
         llm.collective_rpc("make_room")
     if engine.get("options", {}).get("worker_extension_cls") == "watched_engines.Rank":
         llm.collective_rpc("misunderstand")
+    if "afterwards" in engine:
+        planted_bytes.compare_all(Rig(llm))
     texts = [[chance.randrange(VOCAB) for _ in range(96)] for _ in range(3)]
     for _ in range(engine.get("rounds", 2)):
         work(llm, chance, texts)
     known = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    return {
+    report = {
         "counts": snapshots(llm),
         "report": audit_report(llm),
         "preempted": known.get("vllm:num_preemptions", 0),
         "accepted": known.get("vllm:spec_decode_num_accepted_tokens", 0),
         "external": known.get("vllm:external_prefix_cache_hits", 0),
     }
+    if "afterwards" in engine:
+        report["compared"] = Rig(llm).watch.scrub.compared
+        report["found"] = planted_engines.find_afterwards(llm, engine["afterwards"])
+    return report

@@ -240,6 +240,8 @@ WATCHED = {
     "planted-rows": 60,
     "planted-blocks": 60,
     "contained": 90,
+    "contained-process": 40,
+    "contained-ranks": 60,
     **dict.fromkeys(("bytes", "planted-bytes"), 30),
     **dict.fromkeys(("latent", "fp8", "draft-model", "two-block-sizes", "shared-rows"), 20),
     **dict.fromkeys(("hybrid-windows", "gated-delta-net", "short-convolution", "mamba"), 20),

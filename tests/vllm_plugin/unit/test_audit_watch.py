@@ -8,12 +8,20 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from kvtxn.integrations.vllm_plugin.audit import containing
 from kvtxn.integrations.vllm_plugin.audit.watch import AuditError, Watch
-from kvtxn.integrations.vllm_plugin.internals.audited import Arrival, Changes, Room, Rows, unwatched
+from kvtxn.integrations.vllm_plugin.internals.audited import (
+    Arrival,
+    Changes,
+    Room,
+    Rows,
+    uncontained,
+    unwatched,
+)
 from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.supported import RELEASES
-from kvtxn.integrations.vllm_plugin.settings import is_audited, settings
+from kvtxn.integrations.vllm_plugin.settings import RequiredError, is_audited, settings
 
 from kvtxn import ConfigError
 from kvtxn.audit import RowGroup
@@ -99,6 +107,42 @@ def test_the_doctor_says_whether_the_ledger_can_watch(monkeypatch, facts, says):
     judged = attrs.evolve(EngineFacts(version=RELEASES[-1], device="cpu", runner="v1"), **facts)
     monkeypatch.setattr(doctor.engine_config, "plain_facts", lambda: judged)
     assert says in doctor.report(None)["audit"]
+
+
+def test_pipeline_stages_are_watched_and_not_contained():
+    assert uncontained(config()) is None
+    assert "pipeline stages" in uncontained(config(parallel={"pipeline_parallel_size": 2}))
+
+
+def test_a_scheduler_of_pipeline_stages_says_that_it_contains_nothing(lines):
+    """Where the user requires kvtxn, it does not start."""
+    stages = config(parallel={"pipeline_parallel_size": 2})
+    scheduler = SimpleNamespace()
+    containing.attach(scheduler, stages, required=False)
+    assert "audit_cannot_contain" in lines[0]
+    assert "pipeline stages" in lines[0]
+    with pytest.raises(RequiredError, match="pipeline stages"):
+        containing.attach(scheduler, stages, required=True)
+    assert type(scheduler) is SimpleNamespace
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "said"),
+    [
+        ({"policy": "undo"}, {}, {}),
+        ({"audit": "bytes"}, {}, {"on_violation": "log"}),
+        (
+            {"audit": "ledger", "on_violation": "contain"},
+            {"parallel": {"pipeline_parallel_size": 2}},
+            {"on_violation": "contain -> log (an engine with pipeline stages"},
+        ),
+        ({"audit": "ledger"}, {"v2": True}, {}),
+    ],
+)
+def test_the_doctor_says_what_a_violation_does(given, changes, said):
+    found = doctor._violations(asked(**given), config(**changes))
+    assert found.keys() == said.keys()
+    assert all(found[name].startswith(begin) for name, begin in said.items())
 
 
 @pytest.fixture
