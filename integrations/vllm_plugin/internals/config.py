@@ -8,7 +8,7 @@ from typing import Any, Final
 import attrs
 
 from ..policy import supported
-from ..policy.engine import GATED_DELTA, OTHER_STATES, EngineFacts
+from ..policy.engine import GATED_DELTA, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
 from ..settings import asked_states, wants
 from . import Foreign, flash, workers
 
@@ -95,15 +95,19 @@ def runner_facts(runner: Any) -> EngineFacts:
     return attrs.evolve(config_facts(runner.vllm_config), last_stage=last)
 
 
-#: Model types whose recurrent layers are ``gated_delta.is_gated_delta``.
-_GATED_DELTA: Final = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+#: Model types, by the kind of their recurrent layers; see ``state_layers.kind_of``.
+_STATES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), GATED_DELTA),
+    **dict.fromkeys(("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1"), MAMBA2),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), SHORT_CONV),
+}
 
 
 def _states(model: Any) -> str | None:
     """Name the kind of a model's recurrent layers; None without any."""
-    if not model.is_hybrid:
+    if not (model.is_hybrid or getattr(model, "has_inner_state", False)):
         return None
-    return GATED_DELTA if model.hf_text_config.model_type in _GATED_DELTA else OTHER_STATES
+    return _STATES.get(model.hf_text_config.model_type, OTHER_STATES)
 
 
 def _adapts(speculation: Any) -> bool:

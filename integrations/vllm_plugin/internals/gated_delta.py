@@ -1,4 +1,4 @@
-"""vLLM's gated delta nets on a CPU: their layers and caches, and their operator in a verify step.
+"""vLLM's operator of gated delta nets on a CPU, and its calls in a verify step.
 
 vLLM has one function for engines that do not speculate: it computes a row of each request, or a
 prompt, over the one state of each request. A verify step is made of calls of that function, so
@@ -8,8 +8,7 @@ rows: the row of the last sampled token goes into the state itself, drafts go in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Final
@@ -19,113 +18,12 @@ import torch
 from torch import Tensor
 
 from ...serving.state_steps import StateRows
-from . import Foreign
-
-#: Methods of the runner that states need, beside those in ``batches.V1_METHODS``.
-METHODS: Final = {"get_kv_cache_spec": ()}
+from .state_layers import StateLayer, Substitute
 
 #: vLLM's function, in its module of the operator; by its parameters it is recognised.
 CORE: Final = "_cpu_gdn_attention_nonspec"
 CORE_MODULE: Final = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 _PARAMETERS: Final = ("layer", "attn_metadata_i", "mixed_qkv", "b", "a", "core_attn_out")
-
-
-@attrs.frozen(eq=False)
-class StateLayer:
-    """A gated delta net of the target model, and its caches.
-
-    Attributes:
-        name: vLLM's name of the layer.
-        group: name of its KV-cache group, such as ``"group.0"``.
-        module: vLLM's layer.
-        past: ``[num_blocks, width - 1, channels]``, the past of the convolution.
-        state: ``[num_blocks, num_heads, key_size, value_size]``.
-    """
-
-    name: str
-    group: str
-    module: Foreign
-    past: Tensor
-    state: Tensor
-
-
-# -- layers and caches ----------------------------------------------------------------
-
-
-def is_gated_delta(module: object) -> bool:
-    """Tell whether a layer is a gated delta net whose operator this file knows.
-
-    By the name of its class, since not every release has the module.
-    """
-    return any(base.__name__ == "QwenGatedDeltaNetAttention" for base in type(module).__mro__)
-
-
-def modules_of(runner: Any) -> dict[str, Foreign]:
-    """Return the gated delta nets of a loaded model by name."""
-    found = runner.compilation_config.static_forward_context
-    return {name: module for name, module in found.items() if is_gated_delta(module)}
-
-
-def state_dtype(runner: Any) -> str:
-    """Name the dtype of the states, or, if they differ, one that is not float32."""
-    modules: Any = modules_of(runner).values()
-    names = [str(module.get_state_dtype()[1]).removeprefix("torch.") for module in modules]
-    return max(names, key=lambda name: name != "float32", default="float32")
-
-
-def state_layers(runner: Any) -> list[StateLayer]:
-    """Find the gated delta nets of a runner that has caches, in the order of their groups."""
-    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
-    modules, layers = modules_of(runner), []
-    for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
-        for name in group.layer_names:
-            if name in modules:
-                module: Any = modules[name]
-                past, state = module.kv_cache
-                past = past.transpose(1, 2) if is_conv_state_dim_first() else past
-                layers.append(StateLayer(name, f"group.{number}", module, past, state))
-    return layers
-
-
-def hold_one_state(runner: Any) -> Callable[[], None]:
-    """Let the caches of gated delta nets be those of an engine without speculation.
-
-    Returns:
-        A function that undoes it, for caches that are made later.
-    """
-    modules: Any = list(modules_of(runner).values())
-    before = [module.num_spec for module in modules]
-    for module in modules:
-        module.num_spec = 0  # the length of the convolution's past depends on it, and nothing else
-
-    def undo() -> None:
-        for module, number in zip(modules, before, strict=True):
-            module.num_spec = number
-
-    return undo
-
-
-def one_block_each(specs: Mapping[str, Any]) -> dict[str, Foreign]:
-    """Change the result of ``get_kv_cache_spec``: one block per request for layers with states."""
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    return {
-        name: replace(spec, num_speculative_blocks=0) if isinstance(spec, MambaSpec) else spec
-        for name, spec in specs.items()
-    }
-
-
-def state_slots(runner: Any, groups: Sequence[str]) -> dict[str, Tensor]:
-    """Return the block of each request's state, int64 ``[num_requests]``, by group."""
-    tables, count = runner.input_batch.block_table, runner.input_batch.num_reqs
-    return {
-        group: tables[int(group.partition(".")[2])].get_cpu_tensor()[:count, 0].to(torch.int64)
-        for group in groups
-    }
-
-
-# -- the operator ---------------------------------------------------------------------
 
 
 def take_in(module: Any, state: Tensor, convolved: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -156,23 +54,6 @@ def take_in(module: Any, state: Tensor, convolved: Tensor, a: Tensor, b: Tensor)
         use_qk_l2norm_in_kernel=True,
     )
     return after
-
-
-class _OnCopies:
-    """A layer over copies of its states, which remembers the outputs of its convolution."""
-
-    def __init__(self, layer: Foreign, states: tuple[Tensor, ...]) -> None:
-        self.kv_cache = states
-        self._layer = layer
-        self.convolved: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def rearrange_mixed_qkv(self, mixed_qkv: Tensor) -> Any:
-        """Remember the argument, and run the layer's own method."""
-        self.convolved = mixed_qkv
-        return self._layer.rearrange_mixed_qkv(mixed_qkv)
 
 
 @attrs.frozen(eq=False)
@@ -247,15 +128,19 @@ class _Call:
                   for cache in self.layer.kv_cache]  # fmt: skip
         for copy, cache in zip(copies, self.layer.kv_cache, strict=True):
             copy[1:] = cache[slots[drafting]]
-        scratch = _OnCopies(self.layer, tuple(copies))
-        taken, outputs = [], []
+        taken: list[Tensor] = []
+        outputs: list[Tensor] = []
+
+        def remembered(convolved: Tensor) -> Any:
+            outputs.append(convolved)
+            return self.layer.rearrange_mixed_qkv(convolved)
+
+        scratch = Substitute(self.layer, kv_cache=tuple(copies), rearrange_mixed_qkv=remembered)
         for turn in range(1, int(lengths.max()) + 1):
             having = (lengths[drafting] >= turn).nonzero().squeeze(1)
             now = rows[first[drafting[having]] + turn]
             self.decode(scratch, now, having + 1)
-            assert scratch.convolved is not None
             taken.append(now)
-            outputs.append(scratch.convolved)
         order = torch.cat(taken).argsort()
         drafts = torch.cat(taken)[order]
         convolved = torch.cat(outputs)[order]

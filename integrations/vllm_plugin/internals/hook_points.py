@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from . import audited, batches, gated_delta, layers, scheduling
+from ..policy.engine import MAMBA2, SHORT_CONV
+from . import audited, batches, gated_delta, layers, mixers, scheduling, state_layers
 
 #: Where a hook point matters: on any device, on a CPU, on a GPU, or for recurrent states.
 PLACES: Final = ("all", "cpu", "gpu", "states")
@@ -118,12 +119,17 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.attention.backends.registry.register_backend",
     ),
     "states": (
-        *_of(_V1_CPU, gated_delta.METHODS),
+        *_of(_V1_CPU, state_layers.METHODS),
         f"{gated_delta.CORE_MODULE}.{gated_delta.CORE}",
         f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.rearrange_mixed_qkv",
         f"{_LAYERS}.mamba.mamba_utils.is_conv_state_dim_first",
         "vllm._custom_ops.fused_sigmoid_gating_delta_rule_update_cpu",
         "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata",
+        f"{_LAYERS}.mamba.mamba_mixer2.MambaMixer2.{mixers.FORWARDS[MAMBA2][0]}",
+        f"{_LAYERS}.mamba.short_conv.ShortConv.{mixers.FORWARDS[SHORT_CONV][0]}",
+        f"{_LAYERS}.mamba.ops.ssu_dispatch.selective_state_update",
+        "vllm.v1.attention.backends.mamba2_attn.Mamba2AttentionMetadata",
+        "vllm.v1.attention.backends.short_conv_attn.ShortConvAttentionMetadata",
         f"{_KV}.MambaSpec",
     ),
 }

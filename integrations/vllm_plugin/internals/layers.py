@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..policy.engine import EngineFacts
 from ..policy.supported import ATTENTION
-from . import Foreign, flash, gated_delta
+from . import Foreign, flash, state_layers
 from .config import runner_facts
 
 #: Methods of attention classes that kvtxn overrides or calls, with the parameters they must have.
@@ -82,7 +82,7 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
     for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         for name in group.layer_names:
             module = by_name.get(name)
-            if name in not_ours or gated_delta.is_gated_delta(module):
+            if name in not_ours or state_layers.kind_of(module):
                 continue
             layer = _layer(name, gid, module, runner.dtype)
             if layer is None or id(module) not in mine:

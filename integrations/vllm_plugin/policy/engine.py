@@ -8,8 +8,11 @@ import attrs
 
 from . import supported
 
-#: Kinds of recurrent layers: Qwen's gated delta nets, and all others.
+#: Kinds of recurrent layers: those whose operators kvtxn knows, and all others.
 GATED_DELTA: Final = "gated delta nets"
+MAMBA2: Final = "Mamba-2 layers"
+SHORT_CONV: Final = "short convolutions"
+KNOWN_STATES: Final = (GATED_DELTA, MAMBA2, SHORT_CONV)
 OTHER_STATES: Final = "other recurrent layers"
 
 
@@ -32,12 +35,12 @@ class EngineFacts:
         connector: name of the KV connector, which moves rows in and out of the cache; None
             without one.
         mla: the model has multi-head latent attention.
-        recurrent: kind of the layers that keep a state instead of rows: ``GATED_DELTA`` or
-            ``OTHER_STATES``; None without such layers.
+        recurrent: kind of the layers that keep a state instead of rows: one of ``KNOWN_STATES``,
+            or ``OTHER_STATES``; None without such layers.
         states: the user's setting ``recurrent``: "off", "exact" or "fast".
         unchecked: the user lets windows run with a release that was not checked, after a self-test.
         cached_states: the prefix cache keeps states at block boundaries.
-        state_dtype: dtype of the states.
+        state_dtype: dtype of the states; None before the model is loaded.
         microbatches: vLLM cuts the batch into overlapping halves.
         adaptive: the number of drafts to verify changes from step to step.
         batch_invariant: a request's sums must not depend on the other requests in its batch.
@@ -70,7 +73,7 @@ class EngineFacts:
     states: str = "off"
     unchecked: bool = False
     cached_states: bool = False
-    state_dtype: str = "float32"
+    state_dtype: str | None = None
     microbatches: bool = False
     adaptive: bool = False
     batch_invariant: bool = False

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import attrs
 
-from .engine import GATED_DELTA, OTHER_STATES, EngineFacts
+from .engine import GATED_DELTA, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
 from .rule import Decision
 from .rules import decide
 
@@ -22,6 +22,8 @@ LATENT: Final = "DeepSeek-V2, -V3 (latent)"
 ALIBI: Final = "Bloom, MPT (ALiBi)"
 SINKS: Final = "gpt-oss (sinks)"
 STATES: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "exact"'
+MIXED: Final = 'Nemotron-H, Falcon-H1, Mamba-2 with "recurrent": "exact"'
+CONVOLVED: Final = 'LFM2 with "recurrent": "exact"'
 SHARED: Final = "Gemma3n (layers share rows)"
 
 #: For each family of models, the facts that differ from those of a plain model.
@@ -32,7 +34,9 @@ FAMILIES: Final[Mapping[str, Changes]] = {
     SINKS: {"sinks": True},
     SHARED: {"kv_sharing": True},
     STATES: {"recurrent": GATED_DELTA, "states": "exact"},
-    "Mamba, Mamba-2, LFM2 (recurrent)": {"recurrent": OTHER_STATES},
+    MIXED: {"recurrent": MAMBA2, "states": "exact"},
+    CONVOLVED: {"recurrent": SHORT_CONV, "states": "exact"},
+    "Jamba, OLMo hybrid (recurrent)": {"recurrent": OTHER_STATES},
 }
 
 FORMATS: Final[Mapping[str, Changes]] = {
@@ -81,6 +85,10 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
         (SINKS, "CPU_ATTN", "float32", _ONE): _UNDO,
         (SHARED, "CPU_ATTN", "float32", _ONE): _UNDO,
         (STATES, "CPU_ATTN", "bfloat16", _ONE): ("deferred",),
+        (STATES, "CPU_ATTN", "bfloat16", "tensor"): ("deferred",),
+        (MIXED, "CPU_ATTN", "bfloat16", _ONE): ("deferred",),
+        (MIXED, "CPU_ATTN", "float32", _ONE): ("deferred",),
+        (CONVOLVED, "CPU_ATTN", "bfloat16", _ONE): ("deferred",),
     },
     ("cuda", "v1"): {
         (PLAIN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,

@@ -5,19 +5,43 @@ from __future__ import annotations
 from typing import Final
 
 from . import supported
-from .engine import GATED_DELTA, OTHER_STATES, EngineFacts
+from .engine import GATED_DELTA, KNOWN_STATES, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
 from .rule import Rule
 
+#: Dtypes that were checked: of a model, and of its states.
+_CHECKED: Final = {
+    GATED_DELTA: (("bfloat16", "float32"),),
+    MAMBA2: (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")),
+    SHORT_CONV: (("float32", "float32"), ("bfloat16", "bfloat16")),
+}
 
-def _gated(facts: EngineFacts) -> bool:
-    """Tell whether states of gated delta nets on a CPU are to be in the windows."""
-    return facts.device == "cpu" and facts.recurrent == GATED_DELTA and facts.states != "off"
+
+def _asked(facts: EngineFacts) -> bool:
+    """Tell whether states are to be in the windows, of layers that kvtxn knows on a CPU."""
+    return facts.device == "cpu" and facts.recurrent in KNOWN_STATES and facts.states != "off"
+
+
+def _foreign_dtype(facts: EngineFacts) -> bool:
+    """Tell whether vLLM itself does not take the model's dtype."""
+    return facts.recurrent == GATED_DELTA and facts.dtype != "bfloat16"
+
+
+def _unchecked(facts: EngineFacts) -> bool:
+    """Tell whether kvtxn was not checked with the dtypes of the model and of its states."""
+    if facts.recurrent is None or facts.recurrent not in _CHECKED or _foreign_dtype(facts):
+        return False
+    pairs = _CHECKED[facts.recurrent]
+    return all(
+        facts.dtype != model or facts.state_dtype not in (None, states) for model, states in pairs
+    )
 
 
 def _held(facts: EngineFacts) -> bool:
     """Tell whether nothing speaks against states in the windows."""
     known = facts.version in supported.STATE_RELEASES and not facts.cached_states
-    return _gated(facts) and known and (facts.dtype, facts.state_dtype) == ("bfloat16", "float32")
+    ranks = facts.tensor_parallel == 1 or facts.recurrent == GATED_DELTA
+    right = not _foreign_dtype(facts) and not _unchecked(facts)
+    return _asked(facts) and known and ranks and right
 
 
 #: An engine whose states are in the windows.
@@ -37,14 +61,15 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "other states",
         "windows",
         lambda f: f.device == "cpu" and f.recurrent == OTHER_STATES,
-        "vLLM's CPU operators verify drafts over the states of gated delta nets (Qwen3-Next, "
-        "Qwen3.5) and of no other recurrent layers",
+        "kvtxn knows vLLM's CPU operators of gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 "
+        "(Nemotron-H, Granite 4, Falcon-H1) and short convolutions (LFM2), and of no other "
+        "recurrent layers",
         {"recurrent": OTHER_STATES},
     ),
     Rule(
         "states not asked for",
         "windows",
-        lambda f: f.device == "cpu" and f.recurrent == GATED_DELTA and f.states == "off",
+        lambda f: f.device == "cpu" and f.recurrent in KNOWN_STATES and f.states == "off",
         'the model has recurrent states, and the settings lack "recurrent": "exact"',
         {"recurrent": GATED_DELTA, "dtype": "bfloat16"},
     ),
@@ -52,7 +77,7 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "release for states",
         "windows",
         lambda f: (
-            _gated(f)
+            _asked(f)
             and (f.version in supported.RELEASES or f.unchecked)
             and f.version not in supported.STATE_RELEASES
         ),
@@ -63,23 +88,30 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "gated delta nets in other dtypes",
         "windows",
-        lambda f: _gated(f) and f.dtype != "bfloat16",
+        lambda f: _asked(f) and _foreign_dtype(f),
         "vLLM's CPU operators of gated delta nets do not take {dtype}, with or without kvtxn",
         {**_WITH_STATES, "dtype": "float32"},
     ),
     Rule(
         "state dtype",
         "windows",
-        lambda f: _gated(f) and f.state_dtype != "float32",
-        "kvtxn was not checked with {state_dtype} states",
+        lambda f: _asked(f) and _unchecked(f),
+        "kvtxn was not checked with {state_dtype} states of a {dtype} model",
         {**_WITH_STATES, "state_dtype": "bfloat16"},
+    ),
+    Rule(
+        "states over ranks",
+        "windows",
+        lambda f: _asked(f) and f.recurrent != GATED_DELTA and f.tensor_parallel > 1,
+        "kvtxn was not checked with {recurrent} under tensor parallelism",
+        {**_WITH_STATES, "recurrent": MAMBA2, "tensor_parallel": 2},
     ),
     Rule(
         "cached states",
         "windows",
-        lambda f: _gated(f) and f.cached_states,
-        "the prefix cache keeps states at block boundaries, which takes GPU kernels of vLLM's: set "
-        "enable_prefix_caching to False",
+        lambda f: _asked(f) and f.cached_states,
+        "the prefix cache keeps states at block boundaries, and where drafts are verified vLLM "
+        "moves those states by Triton kernels alone: set enable_prefix_caching to False",
         {**_WITH_STATES, "cached_states": True},
     ),
     Rule(

@@ -250,7 +250,13 @@ WATCHED = {
 }
 
 #: Engines of ``tests/vllm_plugin/states/state_jobs.py``, by name, with their weights.
-STATES = {"windows": 150, "greedy": 60, "stock": 30, "raise": 30}
+STATES = {
+    **{"windows": 150, "greedy": 60, "stock": 30, "raise": 30, "forced": 40},
+    **{"two-ranks": 90, "two-ranks-greedy": 80, "mamba2-stock": 20},
+    **dict.fromkeys(("nemotron_h", "lfm2"), 50),
+    **dict.fromkeys(("mamba2", "falcon_h1"), 25),
+    **dict.fromkeys(("nemotron_h-greedy", "mamba2-greedy", "falcon_h1-greedy", "lfm2-greedy"), 20),
+}
 
 #: Runs of ``tests/audit_command/audit_runs.py``, by name, with their weights.
 COMMANDS = {

@@ -140,14 +140,16 @@ def write(name: str, folder: Path, seed: int = 0) -> str:
         model = hf.DeepseekV2ForCausalLM(config)
     elif name == "mamba2":
         model = mamba2()
-    elif name == "qwen3next":
-        # Head sizes are those of vLLM's CPU operator; one layer is a mixture of experts.
+    elif name in ("qwen3next", "qwen3next_two"):
+        # Head sizes are those of vLLM's CPU operator; one layer is a mixture of experts. The
+        # second one has heads for two ranks.
+        heads = 2 if name == "qwen3next_two" else 1
         config = hf.Qwen3NextConfig(
             **COMMON,
             num_hidden_layers=3,
             layer_types=["linear_attention", "linear_attention", "full_attention"],
-            linear_num_key_heads=1,
-            linear_num_value_heads=2,
+            linear_num_key_heads=heads,
+            linear_num_value_heads=2 * heads,
             linear_key_head_dim=64,
             linear_value_head_dim=64,
             linear_conv_kernel_dim=4,

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
+import forced_preemption
 import torch
 from engine_child import played
 from kvtxn.integrations.serving import eager_steps
 from kvtxn.integrations.vllm_plugin.cpu import lent_rows
-from model_files import write, write_tokenizer
+from mixer_models import write
+from model_files import write_tokenizer
 from scenarios import NGRAM, SCENARIOS, Engine, Tokens, text
 from state_jobs import JOBS, Job
 from state_oracle import StateOracle
 from step_faults import Faults, failing
 
+#: Prompts of requests that all need one more block of 256 rows at about the same time.
+LONG = [text(40 + i, 236 + 2 * i) for i in range(6)]
+
 
 def preempted(engine: Engine) -> Tokens:
-    """Requests that all need one more block of 256 rows at about the same time."""
-    return engine.run([text(40 + i, 236 + 2 * i) for i in range(6)], 40)
+    """More rows than there are blocks for."""
+    return engine.run(LONG, 40)
 
 
 OWN: dict[str, Callable[[Engine], Tokens]] = SCENARIOS | {"preempted": preempted}
@@ -58,10 +65,11 @@ class StateProbe(Faults, StateOracle):
         found: list[Any] = [self.model_runner, *layers, *impls]  # type: ignore[attr-defined]
         return {
             "classes": sorted({type(each).__name__ for each in found}),
-            "attributes": [name for each in found for name in vars(each) if "kvtxn" in name],
+            "attributes": [name for each in found for name in vars(each)
+                           if "kvtxn" in name or name in ("conv_ssm_forward", "forward_native")],
             "num_spec": [layer.num_spec for layer in layers],
             "core": hasattr(gdn_attention._cpu_gdn_attention_nonspec, "kvtxn_users"),
-        }
+        }  # fmt: skip
 
     def fault_install(self, kind: str) -> None:
         """Make ``kind`` fail now and then, until ``fault_remove``."""
@@ -125,11 +133,12 @@ def build(job: Job, folder: Path) -> tuple[Any, str]:
     """The engine of a job, and the folder of its model."""
     from vllm import LLM
 
-    model = write("qwen3next", folder)
+    os.environ.update(job.environment)
+    model = write(job.model, folder)
     write_tokenizer(model)
     llm = LLM(
         model=model,
-        dtype="bfloat16",
+        dtype=job.dtype,
         seed=0,
         enforce_eager=True,
         num_gpu_blocks_override=job.blocks,
@@ -138,6 +147,7 @@ def build(job: Job, folder: Path) -> tuple[Any, str]:
         max_num_batched_tokens=64,
         disable_log_stats=False,
         enable_prefix_caching=False,
+        tensor_parallel_size=job.ranks,
         speculative_config=NGRAM if job.speculates else None,
         additional_config={} if job.kvtxn is None else {"kvtxn": job.kvtxn},
         worker_extension_cls="state_engines.StateProbe",
@@ -145,20 +155,33 @@ def build(job: Job, folder: Path) -> tuple[Any, str]:
     return llm, model
 
 
+def forced(job: Job, folder: Path) -> dict[str, Any]:
+    """Compare preemptions of two engines of one process."""
+    from vllm.platforms import current_platform
+
+    plain, _ = build(attrs.evolve(job, speculates=False, kvtxn=None, blocks=120), folder)
+    # vLLM replaces Triton's kernels in a process once; the second time it trips over numba.
+    with mock.patch.object(type(current_platform), "register_triton_kernel_overrides"):
+        windows, _ = build(job, folder)
+    return forced_preemption.compare(windows, plain, LONG, 40)
+
+
 def run(folder: Path) -> dict[str, Any]:
     """Run the engine that the folder is named after; an error in a scenario ends it."""
     job = JOBS[folder.name.removeprefix("states-").partition(".")[0]]
+    if job.forced:
+        return forced(job, folder)
     llm, model = build(job, folder)
     results: dict[str, Any] = llm.collective_rpc("describe_states")[0]
     if job.watched:
         llm.collective_rpc("states_listen")
         llm.collective_rpc("states_install", args=(weights(model),))
 
-    def seen() -> dict[str, Any]:
-        return llm.collective_rpc("states_take")[0] if job.watched else {}
+    def seen() -> list[Any]:
+        return llm.collective_rpc("states_take") if job.watched else []
 
     for name in job.scenarios:
-        results[name] = played(llm, name, OWN, seen, 2 if name == "preempted" else None)
+        results[name] = played(llm, name, OWN, seen, 2 if job.ranks > 1 else None)
         if "error" in results[name]:
             return results
     if job.undone:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+from engine_jobs import two_cores
 
 #: Scenarios of the grid, with requests of this folder's own under "preempted".
 SCENARIOS = ["one", "eight", "chunked", "preempted", "abort", "stop"]
@@ -36,6 +37,10 @@ class Job:
         watched: the oracle looks at every step.
         blocks: blocks of the cache.
         undone: in the end all hooks are undone.
+        forced: compare its preemptions with those of an engine that does not speculate.
+        model: one of ``mixer_models``.
+        dtype: dtype of the model.
+        ranks: ranks that share each layer's heads.
     """
 
     scenarios: list[str]
@@ -44,7 +49,28 @@ class Job:
     watched: bool = True
     blocks: int = 21
     undone: bool = False
+    forced: bool = False
+    model: str = "qwen3next"
+    dtype: str = "bfloat16"
+    ranks: int = 1
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return variables of the engine's process: each rank has a core."""
+        cores = "|".join(map(str, two_cores()))
+        return {} if self.ranks == 1 else {"VLLM_CPU_OMP_THREADS_BIND": cores}
+
+
+#: Models with other recurrent layers than gated delta nets, and their dtypes.
+MIXERS = {
+    "nemotron_h": "bfloat16",  # with float32 states
+    "mamba2": "bfloat16",
+    "falcon_h1": "float32",
+    "lfm2": "bfloat16",
+}
+MIXED = ["eight", "chunked", "abort"]
+#: Models that meet every fault.
+FAULTY = ("qwen3next", "nemotron_h", "lfm2")
 
 JOBS = {
     "windows": Job(
@@ -55,4 +81,27 @@ JOBS = {
     "greedy": Job(scenarios=SCENARIOS, speculates=False),
     "stock": Job(scenarios=["chunked"], watched=False, blocks=120),
     "raise": Job(scenarios=["chunked@half_advance"], kvtxn=EXACT | {"on_error": "raise"}),
+    "forced": Job(scenarios=[], kvtxn=EXACT, forced=True),
+    "two-ranks": Job(scenarios=["one", "chunked"], kvtxn=EXACT, model="qwen3next_two", ranks=2),
+    "two-ranks-greedy": Job(
+        scenarios=["one", "chunked"], speculates=False, model="qwen3next_two", ranks=2
+    ),
+    "mamba2-stock": Job(scenarios=["chunked"], watched=False, blocks=120, model="mamba2"),
+    **{
+        model: Job(
+            scenarios=[*MIXED, *(f"chunked@{fault}" for fault in FAULTS if model in FAULTY)],
+            kvtxn=EXACT | {"audit": "ledger"},
+            blocks=120,
+            undone=True,
+            model=model,
+            dtype=dtype,
+        )
+        for model, dtype in MIXERS.items()
+    },
+    **{
+        f"{model}-greedy": Job(
+            scenarios=MIXED, speculates=False, blocks=120, model=model, dtype=dtype
+        )
+        for model, dtype in MIXERS.items()
+    },
 }

@@ -1,4 +1,4 @@
-"""Watches the states of gated delta nets inside vLLM's workers, beside the rows of attention.
+"""Watches the states of recurrent layers inside vLLM's workers, beside the rows of attention.
 
 It knows nothing of kvtxn. It sees the inputs of each layer, vLLM's drafts and sampled ids, and
 keeps a plain float64 recurrence of each request over exactly the tokens that were kept, and, by
@@ -9,93 +9,19 @@ a rejected draft.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
 from cache_oracle import drafted, planes, words
+from state_twins import Family
 from torch import Tensor
 
 #: The largest difference between a state and its float64 twin, by the twin's largest number: vLLM's
 #: operators round in bfloat16 on the way. A state with one row more or less also shows in the past
 #: of the convolution, which is compared to the byte.
 CLOSE = 0.02
-
-
-class Twin:
-    """A layer's recurrence for one request, in float64.
-
-    Attributes:
-        past: ``[width - 1, channels]``, the last inputs of the convolution, in their own dtype.
-        state: ``[num_heads, key_size, value_size]``.
-    """
-
-    def __init__(self, layer: Any, weight: Tensor) -> None:
-        self.layer, self.weight = layer, weight.double()
-        heads, keys, values = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-        self.past = torch.zeros(weight.shape[1] - 1, weight.shape[0], dtype=torch.bfloat16)
-        self.state = torch.zeros(heads, keys, values, dtype=torch.float64)
-
-    def take_in(self, row: Tensor, b: Tensor, a: Tensor) -> None:
-        """Take one token in: its input of the convolution, and both gates."""
-        layer, heads = self.layer, self.layer.num_v_heads
-        line = torch.cat([self.past, row.unsqueeze(0)])
-        self.past = line[1:]
-        mixed = torch.nn.functional.silu((line.double() * self.weight.T).sum(0))
-        mixed = mixed.to(row.dtype).double()  # the operator stores it so
-        _, key, value = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim])
-        key = key.view(layer.num_k_heads, -1)
-        key = key * torch.rsqrt((key * key).sum(-1, keepdim=True) + 1e-6)
-        key = key.repeat_interleave(heads // layer.num_k_heads, 0)
-        value = value.view(heads, -1)
-        rate = torch.nn.functional.softplus(a.double() + layer.dt_bias.double())
-        decay = torch.exp(-layer.A_log.double().exp() * rate)
-        beta = torch.sigmoid(b.double())
-        state = self.state * decay[:, None, None]
-        fresh = beta[:, None] * (value - (state * key.unsqueeze(-1)).sum(1))
-        self.state = state + key.unsqueeze(-1) * fresh.unsqueeze(1)
-
-
-class Bits:
-    """A layer's states of one request, taken in token by token by vLLM's own operator.
-
-    Attributes:
-        states: past of the convolution and state, one place each beside an empty one.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
-
-        self.own = inspect.unwrap(gdn_attention._cpu_gdn_attention_nonspec)
-        self.states = [cache.new_zeros(2, *cache.shape[1:]) for cache in layer.kv_cache]
-        names = ("conv1d", "activation", "A_log", "dt_bias", "rearrange_mixed_qkv")
-        found = {name: getattr(layer, name) for name in names}
-        self.layer = SimpleNamespace(kv_cache=tuple(self.states), **found)
-        self.out = torch.empty(1, layer.num_v_heads, layer.head_v_dim, dtype=torch.bfloat16)
-
-    def copy(self, layer: Any, block: int) -> None:
-        """Begin where a prompt has led to."""
-        for mine, cache in zip(self.states, layer.kv_cache, strict=True):
-            mine[1] = cache[block]
-
-    def take_in(self, row: Tensor, b: Tensor, a: Tensor) -> None:
-        """Take one token in."""
-        one = SimpleNamespace(
-            spec_sequence_masks=None, num_accepted_tokens=None, has_initial_state=None,
-            num_decodes=1, num_decode_tokens=1, num_prefills=0, num_prefill_tokens=0,
-            non_spec_state_indices_tensor=torch.tensor([1], dtype=torch.int32),
-            non_spec_query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        )  # fmt: skip
-        self.own(self.layer, one, *(part.unsqueeze(0) for part in (row, b, a)), self.out)
-
-    def differ(self, layer: Any, block: int) -> bool:
-        """Tell whether the cache holds other bits."""
-        return not all(
-            torch.equal(words(mine[1]), words(cache[block]))
-            for mine, cache in zip(self.states, layer.kv_cache, strict=True)
-        )
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:
@@ -125,27 +51,20 @@ class StateOracle:
             for number, group in enumerate(runner.kv_cache_config.kv_cache_groups)
             for name in group.layer_names
         }
-        self.gated = {n: (found[n], groups[n]) for n in groups if hasattr(found[n], "A_log")}
+        self.gated = {n: (found[n], groups[n]) for n in groups if hasattr(found[n], "num_spec")}
         self.attending = {n: found[n] for n in groups if n not in self.gated}
         assert self.gated
-        assert self.attending
-        self.weights = {n: torch.tensor(weights[n], dtype=torch.bfloat16) for n in self.gated}
-        self.twins: dict[str, dict[str, Twin]] = {}
-        self.bits: dict[str, dict[str, Bits]] = {}
+        self.families = {}
+        for name, (layer, _) in self.gated.items():
+            weight = torch.tensor(weights[name], dtype=torch.bfloat16) if name in weights else None
+            self.families[name] = Family(layer, weight)
+        self.twins: dict[str, dict[str, Any]] = {}
+        self.bits: dict[str, dict[str, Any]] = {}
         self.seen = Counter[str]()
         self.inputs: dict[str, Tensor] = {}
-        for name, (layer, _) in self.gated.items():
-            self._listen(name, layer)
+        for name, family in self.families.items():
+            family.listen(partial(self.inputs.__setitem__, name))
         self._watch(runner)
-
-    def _listen(self, name: str, layer: Any) -> None:
-        own = layer._forward_method
-
-        def forward(hidden_states: Tensor) -> Tensor:
-            self.inputs[name] = hidden_states.clone()
-            return own(hidden_states)
-
-        layer._forward_method = forward
 
     def _watch(self, runner: Any) -> None:
         forward, sample = runner._model_forward, runner._sample
@@ -222,13 +141,13 @@ class StateOracle:
     def _after_forward(self, step: dict[str, Any]) -> None:
         """Take in the rows that are no drafts; the states have to be there, and no draft yet."""
         for name, (layer, _) in self.gated.items():
-            rows = self._rows(name, layer)
+            rows = self.families[name].rows(self.inputs[name])
             for number, request in enumerate(step["names"]):
                 twins = self.twins.setdefault(name, {})
                 if step["fresh"][number] or request not in twins:
                     assert step["fresh"][number], request
-                    twins[request] = Twin(layer, self.weights[name])
-                    self.bits.setdefault(name, {})[request] = Bits(layer)
+                    twins[request] = self.families[name].twin()
+                    self.bits.setdefault(name, {})[request] = self.families[name].bits()
                 start, end = step["starts"][number], step["ends"][number] - step["drafts"][number]
                 for row in range(start, end):
                     twins[request].take_in(*(part[row] for part in rows))
@@ -241,19 +160,11 @@ class StateOracle:
         rows = drafted(step["drafts"], step["ends"])
         self.seen["early_rows"] += self._changed_rows(step, rows)
 
-    def _rows(self, name: str, layer: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs of the convolution and both gates, by the layer's own projections."""
-        hidden = self.inputs[name]
-        qkvz, _ = layer.in_proj_qkvz(hidden)
-        ba, _ = layer.in_proj_ba(hidden)
-        query, key, value, _, b, a = layer.fix_query_key_value_ordering(qkvz, ba)
-        return torch.cat([part.flatten(1) for part in (query, key, value)], 1), b, a
-
     def _judge(self, step: dict[str, Any], accepted: list[int]) -> None:
         """Take the accepted drafts in, and compare everything."""
         ends, drafts = step["ends"], step["drafts"]
-        for name, (layer, _) in self.gated.items():
-            rows = self._rows(name, layer)
+        for name, family in self.families.items():
+            rows = family.rows(self.inputs[name])
             for number, request in enumerate(step["names"]):
                 first = ends[number] - drafts[number]
                 for row in range(first, first + accepted[number]):
@@ -292,12 +203,14 @@ class StateOracle:
         """Count states that are not their twin's."""
         wrong = 0
         for name, (layer, _) in self.gated.items():
-            past, state = layer.kv_cache
+            past, *states = layer.kv_cache
             for request, block in zip(step["names"], step["blocks"][name], strict=True):
                 twin = self.twins[name][request]
                 same = torch.equal(words(past[block][: len(twin.past)]), words(twin.past))
-                largest = twin.state.abs().max()
-                differs = (state[block].double() - twin.state).abs().max() / largest
+                differs = torch.zeros(1)
+                for state in states:
+                    largest = twin.state.abs().max()
+                    differs = (state[block].double() - twin.state).abs().max() / largest
                 self.worst = max(getattr(self, "worst", 0.0), float(differs) if same else 0.0)
                 wrong += not same or bool(differs > CLOSE)
                 self.seen["other_bits"] += self.bits[name][request].differ(layer, block)

@@ -16,7 +16,7 @@ from kvtxn.integrations.serving.state_steps import StateSteps
 from kvtxn.integrations.vllm_plugin import runner as runner_module
 from kvtxn.integrations.vllm_plugin.attach import swap_class
 from kvtxn.integrations.vllm_plugin.cpu import lent_rows, runner_states
-from kvtxn.integrations.vllm_plugin.internals import gated_delta
+from kvtxn.integrations.vllm_plugin.internals import gated_delta, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, OTHER_STATES, EngineFacts
@@ -132,11 +132,12 @@ def test_the_doctor_judges_a_model_with_states(tmp_path, kvtxn, says):
 
 def test_the_matrix_names_both_kinds_of_states():
     lines = [str(row) for row in matrix(EngineFacts())]
-    [held] = [line for line in lines if line.startswith('Qwen3-Next, Qwen3.5 with "recurrent"')
-              and "bfloat16 | one worker" in line]  # fmt: skip
-    assert ": deferred (a recurrent state" in held
-    assert held.endswith("; seen running")
-    assert any("Mamba, Mamba-2, LFM2" in line and ": off (vLLM's CPU op" in line for line in lines)
+    held = [line for line in lines if ": deferred (a recurrent state" in line]
+    for family in ("Qwen3-Next, Qwen3.5", "Nemotron-H, Falcon-H1, Mamba-2", "LFM2"):
+        mine = [line for line in held if f'{family} with "recurrent": "exact"' in line]
+        assert mine
+        assert all(line.endswith("; seen running") for line in mine if "bfloat16" in line)
+    assert any("Jamba, OLMo hybrid" in line and ": off (kvtxn knows" in line for line in lines)
 
 
 # -- hooks ----------------------------------------------------------------------------
@@ -212,12 +213,12 @@ def runner_with(**layers):
 def test_one_state_is_held_and_given_back():
     layer, other = QwenGatedDeltaNetAttention(), SimpleNamespace(num_spec=4)
     runner = runner_with(gated=layer, other=other)
-    undo = gated_delta.hold_one_state(runner)
+    undo = state_layers.hold_one_state(runner)
     assert (layer.num_spec, other.num_spec) == (0, 4)
     undo()
     assert layer.num_spec == 4
-    assert gated_delta.state_dtype(runner) == "float32"
-    assert gated_delta.state_dtype(runner_with()) == "float32"
+    assert state_layers.state_dtype(runner) == "float32"
+    assert state_layers.state_dtype(runner_with()) == "float32"
 
 
 @real_vllm
@@ -229,7 +230,7 @@ def test_specs_of_states_ask_for_one_block():
         num_speculative_blocks=4,
     )  # fmt: skip
     rows = object()
-    found = gated_delta.one_block_each({"state": spec, "rows": rows})
+    found = state_layers.one_block_each({"state": spec, "rows": rows})
     assert found["state"].num_speculative_blocks == 0
     assert found["rows"] is rows
     assert spec.num_speculative_blocks == 4
