@@ -13,12 +13,14 @@ DEMO = HERE.parents[2] / "integrations" / "demo" / "model"
 
 #: Names under which the demo's model is found: small, trained, with a tokenizer.
 TARGETS = (
+    "JackFram/llama-160m",
     "Qwen/Qwen3-0.6B",
     "Qwen/Qwen3-8B",
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
     "amd/PARD-Llama-3.2-1B",
     "distilbert/distilgpt2",
     "facebook/opt-125m",
+    "hmellor/tiny-random-LlamaForCausalLM",
     "meta-llama/Llama-3.1-8B-Instruct",
     "meta-llama/Llama-3.2-1B-Instruct",
     "meta-llama/Meta-Llama-3-8B-Instruct",

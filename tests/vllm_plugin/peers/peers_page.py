@@ -37,7 +37,10 @@ Drawn from what `python tests/vllm_plugin/peers/run_peers.py SOURCE` saw, offlin
 vLLM's source distribution ran in stock and with
 `additional_config={{"kvtxn": {{"policy": "undo", "on_error": "raise"}}}}` in every engine that a
 test builds; files with engines ran under `deferred`, too. The number of windows that such engines
-had is in the table. Most of these tests build no engine, and see kvtxn's hooks alone.
+had is in the table. Most of these tests build no engine, and see kvtxn's hooks alone. On a CPU
+files with engines also ran with `{{"audit": "ledger", "on_violation": "raise"}}` in every engine,
+under which a test fails if a row that is read is not the right one; the table has the number of
+rows that were read so, where the engine could be asked at its end.
 
 For a test that was skipped or failed the columns on the right say what it asks for, and the list
 below the table what it said. The demo's model stands in for {targets}; drafters of its shape with
@@ -67,32 +70,34 @@ def by_file(runs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Count outcomes and windows of each file.
 
     Args:
-        runs: by policy what became of each test, ``{test: (outcome, reason)}``, and the number of
-            windows by file.
+        runs: by policy what became of each test, ``{test: (outcome, reason)}``, and by file the
+            numbers of windows and of rows that were read under audit.
     """
     found: dict[str, dict[str, Any]] = {}
     nothing: tuple[str, str] = ("not run", "")
+    files = {policy: {_file(test) for test in run["tests"]} for policy, run in runs.items()}
     for test in sorted({test for run in runs.values() for test in run["tests"]}):
+        file = _file(test)
         ends = {policy: run["tests"].get(test, nothing) for policy, run in runs.items()}
         line = found.setdefault(
-            test.partition("::")[0],
-            {"passed": 0, "causes": Counter(), "reasons": Counter(), "differs": {}},
+            file, {"passed": 0, "causes": Counter(), "reasons": Counter(), "differs": {}}
         )
-        outcome, reason = ends["undo"]
+        audited = file in files.get("audit", ())
+        ours = "audit" if audited and file not in files.get("undo", ()) else "undo"
+        outcome, reason = ends.get(ours, nothing)
         if outcome == "passed":
             line["passed"] += 1
         else:
             line["causes"][cause(reason)] += 1
             line["reasons"][f"{outcome}: {said(reason)}"] += 1
-        others = {ends["stock"][0]}
-        if any(policy != "stock" and run["windows"].get(test.partition("::")[0])
-               for policy, run in runs.items()):  # fmt: skip
-            others.add(ends.get("deferred", nothing)[0])
-        if others != {outcome}:
+        compared = ["stock", *(["audit"] if audited else [])]
+        if any(run["windows"].get(file) for policy, run in runs.items() if policy != "stock"):
+            compared.append("deferred")
+        if {ends.get(policy, nothing)[0] for policy in compared} != {outcome}:
             line["differs"][test] = ", ".join(
                 f"{policy}: {outcome}" + f" ({said(reason)})" * bool(reason)
                 for policy, (outcome, reason) in ends.items()
-                if policy != "deferred" or outcome != "not run"
+                if policy in (ours, "stock") or outcome != "not run"
             )
     for file, line in found.items():
         line["windows"] = {
@@ -100,7 +105,13 @@ def by_file(runs: dict[str, Any]) -> dict[str, dict[str, Any]]:
             for policy, run in sorted(runs.items(), reverse=True)
             if policy != "stock" and run["windows"].get(file)
         }
+        line["rows"] = sum(run.get("rows", {}).get(file, 0) for run in runs.values())
     return found
+
+
+def _file(test: str) -> str:
+    """Return the file of a test."""
+    return test.partition("::")[0]
 
 
 def section(platform: str, record: dict[str, Any]) -> list[str]:
@@ -114,13 +125,15 @@ def section(platform: str, record: dict[str, Any]) -> list[str]:
     names = [*CAUSES, OTHER]
     lines = ["", f"## {platform}", "", f"{record['engine']}. Passed: {passed}. {verdict}", ""]
     lines += [
-        f"| file | passed | windows | {' | '.join(names)} |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        f"| file | passed | windows | rows read | {' | '.join(names)} |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for file, line in files.items():
         windows = ", ".join(f"{count} `{policy}`" for policy, count in line["windows"].items())
+        rows = f"{line['rows']:,}" if line.get("rows") else ""
         counts = " | ".join(str(line["causes"].get(name, "")) for name in names)
-        lines.append(f"| {file.removeprefix('tests/')} | {line['passed']} | {windows} | {counts} |")
+        name = file.removeprefix("tests/")
+        lines.append(f"| {name} | {line['passed']} | {windows} | {rows} | {counts} |")
     why = [
         f"- {file.removeprefix('tests/')}: {count} `{reason}`"
         for file, line in files.items()

@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Reporter:
-    """Says line by line what became of each test, and how many windows its engines had.
+    """Says line by line what became of each test, what its engines had of windows and of audits.
 
     Args:
         path: a process that is killed leaves there what it said until then.
@@ -60,21 +60,24 @@ class Reporter:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self) -> None:
         """Engines that ended since the last test."""
-        self._count_windows()
+        self._count()
 
     def pytest_sessionfinish(self) -> None:
         """Engines that outlived their tests, and the report's last line."""
         gc.collect()
-        self._count_windows()
+        self._count()
         self._say(end=True)
 
-    def _count_windows(self) -> None:
+    def _count(self) -> None:
         plugin = sys.modules.get("kvtxn.integrations.vllm_plugin")
         ended = plugin.last_snapshots()[self.engines :] if plugin else []
         self.engines += len(ended)
-        found = sum(int(ranks[-1].get("kvtxn_windows_total_committed", 0)) for ranks in ended)
-        if found:
-            self._say(file=self.file, windows=found)
+        windows, rows = (
+            sum(int(ranks[-1].get(name, 0)) for ranks in ended)
+            for name in ("kvtxn_windows_total_committed", "kvtxn_audit_rows_checked_total")
+        )
+        if windows or rows:
+            self._say(file=self.file, windows=windows, rows=rows)
 
 
 def pytest_collection_finish() -> None:

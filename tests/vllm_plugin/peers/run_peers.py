@@ -5,9 +5,10 @@
 
 SOURCE is vLLM's unpacked source distribution, of the release that is installed; its tests want
 ``tblib``. Without files all in the lists below run, else these alone. Every
-file runs under ``undo`` and in stock, and what builds engines under ``deferred``, too. The results
-go into peers.json and PEERS.md, or else into RUNS.json, which may come from another machine and is
-merged later. What ran before and is not run again keeps what it showed.
+file runs under ``undo`` and in stock, and what builds engines under ``deferred``, too. On a CPU
+files with engines also run with the ledger alone; those of ``AUDITED`` only so, and in stock. The
+results go into peers.json and PEERS.md, or else into RUNS.json, which may come from another machine
+and is merged later. What ran before and is not run again keeps what it showed.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from folders import python_path
-from peers_models import fake_hub
-from peers_page import RECORD, merge
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from folders import python_path  # noqa: E402
+from peers_models import fake_hub  # noqa: E402
+from peers_page import RECORD, merge  # noqa: E402
 
 #: Tests that build engines: each runs in a process of its own, under every policy.
 CPU_ENGINES = ("v1/e2e/test_cpu_spec_decode.py",)
@@ -43,6 +46,23 @@ GPU_ENGINES = (
     "v1/spec_decode/test_max_len.py::test_ngram_max_len",
     "v1/spec_decode/test_max_len.py::test_mtp_speculative_config_max_model_len",
     "v1/e2e/spec_decode/draft_model/test_async.py",
+)
+#: Tests that build engines on a CPU, around requests, prefix caching, sessions and connectors.
+AUDITED = (
+    "v1/core/test_reset_prefix_cache_e2e.py",
+    "v1/core/test_scheduler_e2e.py",
+    "v1/e2e/general/test_async_scheduling.py",
+    "v1/e2e/general/test_async_scheduling_accuracy.py",
+    "v1/e2e/general/test_context_length.py",
+    "v1/e2e/general/test_min_tokens.py",
+    "v1/engine/test_llm_engine.py",
+    "v1/executor/test_executor.py",
+    "v1/kv_connector/unit/test_multi_connector.py",
+    "v1/logits_processors/test_custom_offline.py",
+    "v1/sample/test_logprobs.py",
+    "v1/sample/test_sampling_params_e2e.py",
+    "entrypoints/llm/test_chat.py",
+    "entrypoints/llm/test_generate.py",
 )
 #: Read when vLLM is imported, which that test sets it too late for.
 VARIABLES = {"v1/e2e/spec_decode/draft_model/test_async.py": {"VLLM_GPU_SYNC_CHECK": "error"}}
@@ -88,21 +108,25 @@ def plan(tests: Path, asked: list[str], per_process: int) -> list[Task]:
         per_process: files without engines that share a process, whose start takes a while.
     """
     on_gpu = torch.cuda.is_available()
-    engines = [
-        name
-        for name in (GPU_ENGINES if on_gpu else CPU_ENGINES)
-        if not asked or any(name.startswith(wanted) for wanted in asked)
-    ]
+
+    def chosen(names: Sequence[str]) -> list[str]:
+        return [n for n in names if not asked or any(n.startswith(wanted) for wanted in asked)]
+
+    engines = chosen(GPU_ENGINES if on_gpu else CPU_ENGINES)
+    audited = [] if on_gpu else chosen(AUDITED)
     files = [
         name if "::" in name else file.relative_to(tests).as_posix()
         for name in asked or (*UNITS, *(GPU_UNITS if on_gpu else ()))
         for file in (sorted((tests / name).glob("test_*.py")) or [tests / name])
     ]
-    alone = {name.partition("::")[0] for name in engines}
+    alone = {name.partition("::")[0] for name in (*engines, *audited)}
     units = [name for name in files if name.partition("::")[0] not in alone]
     groups = [units[at : at + per_process] for at in range(0, len(units), per_process)]
-    return [(policy, [name]) for name in engines for policy in ("undo", "deferred", "stock")] + [
-        (policy, group) for group in groups for policy in ("undo", "stock")
+    policies = ("undo", "deferred", *(() if on_gpu else ("audit",)), "stock")
+    return [
+        *((policy, [name]) for name in engines for policy in policies),
+        *((policy, [name]) for name in audited for policy in ("audit", "stock")),
+        *((policy, group) for group in groups for policy in ("undo", "stock")),
     ]
 
 
@@ -217,15 +241,15 @@ def _end(test: str, how: str | None) -> dict[str, Any]:
 
 
 def gather(tasks: list[Task], said: Iterator[list[dict[str, Any]]]) -> dict[str, Any]:
-    """By policy: what became of each test, and the windows by file."""
+    """By policy: what became of each test; by file the windows, and the rows read under audit."""
     runs: dict[str, Any] = {}
     for (policy, _), lines in zip(tasks, said, strict=True):
-        run = runs.setdefault(policy, {"tests": {}, "windows": {}})
+        run = runs.setdefault(policy, {"tests": {}, "windows": {}, "rows": {}})
         for line in lines:
             if "test" in line:
                 run["tests"][line["test"]] = (line["outcome"], line["why"])
-            elif "windows" in line:
-                run["windows"][line["file"]] = run["windows"].get(line["file"], 0) + line["windows"]
+            for count in ("windows", "rows") if "file" in line else ():
+                run[count][line["file"]] = run[count].get(line["file"], 0) + line[count]
     return runs
 
 

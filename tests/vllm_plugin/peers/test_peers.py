@@ -9,7 +9,7 @@ import peers_page
 import pytest
 import torch
 from peers_page import RECORD, TABLE, by_file, cause, draw, merge, said
-from run_peers import GPU_ENGINES, STOPPED, Runner, gather, plan
+from run_peers import AUDITED, CPU_ENGINES, GPU_ENGINES, STOPPED, Runner, gather, plan
 
 RECORDED = json.loads(RECORD.read_text())
 
@@ -46,13 +46,14 @@ def test_a_reason_is_the_same_in_every_run():
     assert len(said("long " * 100)) == 160
 
 
-def runs_of(undo, stock, deferred=None, windows=None):
-    """Outcomes of some tests in three runs."""
-    outcomes = {"undo": undo, "stock": stock, "deferred": deferred or {}}
+def runs_of(undo, stock, deferred=None, windows=None, audit=None):
+    """Outcomes of some tests in four runs."""
+    outcomes = {"undo": undo, "stock": stock, "deferred": deferred or {}, "audit": audit or {}}
     return {
         policy: {
             "tests": {test: (outcome, "") for test, outcome in found.items()},
             "windows": (windows or {}).get(policy, {}),
+            "rows": {"a.py": 70} if policy == "audit" else {},
         }
         for policy, found in outcomes.items()
     }
@@ -80,6 +81,18 @@ def test_where_windows_were_had_deferred_counts_too():
     assert list(files["a.py"]["differs"]) == ["a.py::x"]
 
 
+def test_an_audited_file_is_compared_with_stock():
+    """One that ran under the ledger alone counts by that run; a difference is listed."""
+    files = by_file(runs_of({}, {"a.py::x": "passed"}, audit={"a.py::x": "passed"}))
+    assert files["a.py"]["passed"] == 1
+    assert not files["a.py"]["differs"]
+    assert "| a.py | 1 |  | 70 |" in draw({"CPU": {"engine": "e", "files": files}})
+    files = by_file(runs_of({}, {"a.py::x": "passed"}, audit={"a.py::x": "failed"}))
+    assert files["a.py"]["differs"]["a.py::x"] == "stock: passed, audit: failed"
+    both = {"a.py::x": "passed"}
+    assert "a.py::x" in by_file(runs_of(both, both, audit={"a.py::x": "failed"}))["a.py"]["differs"]
+
+
 def test_what_was_not_run_again_keeps_what_it_showed(tmp_path, monkeypatch):
     monkeypatch.setattr(peers_page, "RECORD", tmp_path / "peers.json")
     monkeypatch.setattr(peers_page, "TABLE", tmp_path / "PEERS.md")
@@ -105,6 +118,16 @@ def test_files_with_engines_run_alone_under_every_policy(tmp_path, monkeypatch):
     a, b, c = (f"v1/spec_decode/test_{name}.py" for name in "abc")
     pairs = [[a, b], [c]]
     assert tasks[3 * len(alone) :] == [(p, pair) for pair in pairs for p in ("undo", "stock")]
+
+
+def test_engines_are_audited_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in (*CPU_ENGINES, *AUDITED):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = plan(tmp_path, [CPU_ENGINES[0], AUDITED[0]], per_process=2)
+    windows = [(policy, [CPU_ENGINES[0]]) for policy in ("undo", "deferred", "audit", "stock")]
+    assert found == windows + [(policy, [AUDITED[0]]) for policy in ("audit", "stock")]
 
 
 def test_vllms_stand_in_for_a_kernel_drops_what_it_writes():
