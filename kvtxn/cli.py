@@ -140,7 +140,8 @@ def run_command(
     """
     parser = _Parser(prog=prog, description=description)
     command.add_arguments(parser)
-    parser.epilog = "\n\n".join([parser.epilog, EXIT_CODES] if parser.epilog else [EXIT_CODES])
+    ending = textwrap.fill(EXIT_CODES, WIDTH)  # some helps are printed as they are
+    parser.epilog = "\n\n".join([parser.epilog, ending] if parser.epilog else [ending])
     return command.run(parser.parse_args(words, args))
 
 

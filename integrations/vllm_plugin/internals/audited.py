@@ -267,7 +267,9 @@ def rows(runner: Any, prepared: Any, groups: Mapping[str, RowGroup]) -> Rows:
     total = int(starts[-1])
     drafts = None
     if metadata is not None and any(metadata.num_draft_tokens):
+        # A scheduler at fault may count drafts whose rows the step does not have.
         drafts = torch.tensor(list(metadata.num_draft_tokens), dtype=torch.int64)
+        drafts = drafts.minimum(starts.diff())
     slots, tables = {}, {}
     for name, group in groups.items():
         table = batch.block_table[int(name.partition(".")[2])]
