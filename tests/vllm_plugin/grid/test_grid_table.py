@@ -9,7 +9,9 @@ from engine_jobs import COMPARED, JOBS, POLICIES, covered
 from grid_table import RECORD, TABLE, draw
 from kvtxn.integrations.vllm_plugin.policy.matrix import (
     ALIBI,
+    CONVOLVED,
     LATENT,
+    MIXED,
     PLAIN,
     SEEN,
     SHARED,
@@ -44,7 +46,16 @@ def test_a_stale_table_is_noticed():
 def test_the_matrix_says_what_was_seen():
     """Kinds of engines that are recorded next to stock, and under which policies."""
     families = {"deepseek": LATENT, "bloom": ALIBI, "gptoss": SINKS, "gemma3n": SHARED}
-    found = {(STATES, "CPU_ATTN", "bfloat16", "one worker"): {"deferred"}}  # test_state_engines
+    found = {  # the engines of tests/vllm_plugin/states
+        (family, "CPU_ATTN", number, parallel): {"deferred"}
+        for family, number, parallel in (
+            (STATES, "bfloat16", "one worker"),
+            (STATES, "bfloat16", "tensor"),
+            (MIXED, "bfloat16", "one worker"),
+            (MIXED, "float32", "one worker"),
+            (CONVOLVED, "bfloat16", "one worker"),
+        )
+    }
     for job, recorded in GRID.items():
         family = families.get(JOBS[job]["model"], PLAIN)
         options = JOBS[job].get("options", {})

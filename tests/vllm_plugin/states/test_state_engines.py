@@ -201,7 +201,8 @@ def test_hooks_of_mixers_are_undone(found, model):
 def test_stock_takes_rejected_drafts_into_states_of_mamba2(found):
     """So that speculation changes the text there, without any error."""
     stock, greedy = found("mamba2-stock"), found("mamba2-greedy")
-    assert stock["chunked"]["stats"]["accepted"] > 0
+    stats = stock["chunked"]["stats"]
+    assert stats["drafted"] > stats["accepted"]
     assert stock["chunked"]["tokens"] != greedy["chunked"]["tokens"]
 
 
