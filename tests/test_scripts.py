@@ -16,6 +16,7 @@ SCRIPTS = sorted(
     path.relative_to(TESTS).as_posix()
     for path in TESTS.rglob("*.py")
     if '\nif __name__ == "__main__":' in path.read_text()
+    and path.relative_to(TESTS).as_posix() not in CHILDREN
 )
 
 #: Imports a script as ``python SCRIPT`` does, and does not run it.
