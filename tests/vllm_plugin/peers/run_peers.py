@@ -50,7 +50,6 @@ GPU_ENGINES = (
 #: Tests that build engines on a CPU, around requests, prefix caching, sessions and connectors.
 AUDITED = (
     "v1/core/test_reset_prefix_cache_e2e.py",
-    "v1/core/test_scheduler_e2e.py",
     "v1/e2e/general/test_async_scheduling.py",
     "v1/e2e/general/test_async_scheduling_accuracy.py",
     "v1/e2e/general/test_context_length.py",
@@ -65,7 +64,11 @@ AUDITED = (
     "entrypoints/llm/test_generate.py",
 )
 #: Read when vLLM is imported, which that test sets it too late for.
-VARIABLES = {"v1/e2e/spec_decode/draft_model/test_async.py": {"VLLM_GPU_SYNC_CHECK": "error"}}
+VARIABLES = {
+    "v1/e2e/spec_decode/draft_model/test_async.py": {"VLLM_GPU_SYNC_CHECK": "error"},
+    # Their engines serve several tests, and vLLM's tests clean their own process after each.
+    **dict.fromkeys(AUDITED, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+}
 #: What is about speculation, rejection, or the cache that drafts are written to.
 UNITS = (
     "v1/sample/test_rejection_sampler.py",
