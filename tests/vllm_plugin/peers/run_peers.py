@@ -67,7 +67,7 @@ AUDITED = (
 VARIABLES = {
     "v1/e2e/spec_decode/draft_model/test_async.py": {"VLLM_GPU_SYNC_CHECK": "error"},
     # Their engines serve several tests, and vLLM's tests clean their own process after each.
-    **dict.fromkeys(AUDITED, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+    **{name: {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} for name in AUDITED},
 }
 #: What is about speculation, rejection, or the cache that drafts are written to.
 UNITS = (
