@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
@@ -22,9 +21,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
-        # Chromium does not start with its sandbox as root; playwright leaves it out unless told.
-        sandbox = os.geteuid() != 0
-        one = started.chromium.launch(executable_path=BROWSER, chromium_sandbox=sandbox)
+        one = started.chromium.launch(executable_path=BROWSER)
         yield one
         one.close()
 
