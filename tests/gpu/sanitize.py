@@ -52,13 +52,21 @@ FAMILIES: Final = {
     "static-window": "test_commit_keeps_exactly or test_a_long_state",
     "slot-tables": "test_rows_are_read_and_written or test_a_table_is_no_larger",
     "slices": "test_slices_of_the_cache or test_a_request_with_many_drafts",
+    "ledger": "test_a_healthy_life or test_the_same_is_found or test_malformed_requests",
+    "bytes": "test_a_healthy_life or test_checksums_of_any_layout or test_windows_and_nans",
+    "replay": "test_replayed_states or test_every_accepted_count or test_every_way_across",
+    "replay-graphs": "test_replay_in_a_graph or test_sizes_of_states or test_device_slots_beyond",
 }
 
 #: Families without a class of the kit: tests of files of their own, on the Triton executor.
 _OWN_FILES: Final = {
-    "static-window": ("test_static_window.py", "test_plane_table.py"),
-    "slot-tables": ("test_slot_tables.py",),
-    "slices": ("test_attention_launch.py",),
+    "static-window": ("backends/test_static_window.py", "backends/test_plane_table.py"),
+    "slot-tables": ("backends/test_slot_tables.py",),
+    "slices": ("backends/test_attention_launch.py",),
+    "ledger": ("backends/test_audit_passes.py",),
+    "bytes": ("backends/test_audit_bytes.py",),
+    "replay": ("recurrent/test_replay_triton.py",),
+    "replay-graphs": ("recurrent/test_replay_triton.py",),
 }
 
 TOOLS: Final = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -69,7 +77,9 @@ _VERDICT: Final = re.compile(
 )
 
 #: This project's kernels, by name.
-_KERNELS: Final = "regex=move_rows|paged_|combine|_attention|fill_tables"
+_KERNELS: Final = "regex=move_rows|paged_|combine|_attention|fill_tables|" + "|".join(
+    ("write_rows", "resolve_rows", "compare_", "list_", "do_work", "find_nan", "advance_states")
+)
 
 _KIT: Final = """
 import pytest
@@ -105,7 +115,7 @@ class Deadline:
 
 def child(backend: str, family: str, seconds: float, most: int) -> int:
     """Run one family's cases in this process, evenly thinned to ``most``."""
-    tests = Path(__file__).resolve().parents[1] / "backends"
+    tests = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory() as folder:
         if family in _OWN_FILES:
             paths = [str(tests / name) for name in _OWN_FILES[family]]
@@ -144,7 +154,7 @@ def job(tool: str | None, backend: str, family: str, args: argparse.Namespace) -
         only = [] if tool == "initcheck" else ["--kernel-name", _KERNELS]
         command = [args.sanitizer, "--tool", tool, *only, "--error-exitcode", "99", *own]
     environment = dict(os.environ)
-    if backend == "triton" and family not in ("graphs", "captured", "steps"):
+    if backend == "triton" and family not in ("graphs", "captured", "steps", "replay-graphs"):
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     start = time.monotonic()
     try:
