@@ -17,6 +17,7 @@ from ...integrations.vllm_plugin.internals.measuring import (
     switch_windows,
     together,
 )
+from .audits import Audited, memory
 from .host_timer import clock
 from .load import Work
 
@@ -74,6 +75,14 @@ def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
         from ...integrations.vllm_plugin import snapshots
 
         pipe.send((False, snapshots(llm) if active else []))
+    elif command == "audited":
+        from ...integrations.vllm_plugin import audit_report, snapshots
+
+        reports = audit_report(llm)  # compares the ranks first; the counters then have it
+        ranks = zip(snapshots(llm), reports, strict=True)
+        pipe.send((False, [Audited(counters=count, report=found) for count, found in ranks]))
+    elif command == "memory":
+        pipe.send((False, llm.collective_rpc(memory)))
     elif command == "clock":
         llm.collective_rpc(clock, args=(True,))
         repeat(llm, work)

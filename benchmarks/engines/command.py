@@ -1,4 +1,4 @@
-"""``kvtxn bench vllm``: whole engines, stock against policies, taking turns.
+"""``kvtxn bench vllm``: whole engines, stock against policies and audits, taking turns.
 
 One engine per policy, each in processes of its own, all up at once; every cell repeats in
 rounds of one run per engine, so drift hits all alike. The order within a round rotates, and
@@ -26,16 +26,22 @@ from ...errors import KVTxnError
 from ..common import machine
 from . import files as vllm_files
 from . import options as vllm_options
+from .audits import AUDITS, complaints
 from .cell import Takes, measure
 from .load import Point, make
 from .models import DRAFTERS, MODELS, Model
-from .process import EngineSpec, Switched, running
+from .process import Engine, EngineSpec, Switched, running
 
 add_arguments = vllm_options.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the engines, measure every cell, write the result and print it."""
+    """Start the engines, measure every cell, write the result and print its files.
+
+    Returns:
+        0; or 1 if an audit found a violation, or could not judge every request: the standard
+        error stream says which.
+    """
     vllm_options.check(args)
     require("vllm")
     begin = time.time()
@@ -61,7 +67,10 @@ def run(args: argparse.Namespace) -> int:
                 raise
     for made in vllm_files.publish(path):
         print(made)
-    return 0
+    found = complaints(result["cells"])
+    for each in found:
+        print(f"kvtxn bench: the audit found: {each}", file=sys.stderr)
+    return 1 if found else 0
 
 
 def _write(args: argparse.Namespace, result: dict[str, Any], begin: float) -> Path:
@@ -111,7 +120,13 @@ def _measure(args: argparse.Namespace, engines: Sequence[Takes], point: Point) -
 def _conditions(engines: Sequence[Takes]) -> dict[str, Any]:
     """List the other conditions of a run: processors, settings, environment, state of the GPU."""
     spec = engines[0].spec
+    memory = {
+        engine.spec.label: engine.memory()
+        for engine in engines
+        if isinstance(engine, Engine) and engine.spec.audited
+    }
     return {
+        **({"audit_memory": memory} if memory else {}),
         "engines": len({id(getattr(each, "engine", each)) for each in engines}),
         "processors": os.cpu_count(),
         "announced": {engine.spec.label: engine.announced() for engine in engines},
@@ -135,10 +150,10 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[EngineSpec]:
-    """Make a spec for each stock named, and for each pair of policy and acceptance mode."""
+    """Make a spec for each stock and audit named, and for each pair of policy and mask mode."""
     found: list[EngineSpec] = []
     for policy in args.policies:
-        modes = [None] if policy == "stock" else args.mask_modes or [None]
+        modes = [None] if policy in ("stock", *AUDITS) else args.mask_modes or [None]
         for mode in modes:
             label = policy if mode is None else f"{policy}+{mode}"
             again = sum(spec.label.partition("#")[0] == label for spec in found)

@@ -4,7 +4,9 @@ The JSON has ``common.machine`` (hardware, versions, commit, command), ``setting
 ``conditions`` (what else held: engine arguments, environment, what the plug-in announced, and in
 ``ended`` what kept cells from being measured) and ``cells``: a load and, under ``engines``, for
 each what its rounds gave, what the plug-in counted meanwhile per rank, and ``of_stock``, the
-comparison. ``tests/benchmarks/test_bench_vllm.py`` has all names and types.
+comparison. An engine with an audit has in ``audit`` what it read and found in the whole cell, and
+``conditions`` in ``audit_memory`` what it takes, by engine and rank.
+``tests/benchmarks/test_bench_vllm.py`` has all names and types.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import report as vllm_report
+from .load import name
 
 #: Version of the JSON's format; readers refuse files of another version.
 FORMAT: Final = 2
@@ -57,10 +60,12 @@ def publish(path: Path) -> list[Path]:
 
 def line(cell: Mapping[str, Any]) -> str:
     """Describe a finished cell in one line, to print while the next cells run."""
-    parts = [", ".join(vllm_report.name(cell))]
+    parts = [", ".join(name(cell))]
     for label, engine in cell["engines"].items():
         speed = f"{label} {engine['tokens_per_s']['median']:.0f} tokens/s"
         if "of_stock" in engine:
             speed += f" = {vllm_report.ratio(engine['of_stock']['tokens_per_s'])}"
+        if "audit" in engine:
+            speed += f", {engine['audit']['rows']} rows read, {engine['audit']['violations']} wrong"
         parts.append(speed)
     return " | ".join(parts)

@@ -1,65 +1,71 @@
-"""Host time that windows take in a worker, read inside a running engine.
+"""Host time that windows and audits take in a worker, read inside a running engine.
 
 Whole engines scatter by more than what a window costs the host. So the plug-in's own calls in a
 step are timed where they happen, in a run that is not measured otherwise: all that it does before
-the forward (``begin``), and after sampling (``commit``). What the host does for the GPU alone, and
-the GPU's own time, is not in it.
+the forward (``begin``), and after it (``commit``). What the host does for the GPU alone, and the
+GPU's own time, is not in it. On a CPU an audit's comparisons are the host's work, too.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...integrations.vllm_plugin.internals import workers
 
-#: The calls of a step, in the order in which they come; the runners have some of them each.
-#: Of two that do the same, the first makes the other's call.
+#: The calls of a window's step, in the order in which they come; the runners have some of them
+#: each. Of two that do the same, the first makes the other's call.
 _CALLS: Final = {
     "begin": ("plan", "begin_among", "begin"),
     "commit": ("commit_ids", "commit"),
 }
+#: The runner's method that reads vLLM's step and makes most of the watch's calls, and these calls.
+_TELL: Final = "kvtxn_tell"
+_WATCHED: Final = ("change", "forward", "came_out", "sampled", "ended", "take_wrong")
 
 
 def clock(worker: Any, on: bool) -> dict[str, float] | None:
     """Begin to time a worker's steps; or stop timing, and return the times.
 
     Args:
-        worker: vLLM's worker, with kvtxn active in it.
+        worker: vLLM's worker, with kvtxn active in it: its windows are timed, or without windows
+            its audit.
         on: True begins, False stops.
 
     Returns:
-        At the end: how many steps had a window, and the medians over them of ``begin``, ``commit``
-        and their sum, in microseconds. None where there were none.
+        At the end: how many steps had a window (or were audited), and the medians over them of
+        ``begin``, ``commit`` and their sum, in microseconds. None where there were none.
     """
-    steps = workers.runner_of_worker(worker).kvtxn
+    runner = workers.runner_of_worker(worker)
     if on:
-        worker.kvtxn_clock = _Clock(steps)
+        steps, watch = getattr(runner, "kvtxn", None), getattr(runner, "kvtxn_audit", None)
+        worker.kvtxn_clock = _OfAudit(runner, watch) if steps is None else _OfWindows(steps)
         return None
     found: _Clock = worker.__dict__.pop("kvtxn_clock")
     return found.stop()
 
 
 class _Clock:
-    """Wraps the calls of a worker's steps, and times them."""
+    """Wraps calls of a worker, and times the outermost ones, step by step.
 
-    def __init__(self, steps: Any) -> None:
-        self._steps = steps
+    Args:
+        calls: pairs of an object and the name of a method of it.
+    """
+
+    def __init__(self, calls: Sequence[tuple[Any, str]]) -> None:
+        self._calls = calls
         self._inside = False
         self._now = dict.fromkeys(_CALLS, 0.0)
         self._seen: list[dict[str, float]] = []
-        self._names = {
-            name: part for part, names in _CALLS.items() for name in names if hasattr(steps, name)
-        }
-        for name, part in self._names.items():
-            setattr(steps, name, self._timed(getattr(steps, name), part))
+        for owner, name in calls:
+            setattr(owner, name, self._timed(getattr(owner, name), name))
 
     def stop(self) -> dict[str, float] | None:
         """Remove the wrappers, and return the times."""
-        for name in self._names:
-            delattr(self._steps, name)
+        for owner, name in self._calls:
+            delattr(owner, name)
         if not self._seen:
             return None
         sums = [sum(each.values()) for each in self._seen]
@@ -67,26 +73,87 @@ class _Clock:
         found = {part: 1e6 * seconds for part, seconds in found.items()}
         return {"steps": len(sums), **found, "both": 1e6 * statistics.median(sums)}
 
-    def _timed(self, own: Callable[..., Any], part: str) -> Callable[..., Any]:
+    def _timed(self, own: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            before = self._state()
+            self._comes(name)
             if self._inside:  # from another of these calls
                 return own(*args, **kwargs)
-            before, self._inside = self._windows(), True
+            self._inside = True
             start = time.perf_counter()
             try:
                 return own(*args, **kwargs)
             finally:
-                self._now[part] += time.perf_counter() - start
+                seconds = time.perf_counter() - start
                 self._inside = False
-                if part == "commit":
-                    self._step_ends(self._windows() > before)
+                self._took(name, before, seconds)
 
         return call
 
-    def _windows(self) -> int:
-        return int(sum(self._steps.manager.metrics.windows.values()))
+    def _state(self) -> int:
+        """Return a number that ``_took`` compares with the number after the call."""
+        raise NotImplementedError
 
-    def _step_ends(self, had_a_window: bool) -> None:
-        if had_a_window:
+    def _comes(self, name: str) -> None:
+        """Note that a call begins, be it from another one."""
+
+    def _took(self, name: str, before: int, seconds: float) -> None:
+        """Note the time of a call that no other one made."""
+        raise NotImplementedError
+
+    def _step_ends(self, *, counts: bool) -> None:
+        if counts:
             self._seen.append(self._now)
         self._now = dict.fromkeys(_CALLS, 0.0)
+
+
+class _OfWindows(_Clock):
+    """Times steps that have a window; a step ends with its commit."""
+
+    def __init__(self, steps: Any) -> None:
+        self._steps = steps
+        self._parts = {
+            name: part for part, names in _CALLS.items() for name in names if hasattr(steps, name)
+        }
+        super().__init__([(steps, name) for name in self._parts])
+
+    def _state(self) -> int:
+        """Count the windows that have ended."""
+        return int(sum(self._steps.manager.metrics.windows.values()))
+
+    def _took(self, name: str, before: int, seconds: float) -> None:
+        part = self._parts[name]
+        self._now[part] += seconds
+        if part == "commit":
+            self._step_ends(counts=self._state() > before)
+
+
+class _OfAudit(_Clock):
+    """Times steps with a forward that the audit watches; a step ends where the next one begins."""
+
+    def __init__(self, runner: Any, watch: Any) -> None:
+        self._begun = 0  # how many times a step or a forward began
+        self._had_forward = False
+        own = [(runner, _TELL)] if hasattr(runner, _TELL) else []
+        super().__init__([*own, *((watch, name) for name in _WATCHED if hasattr(watch, name))])
+
+    def stop(self) -> dict[str, float] | None:
+        """Remove the wrappers, and return the times, those of the last step included."""
+        self._step_ends(counts=self._had_forward)
+        return super().stop()
+
+    def _state(self) -> int:
+        """Count how many times a step or a forward began."""
+        return self._begun
+
+    def _comes(self, name: str) -> None:
+        if name not in ("change", "forward"):
+            return
+        if name == "change" or self._had_forward:
+            self._step_ends(counts=self._had_forward)
+        self._had_forward = name == "forward"
+        self._begun += 1
+
+    def _took(self, name: str, before: int, seconds: float) -> None:
+        after = self._had_forward and self._begun == before
+        self._now["commit" if after else "begin"] += seconds

@@ -1,10 +1,10 @@
-"""The work of the engines: scenarios, prompts, arrivals, acceptance."""
+"""The work of the engines: scenarios, prompts, arrivals, acceptance; and its names in a result."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -85,6 +85,24 @@ class Work:
         if isinstance(self.max_tokens, int):
             return [self.max_tokens] * len(self.prompts)
         return self.max_tokens
+
+
+#: The columns of a table that ``name`` fills.
+COLUMNS: Final = ("scenario", "context", "requests", "acceptance")
+
+
+def name(cell: Mapping[str, Any]) -> list[str]:
+    """Name the load of a result's cell, as the first columns of its row."""
+    rate = cell["acceptance"]
+    drafts = "real" if rate is None else f"{100 * rate:.0f} %"
+    return [cell["scenario"], str(cell["context"]), str(cell["requests"]), drafts]
+
+
+def load(cell: Mapping[str, Any]) -> list[str]:
+    """Name the load of a result's cell in words."""
+    scenario, context, requests, drafts = name(cell)
+    how_many = "1 request" if requests == "1" else f"{requests} requests"
+    return [f"{scenario}, {context} tokens of context", how_many, f"{drafts} acceptance"]
 
 
 def make(

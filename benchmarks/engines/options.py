@@ -15,11 +15,14 @@ from ...cli import natural
 from ...config import ACCEPTANCE_MODES, POLICIES
 from ...errors import ConfigError
 from ..common import machine
+from .audits import AUDITS
 from .load import SCENARIOS, Point
 from .models import DRAFTERS, MODELS
 
 _ABOUT: Final = """\
 Start one vLLM engine per policy, side by side, and let them take turns at the same work.
+'ledger' and 'bytes' are stock with kvtxn's audit alone; the exit code is 1 if it found a
+violation, or could not judge every request.
 Without options this is a smoke test: a tiny model with random weights, under a minute on two
 CPU cores. What comes out is NAME.json, NAME.md and NAME.png (a plot, where matplotlib is
 installed; `kvtxn bench report NAME.json` makes both again)."""
@@ -50,11 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--policies",
         nargs="+",
-        choices=["stock", *POLICIES],
+        choices=["stock", *POLICIES, *AUDITS],
         default=["stock", "deferred", "undo"],
         metavar="POLICY",
-        help="'stock' and kvtxn's policies; default: stock deferred undo. A policy named twice, "
-        "as in 'stock stock deferred', shows what is noise",
+        help="'stock', kvtxn's policies, and its audits 'ledger' and 'bytes'; default: stock "
+        "deferred undo. A policy named twice, as in 'stock stock deferred', shows what is noise",
     )
     what.add_argument(
         "--mask-modes",
@@ -126,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--clock",
         action="store_true",
-        help="after the measured rounds, time what windows do on the host in one more",
+        help="after the measured rounds, time what windows and audits do on the host in one more",
     )
     out = parser.add_argument_group("result")
     out.add_argument("--output", metavar="NAME", help="default: vllm-MODEL-DRAFTER")
@@ -179,8 +182,10 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.clock and set(args.policies) == {"stock"}:
         raise ConfigError("bench vllm", "--clock has no effect on stock", hint="leave it out")
-    if args.mask_modes and set(args.policies) == {"stock"}:
-        raise ConfigError("bench vllm", "--mask-modes has no effect on stock", hint="leave it out")
+    if args.mask_modes and not set(args.policies) - {"stock", *AUDITS}:
+        who = "stock and audits" if set(args.policies) & set(AUDITS) else "stock"
+        problem = f"--mask-modes has no effect on {who}"
+        raise ConfigError("bench vllm", problem, hint="leave it out")
 
 
 def points(args: argparse.Namespace) -> list[Point]:

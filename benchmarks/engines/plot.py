@@ -9,7 +9,7 @@ from typing import Any, Final
 import matplotlib
 
 from .cell import by_policy
-from .report import load, name
+from .load import load, name
 
 _COLOURS: Final = ("#2563a8", "#c98a2b", "#2f8f5b", "#8a4fa3", "#b23b3b", "#4a9aa5")
 _STOCK: Final = "#888888"

@@ -19,6 +19,7 @@ from ...integrations.serving.engine_process import (
     calling,
     ending_with,
 )
+from .audits import AUDITS, Audited
 from .child import Measured
 from .load import Work
 
@@ -34,7 +35,7 @@ class EngineSpec:
     """An engine to start.
 
     Attributes:
-        policy: a kvtxn policy, or ``"stock"``.
+        policy: a kvtxn policy; ``"stock"``; or of ``AUDITS``: stock with the audit alone.
         arguments: arguments of ``vllm.LLM``.
         settings: further settings of kvtxn.
         environment: variables that the process has before it imports vLLM.
@@ -50,10 +51,17 @@ class EngineSpec:
     label: str = attrs.Factory(lambda self: self.policy, takes_self=True)
 
     @property
+    def audited(self) -> bool:
+        """Whether an audit watches the engine; it has no windows then."""
+        return self.policy in AUDITS
+
+    @property
     def config(self) -> dict[str, Any]:
         """The engine's ``additional_config``; empty for stock."""
         if self.policy == "stock":
             return {}
+        if self.audited:
+            return {"kvtxn": {"audit": self.policy, **self.settings}}
         return {"kvtxn": {"policy": self.policy, **self.settings}}
 
 
@@ -97,9 +105,11 @@ class Engine:
         self.process.send((dict(spec.arguments), spec.config))
 
     def ready(self) -> None:
-        """Wait until the engine runs, with kvtxn active if the spec has a policy."""
+        """Wait until the engine runs, with kvtxn active if the spec has a policy or an audit."""
         self.process.answer("while it started")
-        if self.spec.policy != "stock":
+        if self.spec.audited:
+            self.audited()
+        elif self.spec.policy != "stock":
             active = [rank.get("kvtxn_active") for rank in self.snapshot()]
             if not active or not all(active):
                 raise self.process.error("runs without kvtxn", "kvtxn")
@@ -119,15 +129,36 @@ class Engine:
         found = self.process.ask(("snapshot", None), "while its counters were read")
         return found
 
+    def audited(self) -> list[Audited]:
+        """Read what the audit has read and found since its start, by rank; empty without an audit.
+
+        Raises:
+            EngineError: the audit of a rank does not watch, or does not watch any more.
+        """
+        if not self.spec.audited:
+            return []
+        found: list[Audited] = self.process.ask(("audited", None), "while its audit was read")
+        active = [rank.counters.get("kvtxn_audit_active") for rank in found]
+        if not active or not all(active):
+            raise self.process.error("runs without its audit", "kvtxn")
+        return found
+
+    def memory(self) -> list[dict[str, int] | None]:
+        """Read by rank what the audit takes on the device, see ``audits.memory``."""
+        found: list[dict[str, int] | None]
+        found = self.process.ask(("memory", None), "while its audit was measured")
+        return found
+
     def clock(self, work: Work) -> list[dict[str, float] | None]:
-        """Run the work once, timing windows on each rank's host; return ``host_timer``'s times."""
+        """Run the work once, timing kvtxn on each rank's host; return ``host_timer``'s times."""
         found: list[dict[str, float] | None]
         found = self.process.ask(("clock", work), "while its windows were timed")
         return found
 
     def announced(self) -> str | None:
-        """Find the plug-in's line ``kvtxn.active`` in the log; None without one."""
-        said = [line.partition("kvtxn.active")[2] for line in self.log().splitlines()]
+        """Find the line in the log with which kvtxn became active; None without one."""
+        event = "kvtxn.audit_active" if self.spec.audited else "kvtxn.active"
+        said = [line.partition(event)[2] for line in self.log().splitlines()]
         return next((text.lstrip("' ").rstrip() for text in reversed(said) if text), None)
 
     def stop(self, patience: float = 30.0) -> None:
@@ -170,6 +201,10 @@ class Switched:
             return []
         self.engine.switch(True)
         return self.engine.snapshot()
+
+    def audited(self) -> list[Audited]:
+        """Return nothing: an audit cannot be switched off and on."""
+        return []
 
     def clock(self, work: Work) -> list[dict[str, float] | None]:
         """Run the work once with windows on, and return their host times by rank."""

@@ -9,8 +9,9 @@ import attrs
 
 from ..common.markdown import machine_line, table
 from ..common.paired_stats import LEVEL, compare
+from .audit_report import audit
 from .cell import by_policy, first_tokens
-from .load import Point
+from .load import COLUMNS, Point, load, name
 from .options import asked
 
 Cell = Mapping[str, Any]
@@ -26,17 +27,12 @@ def report(result: Mapping[str, Any]) -> str:
         parts += ["## Not measured", missing]
     if cells:
         parts += ["## Latency", latency(cells)]
-    if any(by_policy(cell) for cell in cells):
+    if any("kvtxn_windows_total" in count for cell in cells for count in _counters(cell)):
         parts += ["## Windows", windows(cells)]
+    if any("audit" in engine for cell in cells for engine in cell["engines"].values()):
+        parts += ["## Audit", audit(result)]
     parts.append(conditions(result))
     return "\n\n".join(parts) + "\n"
-
-
-def name(cell: Cell) -> list[str]:
-    """Name a cell's load, as the first columns of its row."""
-    rate = cell["acceptance"]
-    drafts = "real" if rate is None else f"{100 * rate:.0f} %"
-    return [cell["scenario"], str(cell["context"]), str(cell["requests"]), drafts]
 
 
 def unmeasured(result: Mapping[str, Any]) -> str:
@@ -49,16 +45,6 @@ def unmeasured(result: Mapping[str, Any]) -> str:
         return ""
     why = result["conditions"].get("ended", "the run did not get that far")
     return "\n".join([f"Asked for and not measured ({why}):", "", *lines])
-
-
-def load(cell: Cell) -> list[str]:
-    """Name a cell's load in words."""
-    scenario, context, requests, drafts = name(cell)
-    how_many = "1 request" if requests == "1" else f"{requests} requests"
-    return [f"{scenario}, {context} tokens of context", how_many, f"{drafts} acceptance"]
-
-
-_LOAD = ["scenario", "context", "requests", "acceptance"]
 
 
 def speed(cells: Sequence[Cell]) -> str:
@@ -87,7 +73,7 @@ def speed(cells: Sequence[Cell]) -> str:
         rows.append(["all", *[""] * 5, *shares, ""])
     who = "stock" if "stock" in cells[0]["engines"] else policies[0]
     beside = "of stock" if who == "stock" else "alone"
-    header = [*_LOAD, f"{who}, tokens/s", f"{who}'s spread"]
+    header = [*COLUMNS, f"{who}, tokens/s", f"{who}'s spread"]
     for policy in policies:
         header += [f"{policy}, {beside}", *(["time per token"] if who == "stock" else [])]
     return table([*header, *(["accepted drafts equal"] if policies else [])], rows)
@@ -199,7 +185,7 @@ def latency(cells: Sequence[Cell]) -> str:
             blank = ["", ""]
             shares = [*blank, _joint(first), *blank, together(cells, policy)[1]]
             rows.append(["all", "", "", "", policy, *shares])
-    header = [*_LOAD, "engine", "first token p50, ms", "p95", "of stock"]
+    header = [*COLUMNS, "engine", "first token p50, ms", "p95", "of stock"]
     return table([*header, "per token p50, ms", "p95", "of stock"], rows)
 
 
@@ -210,9 +196,9 @@ def windows(cells: Sequence[Cell]) -> str:
     for cell in cells:
         for label in by_policy(cell):
             engine = cell["engines"][label]
-            if not engine["counters"]:  # another stock
+            count: Mapping[str, float] = next(iter(engine["counters"]), {})
+            if "kvtxn_windows_total" not in count:  # another stock, or an audit alone
                 continue
-            count = engine["counters"][0]
             staged, kept = count["kvtxn_rows_staged_total"], count["kvtxn_rows_committed_total"]
             rows.append(
                 [
@@ -226,7 +212,7 @@ def windows(cells: Sequence[Cell]) -> str:
                     *([_host(engine)] if timed else []),
                 ]
             )
-    header = [*_LOAD, "policy", "windows", "coverage", "drafts accepted", "MiB written"]
+    header = [*COLUMNS, "policy", "windows", "coverage", "drafts accepted", "MiB written"]
     header += ["MiB avoided", "fallbacks", "bypassed"]
     return table([*header, *(["host: begin + commit, us"] if timed else [])], rows)
 
@@ -241,6 +227,11 @@ def clocked(result: Mapping[str, Any]) -> str:
             rows.append([label, str(cell["requests"]), f"{found['steps']:.0f}", *times])
     header = ["policy", "requests", "steps", "before the forward", "after sampling", "both"]
     return f"{table(header, rows)}\n\nMicroseconds, medians. {machine_line(result['machine'])}."
+
+
+def _counters(cell: Cell) -> list[Mapping[str, float]]:
+    """List the counters of every engine and rank of a cell."""
+    return [count for engine in cell["engines"].values() for count in engine["counters"]]
 
 
 def _host(engine: Mapping[str, Any]) -> str:

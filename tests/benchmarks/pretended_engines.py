@@ -8,6 +8,7 @@ import pytest
 from kvtxn.benchmarks.engines import cell as vllm_cell
 from kvtxn.benchmarks.engines import files as vllm_files
 from kvtxn.benchmarks.engines import report as vllm_report
+from kvtxn.benchmarks.engines.audits import Audited
 from kvtxn.benchmarks.engines.child import Measured
 from kvtxn.benchmarks.engines.load import Point
 from kvtxn.benchmarks.engines.process import EngineSpec
@@ -33,6 +34,7 @@ class Pretender:
         self.spec = EngineSpec(policy=policy, arguments={})
         self.speed, self.log, self.works, self.steps = speed, log, [], 0
         self.first_token = [0.5, 1.0]
+        self.wrong = 0
 
     def run(self, work):
         self.log.append(self.spec.label)
@@ -54,9 +56,38 @@ class Pretender:
         self.run(work)
         return [{"steps": 7, "begin": 8.4, "commit": 5.6, "both": 14.2}]
 
+    def announced(self):
+        return None
+
+    def memory(self):
+        parts = {"slots": 80, "positions": 16, "checksums": 0, "constant": 4}
+        return [{"taken": 100, "formula": 100, **parts}]
+
+    def audited(self):
+        """Two ranks that have read ten rows a step each, the second a wrong one from step 20 on."""
+        if not self.spec.audited:
+            return []
+        wrong = [{"kind": "foreign", "request": "7", "slot": 33, "layer": None}] * self.wrong
+        found = [wrong[:0], wrong if self.steps >= 20 else []]
+        return [
+            Audited(
+                counters={
+                    "kvtxn_audit_steps_total": self.steps,
+                    "kvtxn_audit_rows_checked_total": 10 * self.steps,
+                    "kvtxn_audit_violations_total": len(each),
+                    "kvtxn_audit_violations_total_foreign": len(each),
+                    "kvtxn_audit_violations_total_state": 0,
+                },
+                report=each,
+            )
+            for each in found
+        ]
+
     def snapshot(self):
         if self.spec.policy == "stock":
             return []
+        if self.spec.audited:
+            return [{"kvtxn_active": 0.0, **each.counters} for each in self.audited()]
         return [
             {
                 "kvtxn_active": 1.0,

@@ -10,8 +10,10 @@ import pytest
 from engine_jobs import missing
 from pages import narrow
 
-LABELS = ["stock", "undo+loop", "deferred+loop"]
-ARGUMENTS = ["--policies", "stock", "undo", "deferred", "--mask-modes", "loop", "--rounds", "2"]
+LABELS = ["stock", "undo+loop", "deferred+loop", "ledger", "bytes"]
+WINDOWS, AUDITS = LABELS[1:3], LABELS[3:]
+ARGUMENTS = ["--policies", "stock", "undo", "deferred", *AUDITS, "--mask-modes", "loop"]
+ARGUMENTS += ["--rounds", "2"]
 ARGUMENTS += ["--scenario", "short", "mixed", "--requests", "3", "--batch", "2", "--arrivals", "40"]
 ARGUMENTS += [
     "--clock",
@@ -53,6 +55,9 @@ ENGINE = {
 ROUND = {"seconds": float, "generated": int, "drafted": int, "accepted": int, "digest": str}
 ROUND |= {"first_token_ms": float, "per_token_ms": float}
 CLOCK = {"steps": int, "begin": float, "commit": float, "both": float}
+AUDIT = dict.fromkeys(("steps", "rows", "states", "violations", "unjudged"), int)
+AUDIT |= {"kinds": dict, "first": list}
+MEMORY = dict.fromkeys(("taken", "formula", "slots", "positions", "checksums", "constant"), int)
 RATIO = {"median": float, "low": float, "high": float, "confidence": float, "rounds": int}
 
 
@@ -130,10 +135,38 @@ def test_policies_accept_what_stock_accepts(result):
             assert (beside["same_accepted"], beside["same_tokens"]) == (True, True)
 
 
+def test_audits_read_rows_and_find_nothing_wrong(result):
+    """Of stock vLLM, in every cell; both audits are of the same work."""
+    for cell in result["cells"]:
+        for label in AUDITS:
+            found = cell["engines"][label]["audit"]
+            check(found, AUDIT)
+            assert found["rows"] > 0
+            assert (found["violations"], found["unjudged"], found["first"]) == (0, 0, [])
+            counted = cell["engines"][label]["counters"][0]["kvtxn_audit_rows_checked_total"]
+            assert 0 < counted < found["rows"]
+        assert all("audit" not in cell["engines"][label] for label in ("stock", *WINDOWS))
+
+
+def test_an_audits_memory_is_that_of_the_formula(result):
+    """Of the tensors that exist, and of the sizes alone; bytes take a checksum a row and layer."""
+    found = result["conditions"]["audit_memory"]
+    assert list(found) == AUDITS
+    (ledger,), (scrubbed,) = (found[label] for label in AUDITS)
+    for each in (ledger, scrubbed):
+        check(each, MEMORY)
+        assert each["taken"] == each["formula"] == sum(list(each.values())[2:])
+    assert ledger["checksums"] == 0
+    layers = 2
+    assert (
+        scrubbed["checksums"] > (layers + 1) * scrubbed["slots"] == (layers + 1) * ledger["slots"]
+    )
+
+
 def test_counters_are_vllms(result):
     """The windows staged and committed as many rows as vLLM drafted and accepted."""
     for cell in result["cells"]:
-        for label in LABELS[1:]:
+        for label in WINDOWS:
             engine = cell["engines"][label]
             (count,) = engine["counters"]
             drafted = sum(each["drafted"] for each in engine["rounds"])
@@ -150,6 +183,7 @@ def test_each_engine_said_what_it_does(result):
     assert announced["stock"] is None
     assert "policy='undo'" in announced["undo+loop"]
     assert "policy='deferred'" in announced["deferred+loop"]
+    assert all("groups=1" in announced[label] for label in AUDITS)
     assert result["conditions"]["arguments"]["max_num_seqs"] == 2
 
 
@@ -158,6 +192,8 @@ def test_markdown_and_plot(folder):
     text = narrow((folder / "smoke.md").read_text())
     assert "| mixed | 40 | 3 | real | deferred+loop |" in text
     assert "deferred+loop, of stock" in text
+    assert "ledger, of stock" in text
+    assert "## Audit" in text
     assert (folder / "smoke.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "smoke.png").stat().st_size < 100_000
 

@@ -63,6 +63,19 @@ def test_an_engine_for_each_policy_and_mode():
     assert {spec.timeout for spec in found} == {7.0}
 
 
+def test_an_audit_is_stock_with_the_audit_alone():
+    """No policy, and no mask modes, which are of windows."""
+    args = parse("--policies", "stock", "ledger", "undo", "bytes", "--mask-modes", "loop")
+    found = {spec.label: spec for spec in vllm_bench.specs(args, {"model": "m"})}
+    assert {label: spec.config for label, spec in found.items()} == {
+        "stock": {},
+        "ledger": {"kvtxn": {"audit": "ledger"}},
+        "undo+loop": {"kvtxn": {"policy": "undo", "acceptance": "loop"}},
+        "bytes": {"kvtxn": {"audit": "bytes"}},
+    }
+    assert [label for label, spec in found.items() if spec.audited] == ["ledger", "bytes"]
+
+
 def test_engines_get_what_was_asked_for(tmp_path):
     """Room for the longest request, the batch, the drafts, and the user's own words last."""
     options = ["--requests", "2", "6", "--context", "10", "20", "--tokens", "5", "--drafts", "3"]
@@ -137,6 +150,16 @@ def test_values_that_make_no_sense(arguments, message, capsys):
     [
         (["--arrivals", "3"], False, "--arrivals has no effect"),
         (["--mask-modes", "loop", "--policies", "stock"], False, "no effect on stock"),
+        (
+            ["--mask-modes", "loop", "--policies", "stock", "ledger"],
+            False,
+            "no effect on stock and audits",
+        ),
+        (
+            ["--one-engine", "--policies", "stock", "ledger"],
+            False,
+            "stock and undo by turns",
+        ),
         (["--clock", "--policies", "stock"], False, "--clock has no effect on stock"),
         (["--mask-modes", "loop"], True, "no effect on a GPU"),
         (["--first-token-rounds", "3", "--scenario", "mixed"], False, "requests arrive over time"),

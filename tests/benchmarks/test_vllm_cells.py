@@ -144,6 +144,24 @@ def test_windows_are_timed_where_asked_for(result, log):
     assert engines[0].works == engines[1].works == list("01234567")  # what is drawn stays alike
 
 
+def test_audits_are_written_up(result, log):
+    """Rows and violations of the whole cell, the host's time, and no windows."""
+    engines = [Pretender(policy, 1.0, log) for policy in ("stock", "bytes")]
+    engines[1].wrong = 9
+    result["cells"] = [vllm_cell.measure(engines, POINT, a_work, rounds=6, clock=True)]
+    audited = result["cells"][0]["engines"]["bytes"]
+    assert audited["audit"] == {
+        **{"steps": 160, "rows": 1600, "states": 0, "violations": 9, "unjudged": 0},
+        "kinds": {"foreign": 9},
+        "first": [{"rank": 1, "kind": "foreign", "request": "7", "slot": 33, "layer": None}] * 5,
+    }
+    assert audited["counters"][0]["kvtxn_audit_rows_checked_total"] == 600  # measured rounds alone
+    assert audited["coverage"] is None
+    text = narrow_report(result)
+    assert "## Windows" not in text
+    assert "| bytes | 160 | 1600 | 0 | **9**: foreign 9 | 0 | 8 | 6 | 14 |" in text
+
+
 def test_few_rounds_show_nothing(log):
     """An interval of 75 % is never printed in bold."""
     engines = [Pretender("stock", 1.0, log), Pretender("undo", 0.5, log)]

@@ -80,6 +80,78 @@ def test_a_step_is_all_its_calls(kind, begin, commit):
     assert found["both"] == pytest.approx(begin + commit)
 
 
+class Watch:
+    """An audit's calls, each of a known time."""
+
+    def change(self):
+        time.sleep(0.001)
+
+    def forward(self):
+        time.sleep(0.002)
+
+    def came_out(self):
+        time.sleep(0.004)
+
+    def sampled(self):
+        time.sleep(0.008)
+
+    def take_wrong(self):
+        time.sleep(0.016)
+
+
+class Runner:
+    """Makes the calls of its watch; it has no windows."""
+
+    def __init__(self):
+        self.kvtxn_audit = Watch()
+
+    def step(self, forward):
+        watch = self.kvtxn_audit
+        watch.change()
+        if forward:
+            watch.forward()
+            watch.came_out()
+            watch.sampled()
+            watch.take_wrong()
+
+
+class Telling(Runner):
+    """Reads vLLM's step before most of the calls."""
+
+    def kvtxn_tell(self, tell):
+        time.sleep(0.1)
+        tell(self.kvtxn_audit)
+
+    def step(self, forward):
+        self.kvtxn_tell(lambda watch: watch.change())
+        if forward:
+            self.kvtxn_tell(lambda watch: watch.forward())
+            self.kvtxn_tell(lambda watch: watch.came_out())
+            self.kvtxn_tell(Watch.sampled)  # no wrapper around the object's own method sees it
+            self.kvtxn_audit.take_wrong()
+
+
+@pytest.mark.parametrize(
+    ("runner", "begin", "commit"), [(Runner, 3000, 28000), (Telling, 203000, 228000)], ids=str
+)
+def test_an_audits_step_is_all_its_calls(runner, begin, commit):
+    """With what the runner reads for them; a step without a forward has nothing to watch."""
+    own = runner()
+    timed = SimpleNamespace(model_runner=own)
+    assert clock(timed, True) is None
+    for forward in (True, False, True, True):
+        own.step(forward)
+    found = clock(timed, False)
+    assert found["steps"] == 3
+    assert found["begin"] == pytest.approx(begin)
+    assert found["commit"] == pytest.approx(commit)
+    assert found["both"] == pytest.approx(begin + commit)
+    assert vars(own.kvtxn_audit) == {}  # nothing stands in between any more
+    assert list(vars(own)) == ["kvtxn_audit"]
+    clock(timed, True)
+    assert clock(timed, False) is None
+
+
 def test_steps_without_a_window_do_not_count():
     """Their time is not the next step's either; and afterwards nothing stands in between."""
     steps = Steps()

@@ -43,8 +43,12 @@ class Engine:
     def __init__(self, model):
         self.waiting, self.model, self.seen = [], model, []
         active = [{"kvtxn_active": 0.0 if model == "inactive" else 1.0}]
+        audited = [{"kvtxn_active": 0.0, "kvtxn_audit_active": 1.0}]
         self.engine_core = SimpleNamespace(
-            shutdown=lambda: None, collective_rpc=lambda call: active
+            shutdown=lambda: None,
+            collective_rpc=lambda call: (
+                [[]] if call == "kvtxn_audit_report" else audited if "audit" in model else active
+            ),
         )
     def add_request(self, name, prompt, params, arrival_time):
         self.waiting.append((name, params, arrival_time))
@@ -70,7 +74,9 @@ class LLM:
     def __init__(self, *, model, disable_log_stats, additional_config, **others):
         if model != "hangs":
             print("loading", model, additional_config, os.environ.get("TOLD"), flush=True)
-        if model == "announces":
+        if model == "audit announces":
+            print("info kvtxn.audit_active groups=1", flush=True)
+        if "announces" in model:
             print("info 'kvtxn.active' policy='undo'", flush=True)
             print("(Worker) kvtxn.active policy='deferred'", flush=True)
         if model == "refuses":
@@ -212,6 +218,27 @@ def test_an_engine_without_kvtxn_is_not_measured(start):
     """The plug-in stayed out, so a policy's numbers would be stock's."""
     with pytest.raises(EngineError, match="'deferred' runs without kvtxn"):
         start("inactive", "deferred").ready()
+
+
+@pytest.mark.parametrize("audit", ["ledger", "bytes"])
+def test_an_engine_without_its_audit_is_not_measured(start, audit):
+    """It cannot be watched, or the audit failed: its numbers would be stock's."""
+    with pytest.raises(EngineError, match=f"'{audit}' runs without its audit"):
+        start("inactive", audit).ready()
+
+
+def test_an_audited_engine_is_asked_what_it_found(start):
+    """By the plug-in's own functions; a stock engine is not asked."""
+    engine = start("audit announces", "ledger")
+    engine.ready()
+    assert "{'kvtxn': {'audit': 'ledger'}}" in engine.log()
+    [rank] = engine.audited()
+    assert rank.counters == {"kvtxn_active": 0.0, "kvtxn_audit_active": 1.0}
+    assert rank.report == []
+    assert engine.announced() == "groups=1"  # the audit's line, and none of windows
+    other = start("works")
+    other.ready()
+    assert other.audited() == []
 
 
 def test_the_command_ends_with_a_sentence(pretended, tmp_path, capsys):

@@ -10,6 +10,7 @@ import pytest
 from kvtxn.benchmarks.engines import cell as vllm_cell
 from kvtxn.benchmarks.engines import command as vllm_bench
 from kvtxn.benchmarks.engines import files as vllm_files
+from kvtxn.benchmarks.engines.audits import complaints
 from kvtxn.benchmarks.engines.process import EngineError
 from pages import narrow
 from pretended_engines import POINT, Pretender, narrow_report
@@ -52,9 +53,6 @@ def test_a_result_without_a_cell_has_markdown_and_no_plot(result, tmp_path):
 class Failing(Pretender):
     """An engine that ends in the second cell."""
 
-    def announced(self):
-        return None
-
     def run(self, work):
         if len(self.works) == 2:
             raise self.failure
@@ -88,6 +86,43 @@ def test_cells_are_kept_when_an_engine_fails(failure, says, monkeypatch, tmp_pat
     assert f"({says}):" in text
     assert "- short, 64 tokens of context, 3 requests, real acceptance" in text
     assert "| short | 64 | 1 | real |" in text
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 7])
+def test_violations_are_said(wrong, monkeypatch, tmp_path, log, capsys):
+    """In the file, and on the terminal with exit code 1; every cell is measured all the same."""
+    engines = [Pretender(policy, 1.0, log) for policy in ("stock", "ledger")]
+    engines[1].wrong = wrong
+    monkeypatch.setattr(vllm_bench, "running", lambda _: contextlib.nullcontext(engines))
+    monkeypatch.setattr(vllm_bench, "Engine", Pretender)
+    parser = argparse.ArgumentParser()
+    vllm_bench.add_arguments(parser)
+    given = ["--policies", "stock", "ledger", "--requests", "1", "3", "--rounds", "1"]
+    args = parser.parse_args([*given, "--output", "audited", "--folder", str(tmp_path)])
+    assert vllm_bench.run(args) == (1 if wrong else 0)
+    cells = json.loads((tmp_path / "audited.json").read_text())["cells"]
+    # 20 steps a cell; each rank reads ten rows a step.
+    assert [cell["engines"]["ledger"]["audit"]["rows"] for cell in cells] == [400, 400]
+    assert [cell["engines"]["ledger"]["audit"]["violations"] for cell in cells] == [wrong, 0]
+    said = capsys.readouterr().err
+    text = narrow((tmp_path / "audited.md").read_text())
+    count = f"**{wrong}**: foreign {wrong}" if wrong else "0"
+    assert f"| short | 64 | 1 | real | ledger | 40 | 400 | 0 | {count} | 0 |" in text
+    assert "| ledger | 0 | 100 | 100 | 80 | 16 | 0 | 4 |" in text
+    assert f"400 rows read, {wrong} wrong" in said
+    many = "1 violation" if wrong == 1 else f"{wrong} violations"
+    problem = f"ledger, short, context 64, requests 1: {many} (foreign {wrong}); the first: "
+    problem += "rank 1, kind foreign, request 7, slot 33"
+    assert (f"kvtxn bench: the audit found: {problem}" in said) == bool(wrong)
+    assert (f"- **The audit found:** {problem}" in text) == bool(wrong)
+
+
+def test_requests_that_were_not_judged_are_said(cell):
+    """Nobody knows whether their rows were right."""
+    audit = {"violations": 0, "kinds": {}, "first": [], "unjudged": 3}
+    cell["engines"]["ledger"] = cell["engines"].pop("undo") | {"audit": audit}
+    said = "ledger, short, context 8, requests 2: 3 requests were not judged"
+    assert complaints([cell]) == [said]
 
 
 @pytest.mark.parametrize("policies", [("stock",), ("undo", "deferred")])
