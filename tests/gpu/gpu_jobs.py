@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from kvtxn.integrations.vllm_plugin.policy.releases import number
 from scenarios import NGRAM
 
 #: Variables of every engine.
@@ -45,7 +46,10 @@ UNDO = ("undo",)
 
 
 def missing(name: str | None = None, count: int = 1) -> str | None:
-    """Return the reason why a job cannot run here (no vLLM, no GPU, too few GPUs), or None."""
+    """Return the reason why a job cannot run here, or None.
+
+    There may be no GPU, too few GPUs, no vLLM, or one whose release lacks what the job needs.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -55,9 +59,19 @@ def missing(name: str | None = None, count: int = 1) -> str | None:
     if torch.cuda.device_count() < count:
         return "there is one GPU"
     try:
-        version("vllm")
+        found = version("vllm")
     except PackageNotFoundError:
         return "vllm is not installed"
+    return None if name is None else lacking(name, found)
+
+
+def lacking(name: str, found: str) -> str | None:
+    """Return the reason why a release cannot run a job, or None."""
+    first, last = JOBS[name].get("since", "0"), JOBS[name].get("until")
+    if number(found) < number(first):
+        return f"vLLM {found} cannot run this; {first} was the first that could"
+    if last is not None and number(found)[:2] > number(last):
+        return f"vLLM {found} cannot run this; {last} was the last that could"
     return None
 
 
@@ -184,6 +198,7 @@ JOBS: dict[str, dict[str, Any]] = {
         *("llama", "FLASH_ATTN", BOTH, "two pipeline stages: windows on the last one alone"),
         options=STAGES,
         speculation=ON_GPU,
+        since="0.32",
         gpus=2,
         active=[False, True],
     ),
@@ -194,7 +209,11 @@ JOBS: dict[str, dict[str, Any]] = {
         active=[False, True],
         **drafter("eagle", "eagle"),
     ),
-    "medusa": job("llama", "FLASH_ATTN", BOTH, "Medusa, V1 alone", **drafter("medusa", "medusa")),
+    "medusa": job(
+        *("llama", "FLASH_ATTN", BOTH, "Medusa, V1 alone"),
+        until="0.32",
+        **drafter("medusa", "medusa"),
+    ),
 }
 
 
@@ -223,6 +242,14 @@ def scenarios(name: str) -> list[str]:
 def attention(name: str, policy: str) -> str:
     """vLLM's name of the attention backend of an engine."""
     return "TRITON_ATTN" if policy == "other" else str(JOBS[name]["attention"])
+
+
+def runner(name: str, release: str) -> str:
+    """vLLM's runner of an engine; which drafters the V2 runner knows depends on the release."""
+    method = JOBS[name].get("speculation", NGRAM)["method"]
+    old = number(release) < (0, 32) and method.startswith("ngram")
+    asked = V1.items() <= JOBS[name].get("environment", {}).items()
+    return "v1" if asked or old or method == "medusa" else "v2"
 
 
 def engines(names: list[str]) -> dict[str, dict[str, Any]]:

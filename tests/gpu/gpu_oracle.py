@@ -82,13 +82,14 @@ class Watch(CacheOracle):
             sampled_tokens: Any,
             num_sampled: Any,
             num_rejected: Any,
-            query_start_loc: Any = None,
+            *others: Any,
+            **named: Any,
         ) -> None:
             """Before the drafter runs; ranks that do not sample are told of an earlier step."""
             judged = step[0] if step and runner.is_last_pp_rank else None
             if judged is not None:
                 counts["early"] += judged.changed(judged.drafted())
-            sampled_by(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+            sampled_by(*(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named)
             if judged is not None:
                 accepted = [max(0, count - 1) for count in num_sampled.tolist()]
                 self.judge(judged, accepted[: len(judged.drafts)])
@@ -123,10 +124,12 @@ class Watch(CacheOracle):
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         layers, facts = attention_layers.target_layers(runner)
         return {
-            "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__.split('+')[0]}",
+            "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__.split('+')[0]}"
+            f", vLLM {facts.version}",
             "decisions": {asked: list(vllm_policy.decide(asked, facts)) for asked in POLICIES},
             "attention": facts.attention,
             "runner": facts.runner,
+            "release": facts.version,
             "graphs": runner.compilation_config.cudagraph_mode.name,
             "ahead": bool(runner.scheduler_config.async_scheduling),
             "cache": sorted({f"{x.cache.dtype}{list(x.cache.stride()[1:])}" for x in layers}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from failing_stage import STAGES
-from gpu_jobs import BOTH, JOBS, PARTIAL, STOCK, V1, attention, scenarios, timed
+from gpu_jobs import BOTH, JOBS, PARTIAL, STOCK, attention, runner, scenarios, timed
 from gpu_judge import far, miscounted, unrecovered
 from gpu_ties import compare
 
@@ -98,13 +98,8 @@ def test_the_engine_is_the_one_that_was_meant(reports, kind):
     policies = ("stock", *JOBS[kind]["policies"])
     for policy, found in zip(policies, reports_of(reports, kind, *policies), strict=True):
         assert found["attention"] == attention(kind, policy)
-        assert found["runner"] == ("v1" if V1.items() <= environment(kind).items() else "v2")
+        assert found["runner"] == runner(kind, found.get("release", "0.32.0"))
         assert found["graphs"] != "NONE"
-
-
-def environment(kind):
-    """Variables that a kind sets; Medusa has the V1 runner always."""
-    return V1 if kind == "medusa" else JOBS[kind].get("environment", {})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in JOBS if kind not in PARTIAL])

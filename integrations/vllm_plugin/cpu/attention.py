@@ -129,12 +129,16 @@ class LatentWindowMixin:
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,
     ) -> None:
         """Stage the draft rows and write all others."""
         write = super().do_kv_cache_update  # type: ignore[misc]
+        more = {"skip_scale": True} if skip_scale else {}  # before 0.33 there is none
         _write(
             self.kvtxn,
-            lambda slots: write(kv_c_normed, k_pe, kv_cache, slots, kv_cache_dtype, k_scale),
+            lambda slots: write(
+                *(kv_c_normed, k_pe, kv_cache, slots, kv_cache_dtype, k_scale), **more
+            ),
             slot_mapping,
             lambda: (kv_c_normed, k_pe.squeeze(1)),
         )

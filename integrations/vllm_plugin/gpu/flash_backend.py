@@ -247,7 +247,14 @@ class WindowFlashImpl(_IMPL):  # type: ignore[misc, valid-type]
 
 
 class WindowFlashBackend(_BACKEND):  # type: ignore[misc, valid-type]
-    """kvtxn's attention backend, which vLLM finds under the name FLASH_ATTN."""
+    """kvtxn's attention backend, which vLLM finds under the name FLASH_ATTN.
+
+    Attributes:
+        supports_kv_cache_update_bypass: False: a model may not write its rows by itself and leave
+            ``do_kv_cache_update`` out, which 0.33 lets models do over vLLM's own backend.
+    """
+
+    supports_kv_cache_update_bypass = False
 
     @staticmethod
     def get_impl_cls() -> type[WindowFlashImpl]:

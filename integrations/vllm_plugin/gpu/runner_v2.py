@@ -42,16 +42,18 @@ class GpuRunnerV2(GpuRunnerMixin):
         sampled_tokens: Any,
         num_sampled: Any,
         num_rejected: Any,
-        query_start_loc: Any = None,
+        *others: Any,
+        **named: Any,
     ) -> None:
         """Commit before the drafter runs; the sampled tokens are on their way to the host.
 
-        Of pipeline stages the last alone samples, and the others have no windows.
+        Of pipeline stages the last alone samples, and the others have no windows. What vLLM adds
+        (the rows' first places, and from 0.33 on the drafts that another stage sent) goes through.
         """
         if self.kvtxn is not None:
             self.kvtxn.commit(num_sampled)
         super().postprocess_sampled(  # type: ignore[misc]
-            idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc
+            *(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named
         )
 
 

@@ -38,6 +38,7 @@ V2_METHODS: Final = {
     "prepare_attn": ("input_batch",),
     "postprocess_sampled": (
         *("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+        "draft_tokens?",
     ),
 }
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import attrs
 
-from ..policy import supported
+from ..policy import releases, supported
 from ..policy.engine import GATED_DELTA, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
 from ..settings import asked_states, wants
 from . import Foreign, flash, workers
@@ -53,12 +53,12 @@ def window_rows(config: Any) -> int:
 def config_facts(config: Any) -> EngineFacts:
     """Read a ``VllmConfig``; ``layers.target_layers`` adds facts of the loaded model.
 
-    Of a release that was not checked, nothing but its number is read, unless the user sets
-    ``unchecked``.
+    Of a release that was not checked, nothing but its number and the device is read, unless the
+    user sets ``unchecked``.
     """
     number, unchecked = workers.version(), wants(config.additional_config, "unchecked", True)
-    if number not in supported.RELEASES and not unchecked:
-        return EngineFacts(version=number)
+    if not supported.is_listed(number) and not unchecked:
+        return EngineFacts(version=number, device=workers.device_type())
     from vllm import envs
 
     parallel, model = config.parallel_config, config.model_config
@@ -83,6 +83,8 @@ def config_facts(config: Any) -> EngineFacts:
         microbatches=parallel.use_ubatching,
         adaptive=on_gpu and _adapts(speculation),
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
+        cascade=releases.number(number) < (0, 32)
+        and not getattr(model, "disable_cascade_attn", True),
         graph_writes=on_gpu
         and bool(getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False))
         | bool(config.compilation_config.use_inductor_graph_partition),
@@ -138,7 +140,7 @@ FROM_MODEL: Final[Mapping[str, Callable[[Any], bool]]] = {
 def expected_facts(config: Any) -> EngineFacts:
     """Read a ``VllmConfig``; guess facts of its model, which is not loaded, by ``FROM_MODEL``."""
     facts = config_facts(config)
-    if facts.version not in supported.RELEASES and not facts.unchecked:
+    if not supported.is_listed(facts.version) and not facts.unchecked:
         return facts
     model = config.model_config.hf_text_config
     changes: dict[str, Any] = {fact: says(model) for fact, says in FROM_MODEL.items()}

@@ -25,6 +25,7 @@ ATTENTION_METHODS: Final = {
 LATENT_METHODS: Final = {
     "do_kv_cache_update": (
         *("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
+        "skip_scale?",
     ),
 }
 

@@ -61,8 +61,9 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
     plain = attrs.asdict(EngineFacts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
     decisions = {asked: decide(asked, facts) for asked in POLICIES}
+    known = ", ".join(supported.releases_for(facts.device))
     return {
-        "version": f"{facts.version} (supported: {', '.join(supported.RELEASES)})",
+        "version": f"{facts.version} (supported: {known})",
         **_moved(facts),
         "engine": {
             "device": facts.device,

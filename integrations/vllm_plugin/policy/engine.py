@@ -44,6 +44,8 @@ class EngineFacts:
         microbatches: vLLM cuts the batch into overlapping halves.
         adaptive: the number of drafts to verify changes from step to step.
         batch_invariant: a request's sums must not depend on the other requests in its batch.
+        cascade: vLLM may attend over a prefix that requests share separately (up to 0.31, if
+            asked to).
         graph_writes: vLLM's piecewise CUDA graphs contain the KV-cache write, so kvtxn cannot
             redirect it.
         attention: attention backend of the target's layers, such as ``"CPU_ATTN"``; None before
@@ -77,6 +79,7 @@ class EngineFacts:
     microbatches: bool = False
     adaptive: bool = False
     batch_invariant: bool = False
+    cascade: bool = False
     graph_writes: bool = False
 
     attention: str | None = None

@@ -33,8 +33,7 @@ class Comparison:
 
 def is_checked(version: str, device: str) -> bool:
     """Tell whether a release was checked on a device."""
-    known = supported.GPU_RELEASES if device == "cuda" else supported.RELEASES
-    return version in known
+    return version in supported.releases_for(device)
 
 
 def compare(version: str, device: str) -> Comparison:

@@ -30,9 +30,20 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "version",
         "windows",
-        lambda f: f.version not in supported.RELEASES and not f.unchecked,
+        lambda f: f.device != "cuda" and f.version not in supported.RELEASES and not f.unchecked,
         "vLLM {version} was not checked; supported: " + ", ".join(supported.RELEASES) + _TRIAL,
         {"version": "0.26.0"},
+    ),
+    Rule(
+        "release on GPUs",
+        "windows",
+        lambda f: (
+            f.device == "cuda" and f.version not in supported.GPU_RELEASES and not f.unchecked
+        ),
+        "vLLM {version} was not checked on GPUs; supported there: "
+        + ", ".join(supported.GPU_RELEASES)
+        + _TRIAL,
+        {"device": "cuda", "runner": "v2", "version": "0.31.0"},
     ),
     Rule(
         "no speculation",
@@ -89,17 +100,6 @@ RULES: Final[tuple[Rule, ...]] = (
         lambda f: f.adaptive,
         "the number of drafts is decided during the step, so kvtxn cannot plan the step",
         {"adaptive": True},
-    ),
-    Rule(
-        "release on GPUs",
-        "windows",
-        lambda f: (
-            f.device == "cuda" and f.version not in supported.GPU_RELEASES and not f.unchecked
-        ),
-        "vLLM {version} was not checked on GPUs; supported there: "
-        + ", ".join(supported.GPU_RELEASES)
-        + _TRIAL,
-        {"device": "cuda", "runner": "v2", "version": "0.31.0"},
     ),
     Rule(
         "cache format",
@@ -228,6 +228,13 @@ RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "spare_blocks": False},
     ),
     Rule(
+        "cascade",
+        "deferred",
+        lambda f: f.device == "cuda" and f.cascade,
+        "cascade attention reads a prefix that requests share in calls of its own, by whole blocks",
+        {"device": "cuda", "cascade": True},
+    ),
+    Rule(
         "shared rows",
         "deferred",
         lambda f: f.kv_sharing,
@@ -311,7 +318,7 @@ def check_states(wanted: PluginSettings | None, facts: EngineFacts) -> None:
     Raises:
         ConfigError: this is such a model.
     """
-    known = facts.version in supported.RELEASES or facts.unchecked
+    known = supported.is_listed(facts.version) or facts.unchecked
     if wanted is not None and wanted.recurrent != "off" and known and facts.recurrent is None:
         raise ConfigError(
             "additional_config['kvtxn']",

@@ -13,14 +13,25 @@ from . import releases
 
 _RELEASES: Final = releases.load()
 
-#: Releases whose internals were checked, one by one, oldest first: the list is ``releases.json``.
+#: Releases whose CPU side was checked, one by one, oldest first: the list is ``releases.json``.
 RELEASES: Final = releases.checked_for("cpu", _RELEASES)
 
-#: Releases whose GPU side was checked as well.
+#: Releases whose GPU side was checked; some have no build for CPUs.
 GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
 
 #: Releases whose CPU operators of recurrent layers were checked.
 STATE_RELEASES: Final = releases.checked_for("states", _RELEASES)
+
+
+def releases_for(device: str) -> tuple[str, ...]:
+    """Return the releases that were checked on a device, such as ``"cuda"``, oldest first."""
+    return GPU_RELEASES if device == "cuda" else RELEASES
+
+
+def is_listed(version: str) -> bool:
+    """Tell whether something was checked with a release, so that its configuration is known."""
+    return version in RELEASES or version in GPU_RELEASES
+
 
 #: Model runners that can be hooked, per device; the one that vLLM chooses by itself comes last.
 RUNNERS: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("v1",), "cuda": ("v1", "v2")}

@@ -31,7 +31,9 @@ def take_off() -> str:
     from kvtxn.integrations.vllm_plugin.policy import releases, supported
 
     version, load = workers.version(), releases.load
-    supported.RELEASES = tuple(each for each in supported.RELEASES if each != version)
+    for known in ("RELEASES", "GPU_RELEASES"):
+        others = tuple(each for each in getattr(supported, known) if each != version)
+        setattr(supported, known, others)
     releases.load = lambda: tuple(each for each in load() if each.version != version)
     return version
 

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 from building import ROOT
-from kvtxn.integrations.vllm_plugin.internals import workers
+from kvtxn.integrations.vllm_plugin.attach import check_methods
+from kvtxn.integrations.vllm_plugin.internals import batches, layers, workers
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS, PLACES, places_of
 from kvtxn.integrations.vllm_plugin.policy import moved, releases, supported
 from kvtxn.integrations.vllm_plugin.policy.sources import Sources
@@ -97,6 +98,32 @@ def test_a_release_is_recorded_with_the_hooks_that_it_needs(release):
     }
     assert lacks <= known
     assert set(release.hooks) <= set(NAMES)
+
+
+_WORKER = "vllm.v1.worker"
+OVERRIDDEN = {
+    f"{_WORKER}.cpu_model_runner.CPUModelRunner": batches.V1_METHODS,
+    f"{_WORKER}.gpu_model_runner.GPUModelRunner": batches.V1_GPU_METHODS,
+    f"{_WORKER}.gpu.model_runner.GPUModelRunner": batches.V2_METHODS,
+    "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl": layers.ATTENTION_METHODS,
+    "vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl": layers.LATENT_METHODS,
+}
+#: Releases whose GPU side is older than what the mixins take.
+TOO_OLD = ("0.28.0", "0.29.0")
+
+
+@pytest.mark.parametrize("release", releases.load(), ids=lambda release: release.version)
+@pytest.mark.parametrize("owner", OVERRIDDEN)
+def test_the_mixins_take_what_each_listed_release_passes(owner, release):
+    """The parameters that mixins expect are those that were recorded of every listed release."""
+    hooks, methods = release.hooks, OVERRIDDEN[owner]
+    told = {name: ", ".join(("self", *hooks[f"{owner}.{name}"].takes)) for name in methods}
+    made = {name: eval(f"lambda {takes}: None") for name, takes in told.items()}
+    wrong = check_methods(type("Recorded", (), made), methods)
+    if "gpu" in owner and release.version in TOO_OLD:
+        assert wrong is not None  # else it can leave that list
+    else:
+        assert wrong is None
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

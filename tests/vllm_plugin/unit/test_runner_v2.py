@@ -23,8 +23,8 @@ class Own:
         self.calls.append("prepare")
         return "prepared"
 
-    def postprocess_sampled(self, *given):
-        self.calls.append(("postprocess", given))
+    def postprocess_sampled(self, *given, **named):
+        self.calls.append(("postprocess", given, named))
 
 
 class Steps:
@@ -67,7 +67,17 @@ def test_a_step_is_planned_and_committed():
     assert (prepared, begun, drafts.tolist()) == ("prepare", "begin", [2, 1, 0])
     assert rows == [[3, 2, 7], [False, False, True]]
     assert committed == ("commit", [2, 1, 1])
-    assert own == ("postprocess", ("idx", "tokens", sampled, "rejected", "starts"))
+    assert own == ("postprocess", ("idx", "tokens", sampled, "rejected", "starts"), {})
+
+
+def test_what_other_stages_are_told_goes_through():
+    """vLLM tells an earlier pipeline stage by name, drafts of the last one among it."""
+    runner = hooked()
+    runner.kvtxn = None  # such a stage has no windows
+    told = dict.fromkeys(("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected"), 1)
+    runner.postprocess_sampled(**told, draft_tokens="drafts")
+    [(own, given, named)] = runner.calls
+    assert (own, given, named) == ("postprocess", (1, 1, 1, 1), {"draft_tokens": "drafts"})
 
 
 def test_a_step_without_drafts_is_planned_as_such():

@@ -236,11 +236,23 @@ class Attention:
 
 
 class LatentAttention:
-    """Has the method of vLLM's latent attention."""
+    """Has the method of vLLM's latent attention, as 0.33 has it."""
 
     def do_kv_cache_update(
-        self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
-    ): ...
+        self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
+    ):
+        self.wrote = kv_cache_dtype, k_scale, skip_scale
+
+
+@pytest.mark.parametrize("skip", [(), (False,), (True,)])
+def test_latent_attention_is_told_what_vllm_tells_it(skip):
+    """Whether rows are scaled as they are written is told to vLLM's own writer, if it is told."""
+    impl = LatentAttention()
+    layer = TargetLayer("b", "group.0", None, impl, torch.zeros(2, 4, 8), (8,), torch.float32)
+    steps = SimpleNamespace(manager=SimpleNamespace(layers={"b": "ref"}), deferring=False)
+    attention.hook_attention(steps, [layer])
+    impl.do_kv_cache_update("c", "pe", "cache", "slots", "fp8", 1.0, *skip)
+    assert impl.wrote == ("fp8", 1.0, skip == (True,))
 
 
 def test_attention_on_a_cpu_is_given_back():
