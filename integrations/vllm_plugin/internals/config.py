@@ -58,7 +58,7 @@ def config_facts(config: Any) -> EngineFacts:
     """
     number, unchecked = workers.version(), wants(config.additional_config, "unchecked", True)
     if not supported.is_listed(number) and not unchecked:
-        return EngineFacts(version=number, device=workers.device_type())
+        return EngineFacts(version=number, device=config.device_config.device_type)
     from vllm import envs
 
     parallel, model = config.parallel_config, config.model_config
