@@ -38,6 +38,10 @@ def timed(found: dict[str, Any], name: str, scenario: str) -> bool:
     return name == "apart" or (bool(found["ahead"]) and scenario in TIMED)
 
 
+#: A part of vLLM's error for an attention backend whose package or kernels are not installed.
+NOT_HERE = "is not valid for this configuration"
+
+
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 BOTH = ("undo", "deferred")
 AGAIN = ("again", *BOTH)

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 for folder in (".", "..", "../vllm_plugin/grid", "../vllm_plugin/serve"):
     sys.path.insert(0, str(HERE / folder))
 
-from gpu_jobs import JOBS, STOCK, scenarios  # noqa: E402
+from gpu_jobs import JOBS, NOT_HERE, STOCK, scenarios  # noqa: E402
 from gpu_ties import compare, pairs  # noqa: E402
 
 RECORD = HERE / "grid.json"
@@ -269,13 +269,20 @@ def draw(grid: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Take a record over, policy by policy, and draw."""
+    """Take a record over, policy by policy, and draw.
+
+    An engine whose attention was not installed keeps what an earlier run said of it.
+    """
     grid = json.loads(RECORD.read_text()) if RECORD.exists() else {"commits": [], "jobs": {}}
     if len(sys.argv) > 1:
         new, commit = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
         for name, policies in new["jobs"].items():
             known = grid["jobs"].get(name, {})
-            known |= {each: {"commit": commit, **found} for each, found in policies.items()}
+            known |= {
+                each: {"commit": commit, **found}
+                for each, found in policies.items()
+                if NOT_HERE not in found.get("error", "") or each not in known
+            }
             grid["jobs"][name] = {policy: known[policy] for policy in sorted(known)}
         jobs = {name: grid["jobs"][name] for name in JOBS if name in grid["jobs"]}
         commits = {found["commit"] for policies in jobs.values() for found in policies.values()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from failing_stage import STAGES
-from gpu_jobs import BOTH, JOBS, PARTIAL, STOCK, attention, runner, scenarios, timed
+from gpu_jobs import BOTH, JOBS, NOT_HERE, PARTIAL, STOCK, attention, runner, scenarios, timed
 from gpu_judge import far, miscounted, unrecovered
 from gpu_ties import compare
 
@@ -20,10 +20,6 @@ ALL = [
 ]
 CELLS = [pytest.param(*cell, id="-".join(cell)) for cell in ALL if cell[1] not in STOCK]
 STOCKS = [pytest.param(*cell, id="-".join(cell)) for cell in ALL if cell[1] in STOCK]
-
-
-#: A part of vLLM's error for an attention backend whose package or kernels are not installed.
-NOT_HERE = "is not valid for this configuration"
 
 
 def reports_of(reports, kind, *policies):

@@ -42,7 +42,7 @@ def test_a_record_without_the_newer_columns_is_drawn():
 
 
 #: Engines that were added since the record was made.
-NEW = ("apart",)
+NEW: tuple[str, ...] = ()
 
 
 def test_what_needs_one_gpu_is_recorded():
