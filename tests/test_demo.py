@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import attrs
 import pytest
+from command_runs import RUNS
+from commands import run
+from engine_jobs import missing
 
 pytest.importorskip("rich")
 
@@ -51,19 +49,16 @@ def test_table_shows_what_was_spared():
     assert rows["acceptance"] == ["50.0%"] * 3
 
 
-def test_a_real_engine_three_times(tmp_path):
+@pytest.mark.engines("command-demo")
+def test_a_real_engine_three_times(request, tmp_path):
     """Stock, undo and deferred: the same tokens, the same acceptance, rows really spared."""
     pytest.importorskip("vllm")
-    kvtxn = Path(sys.executable).parent / "kvtxn"
-    done = subprocess.run(
-        [kvtxn, "demo", "--count", "2", "--max-tokens", "32", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
+    if missing() is None:
+        end, _ = request.getfixturevalue("ended")("demo")
+    else:  # vLLM for a GPU, where there is no pool of engines
+        end = run(tmp_path, *RUNS["demo"])
+    assert end.code == 0, end.err[-4000:]
+    found = end.json()
     assert found["tokens_identical"]
     assert found["acceptance_identical"]
     deferred = found["runs"]["deferred"]["counters"]

@@ -8,8 +8,9 @@ from typing import Any
 
 import attrs
 import model_files
-from audits import Ended, audit
-from audits import run as command
+from audits import audit
+from commands import Ended
+from commands import run as command
 
 #: Arguments for models that have no tokenizer.
 BARE = {"skip_tokenizer_init": True, "max_model_len": 288, "num_gpu_blocks_override": 96}

@@ -1,49 +1,13 @@
-"""Runs of ``kvtxn audit`` and ``kvtxn trace`` as a user makes them, each a process of its own."""
+"""Runs of ``kvtxn audit`` as a user makes them."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
-from folders import python_path
-
-KVTXN = Path(sys.executable).parent / "kvtxn"
-
-
-@attrs.frozen
-class Ended:
-    """The exit code and the output of a command."""
-
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-def run(folder: Path, *words: object) -> Ended:
-    """Run a command of kvtxn in a folder."""
-    environment = os.environ | {
-        "PYTHONPATH": python_path(),
-        "OMP_NUM_THREADS": "1",
-        "NUMBA_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-    }
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CACHE_ROOT"):  # of the pool's engines
-        environment.pop(name, None)
-    done = subprocess.run(
-        [KVTXN, *map(str, words)], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=1500, check=False,
-    )  # fmt: skip
-    return Ended(done.returncode, done.stdout, done.stderr)
+from commands import Ended, run
 
 
 def audit(

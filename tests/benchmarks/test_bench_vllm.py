@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from engine_jobs import missing
 from pages import narrow
 
+pytest.importorskip("matplotlib")
+
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.engines("command-bench", "command-bench-one-engine"),
+]
+
 LABELS = ["stock", "undo+loop", "deferred+loop", "ledger", "bytes"]
 WINDOWS, AUDITS = LABELS[1:3], LABELS[3:]
-ARGUMENTS = ["--policies", "stock", "undo", "deferred", *AUDITS, "--mask-modes", "loop"]
-ARGUMENTS += ["--rounds", "2"]
-ARGUMENTS += ["--scenario", "short", "mixed", "--requests", "3", "--batch", "2", "--arrivals", "40"]
-ARGUMENTS += [
-    "--clock",
-    "--first-token-rounds",
-    "3",
-    "--context",
-    "40",
-    "--tokens",
-    "16",
-    "--drafts",
-    "3",
-    "--output",
-    "smoke",
-]
 
 #: What the JSON has to have: names, and the type of each value or another level of names.
 SHAPE = {
@@ -71,33 +60,20 @@ def check(found: dict, shape: dict, where: str = "") -> None:
             assert isinstance(found[name], kind), f"{where}{name} is {found[name]!r}"
 
 
-def bench(folder, *arguments):
-    """Run the benchmark as a user would."""
-    if reason := missing():
-        pytest.skip(reason)
-    pytest.importorskip("matplotlib")
-    command = "import sys; from kvtxn.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", command, "bench", "vllm", *arguments, "--folder", str(folder)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [str(folder / f"smoke.{kind}") for kind in ("json", "md", "png")]
+def results(end, folder):
+    """The folder with the files of a run that ended well."""
+    assert end.code == 0, end.out + end.err
+    assert end.out.split() == [f"results/smoke.{kind}" for kind in ("json", "md", "png")]
+    return folder / "results"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder in which a run left its files."""
-    folder = tmp_path_factory.mktemp("bench")
-    bench(folder, *ARGUMENTS)
-    return folder
+@pytest.fixture
+def folder(ended):
+    """The folder in which the run of all engines left its files."""
+    return results(*ended("bench"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def result(folder):
     return json.loads((folder / "smoke.json").read_text())
 
@@ -198,12 +174,10 @@ def test_markdown_and_plot(folder):
     assert (folder / "smoke.png").stat().st_size < 100_000
 
 
-def test_one_engine_is_stock_and_undo(tmp_path):
+def test_one_engine_is_stock_and_undo(ended):
     """Windows switched off are none: all that was counted is what the other turns drafted."""
-    given = ["--policies", "stock", "undo", "--one-engine", "--requests", "3", "--rounds", "3"]
-    given += ["--clock"]
-    bench(tmp_path, *given, "--tokens", "24", "--output", "smoke")
-    result = json.loads((tmp_path / "smoke.json").read_text())
+    folder = results(*ended("bench-one-engine"))
+    result = json.loads((folder / "smoke.json").read_text())
     assert result["conditions"]["engines"] == 1
     [cell] = result["cells"]
     stock, undo = (cell["engines"][label] for label in ("stock", "undo"))
@@ -213,6 +187,6 @@ def test_one_engine_is_stock_and_undo(tmp_path):
     drafted = sum(each["drafted"] for each in undo["rounds"])
     assert drafted == sum(each["drafted"] for each in stock["rounds"]) > 0
     assert drafted <= undo["counters"][0]["kvtxn_rows_staged_total"] < 1.5 * drafted
-    text = (tmp_path / "smoke.md").read_text()
+    text = (folder / "smoke.md").read_text()
     assert "its windows switched on and off" in text
     assert "One engine on" in text

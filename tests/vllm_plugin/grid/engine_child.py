@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import ray_cluster
+from engine_jobs import FORKING
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy import supported
 from model_files import write, write_tokenizer
@@ -181,9 +182,26 @@ def share_work(cache: Path) -> None:
     platform.register_triton_kernel_overrides = classmethod(overridden)
 
 
+def fork_workers() -> None:
+    """Let vLLM fork the processes of an engine from this one, as it does on a GPU.
+
+    On a CPU it spawns them, and each imports everything again: that takes longer than what most
+    tests do with the engine. This process has computed nothing yet, so there are no threads of
+    OpenMP's that a fork would lose.
+    """
+    from vllm.utils import system_utils
+
+    def fork() -> None:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    system_utils._maybe_force_spawn = fork
+
+
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Build the engine of a job that is named, and run it; returns its report."""
     share_work(folder.parent / "cache")
+    if folder.name.rpartition(".")[0] in FORKING:
+        fork_workers()
     if "work" in job:
         module, _, function = job["work"].partition(":")
         report: dict[str, Any] = getattr(import_module(module), function)(folder)

@@ -77,11 +77,11 @@ def engines(scenarios: list[str], policies: tuple[str, ...] = POLICIES) -> dict[
     return stock | {policy: ({"policy": policy}, scenarios) for policy in policies}
 
 
-#: By name; ``weight`` is roughly the seconds it takes. ``covers`` says what a job adds, and so
-#: why it leaves out the scenarios that it leaves out.
+#: By name; ``weight`` is roughly the seconds that one engine of it computes. ``covers`` says what a
+#: job adds, and so why it leaves out the scenarios that it leaves out.
 JOBS: dict[str, dict[str, Any]] = {
     "tp2": {
-        "weight": 90,
+        "weight": 40,
         "model": "llama",
         "covers": "tensor parallelism, which is the same at every scenario",
         "engines": engines(["one", "eight", "sampled"]),
@@ -89,7 +89,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "environment": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, two_cores()))},
     },
     "ray": {
-        "weight": 90,
+        "weight": 60,
         "model": "llama",
         "ray": True,
         "covers": "tensor parallelism over Ray, the same again; vLLM has no Ray for its CPU "
@@ -104,7 +104,7 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
     "compile": {
-        "weight": 55,
+        "weight": 25,
         "model": "llama",
         "covers": "torch.compile, which changes the forward alone",
         "engines": engines(["one", "eight", "chunked"]),
@@ -112,7 +112,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     **{
         model: {
-            "weight": 40 if model == "gemma3" else 25,
+            "weight": 5,
             "model": model,
             "covers": "every schedule; what a request can ask for is the job requests",
             "engines": engines(GRID),
@@ -122,21 +122,21 @@ JOBS: dict[str, dict[str, Any]] = {
         for model in MODELS
     },
     "draft": {
-        "weight": 25,
+        "weight": 5,
         "model": "llama",
         "draft": "draft",
         "covers": "drafts from a model, with layers of its own in the cache",
         "engines": engines(["eight", "chunked"]),
     },
     "requests": {
-        "weight": 30,
+        "weight": 5,
         "model": "llama",
         "tokenizer": True,
         "covers": "what a request can ask for, which no model changes",
         "engines": engines(REQUESTS),
     },
     "deepseek": {
-        "weight": 25,
+        "weight": 5,
         "model": "deepseek",
         "attention": "CPU_MLA",
         "covers": "latent attention, for which vLLM's backend for any CPU has neither prompt "
@@ -150,7 +150,7 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
     "amx_mla": {
-        "weight": 40,
+        "weight": 8,
         "model": "deepseek",
         "attention": "AMX_MLA",
         "dtype": "bfloat16",
@@ -160,32 +160,32 @@ JOBS: dict[str, dict[str, Any]] = {
         "engines": engines([scenario for scenario in GRID if scenario != "prefix"]),
     },
     "fp8": {
-        "weight": 25,
+        "weight": 4,
         "model": "llama",
         "covers": "rows of 8 bits, which no other schedule treats differently",
         "engines": engines(["one", "eight", "chunked", "same_step"]),
         "options": {"kv_cache_dtype": "fp8"},
     },
     "gemma2": {
-        "weight": 20,
+        "weight": 3,
         "model": "gemma2",
         "covers": "a soft cap; gemma3 has the schedules",
         "engines": engines(["one", "eight"]),
     },
     "gemma4": {
-        "weight": 20,
+        "weight": 4,
         "model": "gemma4",
         "covers": "two groups with different block sizes; gemma3 has the schedules",
         "engines": engines(["eight", "preempted"]),
     },
     "gemma3n": {
-        "weight": 20,
+        "weight": 3,
         "model": "gemma3n",
         "covers": "layers that share rows; gemma3 has the schedules",
         "engines": engines(["one", "eight"], ("undo",)),
     },
     "bloom": {
-        "weight": 20,
+        "weight": 3,
         "model": "bloom",
         "covers": "ALiBi; llama has the schedules",
         "engines": engines(["one", "eight"], ("undo",))
@@ -195,13 +195,13 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
     "gptoss": {
-        "weight": 20,
+        "weight": 3,
         "model": "gptoss",
         "covers": "attention sinks; gemma3 has the schedules",
         "engines": engines(["one", "eight"], ("undo",)),
     },
     "connector": {
-        "weight": 15,
+        "weight": 3,
         "model": "llama",
         "connector": "ExampleConnector",
         "covers": "a KV connector that stores prompts, blocks of earlier requests included",
@@ -209,7 +209,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
     },
     "every_row": {
-        "weight": 20,
+        "weight": 3,
         "model": "llama",
         "connector": "EveryRowConnector",
         "module": "every_row_connector",
@@ -218,7 +218,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "options": {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18},
     },
     "faults": {
-        "weight": 30,
+        "weight": 6,
         "model": "llama",
         "covers": "failures inside kvtxn",
         "engines": {
@@ -234,57 +234,58 @@ JOBS: dict[str, dict[str, Any]] = {
 
 #: Engines of ``tests/vllm_plugin/audit/watched_engines.py``, by name, with their weights.
 WATCHED = {
-    "tensor-parallel": 60,
-    "ranks-differ": 60,
-    "pipeline-parallel": 60,
-    "planted-rows": 60,
-    "planted-blocks": 60,
-    "contained": 90,
-    "contained-process": 40,
-    "contained-ranks": 60,
-    **dict.fromkeys(("bytes", "planted-bytes"), 30),
-    **dict.fromkeys(("latent", "fp8", "draft-model", "two-block-sizes", "shared-rows"), 20),
-    **dict.fromkeys(("hybrid-windows", "gated-delta-net", "short-convolution", "mamba"), 20),
-    **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 20),
-    **dict.fromkeys(("mamba-with-drafts", "planted-states", "planted-transfers"), 30),
+    **dict.fromkeys(("tensor-parallel", "ranks-differ", "pipeline-parallel"), 40),
+    **{"contained-ranks": 40, "contained-process": 30, "contained": 11},
+    **{"planted-states": 14, "planted-rows": 7, "planted-transfers": 6, "planted-blocks": 6},
+    **dict.fromkeys(("bytes", "planted-bytes", "latent", "draft-model", "hybrid-windows"), 5),
+    **dict.fromkeys(("gated-delta-net", "short-convolution", "mamba", "fp8"), 4),
+    **dict.fromkeys(("two-block-sizes", "shared-rows", "mamba-with-drafts"), 3),
+    **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 3),
 }
 
 #: Engines of ``tests/vllm_plugin/states/state_jobs.py``, by name, with their weights.
 STATES = {
-    **{"windows": 150, "greedy": 60, "stock": 30, "raise": 30, "forced": 40},
-    **{"two-ranks": 90, "two-ranks-greedy": 80, "mamba2-stock": 20},
-    **dict.fromkeys(("nemotron_h", "lfm2"), 50),
-    **dict.fromkeys(("mamba2", "falcon_h1"), 25),
-    **dict.fromkeys(("nemotron_h-greedy", "mamba2-greedy", "falcon_h1-greedy", "lfm2-greedy"), 20),
+    **{"two-ranks": 40, "two-ranks-greedy": 30, "windows": 13, "nemotron_h": 8, "lfm2": 6},
+    **dict.fromkeys(("greedy", "forced", "mamba2", "falcon_h1", "falcon_h1-greedy"), 5),
+    **dict.fromkeys(("nemotron_h-greedy", "mamba2-greedy", "lfm2-greedy"), 3),
+    **dict.fromkeys(("stock", "raise", "mamba2-stock"), 2),
 }
 
 #: Runs of ``tests/audit_command/audit_runs.py``, by name, with their weights.
-COMMANDS = {
-    "chat": 30,
-    "own-prompts": 30,
-    "refused": 20,
-    "trace": 30,
-    **dict.fromkeys(("fault-sessions", "fault-offloading", "fault-mamba2"), 40),
+AUDITS = {
+    **dict.fromkeys(("chat", "own-prompts", "refused", "trace"), 11),
+    **{"fault-mamba2": 20, "fault-sessions": 13, "fault-offloading": 13},
 }
+
+#: Runs of ``tests/command_runs.py``, likewise.
+COMMANDS = {"bench": 90, "demo": 40, "bench-one-engine": 20}
+
+#: Jobs whose engines fork their workers, see ``engine_child.fork_workers``. vLLM spawns all others,
+#: such as those of servers, of "starts", "audit-tensor-parallel" and "audit-contained-process".
+FORKING = (
+    *("tp2", "states-two-ranks", "states-two-ranks-greedy"),
+    *("audit-ranks-differ", "audit-pipeline-parallel", "audit-contained-ranks"),
+)
 
 #: Engines with tests of their own, by the name that ``pytest.mark.engines`` has. ``work`` is the
 #: function that the process calls with its folder.
 OTHERS: dict[str, dict[str, Any]] = {
     name: {"weight": weight, "engines": {"alone": None}, "work": work}
     for name, weight, work in (
-        ("served-many", 150, "api_server:serve_many"),
-        ("served-one", 60, "api_server:serve_one"),
-        ("starts", 120, "engine_starts:starts"),
-        ("unhooking", 60, "engine_starts:unhooking"),
-        ("unchecked", 120, "unchecked_engines:run"),
-        ("endings", 60, "engine_endings:endings"),
-        ("audit-llama", 60, "audit_engines:llama"),
-        ("audit-gemma3", 60, "audit_engines:gemma3"),
-        ("audit-windows", 40, "audit_engines:windows"),
-        ("audit-sessions", 40, "audit_engines:sessions_with_drafts"),
-        ("audit-plain-sessions", 40, "audit_engines:plain_sessions"),
+        ("served-many", 60, "api_server:serve_many"),
+        ("served-one", 30, "api_server:serve_one"),
+        ("starts", 65, "engine_starts:starts"),
+        ("unhooking", 7, "engine_starts:unhooking"),
+        ("unchecked", 33, "unchecked_engines:run"),
+        ("endings", 15, "engine_endings:endings"),
+        ("audit-llama", 5, "audit_engines:llama"),
+        ("audit-gemma3", 4, "audit_engines:gemma3"),
+        ("audit-windows", 3, "audit_engines:windows"),
+        ("audit-sessions", 17, "audit_engines:sessions_with_drafts"),
+        ("audit-plain-sessions", 18, "audit_engines:plain_sessions"),
         *((f"audit-{name}", weight, "watched_engines:run") for name, weight in WATCHED.items()),
-        *((f"command-{name}", weight, "audit_runs:run") for name, weight in COMMANDS.items()),
+        *((f"command-{name}", weight, "audit_runs:run") for name, weight in AUDITS.items()),
+        *((f"command-{name}", weight, "command_runs:run") for name, weight in COMMANDS.items()),
         *((f"states-{name}", weight, "state_engines:run") for name, weight in STATES.items()),
     )
 }

@@ -14,6 +14,7 @@ from typing import Any
 
 import grid_table
 import pytest
+from commands import Ended
 from engine_jobs import COMPARED, ENVIRONMENT, JOBS, OTHERS, missing, wanted
 from engine_pool import EngineFailed, EnginePool
 from folders import TESTS, python_path
@@ -25,9 +26,9 @@ FOLDERS = [TESTS / name for name in ("vllm_plugin/audit", "vllm_plugin/states", 
 LIMIT = 900
 
 
-def _turn(item: tuple[str, dict[str, Any]]) -> tuple[bool, float]:
-    """Order jobs: those whose tests come long before the others', then by what they take."""
-    return not item[0].startswith("command-"), -item[1]["weight"]
+def _turn(item: tuple[str, dict[str, Any]]) -> float:
+    """Order jobs by what they take: at the end no core waits for a long one."""
+    return -float(item[1]["weight"])
 
 
 class Engines:
@@ -102,6 +103,12 @@ ENGINES = pytest.StashKey[Engines]()
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests that wait for engines last: beside the engines, the others compute meanwhile."""
+    items.sort(key=lambda item: bool(needed([item])))
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the engines that the collected tests need.
 
@@ -146,6 +153,17 @@ def reports(request: pytest.FixtureRequest) -> Callable[[str], Reports]:
         return Reports(request.config.stash[ENGINES].pool, name)
 
     return report
+
+
+@pytest.fixture
+def ended(reports: Callable[[str], Reports]) -> Callable[[str], tuple[Ended, Path]]:
+    """How a run of a command ended, and the folder that it ran in, by the run's name."""
+
+    def of(name: str) -> tuple[Ended, Path]:
+        found = reports(f"command-{name}")["alone"]
+        return Ended(found["code"], found["out"], found["err"]), Path(found["folder"])
+
+    return of
 
 
 def remember(config: pytest.Config, reports: dict[str, Reports]) -> None:
