@@ -232,8 +232,10 @@ def _attach(
     """Attach to the worker's runner, and install the other hooks that the policy needs."""
     from .internals import flash, workers
 
-    if facts.recurrent is not None:
+    if facts.recurrent is not None and facts.device == "cpu":
         from .cpu.runner_states import attach
+    elif facts.recurrent is not None:
+        from .gpu.runner_states import attach
     elif facts.device == "cpu":
         from .cpu.runner_v1 import attach
     elif facts.runner == "v1":

@@ -172,19 +172,20 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
 
 def _check_recurrent(value: str, device: str, *, windows: bool) -> None:
     """Raise ConfigError for a value of ``recurrent`` that has no effect."""
-    if device != "cpu":
-        why = f"on device {device}: kvtxn's vLLM plug-in holds states on a CPU only, so far"
+    known = device in ("cpu", "cuda")
+    if not known:
+        why = f"on device {device}: kvtxn's vLLM plug-in holds states on CPUs and GPUs only"
     elif not windows:
         why = "without a policy: no window is opened"
     elif value == "fast":
-        why = "on device cpu: vLLM's own operator is exact there, and kvtxn has no faster one"
+        why = f"on device {device}: vLLM's own operator is exact there, and kvtxn has no faster one"
     else:
         return
     raise ConfigError(
         _WHERE,
         f"recurrent has no effect {why}",
         got=repr(value),
-        hint='use "exact"' if device == "cpu" and windows else "leave recurrent out",
+        hint='use "exact"' if known and windows else "leave recurrent out",
     )
 
 

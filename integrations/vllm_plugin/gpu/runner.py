@@ -18,7 +18,7 @@ from ....log import get_logger
 from ....manager import TransactionManager
 from ....row_io import LayerRows
 from ...serving.graph_steps import GraphSteps
-from ..internals import Foreign, batches, config, flash, kv_cache
+from ..internals import Foreign, batches, config, flash, kv_cache, state_layers
 from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
@@ -48,7 +48,7 @@ class GpuRunnerMixin(WindowedRunnerMixin):
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """Reserve the steps' memory before vLLM sizes the KV cache by what is left."""
-        hold_room(self)
+        hold_room(self, self.kvtxn_bytes_of_states())
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def initialize_kv_cache(
@@ -98,7 +98,15 @@ class GpuRunnerMixin(WindowedRunnerMixin):
             self.kvtxn_undo.callback(unhook_attention, layers, builders)
             hook_attention(steps, layers, spare.first, builders)
         steps.warm_up()
-        return steps, {"buffer_bytes": steps.windows.nbytes}
+        return steps, {"buffer_bytes": steps.windows.nbytes, **self.kvtxn_hold_states(manager)}
+
+    def kvtxn_hold_states(self, manager: TransactionManager) -> dict[str, object]:
+        """Let commits write recurrent states, if the model has any; returns fields for the log."""
+        return {}
+
+    def kvtxn_bytes_of_states(self) -> int:
+        """Return the bytes that recurrent states need beside their caches."""
+        return 0
 
     def make_graph_steps(self, manager: TransactionManager, rows: LayerRows | None) -> Any:
         """Make steps that read the slots where this runner keeps them.
@@ -124,9 +132,9 @@ def add_spare_blocks(runner: Any, kv_cache_config: Any) -> Any:
     wanted: TxnConfig = runner.kvtxn_config
     try:
         if rows_may_wait(runner) and kv_cache.has_rows_in_line(kv_cache_config):
-            drafters = attention_layers.draft_layers(runner)
+            others = attention_layers.draft_layers(runner) | set(state_layers.modules_of(runner))
             kv_cache_config, runner.kvtxn_spare = with_spare_blocks(
-                kv_cache_config, wanted.max_rows, drafters
+                kv_cache_config, wanted.max_rows, others
             )
     except Exception as error:
         if wanted.on_error == "raise":
@@ -202,13 +210,18 @@ def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign])
         del each.kvtxn
 
 
-def hold_room(runner: Any) -> None:
-    """Reserve the memory of the steps, so that vLLM's profiling does not give it to the cache."""
+def hold_room(runner: Any, more: int = 0) -> None:
+    """Reserve the memory of the steps, so that vLLM's profiling does not give it to the cache.
+
+    Args:
+        runner: the runner.
+        more: bytes to reserve beside those of the rows.
+    """
     wanted: TxnConfig = runner.kvtxn_config
     try:
         size = kv_cache.bytes_of_rows(runner, wanted.max_rows)
         tables = kv_cache.bytes_of_tables(runner) if rows_may_wait(runner) else 0
-        runner.kvtxn_room = kv_cache.room(runner, size + tables)
+        runner.kvtxn_room = kv_cache.room(runner, size + tables + more)
     except Exception as error:
         if wanted.on_error == "raise":
             raise

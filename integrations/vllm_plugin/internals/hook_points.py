@@ -10,11 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ..policy.engine import MAMBA2, SHORT_CONV
-from . import audited, batches, gated_delta, layers, mixers, scheduling, state_layers
+from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
+from . import (
+    audited,
+    batches,
+    gated_delta,
+    held_states,
+    layers,
+    mixers,
+    scheduling,
+    state_layers,
+    verified_rows,
+)
 
-#: Where a hook point matters: on any device, on a CPU, on a GPU, or for recurrent states.
-PLACES: Final = ("all", "cpu", "gpu", "states")
+#: Where a hook point matters: on any device, on a CPU, on a GPU, or for recurrent states on a CPU
+#: or on a GPU.
+PLACES: Final = ("all", "cpu", "gpu", "states", "states on gpu")
 
 _SCHED: Final = "vllm.v1.core.sched"
 _KV: Final = "vllm.v1.kv_cache_interface"
@@ -132,10 +143,25 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.attention.backends.short_conv_attn.ShortConvAttentionMetadata",
         f"{_KV}.MambaSpec",
     ),
+    # ``MambaMixer2`` and ``MambaSpec`` are above.
+    "states on gpu": (
+        *_of(
+            f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention",
+            verified_rows.LAUNCHES[GATED_DELTA],
+        ),
+        "vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating"
+        ".fused_sigmoid_gating_delta_rule_update",
+        *_of(
+            "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState",
+            held_states.METHODS,
+        ),
+        "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder.build",
+        "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder.update_block_table",
+    ),
 }
 
 
 def places_of(device: str) -> tuple[str, ...]:
     """Return the places that concern a device; both devices' for a device that is neither."""
-    own = {"cpu": ("cpu", "states"), "cuda": ("gpu",)}.get(device, PLACES[1:])
+    own = {"cpu": ("cpu", "states"), "cuda": ("gpu", "states on gpu")}.get(device, PLACES[1:])
     return ("all", *own)

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from ....errors import LayerError
-from . import Foreign, batches
+from . import Foreign, batches, state_layers
 from .layers import draft_layers
 
 
 def bytes_of_rows(runner: Any, rows: int) -> int:
     """Return how many bytes ``rows`` rows take in all layers of the target together."""
-    drafters = draft_layers(runner)
+    others = draft_layers(runner) | set(state_layers.modules_of(runner))
     return rows * sum(
         int(-(-spec.page_size_bytes // spec.block_size))
         for name, spec in runner.get_kv_cache_spec().items()
-        if name not in drafters
+        if name not in others
     )
 
 

@@ -143,9 +143,9 @@ def _layer(name: str, group: int, module: Any, dtype: torch.dtype) -> TargetLaye
 
 def all_take_slots(runner: Any) -> bool:
     """Tell whether ``flash.takes_slots`` holds for every target layer of a loaded model."""
-    drafters = draft_layers(runner)
+    others = draft_layers(runner) | set(state_layers.modules_of(runner))
     modules = runner.compilation_config.static_forward_context
-    impls = (getattr(modules[name], "impl", None) for name in modules if name not in drafters)
+    impls = (getattr(modules[name], "impl", None) for name in modules if name not in others)
     return all(flash.takes_slots(impl) for impl in impls)
 
 

@@ -8,36 +8,55 @@ from . import supported
 from .engine import GATED_DELTA, KNOWN_STATES, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
 from .rule import Rule
 
-#: Dtypes that were checked: of a model, and of its states.
+#: Devices with recurrent layers whose operators or kernels kvtxn knows.
+_DEVICES: Final = ("cpu", "cuda")
+
+#: Dtypes that were checked on a CPU: of a model, and of its states.
 _CHECKED: Final = {
     GATED_DELTA: (("bfloat16", "float32"),),
     MAMBA2: (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")),
     SHORT_CONV: (("float32", "float32"), ("bfloat16", "bfloat16")),
 }
 
+#: Dtypes that kvtxn takes on a GPU.
+_ON_GPU: Final = (("bfloat16", "float32"), ("bfloat16", "bfloat16"))
+
 
 def _asked(facts: EngineFacts) -> bool:
-    """Tell whether states are to be in the windows, of layers that kvtxn knows on a CPU."""
-    return facts.device == "cpu" and facts.recurrent in KNOWN_STATES and facts.states != "off"
+    """Tell whether states are to be in the windows, of layers that kvtxn knows."""
+    return facts.device in _DEVICES and facts.recurrent in KNOWN_STATES and facts.states != "off"
+
+
+def _on_gpu(facts: EngineFacts) -> bool:
+    """Tell whether states are to be in the windows of an engine on a GPU."""
+    return _asked(facts) and facts.device == "cuda"
+
+
+def _releases(facts: EngineFacts) -> tuple[str, ...]:
+    """Return the releases whose recurrent layers kvtxn knows on the engine's device."""
+    on_gpu = facts.device == "cuda"
+    return supported.GPU_STATE_RELEASES if on_gpu else supported.STATE_RELEASES
 
 
 def _foreign_dtype(facts: EngineFacts) -> bool:
     """Tell whether vLLM itself does not take the model's dtype."""
-    return facts.recurrent == GATED_DELTA and facts.dtype != "bfloat16"
+    return facts.device == "cpu" and facts.recurrent == GATED_DELTA and facts.dtype != "bfloat16"
 
 
 def _unchecked(facts: EngineFacts) -> bool:
     """Tell whether kvtxn was not checked with the dtypes of the model and of its states."""
     if facts.recurrent is None or facts.recurrent not in _CHECKED or _foreign_dtype(facts):
         return False
-    pairs = _CHECKED[facts.recurrent]
+    pairs = _ON_GPU if facts.device == "cuda" else _CHECKED[facts.recurrent]
     return all(
         facts.dtype != model or facts.state_dtype not in (None, states) for model, states in pairs
     )
 
 
 def _held(facts: EngineFacts) -> bool:
-    """Tell whether nothing speaks against states in the windows."""
+    """Tell whether nothing speaks against states in the windows of an engine on a CPU."""
+    if facts.device == "cuda":
+        return False
     known = facts.version in supported.STATE_RELEASES and not facts.cached_states
     ranks = facts.tensor_parallel == 1 or facts.recurrent == GATED_DELTA
     right = not _foreign_dtype(facts) and not _unchecked(facts)
@@ -46,22 +65,16 @@ def _held(facts: EngineFacts) -> bool:
 
 #: An engine whose states are in the windows.
 _WITH_STATES: Final = {"recurrent": GATED_DELTA, "states": "exact", "dtype": "bfloat16"}
+_WITH_STATES_ON_GPU: Final = {**_WITH_STATES, "device": "cuda", "runner": "v2"}
 
 
 #: In order of precedence.
 STATE_RULES: Final[tuple[Rule, ...]] = (
     Rule(
-        "states on other devices",
-        "windows",
-        lambda f: f.recurrent is not None and f.device != "cpu",
-        "kvtxn's vLLM plug-in does not support recurrent layers on device {device} yet",
-        {"device": "cuda", "runner": "v2", "recurrent": GATED_DELTA},
-    ),
-    Rule(
         "other states",
         "windows",
-        lambda f: f.device == "cpu" and f.recurrent == OTHER_STATES,
-        "kvtxn knows vLLM's CPU operators of gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 "
+        lambda f: f.device in _DEVICES and f.recurrent == OTHER_STATES,
+        "kvtxn knows vLLM's operators of gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 "
         "(Nemotron-H, Granite 4, Falcon-H1) and short convolutions (LFM2), and of no other "
         "recurrent layers",
         {"recurrent": OTHER_STATES},
@@ -69,7 +82,7 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "states not asked for",
         "windows",
-        lambda f: f.device == "cpu" and f.recurrent in KNOWN_STATES and f.states == "off",
+        lambda f: f.device in _DEVICES and f.recurrent in KNOWN_STATES and f.states == "off",
         'the model has recurrent states, and the settings lack "recurrent": "exact"',
         {"recurrent": GATED_DELTA, "dtype": "bfloat16"},
     ),
@@ -79,11 +92,25 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         lambda f: (
             _asked(f)
             and (f.version in supported.RELEASES or f.unchecked)
-            and f.version not in supported.STATE_RELEASES
+            and f.version not in _releases(f)
         ),
         "recurrent states were not checked with vLLM {version}; supported: "
         + ", ".join(supported.STATE_RELEASES),
         {**_WITH_STATES, "version": "0.31.0"},
+    ),
+    Rule(
+        "states with the V1 runner",
+        "windows",
+        lambda f: _on_gpu(f) and f.runner == "v1",
+        "on GPUs kvtxn knows the recurrent states of vLLM's V2 model runner alone",
+        {**_WITH_STATES_ON_GPU, "runner": "v1"},
+    ),
+    Rule(
+        "states over stages",
+        "windows",
+        lambda f: _on_gpu(f) and f.pipeline_parallel > 1,
+        "kvtxn was not checked with recurrent states under pipeline parallelism",
+        {**_WITH_STATES_ON_GPU, "pipeline_parallel": 2},
     ),
     Rule(
         "gated delta nets in other dtypes",
@@ -102,17 +129,29 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "states over ranks",
         "windows",
-        lambda f: _asked(f) and f.recurrent != GATED_DELTA and f.tensor_parallel > 1,
+        lambda f: (
+            _asked(f)
+            and f.tensor_parallel > 1
+            and (f.device == "cuda" or f.recurrent != GATED_DELTA)
+        ),
         "kvtxn was not checked with {recurrent} under tensor parallelism",
         {**_WITH_STATES, "recurrent": MAMBA2, "tensor_parallel": 2},
     ),
     Rule(
         "cached states",
         "windows",
-        lambda f: _asked(f) and f.cached_states,
+        lambda f: _asked(f) and f.cached_states and f.device == "cpu",
         "the prefix cache keeps states at block boundaries, and where drafts are verified vLLM "
         "moves those states by Triton kernels alone: set enable_prefix_caching to False",
         {**_WITH_STATES, "cached_states": True},
+    ),
+    Rule(
+        "cached states on GPUs",
+        "windows",
+        lambda f: _on_gpu(f) and f.cached_states,
+        "the prefix cache keeps states at block boundaries, and on a GPU kvtxn's commit does not "
+        "write those yet: set enable_prefix_caching to False",
+        {**_WITH_STATES_ON_GPU, "cached_states": True},
     ),
     Rule(
         "states wait for the commit",

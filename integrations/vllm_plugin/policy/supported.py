@@ -23,6 +23,10 @@ GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
 STATE_RELEASES: Final = releases.checked_for("states", _RELEASES)
 
 
+#: Releases whose kernels of recurrent layers on a GPU are known.
+GPU_STATE_RELEASES: Final = ("0.32.0",)
+
+
 def releases_for(device: str) -> tuple[str, ...]:
     """Return the releases that were checked on a device, such as ``"cuda"``, oldest first."""
     return GPU_RELEASES if device == "cuda" else RELEASES

@@ -51,6 +51,7 @@ def runner(**settings):
     spec = Spec(16 * 96, 16)
     return Made(
         device=torch.device("cpu"),
+        compilation_config=Made(static_forward_context={}),
         speculator=Made(draft_attn_layer_names={"draft"}),
         get_kv_cache_spec=lambda: {"a": spec, "b": spec, "draft": spec},
         kvtxn_config=TxnConfig(policy="undo", max_rows=10, **settings),

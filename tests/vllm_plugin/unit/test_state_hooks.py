@@ -28,6 +28,7 @@ from kvtxn import ConfigError, KVTxnError, LayerError, LayerRef, TransactionMana
 from kvtxn.states import WindowState
 
 EXACT = {"kvtxn": {"policy": "auto", "recurrent": "exact"}}
+ON_GPU = {"device": "cuda", "runner": "v2"}
 ENGINE = EngineFacts(recurrent=GATED_DELTA, states="exact", dtype="bfloat16")
 
 real_vllm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -49,12 +50,8 @@ def test_the_setting_is_off_unless_it_is_given():
     [
         ({"policy": "auto", "recurrent": "bits"}, "cpu", "one of 'off', 'exact', 'fast'"),
         ({"policy": "auto", "recurrent": "fast"}, "cpu", "vLLM's own operator is exact there"),
-        ({"policy": "auto", "recurrent": "exact"}, "cuda", "holds states on a CPU only, so far"),
-        (
-            {"policy": "auto", "recurrent": "fast"},
-            "cuda",
-            "on device cuda: .*; leave recurrent out",
-        ),
+        ({"policy": "auto", "recurrent": "exact"}, "xpu", "on CPUs and GPUs only"),
+        ({"policy": "auto", "recurrent": "fast"}, "cuda", 'has no faster one.*; use "exact"'),
         ({"audit": "ledger", "recurrent": "exact"}, "cpu", "without a policy: no window"),
     ],
 )
@@ -95,7 +92,13 @@ def test_what_rules_deferred_out_leaves_nothing_else():
     [
         ({"states": "off"}, 'the settings lack "recurrent": "exact"'),
         ({"recurrent": OTHER_STATES}, "of no other recurrent layers"),
-        ({"device": "cuda", "runner": "v2"}, "on device cuda yet"),
+        ({**ON_GPU, "states": "off"}, 'the settings lack "recurrent": "exact"'),
+        ({**ON_GPU, "runner": "v1"}, "V2 model runner alone"),
+        ({**ON_GPU, "cached_states": True}, "set enable_prefix_caching to False"),
+        ({**ON_GPU, "tensor_parallel": 2}, "under tensor parallelism"),
+        ({**ON_GPU, "pipeline_parallel": 2}, "under pipeline parallelism"),
+        ({**ON_GPU, "recurrent": OTHER_STATES}, "of no other recurrent layers"),
+        ({**ON_GPU, "dtype": "float16"}, "not checked with None states of a float16 model"),
         ({"cached_states": True}, "set enable_prefix_caching to False"),
         ({"state_dtype": "bfloat16"}, "not checked with bfloat16 states"),
         ({"version": "0.31.0"}, "supported: 0.32.0"),
@@ -128,6 +131,15 @@ def test_the_doctor_judges_a_model_with_states(tmp_path, kvtxn, says):
         }
     )
     assert found["policies"][0].startswith(says)
+
+
+def test_on_a_gpu_states_go_with_every_policy():
+    """The states are read alone until the commit, so the rows of attention may be undone."""
+    engine = attrs.evolve(ENGINE, **ON_GPU, flash=3)
+    for asked, policy in (("auto", "deferred"), ("undo", "undo"), ("deferred", "deferred")):
+        assert decide(asked, engine).policy == policy
+    other = attrs.evolve(engine, attention="TRITON_ATTN", flash=None)
+    assert decide("auto", other).policy == "undo"
 
 
 def test_the_matrix_names_both_kinds_of_states():

@@ -1,0 +1,161 @@
+"""vLLM's V2 model runner on a GPU, with recurrent states that only a commit writes.
+
+Each request has one block for its state, where stock has one more per draft. So vLLM alone can no
+longer speculate over these caches: if kvtxn cannot make its steps, the engine does not start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from ....errors import KVTxnError
+from ....log import get_logger
+from ....manager import TransactionManager
+from ..attach import hook_runner, restore_class, swap_class
+from ..internals import Foreign, batches, held_states, state_layers
+from ..internals.config import runner_facts
+from ..internals.held_states import HeldStates
+from ..internals.layers import TargetLayer
+from ..policy.engine import EngineFacts
+from ..policy.rules import decide
+from ..settings import PluginSettings
+from .runner_v2 import GpuRunnerV2
+
+log = get_logger()
+
+
+class ReportedModelState:
+    """A mixin of vLLM's ``model_state``: tells the states about the metadata of each step."""
+
+    kvtxn_states: HeldStates
+
+    def prepare_attn(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the metadata, and let the states' kernels find their blocks."""
+        metadata = super().prepare_attn(*args, **kwargs)  # type: ignore[misc]
+        self.kvtxn_states.begin(metadata)
+        return metadata
+
+
+class GpuStateRunnerV2(GpuRunnerV2):
+    """A mixin of vLLM's V2 runner, for models with recurrent layers.
+
+    Attributes:
+        kvtxn_one_state: the caches have one state per request; None before that is decided.
+        kvtxn_states: the states; None while kvtxn stays out.
+    """
+
+    kvtxn_one_state: bool | None = None
+    kvtxn_states: HeldStates | None = None
+
+    def get_kv_cache_spec(self) -> dict[str, Foreign]:
+        """Ask for one block per request and state, if commits will write the states."""
+        specs: dict[str, Foreign] = super().get_kv_cache_spec()  # type: ignore[misc]
+        return state_layers.one_block_each(specs) if self.kvtxn_decided() else specs
+
+    def kvtxn_decided(self) -> bool:
+        """Tell whether commits will write the states; decided once, when the model is loaded."""
+        if self.kvtxn_one_state is None:
+            facts = self.kvtxn_facts((), runner_facts(self))
+            policy, _ = decide(self.kvtxn_config.policy, facts)
+            wrong = None if policy == "off" else held_states.launches_differ(self)
+            if wrong is not None:
+                log.warning("kvtxn.states_unknown", rank=self.kvtxn_rank, why=wrong)
+            self.kvtxn_one_state = policy != "off" and wrong is None
+        return self.kvtxn_one_state
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **others: Any
+    ) -> None:
+        """Make the steps; without them this engine cannot run.
+
+        Raises:
+            KVTxnError: kvtxn stays out, though the caches have one state per request.
+        """
+        self.kvtxn_states = None
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
+        if self.kvtxn_one_state and is_profiling:  # the forward shall be the one to come
+            self.kvtxn_hook_states(lambda _: None)
+        elif self.kvtxn_one_state and self.kvtxn is None:
+            raise KVTxnError(
+                "initialize_kv_cache",
+                "the caches have one state per request, but kvtxn has no windows over them; the "
+                "log has the reason, event kvtxn.inactive",
+                hint="leave the setting 'recurrent' out to run this engine without kvtxn",
+            )
+
+    def kvtxn_facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
+        """Add the dtype of the states, and what attention can do once the caches exist."""
+        known = attrs.evolve(facts, state_dtype=state_layers.state_dtype(self))
+        return super().kvtxn_facts(layers, known) if layers else known
+
+    def kvtxn_bytes_of_states(self) -> int:
+        """Return the bytes of the buffers in which rows wait for the commit of the states."""
+        return held_states.bytes_of_buffers(self) if self.kvtxn_decided() else 0
+
+    def kvtxn_hold_states(self, manager: TransactionManager) -> dict[str, object]:
+        """Let commits write the states; returns fields for the log.
+
+        Raises:
+            KVTxnError: the model's recurrent layers are not those that kvtxn knows.
+        """
+        if not self.kvtxn_decided():
+            wrong = held_states.launches_differ(self)
+            raise KVTxnError("vllm", f"the model's recurrent layers are unknown: {wrong}")
+        states = self.kvtxn_hook_states(lambda error: manager.note_fallback("states", error))
+        self.kvtxn_states = states
+        return {
+            "states": len(states.layers),
+            "state_blocks": 1,
+            "state_buffer_bytes": states.nbytes,
+        }
+
+    def kvtxn_hook_states(self, note: Callable[[Exception], None]) -> HeldStates:
+        """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed."""
+        states = HeldStates(self, note)
+        states.warm_up()
+        self.kvtxn_undo.callback(states.unhook)
+        states.hook()
+        self.kvtxn_undo.callback(report_steps(self, states))
+        return states
+
+    def postprocess_sampled(
+        self,
+        idx_mapping: Any,
+        sampled_tokens: Any,
+        num_sampled: Any,
+        num_rejected: Any,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        """Commit the states, then the rows of attention; see ``GpuRunnerV2``."""
+        if self.kvtxn_states is not None:
+            self.kvtxn_states.commit(num_sampled)
+        super().postprocess_sampled(
+            *(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named
+        )
+
+
+def report_steps(runner: Any, states: HeldStates) -> Any:
+    """Let a runner's ``model_state`` tell the states about each step.
+
+    Returns:
+        A function that undoes it.
+    """
+    model_state = held_states.model_state(runner)
+    swap_class(model_state, ReportedModelState)
+    model_state.kvtxn_states = states
+
+    def undo() -> None:
+        restore_class(model_state)
+        del model_state.kvtxn_states
+
+    return undo
+
+
+def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
+    """Put the mixin before a runner's class, once, before its KV cache exists."""
+    methods = {**batches.V2_METHODS, **state_layers.METHODS}
+    hook_runner(runner, settings, rank, methods, GpuStateRunnerV2)

@@ -1,0 +1,304 @@
+"""Recurrent states of vLLM's V2 runner on a GPU: one block for each request, and a commit per step.
+
+In a verify step vLLM itself writes a state per row, 1 + k of them, and reads the one it needs in
+the next step. Here the step writes none. Its rows wait in fixed buffers until the sampler has said
+how many are kept; then each layer's kernel runs once more and writes one state.
+
+The past of a convolution stays vLLM's: it is one window per request already, and vLLM reads it at
+the number of tokens that were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ....errors import KVTxnError, LayerError
+from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
+from . import Foreign, config
+from .state_layers import StateLayer, kind_of, modules_of, state_layers
+from .verified_rows import (
+    LAUNCHES,
+    GatedDeltaRows,
+    Mamba2Rows,
+    StateTables,
+    VerifiedRows,
+    VerifyStep,
+    row_elements,
+)
+
+#: The method of vLLM's ``model_state`` that makes a step's metadata, with its parameters.
+METHODS: Final = {
+    "prepare_attn": (
+        *("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups"),
+        *("kv_cache_config", "for_capture", "ubatch_idx", "model_specific_attn_metadata"),
+    ),
+}
+
+#: By kind of layer, the field of its metadata that has the blocks of requests with drafts.
+_TABLES: Final[Mapping[str, str]] = {
+    GATED_DELTA: "spec_state_indices_tensor",
+    MAMBA2: "state_indices_tensor_d",
+    SHORT_CONV: "state_indices_tensor_d",
+}
+
+
+def bytes_of_buffers(runner: Any) -> int:
+    """Return the bytes of the buffers and tables of ``HeldStates``, before the caches exist."""
+    rows, found = _most_rows(runner), modules_of(runner)
+    kinds: list[Any] = [(module, kind) for _, (module, kind) in found_kinds(found).items()]
+    elements = sum(row_elements(module, kind) for module, kind in kinds)
+    shared = max((_scratch_elements(module, kind) for module, kind in kinds), default=0)
+    tables = 8 * len(kinds) * _most_requests(runner) * (_width(runner) + 2)
+    return rows * (elements + shared) * int(runner.dtype.itemsize) + tables
+
+
+def found_kinds(modules: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return the layers that have states, beside the past of a convolution, with their kinds."""
+    found = {name: (module, kind_of(module) or "") for name, module in modules.items()}
+    return {name: (module, kind) for name, (module, kind) in found.items() if kind in LAUNCHES}
+
+
+def launches_differ(runner: Any) -> str | None:
+    """Say in a sentence what kvtxn does not know about a model's recurrent layers; None if nothing.
+
+    What vLLM's own kernels do with a table that names no block, they do on a GPU with Triton's
+    backend of Mamba-2 alone.
+    """
+    from ..attach import check_methods
+
+    if not runner.model_config.is_hybrid:
+        return "the model has no layers of attention"
+    modules = modules_of(runner)
+    own = {id(module) for module in runner.get_model().modules()}
+    foreign = [name for name, module in modules.items() if id(module) not in own]
+    if foreign:
+        return f"layer {foreign[0]} is not the target's"
+    for module, kind in found_kinds(modules).values():
+        wrong = check_methods(type(module), LAUNCHES[kind])
+        if wrong is not None:
+            return wrong
+        if kind == MAMBA2 and runner.vllm_config.mamba_config.backend.value != "triton":
+            return "vLLM's backend of Mamba-2 layers is not Triton"
+        if getattr(module, "use_replayssm", False):
+            return "vLLM's own replay of Mamba-2 layers is on"
+        fused = getattr(module, "enable_fused_gdn_spec_decode", False)
+        if fused and _width(runner) == _FUSED_COLUMNS:
+            return (
+                f"with {_FUSED_COLUMNS - 1} drafts vLLM's fused kernel of gated delta nets has no "
+                "column left to read from; take fewer drafts, or VLLM_GDN_DECODE_KERNEL=triton"
+            )
+    return check_methods(type(runner.model_state), METHODS)
+
+
+#: Most columns of a table that vLLM's fused kernel of gated delta nets takes. For more rows than
+#: that per request vLLM takes the other kernel.
+_FUSED_COLUMNS: Final = 8
+
+
+def _width(runner: Any) -> int:
+    """Return the most rows of a request: the last sampled token, and the drafts."""
+    return int(runner.vllm_config.num_speculative_tokens) + 1
+
+
+def _most_rows(runner: Any) -> int:
+    """Return the most rows that requests with drafts can have in one step."""
+    return config.most_window_rows(runner.vllm_config)
+
+
+def _most_requests(runner: Any) -> int:
+    """Return the most requests in one table of vLLM's, padding included.
+
+    It is a multiple of 64, so that the table of each group is as well aligned as an own tensor.
+    """
+    captured = runner.compilation_config.max_cudagraph_capture_size or 0
+    return -(-max(int(runner.max_num_reqs), int(captured)) // 64) * 64
+
+
+def _scratch_elements(module: Any, kind: str) -> int:
+    """Return how many numbers per row the commits write that nobody reads."""
+    if kind == GATED_DELTA:
+        return 2 * int(module.value_dim // module.tp_size)
+    return int(module.num_heads // module.tp_size * module.head_dim)
+
+
+class HeldStates:
+    """The states of a runner's recurrent layers.
+
+    Args:
+        runner: a V2 runner whose KV cache exists.
+        note: called with an error after which the commit of the states was repeated.
+
+    Attributes:
+        layers: the recurrent layers.
+        nbytes: bytes of the buffers and tables.
+    """
+
+    def __init__(self, runner: Any, note: Callable[[Exception], None]) -> None:
+        self.layers = state_layers(runner)
+        self._note, self._width = note, _width(runner)
+        self._groups = list(dict.fromkeys(layer.group for layer in self.layers))
+        requests, rows, device = _most_requests(runner), _most_rows(runner), runner.device
+        with torch.inference_mode(False):  # its tensors outlive the mode they are made in
+            self.tables = StateTables.build(len(self._groups), requests, self._width, device)
+            self._verified = self._make_rows(rows, runner.dtype, device)
+        self._step: VerifyStep | None = None
+        self._done = 0
+        self.nbytes = bytes_of_buffers(runner)
+
+    def _make_rows(self, rows: int, dtype: torch.dtype, device: torch.device) -> list[VerifiedRows]:
+        """Make the buffers of each layer that has a state."""
+        made: list[VerifiedRows] = []
+        shared: Any = None
+        for layer in self.layers:
+            module: Any = layer.module
+            group = self._groups.index(layer.group)
+            if layer.kind == GATED_DELTA:
+                if shared is None:
+                    heads = module.num_v_heads // module.tp_size
+                    shape = 2, rows, heads, module.head_v_dim
+                    shared = torch.zeros(shape, dtype=dtype, device=device).unbind()
+                made.append(GatedDeltaRows(layer, self.tables, group, rows, dtype, shared))
+            elif layer.kind == MAMBA2:
+                if shared is None:
+                    heads = module.num_heads // module.tp_size
+                    shared = torch.zeros(rows, heads, module.head_dim, dtype=dtype, device=device)
+                made.append(Mamba2Rows(layer, self.tables, group, rows, dtype, shared))
+        return made
+
+    def hook(self) -> None:
+        """Let the layers verify without writing a state."""
+        for rows in self._verified:
+            rows.hook()
+
+    def unhook(self) -> None:
+        """Give the layers their own methods back."""
+        for rows in self._verified:
+            rows.unhook()
+
+    def warm_up(self) -> None:
+        """Compile the kernels of a commit: launch each over rows whose requests have no block."""
+        device, metadata = self.tables.whole.device, None
+        starts = torch.tensor([0, self._width], dtype=torch.int32, device=device)
+        step = VerifyStep(1, self._width, starts, None, metadata)
+        with torch.inference_mode():
+            self.tables.name_commits(self.tables.whole[:1])
+            for rows in self._verified:
+                rows.commit(step)
+
+    # -- a step ---------------------------------------------------------------------
+
+    def begin(self, metadata: Any) -> None:
+        """Note a step whose metadata is ready, and whose forward comes next.
+
+        A step that was noted before and not committed is forgotten: its states are as they were
+        before it.
+        """
+        self._step, self._done = None, 0
+        seen: set[int] = set()
+        for layer in self.layers:
+            given = metadata.get(layer.name) if isinstance(metadata, dict) else None
+            if given is None or id(given) in seen:
+                continue
+            seen.add(id(given))
+            self._prepare(layer, given)
+        first = next((layer for layer in self.layers if layer.kind in LAUNCHES), None)
+        if first is not None and seen and first.name in metadata:
+            self._step = _STEPS[first.kind](metadata[first.name], metadata)
+
+    def _prepare(self, layer: StateLayer, metadata: Any) -> None:
+        """Name the blocks of a group's requests to its kernels.
+
+        vLLM takes the most rows of a request from the number of columns of its own table, which
+        has one here: all columns are the first one, of which alone there is anything to read.
+        """
+        name = _TABLES[layer.kind]
+        table = getattr(metadata, name)
+        if table is None:
+            return
+        if table.shape[0] > self.tables.whole.shape[0]:
+            raise LayerError(
+                "vllm",
+                "a step has more requests than the tables of states",
+                expected=f"at most {self.tables.whole.shape[0]}",
+                got=table.shape[0],
+                hint="start the engine without the setting 'recurrent', and report this",
+            )
+        if table.shape[1] != self._width:
+            setattr(metadata, name, table[:, :1].expand(-1, self._width))
+        self.tables.name_sources(self._groups.index(layer.group), table)
+
+    def commit(self, sampled: Tensor) -> None:
+        """Write the states after the last kept row of each request.
+
+        Args:
+            sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
+
+        Raises:
+            KVTxnError: a state could not be written. The engine must not go on.
+        """
+        step = self._step
+        if step is None or not step.requests:
+            return
+        try:
+            self._commit(step, sampled)
+        except Exception as error:
+            self._note(error)
+            try:
+                self._commit(step, sampled)  # layers that are done are left out
+            except Exception as again:
+                raise KVTxnError(
+                    "commit",
+                    f"a state did not take in its accepted drafts: {again!r}",
+                    hint="the state is not that of its request: start the engine again",
+                ) from again
+        self._step, self._done = None, 0
+
+    def _commit(self, step: VerifyStep, sampled: Tensor) -> None:
+        """Launch what is left of the step's commits."""
+        kept = sampled[: step.requests] if step.places is None else sampled[step.places]
+        self.tables.name_commits(kept)
+        for rows in self._verified[self._done :]:
+            rows.commit(step)
+            self._done += 1
+
+    def abandon(self) -> None:
+        """Forget the step; its states stay as they were before it."""
+        self._step, self._done = None, 0
+
+
+def _gated_delta_step(given: Any, metadata: Any) -> VerifyStep | None:
+    """Describe the step of gated delta nets, by the metadata of one of them."""
+    count = int(given.num_spec_decodes)
+    if given.spec_sequence_masks is None or not count:
+        return None
+    places = None
+    if given.num_prefills or given.num_decodes:
+        # Sorted on the device, since counting what is true there would make the host wait.
+        first = given.spec_sequence_masks.to(torch.int8).argsort(descending=True, stable=True)
+        places = first[:count]
+    starts = given.spec_query_start_loc[: count + 1]
+    return VerifyStep(count, int(given.num_spec_decode_tokens), starts, places, metadata)
+
+
+def _mamba2_step(given: Any, metadata: Any) -> VerifyStep | None:
+    """Describe the step of Mamba-2 layers, by the metadata of one of them."""
+    count = int(given.num_decodes)
+    if not count or given.num_accepted_tokens is None:
+        return None
+    starts = given.query_start_loc_d[: count + 1]
+    return VerifyStep(count, int(given.num_decode_tokens), starts, None, metadata)
+
+
+_STEPS: Final[Mapping[str, Callable[[Any, Any], VerifyStep | None]]] = {
+    GATED_DELTA: _gated_delta_step,
+    MAMBA2: _mamba2_step,
+}
+
+
+def model_state(runner: Any) -> Foreign:
+    """Return the part of a V2 runner that makes the metadata of its steps."""
+    return runner.model_state

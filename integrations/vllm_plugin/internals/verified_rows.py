@@ -1,0 +1,390 @@
+"""vLLM's kernels of recurrent layers on a GPU: verify reads a state, and the commit writes it.
+
+For a verify step these kernels are given a table of state blocks. They read the state before the
+step from one column, and write the state after each row to that row's column, unless the column
+names no block. So one launch without any block to write to verifies; the same launch over the same
+rows, with one block to write to, commits. Both compute what vLLM's own launch computes, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..policy.engine import GATED_DELTA, MAMBA2
+from .state_layers import StateLayer
+
+#: vLLM's methods that contain a kernel's launch, by kind of layer, with their parameters.
+LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    GATED_DELTA: {
+        "_forward_core": ("mixed_qkv", "b", "a", "core_attn_out"),
+        "_forward_core_decode_spec_post_conv_fused_norm": (
+            *("mixed_qkv", "b", "a", "output_gate", "core_attn_out", "attn_metadata"),
+        ),
+        "_can_use_fused_gdn_mtp_decode": ("attn_metadata",),
+    },
+    MAMBA2: {"conv_ssm_forward": ("projected_states", "output")},
+}
+_FUSED: Final = "_forward_core_decode_spec_post_conv_fused_norm"
+
+
+@attrs.frozen(eq=False)
+class StateTables:
+    """Tables for the kernels, at fixed addresses, which captured graphs read.
+
+    A row stands for a request. Its last column is the one that the kernels read from; columns
+    before it, one for each row of the request, are those that they write to. 0 is no block.
+
+    Attributes:
+        sources: int32 ``[num_groups, num_requests, most_rows + 1]``: nothing is written.
+        commits: int32, shaped like ``sources``: the state after the last kept row is written.
+        whole: int32 ``[num_requests]``: what makes the kernels read from the last column.
+    """
+
+    sources: Tensor
+    commits: Tensor
+    whole: Tensor
+
+    @classmethod
+    def build(cls, groups: int, requests: int, rows: int, device: torch.device) -> StateTables:
+        """Make tables for so many requests, with at most ``rows`` rows each."""
+        shape = groups, requests, rows + 1
+        sources = torch.zeros(shape, dtype=torch.int32, device=device)
+        whole = torch.full((requests,), rows + 1, dtype=torch.int32, device=device)
+        return cls(sources, torch.zeros_like(sources), whole)
+
+    def name_sources(self, group: int, table: Tensor) -> None:
+        """Let a group's kernels read the first block of each request of vLLM's table."""
+        self.sources[group, : table.shape[0], -1].copy_(table[:, 0])
+
+    def name_commits(self, sampled: Tensor) -> None:
+        """Let the kernels write, for each request, the state after its last kept row.
+
+        Args:
+            sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
+                without any keeps its first row.
+        """
+        count, most = sampled.shape[0], self.commits.shape[2] - 1
+        commits, blocks = self.commits[:, :count], self.sources[:, :count, -1:]
+        last = sampled.clamp(1, most).to(torch.int64) - 1
+        commits.zero_()
+        commits[:, :, -1:].copy_(blocks)
+        commits.scatter_(2, last.view(1, count, 1).expand(blocks.shape), blocks)
+
+
+@attrs.frozen(eq=False)
+class VerifyStep:
+    """The requests that a step verifies, first to last.
+
+    Attributes:
+        requests: their number.
+        rows: the number of their rows.
+        starts: int32 ``[requests + 1]``, the first row of each, and the end.
+        places: int64 ``[requests]``, the place of each in the batch; None for 0, 1, ...
+        metadata: vLLM's metadata by layer; None where there is no forward, as in a warm-up.
+    """
+
+    requests: int
+    rows: int
+    starts: Tensor
+    places: Tensor | None
+    metadata: Any
+
+
+class VerifiedRows(Protocol):
+    """The rows of one layer in the present step, and the layer's kernels."""
+
+    def hook(self) -> None:
+        """Let the layer verify without writing a state, and keep its rows."""
+
+    def unhook(self) -> None:
+        """Give the layer its own methods back."""
+
+    def commit(self, step: VerifyStep) -> None:
+        """Write the states that ``StateTables.commits`` names."""
+
+
+def with_globals(function: Any, **own: object) -> Any:
+    """Copy a function; in the copy some global names stand for other objects."""
+    names = {**function.__globals__, **own}
+    parts = function.__name__, function.__defaults__, function.__closure__
+    made = FunctionType(function.__code__, names, *parts)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def row_elements(module: Any, kind: str) -> int:
+    """Return how many numbers of the model's dtype a layer keeps per row."""
+    ranks = module.tp_size
+    if kind == GATED_DELTA:
+        return int((2 * module.key_dim + module.value_dim + 2 * module.num_v_heads) // ranks)
+    if kind == MAMBA2:
+        groups = 2 * module.n_groups * module.ssm_state_size
+        return int((module.num_heads * (module.head_dim + 1) + groups) // ranks)
+    return 0
+
+
+class GatedDeltaRows:
+    """A gated delta net of Qwen3-Next or Qwen3.5; vLLM has a Triton kernel, and a fused one.
+
+    Args:
+        layer: the layer.
+        tables: the tables of all layers.
+        group: number of the layer's group in the tables.
+        rows: most rows of a step.
+        dtype: the model's.
+        scratch: ``[rows, num_heads, value_size]`` of the model's dtype, two tensors that all layers
+            share: a gate that nobody reads, and room for outputs that nobody reads.
+    """
+
+    def __init__(
+        self,
+        layer: StateLayer,
+        tables: StateTables,
+        group: int,
+        rows: int,
+        dtype: torch.dtype,
+        scratch: tuple[Tensor, Tensor],
+    ) -> None:
+        module: Any = layer.module
+        self._module, self._tables, self._group, self._scratch = module, tables, group, scratch
+        self._most = rows
+        ranks = module.tp_size
+        self._keys, self._values = module.key_dim // ranks, module.value_dim // ranks
+        heads, device = module.num_v_heads // ranks, layer.past.device
+        width = 2 * self._keys + self._values
+        self._flat = torch.zeros(rows * width, dtype=dtype, device=device)
+        self._a = torch.zeros(rows, heads, dtype=dtype, device=device)
+        self._b = torch.zeros_like(self._a)
+        self._may_fuse = bool(
+            getattr(module, "enable_fused_gdn_spec_decode", False)
+            and dtype == torch.bfloat16
+            and module.norm.weight.dtype in (torch.bfloat16, torch.float32)
+        )
+
+    # -- what verify kept -----------------------------------------------------------
+
+    def _split(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value of the first rows, contiguous."""
+        keys, most, flat = self._keys, self._most, self._flat
+        ends = most * keys, 2 * most * keys
+        return (
+            flat[: ends[0]].view(most, keys)[:rows],
+            flat[ends[0] : ends[1]].view(most, keys)[:rows],
+            flat[ends[1] :].view(most, self._values)[:rows],
+        )
+
+    def _mixed(self, rows: int) -> Tensor:
+        """Return the first rows, each as one piece."""
+        width = 2 * self._keys + self._values
+        return self._flat[: rows * width].view(rows, width)
+
+    # -- verify ---------------------------------------------------------------------
+
+    def hook(self) -> None:
+        """Let the layer verify without writing a state, and keep its rows."""
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
+
+        module = self._module
+        kernel = own.fused_sigmoid_gating_delta_rule_update
+        forward = with_globals(
+            type(module)._forward_core,
+            fused_sigmoid_gating_delta_rule_update=partial(self._verify, kernel),
+        )
+        module._forward_core = MethodType(forward, module)
+        if self._may_fuse:
+            setattr(module, _FUSED, self._verify_fused)
+
+    def unhook(self) -> None:
+        """Give the layer its own methods back."""
+        for name in ("_forward_core", _FUSED):
+            vars(self._module).pop(name, None)
+
+    def _verify(self, kernel: Callable[..., Any], **given: Any) -> Any:
+        """Launch vLLM's Triton kernel; in a verify step without a block to write to."""
+        if given.get("num_accepted_tokens") is None:
+            return kernel(**given)
+        from ....backends.recurrent.stage import stage_rows
+
+        rows = min(given["q"].shape[1], self._most)
+        sources = [given[name][0, :rows].flatten(1) for name in ("q", "k", "v")]
+        sources += [given[name][:rows] for name in ("a", "b")]
+        stage_rows(sources, [*self._split(rows), self._a, self._b])
+        count = given["cu_seqlens"].shape[0] - 1
+        given["ssm_state_indices"] = self._tables.sources[self._group, :count]
+        given["num_accepted_tokens"] = self._tables.whole[:count]
+        return kernel(**given)
+
+    def _verify_fused(
+        self,
+        mixed_qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        output_gate: Tensor,
+        core_attn_out: Tensor,
+        attn_metadata: Any,
+    ) -> None:
+        """Launch vLLM's fused kernel without a block to write to."""
+        from ....backends.recurrent.stage import stage_rows
+
+        rows = min(mixed_qkv.shape[0], self._most)
+        stage_rows([part[:rows] for part in (mixed_qkv, a, b)], [self._flat, self._a, self._b])
+        sources = self._tables.sources[self._group]
+        self._fused(mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata, sources)
+
+    def _fused(
+        self,
+        mixed_qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        output_gate: Tensor,
+        out: Tensor,
+        metadata: Any,
+        table: Tensor,
+    ) -> None:
+        """Launch vLLM's fused kernel with another table."""
+        given = replace(
+            metadata,
+            spec_state_indices_tensor=table,
+            num_accepted_tokens=self._tables.whole,
+        )
+        getattr(type(self._module), _FUSED)(
+            self._module,
+            mixed_qkv=mixed_qkv,
+            b=b,
+            a=a,
+            output_gate=output_gate,
+            core_attn_out=out,
+            attn_metadata=given,
+        )
+
+    # -- commit ---------------------------------------------------------------------
+
+    def _was_fused(self, metadata: Any) -> bool:
+        """Tell which kernel verified, by vLLM's own conditions: a graph does not say it."""
+        return (
+            self._may_fuse
+            and metadata.num_prefills == 0
+            and bool(self._module._can_use_fused_gdn_mtp_decode(metadata))
+        )
+
+    def commit(self, step: VerifyStep) -> None:
+        """Write the states that ``StateTables.commits`` names, by the kernel that verified."""
+        module, rows, count = self._module, min(step.rows, self._most), step.requests
+        a, b, commits = self._a[:rows], self._b[:rows], self._tables.commits[self._group]
+        metadata = None if step.metadata is None else step.metadata[module.prefix]
+        if metadata is not None and self._was_fused(metadata):
+            gate, out = (each[:rows] for each in self._scratch)
+            self._fused(self._mixed(rows), b, a, gate, out, metadata, commits)
+            return
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
+
+        query, key, value = self._split(rows)
+        own.fused_sigmoid_gating_delta_rule_update(
+            A_log=module.A_log,
+            a=a,
+            b=b,
+            dt_bias=module.dt_bias,
+            q=query.view(1, rows, -1, module.head_k_dim),
+            k=key.view(1, rows, -1, module.head_k_dim),
+            v=value.view(1, rows, -1, module.head_v_dim),
+            initial_state=module.kv_cache[1],
+            inplace_final_state=True,
+            cu_seqlens=step.starts,
+            ssm_state_indices=commits[:count],
+            num_accepted_tokens=self._tables.whole[:count],
+            use_qk_l2norm_in_kernel=True,
+        )
+
+
+class Mamba2Rows:
+    """A Mamba-2 layer; for the arguments see ``GatedDeltaRows``."""
+
+    def __init__(
+        self,
+        layer: StateLayer,
+        tables: StateTables,
+        group: int,
+        rows: int,
+        dtype: torch.dtype,
+        scratch: Tensor,
+    ) -> None:
+        module: Any = layer.module
+        self._module, self._tables, self._group, self._scratch = module, tables, group, scratch
+        ranks, device = module.tp_size, layer.past.device
+        heads, groups = module.num_heads // ranks, module.n_groups // ranks
+        self._most = rows
+        shapes = (
+            *((heads, module.head_dim), (heads,)),
+            *[(groups, module.ssm_state_size)] * 2,
+        )
+        self._parts = [torch.zeros(rows, *shape, dtype=dtype, device=device) for shape in shapes]
+
+    def hook(self) -> None:
+        """Let the layer verify without writing a state, and keep its rows."""
+        from vllm.model_executor.layers.mamba import mamba_mixer2 as own
+
+        module = self._module
+        forward = with_globals(
+            type(module).conv_ssm_forward,
+            selective_state_update=partial(self._verify, own.selective_state_update),
+        )
+        module.conv_ssm_forward = MethodType(forward, module)
+
+    def unhook(self) -> None:
+        """Give the layer its own method back."""
+        vars(self._module).pop("conv_ssm_forward", None)
+
+    def _verify(self, kernel: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Launch vLLM's kernel; in a verify step without a block to write to."""
+        if named.get("num_accepted_tokens") is None:
+            return kernel(*given, **named)
+        from ....backends.recurrent.stage import stage_rows
+
+        _, x, dt, _, b, c, *_ = given
+        rows = min(x.shape[0], self._most)
+        parts = (x[:rows].flatten(1), dt[:rows, :, 0], b[:rows].flatten(1), c[:rows].flatten(1))
+        stage_rows(parts, self._parts)
+        count = named["cu_seqlens"].shape[0] - 1
+        named |= self._table(self._tables.sources, count)
+        return kernel(*given, **named)
+
+    def _table(self, table: Tensor, count: int) -> dict[str, Tensor]:
+        """Return the kernel's arguments that say which states it reads and writes."""
+        blocks = table[self._group, :count]
+        return {
+            "state_batch_indices": blocks,
+            "dst_state_batch_indices": blocks,
+            "num_accepted_tokens": self._tables.whole[:count],
+        }
+
+    def commit(self, step: VerifyStep) -> None:
+        """Write the states that ``StateTables.commits`` names."""
+        from vllm.model_executor.layers.mamba import mamba_mixer2 as own
+
+        module, rows = self._module, min(step.rows, self._most)
+        x, dt, b, c = (part[:rows] for part in self._parts)
+        size, inner = module.head_dim, module.ssm_state_size
+        own.selective_state_update(
+            module.kv_cache[1],
+            x,
+            dt[:, :, None].expand(-1, -1, size),
+            module.A[:, None, None].expand(-1, size, inner).to(dtype=torch.float32),
+            b,
+            c,
+            module.D[:, None].expand(-1, size),
+            module.dt_bias[:, None].expand(-1, size),
+            dt_softplus=True,
+            out=self._scratch[:rows],
+            cu_seqlens=step.starts,
+            is_blackwell=module.is_blackwell,
+            **self._table(self._tables.commits, step.requests),
+        )

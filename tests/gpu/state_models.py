@@ -1,0 +1,219 @@
+"""Small dense models with recurrent layers, in the sizes of GPUs' kernels, and their engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+DRAFTS: Final = 4
+
+_ROPE: Final = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+_BASE: Final[dict[str, Any]] = {
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GATED: Final[dict[str, Any]] = {
+    **_BASE,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_parameters": _ROPE,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+#: ``config.json`` of each model.
+CONFIGS: Final[dict[str, dict[str, Any]]] = {
+    "qwen3_next": {  # vLLM wants one mixture of experts at least
+        **_GATED,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0, 2, 3],
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
+    "qwen3_5": {
+        **_GATED,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+    },
+    "nemotron_h": {
+        **_BASE,
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": False,
+        "head_dim": 64,
+        "attention_bias": False,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 1,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+        "expand": 2,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "mamba_proj_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_ssm_cache_dtype": "float32",
+        "num_nextn_predict_layers": 0,
+    },
+    "granite": {
+        **_BASE,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "position_embedding_type": "nope",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 512,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 0.125,
+    },
+    "lfm2": {
+        **_BASE,
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "conv", "full_attention"],
+        "conv_L_cache": 3,
+        "conv_dim": 256,
+        "block_dim": 256,
+        "block_multiple_of": 32,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+}
+
+_TRITON: Final = {"gdn_prefill_backend": "triton"}
+_EXACT: Final = {"policy": "auto", "recurrent": "exact", "required": True}
+
+#: Lets Qwen3.5 compute as Qwen3-Next does, without a mixture of experts.
+_BY_TRITON: Final = {"environment": {"VLLM_GDN_DECODE_KERNEL": "triton"}}
+_32: Final = {"mamba_ssm_cache_dtype": "float32"}
+_16: Final = {"mamba_ssm_cache_dtype": "bfloat16"}
+
+#: By name: model, options of the engine, and what runs beside stock.
+KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
+    "triton_float32": ("qwen3_5", {**_TRITON, **_BY_TRITON, **_32}, ("again", "auto", "undo")),
+    "fused_float32": ("qwen3_5", {**_TRITON, **_32}, ("again", "auto", "undo")),
+    "nemotron": ("nemotron_h", {}, ("auto",)),
+    "lfm2": ("lfm2", {}, ("auto",)),
+    "triton_bfloat16": ("qwen3_5", {**_TRITON, **_BY_TRITON, **_16}, ("auto",)),
+    "fused_bfloat16": ("qwen3_5", {**_TRITON, **_16}, ("auto",)),
+    "granite": ("granite", {}, ("auto",)),
+    "ahead": (
+        "qwen3_5",
+        {**_TRITON, **_32, "speculation": {"method": "ngram_gpu"}},
+        ("auto",),
+    ),
+    "mtp": ("qwen3_5", {**_TRITON, "speculation": {"method": "mtp"}}, ("auto",)),
+    "few": ("qwen3_5", {**_TRITON, "blocks": True}, ("auto",)),
+    "experts": ("qwen3_next", {**_TRITON, **_32}, ("auto",)),
+}
+_MODES: Final = {"graphs": {}, "eager": {"enforce_eager": True}}
+#: Kinds that run with graphs alone.
+_GRAPHS: Final = ("ahead", "mtp", "few", "experts")
+
+
+def write(name: str, folder: Path) -> str:
+    """Write a model's configuration; returns its folder. Weights are made in place."""
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return str(path)
+
+
+def engines() -> dict[str, dict[str, Any]]:
+    """The engines by name, the most telling ones first."""
+    found: dict[str, dict[str, Any]] = {}
+    for mode in ("eager", "graphs"):
+        for kind, (model, options, others) in KINDS.items():
+            if mode == "eager" and kind in _GRAPHS:
+                continue
+            for who in ("stock", *others):
+                if mode == "eager" and who in ("again", "undo"):
+                    continue
+                policy = "undo" if who == "undo" else "auto"
+                kvtxn = {} if who in ("stock", "again") else {**_EXACT, "policy": policy}
+                found[f"{kind}.{mode}.{who}"] = {
+                    "model": model,
+                    "kvtxn": kvtxn,
+                    "options": {**options, **_MODES[mode]},
+                }
+    return found
+
+
+def options_of(job: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a job's engine, beside its model and kvtxn's settings."""
+    options = {name: value for name, value in job["options"].items() if name != "environment"}
+    rates = [0.7, 0.5, 0.35, 0.25]
+    ngram = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    other = options.pop("speculation", {})
+    speculation = {
+        **({} if other.get("method") == "mtp" else ngram),
+        "num_speculative_tokens": DRAFTS,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": rates,
+        **other,
+    }
+    if options.pop("blocks", False):
+        options["num_gpu_blocks_override"] = 60  # too few for all: requests are preempted
+    return {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 128,
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 512 << 20,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "speculative_config": speculation,
+        **options,
+    }

@@ -1,0 +1,216 @@
+"""Reads the recurrent states on the device around every step of a GPU's V2 runner."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from gpu_oracle import Watch as Base
+from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
+from kvtxn.integrations.vllm_plugin.internals.state_layers import state_layers
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def digest(part: torch.Tensor) -> torch.Tensor:
+    """A number of the bits of each row, int64 ``[rows]``; places count."""
+    words = part.contiguous().view(_WORDS[part.element_size()]).flatten(1).to(torch.int64)
+    places = torch.arange(1, words.shape[1] + 1, device=part.device) * 2654435761
+    return (words * (places % 1000003)).sum(1)
+
+
+class Watch(Base):
+    """The worker extension: methods that vLLM calls in each worker."""
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the engine, and how many requests it holds at once."""
+        from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        config = runner.kv_cache_config
+        found = state_layers(runner)
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        _, facts = attention_layers.target_layers(runner)
+        modules: list[Any] = [layer.module for layer in found]
+        return {
+            "runner": facts.runner,
+            "graphs": runner.compilation_config.cudagraph_mode.name,
+            "attention": facts.attention,
+            "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
+            "kernels": sorted({str(getattr(m, "gdn_decode_kernel", "")) for m in modules}),
+            "states": [[str(p.dtype), list(p.shape[1:]), list(p.stride())]
+                       for p in (found[0].past, found[0].state) if p is not None],
+            "state_blocks": sorted({1 + s.num_speculative_blocks for s in specs
+                                    if hasattr(s, "num_speculative_blocks")}),
+            "blocks": config.num_blocks,
+            "page_bytes": sorted({s.page_size_bytes for s in specs}),
+            "block_sizes": [s.block_size for s in specs],
+            "concurrency": round(
+                get_max_concurrency_for_kv_cache_config(runner.vllm_config, config), 2
+            ),
+        }  # fmt: skip
+
+    def randomise(self, spread: float) -> None:
+        """New weights, see ``gpu_oracle``; states shall fade, and convolutions be felt."""
+        super().randomise(spread)
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for name, weight in runner.get_model().named_parameters():
+                last = name.rpartition(".")[2]
+                if last == "A":
+                    weight.data.copy_(-0.2 - weight.data.abs())
+                elif ("conv" in name and weight.is_floating_point()) or "embed" in name:
+                    weight.data.mul_(6.0)
+
+    def watch(self) -> None:
+        """Digest states from now on."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        self.found = state_layers(runner)
+        self.held = getattr(runner, "kvtxn_states", None) is not None
+        self.begin(0)
+        prepare, sampled_by = runner.prepare_attn, runner.postprocess_sampled
+        manager = runner.cudagraph_manager
+        replay = manager.run_fullgraph
+
+        def prepared(batch: Any) -> Any:
+            prepared = prepare(batch)
+            self.batch = batch
+            self.before = self.states_now()
+            return prepared
+
+        def sampled(
+            idx_mapping: Any,
+            sampled_tokens: Any,
+            num_sampled: Any,
+            num_rejected: Any,
+            query_start_loc: Any = None,
+        ) -> None:
+            self.look("forward")
+            sampled_by(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+            self.look("commit")
+            self.note(num_sampled, idx_mapping)
+
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            self.counts["graphs"] += 1
+            return replay(*args, **kwargs)
+
+        runner.prepare_attn, runner.postprocess_sampled = prepared, sampled
+        manager.run_fullgraph = replayed
+
+    def begin(self, seed: int) -> None:
+        """Forget what was seen; the same lots are drawn again."""
+        self.oracle_seed(seed)
+        self.counts = Counter[str]()
+        self.accepted = Counter[int]()
+        self.digests: dict[str, list[int]] = {}
+        self.last: dict[str, dict[int, list[torch.Tensor]]] = {}
+        self.names: dict[str, str] = {}
+
+    def tables(self, layer: Any) -> torch.Tensor:
+        """The blocks of the batch's requests in a layer's group."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        number = int(layer.group.partition(".")[2])
+        return runner.block_tables.input_block_tables[number][: self.batch.num_reqs].long()
+
+    def states_now(self) -> list[torch.Tensor]:
+        """The first block of each request of the batch, of each layer with a state."""
+        with_state = [layer for layer in self.found if layer.state is not None]
+        return [layer.state[self.tables(layer)[:, 0]].clone() for layer in with_state]
+
+    def look(self, stage: str) -> None:
+        """Count the states that a stage changed; before the commit only prompts may change any."""
+        if not self.held:
+            return
+        prefilling = torch.from_numpy(self.batch.is_prefilling_np.copy())
+        for now, was in zip(self.states_now(), self.before, strict=True):
+            changed = (digest(now) != digest(was)).cpu()
+            self.counts[f"{stage}_changed"] += int(changed.sum())
+            if stage == "forward":
+                self.counts["strays"] += int((changed & ~prefilling).sum())
+
+    def note(self, num_sampled: torch.Tensor, idx_mapping: torch.Tensor) -> None:
+        """Digest the state of each request of the batch."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        count = self.batch.num_reqs
+        computed = runner.req_states.num_computed_tokens.gpu[idx_mapping].tolist()
+        kept = num_sampled[:count].clamp(min=1).long()
+        self.counts["steps"] += 1
+        prefilling = self.batch.is_prefilling_np.tolist()
+        drafts = self.batch.num_draft_tokens_per_req
+        for number, tokens in enumerate(kept.tolist()):
+            if not prefilling[number]:
+                self.accepted[tokens] += 1
+                self.counts["zero_draft_rows"] += drafts is None or not int(drafts[number])
+        parts: list[torch.Tensor] = []
+        for layer in self.found:
+            table = self.tables(layer)
+            first = table[:, 0]
+            column = torch.zeros_like(kept) if self.held else kept - 1
+            if layer.state is not None:
+                parts.append(layer.state[table.gather(1, column[:, None]).squeeze(1)])
+            width = layer.past.shape[1] - runner.vllm_config.num_speculative_tokens
+            places = (kept - 1)[:, None] + torch.arange(width, device=kept.device)
+            parts.append(layer.past[first[:, None], places])
+        digests = torch.stack([digest(part) for part in parts], 1).tolist()
+        for number, request in enumerate(self.batch.req_ids):
+            name = self.names.setdefault(request, str(len(self.names)))
+            self.digests[f"{name}@{computed[number]}"] = digests[number]
+            last = self.last.setdefault(name, {})
+            last[int(computed[number])] = [part[number].clone() for part in parts]
+            if len(last) > 8:
+                del last[next(iter(last))]
+
+    def take(self) -> dict[str, Any]:
+        """What was seen since ``begin``."""
+        self.states = dict(self.last)
+        return {
+            "counts": dict(self.counts),
+            "accepted": {str(k): v for k, v in sorted(self.accepted.items())},
+            "digests": self.digests,
+            "covered": [sorted(self.last[str(number)]) for number in range(len(self.last))],
+        }
+
+    def keep(self, place: int, tokens: int) -> None:
+        """Compare with the states of a request after so many tokens, from now on."""
+        self.wanted = self.kept_states[str(place)][tokens]
+
+    def remember(self) -> None:
+        """Keep the last states of the scenario that ended."""
+        self.kept_states = dict(self.states)
+
+    def distance(self) -> list[float]:
+        """The largest difference from the kept states, of their largest number, by part."""
+        [found] = self.last.values()
+        now = found[max(found)]
+        return [
+            float((a.float() - b.float()).abs().max() / a.float().abs().max().clamp(min=1e-9))
+            for a, b in zip(self.wanted, now, strict=True)
+        ]
+
+    # -- faults -----------------------------------------------------------------------
+
+    def fail_once(self) -> None:
+        """Let the commit of one layer's states fail in every seventh step."""
+        states: Any = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
+        self.repeated = Counter[str]()
+        if not states._verified:
+            return
+        rows = states._verified[-1]
+        commit, calls = rows.commit, [0]
+
+        def failing(step: Any) -> None:
+            calls[0] += 1
+            if calls[0] % 7 == 0:
+                self.repeated["failed"] += 1
+                raise RuntimeError("a fault that a test injects")
+            commit(step)
+
+        rows.commit = failing
+
+    def repair(self) -> dict[str, int]:
+        """Everything works again; returns how often the commit failed."""
+        states: Any = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
+        for rows in states._verified[-1:]:
+            del rows.commit
+        return dict(self.repeated)

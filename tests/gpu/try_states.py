@@ -1,0 +1,267 @@
+"""Recurrent states on a GPU, beside stock: ``python tests/gpu/try_states.py --out FOLDER``.
+
+Small models with random weights: Qwen3.5 by vLLM's Triton kernel, which Qwen3-Next has, and by its
+fused one; Nemotron-H and Granite (Mamba-2); LFM2 (short convolutions); with captured graphs, and
+without. All but the kind "experts", Qwen3-Next itself, are dense. Each kind runs as stock and with
+windows, both over the same requests, whose drafts are accepted by lot.
+
+After every step each engine digests the state of each request: equal digests are equal bits. An
+engine with windows also says which blocks of states the forward changed, and which the commit. At
+last, some requests' states are compared with the state that a prompt of their tokens leaves, and,
+so that this comparison can fail, with that of one token fewer.
+
+FOLDER gets ``summary.txt``, ``reports.json``, and ``engines.log`` with all that the engines logged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("", "vllm_plugin/grid")]
+
+from engine_pool import EngineFailed, EnginePool  # noqa: E402
+from folders import python_path  # noqa: E402
+from state_models import DRAFTS, KINDS, engines, options_of, write  # noqa: E402
+
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else what a batch holds depends on time
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+#: How far a state may be from the one that a prompt of the same tokens leaves, of its largest
+#: number: both are sums of products of bfloat16 numbers, in another order.
+NEAR: Final = 0.08
+
+
+# -- in an engine's process ----------------------------------------------------------
+
+
+def prompts(count: int, least: int, most: int) -> list[list[int]]:
+    """Prompts that repeat themselves, so that n-grams find drafts."""
+    from scenarios import text
+
+    return [text(7 * i, least + (most - least) * i // max(count - 1, 1)) for i in range(count)]
+
+
+SCENARIOS: Final[dict[str, tuple[int, int, int, int]]] = {
+    # requests, shortest and longest prompt, output tokens
+    "one": (1, 30, 30, 40),
+    "eight": (8, 8, 70, 48),
+    "chunked": (12, 40, 300, 32),
+    "many": (24, 5, 40, 40),
+}
+
+
+def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Build an engine, put it through the scenarios, and report."""
+    os.environ.update(job["options"].get("environment", {}))
+    from kvtxn.integrations.vllm_plugin import snapshots
+    from vllm import LLM
+
+    model = write(job["model"], folder)
+    settings = {"kvtxn": job["kvtxn"]} if job["kvtxn"] else {}
+    options = options_of(job) | {"worker_extension_cls": "state_watch.Watch"}
+    llm = LLM(model=model, additional_config=settings, **options)
+    report: dict[str, Any] = llm.collective_rpc("describe")[0]
+    print("DESCRIBED", json.dumps(report), flush=True)
+    llm.collective_rpc("randomise", args=(0.08,))
+    llm.collective_rpc("watch")
+    for name, shape in SCENARIOS.items():
+        report[name] = play(llm, shape)
+        if name == "eight":
+            llm.collective_rpc("remember")
+        print("PLAYED", name, flush=True)
+    if job["kvtxn"]:
+        llm.collective_rpc("fail_once")
+        report["fault"] = play(llm, SCENARIOS["eight"])
+        report["commits_repeated"] = llm.collective_rpc("repair")[0]
+    report["near"] = near_prompts(llm, report["eight"])
+    report["counters"] = snapshots(llm)[0] if job["kvtxn"] else {}
+    return report
+
+
+def play(llm: Any, shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    """Run one scenario; returns prompts, tokens, and what the worker saw."""
+    from vllm import SamplingParams
+
+    count, least, most, outputs = shape
+    llm.collective_rpc("begin", args=(0,))
+    asked = prompts(count, least, most)
+    params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, detokenize=False)
+    results = llm.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
+    tokens = [list(result.outputs[0].token_ids) for result in results]
+    return {"prompts": asked, "tokens": tokens, **llm.collective_rpc("take")[0]}
+
+
+def near_prompts(llm: Any, played: dict[str, Any]) -> list[dict[str, Any]]:
+    """Compare last states with those that prompts of the same tokens leave; and of one fewer."""
+    found = []
+    for place, (prompt, tokens) in enumerate(
+        zip(played["prompts"][:4], played["tokens"][:4], strict=True)
+    ):
+        known = prompt + tokens  # of the last step some tokens may have been beyond the limit
+        covered = max((n for n in played["covered"][place] if n <= len(known)), default=0)
+        if not covered:
+            continue
+        whole = known[:covered]
+        far = []
+        llm.collective_rpc("keep", args=(place, covered))
+        for given in (whole, whole[:-1]):
+            far.append(run_prompt(llm, given))
+        found.append({"covered": covered, "same": far[0], "one fewer": far[1]})
+    return found
+
+
+def run_prompt(llm: Any, tokens: list[int]) -> Any:
+    """The distance of the kept states from those after a prompt, by layer."""
+    from vllm import SamplingParams
+
+    llm.collective_rpc("begin", args=(0,))
+    llm.generate(
+        [{"prompt_token_ids": tokens}],
+        SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    return llm.collective_rpc("distance")[0]
+
+
+# -- beside the engines ----------------------------------------------------------------
+
+
+def judge(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Say in lines how an engine with windows, or a second stock, differs from stock."""
+    lines = []
+    for name in SCENARIOS:
+        theirs, mine = stock[name], ours[name]
+        same = sum(a == b for a, b in zip(theirs["tokens"], mine["tokens"], strict=True))
+        common = theirs["digests"].keys() & mine["digests"].keys()
+        equal = [key for key in common if theirs["digests"][key] == mine["digests"][key]]
+        unequal = sorted(common - set(equal), key=lambda key: [int(x) for x in key.split("@")])
+        lines.append(
+            f"    {name}: tokens equal {same}/{len(mine['tokens'])}; states equal "
+            f"{len(equal)}/{len(common)} (stock has {len(theirs['digests'])}, this "
+            f"{len(mine['digests'])}); steps {mine['counts'].get('steps')}, graphs "
+            f"{mine['counts'].get('graphs', 0)}, accepted counts {mine['accepted']} / stock "
+            f"{theirs['accepted']}"
+        )
+        if unequal:
+            key = unequal[0]
+            layers = zip(theirs["digests"][key], mine["digests"][key], strict=True)
+            wrong = [number for number, (a, b) in enumerate(layers) if a != b]
+            lines.append(f"      first unequal request@tokens {key}, parts {wrong[:12]}")
+        for number, (a, b) in enumerate(zip(theirs["tokens"], mine["tokens"], strict=True)):
+            if a != b:
+                at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+                lines.append(f"      request {number} parts at token {at} of {len(a)}")
+                break
+        strays = {k: v for k, v in mine["counts"].items() if "stray" in k and v}
+        if strays:
+            lines.append(f"      STRAYS {strays}")
+    if "fault" in ours:
+        same = ours["fault"]["tokens"] == stock["eight"]["tokens"]
+        lines.append(f"    fault: tokens equal {same}; repeated {ours['commits_repeated']}")
+    return lines
+
+
+def told(name: str, report: dict[str, Any]) -> list[str]:
+    """One engine on its own: what it is, its capacity, and the states beside prompts'."""
+    keys = ("runner", "graphs", "attention", "kernels", "state_blocks", "blocks", "concurrency")
+    lines = [f"  {name}: " + ", ".join(f"{key} {report.get(key)}" for key in keys)]
+    bad = []
+    for each in report["near"]:
+        pairs = zip(each["same"], each["one fewer"], strict=True)
+        bad += [(round(a, 4), round(b, 4)) for a, b in pairs if not a < min(NEAR, b)]
+    most = max((a for each in report["near"] for a in each["same"]), default=None)
+    least = min((b for each in report["near"] for b in each["one fewer"]), default=None)
+    lines.append(
+        f"    beside prompts: farthest {most}, nearest with one token fewer {least}"
+        + (f"; TOO FAR {bad[:6]}" if bad else "; all near")
+    )
+    fell = {k: v for k, v in report["counters"].items() if "fallback" in k or "windows" in k}
+    if fell:
+        lines.append(f"    counters {dict(sorted(fell.items()))}")
+    return lines
+
+
+def summary(reports: dict[str, dict[str, Any]]) -> str:
+    """All findings as text."""
+    lines = []
+    for kind in dict.fromkeys(name.rpartition(".")[0] for name in reports):
+        mine = {n: r for n, r in reports.items() if n.rpartition(".")[0] == kind}
+        lines.append(f"{kind}")
+        for name, report in mine.items():
+            if "error" in report:
+                lines.append(f"  {name}: FAILED {report['error']}")
+                continue
+            lines += told(name, report)
+            stock = mine.get(f"{kind}.stock", {"error": "not run"})
+            if "error" not in stock and name != f"{kind}.stock":
+                lines += judge(stock, report)
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the engines; returns 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for what was found")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of engines")
+    parser.add_argument("--jobs", type=int, default=8, help="engines at once")
+    parser.add_argument("--seconds", type=float, default=280.0, help="what one engine may take")
+    parser.add_argument("--list", action="store_true", help="print the engines' names")
+    given = parser.parse_args()
+    jobs = {
+        name: job
+        for name, job in engines().items()
+        if not given.only or any(part in name for part in given.only)
+    }
+    if given.list:
+        print(*jobs, f"kinds {len(KINDS)}, drafts {DRAFTS}", sep="\n")
+        return 0
+    import tempfile
+
+    given.out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp()) / "engines"
+    pool = EnginePool(
+        "try_states:carry_out",
+        jobs,
+        folder,
+        count=given.jobs,
+        seconds=given.seconds,
+        environment=ENVIRONMENT | {"PYTHONPATH": python_path(Path(__file__).parent)},
+        preload=["vllm", "vllm.v1.engine.llm_engine"],
+    )
+    reports: dict[str, dict[str, Any]] = {}
+    log = (given.out / "engines.log").open("w")
+    for name in pool.as_they_end():
+        try:
+            reports[name] = pool.report(name)
+        except EngineFailed as failed:
+            reports[name] = {"error": str(failed)}
+        text = pool.log(name)
+        log.write(f"\n{'=' * 30} {name}\n{text[:60_000]}")
+        log.write(f"\n[...]\n{text[-120_000:]}" if len(text) > 60_000 else "")
+        log.flush()
+        print(name, reports[name].get("error", "done"), flush=True)
+        ordered = {each: reports[each] for each in jobs if each in reports}
+        (given.out / "reports.json").write_text(json.dumps(ordered))
+        (given.out / "summary.txt").write_text(summary(ordered))
+    pool.stop()
+    print(summary({each: reports[each] for each in jobs}))
+    failed = Counter("error" in report for report in reports.values())
+    print(f"{failed[True]} engines failed, {failed[False]} did not")
+    return 1 if failed[True] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

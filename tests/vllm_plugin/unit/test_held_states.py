@@ -1,0 +1,487 @@
+"""Verify without writing and a commit give, bit for bit, the states and outputs of vLLM's own step.
+
+vLLM's own code runs: its layers' methods, its builders' metadata classes, and its kernels through
+Triton's interpreter; the convolution alone is written out here, and is the same on both sides.
+"""
+
+from __future__ import annotations
+
+from types import MethodType, SimpleNamespace
+
+import attrs
+import interpreted
+import pytest
+import torch
+from engine_jobs import missing
+from kernels_here import importing_kernels
+from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
+from kvtxn.integrations.vllm_plugin.internals.verified_rows import with_globals
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from torch import Tensor
+
+from kvtxn.errors import KVTxnError
+
+with importing_kernels():
+    from kvtxn.backends.recurrent.stage import stage_rows
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+DRAFTS, REQUESTS, BLOCKS = 3, 4, 20
+HEADS, KEY_HEADS, SIZE, WIDTH = 2, 1, 16, 4
+
+
+def convolve(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    *,
+    conv_state_indices: Tensor,
+    num_accepted_tokens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    validate_data: bool = False,
+) -> Tensor:
+    """Convolve the rows of a verify step as vLLM does: one window, read where drafts ended."""
+    assert max_query_len == DRAFTS + 1
+    indices = conv_state_indices if conv_state_indices.ndim == 1 else conv_state_indices[:, 0]
+    out, width = x.clone(), weight.shape[1]
+    for place, block in enumerate(indices.tolist()):
+        start, end = query_start_loc[place : place + 2].tolist()
+        if not block or start == end:
+            continue
+        at = int(num_accepted_tokens[place]) - 1
+        past = conv_state[block][:, at : at + width - 1]
+        window = torch.cat([past, x[start:end].T], 1)
+        for row in range(end - start):
+            made = (window[:, row : row + width].float() * weight.float()).sum(1)
+            out[start + row] = torch.nn.functional.silu(made).to(x.dtype)
+        kept = window[:, 1:]
+        conv_state[block][:, : kept.shape[1]] = kept
+    return out
+
+
+class Layer(SimpleNamespace):
+    """What vLLM's layer has, as far as its methods ask."""
+
+
+def gated_delta(dtype: torch.dtype) -> tuple[type, dict[str, object], tuple[int, ...]]:
+    """A class with vLLM's method, the values of its objects, and the shape of a state."""
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
+
+    keys, values = KEY_HEADS * SIZE, HEADS * SIZE
+    channels = 2 * keys + values
+    kernel = interpreted.gated_delta()
+    names = {
+        "causal_conv1d_update": convolve,
+        "fused_sigmoid_gating_delta_rule_update": kernel,
+        "is_conv_state_dim_first": lambda: False,
+    }
+    real = own.QwenGatedDeltaNetAttention
+    methods = {
+        "_forward_core": with_globals(real._forward_core, **names),
+        "rearrange_mixed_qkv": real.rearrange_mixed_qkv,
+    }
+    kind = type("QwenGatedDeltaNetAttention", (Layer,), methods)
+    given = {
+        "key_dim": keys,
+        "value_dim": values,
+        "num_k_heads": KEY_HEADS,
+        "num_v_heads": HEADS,
+        "head_k_dim": SIZE,
+        "head_v_dim": SIZE,
+        "A_log": torch.randn(HEADS),
+        "dt_bias": torch.randn(HEADS).to(dtype),
+        "conv1d": SimpleNamespace(weight=torch.randn(channels, 1, WIDTH).to(dtype), bias=None),
+        "activation": "silu",
+        "enable_packed_recurrent_decode": True,
+        "channels": channels,
+    }
+    return kind, given, (HEADS, SIZE, SIZE)
+
+
+def mamba2(dtype: torch.dtype) -> tuple[type, dict[str, object], tuple[int, ...]]:
+    """The same for a Mamba-2 layer."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2 as own
+
+    inner, groups = HEADS * SIZE, 1
+    channels = inner + 2 * groups * SIZE
+    names = {
+        "causal_conv1d_update": lambda *args, **more: convolve(
+            *args[:5], **more, validate_data=False
+        ),
+        "is_conv_state_dim_first": lambda: False,
+    }
+    methods = {"conv_ssm_forward": with_globals(own.MambaMixer2.conv_ssm_forward, **names)}
+    kind = type("MambaMixer2", (Layer,), methods)
+    given = {
+        "num_heads": HEADS,
+        "head_dim": SIZE,
+        "ssm_state_size": SIZE,
+        "n_groups": groups,
+        "num_spec": DRAFTS,
+        "use_replayssm": False,
+        "cache_config": SimpleNamespace(),
+        "tped_intermediate_size": inner,
+        "tped_conv_size": channels,
+        "tped_dt_size": HEADS,
+        "conv_weights": torch.randn(channels, WIDTH).to(dtype),
+        "conv1d": SimpleNamespace(bias=None),
+        "activation": "silu",
+        "split_hidden_states_B_C_fn": lambda rows: rows.split([inner, SIZE, SIZE], dim=-1),
+        "A": -torch.rand(HEADS),
+        "D": torch.randn(HEADS),
+        "dt_bias": torch.randn(HEADS),
+        "is_blackwell": False,
+        "channels": channels,
+    }
+    return kind, given, (HEADS, SIZE, SIZE)
+
+
+KINDS = {GATED_DELTA: gated_delta, MAMBA2: mamba2}
+
+
+@attrs.define(eq=False)
+class Side:
+    """One engine: a layer and its caches; ``table`` is what its scheduler hands out."""
+
+    layer: Layer
+    table: Tensor
+
+    def state(self, request: int, column: int) -> Tensor:
+        return self.layer.kv_cache[1][self.table[request, column]]
+
+
+def metadata(kind: str, table: Tensor, lengths: list[int], accepted: Tensor) -> object:
+    """vLLM's metadata of a step in which every request verifies."""
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    rows, count = sum(lengths), len(lengths)
+    none = {"num_prefills": 0, "num_prefill_tokens": 0}
+    if kind == GATED_DELTA:
+        from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+        return GDNAttentionMetadata(
+            **none,
+            num_decodes=0,
+            num_decode_tokens=0,
+            num_spec_decodes=count,
+            num_spec_decode_tokens=rows,
+            num_actual_tokens=rows,
+            spec_query_start_loc=starts,
+            spec_state_indices_tensor=table,
+            spec_sequence_masks=torch.ones(count, dtype=torch.bool),
+            spec_sequence_masks_cpu=torch.ones(count, dtype=torch.bool),
+            num_accepted_tokens=accepted,
+        )
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+
+    nothing = dict.fromkeys(("has_initial_states_p", "query_start_loc_p", "state_indices_tensor_p"))
+    return Mamba2AttentionMetadata(
+        **none,
+        **nothing,
+        num_decodes=count,
+        num_decode_tokens=rows,
+        num_reqs=count,
+        state_indices_tensor_d=table,
+        query_start_loc_d=starts,
+        num_accepted_tokens=accepted,
+        seq_lens=torch.full((count,), 40),
+    )
+
+
+class Rig:
+    """Stock with a state per row beside one state per request, over the same rows."""
+
+    def __init__(self, kind: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.model_executor.layers.mamba import mamba_mixer2
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
+
+        torch.manual_seed(0)
+        self.kind, self.dtype = kind, torch.bfloat16
+        kernel = interpreted.gated_delta()
+        monkeypatch.setattr(qwen, "fused_sigmoid_gating_delta_rule_update", kernel)
+        monkeypatch.setattr(mamba_mixer2, "selective_state_update", interpreted.mamba2())
+        monkeypatch.setattr(
+            "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first", lambda: False
+        )
+        monkeypatch.setattr(qwen, "get_forward_context", lambda: self.context)
+        monkeypatch.setattr(mamba_mixer2, "get_forward_context", lambda: self.context)
+        cls, given, shape = KINDS[kind](self.dtype)
+        past = torch.randn(BLOCKS, WIDTH - 1 + DRAFTS, given["channels"]).to(self.dtype)
+        state = torch.randn(BLOCKS, *shape).to(stored)
+        past[0], state[0] = 0, 0
+        self.sides = []
+        for columns in (DRAFTS + 1, 1):
+            layer = cls(prefix="it", tp_size=1, kv_cache=(past.clone(), state.clone()), **given)
+            blocks = 1 + torch.arange(REQUESTS * columns).view(REQUESTS, columns)
+            self.sides.append(Side(layer, blocks.int()))
+        stock, ours = self.sides
+        for request in range(REQUESTS):  # the same state before the first step
+            for cache in (0, 1):
+                first = ours.layer.kv_cache[cache][ours.table[request, 0]]
+                stock.layer.kv_cache[cache][stock.table[request, 0]] = first
+        # vLLM's methods look their globals up where the rig has put them.
+        for side in self.sides:
+            name = "_forward_core" if kind == GATED_DELTA else "conv_ssm_forward"
+            own = with_globals(
+                getattr(cls, name),
+                get_forward_context=lambda: self.context,
+                selective_state_update=interpreted.mamba2(),
+            )
+            setattr(type(side.layer), name, own)
+        self.accepted = torch.ones(REQUESTS, dtype=torch.int32)
+        self.states = self.hold(ours.layer)
+
+    def hold(self, layer: Layer) -> HeldStates:
+        """Put the layer under ``HeldStates``, as in a runner that has this layer alone."""
+        group = SimpleNamespace(layer_names=["it"])
+        compilation = SimpleNamespace(
+            static_forward_context={"it": layer}, max_cudagraph_capture_size=None
+        )
+        self.runner = SimpleNamespace(
+            compilation_config=compilation,
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+            vllm_config=SimpleNamespace(
+                num_speculative_tokens=DRAFTS,
+                speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
+                scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+            ),
+            max_num_reqs=REQUESTS,
+            device=torch.device("cpu"),
+            dtype=self.dtype,
+        )
+        self.errors: list[Exception] = []
+        return HeldStates(self.runner, self.errors.append)
+
+    def forward(self, side: Side, lengths: list[int], rows: Tensor, more: Tensor) -> Tensor:
+        """Run vLLM's method of the layer over some rows; returns its outputs."""
+        table = side.table[: len(lengths)]
+        given = metadata(self.kind, table, lengths, self.accepted[: len(lengths)])
+        self.context = SimpleNamespace(attn_metadata={"it": given})
+        layer = side.layer
+        if side is self.sides[1]:
+            self.states.begin(self.context.attn_metadata)
+        out = torch.zeros(rows.shape[0], HEADS, SIZE, dtype=self.dtype)
+        if self.kind == GATED_DELTA:
+            b, a = more.unbind(1)
+            layer._forward_core(mixed_qkv=rows.clone(), b=b, a=a, core_attn_out=out)
+        else:
+            gate = torch.zeros(rows.shape[0], HEADS * SIZE, dtype=self.dtype)
+            projected = torch.cat([gate, rows, more[:, 0]], 1)
+            layer.conv_ssm_forward(projected, out.view(rows.shape[0], -1))
+        return out
+
+    def step(self, lengths: list[int], sampled: list[int]) -> None:
+        """Verify rows on both sides, commit, and compare everything."""
+        rows = torch.randn(sum(lengths), self.sides[0].layer.channels).to(self.dtype)
+        more = torch.randn(sum(lengths), 2, HEADS).to(self.dtype)
+        stock, ours = self.sides
+        before = ours.layer.kv_cache[1].clone()
+        outputs = [self.forward(side, lengths, rows, more) for side in self.sides]
+        assert torch.equal(*outputs)
+        assert torch.equal(ours.layer.kv_cache[1], before), "verify wrote a state"
+        counts = torch.tensor(sampled, dtype=torch.int32)
+        self.states.commit(counts)
+        self.accepted[: len(lengths)] = counts.clamp(min=1)
+        for request in range(REQUESTS):
+            column = int(self.accepted[request]) - 1
+            same = torch.equal(stock.state(request, column), ours.state(request, 0))
+            assert same, f"the state of request {request}"
+            pasts = [side.layer.kv_cache[0][side.table[request, 0]] for side in self.sides]
+            assert torch.equal(*pasts), f"the past of request {request}"
+        others = torch.ones(BLOCKS, dtype=torch.bool)
+        others[ours.table[:, 0].long()] = False
+        assert torch.equal(ours.layer.kv_cache[1][others], before[others]), "another block"
+
+
+@pytest.fixture(params=[(GATED_DELTA, torch.float32), (GATED_DELTA, torch.bfloat16),
+                        (MAMBA2, torch.float32), (MAMBA2, torch.bfloat16)],
+                ids=lambda p: f"{p[0].split()[0]}-{p[1]}")  # fmt: skip
+def rig(request, monkeypatch):
+    made = Rig(*request.param, monkeypatch)
+    made.states.warm_up()
+    made.states.hook()
+    return made
+
+
+def test_states_and_outputs_are_stocks(rig):
+    """In several steps, with every number of kept rows, rows missing, and requests left out."""
+    rig.step([4, 4, 4, 4], [1, 2, 3, 4])
+    rig.step([4, 1, 3, 2], [4, 1, 2, 1])
+    rig.step([1, 1, 1, 1], [1, 1, 1, 1])
+    rig.step([4, 4], [3, 0])  # 0: as stock, one row stays
+    rig.step([2, 4, 4, 4], [2, 1, 4, 3])
+
+
+def test_a_step_without_a_commit_leaves_the_states(rig):
+    """As if the forward had not been: the next step reads the same states."""
+    layer = rig.sides[1].layer
+    before = layer.kv_cache[1].clone()
+    rows = torch.randn(8, layer.channels).to(rig.dtype)
+    more = torch.randn(8, 2, HEADS).to(rig.dtype)
+    rig.forward(rig.sides[1], [4, 4], rows, more)
+    rig.states.abandon()
+    rig.states.commit(torch.tensor([2, 2], dtype=torch.int32))
+    assert torch.equal(layer.kv_cache[1], before)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_rows_of_several_tensors_are_staged_at_once(count):
+    """Of any width, from rows any distance apart; rows behind those given stay as they are."""
+    widths = [3000, 5, 1024, 1, 70][:count]
+    wide = [torch.randn(4, width + 9).bfloat16() for width in widths]
+    sources = [part[:, 4 : 4 + width] for part, width in zip(wide, widths, strict=True)]
+    targets = [torch.full((6, width), 7.0).bfloat16() for width in widths]
+    stage_rows(sources, targets)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target[:4], source)
+        assert (target[4:] == 7).all()
+
+
+def test_unhooked_layers_have_their_own_methods(rig):
+    layer = rig.sides[1].layer
+    assert [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
+    rig.states.unhook()
+    assert not [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_commit_that_fails_is_repeated_or_stops_the_engine(rig, monkeypatch, times):
+    """What fails once changes nothing; what fails twice is never mistaken for a commit."""
+    rows, left = rig.states._verified[0], [times]
+    commit = rows.commit
+
+    def failing(step):
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("no launch")
+        commit(step)
+
+    monkeypatch.setattr(rows, "commit", failing)
+    if times == 1:
+        rig.step([4, 4, 4, 4], [2, 3, 4, 1])
+    else:
+        with pytest.raises(KVTxnError, match=r"did not take in its accepted drafts.*no launch"):
+            rig.step([4, 4, 4, 4], [2, 3, 4, 1])
+    assert [str(error) for error in rig.errors] == ["no launch"]
+
+
+# -- metadata that vLLM's own builders make ------------------------------------------------
+
+
+def built(kind, rig, batch, *, full):
+    """Let vLLM's builder make the metadata of a batch, over tables of one column.
+
+    Args:
+        kind: kind of layer.
+        rig: whose configuration is used.
+        batch: for each request its rows, and its drafts, or -1 for a prompt.
+        full: the step replays a whole graph, padded by two requests.
+    """
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    maker = {GATED_DELTA: GDNAttentionMetadataBuilder, MAMBA2: Mamba2AttentionMetadataBuilder}
+    padding = [(0, -1)] * 2 if full else []
+    lengths, drafts = zip(*batch, *padding, strict=True)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    lengths = torch.tensor(lengths)
+    prompts = torch.tensor(drafts) < 0
+    prompts[len(batch) :] = False
+    seen = torch.where(prompts, lengths, lengths + 30).int()
+    blocks = torch.arange(1, len(batch) + 1).int()
+    table = torch.cat([blocks, torch.zeros(len(padding), dtype=torch.int32)]).unsqueeze(1)
+    spec = MambaSpec(shapes=((1,),), dtypes=(torch.float32,), block_size=1024)
+    made = maker[kind].__new__(maker[kind])
+    modes = SimpleNamespace(has_full_cudagraphs=lambda: full)
+    config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="none"))
+    vars(made).update(
+        kv_cache_spec=spec,
+        vllm_config=config,
+        compilation_config=SimpleNamespace(cudagraph_mode=modes),
+        num_spec=DRAFTS,
+        num_spec_tokens=DRAFTS,
+        use_spec_decode=True,
+        use_full_cuda_graph=full,
+        use_replayssm=False,
+        use_flashinfer_replayssm=False,
+        decode_bc_pre_scratch=None,
+        reorder_batch_threshold=DRAFTS + 1,
+        chunk_size=16,
+        gdn_prefill_backend="triton",
+        checkpoint_builder=SimpleNamespace(build=lambda *_: None),
+        decode_cudagraph_max_bs=32,
+        spec_state_indices_tensor=torch.full((32, DRAFTS + 1), 99).int(),
+        state_indices_tensor_d=torch.full((32, DRAFTS + 1), 99).int(),
+        spec_sequence_masks=torch.zeros(32, dtype=torch.bool),
+        spec_token_indx=torch.zeros(128).int(),
+        non_spec_token_indx=torch.zeros(128).int(),
+        spec_query_start_loc=torch.zeros(33).int(),
+        num_accepted_tokens=torch.zeros(32).int(),
+        decode_num_accepted_tokens=torch.zeros(32).int(),
+    )
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seen,
+        seq_lens_cpu_upper_bound=seen,
+        max_seq_len=64,
+        num_reqs=len(lengths),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=int(lengths.max()),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(128).long(),
+        is_prefilling=prompts,
+    )
+    return made.build(
+        0,
+        common,
+        num_accepted_tokens=torch.ones(len(lengths), dtype=torch.int32),
+        num_decode_draft_tokens_cpu=torch.tensor(drafts).int(),
+    )
+
+
+SPEC = {GATED_DELTA: "spec_state_indices_tensor", MAMBA2: "state_indices_tensor_d"}
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_steps_of_vllms_builders_are_understood(rig, full):
+    """A table of one column looks as wide as stock's; the requests that verify are found."""
+    given = built(rig.kind, rig, [(4, 3), (4, 3)], full=full)
+    rig.states.begin({"it": given})
+    table = getattr(given, SPEC[rig.kind])
+    assert table.shape[1] == DRAFTS + 1
+    assert table[:2, 0].tolist() == [1, 2]
+    sources = rig.states.tables.sources[0]
+    assert sources[:, -1].tolist()[:4] == [1, 2, 0, 0]
+    assert not sources[:, :-1].any()
+    rig.states.commit(torch.tensor([2, 4]))
+    commits = rig.states.tables.commits[0]
+    assert commits[:2].tolist() == [[0, 1, 0, 0, 1], [0, 0, 0, 2, 2]]
+    assert not commits[2:].any()
+
+
+def test_requests_that_verify_are_found_among_prompts(rig):
+    """Their places, their rows, and of which request each count is."""
+    batch = [(4, 3), (1, 0), (9, -1)]
+    if rig.kind == GATED_DELTA:
+        batch = [(9, -1), *batch[:2]]  # vLLM does not sort this kind of batch
+    given = built(rig.kind, rig, batch, full=False)
+    rig.states.begin({"it": given})
+    step = rig.states._step
+    assert (step.requests, step.rows) == (2, 5)
+    assert step.starts.tolist() == [0, 4, 5]
+    rig.states.commit(torch.tensor([1, 3, 1] if rig.kind == GATED_DELTA else [3, 1, 1]))
+    first = 1 + batch.index((4, 3))
+    commits = rig.states.tables.commits[0]
+    assert commits[:2].tolist() == [[0, 0, first, 0, first], [first + 1, 0, 0, 0, first + 1]]
+
+
+def test_a_step_of_prompts_alone_commits_nothing(rig):
+    rig.states.begin({"it": built(rig.kind, rig, [(9, -1), (7, -1)], full=False)})
+    before = rig.sides[1].layer.kv_cache[1].clone()
+    rig.states.commit(torch.tensor([1, 1]))
+    assert torch.equal(rig.sides[1].layer.kv_cache[1], before)
