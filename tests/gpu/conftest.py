@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import connected_jobs
 import gpu_table
 import pytest
 from engine_pool import EngineFailed, EnginePool
@@ -16,7 +17,13 @@ from gpu_jobs import ENVIRONMENT, JOBS, engines, missing
 
 HERE = Path(__file__).parent
 
-DEFAULTS = {"--gpu-reports": None, "--gpu-record": None, "--gpu-jobs": 12, "--gpu-seconds": 420.0}
+DEFAULTS = {
+    "--gpu-reports": None,
+    "--gpu-record": None,
+    "--gpu-connected": None,
+    "--gpu-jobs": 12,
+    "--gpu-seconds": 420.0,
+}
 
 
 def setting(config: pytest.Config, name: str) -> Any:
@@ -28,16 +35,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options: files for reports and for the record, engines at once, seconds for one."""
     parser.addoption("--gpu-reports", type=Path, help="judge the reports of an earlier run")
     parser.addoption("--gpu-record", type=Path, help="write what the engines showed here, as JSON")
+    parser.addoption(
+        "--gpu-connected", type=Path, help="reports of engines with connectors: read, or written"
+    )
     jobs, seconds = DEFAULTS["--gpu-jobs"], DEFAULTS["--gpu-seconds"]
     parser.addoption("--gpu-jobs", type=int, default=jobs, help="engines that run at once")
     parser.addoption("--gpu-seconds", type=float, default=seconds, help="what one engine may take")
 
 
-def run(folder: Path, names: list[str], option: Callable[[str], Any]) -> Path:
-    """Run all engines of these jobs; returns the path of their reports, written as they come."""
+def run(
+    folder: Path, work: str, jobs: dict[str, dict[str, Any]], option: Callable[[str], Any]
+) -> Path:
+    """Run all these engines; returns the path of their reports, written as they come."""
     pool = EnginePool(
-        "gpu_child:carry_out",
-        engines(names),
+        work,
+        jobs,
         folder / "engines",
         count=option("--gpu-jobs"),
         seconds=option("--gpu-seconds"),
@@ -58,6 +70,37 @@ def run(folder: Path, names: list[str], option: Callable[[str], Any]) -> Path:
     return found
 
 
+def kinds(request: pytest.FixtureRequest, name: str) -> set[str]:
+    """The values that a parameter has in the collected tests."""
+    params = (getattr(item, "callspec", None) for item in request.session.items)
+    return {str(p.params[name]) for p in params if p is not None and name in p.params}
+
+
+@pytest.fixture(scope="session")
+def connected(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    """The report of an engine with KV connectors; all that are asked for run at the first call."""
+    option = partial(setting, request.config)
+    found = option("--gpu-connected")
+    if found is None or not found.exists():
+        if (reason := missing()) is not None:
+            pytest.skip(reason)
+        asked = kinds(request, "connected_kind")
+        jobs = connected_jobs.engines([name for name in connected_jobs.JOBS if name in asked])
+        made = run(tmp_path_factory.mktemp("connected"), "connected_child:carry_out", jobs, option)
+        if found is not None:
+            found.write_text(made.read_text())
+        found = made
+    by_engine: dict[str, dict[str, Any]] = json.loads(found.read_text())
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print()
+        for name, report in by_engine.items():
+            print(*connected_jobs.told(name, report), sep="\n", flush=True)
+    return by_engine.__getitem__
+
+
 @pytest.fixture(scope="session")
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -67,13 +110,13 @@ def reports(
     reason = missing() if option("--gpu-reports") is None else None
     if reason is not None:
         pytest.skip(reason)
-    params = (getattr(item, "callspec", None) for item in request.session.items)
-    asked = {p.params["kind"] for p in params if p is not None and "kind" in p.params}
+    asked = kinds(request, "kind")
     asked |= {"trained"} if "tp2" in asked else set()
     names = [name for name in JOBS if name in asked and missing(name) is None]
     found = option("--gpu-reports")
     if found is None:
-        found = run(tmp_path_factory.mktemp("gpu"), names, option)
+        folder = tmp_path_factory.mktemp("gpu")
+        found = run(folder, "gpu_child:carry_out", engines(names), option)
     by_engine = json.loads(found.read_text())
     if option("--gpu-record") is not None:
         kept = json.dumps(gpu_table.record(by_engine), indent=1)

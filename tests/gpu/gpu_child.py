@@ -63,7 +63,7 @@ def build(job: dict[str, Any], folder: Path) -> Any:
         disable_log_stats=False,
         speculative_config=speculation,
         additional_config=ours,
-        worker_extension_cls="gpu_oracle.Watch",
+        worker_extension_cls=job.get("watch", "gpu_oracle.Watch"),
         **(options | job.get("options", {})),
     )
 

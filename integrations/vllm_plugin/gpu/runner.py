@@ -18,7 +18,15 @@ from ....log import get_logger
 from ....manager import TransactionManager
 from ....row_io import LayerRows
 from ...serving.graph_steps import GraphSteps
-from ..internals import Foreign, batches, config, flash, kv_cache, state_layers
+from ..internals import (
+    Foreign,
+    batches,
+    config,
+    connectors,
+    flash,
+    kv_cache,
+    state_layers,
+)
 from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
 from ..policy.engine import EngineFacts
@@ -41,10 +49,12 @@ class GpuRunnerMixin(WindowedRunnerMixin):
     Attributes:
         kvtxn_spare: blocks behind vLLM's own, for drafts that wait; None without any.
         kvtxn_kept: steps that were unhooked; captured graphs still read their buffers.
+        kvtxn_connected: the engine has a KV connector, which may read rows once a step is over.
     """
 
     kvtxn_spare: SpareBlocks | None = None
     kvtxn_kept: GraphSteps | None = None
+    kvtxn_connected: bool = False
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """Reserve the steps' memory before vLLM sizes the KV cache by what is left."""
@@ -56,9 +66,12 @@ class GpuRunnerMixin(WindowedRunnerMixin):
     ) -> None:
         """Add blocks in which drafts may wait, unknown to the scheduler, and make the caches."""
         self.kvtxn_spare = None
+        self.kvtxn_connected = not is_profiling and connectors.connector() is not None
+        given = kv_cache_config
         if not is_profiling:
             kv_cache_config = add_spare_blocks(self, kv_cache_config)
         if self.kvtxn_spare is not None:
+            connectors.adopt(given, kv_cache_config)
             self.kvtxn_room = None
             torch.cuda.empty_cache()  # the caches are one allocation: no part of it can be reused
         super().initialize_kv_cache(kv_cache_config, is_profiling, **others)

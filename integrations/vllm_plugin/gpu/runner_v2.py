@@ -2,8 +2,9 @@
 
 ``prepare_attn`` has just said which rows go where, so the step is planned there, before the
 forward. ``postprocess_sampled`` is told how many tokens were sampled, so the commit is there: the
-sampled tokens are on their way to the host by then, and neither drafter nor connector has seen
-the cache. The forward itself may be a replayed graph and is not touched.
+sampled tokens are on their way to the host by then, and the drafter has not seen the cache. With a
+KV connector the commit comes before that, in ``sample``. The forward itself may be a replayed graph
+and is not touched.
 """
 
 from __future__ import annotations
@@ -35,6 +36,20 @@ class GpuRunnerV2(GpuRunnerMixin):
         if self.kvtxn is not None:
             self.kvtxn.begin(*batches.batch_rows(input_batch))
         return prepared
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        """Commit at once if the engine has a KV connector.
+
+        From 0.33 on vLLM asks connectors for their results before ``postprocess_sampled``. In any
+        release the scheduler may hand a request's blocks on once it has the sampled tokens; so what
+        a connector loads into them must not come before this step's last write.
+        """
+        output = super().sample(  # type: ignore[misc]
+            hidden_states, input_batch, grammar_output
+        )
+        if self.kvtxn is not None and self.kvtxn_connected:
+            self.kvtxn.commit(batches.num_sampled(output))
+        return output
 
     def postprocess_sampled(
         self,

@@ -36,6 +36,7 @@ V2_METHODS: Final = {
     "profile_run": ("randomize_inputs",),
     "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
     "prepare_attn": ("input_batch",),
+    "sample": ("hidden_states", "input_batch", "grammar_output"),
     "postprocess_sampled": (
         *("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
         "draft_tokens?",
@@ -150,6 +151,12 @@ def batch_rows(batch: Any) -> BatchRows:
     """Read the V2 runner's batch, the argument of ``prepare_attn``."""
     drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
     return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
+
+
+def num_sampled(output: Any) -> Tensor:
+    """Return how many tokens the V2 runner's ``sample`` got for each request, int32."""
+    count: Tensor = output[1]
+    return count
 
 
 def prepared_rows(runner: Any, prepared: Any, lengths: Any) -> BatchRows:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, Final
 
 import attrs
@@ -74,7 +75,7 @@ def config_facts(config: Any) -> EngineFacts:
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         context_parallel=context,
-        connector=getattr(config.kv_transfer_config, "kv_connector", None),
+        connectors=tuple(connector_names(config.kv_transfer_config)),
         mla=model.use_mla,
         recurrent=_states(model),
         states=asked_states(config.additional_config),
@@ -110,6 +111,29 @@ def _states(model: Any) -> str | None:
     if not (model.is_hybrid or getattr(model, "has_inner_state", False)):
         return None
     return _STATES.get(model.hf_text_config.model_type, OTHER_STATES)
+
+
+def connector_names(transfer: Any) -> Iterator[str]:
+    """Name the KV connectors of a ``KVTransferConfig``, those that a MultiConnector has for it.
+
+    A connector that is known by its name has another one if a module outside of vLLM has it, or if
+    it stores elsewhere than kvtxn was checked with.
+    """
+    name = getattr(transfer, "kv_connector", None)
+    if name is None:
+        return
+    module = getattr(transfer, "kv_connector_module_path", None)
+    more = getattr(transfer, "kv_connector_extra_config", None) or {}
+    store = more.get("kv_offload_backend", "cpu")
+    if module is not None:
+        yield f"{module}.{name}" if name in supported.CONNECTORS else name
+    elif name == "MultiConnector" and more.get("connectors"):
+        for each in more["connectors"]:
+            yield from connector_names(SimpleNamespace(**each))
+    elif name == "SimpleCPUOffloadConnector" and store != "cpu":
+        yield f"{name} with kv_offload_backend {store!r}"
+    else:
+        yield name
 
 
 def _adapts(speculation: Any) -> bool:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
 from torch import Tensor
 
 from . import Foreign
+
+#: Modules of the objects that the worker's half of a connector consists of.
+_HOLDERS: Final = (
+    "vllm.distributed.kv_transfer",
+    "vllm.v1.kv_offload",
+    "vllm.v1.simple_kv_offload",
+)
 
 
 @attrs.frozen(eq=False)
@@ -61,6 +68,37 @@ def connector() -> Foreign | None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+
+def adopt(before: Foreign, after: Foreign) -> int:
+    """Tell the worker's half of the engine's KV connectors that the caches have spare blocks.
+
+    A connector gets the caches' configuration before kvtxn adds blocks to it, and some compute
+    addresses from it: the layers of most layouts lie further apart with the blocks. The scheduler's
+    half has a copy of its own, so it never hands the blocks out.
+
+    Args:
+        before: the ``KVCacheConfig`` that the connectors were made with.
+        after: the one that the caches are made by.
+
+    Returns:
+        The number of objects that held ``before`` and now hold ``after``.
+    """
+    todo, seen, told = [connector()], set[int](), 0
+    while todo:
+        each = todo.pop()
+        if id(each) in seen or not hasattr(each, "__dict__"):
+            continue
+        seen.add(id(each))
+        for name, value in list(vars(each).items()):
+            if value is before:
+                setattr(each, name, after)
+                told += 1
+            elif isinstance(value, list | tuple):
+                todo.extend(value)
+            elif type(value).__module__.startswith(_HOLDERS):
+                todo.append(value)
+    return told
 
 
 def transfers(runner: Any, metadata: Any) -> Transfers:

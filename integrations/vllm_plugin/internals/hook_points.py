@@ -126,6 +126,25 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_FLASH}.get_flash_attn_version",
         "vllm._custom_ops.reshape_and_cache_flash",
         "vllm.vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func",
+        # When connectors read rows; ``policy.supported`` says why that is not before a commit.
+        *_of(
+            "vllm.v1.worker.gpu.kv_connector.ActiveKVConnector",
+            ("pre_forward", "post_forward", "finalize_step"),
+        ),
+        "vllm.v1.worker.kv_connector_model_runner_mixin."
+        "KVConnectorModelRunnerMixin._get_kv_connector_output",
+        *_of(
+            f"{_CONNECTORS}.kv_connector.v1.offloading.worker.OffloadingConnectorWorker",
+            ("register_kv_caches", "handle_preemptions", "start_kv_transfers", "prepare_store_kv"),
+        ),
+        *_of(
+            "vllm.v1.simple_kv_offload.worker.SimpleCPUOffloadWorker",
+            ("register_kv_caches", "start_load_kv", "wait_for_save", "get_finished"),
+        ),
+        *_of(
+            f"{_CONNECTORS}.kv_connector.v1.example_connector.ExampleConnector",
+            ("start_load_kv", "save_kv_layer", "build_connector_meta"),
+        ),
         "vllm.v1.attention.backends.registry.AttentionBackendEnum.get_path",
         "vllm.v1.attention.backends.registry.register_backend",
     ),

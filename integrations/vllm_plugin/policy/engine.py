@@ -32,8 +32,8 @@ class EngineFacts:
         tensor_parallel: number of ranks that share every layer's heads.
         pipeline_parallel: number of pipeline stages.
         context_parallel: number of ranks that share one sequence's cache.
-        connector: name of the KV connector, which moves rows in and out of the cache; None
-            without one.
+        connectors: names of the KV connectors, which move rows in and out of the cache; those that
+            a MultiConnector has, instead of itself.
         mla: the model has multi-head latent attention.
         recurrent: kind of the layers that keep a state instead of rows: one of ``KNOWN_STATES``,
             or ``OTHER_STATES``; None without such layers.
@@ -69,7 +69,7 @@ class EngineFacts:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     context_parallel: int = 1
-    connector: str | None = None
+    connectors: tuple[str, ...] = ()
     mla: bool = False
     recurrent: str | None = None
     states: str = "off"

@@ -29,7 +29,8 @@ class Rule:
             ``deferred``. ``"auto"``: the user may name ``deferred``, but "auto", which promises
             stock's tokens, does not choose it.
         applies: tells whether the rule concerns an engine.
-        reason: one sentence; ``{names}`` are facts, ``{lacking}`` is the result of ``lacking``.
+        reason: one sentence; ``{names}`` are facts, ``{lacking}`` is the result of ``lacking``, and
+            ``{connector}`` that of ``connector``.
         example: facts of an engine that the rule concerns; all its other facts are the defaults of
             ``EngineFacts``.
     """
@@ -42,7 +43,8 @@ class Rule:
 
     def says(self, facts: EngineFacts) -> str:
         """Return the rule's reason, with the facts of this engine filled in."""
-        return self.reason.format_map(attrs.asdict(facts) | {"lacking": lacking(facts)})
+        found = {"lacking": lacking(facts), "connector": connector(facts)}
+        return self.reason.format_map(attrs.asdict(facts) | found)
 
 
 def lacking(facts: EngineFacts) -> str:
@@ -50,3 +52,8 @@ def lacking(facts: EngineFacts) -> str:
     asked = {"ALiBi": facts.alibi, "attention sinks": facts.sinks, "shared rows": facts.kv_sharing}
     wanted = [facts.dtype, facts.kv_cache_dtype, *(name for name, has in asked.items() if has)]
     return supported.lacking(facts.attention, wanted) if facts.device == "cuda" else ""
+
+
+def connector(facts: EngineFacts) -> str:
+    """Name the engine's first KV connector that was not checked on its device; "" without any."""
+    return supported.unchecked_connector(facts.device, facts.connectors)

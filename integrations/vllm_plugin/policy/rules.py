@@ -13,7 +13,7 @@ from ....errors import ConfigError
 from ..settings import PluginSettings
 from . import supported
 from .engine import EngineFacts
-from .rule import Decision, Rule, lacking
+from .rule import Decision, Rule, connector, lacking
 from .state_rules import STATE_RULES
 
 
@@ -133,30 +133,33 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "connector within the forward",
         "windows",
-        lambda f: f.connector in supported.CONNECTORS_WITHIN_FORWARD,
+        lambda f: connector(f) in supported.CONNECTORS_WITHIN_FORWARD,
         "{connector} may copy draft rows before vLLM has decided which drafts are accepted",
-        {"connector": "LMCacheConnectorV1"},
+        {"connectors": ("LMCacheConnectorV1",)},
     ),
     Rule(
         "connector after the step",
         "windows",
-        lambda f: f.connector in supported.CONNECTORS_AFTER_STEP,
+        lambda f: connector(f) in supported.CONNECTORS_AFTER_STEP,
         "{connector} copies rows after a step, but kvtxn was not checked with it",
-        {"connector": "OffloadingConnector"},
+        {"connectors": ("ExampleConnector", "NixlConnector")},
     ),
     Rule(
         "unknown connector",
         "windows",
-        lambda f: f.connector is not None and f.connector not in supported.CONNECTORS,
+        lambda f: bool(connector(f)) and connector(f) not in supported.CONNECTORS,
         "kvtxn was not checked with connector {connector}",
-        {"connector": "MyConnector"},
+        {"connectors": ("MyConnector",)},
     ),
     Rule(
-        "connector on GPUs",
+        "connector on this device",
         "windows",
-        lambda f: f.device == "cuda" and f.connector in supported.CONNECTORS_CHECKED,
+        lambda f: (
+            connector(f) in (*supported.CONNECTORS_CHECKED["cuda"], "MultiConnector")
+            and f.device in supported.RUNNERS
+        ),
         "kvtxn was not checked with connector {connector} on device {device}",
-        {"device": "cuda", "runner": "v2", "connector": "ExampleConnector"},
+        {"connectors": ("SimpleCPUOffloadConnector",)},
     ),
     Rule(
         "foreign layer",

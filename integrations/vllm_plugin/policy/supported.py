@@ -92,35 +92,54 @@ def lacking(attention: str | None, wanted: Sequence[str]) -> str:
 
 
 # -- KV connectors ----------------------------------------------------------------------
-# vLLM calls a connector for each layer within the forward (``save_kv_layer``) and once after the
-# step (``wait_for_save``), when the sampler and so the commit are done. Rows that a connector takes
-# within the forward are not judged yet: under policy ``undo``, as in stock vLLM, the cache holds
-# draft rows at that time.
+# A connector must not read a row before the row is durable. Prompts' and settled rows are durable
+# once written, and drafts with the commit, which comes right after sampling. vLLM lets a connector
+# read the cache within the forward, layer by layer (``save_kv_layer``), and once after the step
+# (``wait_for_save``), which is after the commit: with the V1 runner because it waits for the
+# drafter where an engine speculates, with the V2 runner because the windows of an engine with a
+# connector are committed before the sampled tokens leave for the host.
 
-#: Connectors that store settled rows only; tests saw that under every policy.
-CONNECTORS_CHECKED: Final = ("ExampleConnector",)
+#: Connectors that read durable rows only, per device, and why:
+#:
+#: - ExampleConnector reads within the forward, but only blocks of a request that begins in this
+#:   step, and such a request has no drafts. (Of a prompt that is longer than a step vLLM's
+#:   connector stores blocks that are not computed yet: whatever an earlier request left there.)
+#: - OffloadingConnector notes blocks when the step is over, and reads them when the next one
+#:   begins; the stream that copies waits for the runner's own. Those are full blocks of tokens
+#:   that the scheduler has seen accepted, so no later window writes to them.
+#: - SimpleCPUOffloadConnector reads full blocks of accepted tokens, too, once the step is over.
+#: - DecodeBenchConnector reads nothing. It fills blocks of requests that begin.
+#:
+#: MultiConnector only passes calls on: it may have any of these.
+CONNECTORS_CHECKED: Final[Mapping[str, tuple[str, ...]]] = {
+    "cpu": ("ExampleConnector", "OffloadingConnector", "DecodeBenchConnector"),
+    "cuda": (
+        *("ExampleConnector", "OffloadingConnector"),
+        *("SimpleCPUOffloadConnector", "DecodeBenchConnector"),
+    ),
+}
 
 #: Connectors that may take rows before the sampler has decided which drafts are kept.
 CONNECTORS_WITHIN_FORWARD: Final = (
-    "FlexKVConnectorV1",
-    "HiSparseConnector",
-    "LMCacheConnectorV1",
-    "MoRIIOConnector",
+    *("FlexKVConnectorV1", "HiSparseConnector", "LMCacheConnectorV1", "MoRIIOConnector"),
+)
+
+#: Connectors that take rows after a step, but never ran in the tests: they need a service beside
+#: them, or a network.
+CONNECTORS_AFTER_STEP: Final = (
+    *("HF3FSKVConnector", "LMCacheMPConnector", "MooncakeConnector", "MooncakeStoreConnector"),
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+)
+
+CONNECTORS: Final = (
+    *CONNECTORS_CHECKED["cuda"],
+    *CONNECTORS_WITHIN_FORWARD,
+    *CONNECTORS_AFTER_STEP,
     "MultiConnector",
 )
 
-#: Connectors that take rows after a step, but never ran in the tests: on vLLM's CPU platform, or
-#: without a service beside it, none of them starts.
-CONNECTORS_AFTER_STEP: Final = (
-    "HF3FSKVConnector",
-    "LMCacheMPConnector",
-    "MooncakeConnector",
-    "MooncakeStoreConnector",
-    "NixlConnector",
-    "NixlPullConnector",
-    "NixlPushConnector",
-    "OffloadingConnector",
-    "SimpleCPUOffloadConnector",
-)
 
-CONNECTORS: Final = (*CONNECTORS_CHECKED, *CONNECTORS_WITHIN_FORWARD, *CONNECTORS_AFTER_STEP)
+def unchecked_connector(device: str, connectors: Sequence[str]) -> str:
+    """Return the first of these KV connectors that was not checked on a device; "" if all were."""
+    checked = CONNECTORS_CHECKED.get(device, ())
+    return next((name for name in connectors if name not in checked), "")

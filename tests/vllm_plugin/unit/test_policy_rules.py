@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
+from kvtxn.integrations.vllm_plugin.internals.config import connector_names
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
+from kvtxn.integrations.vllm_plugin.policy.supported import CONNECTORS_CHECKED
 from kvtxn.integrations.vllm_plugin.settings import WITHOUT_EFFECT, settings, wants
 from kvtxn.integrations.vllm_plugin.unchecked import hook_gone, on_trial
 
@@ -91,6 +95,46 @@ def test_on_gpus_sums_are_stocks_so_auto_defers(asked, runner, changes):
     """Drafts are read by vLLM's own attention, whatever the format and whatever it does."""
     facts = EngineFacts(device="cuda", runner=runner, dtype="bfloat16")
     assert decide(asked, attrs.evolve(facts, **changes)).policy == "deferred"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("asked", ["undo", "deferred"])
+def test_connectors_that_read_durable_rows_only_are_let_in(asked, device):
+    facts = EngineFacts(device=device, runner="v1", connectors=CONNECTORS_CHECKED[device])
+    assert decide(asked, facts).policy == asked
+    with_another = attrs.evolve(facts, connectors=(*facts.connectors, "LMCacheConnectorV1"))
+    assert "LMCacheConnectorV1 may copy draft rows" in decide(asked, with_another).reason
+
+
+MULTI = {"kv_connector": "MultiConnector"}
+SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
+DISK = {"kv_connector_extra_config": {"kv_offload_backend": "disk"}}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "names"),
+    [
+        ({"kv_connector": None}, []),
+        (SIMPLE, ["SimpleCPUOffloadConnector"]),
+        (SIMPLE | DISK, ["SimpleCPUOffloadConnector with kv_offload_backend 'disk'"]),
+        (SIMPLE | {"kv_connector_module_path": "mine"}, ["mine.SimpleCPUOffloadConnector"]),
+        ({"kv_connector": "Mine", "kv_connector_module_path": "mine"}, ["Mine"]),
+        (MULTI, ["MultiConnector"]),
+        (
+            MULTI | {"kv_connector_extra_config": {"connectors": [SIMPLE, SIMPLE | DISK]}},
+            [
+                "SimpleCPUOffloadConnector",
+                "SimpleCPUOffloadConnector with kv_offload_backend 'disk'",
+            ],
+        ),
+    ],
+)
+def test_connectors_are_named_with_what_is_special_about_them(transfer, names):
+    """Several connectors count each, and one that only has a known name is not known by it."""
+    assert list(connector_names(SimpleNamespace(**transfer))) == names
+    checked = all(name in CONNECTORS_CHECKED["cuda"] or name == "Mine" for name in names)
+    facts = EngineFacts(device="cuda", runner="v2", connectors=tuple(names))
+    assert (decide("undo", facts).policy == "undo") == (checked and "Mine" not in names)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy
+import pytest
 import torch
 from kernels_here import importing_kernels
 
@@ -22,6 +23,10 @@ class Own:
     def prepare_attn(self, input_batch):
         self.calls.append("prepare")
         return "prepared"
+
+    def sample(self, hidden_states, input_batch, grammar_output):
+        self.calls.append("sample")
+        return "output", torch.tensor([2, 1, 1], dtype=torch.int32), "rejected"
 
     def postprocess_sampled(self, *given, **named):
         self.calls.append(("postprocess", given, named))
@@ -68,6 +73,16 @@ def test_a_step_is_planned_and_committed():
     assert rows == [[3, 2, 7], [False, False, True]]
     assert committed == ("commit", [2, 1, 1])
     assert own == ("postprocess", ("idx", "tokens", sampled, "rejected", "starts"), {})
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_with_a_connector_the_commit_comes_before_anybody_is_told(connected):
+    """vLLM asks connectors for their results between sampling and ``postprocess_sampled``."""
+    runner = hooked()
+    runner.kvtxn_connected = connected
+    output = runner.sample("hidden", "batch", None)
+    assert (output[0], output[2]) == ("output", "rejected")
+    assert runner.calls == ["sample", *([("commit", [2, 1, 1])] if connected else [])]
 
 
 def test_what_other_stages_are_told_goes_through():
