@@ -59,7 +59,7 @@ def _held(facts: EngineFacts) -> bool:
         return False
     known = facts.version in supported.STATE_RELEASES and not facts.cached_states
     ranks = facts.tensor_parallel == 1 or facts.recurrent == GATED_DELTA
-    right = not _foreign_dtype(facts) and not _unchecked(facts)
+    right = not _foreign_dtype(facts) and not _unchecked(facts) and not facts.connectors
     return _asked(facts) and known and ranks and right
 
 
@@ -136,6 +136,14 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         ),
         "kvtxn was not checked with {recurrent} under tensor parallelism",
         {**_WITH_STATES, "recurrent": MAMBA2, "tensor_parallel": 2},
+    ),
+    Rule(
+        # A connector would have to read a state after the states' own commit.
+        "states beside a connector",
+        "windows",
+        lambda f: _asked(f) and bool(f.connectors),
+        "kvtxn was not checked with recurrent states beside a KV connector",
+        {**_WITH_STATES, "connectors": ("ExampleConnector",)},
     ),
     Rule(
         "cached states",
