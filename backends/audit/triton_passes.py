@@ -133,11 +133,12 @@ class TritonPasses(Passes):
         books = self.books
         ids = None if sampled is None else sampled.contiguous()
         write_kernel.resolve_rows[(len(step.lines),)](
-            step.lines, step.starts, step.first, self._or_unread(step.drafts), accepted,
-            self._or_unread(ids), self._table("slots", step.slots, torch.int64), self._groups,
-            self._key, books.words, books.own, books.facts, books.counters, step.num_rows,
-            *self._sizes()[:2], 0 if ids is None else ids.shape[1], REJECTED=REJECTED,
-            DRAFTS=step.drafts is not None, GROUPS=self._num_groups, TILE=_DRAFTS,
+            step.lines, step.starts, step.first, step.tokens, self._or_unread(step.drafts),
+            accepted, self._or_unread(ids), self._table("slots", step.slots, torch.int64),
+            self._groups, self._key, books.words, books.own, books.facts, books.counters,
+            step.num_rows, *self._sizes()[:2], 0 if ids is None else ids.shape[1],
+            REJECTED=REJECTED, DRAFTS=step.drafts is not None, GROUPS=self._num_groups,
+            TILE=_DRAFTS,
         )  # fmt: skip
 
     def _sizes(self) -> tuple[int, int, int, int]:

@@ -262,6 +262,7 @@ def resolve_rows(
     lines: tl.tensor,
     starts: tl.tensor,
     first_position: tl.tensor,
+    tokens: tl.tensor,
     drafts: tl.tensor,
     accepted: tl.tensor,
     sampled: tl.tensor,
@@ -284,8 +285,9 @@ def resolve_rows(
     """Mark the rejected rows of one request, and count the others as its own. Grid: (requests,).
 
     Arguments are those of ``write_rows``, and:
-        accepted: int ``[num_requests]``.
-        sampled: int ``[num_requests, columns]``; unread if ``columns`` is 0.
+        accepted: int ``[num_requests]``; -1: nothing was sampled.
+        sampled: int ``[num_requests, columns]``; unread if ``columns`` is 0. A draft whose row is
+            of another token counts as rejected, and so do those after it.
         columns: tokens sampled per request, at most; -1 stands for none.
         REJECTED: the word of a rejected row.
     """
@@ -300,9 +302,17 @@ def resolve_rows(
         if DRAFTS:
             taken = tl.load(drafts + index).to(tl.int64)
             taken = tl.minimum(tl.maximum(taken, 0), count)
-        stay = tl.load(accepted + index).to(tl.int64)
-        stay = tl.minimum(tl.maximum(stay, 0), taken)
+        given = tl.load(accepted + index).to(tl.int64)
+        stay = tl.minimum(tl.maximum(given, 0), taken)
         settled = count - taken
+        compared = tl.minimum(stay, columns)
+        for at in range(0, compared, TILE):
+            draft = at + tl.arange(0, TILE).to(tl.int64)
+            here = draft < compared
+            drawn = tl.load(sampled + index * columns + draft, mask=here, other=0).to(tl.int64)
+            fed = tl.load(tokens + start + settled + draft, mask=here, other=0).to(tl.int64)
+            other = here & (((drawn ^ fed) & PLAIN) != 0)
+            stay = tl.minimum(stay, tl.min(tl.where(other, draft, stay), axis=0))
         for at in range(settled + stay, count, TILE):
             within = at + tl.arange(0, TILE).to(tl.int64)
             live = within < count
@@ -319,7 +329,7 @@ def resolve_rows(
             tl.store(fact + KEPT * num_lines, stay)
             tl.store(fact + DURABLE * num_lines, length)
             known = tl.maximum(tl.load(fact + KNOWN * num_lines), length)
-            if stay < columns:
+            if (given >= 0) & (stay < columns):
                 token = tl.load(sampled + index * columns + stay).to(tl.int64)
                 is_token = (token >= 0) & (token < EMBEDDED)
                 if is_token & (known == length) & (length < own_stride - 1):

@@ -195,8 +195,15 @@ def _on_worker(wrapper: Foreign) -> None:
             return
         if wanted.windows:
             stay_out(why, rank, required=wanted.required)
-        if wanted.audit != "off":
+        if wanted.audit == "off":
+            return
+        if facts.device == "cpu":
             audit.attach(workers.runner_of(wrapper), wanted, rank)
+            return
+        from .audit import gpu_runners
+
+        gpu_runners.attach(wrapper, wanted, rank, facts)
+        _after_warm_up(wrapper, facts)
     except KVTxnError:
         raise
     except Exception as error:
@@ -250,14 +257,14 @@ def _attach(
     if not is_hooked(runner):
         return
     runner.kvtxn_on_trial = unchecked.on_trial(facts)
-    if runner.kvtxn_on_trial:
-        test = partial(unchecked.decide_by_test, runner, facts.version)
-        runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, test))
-    elif facts.runner == "v2":
-        undo = workers.after_warm_up(wrapper, partial(_restart, runner))
-        runner.kvtxn_unhook.callback(undo)
+    if runner.kvtxn_on_trial or facts.device != "cpu":
+        _after_warm_up(wrapper, facts)
     if facts.device == "cpu":
         return
+    if wanted.audit != "off":
+        from .audit import gpu_runners
+
+        gpu_runners.reserve_memory(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
         try:
             _undo_engines.append(flash.register(FLASH_ATTENTION))
@@ -266,11 +273,27 @@ def _attach(
             log.warning("kvtxn.flash_attention_taken", rank=rank, why=str(error), effect=effect)
 
 
-def _restart(runner: Foreign) -> None:
-    """Reset the counters: windows before this point were vLLM's warm-up."""
-    steps = getattr(runner, "kvtxn", None)
-    if steps is not None:
-        steps.manager.metrics.restart()
+def _after_warm_up(wrapper: Foreign, facts: EngineFacts) -> None:
+    """Call ``_warmed_up`` once the worker of a hooked runner has warmed up."""
+    from .internals import workers
+
+    runner = workers.runner_of(wrapper)
+    if is_hooked(runner):
+        then = partial(_warmed_up, runner, facts.version)
+        runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, then))
+
+
+def _warmed_up(runner: Foreign, version: str) -> None:
+    """Test a runner on trial, reset the counters, and begin to watch.
+
+    Windows and steps before this point were vLLM's warm-up.
+    """
+    if getattr(runner, "kvtxn_on_trial", False):
+        unchecked.decide_by_test(runner, version)
+    elif getattr(runner, "kvtxn", None) is not None:
+        runner.kvtxn.manager.metrics.restart()
+    if getattr(runner, "kvtxn_audit", None) is not None:
+        runner.kvtxn_audit.begin()
 
 
 def _most_rows(config: Foreign, facts: EngineFacts) -> int:

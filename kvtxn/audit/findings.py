@@ -8,6 +8,7 @@ from typing import Final
 from ..metrics import Family
 from . import books as book
 from .books import Books
+from .glance import Glance
 from .groups import Group
 from .roster import Roster
 from .violation import KINDS, Violation, decode
@@ -58,6 +59,16 @@ class Findings:
         self.lost = 0
         self.layers: tuple[str, ...] = ()
 
+    def restart(self) -> None:
+        """Forget what was found; the counters on the device are zero again."""
+        self._read = self.lost = 0
+        self._unread.clear()
+        self._on_host = dict.fromkeys(KINDS, 0)
+
+    def has_more(self, glance: Glance) -> bool:
+        """Tell whether a copy that has arrived counts violations that were not taken yet."""
+        return bool(self._unread) or glance.found > self._read
+
     def take(self) -> list[Violation]:
         """Return the violations found since the last call, oldest first. Waits for the device."""
         books = self._books
@@ -95,10 +106,12 @@ class Findings:
             "kvtxn_audit_unjudged_total_unresolved": counts[book.UNRESOLVED],
         }
 
-    def fingerprints(self) -> dict[int, dict[str, int]]:
+    def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return, by step and group, the fingerprints of the last steps. Waits for the device."""
-        last = int(self._books.counters[book.STEP])
-        prints = self._books.fingerprints.tolist()
+        glance = Glance.of(self._books) if glance is None else glance
+        glance.wait()
+        last = int(glance.counters[book.STEP])
+        prints = glance.fingerprints.tolist()
         first = max(1, last - book.FINGERPRINTS + 2)
         names = [name for name, _ in self._groups]
         return {

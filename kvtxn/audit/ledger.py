@@ -16,6 +16,7 @@ from .books import Sizes
 from .digest import UNWRITTEN, Key
 from .exchange import Exchange
 from .findings import Findings
+from .glance import Glance
 from .groups import Group
 from .passes import Passes
 from .ranks import Fingerprints, compare_ranks
@@ -167,6 +168,17 @@ class Ledger(Exchange):
         self.books.counters[book.OPEN] = 0
         self._open, self._unread = None, False
 
+    def restart(self) -> None:
+        """Forget everything, what was counted and found included; the books stay where they are."""
+        self.reset()
+        books = self.books
+        books.counters.zero_()
+        books.counters[book.LIMIT] = books.sizes.capacity
+        books.journal.fill_(NOBODY)
+        books.fingerprints.zero_()
+        self.findings.restart()
+        self._parted = False
+
     # -- steps -------------------------------------------------------------------------------
 
     def write(self, step: Step) -> None:
@@ -229,11 +241,14 @@ class Ledger(Exchange):
         A step without drafts need not be resolved.
 
         Args:
-            accepted: int ``[num_requests]``, the number of accepted drafts of each request; numbers
-                of padding are not read. A ledger on a CPU refuses counts out of range; on a GPU,
+            accepted: int ``[num_requests]``, the number of accepted drafts of each request, -1 if
+                nothing was sampled for it (its prompt goes on after the step); numbers of padding
+                are not read. A ledger on a CPU refuses counts out of range; on a GPU,
                 where comparing them with ``Step.drafts`` would wait, they are clamped.
             sampled: int ``[num_requests, n]``: the accepted drafts, then the next token, then -1.
-                If given, the row at the next token's position must be computed from that token.
+                If given, the row at the next token's position must be computed from that token,
+                and a draft whose row was computed from another token than the one sampled counts
+                as rejected, with all drafts after it. What follows the next token is not read.
 
         Raises:
             WindowStateError: no step was written, or the last one is resolved already.
@@ -277,26 +292,34 @@ class Ledger(Exchange):
         """Return the counts by Prometheus name, kinds folded in. Waits for the device."""
         return self.findings.counters()
 
-    def fingerprints(self) -> dict[int, dict[str, int]]:
+    def glance(self) -> Glance:
+        """Begin to copy the counters to the host, without waiting; see ``Glance``."""
+        return Glance.of(self.books)
+
+    def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return what ``compare_ranks`` compares: by step and group, a word. Waits for the device.
+
+        Args:
+            glance: a copy whose fingerprints are returned; None: those of now.
 
         The last ``FINGERPRINTS - 1`` steps are there, as plain numbers that can be sent.
         """
-        return self.findings.fingerprints()
+        return self.findings.fingerprints(glance)
 
-    def compare_ranks(self, theirs: Fingerprints) -> None:
+    def compare_ranks(self, theirs: Fingerprints, glance: Glance | None = None) -> None:
         """Compare the fingerprints of this rank with those of another rank with the same key.
 
         The first step that differs becomes a violation of kind ``ranks`` of this rank, once.
 
         Args:
             theirs: the other rank's ``fingerprints()``, as they are or through JSON.
+            glance: as for ``fingerprints``.
 
         Raises:
             ConfigError: these are no fingerprints.
         """
         given = arguments.prints_of("compare_ranks", theirs)
         if not self._parted:
-            for violation in compare_ranks([given, self.fingerprints()])[1]:
+            for violation in compare_ranks([given, self.fingerprints(glance)])[1]:
                 self.findings.add(violation)
                 self._parted = True

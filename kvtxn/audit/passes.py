@@ -96,8 +96,10 @@ class Passes(ABC):
         Args:
             step: the step last given to ``write``.
             accepted: int ``[num_requests]``, drafts accepted; clamped to the number of drafts.
+                -1: nothing was sampled, and no draft accepted.
             sampled: int ``[num_requests, n]``, tokens sampled: first the accepted drafts, then
                 one more, which from now on counts as the request's own; -1 stands for no token.
+                A draft whose row is of another token counts as rejected, and so do those after it.
         """
 
     def byte_passes(self, books: ByteBooks) -> BytePasses:

@@ -101,6 +101,27 @@ def next_token(sampled: Tensor, kept: Tensor) -> Tensor:
     return torch.where(real, token, -1)
 
 
+def same_drafts(step: Step, batch: Batch, sampled: Tensor) -> Tensor:
+    """Count the leading drafts of each request whose rows are not of another token than sampled.
+
+    Args:
+        step: the step.
+        batch: its requests.
+        sampled: int ``[num_requests, n]``; drafts beyond ``n`` are not compared.
+
+    Returns:
+        int64 ``[num_requests]``; the request's number of rows if no draft is of another token.
+    """
+    width = sampled.shape[1]
+    if not width or not len(step.tokens):
+        return batch.counts
+    column = torch.arange(width, device=sampled.device)
+    row = (batch.starts + batch.counts - batch.drafts)[:, None] + column
+    fed = step.tokens[row.clamp(max=len(step.tokens) - 1)].long()
+    other = (column < batch.drafts[:, None]) & ((fed ^ sampled.long()) & (EMBEDDED - 1) != 0)
+    return torch.where(other.any(1), other.long().argmax(1), batch.counts)
+
+
 def first_visible(place: Place, first: Tensor, end: Tensor) -> Tensor:
     """Return the first position that each request's query at ``first`` reads.
 

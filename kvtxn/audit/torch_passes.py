@@ -23,6 +23,7 @@ from .rows import (
     in_ring,
     next_token,
     ragged,
+    same_drafts,
     through,
     word_at,
 )
@@ -146,6 +147,8 @@ class TorchPasses(Passes):
         batch = Batch.of(books, step, released=True)
         books.counters[book.OPEN] = 0
         kept = accepted.long().clamp(min=0).minimum(batch.drafts)
+        if sampled is not None:
+            kept = kept.minimum(same_drafts(step, batch, sampled))
         owner, within = ragged(batch.counts)
         rejected = within >= (batch.counts - batch.drafts + kept)[owner]
         for where in self._places(step, batch, owner, within).values():
@@ -160,7 +163,7 @@ class TorchPasses(Passes):
         facts[book.KNOWN][line] = known
         if sampled is None:
             return
-        token = next_token(sampled, kept)[live]
+        token = torch.where(accepted < 0, -1, next_token(sampled, kept))[live]
         more = (token >= 0) & (known == length) & (length < books.sizes.max_length)
         line, length, token = line[more], length[more], token[more]
         term = books.key.terms(token, length)

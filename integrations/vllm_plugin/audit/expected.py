@@ -6,20 +6,41 @@ from ..policy.engine import EngineFacts
 from ..policy.supported import RELEASES
 
 
-def cannot_watch(device: str, runner: str, context_parallel: int) -> str | None:
+def cannot_watch(
+    device: str, runner: str, context_parallel: int, connector: str | None = None
+) -> str | None:
     """Say why the ledger cannot watch an engine; None if it can.
 
     Args:
         device: the type of the engine's device.
         runner: ``"v1"`` or ``"v2"``, vLLM's model runner.
         context_parallel: the ranks that share a request's context.
+        connector: name of the KV connector; None without one.
     """
-    if device != "cpu":
-        return "the ledger watches engines on a CPU only"
-    if runner == "v2":
-        return "the ledger watches the V1 model runner only"
+    if device not in ("cpu", "cuda"):
+        return "the ledger watches engines on CPUs and on CUDA GPUs only"
+    if device == "cpu" and runner == "v2":
+        return "on a CPU the ledger watches the V1 model runner only"
     if context_parallel > 1:
         return "context parallelism spreads a request's rows over ranks"
+    if device == "cuda" and connector is not None:
+        return "on a GPU the ledger does not follow the rows that a KV connector stores and loads"
+    return None
+
+
+def last_stage_only(runner: str, speculates: bool, last_stage: bool) -> str | None:
+    """Say why the ledger cannot watch one pipeline stage; None if it can.
+
+    Args:
+        runner: ``"v1"`` or ``"v2"``.
+        speculates: the engine has drafts.
+        last_stage: the stage is the last one, or the only one.
+    """
+    if runner == "v2" and speculates and not last_stage:
+        return (
+            "pipeline stages before the last learn of accepted drafts when they have begun later "
+            "steps; the ledger watches the last stage"
+        )
     return None
 
 
@@ -27,7 +48,7 @@ def in_words(facts: EngineFacts) -> str:
     """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
     if facts.version not in RELEASES:
         return "not known of this release; kvtxn.audit_active or kvtxn.audit_inactive says it"
-    why = cannot_watch(facts.device, facts.runner, facts.context_parallel)
+    why = cannot_watch(facts.device, facts.runner, facts.context_parallel, facts.connector)
     if why is not None:
         return f"the ledger cannot watch this engine: {why}"
     return 'the ledger can watch this engine; "audit": "ledger" asks for it'

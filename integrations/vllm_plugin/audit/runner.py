@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner on a CPU, watched by a ledger.
+"""vLLM's model runners, watched by a ledger: what all share, and the V1 runner on a CPU.
 
 ``_update_states`` says who comes and goes and which blocks are handed out, ``_prepare_inputs``
 which rows the forward writes and reads, ``_sample`` how many drafts were accepted.
@@ -27,15 +27,11 @@ from .watch import AuditError, Watch
 log = get_logger()
 
 
-class AuditedRunnerV1:
-    """A mixin: each method runs vLLM's own code and tells the ledger what happened.
+class AuditedRunner:
+    """A mixin of vLLM's runners that keeps a watch for as long as the KV cache lives.
 
     Attributes:
         kvtxn_audit: the watch, once the KV cache exists; None where there is nothing to watch.
-        kvtxn_prepared: the inputs of the forward that comes next; None for one of vLLM's own,
-            such as a warm-up.
-        kvtxn_outputs: the rows of the forward that is sampled next which have logits; None for a
-            forward that the ledger does not know.
         kvtxn_settings: the user's settings.
         kvtxn_rank: the worker's rank.
         kvtxn_required: the user wants no engine without kvtxn.
@@ -45,8 +41,6 @@ class AuditedRunnerV1:
 
     kvtxn_audit: Watch | None = None
     kvtxn_settings: PluginSettings
-    kvtxn_prepared: Any = None
-    kvtxn_outputs: Tensor | None = None
     kvtxn_rank: int = 0
     kvtxn_required: bool = False
     kvtxn_undo: ExitStack
@@ -64,7 +58,7 @@ class AuditedRunnerV1:
             AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
         """
         watch = self.kvtxn_audit
-        if watch is None:
+        if watch is None or not watch.begun:
             return
         try:
             tell(watch)
@@ -81,7 +75,37 @@ class AuditedRunnerV1:
         self.kvtxn_undo.close()
         super().initialize_kv_cache(kv_cache_config, is_profiling, **others)  # type: ignore[misc]
         if not is_profiling:
-            self.kvtxn_audit = open_watch(self)
+            self.kvtxn_audit = self.kvtxn_open_watch()
+
+    def kvtxn_open_watch(self) -> Watch | None:
+        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        return open_watch(self)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Add to the step's output the requests that read wrong rows, if they are contained.
+
+        The drafter has written its rows by then.
+        """
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self.kvtxn_tell(Watch.ended)
+        wrong = None if self.kvtxn_audit is None else self.kvtxn_audit.take_wrong()
+        if wrong is not None:
+            scheduling.mark(output, wrong)
+        return output
+
+
+class AuditedRunnerV1(AuditedRunner):
+    """A mixin of the V1 runner: each method runs vLLM's own code and tells the ledger of it.
+
+    Attributes:
+        kvtxn_prepared: the inputs of the forward that comes next; None for one of vLLM's own,
+            such as a warm-up.
+        kvtxn_outputs: the rows of the forward that is sampled next which have logits; None for a
+            forward that the ledger does not know.
+    """
+
+    kvtxn_prepared: Any = None
+    kvtxn_outputs: Tensor | None = None
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""
@@ -115,18 +139,6 @@ class AuditedRunnerV1:
             self.kvtxn_tell(lambda watch: watch.sampled(audited.sampled(self, output)))
         return output
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """Add to the step's output the requests that read wrong rows, if they are contained.
-
-        The drafter has written its rows by then.
-        """
-        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        self.kvtxn_tell(Watch.ended)
-        wrong = None if self.kvtxn_audit is None else self.kvtxn_audit.take_wrong()
-        if wrong is not None:
-            scheduling.mark(output, wrong)
-        return output
-
 
 def _tell_forward(runner: Foreign, watch: Watch, prepared: Foreign) -> None:
     """Tell a watch which rows and states the next forward writes and reads."""
@@ -147,7 +159,7 @@ def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
     hook_runner(runner, settings, rank, audited.AUDITED_METHODS, *audit_mixins(settings))
 
 
-def _compare_bytes(runner: AuditedRunnerV1, watch: Watch) -> None:
+def _compare_bytes(runner: AuditedRunner, watch: Watch) -> None:
     """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
     Nothing is poisoned on a CPU: its attention multiplies masked rows by zero, and a NaN comes
@@ -180,7 +192,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def open_watch(runner: AuditedRunnerV1) -> Watch | None:
+def open_watch(runner: AuditedRunner) -> Watch | None:
     """Open a ledger over a runner's new caches; if that is impossible, log why and return None."""
     rank = runner.kvtxn_rank
     groups, states = audited.row_groups(runner), audited_states.state_groups(runner)

@@ -21,6 +21,7 @@ from ....audit import (
     Violation,
 )
 from ....errors import KVTxnError
+from ....host_values import to_device
 from ....log import get_logger
 from ..internals import ranks
 from ..internals.audited import Arrival, Changes, Room, Rows
@@ -60,6 +61,9 @@ class Watch:
         record: keep the life of every slot, for ``recording``; it makes steps slow.
         key: the secret that this rank shares with the ranks that it is compared with; None if it
             is compared with none.
+        device: of the runner's tensors.
+        lines: the most requests that the ledger knows at one time; None: the running ones and as
+            many that wait.
 
     Attributes:
         ledger: the ledger.
@@ -70,7 +74,10 @@ class Watch:
         drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
             that a step leaves are known when it ends.
         on_violation: the argument; it may be changed between steps.
+        begun: False until the engine has warmed up; steps before are nobody's.
     """
+
+    begun: bool = True
 
     def __init__(
         self,
@@ -82,15 +89,19 @@ class Watch:
         states: Mapping[str, StateGroup] | None = None,
         record: bool = False,
         key: Key | None = None,
+        device: torch.device | str = "cpu",
+        lines: int | None = None,
     ) -> None:
         # Beside the running requests those that wait: preempted, or for a session's next turn.
-        most = 2 * room.requests + 8
+        most = 2 * room.requests + 8 if lines is None else lines
         kind = RecordingLedger if record else Ledger
         self.groups: Final = groups
         self.states: Final = states or {}
         every: list[RowGroup | StateGroup] = [*groups.values(), *self.states.values()]
         # One more line: for rows that a connector stores under tokens of nobody's.
-        self.ledger: Final = kind(every, max_requests=most + 1, max_length=room.length, key=key)
+        self.ledger: Final = kind(
+            every, max_requests=most + 1, max_length=room.length, key=key, device=device
+        )
         self.transfers: TransferWatch | None = None
         self.scrub: Scrub | None = None
         self.drafts_late = False
@@ -109,6 +120,9 @@ class Watch:
         self._wrong = Wrong()
 
     # -- requests and blocks -----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Watch from now on; a watch on a CPU does so from its first step."""
 
     def stop(self, error: Exception) -> None:
         """Stop watching after an error of the audit's own; the engine runs on."""
@@ -187,12 +201,8 @@ class Watch:
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
         self._rows = rows
-        for name in rows.names:
-            if name not in self.ledger:
-                self.admit(returning(name))
-            self._known.move_to_end(name)
         step = Step(
-            lines=torch.tensor([self.ledger.line(name) for name in rows.names]),
+            lines=self._lines(rows.names, returning),
             starts=rows.starts,
             first=rows.first,
             tokens=rows.tokens,
@@ -211,6 +221,16 @@ class Watch:
         self.ledger.check(step)
         if self._caches_prefixes:
             self._publish(rows, step)
+
+    def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
+        """Return the lines of requests, int64 ``[num_requests]``; admit those forgotten."""
+        for name in names:
+            if name not in self.ledger:
+                self.admit(returning(name))
+            self._known.move_to_end(name)
+        return to_device(
+            [self.ledger.line(name) for name in names], self.ledger.device, torch.int64
+        )
 
     def _publish(self, rows: Rows, step: Step) -> None:
         """Check the blocks that this step fills, since other requests may already find them."""
@@ -349,7 +369,10 @@ class Watch:
     def counters(self) -> dict[str, float]:
         """Return the audit's counters by Prometheus name; all ranks must call this."""
         self.compare_ranks()
-        return {**self.ledger.counters(), "kvtxn_audit_active": float(not self._stopped)}
+        return {
+            **self.ledger.counters(),
+            "kvtxn_audit_active": float(self.begun and not self._stopped),
+        }
 
 
 def _wrong(violation: Violation) -> Wrong:

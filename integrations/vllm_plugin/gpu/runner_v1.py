@@ -13,6 +13,7 @@ from ....manager import TransactionManager
 from ....row_io import LayerRows
 from ...serving.packed_steps import PackedGraphSteps
 from ..attach import hook_runner
+from ..audit.gpu_runners import mixins_and_methods
 from ..internals import Foreign, batches
 from ..runner import V1StepMixin
 from ..settings import PluginSettings
@@ -57,5 +58,6 @@ class GpuRunnerV1(V1StepMixin, GpuRunnerMixin):
 
 
 def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
-    """Put the mixin before a runner's class, once, before its KV cache exists."""
-    hook_runner(runner, settings, rank, batches.V1_GPU_METHODS, GpuRunnerV1)
+    """Put the mixins before a runner's class, once, before its KV cache exists."""
+    mixins, methods = mixins_and_methods(settings, "v1")
+    hook_runner(runner, settings, rank, {**batches.V1_GPU_METHODS, **methods}, *mixins, GpuRunnerV1)

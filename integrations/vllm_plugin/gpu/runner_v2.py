@@ -15,6 +15,7 @@ from ....manager import TransactionManager
 from ....row_io import LayerRows
 from ...serving.graph_steps import GraphSteps
 from ..attach import hook_runner
+from ..audit.gpu_runners import mixins_and_methods
 from ..internals import Foreign, batches
 from ..settings import PluginSettings
 from .runner import GpuRunnerMixin
@@ -73,5 +74,6 @@ class GpuRunnerV2(GpuRunnerMixin):
 
 
 def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
-    """Put the mixin before a runner's class, once, before its KV cache exists."""
-    hook_runner(runner, settings, rank, batches.V2_METHODS, GpuRunnerV2)
+    """Put the mixins before a runner's class, once, before its KV cache exists."""
+    mixins, methods = mixins_and_methods(settings, "v2")
+    hook_runner(runner, settings, rank, {**batches.V2_METHODS, **methods}, *mixins, GpuRunnerV2)

@@ -103,7 +103,8 @@ def unwatched(config: Any) -> str | None:
     parallel = config.parallel_config
     context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     runner = "v2" if config.use_v2_model_runner else "v1"
-    return cannot_watch(config.device_config.device_type, runner, context)
+    connector = getattr(config.kv_transfer_config, "kv_connector", None)
+    return cannot_watch(config.device_config.device_type, runner, context, connector)
 
 
 def uncontained(config: Any) -> str | None:
@@ -117,16 +118,43 @@ def uncontained(config: Any) -> str | None:
 
 
 def row_groups(runner: Any) -> dict[str, RowGroup]:
-    """Return, by name, the KV-cache groups whose caches have one row per token."""
+    """Return ``row_groups_of`` the runner's caches."""
+    return row_groups_of(runner.kv_cache_config)
+
+
+def groups_left_out(runner: Any, groups: Iterable[str]) -> list[str]:
+    """Name the KV-cache groups that are not among those that are watched."""
+    numbers = range(len(runner.kv_cache_config.kv_cache_groups))
+    return [f"group.{number}" for number in numbers if f"group.{number}" not in {*groups}]
+
+
+def most_drafts(runner: Any) -> int:
+    """Return the most drafts of a request in one step."""
+    speculation = runner.speculative_config
+    return 0 if speculation is None else int(speculation.num_speculative_tokens)
+
+
+def row_groups_of(config: Any) -> dict[str, RowGroup]:
+    """Return, by name, the KV-cache groups whose caches have one row per token.
+
+    Rows of other kinds, such as those that stand for several tokens each, are left out.
+
+    Args:
+        config: vLLM's ``KVCacheConfig``.
+    """
     from vllm.v1 import kv_cache_interface as kinds
 
-    config = runner.kv_cache_config
+    others = (kinds.EncoderOnlyAttentionSpec, kinds.CrossAttentionSpec)
+    # Not every release has all of these kinds.
+    unknown = ("CircularBufferSpec", "HiddenStateCacheSpec", "RSWASpec", "SinkFullAttentionSpec")
+    others += tuple(getattr(kinds, name) for name in unknown if hasattr(kinds, name))
     found = {}
     for number, group in enumerate(config.kv_cache_groups):
         spec = group.kv_cache_spec
         spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
-        others = (kinds.EncoderOnlyAttentionSpec, kinds.CrossAttentionSpec)
         if not isinstance(spec, kinds.AttentionSpec) or isinstance(spec, others):
+            continue
+        if getattr(spec, "tokens_per_state", 1) != 1:
             continue
         sliding = isinstance(spec, kinds.SlidingWindowSpec)
         chunked = isinstance(spec, kinds.ChunkedLocalAttentionSpec)
@@ -144,11 +172,9 @@ def row_groups(runner: Any) -> dict[str, RowGroup]:
 
 def room(runner: Any) -> Room:
     """Return the sizes of a runner's batch and requests."""
-    speculation = runner.speculative_config
-    drafts = 0 if speculation is None else int(speculation.num_speculative_tokens)
     return Room(
         int(runner.max_num_reqs),
-        int(runner.max_model_len) + drafts + 1,
+        int(runner.max_model_len) + most_drafts(runner) + 1,
         bool(runner.cache_config.enable_prefix_caching),
     )
 
@@ -157,7 +183,7 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
     """Read the changes of a step; call this after the runner has updated its states."""
     cached = scheduler_output.scheduled_cached_reqs
     arrivals = [
-        _arrival(runner, new.req_id, _tokens_of(new), new.num_computed_tokens, new.block_ids)
+        _arrival(runner, new.req_id, tokens_of(new), new.num_computed_tokens, new.block_ids)
         for new in scheduler_output.scheduled_new_reqs
     ]
     grown: list[list[int]] = [[] for _ in runner.kv_cache_config.kv_cache_groups]
@@ -175,16 +201,17 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
         arrivals=arrivals,
         grown=grown,
         copies=[
-            _pair(copy) for copy in getattr(scheduler_output, "kv_cache_block_copies", ()) or ()
+            pair(copy) for copy in getattr(scheduler_output, "kv_cache_block_copies", ()) or ()
         ],
     )
 
 
-def _pair(copy: Any) -> tuple[int, int]:
+def pair(copy: Any) -> tuple[int, int]:
+    """Return the source and the target of a copied block."""
     return int(copy.src_block_id), int(copy.dst_block_id)
 
 
-def _tokens_of(new: Any) -> list[int]:
+def tokens_of(new: Any) -> list[int]:
     """Return a new request's token ids, with zeros for positions that have vectors instead."""
     tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
     return [0] * len(new.prompt_embeds) if tokens is None else list(tokens)
@@ -213,7 +240,27 @@ def returning(runner: Any, name: str) -> Arrival:
 def _arrival(
     runner: Any, name: str, tokens: Iterable[int], computed: int, tables: Sequence[Sequence[int]]
 ) -> Arrival:
-    state = runner.requests[name]
+    return arrival_of(runner, runner.requests[name], name, tokens, computed, tables)
+
+
+def arrival_of(
+    runner: Any,
+    state: Any,
+    name: str,
+    tokens: Iterable[int],
+    computed: int,
+    tables: Sequence[Sequence[int]],
+) -> Arrival:
+    """Describe a request that comes.
+
+    Args:
+        runner: the runner.
+        state: what vLLM keeps or is told of the request: its LoRA, vectors and features.
+        name: vLLM's id of the request.
+        tokens: as for ``Arrival``.
+        computed: as for ``Arrival``.
+        tables: as for ``Arrival``.
+    """
     lora = getattr(state, "lora_request", None)
     extras = [] if lora is None else [int(lora.lora_int_id)]
     embedded = _embedded(state)
@@ -242,7 +289,7 @@ def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
-def _own_blocks(table: Any, count: int, block_size: int) -> Tensor:
+def own_blocks(table: Any, count: int, block_size: int) -> Tensor:
     """Return the block tables of a batch in blocks of the scheduler's size.
 
     Kernels may have smaller blocks than the scheduler hands out; these follow each other.
@@ -274,7 +321,7 @@ def rows(runner: Any, prepared: Any, groups: Mapping[str, RowGroup]) -> Rows:
     for name, group in groups.items():
         table = batch.block_table[int(name.partition(".")[2])]
         slots[name] = table.slot_mapping.gpu[:total].clone()
-        tables[name] = _own_blocks(table, count, group.block_size)
+        tables[name] = own_blocks(table, count, group.block_size)
     positions: Tensor = runner.positions[:total]
     return Rows(
         names=names,

@@ -83,7 +83,9 @@ class Wrong:
 
 def mark(output: Any, wrong: Wrong) -> None:
     """Add wrong reads to the output of their step."""
-    inner = getattr(output, "_model_runner_output", output)  # of asynchronous scheduling
+    inner = output
+    for name in ("_model_runner_output", "model_runner_output"):  # V1's, V2's asynchronous output
+        inner = getattr(output, name, inner)
     if hasattr(inner, "sampled_token_ids"):
         inner.kvtxn_wrong = wrong
 

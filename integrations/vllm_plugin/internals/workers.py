@@ -116,6 +116,30 @@ def after_warm_up(wrapper: Any, then: Callable[[], None]) -> Callable[[], None]:
     return undo
 
 
+def less_cache_memory(wrapper: Any, rest: Callable[[int], int]) -> Callable[[], None]:
+    """Let a worker give less memory to the KV cache than it finds free.
+
+    Args:
+        wrapper: the worker's wrapper.
+        rest: gets the bytes that are free, and returns those that the KV cache may take.
+
+    Returns:
+        A function that undoes the hook.
+    """
+    worker = wrapper.worker
+    own = worker.determine_available_memory
+
+    def determine_available_memory() -> int:
+        return rest(int(own()))
+
+    worker.determine_available_memory = determine_available_memory
+
+    def undo() -> None:
+        del worker.determine_available_memory
+
+    return undo
+
+
 def engine_config(wrapper: Any) -> Foreign:
     """Return a worker's ``VllmConfig``."""
     return wrapper.vllm_config

@@ -62,6 +62,11 @@ def test_mistakes_are_refused(given, message):
         asked(**given)
 
 
+def connector():
+    """vLLM's configuration of a KV connector."""
+    return SimpleNamespace(kv_connector="OffloadingConnector")
+
+
 def config(**changes):
     parallel = {
         "pipeline_parallel_size": 1,
@@ -81,9 +86,12 @@ def config(**changes):
     ("changes", "why"),
     [
         ({}, None),
-        ({"device": "cuda"}, "on a CPU only"),
+        ({"device": "xpu"}, "on CPUs and on CUDA GPUs only"),
+        ({"device": "cuda"}, None),
+        ({"device": "cuda", "v2": True}, None),
         ({"v2": True}, "V1 model runner only"),
-        ({"connector": object()}, None),
+        ({"connector": connector()}, None),
+        ({"device": "cuda", "connector": connector()}, "that a KV connector stores"),
         ({"parallel": {"pipeline_parallel_size": 2}}, None),
         ({"parallel": {"decode_context_parallel_size": 2}}, "context parallelism"),
     ],
@@ -97,8 +105,9 @@ def test_engines_that_it_cannot_watch(changes, why):
     ("facts", "says"),
     [
         ({}, "the ledger can watch this engine"),
-        ({"device": "cuda"}, "cannot watch this engine: the ledger watches engines on a CPU only"),
-        ({"runner": "v2"}, "cannot watch this engine: the ledger watches the V1 model runner only"),
+        ({"device": "cuda", "runner": "v2"}, "the ledger can watch this engine"),
+        ({"device": "xpu"}, "cannot watch this engine: the ledger watches engines on CPUs and"),
+        ({"runner": "v2"}, "cannot watch this engine: on a CPU the ledger watches the V1 model"),
         ({"context_parallel": 2}, "cannot watch this engine: context parallelism"),
         ({"version": "9.9"}, "not known of this release"),
     ],

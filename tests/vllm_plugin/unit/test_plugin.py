@@ -302,7 +302,7 @@ def test_steps_of_vllms_own_warm_up_are_not_counted():
     for held in (runner, SimpleNamespace(), SimpleNamespace(kvtxn=None)):
         worker = SimpleNamespace(compile_or_warm_up_model=warm_up)
         found = SimpleNamespace(worker=worker)
-        workers.after_warm_up(found, partial(vllm_plugin._restart, held))
+        workers.after_warm_up(found, partial(vllm_plugin._warmed_up, held, "0"))
         manager.metrics.restart()
         assert worker.compile_or_warm_up_model(times=3) == "times"
         assert manager.snapshot()["kvtxn_bypassed_windows_total"] == (0 if held is runner else 3)

@@ -1,0 +1,268 @@
+"""``DeviceWatch``: a watch whose tensors are on a GPU; no call in a step waits for the device.
+
+The device knows how many drafts were accepted, and so where each request stands, before the host
+does. So positions and counts stay there, and the host looks at a copy of the counters that arrived
+from an earlier step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ....audit import Key, RowGroup, Step, Stretch
+from ....audit.glance import Glance
+from ..internals import ranks
+from ..internals.audited import Arrival, Room, Rows
+from ..internals.audited_states import States
+from ..internals.scheduling import Wrong
+from .watch import AuditError, Watch
+
+#: Steps between two looks at the counters.
+_LOOK_EVERY: Final = 8
+#: Steps between two comparisons of the ranks, and from a copy of the fingerprints until it is used.
+_COMPARED_EVERY: Final = 200
+_COMPARED_LATER: Final = 8
+
+
+class DeviceWatch(Watch):
+    """A worker's ledger on a GPU, told by the runner's hooks.
+
+    Args:
+        groups: the watched KV-cache groups, by name, in vLLM's order.
+        room: the runner's sizes, by which the ledger is sized.
+        rank: the worker's rank, for the log.
+        on_violation: as for ``Watch``.
+        device: the runner's.
+        drafts: the most drafts of a request in one step.
+        lines: as for ``Watch``.
+        record: as for ``Watch``; it makes each step wait.
+        key: as for ``Watch``.
+    """
+
+    begun = False
+
+    def __init__(
+        self,
+        groups: Mapping[str, RowGroup],
+        room: Room,
+        rank: int,
+        on_violation: str,
+        *,
+        device: torch.device,
+        drafts: int,
+        lines: int | None = None,
+        record: bool = False,
+        key: Key | None = None,
+    ) -> None:
+        super().__init__(
+            *(groups, room, rank, on_violation),
+            record=record,
+            key=key,
+            device=device,
+            lines=lines,
+        )
+        self._batch: tuple[list[str], Tensor] | None = None
+        self._glance: Glance | None = None
+        self._prints: tuple[int, Glance] | None = None
+        # A row of a full block may have left the window of the step that fills the block. All other
+        # rows of a block that is published are rows that its step has read.
+        narrow = [
+            group
+            for group in groups.values()
+            if group.chunk is not None
+            or (group.window is not None and group.window < group.block_size + drafts + 1)
+        ]
+        number = self.ledger.books.sizes.max_requests
+        with torch.inference_mode(False):
+            self._published: Final = [
+                (group, torch.zeros(number, dtype=torch.int64, device=device)) for group in narrow
+            ]
+
+    # -- the beginning -----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Watch from now on: the engine has warmed up. Compile the kernels before."""
+        self.begun = True
+        self._known.clear()
+        self._batch = self._glance = self._prints = self._unsealed = None
+        self._steps = self._compared = 0
+        try:
+            self._warm_up()
+            self.ledger.restart()
+        except Exception as error:
+            self.stop(error)
+
+    def _warm_up(self) -> None:
+        """Launch every pass once, over a step of padding."""
+        device = self.ledger.device
+        with torch.inference_mode():
+            one = torch.zeros(1, dtype=torch.int64, device=device)
+            starts = torch.zeros(2, dtype=torch.int32, device=device)
+            tokens = torch.zeros(1, dtype=torch.int32, device=device)
+            tables = dict.fromkeys(self.groups, tokens[None])
+            slots = dict.fromkeys(self.groups, one - 1)
+            for drafts in (None, tokens):
+                step = Step(one - 1, starts, tokens, tokens, slots, tables, drafts)
+                if self.scrub is not None:
+                    self.scrub.compare(step)
+                self.ledger.write(step)
+                self.ledger.check(step)
+                self.ledger.resolve(tokens, one[None])
+                if self.scrub is not None:
+                    self.scrub.seal(step, tokens)
+            if self._published:
+                self._publish_on_device(step)
+
+    # -- requests and blocks -----------------------------------------------------------------
+
+    def admit(self, arrival: Arrival) -> None:
+        """Begin a request or renew its tokens."""
+        self._batch = None
+        super().admit(arrival)
+        line = self.ledger.line(arrival.name)
+        for group, published in self._published:
+            published[line] = arrival.computed // group.block_size * group.block_size
+
+    def _forget(self, name: str) -> None:
+        self._batch = None
+        super()._forget(name)
+
+    # -- a forward ---------------------------------------------------------------------------
+
+    def step(self, read: Callable[[], Rows], returning: Callable[[str], Arrival]) -> None:
+        """Note what a forward writes, and compare what it reads.
+
+        Args:
+            read: reads the batch's rows. It is called here, so that steps are counted alike on all
+                ranks, whatever fails on one of them.
+            returning: describes a request, given its name, that the ledger has forgotten.
+        """
+        self._steps += 1
+        if not self._stopped:
+            try:
+                self._forward(read(), returning, None)
+            except AuditError:
+                raise
+            except Exception as error:
+                self.stop(error)
+        self._compare_now_and_then()
+        self._look()
+
+    def _forward(
+        self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
+    ) -> None:
+        slots, starts = rows.slots, rows.starts
+        if self.drafts_late:  # the drafter writes into the runner's buffers before the step ends
+            slots = {name: each.clone() for name, each in slots.items()}
+            starts = starts.clone()
+        step = Step(
+            lines=self._lines(rows.names, returning),
+            starts=starts,
+            first=rows.first,
+            tokens=rows.tokens,
+            drafts=rows.drafts,
+            slots=slots,
+            tables=rows.tables,
+        )
+        if self.scrub is not None:
+            self.scrub.compare(step)
+            self._unsealed = step, None
+        self.ledger.write(step)
+        self.ledger.check(step)
+        if self._caches_prefixes:
+            self._publish_on_device(step)
+
+    def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
+        if self._batch is None or self._batch[0] != names:
+            found = super()._lines(names, returning)
+            self._batch = list(names), found
+        return self._batch[1]
+
+    def _publish_on_device(self, step: Step) -> None:
+        """Check the blocks that this step fills in groups that do not read all of them."""
+        for group, published in self._published:
+            number, size = len(step.lines), group.block_size
+            settled = step.first[:number].long() + step.starts[: number + 1].diff()
+            if step.drafts is not None:
+                settled = settled - step.drafts[:number]
+            lines = step.lines.clamp(min=0)
+            before = published.index_select(0, lines)
+            end = (settled // size * size).maximum(before)
+            tables = {group.name: step.tables[group.name]}
+            self.ledger.inspect(Stretch(step.lines, before, end, tables, "published"))
+            published.index_copy_(0, lines, end)
+
+    def sampled_on_device(self, accepted: Tensor, ids: Tensor) -> None:
+        """Tell the ledger which drafts were accepted, and which tokens come next.
+
+        Args:
+            accepted: int ``[num_requests]``, accepted drafts; -1 for a request that has no token.
+            ids: int ``[num_requests, n]``, the accepted drafts, then the next token.
+        """
+        if self._stopped:
+            return
+        self.ledger.resolve(accepted, ids)
+        if self._unsealed is not None:
+            self._unsealed = self._unsealed[0], accepted
+        if not self.drafts_late:
+            self._seal()
+
+    def came_out(self, logits: Tensor, rows: Tensor) -> None:
+        """Look for no NaN: looking would wait for the device."""
+
+    # -- what came of it ---------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Log what an earlier look saw, and look again now and then.
+
+        Raises:
+            AuditError: there is a violation, and ``on_violation`` is "raise".
+        """
+        if self._glance is not None and self._glance.ready:
+            glance, self._glance = self._glance, None
+            if self.ledger.findings.has_more(glance):
+                self._say()
+        if self._glance is None and self._steps % _LOOK_EVERY == 0:
+            self._glance = self.ledger.glance()
+
+    def _compare_now_and_then(self) -> None:
+        """Compare what the ranks wrote until some steps ago."""
+        if not self._has_peers:
+            return
+        if self._prints is None:
+            if self._steps - self._compared >= _COMPARED_EVERY:
+                self._prints = self._steps, self.ledger.glance()
+        elif self._steps - self._prints[0] >= _COMPARED_LATER:
+            (at, glance), self._prints = self._prints, None
+            self._compare(at, glance)
+
+    def compare_ranks(self) -> None:
+        """Compare the steps since the last comparison with those of the other ranks.
+
+        Waits for the device. All ranks must call this after the same step.
+        """
+        if self._has_peers and self._steps != self._compared:
+            self._prints = None
+            self._compare(self._steps, self.ledger.glance())
+
+    def _compare(self, until: int, glance: Glance) -> None:
+        since, self._compared = self._compared, until
+        own = self.ledger.fingerprints(glance)
+        own = {step: print_ for step, print_ in own.items() if step > since}
+        for number, theirs in enumerate(ranks.of_all(own)):
+            if number != ranks.own_number():
+                self.ledger.compare_ranks(theirs, glance)
+
+    def take_wrong(self) -> Wrong | None:
+        """Return the wrong reads since the last call; waits if they are contained."""
+        if self.on_violation == "contain" and not self._stopped:
+            self._take()
+        return super().take_wrong()
+
+    def without_peers(self) -> None:
+        """Compare no ranks: another one has no ledger."""
+        self._has_peers = False

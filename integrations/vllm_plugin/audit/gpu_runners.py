@@ -1,0 +1,281 @@
+"""vLLM's V2 and V1 model runners on a GPU, watched by a ledger.
+
+The ledger's passes are launched beside the forward, which may be a replayed graph and is not
+touched: once slots and tables are in place, before the forward; and once the sampler has decided,
+before the drafter. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ....audit import Key, Scrub
+from ....log import get_logger
+from ..attach import hook_runner, stay_out
+from ..internals import Foreign, audited, audited_v2, config, ranks, workers
+from ..internals import layers as attention_layers
+from ..policy.engine import EngineFacts
+from ..policy.supported import ATTENTION, CACHE_FORMATS
+from ..settings import PluginSettings
+from .device_watch import DeviceWatch
+from .expected import last_stage_only
+from .memory import rest
+from .runner import AuditedRunner, AuditedRunnerV1
+from .watch import Watch
+
+log = get_logger()
+
+
+class AuditedGpuRunnerV2(AuditedRunner):
+    """A mixin of the V2 runner: each method runs vLLM's own code and tells the ledger of it.
+
+    Attributes:
+        kvtxn_reader: reads the runner's steps.
+    """
+
+    kvtxn_audit: DeviceWatch | None
+    kvtxn_reader: audited_v2.StepReader
+
+    def kvtxn_open_watch(self) -> Watch | None:
+        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        watch = open_device_watch(self, audited_v2.lacking(self), audited_v2.lines(self))
+        if watch is not None:
+            self.kvtxn_reader = audited_v2.StepReader(self, watch.groups)
+        return watch
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        """Tell the ledger which requests begin and end, and which blocks each request gets."""
+        super().update_requests(scheduler_output)  # type: ignore[misc]
+        self.kvtxn_tell(lambda watch: watch.change(audited_v2.changes(self, scheduler_output)))
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        """Tell the ledger which rows the forward writes and reads."""
+        prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
+        self.kvtxn_tell(partial(_step_v2, self, input_batch, prepared))
+        return prepared
+
+    def postprocess_sampled(
+        self,
+        idx_mapping: Any,
+        sampled_tokens: Any,
+        num_sampled: Any,
+        num_rejected: Any,
+        query_start_loc: Any = None,
+    ) -> None:
+        """Tell the ledger which drafts were accepted, once a window has been committed.
+
+        Pipeline stages before the last are told of an earlier step, and have no drafts here.
+        """
+        super().postprocess_sampled(  # type: ignore[misc]
+            idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc
+        )
+        if self.kvtxn_audit is not None and audited_v2.samples(self):
+            self.kvtxn_tell(partial(_sampled_v2, sampled_tokens, num_sampled))
+
+
+def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
+    """Tell a watch of the step whose slots and tables are in place."""
+    assert isinstance(watch, DeviceWatch)
+    watch.step(partial(runner.kvtxn_reader.rows, batch, prepared), _unknown)
+
+
+def _sampled_v2(ids: Any, num_sampled: Foreign, watch: Watch) -> None:
+    """Tell a watch what was sampled."""
+    assert isinstance(watch, DeviceWatch)
+    watch.sampled_on_device(audited_v2.counts(num_sampled), ids)
+
+
+def _unknown(name: str) -> Any:
+    """Refuse to describe a request that the ledger has forgotten; it forgets none that runs.
+
+    Raises:
+        LookupError: always.
+    """
+    raise LookupError(f"the ledger was not told of request {name!r}")
+
+
+class AuditedGpuRunnerV1(AuditedRunnerV1):
+    """A mixin of the V1 runner on a GPU."""
+
+    kvtxn_audit: DeviceWatch | None
+
+    def kvtxn_open_watch(self) -> Watch | None:
+        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        return open_device_watch(self, None, None)
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Tell the ledger which rows the forward writes and reads, then run the forward."""
+        prepared = self.kvtxn_prepared
+        if prepared is not None:
+            self.kvtxn_tell(partial(_step_v1, self, prepared))
+        self.kvtxn_prepared = None
+        output = super()._model_forward(*args, **kwargs)
+        self.kvtxn_outputs = None if prepared is None else prepared[0]
+        return output
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """Tell the ledger which drafts were accepted."""
+        known, self.kvtxn_outputs = self.kvtxn_outputs is not None, None
+        output = super()._sample(logits, spec_decode_metadata)
+        if known:
+            self.kvtxn_tell(partial(_sampled_v1, self, output))
+        return output
+
+
+def _step_v1(runner: AuditedGpuRunnerV1, prepared: Foreign, watch: Watch) -> None:
+    """Tell a watch of the step that ``_prepare_inputs`` has prepared."""
+    assert isinstance(watch, DeviceWatch)
+    read = partial(audited_v2.rows_v1, runner, prepared, watch.groups)
+    watch.step(read, partial(audited.returning, runner))
+
+
+def _sampled_v1(runner: AuditedGpuRunnerV1, output: Foreign, watch: Watch) -> None:
+    """Tell a watch what was sampled."""
+    assert isinstance(watch, DeviceWatch)
+    watch.sampled_on_device(*audited_v2.sampled_v1(runner, output))
+
+
+# -- attaching ----------------------------------------------------------------------------------
+
+
+def mixins_and_methods(
+    settings: PluginSettings, runner: str
+) -> tuple[tuple[type, ...], dict[str, tuple[str, ...]]]:
+    """Return the mixins of the audit that the user asks for, and the methods that they override.
+
+    Args:
+        settings: the user's.
+        runner: ``"v1"`` or ``"v2"``.
+    """
+    if settings.audit == "off":
+        return (), {}
+    if runner == "v2":
+        return (AuditedGpuRunnerV2,), dict(audited_v2.AUDITED_METHODS)
+    return (AuditedGpuRunnerV1,), dict(audited.AUDITED_METHODS)
+
+
+def attach(wrapper: Foreign, settings: PluginSettings, rank: int, facts: EngineFacts) -> None:
+    """Attach the audit to a worker's runner without windows, before its KV cache exists."""
+    runner = workers.runner_of(wrapper)
+    mixins, methods = mixins_and_methods(settings, facts.runner)
+    hook_runner(runner, settings, rank, methods, *mixins)
+    reserve_memory(wrapper, settings)
+
+
+def reserve_memory(wrapper: Foreign, settings: PluginSettings) -> None:
+    """Let vLLM size the KV cache without the memory of the ledger, if there is to be one."""
+    runner = workers.runner_of(wrapper)
+    if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
+        undo = workers.less_cache_memory(wrapper, partial(rest, runner, settings))
+        runner.kvtxn_unhook.callback(undo)
+
+
+def open_device_watch(
+    runner: AuditedRunner, lacking: str | None, lines: int | None
+) -> DeviceWatch | None:
+    """Open a ledger over a runner's new caches on a GPU.
+
+    Args:
+        runner: the runner.
+        lacking: the reason why this runner cannot be watched; None if it can.
+        lines: as for ``Watch``.
+
+    Returns:
+        The watch; None if that is impossible on some rank, and then the reason is logged.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    rank, required = runner.kvtxn_rank, runner.kvtxn_required
+    facts = config.runner_facts(runner)
+    groups = audited.row_groups(runner)
+    late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
+    if late is not None:  # the last stage is watched: there, the engine has its audit
+        stay_out(late, rank)
+        return None
+    why, error = lacking, None
+    if not groups:
+        why = "there is nothing to audit: no layer of this model keeps rows that the ledger knows"
+    watch = None
+    key = ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
+    if why is None:
+        try:
+            watch = _new_watch(runner, groups, lines, key)
+        except Exception as failed:
+            why, error = f"the ledger cannot be made: {failed}", failed
+    if key is not None and not all(ranks.of_all(watch is not None)):
+        why, watch = why or "another rank cannot be watched", None
+    if watch is None:
+        stay_out(str(why), rank, required=required, error=error)
+        return None
+    if runner.kvtxn_settings.audit == "bytes":
+        _compare_bytes(runner, watch, facts)
+    left_out = audited.groups_left_out(runner, groups)
+    if left_out:
+        effect = f"{', '.join(left_out)}: rows or states there are not compared on a GPU"
+        log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
+    log.info(
+        "kvtxn.audit_active",
+        rank=rank,
+        groups=len(groups),
+        bytes=watch.ledger.books.num_bytes,
+        vllm=workers.version(),
+    )
+    return watch
+
+
+def _new_watch(runner: Any, groups: Any, lines: int | None, key: Key | None) -> DeviceWatch:
+    """Make a watch over a runner's groups."""
+    wanted = runner.kvtxn_settings
+    return DeviceWatch(
+        groups,
+        audited.room(runner),
+        runner.kvtxn_rank,
+        wanted.on_violation,
+        device=audited_v2.runner_device(runner),
+        drafts=audited.most_drafts(runner),
+        lines=lines,
+        record=wanted.record,
+        key=key,
+    )
+
+
+def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts) -> None:
+    """Let a watch compare the bytes of rows, too; if that is impossible, log why.
+
+    Nothing is poisoned: not every attention of a GPU skips masked rows.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    from ..gpu.runner import layer_refs
+
+    error, missing = None, {*watch.groups}
+    try:
+        layers, loaded = attention_layers.target_layers(runner)
+        why = _unreadable(loaded.attention, facts.kv_cache_dtype)
+        if why is None:
+            drafters = attention_layers.rows_of_drafters(runner)
+            watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
+            refs = layer_refs(watched, facts.kv_cache_dtype)
+            watch.scrub = Scrub(watch.ledger, refs)
+            watch.drafts_late = bool(drafters)
+            missing -= {ref.group for ref in refs}
+            why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"
+    except Exception as refused:
+        why, error, watch.scrub = repr(refused), refused, None
+    if missing:
+        if runner.kvtxn_required:
+            stay_out(why, runner.kvtxn_rank, required=True, error=error)
+        effect = "digests are compared, and no bytes"
+        log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
+
+
+def _unreadable(attention: str | None, kv_dtype: str) -> str | None:
+    """Say why rows of a cache cannot be addressed; None if they can."""
+    if attention not in ATTENTION["cuda"]:
+        return f"the rows of attention backend {attention} cannot be addressed"
+    if kv_dtype not in CACHE_FORMATS["cuda"]:
+        return f"rows in format {kv_dtype} cannot be addressed"
+    return None

@@ -1,0 +1,180 @@
+"""Reading the V2 runner for the ledger; positions and counts stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy
+import torch
+from torch import Tensor
+
+from ....audit import RowGroup
+from ....host_values import to_device
+from . import audited
+from .audited import Arrival, Changes, Rows
+
+#: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
+AUDITED_METHODS: Final = {
+    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context?"),
+    "update_requests": ("scheduler_output",),
+    "prepare_attn": ("input_batch",),
+    "postprocess_sampled": (
+        *("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
+    ),
+    "sample_tokens": ("grammar_output",),
+}
+
+
+def lacking(runner: Any) -> str | None:
+    """Say why the ledger cannot watch a V2 runner whose model is loaded; None if it can."""
+    if int(getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1)) != 1:
+        return "a diffusion model writes the rows of one position again and again"
+    return None
+
+
+def changes(runner: Any, scheduler_output: Any) -> Changes:
+    """Read the changes of a step. A request that was preempted comes again as a new one."""
+    cached = scheduler_output.scheduled_cached_reqs
+    grown: list[list[int]] = [[] for _ in runner.kv_cache_config.kv_cache_groups]
+    for blocks in cached.new_block_ids:
+        if blocks is not None:
+            for known, new in zip(grown, blocks, strict=True):
+                known += new
+    return Changes(
+        gone=sorted(
+            {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
+        ),
+        arrivals=[_arrival(runner, new) for new in scheduler_output.scheduled_new_reqs],
+        grown=grown,
+        copies=[audited.pair(copy) for copy in scheduler_output.kv_cache_block_copies or ()],
+    )
+
+
+def _arrival(runner: Any, new: Any) -> Arrival:
+    return audited.arrival_of(
+        *(runner, new, new.req_id, audited.tokens_of(new), new.num_computed_tokens, new.block_ids)
+    )
+
+
+def samples(runner: Any) -> bool:
+    """Tell whether the runner samples: the stage is the last one, or the only one."""
+    return bool(runner.is_last_pp_rank)
+
+
+class StepReader:
+    """Reads the steps of a V2 runner out of its buffers.
+
+    Args:
+        runner: the runner, with its KV cache.
+        groups: the groups to read, by name.
+    """
+
+    def __init__(self, runner: Any, groups: Mapping[str, RowGroup]) -> None:
+        self._runner: Final = runner
+        self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
+        self._drafts: tuple[Any, Tensor] | None = None
+
+    def rows(self, batch: Any, prepared: Any) -> Rows:
+        """Read the rows of the forward that comes next.
+
+        Args:
+            batch: vLLM's ``InputBatch``.
+            prepared: the result of ``prepare_attn``: block tables and slot mappings.
+        """
+        runner, number = self._runner, int(batch.num_reqs)
+        starts = batch.query_start_loc[: number + 1]
+        slots = runner.block_tables.slot_mappings
+        return Rows(
+            names=batch.req_ids,
+            starts=starts,
+            first=batch.seq_lens[:number] - (starts[1:] - starts[:-1]),
+            tokens=runner.input_buffers.input_ids,
+            drafts=self._drafts_of(batch, number),
+            slots={name: slots[group] for name, group in self._numbers.items()},
+            tables={name: prepared[0][group] for name, group in self._numbers.items()},
+        )
+
+    def _drafts_of(self, batch: Any, number: int) -> Tensor | None:
+        """Return the drafts of each request, int ``[num_requests]``; None without drafts."""
+        if not batch.num_draft_tokens or batch.num_draft_tokens_per_req is None:
+            return None
+        if getattr(self._runner, "adaptive_verification", None) is not None:
+            ends: Tensor = batch.cu_num_logits[
+                : number + 1
+            ]  # how they are shared out is known there
+            return ends[1:] - ends[:-1] - 1
+        drafts = batch.num_draft_tokens_per_req
+        if batch.has_prefill:  # where a prompt goes on, vLLM computes the prompt's tokens
+            end = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+            drafts = numpy.where(batch.is_prefilling_np & (end <= batch.prefill_len_np), 0, drafts)
+        if self._drafts is None or not numpy.array_equal(self._drafts[0], drafts):
+            there = to_device(
+                torch.from_numpy(drafts.copy()), runner_device(self._runner), torch.int32
+            )
+            self._drafts = drafts.copy(), there
+        return self._drafts[1]
+
+
+def runner_device(runner: Any) -> torch.device:
+    """Return the device of a runner's tensors."""
+    return torch.device(runner.device)
+
+
+def lines(runner: Any) -> int:
+    """Return the most requests that a V2 runner knows at one time; it forgets preempted ones."""
+    return int(runner.max_num_reqs) + 1
+
+
+def counts(num_sampled: Any) -> Tensor:
+    """Return the accepted drafts of each request, -1 for one without a token."""
+    found: Tensor = num_sampled - 1
+    return found
+
+
+# -- the V1 runner on a GPU -----------------------------------------------------------------
+
+
+def rows_v1(runner: Any, prepared: Any, groups: Mapping[str, RowGroup]) -> Rows:
+    """Read the rows of the forward that a V1 runner on a GPU has prepared.
+
+    Args:
+        runner: the runner.
+        prepared: the result of ``_prepare_inputs``.
+        groups: the groups to read, by name.
+    """
+    batch, metadata = runner.input_batch, prepared[1]
+    names = list(batch.req_ids)
+    number = len(names)
+    starts = runner.query_start_loc.gpu[: number + 1]
+    drafts = None
+    if metadata is not None and any(metadata.num_draft_tokens):
+        lengths = numpy.diff(runner.query_start_loc.np[: number + 1])
+        # A scheduler at fault may count drafts whose rows the step does not have.
+        host = numpy.minimum(numpy.asarray(metadata.num_draft_tokens, numpy.int32), lengths)
+        drafts = to_device(torch.from_numpy(host), runner_device(runner), torch.int32)
+    slots, tables = {}, {}
+    for name, group in groups.items():
+        table = batch.block_table[int(name.partition(".")[2])]
+        slots[name] = table.slot_mapping.gpu
+        tables[name] = audited.own_blocks(table, number, group.block_size)
+    return Rows(
+        names=names,
+        starts=starts,
+        first=runner.seq_lens[:number] - (starts[1:] - starts[:-1]),
+        tokens=runner.input_ids.gpu,
+        drafts=drafts,
+        slots=slots,
+        tables=tables,
+    )
+
+
+def sampled_v1(runner: Any, output: Any) -> tuple[Tensor, Tensor]:
+    """Return accepted drafts, -1 for a request without a token, and the sampled ids.
+
+    Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.
+    """
+    ids: Tensor = output.sampled_token_ids
+    discarded = runner.discard_request_mask.gpu[: len(ids)].bool()
+    real = (ids >= 0) & (ids < int(runner.input_batch.vocab_size)) & ~discarded[:, None]
+    return real.sum(1) - 1, torch.where(real, ids, -1)

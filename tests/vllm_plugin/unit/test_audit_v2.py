@@ -1,0 +1,275 @@
+"""The audit of the V2 runner, over vLLM's own messages: nothing is found, unless it is wrong."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernels_here import importing_kernels
+
+pytest.importorskip("vllm")
+
+from v2_rig import LENGTH, REQUESTS, SIZE, Rig
+
+with importing_kernels():
+    from kvtxn.integrations.vllm_plugin.audit import gpu_runners, memory
+
+from kvtxn.integrations.vllm_plugin.audit.watch import AuditError
+from kvtxn.integrations.vllm_plugin.internals import cache_sizes, ranks
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from kvtxn.integrations.vllm_plugin.settings import settings
+
+
+@pytest.fixture(autouse=True)
+def engine_facts(monkeypatch):
+    """What a configuration would say of the engine; there is one rank."""
+    facts = EngineFacts(device="cuda", runner="v2")
+    monkeypatch.setattr(gpu_runners.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
+    return facts
+
+
+@pytest.fixture
+def lines(caplog):
+    """Return the log's lines, one after the other."""
+    with caplog.at_level(logging.INFO, logger="kvtxn"):
+        yield Lines(caplog)
+
+
+class Lines:
+    """The lines of a log."""
+
+    def __init__(self, caplog):
+        self._caplog = caplog
+
+    def __iter__(self):
+        return iter(record.getMessage() for record in self._caplog.records)
+
+
+def started(**options):
+    rig = Rig(**options)
+    rig.start()
+    return rig
+
+
+def prompt(seed, length):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 50, (length,), generator=generator).tolist()
+
+
+def work(rig, steps=8):
+    """Requests that come, hit each other's blocks, are preempted, resumed, and end."""
+    one = rig.add("one", prompt(1, 13))
+    for _ in range(steps):
+        rig.step(chunk=5)
+    two = rig.add("two", one.tokens[:11] + prompt(2, 4), hit=one)
+    assert two.computed == 8
+    for _ in range(3):
+        rig.step()
+    rig.end(one, preempt=True)
+    rig.step()
+    one = rig.resume(one)
+    for _ in range(4):
+        rig.step(chunk=7)
+    rig.end(two)
+    rig.step()
+    return one
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+def test_a_healthy_engine(window):
+    """Rows are read, drafts are rejected, and nothing is wrong; vLLM's drafter may use buffers."""
+    rig = started(window=window)
+    work(rig)
+    counters = rig.watch.counters()
+    assert rig.watch.report() == []
+    assert counters["kvtxn_audit_active"] == 1
+    assert counters["kvtxn_audit_rows_checked_total"] > 300
+    assert counters["kvtxn_audit_unjudged_total"] == 0
+    assert counters["kvtxn_audit_steps_total"] == 17
+
+
+@pytest.mark.parametrize("window", [3, 9])
+def test_only_narrow_windows_have_their_blocks_compared_when_they_are_full(window):
+    """Elsewhere the step itself has read all rows of a block that it fills."""
+    rig = started(window=window)
+    groups = [group.name for group, _ in rig.watch._published]
+    assert groups == (["group.1"] if window == 3 else [])
+
+
+def test_steps_before_the_engine_has_warmed_up_are_nobodys():
+    rig = Rig()
+    rig.runner.initialize_kv_cache(rig.config)
+    rig.add("warm", prompt(3, 9))
+    rig.step()
+    assert rig.watch.counters()["kvtxn_audit_active"] == 0
+    assert rig.watch.counters()["kvtxn_audit_steps_total"] == 0
+    rig.end(rig.running[0])
+    rig.watch.begin()
+    work(rig)
+    assert rig.watch.report() == []
+    assert rig.watch.counters()["kvtxn_audit_active"] == 1
+
+
+def slot_off_by_one(rig, batch):
+    row = int(batch.query_start_loc[0]) + 2
+    rig.runner.block_tables.slot_mappings[0, row] += 1
+
+
+def lost_write(rig, batch):
+    rig.runner.block_tables.slot_mappings[0, int(batch.query_start_loc[0]) + 2] = -1
+
+
+def wrong_token(rig, batch):
+    rig.runner.input_buffers.input_ids[int(batch.query_start_loc[0]) + 2] = 77
+
+
+@pytest.mark.parametrize("fault", [slot_off_by_one, lost_write, wrong_token])
+def test_a_wrong_row_of_a_prompt(fault):
+    rig = started()
+    request = rig.add("wrong", prompt(4, 13))
+    rig.tamper = fault
+    rig.step()
+    rig.tamper = None
+    rig.step()
+    [first, *_] = rig.watch.report()
+    slot = request.tables[0][0] * SIZE + 2
+    assert (first["request"], first["position"], first["slot"], first["step"]) == (
+        *("wrong", 2, slot),
+        1,
+    )
+
+
+def test_a_table_of_another_request():
+    rig = started()
+    one, two = rig.add("one", prompt(5, 13)), rig.add("two", prompt(6, 13))
+    rig.step()
+
+    def swapped(rig, batch):
+        rig.runner.tables[0][1, 0] = one.tables[0][0]
+
+    rig.tamper = swapped
+    rig.step()
+    [first, *_] = rig.watch.report()
+    assert (first["kind"], first["request"], first["position"]) == ("foreign", "two", 0)
+    assert first["slot"] == one.tables[0][0] * SIZE
+    assert first["written_request"] == "one"
+    assert two.name == "two"
+
+
+def test_a_count_of_accepted_drafts_that_is_one_too_high():
+    """The draft that was not sampled counts as rejected, and its row is read by the next step."""
+    rig = started(seed=3)
+    request = rig.add("high", prompt(7, 9))
+    found = []
+    for _ in range(12):
+        if len(request.tokens) > LENGTH - 8:
+            break
+        rig.wrong_count = 1
+        before = request.computed + len(request.tokens) - request.computed
+        rig.step()
+        rig.wrong_count = 0
+        if request.computed < before + len(request.drafts):
+            request.computed += 1  # what such a count makes of the next step
+            request.tokens.append(5)
+            rig.step()
+            found = rig.watch.report()
+            break
+    assert found
+    assert found[0]["kind"] in ("rejected", "unwritten")
+
+
+def test_a_prefix_hit_that_is_none():
+    rig = started()
+    one = rig.add("one", prompt(8, 13))
+    rig.step()
+    wrong = rig.add("hit", prompt(9, 13))
+    wrong.tables[0][:2] = one.tables[0][:2]
+    wrong.computed = 8
+    rig.step()
+    [first, *_] = rig.watch.report()
+    assert (first["request"], first["position"], first["slot"]) == (
+        *("hit", 0),
+        one.tables[0][0] * SIZE,
+    )
+
+
+def test_blocks_that_are_handed_out_are_unwritten():
+    """Rows of whoever had the block before are no rows of its new owner."""
+    rig = started()
+    one = rig.add("one", prompt(10, 9))
+    rig.step()
+    rig.end(one)
+    rig.free = one.tables[0] + rig.free
+    two = rig.add("two", one.tokens[:9])
+    rig.tamper = lost_write
+    rig.step()
+    [first] = rig.watch.report()
+    assert (first["kind"], first["request"], first["position"]) == ("unwritten", "two", 2)
+    assert two.tables[0][0] == one.tables[0][0]
+
+
+def test_it_raises_where_the_user_wants_it():
+    """Some steps later at most: nobody waits for the device."""
+    rig = started(on_violation="raise")
+    request = rig.add("wrong", prompt(11, 9))
+    rig.tamper = slot_off_by_one
+    rig.step()
+    rig.tamper = None
+    for _ in range(6):  # the counters are looked at in the eighth step, and read in the next
+        rig.step()
+    rig.step()
+    assert len(request.tokens) < LENGTH - 8
+    with pytest.raises(AuditError, match="wrong"):
+        rig.step()
+
+
+def test_what_is_contained_is_marked_in_the_steps_output():
+    rig = started(on_violation="contain")
+    inner = SimpleNamespace(sampled_token_ids=None)
+    rig.runner.output = SimpleNamespace(model_runner_output=inner)
+    rig.add("wrong", prompt(13, 9))
+    rig.tamper = slot_off_by_one
+    rig.step()
+    assert inner.kvtxn_wrong.requests == {"wrong"}
+
+
+def test_an_error_of_the_audits_own_ends_the_audit_alone(lines):
+    rig = started()
+    rig.add("one", prompt(14, 9))
+    rig.step()
+    rig.runner.kvtxn_reader = None
+    rig.step()
+    rig.step()
+    assert rig.watch.counters()["kvtxn_audit_active"] == 0
+    assert any("audit_inactive" in line for line in lines)
+
+
+def test_stages_before_the_last_are_left_out_where_there_are_drafts(monkeypatch, lines):
+    facts = EngineFacts(device="cuda", runner="v2", last_stage=False)
+    monkeypatch.setattr(gpu_runners.config, "runner_facts", lambda runner: facts)
+    rig = Rig()
+    rig.runner.initialize_kv_cache(rig.config)
+    assert rig.watch is None
+    assert "pipeline stages before the last" in [*lines][-1]
+
+
+def test_memory_is_counted_before_the_cache_is_sized(monkeypatch):
+    """Cache and ledger together fill what is free, and little is left over."""
+    rig = Rig()
+    rig.runner.initialize_kv_cache(rig.config)
+    page = 2 * SIZE * 8 * 4
+
+    def planned(runner, available):
+        return cache_sizes.planned_blocks(rig.config, available // page)
+
+    monkeypatch.setattr(cache_sizes, "planned", planned)
+    wanted = settings({"kvtxn": {"audit": "bytes"}}, 1, "cuda")
+    free = 200 << 20
+    kept = memory.rest(rig.runner, wanted, free)
+    taken = memory.num_bytes(rig.runner, planned(None, kept), 2 * REQUESTS + 9, scrubs=True)
+    assert free - (64 << 10) < kept + taken <= free
+    rig.runner.cache_config.kv_cache_memory_bytes = free
+    assert memory.rest(rig.runner, wanted, free) == free
