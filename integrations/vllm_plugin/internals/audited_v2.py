@@ -88,7 +88,7 @@ class StepReader:
         return Rows(
             names=batch.req_ids,
             starts=starts,
-            first=batch.seq_lens[:number] - (starts[1:] - starts[:-1]),
+            first=runner.input_buffers.positions.index_select(0, starts[:number]),
             tokens=runner.input_buffers.input_ids,
             drafts=self._drafts_of(batch, number),
             slots={name: slots[group] for name, group in self._numbers.items()},
@@ -161,7 +161,7 @@ def rows_v1(runner: Any, prepared: Any, groups: Mapping[str, RowGroup]) -> Rows:
     return Rows(
         names=names,
         starts=starts,
-        first=runner.seq_lens[:number] - (starts[1:] - starts[:-1]),
+        first=runner.positions.index_select(0, starts[:number]),
         tokens=runner.input_ids.gpu,
         drafts=drafts,
         slots=slots,

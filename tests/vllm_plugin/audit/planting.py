@@ -161,6 +161,10 @@ def prepared(rig: Rig, tamper: Callable[[Batch], Any]) -> Iterator[None]:
 
     ``tamper`` may change the batch's tensors; the tables are put right after the forward.
     """
+    if hasattr(rig.runner, "prepare_attn"):
+        with _prepared_v2(rig, tamper):
+            yield
+        return
     undo: list[Callable[[], Any]] = []
 
     def restore(*args: Any, **kwargs: Any) -> None:
@@ -174,6 +178,26 @@ def prepared(rig: Rig, tamper: Callable[[Batch], Any]) -> Iterator[None]:
     with (
         around(rig.runner, "_prepare_inputs", after=after),
         around(rig.runner, "_model_forward", after=restore),
+    ):
+        yield
+
+
+@contextmanager
+def _prepared_v2(rig: Rig, tamper: Callable[[Batch], Any]) -> Iterator[None]:
+    """Do the same to the V2 runner, which gathers slots and tables anew for each step."""
+    coming: list[Any] = []
+
+    def before(batch: Any) -> None:
+        coming.append(batch)
+
+    def after(*args: Any, **kwargs: Any) -> None:
+        if coming and rig.struck is None:  # or else it is the drafter that asks
+            tamper(BatchV2(rig, coming.pop()))
+        coming.clear()
+
+    with (
+        around(rig.runner, "prepare_attn", before),
+        around(rig.runner.block_tables, "compute_slot_mappings", after=after),
     ):
         yield
 
@@ -225,3 +249,26 @@ class Batch:
         line, before = self.tables[index], self.tables[index].clone()
         self._undo.append(partial(line.copy_, before))
         line.copy_(row)
+
+
+class BatchV2(Batch):
+    """The inputs of a forward of the V2 runner, once its slots are in place.
+
+    Args:
+        rig: the rig.
+        batch: vLLM's ``InputBatch``.
+    """
+
+    def __init__(self, rig: Rig, batch: Any) -> None:
+        buffers, tables = rig.runner.input_buffers, rig.runner.block_tables
+        self.names = list(batch.req_ids)
+        count = len(self.names)
+        self.starts = batch.query_start_loc_np[: count + 1].tolist()
+        self.positions = buffers.positions
+        self.first = [int(buffers.positions[start]) for start in self.starts[:-1]]
+        drafts = batch.num_draft_tokens_per_req
+        self.drafts = [0] * count if drafts is None else drafts.tolist()
+        self.slots = tables.slot_mappings[0]
+        self.tables = tables.input_block_tables[0]
+        self.tokens = buffers.input_ids
+        self._undo = []

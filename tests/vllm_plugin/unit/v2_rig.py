@@ -57,6 +57,7 @@ class Own:
         self.device = torch.device("cpu")
         self.input_buffers = SimpleNamespace(
             input_ids=torch.full((64,), -7, dtype=torch.int32),
+            positions=torch.zeros(64, dtype=torch.int64),
             query_start_loc=torch.zeros(REQUESTS + 1, dtype=torch.int32),
         )
         self.output = None
@@ -191,6 +192,7 @@ class Rig:
                 table = request.tables[group]
                 runner.tables[group][index, : len(table)] = torch.tensor(table, dtype=torch.int32)
                 position = torch.arange(first[index], first[index] + lengths[index])
+                runner.input_buffers.positions[starts[index] : starts[index + 1]] = position
                 place = torch.tensor(table)[position // SIZE] * SIZE + position % SIZE
                 slots[starts[index] : starts[index + 1]] = place
         return SimpleNamespace(
@@ -201,7 +203,6 @@ class Rig:
             num_draft_tokens=sum(drafts),
             num_draft_tokens_per_req=numpy.array(drafts, dtype=numpy.int32),
             query_start_loc=runner.input_buffers.query_start_loc[: len(starts)],
-            seq_lens=torch.tensor(first, dtype=torch.int32) + torch.tensor(lengths).int(),
             is_prefilling_np=numpy.array([r.computed < r.prompt for r in self.running]),
             num_computed_prefill_tokens_np=numpy.array(
                 [min(r.computed, r.prompt) for r in self.running], dtype=numpy.int32

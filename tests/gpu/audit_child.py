@@ -1,0 +1,276 @@
+"""The process of one engine on a GPU: scenarios with the audit and without it, then faults."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import attrs
+import gpu_oracle
+import planted_v2
+import scenarios
+import torch
+from gpu_models import write
+from planted_engines import work
+from planting import Rig
+from scenarios import Engine
+
+#: Methods of a watch that run in each step.
+IN_STEPS = ("change", "step", "sampled_on_device", "ended")
+
+
+class AuditWorker(gpu_oracle.Watch):
+    """The worker extension of these engines: methods that vLLM calls in each worker."""
+
+    def audit_switch(self, on: bool) -> bool:
+        """Watch from now on, with empty books, or no longer; tells whether there is a watch."""
+        watch = self.model_runner.kvtxn_audit  # type: ignore[attr-defined]
+        if watch is None:
+            return False
+        if on:
+            watch.begin()
+        watch.begun = on
+        return True
+
+    def audit_compare_all(self) -> bool:
+        """Compare each row at each read, where bytes are compared."""
+        watch = self.model_runner.kvtxn_audit  # type: ignore[attr-defined]
+        if watch is None or watch.scrub is None:
+            return False
+        planted_v2.compare_all(_Held(watch))
+        return True
+
+    def audit_facts(self) -> dict[str, Any]:
+        """Sizes and counts of a rank."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        watch = runner.kvtxn_audit
+        groups = runner.kv_cache_config.kv_cache_groups
+        found: dict[str, Any] = {
+            "runner": type(runner).__mro__[1].__module__,
+            "graphs": runner.compilation_config.cudagraph_mode.name,
+            "ahead": bool(runner.scheduler_config.async_scheduling),
+            "groups": [type(group.kv_cache_spec).__name__ for group in groups],
+            "blocks": int(runner.kv_cache_config.num_blocks),
+            "windows": getattr(runner, "kvtxn", None) is not None,
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "memory": torch.cuda.mem_get_info()[1],
+        }
+        if watch is not None:
+            found["watched"] = {name: str(group) for name, group in watch.groups.items()}
+            found["published"] = [group.name for group, _ in getattr(watch, "_published", ())]
+            found["bytes"] = watch.ledger.books.num_bytes
+            found["compared"] = 0 if watch.scrub is None else watch.scrub.compared
+            found["layers"] = 0 if watch.scrub is None else len(watch.ledger.findings.layers)
+        return found
+
+    def audit_time(self, on: bool) -> dict[str, Any]:
+        """Note the host's time and the waits of each call in a step; returns those noted so far."""
+        watch = self.model_runner.kvtxn_audit  # type: ignore[attr-defined]
+        if watch is None:
+            return {}
+        if on:
+            self.audit_times, self.audit_calls = Counter[str](), Counter[str]()
+            self.audit_waits: Counter[str] = Counter()
+            for name in IN_STEPS:
+                setattr(watch, name, self._timed(name, getattr(watch, name)))
+            return {}
+        for name in IN_STEPS:
+            delattr(watch, name)
+        each = {
+            name: round(1e6 * self.audit_times[name] / max(self.audit_calls[name], 1), 1)
+            for name in IN_STEPS
+        }
+        calls, waits = dict(self.audit_calls), dict(self.audit_waits)
+        return {"microseconds": each, "calls": calls, "waits": waits}
+
+    def _timed(self, name: str, call: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                begin = time.perf_counter()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    self.audit_times[name] += time.perf_counter() - begin
+                    self.audit_calls[name] += 1
+                    torch.cuda.set_sync_debug_mode("default")
+                    for each in caught:
+                        if "synchroniz" in str(each.message):
+                            self.audit_waits[f"{name}: {each.filename}:{each.lineno}"] += 1
+
+        return timed
+
+
+@attrs.frozen
+class _Held:
+    """What ``compare_all`` wants of a rig."""
+
+    watch: Any
+
+
+def build(job: dict[str, Any], folder: Path) -> Any:
+    """Build the engine of a job."""
+    from vllm import LLM
+
+    speculation = job.get("speculation", scenarios.NGRAM)
+    if speculation is not None:
+        speculation = dict(speculation)
+        if job.get("draft"):
+            speculation["model"] = write(job["draft"], folder)
+    options: dict[str, Any] = {
+        "block_size": 32,
+        "num_gpu_blocks_override": 26,
+        "max_model_len": 288,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "gpu_memory_utilization": 0.03,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    if job.get("attention"):
+        options["attention_config"] = {"backend": job["attention"]}
+    return LLM(
+        model=write(job["model"], folder),
+        load_format="dummy" if job.get("random") else "auto",
+        skip_tokenizer_init=True,
+        dtype=job.get("dtype", "bfloat16"),
+        seed=0,
+        disable_log_stats=False,
+        speculative_config=speculation,
+        additional_config={"kvtxn": job["asked"]},
+        worker_extension_cls="audit_child.AuditWorker",
+        **(options | job.get("options", {})),
+    )
+
+
+def say(llm: Any, name: str) -> Any:
+    """Run one scenario; returns its tokens."""
+    llm.reset_prefix_cache()
+    llm.collective_rpc("oracle_seed", args=(0,))
+    return (scenarios.SCENARIOS | {"aborted": aborted})[name](Engine(llm))
+
+
+def aborted(engine: Engine) -> Any:
+    """Requests that are aborted in the middle; others take their blocks at once."""
+    inner, params = engine.llm.llm_engine, engine.params(40)
+    for step in range(60):
+        if step % 6 == 0:
+            for index in range(3):
+                prompt = scenarios.text(500 + step + index, 30 + step)
+                inner.add_request(f"a-{step}-{index}", {"prompt_token_ids": prompt}, params)
+        if step % 6 == 5:
+            inner.abort_request([f"a-{step - 5}-{index}" for index in range(2)])
+        inner.step()
+    while inner.has_unfinished_requests():
+        inner.step()
+    return []
+
+
+def healthy(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Run scenarios without the audit and with it: tokens are compared, violations are kept."""
+    from kvtxn.integrations.vllm_plugin import audit_report, snapshots
+
+    found: dict[str, Any] = {}
+    llm.collective_rpc("audit_switch", args=(False,))
+    say(llm, job["scenarios"][0])  # whatever vLLM compiles late
+    for name in job["scenarios"]:
+        try:
+            llm.collective_rpc("audit_switch", args=(False,))
+            without = say(llm, name)
+            llm.reset_prefix_cache()
+            on = llm.collective_rpc("audit_switch", args=(True,))
+            tokens = say(llm, name)
+            counts = snapshots(llm)
+            same = sum(a == b for a, b in zip(tokens, without, strict=True))
+            found[name] = {
+                "watched": on,
+                "same": f"{same} of {len(tokens)}",
+                "exact": tokens == without,
+                "counters": [_audit(each) for each in counts],
+                "violations": [each[:5] for each in audit_report(llm)],
+                "facts": llm.collective_rpc("audit_facts")[-1],
+            }
+        except Exception as error:
+            traceback.print_exc()
+            found[name] = {"error": repr(error)}
+            if "EngineDead" in repr(error):
+                break
+    return found
+
+
+def _audit(counts: dict[str, float]) -> dict[str, float]:
+    """The counters of the audit and of the windows that say anything."""
+    wanted = ("kvtxn_audit", "kvtxn_windows_total", "kvtxn_active", "kvtxn_fallbacks")
+    return {k: v for k, v in counts.items() if k.startswith(wanted) and v}
+
+
+def timing(llm: Any, name: str) -> dict[str, Any]:
+    """Run a scenario with a clock around each call, and with every wait noted."""
+    llm.reset_prefix_cache()
+    llm.collective_rpc("audit_switch", args=(True,))
+    llm.collective_rpc("audit_time", args=(True,))
+    say(llm, name)
+    found: dict[str, Any] = llm.collective_rpc("audit_time", args=(False,))[-1]
+    return found
+
+
+def planted(llm: Any, names: list[str]) -> dict[str, Any]:
+    """Plant faults one after the other until each has struck; report what was found of each."""
+    llm.reset_prefix_cache()
+    llm.collective_rpc("audit_switch", args=(True,))
+    llm.collective_rpc("audit_compare_all")
+    rig = Rig(llm)
+    before = work(rig)
+    report: dict[str, Any] = {"healthy": rig.found()[:5], "found": {}}
+    faults = {
+        fault.__name__: fault
+        for fault in (*planted_v2.V2, *planted_v2.V1, *planted_v2.BYTES, *planted_v2.DRAFTERS)
+    }
+    if hasattr(rig.runner, "prepare_attn"):
+        faults |= {fault.__name__: fault for fault in planted_v2.V2}
+    for name in names:
+        try:
+            rig.clear()
+            with faults[name](rig):
+                work(rig)
+            struck = None if rig.struck is None else attrs.asdict(rig.struck)
+            report["found"][name] = {"struck": struck, "violations": rig.found()[:8]}
+        except Exception as error:
+            traceback.print_exc()
+            report["found"][name] = {"error": repr(error)}
+            if "CUDA error" in repr(error):
+                break
+    try:
+        rig.clear()
+        report["again"] = [work(rig) == before, rig.found()[:5]]
+    except Exception as error:
+        traceback.print_exc()
+        report["again"] = repr(error)
+    return report
+
+
+def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Build an engine and run it; returns its report."""
+    assert not torch.cuda.is_initialized(), "a process that is forked could not use the GPU"
+    os.environ.update(job.get("environment", {}))
+    begin = time.monotonic()
+    llm = build(job, folder)
+    started = time.monotonic()
+    report: dict[str, Any] = {"facts": llm.collective_rpc("audit_facts")}
+    if job.get("random"):
+        llm.collective_rpc("randomise", args=(0.08,))
+    if job["asked"]["audit"] == "bytes":
+        report["compare_all"] = llm.collective_rpc("audit_compare_all")
+    report["healthy"] = healthy(llm, job)
+    if job.get("time"):
+        report["time"] = timing(llm, job["time"])
+    if job.get("faults"):
+        report["planted"] = planted(llm, job["faults"])
+    report["seconds"] = [round(started - begin), round(time.monotonic() - started)]
+    return report

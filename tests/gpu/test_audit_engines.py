@@ -1,0 +1,86 @@
+"""The judge of the audit's engines on GPUs; the engines themselves are started by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import audit_engines
+import planted_v2
+
+
+def report(**changes):
+    """The report of an engine in which all is well."""
+    counters = {"kvtxn_audit_active": 1.0, "kvtxn_audit_rows_checked_total": 9.0}
+    cell = {
+        "exact": True,
+        "same": "8 of 8",
+        "counters": [counters | changes.pop("counters", {})],
+        "violations": [changes.pop("violations", [])],
+        "facts": {"compared": 5, "ahead": False},
+    } | changes.pop("cell", {})
+    facts = {"graphs": "FULL", "ahead": False, "groups": [], "windows": False, "reserved": 0}
+    return {
+        "facts": [facts | {"memory": 1}],
+        "healthy": {"eight": cell},
+        "seconds": [1, 2],
+    } | changes
+
+
+JOB = audit_engines.ENGINES["llama-bytes"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"counters": {"kvtxn_audit_active": 0}}, "not watched"),
+        ({"counters": {"kvtxn_audit_rows_checked_total": 0}}, "has read no row"),
+        ({"counters": {"kvtxn_audit_violations_total": 2.0}}, "found 2"),
+        ({"counters": {"kvtxn_audit_unjudged_total": 1}}, "could not judge"),
+        ({"violations": [{"kind": "foreign"}]}, "foreign"),
+        ({"cell": {"exact": False, "same": "7 of 8"}}, "7 of 8 texts are the same"),
+        ({"cell": {"facts": {"compared": 0, "ahead": False}}}, "no bytes"),
+        ({"time": {"waits": {"step: there": 3}}}, "waits"),
+        ({"planted": {"healthy": [], "found": {}, "again": [True, [1]]}}, "after faults"),
+    ],
+)
+def test_what_is_not_well_is_said(changes, says):
+    found = list(audit_engines.wrong(JOB, report(**changes)))
+    assert found == [] if says is None else says in found[0]
+
+
+STRUCK = {"request": "1.0", "position": 3, "slot": 35, "step": 7}
+
+
+@pytest.mark.parametrize(
+    ("found", "well"),
+    [
+        ({"struck": STRUCK, "violations": [STRUCK | {"step": 8}]}, True),
+        ({"struck": STRUCK, "violations": [STRUCK | {"step": 9}]}, False),
+        ({"struck": STRUCK, "violations": [STRUCK | {"slot": 36}]}, False),
+        ({"struck": STRUCK, "violations": []}, False),
+        ({"struck": None, "violations": []}, False),
+        ({"error": "it died"}, False),
+    ],
+)
+def test_a_fault_is_found_where_it_struck(found, well):
+    planted = {"healthy": [], "found": {"fault": found}, "again": [True, []]}
+    assert well == (not list(audit_engines.unfound(planted)))
+
+
+def test_engines_share_the_gpus(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    two = audit_engines.jobs([], 2)
+    assert set(two) == set(audit_engines.ENGINES)
+    places = [job.get("environment", {}).get("CUDA_VISIBLE_DEVICES") for job in two.values()]
+    alone = [place for job, place in zip(two.values(), places, strict=True) if "gpus" not in job]
+    assert abs(alone.count("0") - alone.count("1")) <= 1
+    assert places.count(None) == len(places) - len(alone)
+    assert not {"tp2", "pp2"} & set(audit_engines.jobs([], 1))
+
+
+def test_each_fault_has_a_name_of_its_own():
+    for faults in (planted_v2.V1, planted_v2.V2):
+        assert len({fault.__name__ for fault in faults}) == len(faults) > 15
