@@ -122,14 +122,14 @@ class DeviceWatch(Watch):
     def admit(self, arrival: Arrival) -> None:
         """Begin a request or renew its tokens."""
         self._batch = None
-        super().admit(arrival)
+        Watch.admit(self, arrival)
         line = self.ledger.line(arrival.name)
         for group, published in self._published:
             published[line] = arrival.computed // group.block_size * group.block_size
 
     def _forget(self, name: str) -> None:
         self._batch = None
-        super()._forget(name)
+        Watch._forget(self, name)
 
     # -- a forward ---------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class DeviceWatch(Watch):
 
     def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
         if self._batch is None or self._batch[0] != names:
-            found = super()._lines(names, returning)
+            found = Watch._lines(self, names, returning)
             self._batch = list(names), found
         return self._batch[1]
 
@@ -261,7 +261,7 @@ class DeviceWatch(Watch):
         """Return the wrong reads since the last call; waits if they are contained."""
         if self.on_violation == "contain" and not self._stopped:
             self._take()
-        return super().take_wrong()
+        return Watch.take_wrong(self)
 
     def without_peers(self) -> None:
         """Compare no ranks: another one has no ledger."""

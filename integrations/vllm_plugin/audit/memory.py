@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from ....audit import Ledger, Scrub
+from typing import Final
+
+from ....audit import Ledger, RowGroup, Scrub
 from ....audit.books import Sizes
 from ....log import get_logger
 from ..internals import Foreign, audited, cache_sizes
+from ..internals.cache_sizes import CachePlan
 from ..settings import PluginSettings
 
 log = get_logger()
 
 #: The parameters of ``Ledger`` that a watch leaves as they are.
-_DEFAULTS = Ledger.__init__.__kwdefaults__ or {}
+_DEFAULTS: Final = Ledger.__init__.__kwdefaults__ or {}
 #: Bytes that Triton's passes of a scrub take, whatever the sizes.
-_LISTS = 4 << 20
+_LISTS: Final = 4 << 20
 
 
-def num_bytes(runner: Foreign, config: Foreign, lines: int, *, scrubs: bool) -> int:
-    """Return the bytes of a ledger, and of its scrub, over caches with a configuration.
+def num_bytes(plan: CachePlan, blocks: int, lines: int, length: int, *, scrubs: bool) -> int:
+    """Return the bytes of a ledger, and of its scrub, over a cache with so many blocks.
 
     Args:
-        runner: the runner.
-        config: vLLM's ``KVCacheConfig``.
+        plan: the cache.
+        blocks: its blocks.
         lines: the requests that the ledger knows at one time.
+        length: positions of a request.
         scrubs: bytes are compared, too.
     """
-    groups = audited.row_groups_of(config)
-    if not groups:
-        return 0
-    every, room = list(groups.values()), audited.room(runner)
-    sizes = Sizes(lines, room.length, _DEFAULTS["journal"], _DEFAULTS["capacity"])
-    total = sizes.num_bytes(every)
+    groups = [
+        RowGroup(f"group.{number}", plan.block_size, blocks, pool="blocks")
+        for number in range(plan.groups)
+    ]
+    total = Sizes(lines, length, _DEFAULTS["journal"], _DEFAULTS["capacity"]).num_bytes(groups)
     if scrubs:
-        layers = cache_sizes.layers_by_group(config)
-        known = {name: count for name, count in layers.items() if name in groups}
-        total += Scrub.num_bytes(every, known, lines) + _LISTS
+        total += Scrub.num_bytes(groups, {groups[0].name: plan.layers}, lines) + _LISTS
     return total
 
 
@@ -48,19 +49,16 @@ def rest(runner: Foreign, settings: PluginSettings, available: int) -> int:
         settings: the user's.
         available: bytes that are free for the KV cache.
     """
-    if cache_sizes.is_given(runner):
-        return available
     try:
-        lines = 2 * audited.room(runner).requests + 9
-        config = cache_sizes.planned(runner, available)
-        blocks = cache_sizes.num_blocks(config)
-        one = cache_sizes.planned_blocks(config, 1)
-        scrubs = settings.audit == "bytes"
-        whole = num_bytes(runner, config, lines, scrubs=scrubs)
-        fixed = num_bytes(runner, one, lines, scrubs=scrubs)
-        each = (whole - fixed) / max(blocks - 1, 1)
-        cost = available / max(blocks, 1)
-        return int((available - fixed) * cost / (cost + each))
+        plan = None if cache_sizes.is_given(runner) else cache_sizes.planned(runner)
+        if plan is None:
+            return available
+        room, scrubs = audited.room(runner), settings.audit == "bytes"
+        lines = 2 * room.requests + 9
+        fixed = num_bytes(plan, 1, lines, room.length, scrubs=scrubs)
+        each = num_bytes(plan, 2, lines, room.length, scrubs=scrubs) - fixed
+        blocks = max(available - fixed, 0) // (plan.block_bytes + each)
+        return int(blocks * plan.block_bytes)
     except Exception as error:
         hint = "the ledger may run out of GPU memory: lower gpu_memory_utilization"
         log.warning("kvtxn.audit_memory_not_reserved", why=repr(error), hint=hint)

@@ -117,11 +117,6 @@ def uncontained(config: Any) -> str | None:
     return None
 
 
-def row_groups(runner: Any) -> dict[str, RowGroup]:
-    """Return ``row_groups_of`` the runner's caches."""
-    return row_groups_of(runner.kv_cache_config)
-
-
 def groups_left_out(runner: Any, groups: Iterable[str]) -> list[str]:
     """Name the KV-cache groups that are not among those that are watched."""
     numbers = range(len(runner.kv_cache_config.kv_cache_groups))
@@ -134,16 +129,14 @@ def most_drafts(runner: Any) -> int:
     return 0 if speculation is None else int(speculation.num_speculative_tokens)
 
 
-def row_groups_of(config: Any) -> dict[str, RowGroup]:
+def row_groups(runner: Any) -> dict[str, RowGroup]:
     """Return, by name, the KV-cache groups whose caches have one row per token.
 
     Rows of other kinds, such as those that stand for several tokens each, are left out.
-
-    Args:
-        config: vLLM's ``KVCacheConfig``.
     """
     from vllm.v1 import kv_cache_interface as kinds
 
+    config = runner.kv_cache_config
     others = (kinds.EncoderOnlyAttentionSpec, kinds.CrossAttentionSpec)
     # Not every release has all of these kinds.
     unknown = ("CircularBufferSpec", "HiddenStateCacheSpec", "RSWASpec", "SinkFullAttentionSpec")

@@ -1,11 +1,28 @@
-"""The KV cache that vLLM will make out of some bytes, and the memory that it is given."""
+"""The KV cache that vLLM will make, as far as the memory beside it depends on it."""
 
 from __future__ import annotations
 
-from copy import copy, deepcopy
+from collections import Counter
 from typing import Any
 
-from . import Foreign
+import attrs
+
+
+@attrs.frozen
+class CachePlan:
+    """A KV cache that does not exist yet.
+
+    Attributes:
+        block_bytes: bytes of a block in all layers that share it.
+        block_size: rows of a block.
+        groups: number of KV-cache groups, at most.
+        layers: number of layers that have rows.
+    """
+
+    block_bytes: int
+    block_size: int
+    groups: int
+    layers: int
 
 
 def is_given(runner: Any) -> bool:
@@ -13,35 +30,24 @@ def is_given(runner: Any) -> bool:
     return bool(runner.cache_config.kv_cache_memory_bytes)
 
 
-def planned(runner: Any, available: int) -> Foreign:
-    """Return the ``KVCacheConfig`` that vLLM makes out of so many bytes.
+def planned(runner: Any) -> CachePlan | None:
+    """Describe the cache of a runner whose model is loaded; None if no layer has rows.
 
-    Args:
-        runner: a runner whose model is loaded.
-        available: bytes.
+    The groups do not exist yet: vLLM makes as many layers a group as the rarest kind of layer has,
+    and the groups share blocks. Where it does otherwise, a block takes more bytes than is said
+    here, and there are fewer of them.
     """
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
-    config = runner.vllm_config
-    groups = get_kv_cache_groups(config, deepcopy(runner.get_kv_cache_spec()))
-    return get_kv_cache_config_from_groups(config, groups, available)
-
-
-def planned_blocks(config: Any, blocks: int) -> Foreign:
-    """Return a configuration with another number of blocks, for counting alone."""
-    found = copy(config)
-    found.num_blocks = blocks
-    return found
-
-
-def num_blocks(config: Any) -> int:
-    """Return the number of blocks of a ``KVCacheConfig``."""
-    return int(config.num_blocks)
-
-
-def layers_by_group(config: Any) -> dict[str, int]:
-    """Return the number of layers of each KV-cache group, by name."""
-    return {
-        f"group.{number}": len(group.layer_names)
-        for number, group in enumerate(config.kv_cache_groups)
-    }
+    specs = list(runner.get_kv_cache_spec().values())
+    rows = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    if not rows:
+        return None
+    kinds = Counter(specs)
+    together = min(kinds.values())
+    return CachePlan(
+        block_bytes=together * min(int(spec.page_size_bytes) for spec in kinds),
+        block_size=max(int(spec.block_size) for spec in rows),
+        groups=sum(-(-count // together) for count in kinds.values()),
+        layers=len(rows),
+    )

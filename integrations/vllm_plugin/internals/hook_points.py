@@ -13,6 +13,7 @@ from typing import Final
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
 from . import (
     audited,
+    audited_v2,
     batches,
     gated_delta,
     held_states,
@@ -88,7 +89,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_of(f"{_MLA}.cpu_mla.CPUMLAImpl", layers.LATENT_METHODS),
         *_of(f"{_MLA}.amx_mla.AMXMLAImpl", layers.LATENT_METHODS),
         f"{_LAYERS}.attention.mla_attention.MLACommonMetadata",
-        # The audit watches engines on a CPU only.
         *_of(f"{_SCHED}.scheduler.Scheduler", ("__init__", *scheduling.SCHEDULER_METHODS)),
         "vllm.v1.outputs.KVConnectorOutput",
         f"{_CONNECTORS}.kv_connector.v1.offloading.config.get_offloading_group_ids",
@@ -108,9 +108,24 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.kv_offload.cpu.spec.CPUOffloadingSpec.get_worker",
     ),
     "gpu": (
-        *_of(_V1, (*batches.V1_GPU_METHODS, "get_kv_cache_spec", *_STEP)),
-        *_of(_V2, (*batches.V2_METHODS, "get_kv_cache_spec", *_STEP)),
+        *_of(
+            _V1,
+            (*batches.V1_GPU_METHODS, *audited.AUDITED_METHODS, "get_kv_cache_spec", *_STEP),
+        ),
+        *_of(
+            _V2,
+            (*batches.V2_METHODS, *audited_v2.AUDITED_METHODS, "get_kv_cache_spec", *_STEP),
+        ),
+        # What the ledger reads in between, or is told by.
+        *_of(_V2, ("finish_requests", "add_requests", "prepare_inputs", "sample")),
+        "vllm.v1.worker.gpu.block_table.BlockTables.__init__",
+        "vllm.v1.worker.gpu.block_table.BlockTables.compute_slot_mappings",
+        "vllm.v1.worker.gpu.block_table.BlockTables.gather_block_tables",
+        "vllm.v1.worker.gpu.input_batch.InputBuffers.__init__",
+        "vllm.v1.worker.gpu.input_batch.get_num_sampled_and_rejected",
+        "vllm.v1.worker.gpu.async_utils.AsyncOutput.get_output",
         "vllm.v1.worker.gpu_worker.Worker.compile_or_warm_up_model",
+        "vllm.v1.worker.gpu_worker.Worker.determine_available_memory",
         "vllm.v1.worker.gpu.input_batch.InputBatch",
         *_of(
             f"{_FLASH}.FlashAttentionMetadataBuilder",

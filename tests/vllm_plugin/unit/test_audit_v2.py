@@ -11,7 +11,7 @@ from kernels_here import importing_kernels
 
 pytest.importorskip("vllm")
 
-from v2_rig import LENGTH, REQUESTS, SIZE, Rig
+from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Rig
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.audit import gpu_runners, memory
@@ -256,20 +256,21 @@ def test_stages_before_the_last_are_left_out_where_there_are_drafts(monkeypatch,
     assert "pipeline stages before the last" in [*lines][-1]
 
 
-def test_memory_is_counted_before_the_cache_is_sized(monkeypatch):
-    """Cache and ledger together fill what is free, and little is left over."""
-    rig = Rig()
-    rig.runner.initialize_kv_cache(rig.config)
+@pytest.mark.parametrize("window", [None, 9])
+def test_memory_is_counted_before_the_cache_is_sized(window):
+    """Cache and ledger together fill what is free; groups share blocks, and so the words."""
+    rig = Rig(window=window)
+    groups = rig.config.kv_cache_groups
+    specs = {f"{name}.{n}": g.kv_cache_spec for g in groups for name in g.layer_names for n in "ab"}
+    rig.runner.get_kv_cache_spec = lambda: specs
+    plan = cache_sizes.planned(rig.runner)
     page = 2 * SIZE * 8 * 4
-
-    def planned(runner, available):
-        return cache_sizes.planned_blocks(rig.config, available // page)
-
-    monkeypatch.setattr(cache_sizes, "planned", planned)
+    assert plan == cache_sizes.CachePlan(2 * page, SIZE, len(groups), 2 * len(groups))
     wanted = settings({"kvtxn": {"audit": "bytes"}}, 1, "cuda")
     free = 200 << 20
     kept = memory.rest(rig.runner, wanted, free)
-    taken = memory.num_bytes(rig.runner, planned(None, kept), 2 * REQUESTS + 9, scrubs=True)
+    lines, length = 2 * REQUESTS + 9, LENGTH + DRAFTS + 1
+    taken = memory.num_bytes(plan, kept // (2 * page), lines, length, scrubs=True)
     assert free - (64 << 10) < kept + taken <= free
     rig.runner.cache_config.kv_cache_memory_bytes = free
     assert memory.rest(rig.runner, wanted, free) == free
