@@ -61,14 +61,15 @@ class AuditedGpuRunnerV2(AuditedRunner):
         sampled_tokens: Any,
         num_sampled: Any,
         num_rejected: Any,
-        query_start_loc: Any = None,
+        *others: Any,
+        **named: Any,
     ) -> None:
         """Tell the ledger which drafts were accepted, once a window has been committed.
 
         Pipeline stages before the last are told of an earlier step, and have no drafts here.
         """
         super().postprocess_sampled(  # type: ignore[misc]
-            idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc
+            *(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named
         )
         if self.kvtxn_audit is not None and audited_v2.samples(self):
             self.kvtxn_tell(partial(_sampled_v2, sampled_tokens, num_sampled))

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from ....audit import RowGroup
 from ....host_values import to_device
-from . import audited
+from . import audited, batches
 from .audited import Arrival, Changes, Rows
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
-    "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context?"),
+    "initialize_kv_cache": batches.V2_METHODS["initialize_kv_cache"],
     "update_requests": ("scheduler_output",),
-    "prepare_attn": ("input_batch",),
-    "postprocess_sampled": (
-        *("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
-    ),
+    "prepare_attn": batches.V2_METHODS["prepare_attn"],
+    "postprocess_sampled": batches.V2_METHODS["postprocess_sampled"],
     "sample_tokens": ("grammar_output",),
 }
 

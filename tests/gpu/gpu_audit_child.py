@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 import gpu_oracle
-import planted_v2
+import gpu_planted
 import scenarios
 import torch
 from gpu_models import write
@@ -42,7 +42,7 @@ class AuditWorker(gpu_oracle.Watch):
         watch = self.model_runner.kvtxn_audit  # type: ignore[attr-defined]
         if watch is None or watch.scrub is None:
             return False
-        planted_v2.compare_all(_Held(watch))
+        gpu_planted.compare_all(_Held(watch))
         return True
 
     def audit_facts(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class AuditWorker(gpu_oracle.Watch):
         watch = runner.kvtxn_audit
         groups = runner.kv_cache_config.kv_cache_groups
         found: dict[str, Any] = {
-            "runner": type(runner).__mro__[1].__module__,
+            "runner": getattr(type(runner), "kvtxn_own_class", type(runner)).__module__,
             "graphs": runner.compilation_config.cudagraph_mode.name,
             "ahead": bool(runner.scheduler_config.async_scheduling),
             "groups": [type(group.kv_cache_spec).__name__ for group in groups],
@@ -144,7 +144,7 @@ def build(job: dict[str, Any], folder: Path) -> Any:
         disable_log_stats=False,
         speculative_config=speculation,
         additional_config={"kvtxn": job["asked"]},
-        worker_extension_cls="audit_child.AuditWorker",
+        worker_extension_cls="gpu_audit_child.AuditWorker",
         **(options | job.get("options", {})),
     )
 
@@ -230,10 +230,10 @@ def planted(llm: Any, names: list[str]) -> dict[str, Any]:
     report: dict[str, Any] = {"healthy": rig.found()[:5], "found": {}}
     faults = {
         fault.__name__: fault
-        for fault in (*planted_v2.V2, *planted_v2.V1, *planted_v2.BYTES, *planted_v2.DRAFTERS)
+        for fault in (*gpu_planted.V2, *gpu_planted.V1, *gpu_planted.BYTES, *gpu_planted.DRAFTERS)
     }
     if hasattr(rig.runner, "prepare_attn"):
-        faults |= {fault.__name__: fault for fault in planted_v2.V2}
+        faults |= {fault.__name__: fault for fault in gpu_planted.V2}
     for name in names:
         try:
             rig.clear()

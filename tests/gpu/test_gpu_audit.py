@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import audit_engines
-import planted_v2
+import gpu_audit
+import gpu_planted
 
 
 def report(**changes):
@@ -28,7 +28,7 @@ def report(**changes):
     } | changes
 
 
-JOB = audit_engines.ENGINES["llama-bytes"]
+JOB = gpu_audit.ENGINES["llama-bytes"]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ JOB = audit_engines.ENGINES["llama-bytes"]
     ],
 )
 def test_what_is_not_well_is_said(changes, says):
-    found = list(audit_engines.wrong(JOB, report(**changes)))
+    found = list(gpu_audit.wrong(JOB, report(**changes)))
     assert found == [] if says is None else says in found[0]
 
 
@@ -67,20 +67,20 @@ STRUCK = {"request": "1.0", "position": 3, "slot": 35, "step": 7}
 )
 def test_a_fault_is_found_where_it_struck(found, well):
     planted = {"healthy": [], "found": {"fault": found}, "again": [True, []]}
-    assert well == (not list(audit_engines.unfound(planted)))
+    assert well == (not list(gpu_audit.unfound(planted)))
 
 
 def test_engines_share_the_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    two = audit_engines.jobs([], 2)
-    assert set(two) == set(audit_engines.ENGINES)
+    two = gpu_audit.jobs([], 2)
+    assert set(two) == set(gpu_audit.ENGINES)
     places = [job.get("environment", {}).get("CUDA_VISIBLE_DEVICES") for job in two.values()]
     alone = [place for job, place in zip(two.values(), places, strict=True) if "gpus" not in job]
     assert abs(alone.count("0") - alone.count("1")) <= 1
     assert places.count(None) == len(places) - len(alone)
-    assert not {"tp2", "pp2"} & set(audit_engines.jobs([], 1))
+    assert not {"tp2", "pp2"} & set(gpu_audit.jobs([], 1))
 
 
 def test_each_fault_has_a_name_of_its_own():
-    for faults in (planted_v2.V1, planted_v2.V2):
+    for faults in (gpu_planted.V1, gpu_planted.V2):
         assert len({fault.__name__ for fault in faults}) == len(faults) > 15

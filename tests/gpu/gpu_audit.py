@@ -1,4 +1,4 @@
-"""The audit in real engines on GPUs: ``python tests/gpu/audit_engines.py --out FOLDER``.
+"""The audit in real engines on GPUs: ``python tests/gpu/gpu_audit.py --out FOLDER``.
 
 Each engine has a process of its own, and runs scenarios without the audit and with it: the ledger
 reads rows, finds nothing, and changes no token. Then faults are planted in some engines, and each
@@ -23,7 +23,7 @@ FOLDERS: Final = ("serving", "vllm_plugin/grid", "vllm_plugin/audit", "vllm_plug
 sys.path[:0] = [str(HERE.parent), *(str(HERE.parent / folder) for folder in FOLDERS)]
 
 import gpu_jobs  # noqa: E402
-import planted_v2  # noqa: E402
+import gpu_planted  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
 from gpu_jobs import TIMED, V1, drafter  # noqa: E402
@@ -51,7 +51,7 @@ def names(faults: Any) -> list[str]:
 
 
 def engine(model: str, attention: str | None, asked: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """One engine; see ``audit_child``."""
+    """One engine; see ``gpu_audit_child``."""
     return {"model": model, "attention": attention, "asked": asked, "scenarios": FULL, **more}
 
 
@@ -145,29 +145,29 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         alone=True,
     ),
     # Faults: nothing is scheduled ahead, so that it is known which step reads what.
-    "planted": engine("llama", FA, LEDGER, options=STEADY, faults=names(planted_v2.V2)),
-    "planted-bytes": engine("llama", FA, BYTES, options=STEADY, faults=names(planted_v2.BYTES)),
+    "planted": engine("llama", FA, LEDGER, options=STEADY, faults=names(gpu_planted.V2)),
+    "planted-bytes": engine("llama", FA, BYTES, options=STEADY, faults=names(gpu_planted.BYTES)),
     "planted-mla": engine(
         *("deepseek", "TRITON_MLA", BYTES),
         options=STEADY,
-        faults=[*names(planted_v2.BYTES), "lost_write", "anothers_table"],
+        faults=[*names(gpu_planted.BYTES), "lost_write", "anothers_table"],
     ),
     "planted-deferred": engine(
         *("llama", FA, BYTES | DEFERRED),
         options=STEADY,
-        faults=[*names(planted_v2.BYTES), "accepted_one_too_many", "anothers_table"],
+        faults=[*names(gpu_planted.BYTES), "accepted_one_too_many", "anothers_table"],
     ),
     "planted-eagle": engine(
         *("llama", FA, BYTES),
         **EAGLE,
         options=STEADY,
-        faults=[*names(planted_v2.DRAFTERS), "flipped_bit", "accepted_one_too_many"],
+        faults=[*names(gpu_planted.DRAFTERS), "flipped_bit", "accepted_one_too_many"],
     ),
     "planted-v1": engine(
-        *("llama", FA, LEDGER), options=STEADY, environment=V1, faults=names(planted_v2.V1)
+        *("llama", FA, LEDGER), options=STEADY, environment=V1, faults=names(gpu_planted.V1)
     ),
     "planted-v1-bytes": engine(
-        *("llama", FA, BYTES), options=STEADY, environment=V1, faults=names(planted_v2.BYTES)
+        *("llama", FA, BYTES), options=STEADY, environment=V1, faults=names(gpu_planted.BYTES)
     ),
 }
 
@@ -299,7 +299,7 @@ def main() -> int:
     audit = HERE.parent / "vllm_plugin" / "audit"
     for alone in (False, True):
         pool = EnginePool(
-            "audit_child:carry_out",
+            "gpu_audit_child:carry_out",
             {name: job for name, job in todo.items() if bool(job.get("alone")) == alone},
             Path(tempfile.mkdtemp(prefix="audit-engines-")),
             count=1 if alone else given.per_gpu * gpus,
