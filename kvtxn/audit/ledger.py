@@ -176,6 +176,8 @@ class Ledger(Exchange):
         books.counters[book.LIMIT] = books.sizes.capacity
         books.journal.fill_(NOBODY)
         books.fingerprints.zero_()
+        if self._bytes is not None:
+            self._bytes.seals.zero_()
         self.findings.restart()
         self._parted = False
 

@@ -29,7 +29,7 @@ class AuditWorker(gpu_oracle.Watch):
 
     def audit_switch(self, on: bool) -> bool:
         """Watch from now on, with empty books, or no longer; tells whether there is a watch."""
-        watch = self.model_runner.kvtxn_audit  # type: ignore[attr-defined]
+        watch = getattr(self.model_runner, "kvtxn_audit", None)  # type: ignore[attr-defined]
         if watch is None:
             return False
         if on:
@@ -39,7 +39,7 @@ class AuditWorker(gpu_oracle.Watch):
 
     def audit_compare_all(self) -> bool:
         """Compare each row at each read, where bytes are compared."""
-        watch = self.model_runner.kvtxn_audit  # type: ignore[attr-defined]
+        watch = getattr(self.model_runner, "kvtxn_audit", None)  # type: ignore[attr-defined]
         if watch is None or watch.scrub is None:
             return False
         gpu_planted.compare_all(_Held(watch))
@@ -48,7 +48,7 @@ class AuditWorker(gpu_oracle.Watch):
     def audit_facts(self) -> dict[str, Any]:
         """Sizes and counts of a rank."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        watch = runner.kvtxn_audit
+        watch = getattr(runner, "kvtxn_audit", None)
         groups = runner.kv_cache_config.kv_cache_groups
         found: dict[str, Any] = {
             "runner": getattr(type(runner), "kvtxn_own_class", type(runner)).__module__,
@@ -71,7 +71,7 @@ class AuditWorker(gpu_oracle.Watch):
 
     def audit_time(self, on: bool) -> dict[str, Any]:
         """Note the host's time and the waits of each call in a step; returns those noted so far."""
-        watch = self.model_runner.kvtxn_audit  # type: ignore[attr-defined]
+        watch = getattr(self.model_runner, "kvtxn_audit", None)  # type: ignore[attr-defined]
         if watch is None:
             return {}
         if on:

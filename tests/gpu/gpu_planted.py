@@ -140,7 +140,9 @@ def _change(rig: Rig, change: Any, *, drafters: bool = False) -> Any:
             if rig.struck is None and request.num_computed_tokens > 64 and left > 8:
                 slot = rig.slot(request.request_id, 37)
                 torch.cuda.synchronize()
-                change(_row(rig, slot, drafters))
+                with torch.inference_mode():
+                    change(_row(rig, slot, drafters))
+                torch.cuda.synchronize()
                 rig.strike(request.request_id, 37, slot)
 
     return around(rig.scheduler, "schedule", schedule)

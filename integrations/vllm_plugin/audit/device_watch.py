@@ -65,6 +65,7 @@ class DeviceWatch(Watch):
             device=device,
             lines=lines,
         )
+        self._awaits = False  # a step was told whose samples are not known yet
         self._batch: tuple[list[str], Tensor] | None = None
         self._glance: Glance | None = None
         self._prints: tuple[int, Glance] | None = None
@@ -90,6 +91,7 @@ class DeviceWatch(Watch):
         self._known.clear()
         self._batch = self._glance = self._prints = self._unsealed = None
         self._steps = self._compared = 0
+        self._awaits = False
         try:
             self._warm_up()
             self.ledger.restart()
@@ -173,6 +175,7 @@ class DeviceWatch(Watch):
             self._unsealed = step, None
         self.ledger.write(step)
         self.ledger.check(step)
+        self._awaits = True
         if self._caches_prefixes:
             self._publish_on_device(step)
 
@@ -203,8 +206,9 @@ class DeviceWatch(Watch):
             accepted: int ``[num_requests]``, accepted drafts; -1 for a request that has no token.
             ids: int ``[num_requests, n]``, the accepted drafts, then the next token.
         """
-        if self._stopped:
+        if self._stopped or not self._awaits:  # the step came before the first that is watched
             return
+        self._awaits = False
         self.ledger.resolve(accepted, ids)
         if self._unsealed is not None:
             self._unsealed = self._unsealed[0], accepted
