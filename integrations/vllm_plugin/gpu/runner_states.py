@@ -15,6 +15,7 @@ from ....errors import KVTxnError
 from ....log import get_logger
 from ....manager import TransactionManager
 from ..attach import hook_runner, restore_class, swap_class
+from ..audit.gpu_runners import mixins_and_methods
 from ..internals import Foreign, batches, held_states, state_layers
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
@@ -156,6 +157,7 @@ def report_steps(runner: Any, states: HeldStates) -> Any:
 
 
 def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
-    """Put the mixin before a runner's class, once, before its KV cache exists."""
-    methods = {**batches.V2_METHODS, **state_layers.METHODS}
-    hook_runner(runner, settings, rank, methods, GpuStateRunnerV2)
+    """Put the mixins before a runner's class, once, before its KV cache exists."""
+    mixins, audited = mixins_and_methods(settings, "v2")
+    methods = {**batches.V2_METHODS, **state_layers.METHODS, **audited}
+    hook_runner(runner, settings, rank, methods, *mixins, GpuStateRunnerV2)
