@@ -175,7 +175,7 @@ def engines() -> dict[str, dict[str, Any]]:
             if mode == "eager" and kind in _GRAPHS:
                 continue
             for who in ("stock", *others):
-                if mode == "eager" and who in ("again", "undo"):
+                if mode == "eager" and who == "again":
                     continue
                 policy = "undo" if who == "undo" else "auto"
                 kvtxn = {} if who in ("stock", "again") else {**_EXACT, "policy": policy}

@@ -179,10 +179,10 @@ class Watch(Base):
         """Keep the last states of the scenario that ended."""
         self.kept_states = dict(self.states)
 
-    def distance(self) -> list[float]:
+    def distance(self, tokens: int) -> list[float]:
         """The largest difference from the kept states, of their largest number, by part."""
         [found] = self.last.values()
-        now = found[max(found)]
+        now = found[tokens]
         return [
             float((a.float() - b.float()).abs().max() / a.float().abs().max().clamp(min=1e-9))
             for a, b in zip(self.wanted, now, strict=True)

@@ -133,7 +133,7 @@ def run_prompt(llm: Any, tokens: list[int]) -> Any:
         SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False),
         use_tqdm=False,
     )
-    return llm.collective_rpc("distance")[0]
+    return llm.collective_rpc("distance", args=(len(tokens),))[0]
 
 
 # -- beside the engines ----------------------------------------------------------------
