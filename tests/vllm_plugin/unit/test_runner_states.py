@@ -1,0 +1,192 @@
+"""The V2 runner with recurrent states: what the hooked class asks for, commits and undoes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_jobs import missing
+from kernels_here import importing_kernels
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+with importing_kernels():
+    import test_held_states as held
+    from kvtxn.integrations.vllm_plugin import attach as attaching
+    from kvtxn.integrations.vllm_plugin import runner as runner_module
+    from kvtxn.integrations.vllm_plugin.gpu import runner as gpu_runner
+    from kvtxn.integrations.vllm_plugin.gpu import runner_states
+    from kvtxn.integrations.vllm_plugin.internals import held_states
+    from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
+    from kvtxn.integrations.vllm_plugin.settings import PluginSettings
+
+    from kvtxn import KVTxnError, TxnConfig
+
+FACTS = EngineFacts(
+    device="cuda", runner="v2", recurrent=GATED_DELTA, states="exact", dtype="bfloat16", flash=3
+)
+
+
+class ModelState:
+    """Stands for vLLM's ``model_state``."""
+
+    def prepare_attn(
+        self,
+        input_batch,
+        cudagraph_mode,
+        block_tables,
+        slot_mappings,
+        attn_groups,
+        kv_cache_config,
+        for_capture=False,
+        ubatch_idx=0,
+        model_specific_attn_metadata=None,
+    ):
+        return input_batch
+
+
+class Own:
+    """Stands for vLLM's runner; its model is one layer."""
+
+    def __init__(self, rig):
+        vars(self).update(vars(rig.runner))
+        self.rig, self.calls = rig, []
+        self.model_state, self.speculator = ModelState(), None
+        self.model_config = SimpleNamespace(is_hybrid=True)
+
+    def get_model(self):
+        return SimpleNamespace(modules=lambda: [self.rig.sides[1].layer])
+
+    def get_kv_cache_spec(self):
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+        states = MambaSpec(
+            shapes=((4, 4),), dtypes=(torch.float32,), block_size=64, num_speculative_blocks=3
+        )
+        rows = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+        return {"it": states, "attention": rows}
+
+    def profile_run(self, randomize_inputs=False):
+        self.calls.append("profile")
+
+    def initialize_kv_cache(
+        self, kv_cache_config, is_profiling=False, kv_cache_allocation_context=None
+    ):
+        self.calls.append("caches")
+
+    def prepare_attn(self, input_batch):
+        return input_batch
+
+    def postprocess_sampled(
+        self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=None
+    ):
+        self.calls.append("postprocess")
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """A hooked runner whose attention has no windows."""
+    rig = held.Rig(GATED_DELTA, torch.float32, monkeypatch)
+    rig.sides[1].layer.get_state_dtype = lambda: (torch.bfloat16, torch.float32)
+    monkeypatch.setattr(held_states, "LAUNCHES", {GATED_DELTA: {"_forward_core": (
+        *("mixed_qkv", "b", "a", "core_attn_out"),
+    )}})  # fmt: skip
+    for module in (runner_states, gpu_runner.config):
+        monkeypatch.setattr(module, "runner_facts", lambda _: FACTS)
+    monkeypatch.setattr(gpu_runner, "add_spare_blocks", lambda _, config: config)
+    own = Own(rig)
+    runner_states.attach(own, PluginSettings(TxnConfig(policy="undo", max_rows=8)), 0)
+    assert attaching.is_hooked(own)
+    manager = SimpleNamespace(note_fallback=lambda *_: None)
+    own.opened = []
+    monkeypatch.setattr(
+        runner_module,
+        "open_steps",
+        lambda hooked: hooked.opened.append(hooked.kvtxn_hold_states(manager)) or Steps(),
+    )
+    return own
+
+
+class Steps:
+    """Stands for the windows of attention."""
+
+    deferred = False
+
+    def abandon(self):
+        pass
+
+    def commit(self, sampled):
+        pass
+
+
+def test_one_block_for_each_state(runner):
+    specs = runner.get_kv_cache_spec()
+    assert specs["it"].num_speculative_blocks == 0
+    assert runner.kvtxn_bytes_of_states() == held_states.bytes_of_buffers(runner) > 0
+
+
+def test_the_memory_is_reserved(runner):
+    """That of the buffers, beside the rows of attention."""
+    runner.profile_run()
+    row = 2 * 8 * 2
+    assert runner.kvtxn_room.nbytes >= held_states.bytes_of_buffers(runner) + 8 * row
+    assert runner.calls == ["profile"]
+
+
+def test_a_model_that_is_not_known_runs_stock(runner, monkeypatch):
+    monkeypatch.setattr(held_states, "launches_differ", lambda _: "layer it is another")
+    assert runner.get_kv_cache_spec()["it"].num_speculative_blocks == 3
+    assert runner.kvtxn_bytes_of_states() == 0
+    with pytest.raises(KVTxnError, match="layer it is another"):
+        runner.kvtxn_hold_states(None)
+
+
+def test_what_speaks_against_a_model(runner):
+    assert held_states.launches_differ(runner) is None
+    runner.get_model = lambda: SimpleNamespace(modules=list)
+    assert held_states.launches_differ(runner) == "layer it is not the target's"
+    runner.model_config.is_hybrid = False
+    assert "no layers of attention" in held_states.launches_differ(runner)
+
+
+@pytest.mark.parametrize("drafts", [6, 7, 8])
+def test_drafts_that_the_fused_kernel_leaves_no_column_for(runner, drafts):
+    """A table of nine columns is too wide; for more rows vLLM takes its other kernel."""
+    runner.rig.sides[1].layer.enable_fused_gdn_spec_decode = True
+    runner.vllm_config.num_speculative_tokens = drafts
+    wrong = held_states.launches_differ(runner)
+    assert (wrong is not None) == (drafts == 7)
+    assert wrong is None or "7 drafts" in wrong
+
+
+def test_a_step_is_noted_and_committed(runner):
+    """Also in the caches of vLLM's profiling; the commit comes before what vLLM does then."""
+    layer = runner.rig.sides[1].layer
+    runner.get_kv_cache_spec()
+    runner.initialize_kv_cache(None, is_profiling=True)
+    assert "_forward_core" in vars(layer)
+    assert runner.kvtxn_states is None
+    runner.initialize_kv_cache(None)
+    assert runner.opened[0]["states"] == runner.opened[0]["state_blocks"] == 1
+    given = held.metadata(
+        GATED_DELTA, torch.tensor([[3], [5]]).int(), [4, 2], torch.ones(2, dtype=torch.int32)
+    )
+    assert runner.model_state.prepare_attn({"it": given}, *[None] * 5) == {"it": given}
+    assert given.spec_state_indices_tensor.shape == (2, held.DRAFTS + 1)
+    before = layer.kv_cache[1].clone()
+    runner.postprocess_sampled(None, None, torch.tensor([2, 1]).int(), None)
+    assert runner.calls[-1] == "postprocess"
+    changed = (layer.kv_cache[1] != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed == [3, 5]
+    runner.postprocess_sampled(None, None, torch.tensor([2, 1]).int(), None)
+    runner.kvtxn_undo.close()
+    assert "_forward_core" not in vars(layer)
+    assert type(runner.model_state) is ModelState
+
+
+def test_an_engine_without_steps_does_not_start(runner, monkeypatch):
+    runner.get_kv_cache_spec()
+    monkeypatch.setattr(runner_module, "open_steps", lambda _: None)
+    with pytest.raises(KVTxnError, match="the caches have one state per request"):
+        runner.initialize_kv_cache(None)
