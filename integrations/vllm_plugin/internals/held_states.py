@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -133,7 +134,7 @@ class HeldStates:
         note: called with an error after which the commit of the states was repeated.
 
     Attributes:
-        layers: the recurrent layers.
+        layers: the recurrent layers, without their caches.
         nbytes: bytes of the buffers and tables.
     """
 
@@ -148,6 +149,9 @@ class HeldStates:
         self._step: VerifyStep | None = None
         self._done = 0
         self.nbytes = bytes_of_buffers(runner)
+        # vLLM's profiling gives the memory of its caches back, so nothing here may hold them.
+        nothing = torch.empty(0)
+        self.layers = [attrs.evolve(each, past=nothing, state=None) for each in self.layers]
 
     def _make_rows(self, rows: int, dtype: torch.dtype, device: torch.device) -> list[VerifiedRows]:
         """Make the buffers of each layer that has a state."""

@@ -78,6 +78,9 @@ class Own:
     def prepare_attn(self, input_batch):
         return input_batch
 
+    def sample(self, hidden_states, input_batch, grammar_output):
+        return None
+
     def postprocess_sampled(
         self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=None
     ):
