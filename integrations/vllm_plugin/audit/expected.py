@@ -48,7 +48,8 @@ def in_words(facts: EngineFacts) -> str:
     """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
     if facts.version not in RELEASES:
         return "not known of this release; kvtxn.audit_active or kvtxn.audit_inactive says it"
-    why = cannot_watch(facts.device, facts.runner, facts.context_parallel, facts.connector)
+    connector = next(iter(facts.connectors), None)
+    why = cannot_watch(facts.device, facts.runner, facts.context_parallel, connector)
     if why is not None:
         return f"the ledger cannot watch this engine: {why}"
     return 'the ledger can watch this engine; "audit": "ledger" asks for it'

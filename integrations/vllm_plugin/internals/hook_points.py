@@ -117,7 +117,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             (*batches.V2_METHODS, *audited_v2.AUDITED_METHODS, "get_kv_cache_spec", *_STEP),
         ),
         # What the ledger reads in between, or is told by.
-        *_of(_V2, ("finish_requests", "add_requests", "prepare_inputs", "sample")),
+        *_of(_V2, ("finish_requests", "add_requests", "prepare_inputs")),
         "vllm.v1.worker.gpu.block_table.BlockTables.__init__",
         "vllm.v1.worker.gpu.block_table.BlockTables.compute_slot_mappings",
         "vllm.v1.worker.gpu.block_table.BlockTables.gather_block_tables",
