@@ -44,7 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def run(
-    folder: Path, work: str, jobs: dict[str, dict[str, Any]], option: Callable[[str], Any]
+    folder: Path,
+    work: str,
+    jobs: dict[str, dict[str, Any]],
+    option: Callable[[str], Any],
+    found: Path | None = None,
 ) -> Path:
     """Run all these engines; returns the path of their reports, written as they come."""
     pool = EnginePool(
@@ -56,7 +60,7 @@ def run(
         environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE)},
         preload=["vllm", "vllm.v1.engine.llm_engine"],
     )
-    found, reports = folder / "reports.json", dict[str, dict[str, Any]]()
+    found, reports = found or folder / "reports.json", dict[str, dict[str, Any]]()
     for name in pool.as_they_end():
         log = pool.log(name)
         try:
@@ -88,17 +92,15 @@ def connected(
             pytest.skip(reason)
         asked = kinds(request, "connected_kind")
         jobs = connected_jobs.engines([name for name in connected_jobs.JOBS if name in asked])
-        made = run(tmp_path_factory.mktemp("connected"), "connected_child:carry_out", jobs, option)
-        if found is not None:
-            found.write_text(made.read_text())
-        found = made
+        folder = tmp_path_factory.mktemp("connected")
+        found = run(folder, "connected_child:carry_out", jobs, option, found)
     by_engine: dict[str, dict[str, Any]] = json.loads(found.read_text())
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print()
         for name, report in by_engine.items():
             print(*connected_jobs.told(name, report), sep="\n", flush=True)
-    return by_engine.__getitem__
+    return lambda name: by_engine.get(name, {"error": "not in these reports"})
 
 
 @pytest.fixture(scope="session")

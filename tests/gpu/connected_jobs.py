@@ -127,7 +127,7 @@ def transfer(connectors: list[Any], folder: Path) -> dict[str, Any]:
     """The settings of these connectors, of several together those of a MultiConnector."""
 
     def one(name: str, more: dict[str, Any]) -> dict[str, Any]:
-        places = {key: str(folder / more[key]) for key in more if key.endswith("_path")}
+        places = {key: str(folder / more[key]) for key in more if key == "shared_storage_path"}
         both = {"kv_connector": name, "kv_role": "kv_both"}
         return {**both, "kv_connector_extra_config": {**more, **places}}
 
