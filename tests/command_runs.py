@@ -1,4 +1,7 @@
-"""Runs of ``kvtxn bench vllm`` and ``kvtxn demo`` over real engines, by name, for the pool."""
+"""Runs of ``kvtxn bench vllm`` and ``kvtxn demo`` over real engines, by name, for the pool.
+
+The demo runs as a user starts it, the benchmarks in forks: they have six engines.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from commands import run as command
+import commands
+import forked_commands
 
 #: The engines of the run "bench", in the order in which they are named.
 BENCHED = ("stock", "undo", "deferred", "ledger", "bytes")
@@ -29,4 +33,5 @@ RUNS: dict[str, tuple[object, ...]] = {
 def run(folder: Path) -> dict[str, Any]:
     """Carry out the run that the folder is named after; returns its end, and the folder."""
     name = folder.name.removeprefix("command-").partition(".")[0]
+    command = commands.run if name == "demo" else forked_commands.run
     return attrs.asdict(command(folder, *RUNS[name])) | {"folder": str(folder)}

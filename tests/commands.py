@@ -12,6 +12,15 @@ from typing import Any
 import attrs
 from folders import python_path
 
+#: Variables of every command, and those of the pool's engines that none has.
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+OF_THE_POOL = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CACHE_ROOT")
+
 KVTXN = Path(sys.executable).parent / "kvtxn"
 
 
@@ -29,14 +38,8 @@ class Ended:
 
 def run(folder: Path, *words: object) -> Ended:
     """Run a command of kvtxn in a folder."""
-    environment = os.environ | {
-        "PYTHONPATH": python_path(),
-        "OMP_NUM_THREADS": "1",
-        "NUMBA_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-    }
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CACHE_ROOT"):  # of the pool's engines
+    environment = os.environ | VARIABLES | {"PYTHONPATH": python_path()}
+    for name in OF_THE_POOL:
         environment.pop(name, None)
     done = subprocess.run(
         [KVTXN, *map(str, words)], cwd=folder, env=environment, capture_output=True, text=True,

@@ -1,4 +1,7 @@
-"""Runs of ``kvtxn audit`` and ``kvtxn trace`` over real engines, by name, for the pool."""
+"""Runs of ``kvtxn audit`` and ``kvtxn trace`` over real engines, by name, for the pool.
+
+Three run as a user starts them; the others, of the same command, in forks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import forked_commands
 import model_files
 from audits import audit
 from commands import Ended
@@ -60,7 +64,7 @@ def own_prompts(folder: Path) -> Ended:
         '"It was a fine evening"\n{"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5], "max_tokens": 12}\n'
     )
     engine = {**PLAIN, "additional_config": {"kvtxn": {"policy": "undo"}}}
-    return audit(folder, "prompts.jsonl", "--json", engine=engine)
+    return audit(folder, "prompts.jsonl", "--json", engine=engine, run=forked_commands.run)
 
 
 def refused(folder: Path) -> Ended:
@@ -87,6 +91,7 @@ def known_fault(folder: Path, name: str) -> Ended:
     return audit(
         folder, fault.workload, "--requests", fault.requests, "--json", "--html", "page.html",
         engine={key: value for key, value in engine.items() if value is not None},
+        run=forked_commands.run,
     )  # fmt: skip
 
 

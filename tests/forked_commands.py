@@ -1,0 +1,131 @@
+"""Commands of kvtxn in forks of a process that has imported vLLM, and so do their engines.
+
+A command that a user starts imports vLLM anew in each of its engines, which takes longer than most
+of them run. Here an engine's process is forked where the command would start an interpreter; all
+else is the command's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+from commands import OF_THE_POOL, VARIABLES, Ended
+from folders import python_path
+from kvtxn.integrations.serving import engine_process
+
+from kvtxn.cli import main
+
+#: The command's open files before it opened any: an engine has these, and none of other engines.
+_inherited: set[int] = set()
+
+
+class Fork:
+    """What the handle of an engine's process needs of ``subprocess.Popen``."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        stdout: IO[str],
+        env: Mapping[str, str],
+        **others: Any,
+    ) -> None:
+        self.returncode: int | None = None
+
+        def begin() -> None:
+            for number in _open_files() - _inherited - set(pass_fds):
+                with suppress(OSError):  # it was that of the listing
+                    os.close(number)
+            log = logging.getLogger("kvtxn")  # the command has configured it, for itself
+            log.handlers = []
+            log.setLevel(logging.NOTSET)
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = list(command)
+            engine_process.main()
+
+        self.pid = _fork(begin, stdout, stdout, session=True)
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the process runs."""
+        if self.returncode is None:
+            process, status = os.waitpid(self.pid, os.WNOHANG)
+            if process:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = 1500) -> int:
+        """Wait for the end; returns the exit code."""
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("engine", timeout)
+            time.sleep(0.05)
+        assert self.returncode is not None
+        return self.returncode
+
+
+def run(folder: Path, *words: object) -> Ended:
+    """Run a command of kvtxn in a folder, in a fork of this process."""
+
+    def begin() -> int:
+        os.chdir(folder)
+        _inherited.update(_open_files())
+        os.environ.update(VARIABLES | {"PYTHONPATH": python_path()})
+        for name in OF_THE_POOL:
+            os.environ.pop(name, None)
+        engine_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": Fork})
+        sys.argv = ["kvtxn", *map(str, words)]
+        return main(sys.argv[1:])
+
+    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
+        _, status = os.waitpid(_fork(begin, out, err, session=False), 0)
+        code = os.waitstatus_to_exitcode(status)
+    return Ended(code, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+def _open_files() -> set[int]:
+    """Return the descriptors of this process's open files."""
+    return set(map(int, os.listdir("/proc/self/fd")))
+
+
+def _fork(begin: Callable[[], int | None], out: IO[str], err: IO[str], *, session: bool) -> int:
+    """Call a function in a fork; returns the id of the process.
+
+    Args:
+        begin: returns the exit code.
+        out: takes what the process prints.
+        err: takes its errors.
+        session: give the process a session of its own.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if process:
+        return process
+    code: object = 1
+    try:
+        if session:
+            os.setsid()
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        code = begin()
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
