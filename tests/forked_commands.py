@@ -47,6 +47,9 @@ class Fork:
             for number in _open_files() - _inherited - set(pass_fds):
                 with suppress(OSError):  # it was that of the listing
                     os.close(number)
+            from engine_child import fork_workers
+
+            fork_workers()
             log = logging.getLogger("kvtxn")  # the command has configured it, for itself
             log.handlers = []
             log.setLevel(logging.NOTSET)

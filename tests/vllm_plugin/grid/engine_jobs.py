@@ -261,10 +261,12 @@ AUDITS = {
 COMMANDS = {"bench": 90, "demo": 40, "bench-one-engine": 20}
 
 #: Jobs whose engines fork their workers, see ``engine_child.fork_workers``. vLLM spawns all others,
-#: such as those of servers, of "starts", "audit-tensor-parallel" and "audit-contained-process".
+#: such as those of servers, of "starts", of commands that no fork runs, and of
+#: "audit-contained-process".
 FORKING = (
     *("tp2", "states-two-ranks", "states-two-ranks-greedy"),
     *("audit-ranks-differ", "audit-pipeline-parallel", "audit-contained-ranks"),
+    "audit-tensor-parallel",
 )
 
 #: Engines with tests of their own, by the name that ``pytest.mark.engines`` has. ``work`` is the
