@@ -21,9 +21,14 @@ _CALLS: Final = {
     "begin": ("plan", "begin_among", "begin"),
     "commit": ("commit_ids", "commit"),
 }
-#: The runner's method that reads vLLM's step and makes most of the watch's calls, and these calls.
+#: The runner's method that reads vLLM's step and makes most of the watch's calls.
 _TELL: Final = "kvtxn_tell"
-_WATCHED: Final = ("change", "forward", "came_out", "sampled", "ended", "take_wrong")
+#: The watch's calls that come just before a forward: on a CPU, and on a GPU.
+_FORWARDS: Final = ("forward", "step")
+#: The watch's calls.
+_WATCHED: Final = (
+    *("change", *_FORWARDS, "came_out", "sampled", "sampled_on_device", "ended", "take_wrong"),
+)
 
 
 def clock(worker: Any, on: bool) -> dict[str, float] | None:
@@ -147,11 +152,11 @@ class _OfAudit(_Clock):
         return self._begun
 
     def _comes(self, name: str) -> None:
-        if name not in ("change", "forward"):
+        if name not in ("change", *_FORWARDS):
             return
         if name == "change" or self._had_forward:
             self._step_ends(counts=self._had_forward)
-        self._had_forward = name == "forward"
+        self._had_forward = name in _FORWARDS
         self._begun += 1
 
     def _took(self, name: str, before: int, seconds: float) -> None:

@@ -138,7 +138,7 @@ class Ledger(Exchange):
         books, count = self.books, len(tokens)
         here = self._upload(tokens)
         terms = books.key.terms(here, torch.arange(count, device=self.device))
-        books.own[line, 0] = seed
+        books.own[line, 0].fill_(seed)  # an assignment of a number would wait for the device
         books.own[line, 1 : count + 1] = terms.cumsum(0) + seed
         facts = torch.tensor([serial, count, 0, -1, -1, 0], dtype=torch.int64)
         books.facts[:, line] = self._upload(facts)
@@ -157,7 +157,7 @@ class Ledger(Exchange):
         checks.check_names("release", [request])
         line = self._roster.release(request)
         if line is not None:
-            self.books.facts[book.SERIAL, line] = NOBODY
+            self.books.facts[book.SERIAL, line].fill_(NOBODY)
 
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches."""

@@ -131,8 +131,47 @@ class Telling(Runner):
             self.kvtxn_audit.take_wrong()
 
 
+class WatchOnGpu:
+    """The calls of an audit on a GPU, each of a known time; it has those of a CPU, too."""
+
+    def change(self):
+        time.sleep(0.001)
+
+    def forward(self):
+        raise AssertionError("a watch on a GPU is told of a step")
+
+    def step(self):
+        time.sleep(0.002)
+
+    def sampled_on_device(self):
+        time.sleep(0.012)
+
+    def ended(self):
+        time.sleep(0.032)
+
+    def take_wrong(self):
+        time.sleep(0.016)
+
+
+class OnGpu(Telling):
+    """The calls of a runner on a GPU."""
+
+    def __init__(self):
+        self.kvtxn_audit = WatchOnGpu()
+
+    def step(self, forward):
+        self.kvtxn_tell(lambda watch: watch.change())
+        if forward:
+            self.kvtxn_tell(lambda watch: watch.step())
+            self.kvtxn_tell(lambda watch: watch.sampled_on_device())
+            self.kvtxn_tell(WatchOnGpu.ended)
+            self.kvtxn_audit.take_wrong()
+
+
 @pytest.mark.parametrize(
-    ("runner", "begin", "commit"), [(Runner, 3000, 28000), (Telling, 203000, 228000)], ids=str
+    ("runner", "begin", "commit"),
+    [(Runner, 3000, 28000), (Telling, 203000, 228000), (OnGpu, 203000, 260000)],
+    ids=str,
 )
 def test_an_audits_step_is_all_its_calls(runner, begin, commit):
     """With what the runner reads for them; a step without a forward has nothing to watch."""

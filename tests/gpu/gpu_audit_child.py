@@ -102,7 +102,7 @@ class AuditWorker(gpu_oracle.Watch):
                     self.audit_calls[name] += 1
                     torch.cuda.set_sync_debug_mode("default")
                     for each in caught:
-                        if "synchroniz" in str(each.message):
+                        if "called a synchronizing" in str(each.message):
                             self.audit_waits[f"{name}: {each.filename}:{each.lineno}"] += 1
 
         return timed
