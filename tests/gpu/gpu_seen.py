@@ -1,0 +1,235 @@
+"""The record of recurrent states, the audit and KV connectors on GPUs, and the page drawn from it.
+
+python tests/gpu/gpu_seen.py states REPORTS.json COMMIT      what ``try_states.py`` left
+python tests/gpu/gpu_seen.py audit FOLDER COMMIT             what ``gpu_audit.py`` left
+python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k connectors`` left
+python tests/gpu/gpu_seen.py                                 draws again
+
+A record is taken over engine by engine: what a run left out keeps what an older one said.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+HERE: Final = Path(__file__).parent
+for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/audit"):
+    sys.path.insert(0, str(HERE / _folder))
+
+from kvtxn.benchmarks.common.markdown import table  # noqa: E402
+
+RECORD: Final = HERE / "seen.json"
+PAGE: Final = HERE / "SEEN.md"
+
+HEAD: Final = """# Recurrent states, the audit and KV connectors on a GPU
+
+What real engines showed on {machine}, drawn by `python tests/gpu/gpu_seen.py`. Models are small and
+have random weights. Each engine has a process of its own.
+"""
+STATES: Final = """## Recurrent states
+
+`python tests/gpu/try_states.py`: `recurrent="exact"` beside stock vLLM over the same requests,
+drafts accepted by lot. *States* are compared request by request after every step, all layers, by
+the digest of their bytes; *blocks* is how many state blocks a request has. *Requests at once* is
+what vLLM says fits into the same memory. *After a fault*: launches of commits that were made to
+fail were repeated, and the tokens are stock's.
+"""
+AUDIT: Final = """## The audit
+
+`python tests/gpu/gpu_audit.py`: each engine runs scenarios without the audit and with it. *Texts*
+counts requests that say the same both times where nothing is drawn by lot and nothing depends on
+time; *wrong* is how many violations were reported though nothing was planted. *Faults* are planted
+one after the other: found means that the report names the request, the position and the slot.
+"""
+CONNECTORS: Final = """## KV connectors
+
+`pytest tests/gpu -k connectors`: requests that come back through a connector (the prefix cache was
+emptied, or they were preempted, or come to a second engine). An oracle compares each byte that
+leaves with what is durable. *Not durable* counts, after every step, the rows in the cache that no
+accepted token left: an engine with windows has some only of steps that were *bypassed*, and stock
+of each rejected draft.
+"""
+
+
+# -- records ------------------------------------------------------------------------
+
+
+def states(reports: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce reports of ``try_states``: each engine with windows beside its stock."""
+    found = {}
+    for name, ours in reports.items():
+        kind, _, policy = name.rpartition(".")
+        stock = reports.get(f"{kind}.stock", {"error": "not run"})
+        if policy in ("stock", "again") or "error" in stock or "error" in ours:
+            continue
+        played = [
+            each for each in stock if isinstance(stock[each], dict) and "digests" in stock[each]
+        ]
+        pairs = [(stock[each], ours[each]) for each in played]
+        digests = [(a["digests"], b["digests"]) for a, b in pairs]
+        tokens = [both for a, b in pairs for both in zip(a["tokens"], b["tokens"], strict=True)]
+        found[name] = {
+            "runner": ours["runner"],
+            "graphs": ours["graphs"],
+            "requests": len(tokens),
+            "same": sum(a == b for a, b in tokens),
+            "states": sum(len(a) for a, _ in digests),
+            "equal": sum(b.get(key) == value for a, b in digests for key, value in a.items()),
+            "accepted_alike": all(a["accepted"] == b["accepted"] for a, b in pairs),
+            "strays": sum(
+                value for _, b in pairs for key, value in b["counts"].items() if "stray" in key
+            ),
+            "fault": ours["fault"]["tokens"] == stock["eight"]["tokens"],
+            "blocks": [stock["state_blocks"], ours["state_blocks"]],
+            "at_once": [stock["concurrency"], ours["concurrency"]],
+            "machine": ours["machine"],
+        }
+    return found
+
+
+def audit(folder: Path) -> dict[str, Any]:
+    """Reduce the reports of ``gpu_audit``, one file for each engine."""
+    from gpu_audit import DRAWN, ENGINES
+    from gpu_jobs import TIMED
+
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        report, job = json.loads(path.read_text()), ENGINES[path.stem]
+        cells = {name: each for name, each in report["healthy"].items() if "error" not in each}
+        counts = [count for cell in cells.values() for count in cell["counters"]]
+        planted = report.get("planted") or {"found": {}}
+        told = [
+            cell["same"].split(" of ")
+            for name, cell in cells.items()
+            if name not in DRAWN and not (cell["facts"]["ahead"] and name in TIMED)
+        ]
+        found[path.stem] = {
+            "audit": job["asked"]["audit"],
+            "windows": job["asked"].get("policy"),
+            "runner": "V1" if job.get("environment", {}).get("VLLM_USE_V2_MODEL_RUNNER") else "V2",
+            "rows": int(sum(c.get("kvtxn_audit_rows_checked_total", 0) for c in counts)),
+            "wrong": int(sum(c.get("kvtxn_audit_violations_total", 0) for c in counts)),
+            "same": sum(int(a) for a, _ in told),
+            "requests": sum(int(b) for _, b in told),
+            "compared": sum(cell["facts"].get("compared") or 0 for cell in cells.values()),
+            "faults": len(planted["found"]),
+            "found": sum(bool(each.get("violations")) for each in planted["found"].values()),
+            "missed": sorted(
+                n for n, each in planted["found"].items() if not each.get("violations")
+            ),
+        }
+    return found
+
+
+def connectors(reports: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce the reports of engines with connectors: the oracle's sums over all scenarios."""
+    keys = ("stored_blocks", "stored_rows", "stored_wrong", "stored_pending", "loaded_blocks")
+    keys = (*keys, "loaded_wrong", "rejected", "residue")
+    found = {}
+    for name, report in reports.items():
+        played = [each for each in report.values() if isinstance(each, dict) and "egress" in each]
+        if played:
+            counts = [each["kvtxn"][-1] if each["kvtxn"] else {} for each in played]
+            found[name] = {key: sum(each["egress"].get(key, 0) for each in played) for key in keys}
+            found[name]["bypassed"] = sum(
+                int(each.get("kvtxn_bypassed_windows_total", 0)) for each in counts
+            )
+            found[name]["runner"] = report["runner"]
+    return found
+
+
+# -- the page -------------------------------------------------------------------------
+
+
+def draw(record: Mapping[str, Any]) -> str:
+    """Draw the page."""
+    machine = next(iter(record["states"].values()))["machine"].partition("+")[0]
+    parts = [HEAD.format(machine=machine)]
+    for kind, head, body in (
+        ("states", STATES, _states),
+        ("audit", AUDIT, _audit),
+        ("connectors", CONNECTORS, _connectors),
+    ):
+        parts += [head, body(record[kind])] if kind in record else []
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def _commits(engines: Iterable[Mapping[str, Any]]) -> str:
+    return "\n\nCommits: " + ", ".join(sorted({each["commit"] for each in engines})) + "."
+
+
+def _states(engines: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            *(name, each["graphs"], f"{each['same']} / {each['requests']}"),
+            *(f"{each['equal']} / {each['states']}", "yes" if each["accepted_alike"] else "**no**"),
+            *(str(each["strays"]), "yes" if each["fault"] else "**no**"),
+            " -> ".join(str(sum(blocks)) for blocks in each["blocks"]),
+            " -> ".join(f"{number:.0f}" for number in each["at_once"]),
+        ]
+        for name, each in engines.items()
+    ]
+    header = ["engine", "graphs", "same tokens", "equal states", "same counts", "strays"]
+    header += ["after a fault", "blocks", "requests at once"]
+    return table(header, rows) + _commits(engines.values())
+
+
+def _audit(engines: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            *(name, each["runner"], each["audit"], each["windows"] or "-", str(each["rows"])),
+            *(str(each["wrong"]), str(each["compared"]), f"{each['same']} / {each['requests']}"),
+            f"{each['found']} / {each['faults']}" if each["faults"] else "-",
+        ]
+        for name, each in engines.items()
+    ]
+    total = {key: sum(each[key] for each in engines.values()) for key in ("rows", "wrong", "found")}
+    faults = sum(each["faults"] for each in engines.values())
+    missed = ", ".join(
+        f"`{fault}` in {name}" for name, each in engines.items() for fault in each["missed"]
+    )
+    says = (
+        f"\n\nTogether {total['rows']} rows read, {total['wrong']} wrong where nothing was "
+        f"planted, {total['found']} of {faults} faults found"
+        + (f"; not found: {missed}." if missed else ".")
+    )
+    header = ["engine", "runner", "audit", "windows", "rows read", "wrong", "sums compared"]
+    return table([*header, "texts", "faults"], rows) + says + _commits(engines.values())
+
+
+def _connectors(engines: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            *(name.removeprefix("connectors_"), each["runner"].upper()),
+            *(str(each["stored_blocks"] or each["stored_rows"]), str(each["stored_wrong"])),
+            *(str(each["stored_pending"]), str(each["loaded_blocks"]), str(each["loaded_wrong"])),
+            *(str(each["rejected"]), str(each["residue"]), str(each["bypassed"])),
+        ]
+        for name, each in engines.items()
+    ]
+    header = ["engine", "runner", "stored", "wrong", "before commit", "loaded", "wrong"]
+    header += ["rejected drafts", "not durable", "bypassed"]
+    return table(header, rows) + _commits(engines.values())
+
+
+def main() -> None:
+    """Take a record over, engine by engine, and draw."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if len(sys.argv) > 1:
+        kind, path, commit = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+        if kind == "audit":
+            new = audit(path)
+        else:
+            new = {"states": states, "connectors": connectors}[kind](json.loads(path.read_text()))
+        known = record.setdefault(kind, {})
+        known |= {name: {"commit": commit, **found} for name, found in new.items()}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(draw(record))
+
+
+if __name__ == "__main__":
+    main()
