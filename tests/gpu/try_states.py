@@ -23,7 +23,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("", "vllm_plugin/grid")]
+HERE: Final = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / part) for part in ("", "serving", "vllm_plugin/grid")]
 
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
@@ -238,7 +239,7 @@ def main() -> int:
         folder,
         count=given.jobs,
         seconds=given.seconds,
-        environment=ENVIRONMENT | {"PYTHONPATH": python_path(Path(__file__).parent)},
+        environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE, HERE.parent / "serving")},
         preload=["vllm", "vllm.v1.engine.llm_engine"],
     )
     reports: dict[str, dict[str, Any]] = {}
