@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from gpu_seen import PAGE, RECORD, draw
@@ -54,3 +55,11 @@ def test_what_leaves_is_durable(engine):
     for wrong in ("stored_wrong", "stored_pending", "loaded_wrong"):
         assert found[wrong] == 0
     assert found["bypassed"] or not found["residue"]
+
+
+def test_the_readme_has_the_records_number():
+    stock, ours = SEEN["states"]["nemotron.eager.auto"]["at_once"]
+    says = (Path(__file__).parents[2] / "README.md").read_text().split()
+    assert f"room for {ours:.0f} requests where vLLM 0.32.0 has room for {stock:.0f}**" in " ".join(
+        says
+    )
