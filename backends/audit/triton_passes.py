@@ -20,6 +20,7 @@ from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
 from . import compare_kernel, write_kernel
 from .byte_passes import TritonBytePasses
+from .launches import Launches
 from .plan import Addresses, group_lines
 
 #: Rows that a program writes at a time.
@@ -34,7 +35,8 @@ class TritonPasses(Passes):
     """The audit's passes over one ledger's books, as launches of Triton kernels.
 
     Slots and sources are wanted as int64, tables as int32, all contiguous in their last dimension;
-    others are converted, which takes a launch each, and cannot be replayed from a graph.
+    others are converted, which takes a launch each, and cannot be replayed from a graph. A ``Step``
+    object that is given again is launched with the addresses that were noted down at first.
 
     Args:
         books: on a GPU.
@@ -59,6 +61,9 @@ class TritonPasses(Passes):
         self._num_groups: Final = len(books.layout.places)
         self._addresses: Final = {what: Addresses(books) for what in ("slots", "tables", "sources")}
         self._held: dict[str, dict[str, Tensor]] = {}
+        self._writing: Final = Launches(write_kernel.write_rows)
+        self._checking: Final = Launches(compare_kernel.compare_rows)
+        self._resolving: Final = Launches(write_kernel.resolve_rows)
         lines, columns = books.own.shape
         self._constants: Final = (columns, lines, len(books.journal), len(books.found))
         none = torch.empty(1, dtype=torch.int64, device=device)
@@ -69,17 +74,21 @@ class TritonPasses(Passes):
 
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""
-        step = step if len(step.lines) else self._padding  # no launch has no program
-        books, requests = self.books, len(step.lines)
         if step.sources or step.told is not None:
             self._compare_states(step)
-        write_kernel.write_rows[(requests,)](
+        if self._writing.again(step):
+            return
+        step = step if len(step.lines) else self._padding  # no launch has no program
+        books, requests = self.books, len(step.lines)
+        arguments = (
             step.lines, step.starts, step.first, step.tokens, self._or_unread(step.drafts),
             self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
             books.owners, books.own, books.facts, books.journal, books.counters,
             books.fingerprints, requests, step.num_rows, *self._sizes()[:3],
-            DRAFTS=step.drafts is not None, GROUPS=self._num_groups, TILE=_ROWS,
+            step.drafts is not None, self._num_groups, _ROWS,
         )  # fmt: skip
+        recurs = self._as_they_are("slots", step.slots)
+        self._writing.first(step, (requests, 1, 1), arguments, recurs=recurs)
 
     def _compare_states(self, step: Step) -> None:
         books = self.books
@@ -93,11 +102,18 @@ class TritonPasses(Passes):
 
     def check(self, step: Step) -> None:
         """Check the rows that a step reads, as ``Passes.check`` describes."""
-        self._compare(step.lines, step.first, step.starts, step.tables, None, step.num_rows)
+        if self._checking.again(step):
+            return
+        given = (step.lines, step.first, step.starts, step.tables, None, step.num_rows)
+        grid, arguments = self._compare(*given)
+        recurs = self._as_they_are("tables", step.tables)
+        self._checking.first(step, grid, arguments, recurs=recurs)
 
     def inspect(self, stretch: Stretch) -> None:
         """Check a stretch of rows, as ``Passes.inspect`` describes."""
-        self._compare(stretch.lines, stretch.first, stretch.end, stretch.tables, stretch.kind, 0)
+        given = (stretch.lines, stretch.first, stretch.end, stretch.tables, stretch.kind, 0)
+        grid, arguments = self._compare(*given)
+        compare_kernel.compare_rows[grid](*arguments)
 
     def _compare(
         self,
@@ -107,19 +123,19 @@ class TritonPasses(Passes):
         tables: Mapping[str, Tensor],
         kind: str | None,
         num_rows: int,
-    ) -> None:
+    ) -> tuple[tuple[int, int, int], tuple[object, ...]]:
+        """Return the grid and the arguments of a launch of ``compare_rows``."""
         books = self.books
         # A table without columns has no address, as if the group were not read.
         tables = {
             name: table if table.shape[1] else table.new_full((len(table), 1), -1)
             for name, table in tables.items()
         }
-        compare_kernel.compare_rows[(len(lines), self._num_groups, self.splits)](
+        return (len(lines), self._num_groups, self.splits), (
             lines, low, high, self._table("tables", tables, torch.int32), self._groups,
             books.words, books.own, books.facts, books.journal, books.found, books.counters,
             -1 if kind is None else KIND_NUMBER[kind], num_rows, *self._sizes(),
-            STEPPING=kind is None, EXPORTED=kind == "exported", GROUPS=self._num_groups,
-            SPLITS=self.splits, TILE=_ENTRIES,
+            kind is None, kind == "exported", self._num_groups, self.splits, _ENTRIES,
         )  # fmt: skip
 
     def byte_passes(self, books: ByteBooks) -> TritonBytePasses:
@@ -130,16 +146,29 @@ class TritonPasses(Passes):
         """Mark the rejected rows, as ``Passes.resolve`` describes."""
         if not len(step.lines):
             step, accepted, sampled = self._padding, self._unread, None
-        books = self.books
         ids = None if sampled is None else sampled.contiguous()
-        write_kernel.resolve_rows[(len(step.lines),)](
+        given = (accepted,) if ids is None else (accepted, ids)
+        if self._resolving.again(step, given):
+            return
+        books = self.books
+        arguments = (
             step.lines, step.starts, step.first, step.tokens, self._or_unread(step.drafts),
             accepted, self._or_unread(ids), self._table("slots", step.slots, torch.int64),
             self._groups, self._key, books.words, books.own, books.facts, books.counters,
             step.num_rows, *self._sizes()[:2], 0 if ids is None else ids.shape[1],
-            REJECTED=REJECTED, DRAFTS=step.drafts is not None, GROUPS=self._num_groups,
-            TILE=_DRAFTS,
+            REJECTED, step.drafts is not None, self._num_groups, _DRAFTS,
         )  # fmt: skip
+        recurs = self._as_they_are("slots", step.slots)
+        grid = (len(step.lines), 1, 1)
+        self._resolving.first(step, grid, arguments, given, at=5, recurs=recurs)
+
+    def _as_they_are(self, what: str, tensors: Mapping[str, Tensor]) -> bool:
+        """Tell whether the last table of this sort has the addresses of these tensors themselves.
+
+        It has not where a tensor was converted: the next launch has to convert it again.
+        """
+        held = self._held[what]
+        return all(held[name] is tensor for name, tensor in tensors.items())
 
     def _sizes(self) -> tuple[int, int, int, int]:
         """Return columns of ``own``, lines, journal entries, and violations that can wait."""

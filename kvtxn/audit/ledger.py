@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ class Ledger(Exchange):
         self._open: Step | None = None
         self._unread = False  # the last step that was written was not given to ``check`` yet
         self._checked: Step | None = None
+        self._buffers: WeakSet[Step] = WeakSet()  # steps that were checked, on a GPU
         self._parted = False
 
     # -- requests ----------------------------------------------------------------------------
@@ -218,7 +220,7 @@ class Ledger(Exchange):
         self.passes.check(step)
 
     def require(self, operation: str, step: Step, *, after: bool = False) -> None:
-        """Check a step; on a GPU the fixed buffers of one ``Step`` are checked once in a row.
+        """Check a step; on a GPU, where values are not read, each ``Step`` is checked once.
 
         Args:
             operation: the call that was given the step, for the message.
@@ -228,9 +230,13 @@ class Ledger(Exchange):
         Raises:
             ConfigError: the step does not fit the ledger.
         """
-        if step is self._checked and (after or self.device.type != "cpu"):
+        on_gpu = self.device.type != "cpu"
+        if step is self._checked and (after or on_gpu):
             return
-        checks.check_step(operation, self.books, step, released=after)
+        if not (on_gpu and isinstance(step, Step) and step in self._buffers):
+            checks.check_step(operation, self.books, step, released=after)
+            if on_gpu:
+                self._buffers.add(step)
         self._checked = step
 
     def resolve(

@@ -26,6 +26,8 @@ _LOOK_EVERY: Final = 8
 #: Steps between two comparisons of the ranks, and from a copy of the fingerprints until it is used.
 _COMPARED_EVERY: Final = 200
 _COMPARED_LATER: Final = 8
+#: Forms of steps that are remembered; beyond, all are forgotten.
+_MAX_REMEMBERED: Final = 2048
 
 
 class DeviceWatch(Watch):
@@ -67,6 +69,8 @@ class DeviceWatch(Watch):
         )
         self._awaits = False  # a step was told whose samples are not known yet
         self._batch: tuple[list[str], Tensor] | None = None
+        self._forms: dict[int, tuple[object, Step, tuple[tuple[Tensor, Tensor], ...]]] = {}
+        self._copies: dict[tuple[int, int], Tensor] = {}
         self._glance: Glance | None = None
         self._prints: tuple[int, Glance] | None = None
         # A row of a full block may have left the window of the step that fills the block. All other
@@ -79,6 +83,7 @@ class DeviceWatch(Watch):
         ]
         number = self.ledger.books.sizes.max_requests
         with torch.inference_mode(False):
+            self._all_lines: Final = torch.zeros(number, dtype=torch.int64, device=device)
             self._published: Final = [
                 (group, torch.zeros(number, dtype=torch.int64, device=device)) for group in narrow
             ]
@@ -157,19 +162,7 @@ class DeviceWatch(Watch):
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
-        slots, starts = rows.slots, rows.starts
-        if self.drafts_late:  # the drafter writes into the runner's buffers before the step ends
-            slots = {name: each.clone() for name, each in slots.items()}
-            starts = starts.clone()
-        step = Step(
-            lines=self._lines(rows.names, returning),
-            starts=starts,
-            first=rows.first,
-            tokens=rows.tokens,
-            drafts=rows.drafts,
-            slots=slots,
-            tables=rows.tables,
-        )
+        step = self._step_of(rows, self._lines(rows.names, returning))
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None
@@ -179,10 +172,40 @@ class DeviceWatch(Watch):
         if self._caches_prefixes:
             self._publish_on_device(step)
 
+    def _step_of(self, rows: Rows, lines: Tensor) -> Step:
+        """Describe a forward; one of the same buffers is the same ``Step``, checked at first."""
+        known = None if rows.buffers is None else self._forms.get(id(rows.buffers))
+        if known is None:
+            slots, starts, copies = rows.slots, rows.starts, {}
+            if self.drafts_late:  # the drafter writes into the runner's buffers in the step
+                for theirs in (starts, *slots.values()):
+                    copies[theirs] = self._copy_of(theirs)
+                slots = {name: copies[each] for name, each in slots.items()}
+                starts = copies[starts]
+            step = Step(lines, starts, rows.first, rows.tokens, slots, rows.tables, rows.drafts)
+            known = rows.buffers, step, tuple(copies.items())
+            if rows.buffers is not None:
+                if len(self._forms) >= _MAX_REMEMBERED:
+                    self._forms.clear()
+                self._forms[id(rows.buffers)] = known
+        for theirs, own in known[2]:
+            own.copy_(theirs)
+        return known[1]
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor for copies of a runner's buffer; the same one for the same buffer."""
+        key = tensor.data_ptr(), len(tensor)
+        if key not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[key] = torch.empty_like(tensor)
+        return self._copies[key]
+
     def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
         if self._batch is None or self._batch[0] != names:
             found = Watch._lines(self, names, returning)
-            self._batch = list(names), found
+            there = self._all_lines[: len(names)]
+            there.copy_(found)
+            self._batch = list(names), there
         return self._batch[1]
 
     def _publish_on_device(self, step: Step) -> None:

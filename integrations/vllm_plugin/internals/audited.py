@@ -78,6 +78,8 @@ class Rows:
         drafts: int64 ``[num_requests]``, draft rows of each request; None without drafts.
         slots: int64 ``[num_rows]`` for each group, the slot that each row is written to.
         tables: int32 ``[num_requests, blocks]`` for each group, the blocks of each request.
+        buffers: stands for all of these tensors, if they are buffers that stay where they are:
+            rows with the same object have the same tensors, with other values. None if they do not.
     """
 
     names: list[str]
@@ -87,6 +89,7 @@ class Rows:
     drafts: Tensor | None
     slots: dict[str, Tensor]
     tables: dict[str, Tensor]
+    buffers: object | None = None
 
 
 @attrs.frozen

@@ -60,8 +60,17 @@ def samples(runner: Any) -> bool:
     return bool(runner.is_last_pp_rank)
 
 
+#: The tensors of a step, in the order of ``Rows``.
+_Buffers = tuple[Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]
+#: Sets of tensors that are remembered; beyond, all are forgotten.
+_MAX_REMEMBERED: Final = 2048
+
+
 class StepReader:
     """Reads the steps of a V2 runner out of its buffers.
+
+    The runner's buffers stay where they are, so the tensors of a step are made once for each number
+    of requests, and found again by the buffers' addresses.
 
     Args:
         runner: the runner, with its KV cache.
@@ -71,7 +80,12 @@ class StepReader:
     def __init__(self, runner: Any, groups: Mapping[str, RowGroup]) -> None:
         self._runner: Final = runner
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
-        self._drafts: tuple[Any, Tensor] | None = None
+        self._known: dict[tuple[int, ...], tuple[Tensor, _Buffers]] = {}
+        number, device = int(runner.max_num_reqs), runner_device(runner)
+        with torch.inference_mode(False):  # steps write into them in inference mode or not
+            self._first: Final = torch.zeros(number, dtype=torch.int64, device=device)
+            self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
+        self._drafts: Any = None
 
     def rows(self, batch: Any, prepared: Any) -> Rows:
         """Read the rows of the forward that comes next.
@@ -80,38 +94,52 @@ class StepReader:
             batch: vLLM's ``InputBatch``.
             prepared: the result of ``prepare_attn``: block tables and slot mappings.
         """
-        runner, number = self._runner, int(batch.num_reqs)
-        starts = batch.query_start_loc[: number + 1]
-        slots = runner.block_tables.slot_mappings
-        return Rows(
-            names=batch.req_ids,
-            starts=starts,
-            first=runner.input_buffers.positions.index_select(0, starts[:number]),
-            tokens=runner.input_buffers.input_ids,
-            drafts=self._drafts_of(batch, number),
-            slots={name: slots[group] for name, group in self._numbers.items()},
-            tables={name: prepared[0][group] for name, group in self._numbers.items()},
+        runner, number, tables = self._runner, int(batch.num_reqs), prepared[0]
+        inputs, slots = runner.input_buffers, runner.block_tables.slot_mappings
+        drafts = self._drafts_of(batch, number)
+        key = (
+            *(number, 0 if drafts is None else drafts.data_ptr()),
+            *(batch.query_start_loc.data_ptr(), inputs.positions.data_ptr()),
+            *(inputs.input_ids.data_ptr(), slots.data_ptr()),
+            *[tables[group].data_ptr() for group in self._numbers.values()],
         )
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MAX_REMEMBERED:
+                self._known.clear()
+            buffers = (
+                batch.query_start_loc[: number + 1],
+                self._first[:number],
+                inputs.input_ids,
+                drafts,
+                {name: slots[group] for name, group in self._numbers.items()},
+                {name: tables[group] for name, group in self._numbers.items()},
+            )
+            found = self._known[key] = (buffers[0][:number], buffers)
+        at, buffers = found
+        torch.index_select(inputs.positions, 0, at, out=buffers[1])
+        return Rows(batch.req_ids, *buffers, buffers=buffers)
 
     def _drafts_of(self, batch: Any, number: int) -> Tensor | None:
         """Return the drafts of each request, int ``[num_requests]``; None without drafts."""
         if not batch.num_draft_tokens or batch.num_draft_tokens_per_req is None:
             return None
+        there = self._there[:number]
         if getattr(self._runner, "adaptive_verification", None) is not None:
+            self._drafts = None
             ends: Tensor = batch.cu_num_logits[
                 : number + 1
             ]  # how they are shared out is known there
-            return ends[1:] - ends[:-1] - 1
+            return there.copy_(ends[1:] - ends[:-1] - 1)
         drafts = batch.num_draft_tokens_per_req
         if batch.has_prefill:  # where a prompt goes on, vLLM computes the prompt's tokens
             end = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
             drafts = numpy.where(batch.is_prefilling_np & (end <= batch.prefill_len_np), 0, drafts)
-        if self._drafts is None or not numpy.array_equal(self._drafts[0], drafts):
-            there = to_device(
-                torch.from_numpy(drafts.copy()), runner_device(self._runner), torch.int32
-            )
-            self._drafts = drafts.copy(), there
-        return self._drafts[1]
+        if self._drafts is None or not numpy.array_equal(self._drafts, drafts):
+            self._drafts = drafts.copy()
+            host = torch.from_numpy(drafts.copy())
+            there.copy_(to_device(host, runner_device(self._runner), torch.int32))
+        return there
 
 
 def runner_device(runner: Any) -> torch.device:

@@ -91,6 +91,25 @@ def test_a_healthy_engine(window):
     assert counters["kvtxn_audit_steps_total"] == 17
 
 
+def test_steps_of_the_same_buffers_are_one_step(monkeypatch):
+    """So a GPU's launches recur; who is in the batch and where it stands changes in the buffers."""
+    rig, seen = started(), []
+    one = rig.add("one", prompt(1, 9))
+    rig.add("two", prompt(2, 9))
+    write = rig.watch.ledger.write
+    monkeypatch.setattr(rig.watch.ledger, "write", lambda step: (seen.append(step), write(step)))
+    for _ in range(6):
+        rig.step()
+    rig.end(one)
+    rig.add("three", prompt(3, 9))
+    for _ in range(4):
+        rig.step()
+    assert rig.watch.report() == []
+    assert len(seen) == 10
+    assert len({*seen}) == len({step.drafts is None for step in seen})
+    assert all(len(step.lines) == 2 for step in seen)
+
+
 @pytest.mark.parametrize("window", [3, 9])
 def test_only_narrow_windows_have_their_blocks_compared_when_they_are_full(window):
     """Elsewhere the step itself has read all rows of a block that it fills."""
