@@ -103,6 +103,9 @@ def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool 
     Raises:
         ConfigError: the values are something else.
     """
+    if type(values) is list and values and not distinct and {*map(type, values)} == {int}:
+        if min(values) >= 0 and max(values) < end:  # quicker than torch, and the usual case
+            return torch.tensor(values, dtype=torch.int64, device=_HOST)
     given = ints(operation, name, values)
     if not given.is_cpu:
         raise ConfigError(
@@ -321,6 +324,8 @@ def check_outcome(
         AcceptanceError: they do not fit the step; the call can be made again.
     """
     number, device = len(step.lines), books.words.device
+    if device.type != "cpu" and _are_there(accepted, sampled, number, device):
+        return accepted, sampled
     counts = ints(operation, "accepted", accepted, error=AcceptanceError)
     ids = None
     if sampled is not None:
@@ -341,6 +346,18 @@ def check_outcome(
     if counts.is_cpu:
         _check_counts(operation, books, step, counts)
     return counts, None if ids is None else _there(ids, number, device)
+
+
+def _are_there(accepted: Any, sampled: Any, number: int, device: torch.device) -> bool:
+    """Tell whether an outcome is on the device as it should be; the usual case, told quickly."""
+    if type(accepted) is not Tensor or accepted.dtype not in INTS or accepted.ndim != 1:
+        return False
+    if len(accepted) != number or accepted.device != device or not accepted.is_contiguous():
+        return False
+    if sampled is None:
+        return True
+    right = type(sampled) is Tensor and sampled.dtype in INTS and sampled.ndim == 2
+    return right and len(sampled) == number and sampled.device == device
 
 
 def _check_counts(operation: str, books: Books, step: Step, counts: Tensor) -> None:

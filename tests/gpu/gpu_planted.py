@@ -49,17 +49,25 @@ def accepted_one_too_many(rig: Rig) -> Any:
 
 
 def accepted_one_too_few(rig: Rig) -> Any:
-    """The device takes one accepted row back, and leaves the sampled tokens as they are."""
+    """The device takes one accepted row back, and leaves the sampled tokens as they are.
+
+    The next step computes that row again, of the token sampled last. It is wrong if that is another
+    token than the row's own, and if there is a next step.
+    """
 
     def after(result: Any, *args: Any, **kwargs: Any) -> None:
-        _output, sampled, rejected = result
+        output, sampled, rejected = result
         names = args[1].req_ids
         for index, count in enumerate(sampled.tolist()):
-            if rig.struck is None and count > 2:
+            if rig.struck is not None or count < 3:
+                continue
+            request = rig.scheduler.requests[names[index]]
+            left = request.max_tokens - request.num_output_tokens
+            own, last = output.sampled_token_ids[index, count - 2 : count].tolist()
+            if own != last and left > count + 4:
                 rejected[index] += 1
-                request = rig.scheduler.requests[names[index]]
                 position = request.num_tokens + count - 2
-                rig.strike(names[index], position, rig.slot(names[index], position))
+                rig.strike(names[index], position, rig.slot(names[index], position), later=1)
 
     return around(rig.runner, "sample", after=after)
 

@@ -200,6 +200,41 @@ def test_a_count_of_accepted_drafts_that_is_one_too_high():
     assert found[0]["kind"] in ("rejected", "unwritten")
 
 
+@pytest.mark.parametrize("same", [False, True], ids=["another token", "the same token"])
+def test_a_position_that_goes_back_by_one(same):
+    """The row of an accepted draft is computed again, of the token that was sampled last.
+
+    If that is the draft's own token, the row is right.
+    """
+    rig = started(seed=3)
+    request = rig.add("low", prompt(7, 9))
+    while True:
+        before = request.computed
+        rig.step()
+        if request.computed - before > len(request.fed):  # a draft was accepted
+            break
+    position = request.computed - 1
+    slot = request.tables[0][position // SIZE] * SIZE + position % SIZE
+    last = request.tokens[position] if same else request.tokens[-1]
+    assert same or last != request.tokens[position]
+    request.computed, seen = position, []
+
+    def fed_again(rig, batch):
+        seen.append(int(rig.runner.input_buffers.positions[0]))
+        rig.runner.input_buffers.input_ids[0] = last
+
+    rig.tamper = fed_again
+    rig.step()
+    found = rig.watch.report()
+    assert seen == [position]
+    if same:
+        assert found == []
+    else:
+        first = found[0]
+        assert (first["kind"], first["request"]) == ("foreign", "low")
+        assert (first["position"], first["slot"]) == (position, slot)
+
+
 def test_a_prefix_hit_that_is_none():
     rig = started()
     one = rig.add("one", prompt(8, 13))
