@@ -103,9 +103,9 @@ def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool 
     Raises:
         ConfigError: the values are something else.
     """
-    if type(values) is list and values and not distinct and {*map(type, values)} == {int}:
-        if min(values) >= 0 and max(values) < end:  # quicker than torch, and the usual case
-            return torch.tensor(values, dtype=torch.int64, device=_HOST)
+    usual = type(values) is list and not distinct and {*map(type, values)} == {int}
+    if usual and min(values) >= 0 and max(values) < end:  # quicker than torch's comparisons
+        return torch.tensor(values, dtype=torch.int64, device=_HOST)
     given = ints(operation, name, values)
     if not given.is_cpu:
         raise ConfigError(
