@@ -91,6 +91,21 @@ def test_a_healthy_engine(window):
     assert counters["kvtxn_audit_steps_total"] == 17
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_drafters_that_write_into_the_buffers_before_the_step_is_sealed(window):
+    """The step has copies of those buffers, which are made anew each time."""
+    rig = Rig(window=window)
+    rig.runner.initialize_kv_cache(rig.config)
+    rig.watch.drafts_late = True
+    rig.watch.begin()
+    work(rig)
+    step = rig.watch.ledger._open or rig.watch.ledger._checked
+    buffers = {each.data_ptr() for each in rig.runner.block_tables.slot_mappings}
+    assert not buffers & {each.data_ptr() for each in step.slots.values()}
+    assert rig.watch.report() == []
+    assert rig.watch.counters()["kvtxn_audit_rows_checked_total"] > 300
+
+
 def test_steps_of_the_same_buffers_are_one_step(monkeypatch):
     """So a GPU's launches recur; who is in the batch and where it stands changes in the buffers."""
     rig, seen = started(), []
