@@ -156,7 +156,8 @@ class Exchange:
         """Check rows that leave the engine: of the request's tokens, and not of an open draft.
 
         Call this when a connector takes the rows, with the request whose tokens they are stored
-        under. A wrong row is reported as ``exported``.
+        under. A wrong row is reported as ``exported``: once, until it is written again. The row of
+        an open draft is not wrong, but must not leave yet; each export of it is reported.
 
         The arguments and errors are those of ``publish``.
 

@@ -131,8 +131,12 @@ class Ledger(Exchange):
         own = own.clone() if embedded else own
         for position, content in (embedded or {}).items():
             own[position] = self.books.key.embedded_id(content, position)
+        again = request in self._roster
         line, serial = self._roster.admit(request)
+        durable = self.books.facts[book.DURABLE, line].clamp(max=len(own)) if again else None
         self._begin(line, serial, own, seed)
+        if durable is not None:  # its rows did not become drafts because its tokens were given anew
+            self.books.facts[book.DURABLE, line].copy_(durable)
         return line
 
     def _begin(self, line: int, serial: int, tokens: Tensor, seed: int) -> None:

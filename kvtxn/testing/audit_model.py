@@ -89,9 +89,11 @@ class LedgerModel:
 
     def admit(self, request: str, tokens: Sequence[int], *, extras: Iterable[int] = ()) -> int:
         """Do what ``Ledger.admit`` does."""
-        line = self.requests[request].line if request in self.requests else self._free.pop()
+        before = self.requests.get(request)
+        line = self._free.pop() if before is None else before.line
+        durable = 0 if before is None else min(before.durable, len(tokens))
         own: list[object] = [("seed", *extras), *tokens]
-        self.requests[request] = _Request(line, request, own, len(tokens))
+        self.requests[request] = _Request(line, request, own, len(tokens), durable)
         return line
 
     def release(self, request: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtxn.audit import Ledger, RowGroup, Step
 from kvtxn.testing.audit_life import GROUPS, MAX_LENGTH, MAX_REQUESTS, live, new_engine
-from kvtxn.testing.audit_mutants import MUTANTS
+from kvtxn.testing.audit_mutants import MUTANTS, ExportsTooMuch
 
 
 class WitnessedLedger(Ledger):
@@ -97,6 +97,7 @@ QUIET = [mutant for mutant in MUTANTS if not mutant.contested]
     st.sampled_from(QUIET), st.sampled_from(sorted(GROUPS)), st.integers(0, 2**20),
     st.sampled_from([1 << 16, 50]),
 )  # fmt: skip
+@example(ExportsTooMuch, "plain", 0, 1 << 16)  # exports right after an admission, two times
 @settings(max_examples=40)
 def test_one_report_for_each_cause_with_the_last_writer(mutant, name, seed, journal):
     """Of one write of a slot there is one report at most, whoever reads it and however often."""

@@ -141,6 +141,37 @@ def test_rows_leave_only_when_they_are_durable(ledger):
     assert ledger.violations() == []
 
 
+def test_rows_stay_durable_when_the_tokens_are_given_again(ledger):
+    """They may leave before the request's next step; open drafts may not, as before."""
+    filled(ledger)
+    ledger.admit("a", [*PROMPT, 30, 31])  # the session's next turn: two rows are not there yet
+    ledger.export("a", "full", [1, 2], 0, 6)
+    assert ledger.violations() == []
+    for found in (["unwritten"], []):
+        ledger.export("a", "full", [1, 2], 0, 8)
+        assert [v.found for v in ledger.violations()] == found
+    ledger.write(step_of(ledger, ("a", 6, [30, 31], [10, 11], [1, 2], [1, 2], 1), drafts=[1]))
+    ledger.admit("a", [*PROMPT, 30, 31])
+    ledger.export("a", "full", [1, 2], 0, 8)
+    assert [(v.found, v.position) for v in ledger.violations()] == [("draft", 7)]
+    ledger.admit("a", PROMPT[:4])  # a turn that was cut short: the rows after it may not leave
+    ledger.export("a", "full", [1, 2], 0, 6)
+    assert [(v.found, v.position) for v in ledger.violations()] == [("draft", 4)]
+
+
+def test_a_draft_that_leaves_again_is_reported_again(ledger):
+    """Nothing is wrong with its row yet, so the row is not marked: letting it out is the cause."""
+    filled(ledger)
+    ledger.write(step_of(ledger, ("a", 6, [17, 18], [10, 11], [1, 2], [1, 2], 1), drafts=[1]))
+    for _ in range(2):
+        ledger.export("a", "full", [1, 2], 4, 8)
+        assert [(v.found, v.position) for v in ledger.violations()] == [("draft", 7)]
+    ledger.resolve([0])
+    for found in (["rejected"], []):
+        ledger.export("a", "full", [1, 2], 4, 8)
+        assert [v.found for v in ledger.violations()] == found
+
+
 def test_rows_that_come_are_judged_by_what_they_were_stored_of(ledger):
     filled(ledger)
     digests = ledger.export("a", "full", [1], 0, 4)
