@@ -152,17 +152,16 @@ class CapturedWindow(Window):
                 restored; or a hook's error.
         """
         state, shared, plan = self._state, self._shared, self._plan
-        launches, plain = plan.launches, False
+        launches = plan.launches
         try:
             dtype, shape = sampled.dtype, sampled.shape
             fits = (
-                len(shape) == 1
+                (dtype is _INT32 or dtype in SIGNED)
+                and len(shape) == 1
+                and sampled.layout is _STRIDED
                 and shape[0] >= plan.num_requests
                 and (sampled.is_cpu if shared.on_host else sampled.get_device() == shared.device)
             )
-            plain = dtype is _INT32 and sampled.is_contiguous()  # so it is strided, too
-            if fits and not plain:
-                fits = dtype in SIGNED and sampled.layout is _STRIDED
         except AttributeError:
             fits = False
         if not fits:
@@ -171,10 +170,7 @@ class CapturedWindow(Window):
         if not ready or launches is None:
             return self._commit_any(sampled)
         try:
-            if plain and (replay := launches.replays.get(sampled.data_ptr())) is not None:
-                replay()
-            else:
-                launches.commit(sampled)
+            launches.commit(sampled)
         except Exception as error:
             self._commit_by_reference(sampled, error)
             return self.state
