@@ -128,7 +128,7 @@ def decoded(planes: Sequence[Plane], stored: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _scale_plane(layer: str, spec: PlaneSpec) -> Plane:
-    """Build the plane of the scales that lie beside a plane's rows."""
+    """Describe the tensor of float32 scales, one per row and head, of a plane's rows."""
     scale = spec.scale
     assert isinstance(scale, Tensor)
     check_cache(layer, scale, scale.ndim, "one scale per row and head")

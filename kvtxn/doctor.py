@@ -154,7 +154,13 @@ def as_text(report: dict[str, Any], *, matrix: bool = False) -> str:
 
 
 def _section(name: str, values: dict[str, Any], *, matrix: bool) -> list[str]:
-    """Return the lines of an integration's section: one per entry; nested entries share a line."""
+    """Return the lines that the doctor prints of one integration.
+
+    Args:
+        name: the integration's.
+        values: its entries; one that is a dict takes one line, one that is a list a line for each.
+        matrix: print the matrix of engines, too, and not its length alone.
+    """
     lines = []
     for key, value in values.items():
         if key == MATRIX and not matrix:

@@ -283,7 +283,11 @@ def _rebuild(fields: dict[str, Any]) -> LayerRef:
 
 
 def _kind(ref: LayerRef, num_slots: int) -> SlotKind:
-    """Return the kind of a layer's slots; raise LayerError if its sizes do not fit together."""
+    """Return whether a layer has paged rows, a ring, or recurrent states.
+
+    Raises:
+        LayerError: window, ring size and number of slots do not go together.
+    """
     if ref.states:
         return RECURRENT
     if ref.ring_size is None and ref.window is None:

@@ -183,16 +183,21 @@ def _recover(
     before: LayerRows,
     layers: Sequence[StagedLayer] = (),
 ) -> Failure:
-    """Restore the caches if ``on_error`` is ``"raise"``; otherwise call ``repair``.
+    """Undo a failed operation if ``on_error`` is ``"raise"``; otherwise call ``repair``.
 
     Args:
         context: the manager's context.
         txn: the window.
         operation: the operation that failed.
         error: the error that the operation raised.
-        repair: does the operation's work with the reference.
-        before: the rows to put back, by layer name; empty if none were read or saved.
-        layers: the staged layers; settled rows of rings and states among them may be half written.
+        repair: does the operation's work by the torch reference.
+        before: the rows to put back, by layer name; empty if the operation had read none yet.
+        layers: the staged layers. The failed operation may have half written the settled rows of
+            rings and states among them, which are written again.
+
+    Returns:
+        What failed, and the event that the window takes: it fell back, it is aborted with the
+        caches restored, or, if restoring failed as well, it failed. The caller raises the error.
     """
     if context.on_error != "raise":
         context.note_fallback(txn.number, operation, error)

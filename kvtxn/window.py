@@ -73,7 +73,7 @@ class Window:
     # -- begin --------------------------------------------------------------------
 
     def _begin(self, slots: Slots) -> None:
-        """Take the slot mappings known so far; the manager calls this, once."""
+        """Take the slot mappings that are known at the beginning; the manager calls this, once."""
         for group, tensor in self._mappings.by_group(slots).items():
             self._map(group, tensor)
         life = self._life

@@ -67,15 +67,18 @@ def place_of(
     live: tl.tensor,
     group: tl.tensor,
 ) -> tl.tensor:
-    """Return the index of each row's word in ``words``; -1 for a row without a word.
+    """Return the index in ``Books.words`` of the digest of each row's slot; -1 if it has none.
+
+    A row has no digest if its slot is -1 or beyond the cache, and in a ring if a later row of the
+    same step overwrites it.
 
     Args:
-        slots: address of int64 ``[num_rows]``.
-        row: int ``[TILE]``, numbers in the step.
-        within: int ``[TILE]``, numbers in their request.
-        count: rows of the request.
-        live: bool ``[TILE]``.
-        group: the group's line of the plan.
+        slots: address of int64 ``[num_rows]``, the cache slot of each row of the step.
+        row: int ``[TILE]``, the index of each row in the step.
+        within: int ``[TILE]``, the index of each row in its request.
+        count: number of rows that the request has in the step.
+        live: bool ``[TILE]``, False for places of the tile beyond the last row.
+        group: address of the KV-cache group's line, see ``plan.group_lines``.
     """
     slot = tl.load(slots.to(tl.pointer_type(tl.int64)) + row, mask=live, other=-1)
     size = tl.load(group + BLOCK_SIZE)

@@ -175,7 +175,7 @@ def _needs(workload: str, given: Mapping[str, Any], sizes: Any, device: str) -> 
 
 
 def _sentence(error: Exception) -> str:
-    """Return the point of an error: pydantic's own message, or the first line."""
+    """Return an error as one line: pydantic's own message, or the first line of ``str(error)``."""
     listed = getattr(error, "errors", None)
     if callable(listed):
         return str(listed()[0]["msg"])

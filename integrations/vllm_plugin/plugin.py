@@ -274,7 +274,7 @@ def _attach(
 
 
 def _after_warm_up(wrapper: Foreign, facts: EngineFacts) -> None:
-    """Call ``_warmed_up`` once the worker of a hooked runner has warmed up."""
+    """Let ``_warmed_up`` be called when the worker of a hooked runner has warmed up."""
     from .internals import workers
 
     runner = workers.runner_of(wrapper)

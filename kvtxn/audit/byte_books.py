@@ -92,7 +92,15 @@ class ByteBooks:
         poison: bool | Collection[str],
         windows: Mapping[str, Window] | None,
     ) -> ByteBooks:
-        """Allocate books in which nothing is sealed; the arguments are those of ``Scrub``."""
+        """Allocate checksums beside a ledger's books; no row has one yet.
+
+        Args:
+            books: the ledger's.
+            layers: as for ``Scrub``.
+            every: as for ``Scrub``.
+            poison: as for ``Scrub``.
+            windows: as for ``Scrub``.
+        """
         windows = mapped("Scrub", "windows", windows, "by name of the layer, a Window")
         _check_layers(layers, books.words.device)
         names = [ref.name for ref in layers]

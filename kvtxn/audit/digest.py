@@ -181,7 +181,7 @@ class Key:
         return word ^ _shifted(word, LAST_SHIFT)
 
     def tokens_of(self, terms: Tensor) -> Tensor:
-        """Undo ``terms``, and return the tokens alone, int64."""
+        """Return the token ids that ``terms`` were made of, int64, without their positions."""
         word = _unshifted(terms, LAST_SHIFT)
         for (shift, factor), key in zip(ROUNDS[::-1], self.words[2:0:-1], strict=True):
             word = (word - signed(key)) * signed(pow(factor, -1, 1 << 64))

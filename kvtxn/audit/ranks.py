@@ -23,20 +23,20 @@ Fingerprints = Mapping[int, Mapping[str, int]]
 
 
 def compare_ranks(ranks: Sequence[Fingerprints]) -> list[list[Violation]]:
-    """Find the ranks that wrote something else than the others.
+    """Find the ranks that wrote something else than most ranks.
 
     Args:
-        ranks: the ``fingerprints()`` of each rank's ledger; ranks of other layers (pipeline
-            stages) are compared by calls of their own. A rank may be some steps ahead, or have
-            no fingerprints. They may have gone through JSON, which makes text of steps.
+        ranks: the ``fingerprints()`` of the ledger of each rank that has the same layers; call
+            this once for each pipeline stage. A rank may be some steps ahead, or have no
+            fingerprints. Fingerprints that were JSON, where steps are text, are understood, too.
 
     Returns:
         For each rank its violations: none, or one of kind ``ranks``, for the first step and the
-        first group at which the rank differs from most ranks. If there is no majority, the rank
-        that is named first counts as right.
+        first KV-cache group at which the rank differs from most ranks. If there is no majority,
+        the first rank of ``ranks`` counts as right.
 
     Raises:
-        ConfigError: these are no fingerprints.
+        ConfigError: an element of ``ranks`` is not what ``fingerprints()`` returns.
     """
     given = listed("compare_ranks", "ranks", ranks, "a list of what fingerprints() returned")
     ranks = [prints_of("compare_ranks", each) for each in given]

@@ -102,7 +102,15 @@ class TorchPasses(Passes):
         within: Tensor,
         places: Mapping[Place, Tensor],
     ) -> None:
-        """Write a journal entry for each row: writer, position, terms and words."""
+        """Write a journal entry for each row: its request, position, token and digests.
+
+        Args:
+            line: int64 ``[num_rows]``, the line of each row's request.
+            position: int64 ``[num_rows]``, of each row in its request.
+            terms: int64 ``[num_rows]``, the token of each row as ``Key.terms`` has it.
+            within: int64 ``[num_rows]``, the index of each row in its request's rows of the step.
+            places: by KV-cache group, the index of each row's digest; -1 for a row without one.
+        """
         books, rows = self.books, len(line)
         columns = [
             books.counters[book.STEP].add(1).expand(rows),

@@ -80,7 +80,10 @@ class ByteEngine(ConnectedEngine):
     # -- a step --------------------------------------------------------------------------------
 
     def tell(self, call: str, *arguments: Any, **named: Any) -> list[Any]:
-        """Call the ledger and, around it, the scrub and the forward."""
+        """Call a method of the ledger, and what an engine calls of the scrub before or after it.
+
+        After a ``check`` the forward writes the step's rows.
+        """
         if call == "write":
             self.now = arguments[0]
             self.scrub.compare(self.now)

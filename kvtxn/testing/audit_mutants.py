@@ -33,7 +33,7 @@ class Mutant(ConnectedEngine):
         self.faults = 0
 
     def errs(self, chance: float = 0.2) -> bool:
-        """Decide at random whether the fault occurs this time."""
+        """Return True, at random, where this mutant shall now make its fault; count the faults."""
         if self.random.random() >= chance:
             return False
         self.faults += 1

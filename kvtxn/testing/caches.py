@@ -75,7 +75,12 @@ class TestCache:
         return [list(row) for row in zip(*words, strict=True)]
 
     def numbers(self, row: Sequence[Sequence[int]], side: int) -> list[list[float]]:
-        """Decode a stored row to the numbers that it means: ``[heads][size]`` floats."""
+        """Decode a stored row to floats ``[heads][head_size]``.
+
+        Args:
+            row: the row's bytes, by plane.
+            side: the plane: 0 has the keys, 1 the values.
+        """
         scales: Sequence[float] = self.scales[side]
         if len(self.planes) > len(self.scales):
             octets = bytes(row[len(self.scales) + side])
@@ -96,7 +101,14 @@ def noise(count: int, word: torch.dtype, rng: random.Random) -> Tensor:
 
 
 def build_cache(name: str, spec: LayerSpec, device: torch.device, rng: random.Random) -> TestCache:
-    """Build a layer over fresh noise."""
+    """Build a layer whose caches are filled with random bytes.
+
+    Args:
+        name: the layer's name.
+        spec: its kind, sizes and number format.
+        device: where the caches are.
+        rng: gives the bytes.
+    """
     sizes, planes = place(spec, rng)
     sides = len(planes)
     if spec.fmt.scaling == "row" and spec.kind != "recurrent":

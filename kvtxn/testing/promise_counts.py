@@ -16,7 +16,10 @@ class Counts(KitBase):
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("policy", POLICIES)
     def test_per_window(self, kit: Kit, policy: str, shape: str) -> None:
-        """Draft rows with a slot in any group count; padding and settled rows do not."""
+        """A window's counters count each draft row that has a slot in at least one KV-cache group.
+
+        Padding and settled rows are not counted.
+        """
         rig = kit.rig(policy)
         total = (0, 0, 0)
         for padding in (0.0, 0.6):

@@ -67,7 +67,12 @@ class Walk:
             self._patch.setattr(recovery, name, broken)
 
     def go_to(self, state: WindowState, ready: bool) -> None:
-        """Bring the window into a state; with ``ready``, with one layer still missing."""
+        """Bring the window into a state.
+
+        Args:
+            state: the state.
+            ready: where the state waits for layers, stage all of them but the last; else one.
+        """
         last = len(self.rig.refs)
         if state is WindowState.DIRECT:
             self.faults.arm("stage")

@@ -59,7 +59,13 @@ def cut(parents: Sequence[int], path: Sequence[int]) -> list[int]:
 
 
 def padded(paths: Paths, device: torch.device, columns: int = 0) -> Tensor:
-    """Pad paths with -1 to a tensor ``[num_requests, depth]`` of at least ``columns`` columns."""
+    """Return each request's path as int64 ``[num_requests, depth]``, shorter ones padded with -1.
+
+    Args:
+        paths: by request, the accepted nodes of its draft tree, root first.
+        device: where the tensor is made.
+        columns: the least depth.
+    """
     width = max([columns, *map(len, paths)])
     lines = [[*path, *[-1] * (width - len(path))] for path in paths]
     return torch.tensor(lines, dtype=torch.int64).view(len(paths), width).to(device)

@@ -130,7 +130,7 @@ class TransferWatch:
             self._loads.pop(place, None)
 
     def forward(self) -> None:
-        """Record the rows that were loaded for the requests that came in this step."""
+        """Record the rows that a connector loaded for requests that begin in the coming step."""
         for arrival in self._arrivals:
             received = arrival.name in self._received
             self._received.discard(arrival.name)

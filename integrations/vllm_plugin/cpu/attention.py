@@ -91,7 +91,11 @@ class WindowMixin:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend over cache and window; without a window run vLLM's own attention."""
+        """Attend over the cache and the staged rows; without a window call vLLM's own attention.
+
+        Returns:
+            ``output``, filled in place.
+        """
         hook = self.kvtxn
         if hook is not None and hook.steps.deferring:
             try:

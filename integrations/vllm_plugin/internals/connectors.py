@@ -102,7 +102,7 @@ def adopt(before: Foreign, after: Foreign) -> int:
 
 
 def transfers(runner: Any, metadata: Any) -> Transfers:
-    """Read the metadata of a step."""
+    """Return the blocks that a connector stores and loads in a step, read from its metadata."""
     found = Transfers([], [], [], opaque=False)
     for number, part in enumerate(_parts(metadata)):
         if hasattr(part, "store_jobs") and hasattr(part, "load_jobs"):

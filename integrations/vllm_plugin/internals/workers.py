@@ -117,14 +117,14 @@ def after_warm_up(wrapper: Any, then: Callable[[], None]) -> Callable[[], None]:
 
 
 def less_cache_memory(wrapper: Any, rest: Callable[[int], int]) -> Callable[[], None]:
-    """Let a worker give less memory to the KV cache than it finds free.
+    """Make a worker size its KV cache by less than all the memory that it finds free.
 
     Args:
-        wrapper: the worker's wrapper.
+        wrapper: vLLM's ``WorkerWrapperBase``.
         rest: gets the bytes that are free, and returns those that the KV cache may take.
 
     Returns:
-        A function that undoes the hook.
+        A function that gives the worker its own method back.
     """
     worker = wrapper.worker
     own = worker.determine_available_memory
