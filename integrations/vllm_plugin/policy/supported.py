@@ -22,9 +22,8 @@ GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
 #: Releases whose CPU operators of recurrent layers were checked.
 STATE_RELEASES: Final = releases.checked_for("states", _RELEASES)
 
-
-#: Releases whose kernels of recurrent layers on a GPU are known.
-GPU_STATE_RELEASES: Final = ("0.32.0",)
+#: Releases whose kernels of recurrent layers on a GPU were checked.
+GPU_STATE_RELEASES: Final = releases.checked_for("gpu-states", _RELEASES)
 
 
 def releases_for(device: str) -> tuple[str, ...]:

@@ -127,6 +127,7 @@ def test_what_was_checked_of_the_listed_releases():
     """One that was recorded and nothing more is no supported one."""
     assert {"0.28.0", "0.29.0", "0.31.0", "0.32.0"} <= set(supported.RELEASES)
     assert supported.GPU_RELEASES == supported.STATE_RELEASES == ("0.32.0",)
+    assert supported.GPU_STATE_RELEASES == ("0.32.0",)
     assert set(supported.GPU_RELEASES) <= set(supported.RELEASES)
     assert "0.33.0" in {release.version for release in releases.load()}
     assert "0.33.0" not in supported.RELEASES
@@ -220,7 +221,7 @@ def test_a_release_keeps_what_was_checked_before(tmp_path, listed):
     package(tmp_path, _version="version = '0.32.0'")
     assert record_release.main(["--source", str(tmp_path), "--list", str(listed)]) == 0
     new = next(each for each in releases.load(listed) if each.version == "0.32.0")
-    assert new.checked == ("cpu", "gpu", "states")
+    assert new.checked == ("cpu", "gpu", "gpu-states", "states")
 
 
 @pytest.mark.parametrize(
