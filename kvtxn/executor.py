@@ -194,7 +194,10 @@ class Txn:
             self.in_range = torch.stack(inside).all()
 
     def permit(self, mask: Tensor) -> Tensor:
-        """Return ``mask``, with every element False if a slot is out of range."""
+        """Return ``mask``, with every element False if a slot is out of range.
+
+        Unlike ``kept``, which does so by itself, other masks need this before a write.
+        """
         return mask if self.in_range is None else mask & self.in_range
 
     def kept(self, accepted: Tensor) -> Tensor:
@@ -267,7 +270,12 @@ class Executor(abc.ABC):
     def save(self, txn: Txn, group: str) -> LayerRows:
         """Under ``undo``, return the present rows of ``txn.slots[group]`` in the group's layers.
 
-        Only draft rows are ever put back; the rows returned for settled rows are never read.
+        Only draft rows are ever put back; the rows returned for settled rows are never read, nor
+        are those for padding and for slots outside the cache.
+
+        Returns:
+            By layer name copies ``[num_rows, *row_shape]``, one torch tensor per plane, in the
+            plane's dtype or as integers of its size.
         """
 
     @abc.abstractmethod

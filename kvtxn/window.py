@@ -124,6 +124,7 @@ class Window:
                 recurrent layer the states after each row, or, if rows are replayed, the parts
                 of ``ref.given``: one tensor ``[num_rows, *shape]``, or several. If scales lie
                 beside rows, numbers, or a pair: codes, and float32 ``[num_rows, num_kv_heads]``.
+                No view of a cache that this window writes: clone it.
             value: as ``key``; for a latent layer None, or the latent's second half.
             slots: int ``[num_rows]``, where the group's mapping was not given yet; for
                 recurrent layers ``[num_requests]``.
