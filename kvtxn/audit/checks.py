@@ -374,10 +374,12 @@ def _check_counts(operation: str, books: Books, step: Step, counts: Tensor) -> N
 
 
 def _there(tensor: Tensor, number: int, device: torch.device) -> Tensor:
-    """Return the first lines of a tensor on the device; the tensor itself if it is that."""
+    """Return the first lines of a tensor, contiguous, on the device; itself if it is that."""
     if len(tensor) != number:
         tensor = tensor[:number]
-    return tensor if tensor.device == device else to_device(tensor, device, tensor.dtype)
+    if tensor.device != device:
+        tensor = to_device(tensor, device, tensor.dtype)
+    return tensor.contiguous()  # kernels count elements from its address
 
 
 def check_names(operation: str, names: Sequence[Any]) -> None:

@@ -191,6 +191,30 @@ def test_malformed_requests_are_left_out():
     assert ledgers[0].refused == ledgers[1].refused == 10
 
 
+def test_counts_of_any_stride():
+    """Accepted counts that are a column of a matrix are read as what they are."""
+    ledgers = pair("plain")
+
+    def numbers(values, dtype=torch.int64):
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    for ledger in ledgers:
+        ledger.admit("a", [1, 2, 3])
+        ledger.admit("b", [1, 2, 3])
+        step = Step(
+            lines=numbers([ledger.line("a"), ledger.line("b")]),
+            starts=numbers([0, 4, 8]),
+            first=numbers([0, 0]),
+            tokens=numbers([1, 2, 3, 4] * 2),
+            slots={"full": numbers([4, 5, 6, 7, 8, 9, 10, 11])},
+            tables={"full": numbers([[1], [2]], torch.int32)},
+            drafts=numbers([1, 1]),
+        )
+        ledger.write(step)
+        ledger.resolve(numbers([[1, 0], [1, 0]])[:, 0])
+    assert_equal_books(*ledgers)
+
+
 def test_steps_that_nobody_resolves_and_steps_of_nobody():
     """Both count the same requests; a step without requests is a step, too."""
     ledgers = pair("states")
