@@ -2,12 +2,17 @@
 
 Each checkout has a process of its own on the same GPU. In a round both measure the same steps, one
 right after the other, and which goes first alternates; the ratio is taken within the round.
+
+One process differs from the next of the same code by up to a tenth, with where its objects lie in
+memory. So both processes are started anew several times, and the interval is that of the starts'
+ratios: rounds of one start are not independent of each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,23 +31,30 @@ _BESIDE: Final = ("backends", "benchmarks", "integrations")
 
 Row = dict[str, Any]
 
+#: Policy, requests, and whether batches change.
+Steps = tuple[str, int, bool]
+
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every combination in every round; print a line for each, and one for each policy."""
+    """Measure every combination in new processes again and again; print a line for each."""
     settings = {"model": args.model, "drafts": args.drafts, "steps": args.steps}
     settings |= {"requests": args.requests}
-    with processes(args.against) as (new, old):
-        for each in (new, old):
-            each.ask(settings, "while it imported its benchmark")
-        rows = [
-            measured(new, old, (policy, requests, changing), args.rounds)
-            for policy in args.policies
-            for requests in args.requests
-            for changing in (False, True)
-        ]
+    combinations = list(itertools.product(args.policies, args.requests, (False, True)))
+    found: dict[Steps, list[Turns]] = {asked: [] for asked in combinations}
+    for start in range(args.starts):
+        with processes(args.against) as (new, old):
+            for each in (new, old):
+                each.ask(settings, "while it imported its benchmark")
+            for asked in combinations:
+                found[asked].append(measured(new, old, asked, args.rounds))
+        for policy in args.policies:
+            last = [turns[-1] for asked, turns in found.items() if asked[0] == policy]
+            ratio = statistics.median(ratio for turns in last for ratio in turns.ratios)
+            print(f"start {start + 1}, {policy}: new / old {ratio:.3f}", flush=True)
+    rows = [row_of(asked, turns) for asked, turns in found.items()]
     together = {policy: joint(rows, policy) for policy in args.policies}
-    for policy, found in together.items():
-        print(f"{policy}, all together: new / old {show(found)}")
+    for policy, all_rows in together.items():
+        print(f"{policy}, all together: new / old {show(all_rows)}")
     if args.save:
         shown = {"suite": "steps", "model": args.model, "drafts": args.drafts, "rows": rows}
         shown |= {"against": machine.commit_of(args.against / "benchmarks"), "together": together}
@@ -50,9 +62,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measured(
-    new: EngineProcess, old: EngineProcess, asked: tuple[str, int, bool], rounds: int
-) -> Row:
+@attrs.frozen
+class Turns:
+    """The times of steps of one kind, from one start of both processes.
+
+    Attributes:
+        new: this kvtxn's microseconds by part of a step, one mapping per round.
+        old: the other checkout's.
+    """
+
+    new: Sequence[Mapping[str, float]]
+    old: Sequence[Mapping[str, float]]
+
+    @property
+    def ratios(self) -> list[float]:
+        """New by old, both halves of a step together, for each round."""
+        return [own["all"] / other["all"] for own, other in zip(self.new, self.old, strict=True)]
+
+
+def measured(new: EngineProcess, old: EngineProcess, asked: Steps, rounds: int) -> Turns:
     """Measure steps of one kind by turns; a first round warms up and is dropped.
 
     Args:
@@ -60,23 +88,31 @@ def measured(
         old: that of the other checkout.
         asked: policy, requests, and whether batches change.
         rounds: how many count.
-
-    Returns:
-        Medians over rounds of this kvtxn's times in microseconds, the other's as ``old``, and the
-        ratio of both halves together as ``of_old``.
     """
     both = (new, old)
     times: list[list[Mapping[str, float]]] = [[], []]
     for turn in range(rounds + 1):
         for place in order(2, turn):
             times[place].append(both[place].ask(asked, "while it measured steps"))
-    kept = [each[1:] for each in times]
-    ratios = [own["all"] / other["all"] for own, other in zip(*kept, strict=True)]
+    return Turns(times[0][1:], times[1][1:])
+
+
+def row_of(asked: Steps, starts: Sequence[Turns]) -> Row:
+    """Make one row of the table; prints it, too.
+
+    Returns:
+        Medians over all rounds of this kvtxn's times in microseconds, the other's as ``old``, the
+        median ratio of each start as ``ratios``, and of these ``of_old``, with an interval.
+    """
     policy, requests, changing = asked
     own, other = (
-        {part: round(statistics.median(each[part] for each in found), 2) for part in found[0]}
-        for found in kept
+        {part: round(statistics.median(each[part] for each in times), 2) for part in times[0]}
+        for times in (
+            [each for start in starts for each in start.new],
+            [each for start in starts for each in start.old],
+        )
     )
+    ratios = [statistics.median(start.ratios) for start in starts]
     row: Row = {"policy": policy, "requests": requests, "changing": changing, **own}
     row |= {"old": other, "ratios": ratios, "of_old": attrs.asdict(compare(ratios))}
     batch = "changing" if changing else "steady"
@@ -86,9 +122,9 @@ def measured(
 
 
 def joint(rows: Sequence[Row], policy: str) -> dict[str, float]:
-    """Join the ratios of all rounds of a policy into one, with its interval."""
-    ratios = [ratio for row in rows if row["policy"] == policy for ratio in row["ratios"]]
-    return attrs.asdict(compare(ratios))
+    """Join a policy's ratios: the median of its rows in each start, and of these an interval."""
+    by_row = [row["ratios"] for row in rows if row["policy"] == policy]
+    return attrs.asdict(compare([statistics.median(each) for each in zip(*by_row, strict=True)]))
 
 
 def show(found: Mapping[str, float]) -> str:

@@ -42,7 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "these by turns, each by its own code, and give the ratio with an interval",
     )
     parser.add_argument(
-        "--rounds", type=natural, default=11, help="turns, with --against; default: 11"
+        "--rounds", type=natural, default=3, help="turns in each start, with --against; default: 3"
+    )
+    parser.add_argument(
+        "--starts",
+        type=natural,
+        default=7,
+        help="how often both processes are started anew, with --against; default: 7",
     )
     machine.add_save(parser)
 

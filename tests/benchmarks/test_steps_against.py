@@ -86,17 +86,31 @@ class Steps:
         return {"begin": time / 2, "commit": time / 2, "all": time}
 
 
-def test_ratios_are_taken_within_rounds_that_alternate(capsys):
-    """The two go first in turn, and drift leaves the ratio alone."""
+def test_ratios_are_taken_within_rounds_that_alternate():
+    """The two go first in turn, a first round does not count, and drift leaves the ratio alone."""
     log: list[float] = []
-    row = against.measured(Steps(9.0, log), Steps(10.0, log), ("undo", 8, True), rounds=6)
+    turns = against.measured(Steps(9.0, log), Steps(10.0, log), ("undo", 8, True), rounds=6)
     assert len(log) == 14
     assert {tuple(log[i : i + 2]) for i in range(0, 14, 2)} == {(9.0, 10.0), (10.0, 9.0)}
-    assert row["ratios"] == pytest.approx([0.9] * 6)
-    assert (row["of_old"]["median"], row["of_old"]["rounds"]) == (pytest.approx(0.9), 6)
-    assert (row["all"], row["old"]["all"]) == (49.5, 55.0)  # the first round does not count
-    assert "undo, 8 requests, changing: 49.50 us, old 55.00 us, 0.900" in capsys.readouterr().out
-    assert against.joint([row, {"policy": "direct"}], "undo")["rounds"] == 6
+    assert turns.ratios == pytest.approx([0.9] * 6)
+    assert [each["all"] for each in turns.new] == [27.0, 36.0, 45.0, 54.0, 63.0, 72.0]
+
+
+def test_an_interval_is_over_starts_and_not_over_their_rounds(capsys):
+    """A start whose processes lie badly in memory is one value, however many rounds it has."""
+
+    def turns(*ratios):
+        return against.Turns([{"all": 10 * each} for each in ratios], [{"all": 10.0}] * len(ratios))
+
+    starts = [turns(1.0, 1.0, 1.2), turns(1.1, 1.1, 1.1), turns(0.9, 0.9, 0.7)]
+    row = against.row_of(("undo", 8, True), starts)
+    assert row["ratios"] == pytest.approx([1.0, 1.1, 0.9])
+    assert (row["of_old"]["median"], row["of_old"]["rounds"]) == (pytest.approx(1.0), 3)
+    assert (row["all"], row["old"]["all"]) == (10.0, 10.0)
+    assert "undo, 8 requests, changing: 10.00 us, old 10.00 us, 1.000" in capsys.readouterr().out
+    other = {"policy": "undo", "ratios": [1.2, 1.1, 1.1]}
+    joined = against.joint([row, other, {"policy": "direct"}], "undo")
+    assert (joined["median"], joined["low"], joined["high"]) == pytest.approx((1.1, 1.0, 1.1))
 
 
 def test_the_command(checkout, monkeypatch, tmp_path, capsys):
@@ -112,6 +126,7 @@ def test_the_command(checkout, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(against, "EngineProcess", both_pretend)
     given = ["--policies", "undo", "--requests", "1", "4", "--rounds", "2", "--save", "beside"]
+    given += ["--starts", "3"]
     with against.package_of(new) as site:
         assert main(["bench", "steps", "--against", str(older), *given]) == 0
     assert "undo, all together: new / old 1.000 (1.000 to 1.000)" in capsys.readouterr().out
@@ -123,7 +138,7 @@ def test_the_command(checkout, monkeypatch, tmp_path, capsys):
         (4, False),
         (4, True),
     ]
-    assert found.together["undo"]["rounds"] == 8
+    assert found.together["undo"]["rounds"] == 3
     text = narrow(engine_step.report(vars(found)))
     assert "| undo, changing | 4 |" in text
     assert "| both at 0123456789ab | new / old |" in text
