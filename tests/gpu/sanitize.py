@@ -1,11 +1,11 @@
 """compute-sanitizer over the kernels, on the kit's own cases: ``python tests/gpu/sanitize.py``.
 
 Each job is one part of the kit, on one executor, under one tool, in a process of its own; jobs run
-side by side. They run without the tool first: that compiles the kernels, and shows which cases
-pass. Only this project's kernels are checked (torch's own are many and slow to check), except by
-initcheck, which has to see who wrote what. A job is clean if its tests passed and the tool said
-so itself: "ERROR SUMMARY: 0 errors", or racecheck's "0 hazards". What is over its time stops after
-the case at hand, and still gets its summary.
+side by side, on all GPUs in turn. They run without the tool first: that compiles the kernels, and
+shows which cases pass. Only this project's kernels are checked (torch's own are many and slow to
+check), except by initcheck, which has to see who wrote what. A job is clean if its tests passed and
+the tool said so itself: "ERROR SUMMARY: 0 errors", or racecheck's "0 hazards". A job that is over
+its time stops after the case at hand, and still gets its summary.
 
 Allocations of the Triton executor come straight from CUDA, so that memcheck knows where each
 tensor ends; a graph's memory has to come from torch's pools.
@@ -24,11 +24,12 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 from kvtxn.benchmarks.common.machine import describe
 
 #: Every kernel family, and the tests of the kit that run it, as pytest's ``-k`` takes them.
@@ -144,8 +145,16 @@ class Thin:
             items[:] = [items[i * len(items) // self._most] for i in range(self._most)]
 
 
-def job(tool: str | None, backend: str, family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a process, with or without a tool; return its verdict."""
+def gpus() -> list[str]:
+    """The GPUs that jobs may take, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
+
+
+def job(
+    tool: str | None, backend: str, family: str, gpu: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Run a process on a GPU, with or without a tool; return its verdict."""
     seconds = args.seconds
     own = [sys.executable, __file__, "--child", backend, family]
     own += ["--seconds", str(seconds), "--cases", str(args.cases)]
@@ -153,7 +162,7 @@ def job(tool: str | None, backend: str, family: str, args: argparse.Namespace) -
     if tool is not None:
         only = [] if tool == "initcheck" else ["--kernel-name", _KERNELS]
         command = [args.sanitizer, "--tool", tool, *only, "--error-exitcode", "99", *own]
-    environment = dict(os.environ)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
     if backend == "triton" and family not in ("graphs", "captured", "steps", "replay-graphs"):
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     start = time.monotonic()
@@ -212,10 +221,13 @@ def main() -> int:
         for backend, family in product(args.executors, args.families)
         if backend == "triton" or family not in _OWN_FILES
     ]
+    turn = cycle(gpus() or [""])
     with ThreadPoolExecutor(args.jobs) as pool:
-        plain = list(pool.map(lambda pair: job(None, *pair, args), pairs))
-        tasks = list(product(args.tools, pairs))
-        checked = list(pool.map(lambda task: job(task[0], *task[1], args), tasks))
+        waits = [pool.submit(job, None, *pair, next(turn), args) for pair in pairs]
+        plain = [each.result() for each in waits]
+        tasks = product(args.tools, pairs)
+        waits = [pool.submit(job, tool, *pair, next(turn), args) for tool, pair in tasks]
+        checked = [each.result() for each in waits]
     results = plain + checked
     if args.output:
         rows = [{k: v for k, v in result.items() if k != "output"} for result in checked]
