@@ -13,6 +13,7 @@ from ...audit.byte_passes import BytePasses
 from ...audit.step import Step
 from . import byte_lists, byte_work
 from .byte_plan import BytePlan
+from .plan import contiguous
 
 #: The most slots that one pass compares, or seals and fills; further ones are left out.
 CAPACITY: Final = 1 << 16
@@ -58,7 +59,7 @@ class TritonBytePasses(BytePasses):
 
     def compare(self, step: Step) -> None:
         """Compare a sample of what a step will read, as ``BytePasses.compare`` describes."""
-        books = self.books.books
+        books, step = self.books.books, contiguous(step)
         self._counts.zero_()
         grid = (len(step.lines), len(self._groups), self.splits)
         byte_lists.list_reads[grid](
@@ -72,7 +73,7 @@ class TritonBytePasses(BytePasses):
 
     def seal(self, step: Step, accepted: Tensor) -> None:
         """Seal what a step leaves and fill what is dead, as ``BytePasses.seal`` describes."""
-        books = self.books.books
+        books, step = self.books.books, contiguous(step)
         self._counts.zero_()
         byte_lists.list_written[(len(step.lines), len(self._groups))](
             step.lines, step.starts, step.first, self._none if step.drafts is None else step.drafts,
@@ -100,6 +101,7 @@ class TritonBytePasses(BytePasses):
         books, flat = self.books.books, outputs.flatten(1).contiguous()
         if not len(flat):
             return
+        step = contiguous(step)
         byte_work.find_nan[(len(flat),)](
             flat, rows.long().contiguous(), step.lines, step.starts, step.first,
             self._table("tables", step.tables, torch.int32), self._groups, books.words,

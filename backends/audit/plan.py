@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import attrs
 import torch
 from torch import Tensor
 
 from ...audit.books import Books
+from ...audit.step import Step
 
 #: int64 columns of a group's line; -1 stands for None.
 BASE: Final = 0
@@ -42,6 +44,23 @@ def group_lines(books: Books) -> Tensor:
             ]
         )
     return torch.tensor(lines, dtype=torch.int64).to(books.words.device)
+
+
+#: The tensors of a step whose elements kernels count from the tensor's address.
+_COUNTED: Final = ("lines", "starts", "first", "tokens", "drafts", "told")
+
+
+def contiguous(step: Step) -> Step:
+    """Return a step whose tensors of requests and rows are contiguous; itself if it is that.
+
+    A table from ``Addresses`` says how the tensors by group lie.
+    """
+    copied = {}
+    for name in _COUNTED:
+        tensor = getattr(step, name)
+        if tensor is not None and not tensor.is_contiguous():
+            copied[name] = tensor.contiguous()
+    return attrs.evolve(step, **copied) if copied else step
 
 
 class Addresses:

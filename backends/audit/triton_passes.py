@@ -21,7 +21,7 @@ from ...audit.violation import KIND_NUMBER
 from . import compare_kernel, write_kernel
 from .byte_passes import TritonBytePasses
 from .launches import Launches
-from .plan import Addresses, group_lines
+from .plan import Addresses, contiguous, group_lines
 
 #: Rows that a program writes at a time.
 _ROWS: Final = 128
@@ -34,9 +34,10 @@ _ENTRIES: Final = 1024
 class TritonPasses(Passes):
     """The audit's passes over one ledger's books, as launches of Triton kernels.
 
-    Slots and sources are wanted as int64, tables as int32, all contiguous in their last dimension;
-    others are converted, which takes a launch each, and cannot be replayed from a graph. A ``Step``
-    object that is given again is launched with the addresses that were noted down at first.
+    Slots and sources are wanted as int64, tables as int32, and all tensors contiguous in their last
+    dimension; others are converted, which takes a launch each, and cannot be replayed from a graph.
+    A ``Step`` object that is given again is launched with the addresses that were noted down at
+    first.
 
     Args:
         books: on a GPU.
@@ -78,6 +79,7 @@ class TritonPasses(Passes):
             self._compare_states(step)
         if self._writing.again(step):
             return
+        step = contiguous(step)
         step = step if len(step.lines) else self._padding  # no launch has no program
         books, requests = self.books, len(step.lines)
         arguments = (
@@ -91,7 +93,7 @@ class TritonPasses(Passes):
         self._writing.first(step, (requests, 1, 1), arguments, recurs=recurs)
 
     def _compare_states(self, step: Step) -> None:
-        books = self.books
+        books, step = self.books, contiguous(step)
         compare_kernel.compare_states[(len(step.lines),)](
             step.lines, step.starts, step.first,
             self._table("sources", step.sources, torch.int64), self._or_unread(step.told),
@@ -104,6 +106,7 @@ class TritonPasses(Passes):
         """Check the rows that a step reads, as ``Passes.check`` describes."""
         if self._checking.again(step):
             return
+        step = contiguous(step)
         given = (step.lines, step.first, step.starts, step.tables, None, step.num_rows)
         grid, arguments = self._compare(*given)
         recurs = self._as_they_are("tables", step.tables)
@@ -111,8 +114,10 @@ class TritonPasses(Passes):
 
     def inspect(self, stretch: Stretch) -> None:
         """Check a stretch of rows, as ``Passes.inspect`` describes."""
-        given = (stretch.lines, stretch.first, stretch.end, stretch.tables, stretch.kind, 0)
-        grid, arguments = self._compare(*given)
+        lines, first, end = (
+            each.contiguous() for each in (stretch.lines, stretch.first, stretch.end)
+        )
+        grid, arguments = self._compare(lines, first, end, stretch.tables, stretch.kind, 0)
         compare_kernel.compare_rows[grid](*arguments)
 
     def _compare(
@@ -150,6 +155,7 @@ class TritonPasses(Passes):
         given = (accepted,) if ids is None else (accepted, ids)
         if self._resolving.again(step, given):
             return
+        step = contiguous(step)
         books = self.books
         arguments = (
             step.lines, step.starts, step.first, step.tokens, self._or_unread(step.drafts),

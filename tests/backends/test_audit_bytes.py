@@ -185,6 +185,49 @@ def test_windows_and_nans(dtype, dim):
     assert buffers[0][1].all(1).nonzero().flatten().tolist() == [2]
 
 
+def apart(tensor):
+    """The same numbers, every second one of a larger buffer."""
+    return torch.stack([tensor, torch.full_like(tensor, -9)], 1)[:, 0]
+
+
+def test_steps_of_any_stride():
+    """Each call of a scrub reads tensors that are columns of larger ones as what they are."""
+    key, books, said = None, [], []
+    for backend in ("torch", BytesInTriton):
+        groups = (RowGroup("full", 4, 6), StateGroup("mamba", 6))
+        ledger = Ledger(
+            groups, max_requests=2, max_length=20, device=DEVICE, backend=backend, key=key
+        )
+        key = ledger.books.key
+        cells = [torch.ones(6, 4, 1, 8, device=DEVICE) for _ in range(2)]
+        state = torch.ones(6, 9, device=DEVICE)
+        ref = LayerRef("rows", *cells, group="full")
+        refs = [ref, LayerRef.recurrent("states", state, group="mamba")]
+        scrub = Scrub(ledger, refs, every=1, poison=["mamba"])
+        ledger.admit("a", [1, 2, 3])
+        plain = step_of([4, 9, 23], [-1, 2, 5])
+        step = Step(
+            *map(apart, (plain.lines, plain.starts, plain.first, plain.tokens)),
+            {name: apart(each) for name, each in plain.slots.items()}, plain.tables,
+            drafts=apart(plain.drafts), sources=plain.sources,
+        )  # fmt: skip
+        ledger.write(step)
+        scrub.trace(step, cells[0].new_full((3, 2), float("nan")), apart(torch.tensor([-1, 2, -1])))
+        ledger.resolve(apart(torch.tensor([0, 0])))
+        scrub.seal(step, apart(torch.tensor([0, 0])))
+        cells[0][1, 0] = 2  # the first row
+        again = step_of([7, 9, 23], [-1, 2, 5])
+        lines, starts, first, drafts = map(
+            apart, (again.lines, again.starts, again.starts[1:], again.drafts)
+        )
+        scrub.compare(Step(lines, starts, first, again.tokens, again.slots, again.tables, drafts))
+        books.append((scrub.books.seals, state.isnan(), scrub.books.compared))
+        said.append([str(violation) for violation in ledger.violations()])
+    assert said[0] == said[1]
+    assert [text.partition(":")[0] for text in said[0]] == ["changed", "changed"]
+    assert all(torch.equal(*each) for each in zip(*books, strict=True))
+
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
