@@ -25,7 +25,8 @@ from ..internals.connectors import Handed
 #: Blocks that left the cache and are remembered; the ones that left first are forgotten.
 _REMEMBERED: Final = 1 << 16
 
-#: The name of the ledger's request for rows that are stored under tokens of nobody's.
+#: The name of the ledger's request for rows that are stored under tokens that no runner's request
+#: has: a fault, or tokens that the scheduler's half knows first.
 _NOBODYS: Final = "the tokens of a store"
 
 #: A block of a group: the group's name and the block's number.
@@ -104,15 +105,16 @@ class TransferWatch:
             group = self._groups.get(each.group)
             if group is None or each.request not in self._ledger:
                 continue
-            name, size = each.request, group.block_size
-            if each.tokens is not None:
-                name = _NOBODYS
-                self._ledger.admit(name, each.tokens)
+            name, size, other = each.request, group.block_size, each.other
+            if other is not None:
+                name, tokens = _NOBODYS, other.tokens
+                embedded = {at: what for at, what in other.embedded.items() if at < len(tokens)}
+                self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
             table = [0] * each.begin + each.blocks
             words = self._ledger.export(
                 name, each.group, table, each.begin * size, len(table) * size
             )
-            if each.tokens is not None:
+            if other is not None:
                 self._ledger.release(name)
             for block, rows in zip(each.blocks, words.view(-1, size), strict=True):
                 self._left[each.group, self._bytes(each.group, block)] = rows.clone()

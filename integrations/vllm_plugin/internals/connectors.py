@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import Foreign
+from .audited import Arrival, arrival_of
 
 #: Modules of the objects that the worker's half of a connector consists of.
 _HOLDERS: Final = (
@@ -33,8 +34,8 @@ class Handed:
         blocks: the blocks.
         begin: the number of blocks of the request before them.
         request: vLLM's id of the request.
-        tokens: the tokens that the rows are stored under or were found by, from the request's first
-            on; None if they are the request's own.
+        other: the request as the store has it, if the rows are stored under or found by tokens that
+            are not those that the runner has; None if they are.
         keys: the place of each block in the connector's store; None if the metadata do not say.
     """
 
@@ -42,7 +43,7 @@ class Handed:
     blocks: list[int]
     begin: int
     request: str
-    tokens: list[int] | None = None
+    other: Arrival | None = None
     keys: Sequence[Hashable] | None = None
 
 
@@ -189,7 +190,8 @@ def _slots(runner: Any, part: int, each: Any) -> Iterator[Handed]:
             own = list(state.prompt_token_ids or ()) + list(state.output_token_ids)
             same = own[: len(tokens)] == tokens
             keys = [(part, tuple(tokens), begin) for begin in range(len(blocks))]
-            yield Handed("group.0", blocks, 0, name, None if same else tokens, keys)
+            other = None if same else arrival_of(runner, state, name, tokens, 0, ())
+            yield Handed("group.0", blocks, 0, name, other, keys)
             return
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
-from kvtxn.integrations.vllm_plugin.internals import audited_states, connectors
+from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, connectors
 from kvtxn.integrations.vllm_plugin.internals.audited import Arrival
 
 from kvtxn.audit import Ledger, RowGroup, Step
@@ -16,28 +16,41 @@ GROUP = RowGroup("group.0", 4, 12, pool="blocks")
 TOKENS = list(range(20, 32))
 
 
+def state_of(blocks, tokens, **more):
+    """What the runner keeps of a request."""
+    state = SimpleNamespace(block_ids=(list(blocks),), prompt_token_ids=list(tokens),
+                            output_token_ids=[], prompt_embeds=None, mm_features=[])  # fmt: skip
+    vars(state).update(more)
+    return state
+
+
 @pytest.fixture
 def rig(monkeypatch):
     """A ledger with one request that wrote 8 rows into blocks 1 and 2, and a watch of transfers."""
     ledger = Ledger([GROUP], max_requests=4, max_length=32)
     spec = SimpleNamespace(block_size=4)
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-    states = {"a": SimpleNamespace(block_ids=([1, 2, 3],), prompt_token_ids=TOKENS[:9],
-                                   output_token_ids=[])}  # fmt: skip
-    runner = SimpleNamespace(kv_cache_config=config, requests=states)
+    model = SimpleNamespace(is_encoder_decoder=False)
+    states = {"a": state_of([1, 2, 3], TOKENS[:9])}
+    runner = SimpleNamespace(kv_cache_config=config, requests=states, model_config=model)
     cache = {block: b"%d" % block for block in range(12)}
     monkeypatch.setattr(connectors, "block_hash", lambda _, group, block: cache[block])
     stopped = []
     watch = TransferWatch(runner, ledger, {"group.0": GROUP}, stopped.append)
     ledger.admit("a", TOKENS[:9])
     ledger.hand_out("group.0", [1, 2, 3])
+    write(ledger, "a", [1, 2, 3])
+    return SimpleNamespace(ledger=ledger, watch=watch, cache=cache, runner=runner, stopped=stopped)
+
+
+def write(ledger, name, table):
+    """Write a request's first 8 rows."""
     step = Step(
-        lines=torch.tensor([ledger.line("a")]), starts=torch.tensor([0, 8]),
+        lines=torch.tensor([ledger.line(name)]), starts=torch.tensor([0, 8]),
         first=torch.tensor([0]), tokens=torch.tensor(TOKENS[:8]),
-        slots={"group.0": torch.arange(4, 12)}, tables={"group.0": torch.tensor([[1, 2, 3]])},
+        slots={"group.0": slots(table[:2])}, tables={"group.0": torch.tensor([table])},
     )  # fmt: skip
     ledger.write(step)
-    return SimpleNamespace(ledger=ledger, watch=watch, cache=cache, runner=runner, stopped=stopped)
 
 
 def slots(blocks):
@@ -62,9 +75,7 @@ def load(rig, *blocks, tokens=None):
 def come(rig, name, blocks, tokens, metadata):
     """Let a request come whose rows are loaded into its blocks before the forward."""
     arrival = Arrival(name, list(tokens), [], {}, 4 * len(blocks), [blocks])
-    state = SimpleNamespace(block_ids=(list(blocks),), prompt_token_ids=list(tokens),
-                            output_token_ids=[])  # fmt: skip
-    rig.runner.requests[name] = state
+    rig.runner.requests[name] = state_of(blocks, tokens)
     rig.ledger.admit(name, tokens)
     rig.watch.change([arrival], [])
     rig.watch.begin(metadata)
@@ -89,7 +100,52 @@ def test_rows_leave_and_return(rig):
 def test_rows_that_were_never_computed_leave(rig):
     rig.watch.begin(stored(rig, 1, 2, 3, tokens=TOKENS))
     rig.watch.end()
-    assert set(kinds(rig)) == {"exported"}
+    found = rig.ledger.violations()
+    assert [(v.kind, v.found, v.position) for v in found] == [("exported", "unwritten", 8)]
+    assert rig.stopped == []
+
+
+def test_rows_stored_under_tokens_that_the_runner_does_not_have_yet(rig):
+    """The scheduler's half knows them first. They are right if they are those of the rows."""
+    rig.runner.requests["a"] = state_of([1, 2, 3], TOKENS[:6], output_token_ids=[TOKENS[6], -1])
+    rig.watch.begin(stored(rig, 1, 2))
+    rig.watch.end()
+    assert kinds(rig) == []
+    come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
+    rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
+    rig.watch.forward()
+    assert kinds(rig) == []
+
+
+def test_rows_stored_under_other_tokens(rig):
+    """Each row from the first other token on is of another prefix; a report for each block."""
+    rig.watch.begin(stored(rig, 1, 2, tokens=[*TOKENS[:2], 99, *TOKENS[3:8]]))
+    rig.watch.end()
+    found = rig.ledger.violations()
+    assert [(v.kind, v.found, v.position) for v in found] == [
+        ("exported", "foreign", 2),
+        ("exported", "foreign", 4),
+    ]
+    assert rig.stopped == []
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
+    """What its rows depend on beside tokens counts for the tokens of the store, too."""
+    feature = SimpleNamespace(
+        mm_position=SimpleNamespace(offset=6, length=4), identifier="a picture"
+    )
+    lora = SimpleNamespace(lora_int_id=3)
+    states = rig.runner.requests
+    states["c"] = state_of([7, 8], TOKENS[:10], lora_request=lora, mm_features=[feature])
+    arrival = audited.arrival_of(rig.runner, states["c"], "c", TOKENS[:10], 0, [[7, 8]])
+    extras = arrival.extras if right else []
+    rig.ledger.admit("c", TOKENS[:10], extras=extras, embedded=arrival.embedded)
+    write(rig.ledger, "c", [7, 8])
+    states["c"].prompt_token_ids = TOKENS[:6]
+    rig.watch.begin(stored(rig, 7, 8))
+    rig.watch.end()
+    assert kinds(rig) == ([] if right else ["exported", "exported"])
 
 
 def test_another_block_comes_back(rig):
