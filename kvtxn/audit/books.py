@@ -52,7 +52,8 @@ SERIAL: Final = 0
 #: The number of leading positions whose tokens are known to be the request's own.
 KNOWN: Final = 1
 #: The number of leading positions whose rows will not be taken back: those before the drafts of the
-#: request's last step. It stays when the request's tokens are given again, but never exceeds them.
+#: request's last step; before its first step, all its tokens, since nothing is its draft yet. It
+#: stays when the request's tokens are given again, but never exceeds them.
 DURABLE: Final = 2
 #: Accepted drafts of the previous step, and of the present step; -1 if not known.
 KEPT_BEFORE: Final = 3

@@ -157,7 +157,9 @@ class Exchange:
 
         Call this when a connector takes the rows, with the request whose tokens they are stored
         under. A wrong row is reported as ``exported``: once, until it is written again. The row of
-        an open draft is not wrong, but must not leave yet; each export of it is reported.
+        an open draft is not wrong, but must not leave yet; each export of it is reported. Open are
+        the drafts of the request's last step until ``resolve``. Before its first step it has none,
+        so rows that it found in the cache may leave.
 
         The arguments and errors are those of ``publish``.
 

@@ -53,7 +53,7 @@ class Findings:
         self._books: Final = books
         self._groups: Final = [(group.name, group.block_size) for group in groups]
         self._roster: Final = roster
-        self._read = 0
+        self._read = self._restarts = 0
         self._unread: list[Violation] = []
         self._on_host = dict.fromkeys(KINDS, 0)
         self.lost = 0
@@ -62,12 +62,21 @@ class Findings:
     def restart(self) -> None:
         """Forget what was found; the counters on the device are zero again."""
         self._read = self.lost = 0
+        self._restarts += 1
         self._unread.clear()
         self._on_host = dict.fromkeys(KINDS, 0)
 
     def has_more(self, glance: Glance) -> bool:
         """Tell whether a copy that has arrived counts violations that were not taken yet."""
-        return bool(self._unread) or glance.found > self._read
+        return bool(self._unread) or (self._is_of_now(glance) and glance.found > self._read)
+
+    def glance(self) -> Glance:
+        """Begin to copy the counters to the host, without waiting."""
+        return Glance.of(self._books, self._restarts)
+
+    def _is_of_now(self, glance: Glance) -> bool:
+        """Tell whether the ledger was not restarted since a copy was begun."""
+        return glance.restarts == self._restarts
 
     def take(self) -> list[Violation]:
         """Return the violations found since the last call, oldest first. Waits for the device."""
@@ -108,7 +117,9 @@ class Findings:
 
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return, by step and group, the fingerprints of the last steps. Waits for the device."""
-        glance = Glance.of(self._books) if glance is None else glance
+        glance = self.glance() if glance is None else glance
+        if not self._is_of_now(glance):
+            return {}
         glance.wait()
         last = int(glance.counters[book.STEP])
         prints = glance.fingerprints.tolist()

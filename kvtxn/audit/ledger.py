@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 from weakref import WeakSet
 
@@ -24,6 +25,9 @@ from .ranks import Fingerprints, compare_ranks
 from .roster import Roster
 from .step import Step
 from .violation import NOBODY, Violation
+
+#: Requests are as they are.
+_AS_THEY_ARE: Final = nullcontext()
 
 
 class Ledger(Exchange):
@@ -84,6 +88,7 @@ class Ledger(Exchange):
         self.findings: Final = Findings(self.books, self.groups, self._roster)
         self._open: Step | None = None
         self._unread = False  # the last step that was written was not given to ``check`` yet
+        self._later: list[int] = []  # lines that were given to requests since it was written
         self._checked: Step | None = None
         self._buffers: WeakSet[Step] = WeakSet()  # steps that were checked, on a GPU
         self._parted = False
@@ -133,6 +138,8 @@ class Ledger(Exchange):
             own[position] = self.books.key.embedded_id(content, position)
         again = request in self._roster
         line, serial = self._roster.admit(request)
+        if self._open is not None and not again:
+            self._later.append(line)
         durable = self.books.facts[book.DURABLE, line].clamp(max=len(own)) if again else None
         self._begin(line, serial, own, seed)
         if durable is not None:  # its rows did not become drafts because its tokens were given anew
@@ -146,7 +153,7 @@ class Ledger(Exchange):
         terms = books.key.terms(here, torch.arange(count, device=self.device))
         books.own[line, 0].fill_(seed)  # an assignment of a number would wait for the device
         books.own[line, 1 : count + 1] = terms.cumsum(0) + seed
-        facts = torch.tensor([serial, count, 0, -1, -1, 0], dtype=torch.int64)
+        facts = torch.tensor([serial, count, count, -1, -1, 0], dtype=torch.int64)
         books.facts[:, line] = self._upload(facts)
 
     def __contains__(self, request: object) -> bool:
@@ -173,6 +180,7 @@ class Ledger(Exchange):
         self.books.facts[book.SERIAL].fill_(NOBODY)
         self.books.counters[book.OPEN] = 0
         self._open, self._unread = None, False
+        self._later.clear()
 
     def restart(self) -> None:
         """Forget everything, what was counted and found included; the books stay where they are."""
@@ -202,6 +210,7 @@ class Ledger(Exchange):
         self.require("write", step)
         self.passes.write(step)
         self._open, self._unread = step, True
+        self._later.clear()
 
     def check(self, step: Step) -> None:
         """Compare all rows that the step reads, its own included; call it after ``write``.
@@ -221,7 +230,25 @@ class Ledger(Exchange):
                 hint="call write(step) first; nothing was compared",
             )
         self._unread = False
-        self.passes.check(step)
+        with self._as_written():
+            self.passes.check(step)
+
+    def _as_written(self) -> AbstractContextManager[None]:
+        """Hide the requests that came since the open step was written.
+
+        They may have lines of requests of the step that were released since.
+        """
+        return self._hide_later() if self._later else _AS_THEY_ARE
+
+    @contextmanager
+    def _hide_later(self) -> Iterator[None]:
+        serials, lines = self.books.facts[book.SERIAL], self._upload(self._later)
+        theirs = serials.index_select(0, lines)
+        serials.index_fill_(0, lines, NOBODY)
+        try:
+            yield
+        finally:
+            serials.index_copy_(0, lines, theirs)
 
     def require(self, operation: str, step: Step, *, after: bool = False) -> None:
         """Check a step; on a GPU, where values are not read, each ``Step`` is checked once.
@@ -250,7 +277,8 @@ class Ledger(Exchange):
     ) -> None:
         """End the last step given to ``write``: mark the rows of rejected drafts.
 
-        A step without drafts need not be resolved.
+        A step without drafts need not be resolved. Requests that were released since ``write`` may
+        be part of it, and others may have their lines by now.
 
         Args:
             accepted: int ``[num_requests]``, the number of accepted drafts of each request, -1 if
@@ -269,8 +297,10 @@ class Ledger(Exchange):
         if self._open is None:
             raise WindowStateError("resolve", "no step was written", hint="call write first")
         counts, ids = checks.check_outcome("resolve", self.books, self._open, accepted, sampled)
-        self.passes.resolve(self._open, counts, ids)
+        with self._as_written():
+            self.passes.resolve(self._open, counts, ids)
         self._open, self._unread = None, False
+        self._later.clear()
 
     # -- what came of it -----------------------------------------------------------------------
 
@@ -306,13 +336,14 @@ class Ledger(Exchange):
 
     def glance(self) -> Glance:
         """Begin to copy the counters to the host, without waiting; see ``Glance``."""
-        return Glance.of(self.books)
+        return self.findings.glance()
 
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return what ``compare_ranks`` compares: by step and group, a word. Waits for the device.
 
         Args:
-            glance: a copy whose fingerprints are returned; None: those of now.
+            glance: a copy whose fingerprints are returned, none if the ledger was restarted since;
+                None: those of now.
 
         The last ``FINGERPRINTS - 1`` steps are there, as plain numbers that can be sent.
         """

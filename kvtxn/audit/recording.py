@@ -94,6 +94,7 @@ class RecordingLedger(Ledger):
         self._number: dict[str, int] = {}
         self._by_line: dict[int, int] = {}
         self._arrived: set[int] = set()
+        self._open_batch: list[tuple[int, int, int, int, int]] = []
         self._found: list[dict[str, Any]] = []
 
     # -- what a ledger is told -----------------------------------------------------------------
@@ -149,7 +150,8 @@ class RecordingLedger(Ledger):
         super().write(step)
         self._step += 1
         requests, rows, drafts = 0, 0, 0
-        for index, (request, first, row, count, draft) in enumerate(self._batch(step)):
+        self._open_batch = list(self._batch(step))
+        for index, (request, first, row, count, draft) in enumerate(self._open_batch):
             if request < 0:
                 continue
             if request in self._arrived:
@@ -175,7 +177,7 @@ class RecordingLedger(Ledger):
         super().resolve(accepted, sampled)
         assert step is not None  # or the ledger has raised
         kept_of = _numbers(accepted)
-        for index, (request, first, row, count, draft) in enumerate(self._batch(step)):
+        for index, (request, first, row, count, draft) in enumerate(self._open_batch):
             if request < 0:
                 continue
             kept = min(max(kept_of[index], 0), draft)

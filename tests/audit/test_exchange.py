@@ -101,6 +101,27 @@ def test_a_state_leaves_only_when_it_is_durable(ledger):
     assert found(ledger) == [("exported", "rejected", "a", "mamba", 2)]
 
 
+def test_rows_of_a_hit_leave_before_the_request_has_run(ledger):
+    """Nothing is its draft before its first step; what is not of its tokens is wrong as ever."""
+    ledger.admit("b", [*PROMPT[:5], 99])
+    ledger.export("b", "full", TABLE, 0, 5)
+    ledger.export_state("b", "mamba", 1, 5)
+    assert found(ledger) == [("exported", "foreign", "b", "mamba", 1)]
+    ledger.export("b", "full", TABLE, 4, 8)
+    assert found(ledger) == [
+        ("exported", "foreign", "b", "full", 9),
+        ("exported", "unwritten", "b", "full", 10),
+    ]
+
+
+def test_rows_behind_a_requests_tokens_are_not_its_rows_to_export(ledger):
+    """Whatever lies there, even if the line was a longer request's before."""
+    ledger.release("a")
+    ledger.admit("b", PROMPT[:4])
+    ledger.export("b", "full", TABLE, 0, 6)
+    assert [(kind, slot) for kind, *_, slot in found(ledger)] == [("exported", 8)]
+
+
 def test_a_rejected_row_that_left_is_found_when_it_comes_back(ledger):
     """It left while nobody knew; the digest says which tokens it was computed from."""
     ledger.write(step_of(ledger, 6, [17, 18], [1, 2], 1, drafts=1))

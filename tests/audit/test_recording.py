@@ -69,6 +69,21 @@ def of(recording, happening, group=0):
     ]
 
 
+def test_a_step_ends_for_the_requests_that_it_was_written_for():
+    """Also if one was released meanwhile, and another request has its line."""
+    ledger = RecordingLedger(GROUPS, max_requests=1, max_length=32)
+    ledger.admit("a", PROMPT)
+    table, states = [1, 2, -1], [-1] * 5 + [1]
+    ledger.write(step_of(ledger, "a", 0, PROMPT, [4, 5, 6, 7, 8, 9], table, states, drafts=2))
+    ledger.release("a")
+    ledger.admit("b", PROMPT)
+    ledger.resolve([1, 0])
+    recording = ledger.recording()
+    assert of(recording, "kept") == [(3, 8, 1, 0, 4)]
+    assert of(recording, "rejected") == [(3, 9, 1, 0, 5)]
+    assert [life["accepted"] for life in recording["requests"]] == [1, 0]
+
+
 def test_each_happening_is_a_run_of_slots(recording):
     """A step has two times; blocks handed out between steps count to the next forward."""
     assert of(recording, "handed_out") == [(2, 4, 8, -1, -1), (4, 20, 4, -1, -1)]

@@ -123,3 +123,48 @@ def test_a_step_is_checked_once_after_its_write(ledger):
     with pytest.raises(WindowStateError, match="before its resolve"):
         ledger.check(late)
     assert ledger.counters()["kvtxn_audit_rows_checked_total"] == 3
+
+
+def facts(ledger, name):
+    line = ledger.line(name)
+    return ledger.books.facts[:, line].tolist(), ledger.books.own[line].tolist()
+
+
+@pytest.mark.parametrize("when", ["before its check", "before its resolve"])
+def test_a_line_that_another_request_gets_while_the_step_is_open(when):
+    """The step ends for the request that ran; the one that came later is not touched."""
+    ledger = Ledger(GROUPS, max_requests=1, max_length=30)
+    ledger.admit("r", [5, 6, 7])
+    run(ledger, 0, [5, 6, 7], 0)
+    step = step_of(ledger, 3, [8, 9], 1)
+    ledger.write(step)
+    if when == "before its resolve":
+        ledger.check(step)
+    ledger.release("r")
+    ledger.admit("s", [5, 6, 7, 8, 9, 10])  # the only line
+    before = facts(ledger, "s")
+    if when == "before its check":
+        ledger.check(step)  # whoever reads is gone
+    ledger.resolve([0], [[11, -1]])
+    assert facts(ledger, "s") == before
+    assert ledger.violations() == []
+    run(ledger, 5, [10], 0, names=["s"])  # it goes on from the rejected draft
+    assert [(v.kind, v.request, v.position) for v in ledger.violations()] == [("rejected", "s", 4)]
+
+
+def test_a_request_that_comes_back_while_its_step_is_open():
+    """It is another life: the step's samples are not this one's tokens."""
+    ledger = Ledger(GROUPS, max_requests=1, max_length=30)
+    ledger.admit("r", [5, 6, 7])
+    run(ledger, 0, [5, 6, 7], 0)
+    run(ledger, 3, [8, 9], 1)
+    ledger.release("r")
+    ledger.admit("r", [5, 6, 7])
+    before = facts(ledger, "r")
+    ledger.resolve([1], [[9, 10]])
+    assert facts(ledger, "r") == before
+    run(ledger, 3, [12], 0)  # the step after is its own again
+    run(ledger, 4, [13, 14], 1)
+    ledger.resolve([0], [[15, -1]])
+    assert facts(ledger, "r")[0][1:3] == [6, 5]
+    assert ledger.violations() == []

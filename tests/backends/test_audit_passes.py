@@ -289,6 +289,27 @@ def test_steps_that_nobody_resolves_and_steps_of_nobody():
     assert_equal_books(*ledgers)
 
 
+def test_a_line_that_another_request_gets_while_the_step_is_open():
+    """Both mark the rows of the request that ran, and let the other one alone."""
+    ledgers = pair("plain")
+    numbers = lambda *values: torch.tensor(values, device=DEVICE)  # noqa: E731
+    for ledger in ledgers:
+        line = numbers(ledger.admit("a", [1, 2, 3]))
+        slots, tables = {"full": numbers(4, 5, 6)}, {"full": numbers([1])}
+        step = Step(line, numbers(0, 3), numbers(0), numbers(1, 2, 3), slots, tables, numbers(1))
+        ledger.write(step)
+        ledger.release("a")
+        assert ledger.admit("b", [1, 2, 3, 4]) == int(line)
+        ledger.check(step)
+        ledger.resolve(numbers(0), numbers([9]))
+        ledger.publish("b", "full", [1], 0, 3)
+    one, other = ([str(v) for v in ledger.violations()] for ledger in ledgers)
+    assert one == other
+    assert [each.partition(":")[0] for each in one] == ["published"]
+    assert_equal_books(*ledgers)
+    assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
+
+
 def test_tables_without_columns_lead_nowhere():
     """For both: each row is read outside of the group."""
     ledgers = pair("plain")
