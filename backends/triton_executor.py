@@ -40,9 +40,10 @@ class TritonExecutor(Executor):
     Slots are kept in one fixed buffer and undo's rows in another, so that a window allocates
     nothing and a captured commit finds them again.
 
-    Code that captures launches in graphs of its own uses three ways in beside the protocol:
+    Code that captures launches in graphs of its own uses these ways in beside the protocol:
     ``use_slots`` (the slots are read where that code keeps them), ``plan_commit`` or ``plan_move``
-    (what a launch moves), and ``kernel_call`` (the launch itself, as data).
+    (what a launch moves), and ``kernel_call`` and ``advance_calls`` (the launches themselves, as
+    data).
 
     Attributes:
         programs: programs that fill the device; 1 if it is no GPU.
@@ -259,6 +260,16 @@ class TritonExecutor(Executor):
         """
         count = acceptance.kind != Accept.NOTHING
         return self._launcher.call(plan, layout, counters, acceptance, self._slots, count=count)
+
+    def advance_calls(self, txn: Txn, accepted: Tensor | SampledIds) -> list[KernelCall]:
+        """Arrange the launches of ``advance`` over the slots in use, for windows without crossings.
+
+        Args:
+            txn: a window with at least one row, whose staged rows stay where they are.
+            accepted: as for ``commit``, at the address that the launches read.
+        """
+        facts = (txn.staged, txn.layout, self._slots, self._own_all_slots(txn), accepted)
+        return self._states.calls(*facts)
 
     # -- inside -------------------------------------------------------------------
 

@@ -145,6 +145,7 @@ def test_engine_arguments_that_cannot_be_judged(monkeypatch, capsys):
         "host --windows 0",
         "host --device nonsense",
         "kernels --requests 0",
+        "recurrent --dtypes float16",
         "steps --drafts 0",
     ],
 )
@@ -157,7 +158,7 @@ def test_bench_refuses_what_cannot_be_measured(capsys, arguments):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("suite", ["kernels", "steps"])
+@pytest.mark.parametrize("suite", ["kernels", "recurrent", "steps"])
 def test_bench_without_a_gpu(capsys, suite):
     """A bench of GPUs says that it needs one, and starts nothing."""
     assert main(["bench", suite]) == 2

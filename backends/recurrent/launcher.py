@@ -120,17 +120,46 @@ class StateAdvancer:
             accepted: counts, mask, ids or, for ``layout.tree``, paths; None keeps no draft.
             crossings: the window's boundary crossings, see ``Txn``.
         """
-        taken = [layer for name, layer in staged.items() if name in self._layers]
+        taken = self._taken(staged)
         if not taken or not layout.num_rows:
             return
+        parts = self._parts(taken, crossings)
+        for plan in self._plan(taken):
+            self._launch(plan, parts, layout, slots, known, accepted)
+
+    def calls(
+        self,
+        staged: Mapping[str, StagedLayer],
+        layout: RowLayout,
+        slots: Tensor,
+        known: int,
+        accepted: Tensor | SampledIds | None,
+    ) -> list[KernelCall]:
+        """Arrange the launches of ``advance``, without crossings, for code that captures them.
+
+        The calls have a table of addresses of their own, which is on the device already, and read
+        ``slots`` and ``accepted`` where they are.
+        """
+        taken = self._taken(staged)
+        parts = self._parts(taken, {})
+        parts = attrs.evolve(parts, table=parts.table.clone())
+        shape, given = self._shape(layout), acceptance_arg(accepted, layout)
+        return [
+            self._arranged(plan, parts, layout, shape, slots, known, given)
+            for plan in self._plan(taken)
+        ]
+
+    def _taken(self, staged: Mapping[str, StagedLayer]) -> list[StagedLayer]:
+        return [layer for name, layer in staged.items() if name in self._layers]
+
+    def _parts(self, taken: Sequence[StagedLayer], crossings: Mapping[str, Crossings]) -> _Parts:
+        """Upload where the rows and the crossings of a window are."""
         places = [place for layer in taken for place in places_of(layer)]
         count = len(places) // len(PART)
         for group in self._numbers if crossings else ():
             at = crossings.get(group)
             places += [0, 0] if at is None else [at.boundary.data_ptr(), at.beyond.data_ptr()]
-        parts = _Parts(self._book.write(places), count, tuple(crossings.values()))
-        for plan in self._plan(taken):
-            self._launch(plan, parts, layout, slots, known, accepted)
+        return _Parts(self._book.write(places), count, tuple(crossings.values()))
 
     def _plan(self, taken: Sequence[StagedLayer]) -> list[StatePlan]:
         names = tuple(layer.ref.name for layer in taken)

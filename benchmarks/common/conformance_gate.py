@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,9 +24,9 @@ TESTS: Final = (
 
 _FILE: Final = """
 import pytest
-from kvtxn.testing import ExecutorConformance
+from kvtxn.testing import {conformance}
 
-class TestGate(ExecutorConformance):
+class TestGate({conformance}):
     @pytest.fixture
     def backend(self):
         return {backend!r}
@@ -36,18 +37,25 @@ class TestGate(ExecutorConformance):
 """
 
 
-def passed(backend: str) -> str:
+def passed(
+    backend: str, conformance: str = "ExecutorConformance", tests: Sequence[str] = TESTS
+) -> str:
     """Run the gate for a backend; return a line on the tests that passed, for the result file.
+
+    Args:
+        backend: its name.
+        conformance: the name of a kit in ``kvtxn.testing``.
+        tests: names of the kit's tests.
 
     Raises:
         SystemExit: a test failed or could not run; nothing may be measured then.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "test_gate.py"
-        path.write_text(_FILE.format(backend=backend))
+        path.write_text(_FILE.format(backend=backend, conformance=conformance))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [*command, "-k", " or ".join(TESTS), str(path)],
+            [*command, "-k", " or ".join(tests), str(path)],
             capture_output=True,
             text=True,
             check=False,
@@ -58,4 +66,4 @@ def passed(backend: str) -> str:
         raise SystemExit(
             f"the conformance kit is red for {backend!r}; no result is written: {last}"
         )
-    return f"{backend}: {', '.join(TESTS)}: {last.strip('= ')}"
+    return f"{backend}: {', '.join(tests)}: {last.strip('= ')}"

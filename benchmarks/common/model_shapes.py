@@ -113,3 +113,60 @@ class Case:
     def rows(self) -> int:
         """Rows of the window."""
         return self.requests * (self.drafts + 1)
+
+
+@attrs.frozen
+class States:
+    """The recurrent states that a hybrid model keeps for each request on one GPU.
+
+    Attributes:
+        kind: ``"gated_delta"`` or ``"mamba2"``.
+        layers: layers that have a state.
+        heads: heads of a state.
+        key_heads: heads of keys and queries; of Mamba-2, groups that share B and C.
+        value_size: values of a head; of Mamba-2, the size of a head.
+        key_size: keys of a value; of Mamba-2, the size of a value's state.
+    """
+
+    kind: str
+    layers: int
+    heads: int
+    key_heads: int
+    value_size: int
+    key_size: int
+
+
+#: By name; shapes from the models' configurations.
+STATES: Final[Mapping[str, States]] = {
+    "qwen3.5-9b": States("gated_delta", 24, 32, 16, 128, 128),
+    "nemotron-h-8b": States("mamba2", 24, 128, 8, 64, 128),
+    "tiny-gated-delta": States("gated_delta", 2, 4, 2, 16, 16),
+    "tiny-mamba2": States("mamba2", 2, 4, 2, 16, 16),
+}
+
+
+@attrs.frozen
+class StateCase:
+    """A point of the benchmark of recurrent states: a model and a step.
+
+    Attributes:
+        model: a name in ``STATES``.
+        dtype: dtype of the states, by torch's name.
+        requests: requests of the batch.
+        drafts: draft rows per request; one settled row comes on top.
+    """
+
+    model: str
+    dtype: str
+    requests: int
+    drafts: int
+
+    @property
+    def shape(self) -> States:
+        """The states of the model."""
+        return STATES[self.model]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step."""
+        return self.requests * (self.drafts + 1)

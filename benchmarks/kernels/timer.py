@@ -20,7 +20,7 @@ def sets_needed(bytes_per_step: int) -> int:
     return max(2, min(_MAX_STEPS, -(-COLD_BYTES // max(1, bytes_per_step))))
 
 
-def capture(steps: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
+def capture(steps: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     """Capture all steps in one graph, after two steps ran outside of it, and replay it once."""
     for step in steps[:2]:
         step()
@@ -35,9 +35,18 @@ def capture(steps: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
 
 
 def medians(
-    candidates: Mapping[str, Sequence[Callable[[], None]]], rounds: int = 15
+    candidates: Mapping[str, Sequence[Callable[[], object]]], rounds: int = 15
 ) -> dict[str, float]:
-    """Return microseconds per step of each candidate; replays alternate, so clocks are equal.
+    """Return microseconds per step of each candidate: the median of ``samples``."""
+    return {name: statistics.median(times) for name, times in samples(candidates, rounds).items()}
+
+
+def samples(
+    candidates: Mapping[str, Sequence[Callable[[], object]]], rounds: int = 15
+) -> dict[str, list[float]]:
+    """Return microseconds per step of each candidate in each round.
+
+    Replays alternate, so clocks are equal.
 
     Args:
         candidates: for each name, steps over different buffers; data that is cold for one step must
@@ -54,4 +63,4 @@ def medians(
             stop.record()
             stop.synchronize()
             times[name].append(1000 * start.elapsed_time(stop) / len(candidates[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times

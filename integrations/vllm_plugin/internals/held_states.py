@@ -10,7 +10,7 @@ the number of tokens that were accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -21,13 +21,12 @@ from ....errors import KVTxnError, LayerError
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
 from . import Foreign, config
 from .state_layers import StateLayer, kind_of, modules_of, state_layers
+from .state_tables import StateTables, VerifyStep
 from .verified_rows import (
     LAUNCHES,
     GatedDeltaRows,
     Mamba2Rows,
-    StateTables,
     VerifiedRows,
-    VerifyStep,
     row_elements,
 )
 
@@ -49,12 +48,27 @@ _TABLES: Final[Mapping[str, str]] = {
 
 def bytes_of_buffers(runner: Any) -> int:
     """Return the bytes of the buffers and tables of ``HeldStates``, before the caches exist."""
-    rows, found = _most_rows(runner), modules_of(runner)
-    kinds: list[Any] = [(module, kind) for _, (module, kind) in found_kinds(found).items()]
+    kinds = list(found_kinds(modules_of(runner)).values())
+    sizes = _most_rows(runner), _most_requests(runner), _width(runner)
+    return bytes_by_formula(kinds, *sizes, int(runner.dtype.itemsize))
+
+
+def bytes_by_formula(
+    kinds: Sequence[tuple[Any, str]], rows: int, requests: int, width: int, size: int
+) -> int:
+    """Return the bytes of buffers and tables; of the tables at most so many.
+
+    Args:
+        kinds: vLLM's layers that have a state, each with its kind.
+        rows: most rows of a step.
+        requests: most requests of a step.
+        width: most rows of a request.
+        size: bytes of a number of the model's dtype.
+    """
     elements = sum(row_elements(module, kind) for module, kind in kinds)
     shared = max((_scratch_elements(module, kind) for module, kind in kinds), default=0)
-    tables = 8 * len(kinds) * _most_requests(runner) * (_width(runner) + 2)
-    return rows * (elements + shared) * int(runner.dtype.itemsize) + tables
+    tables = 8 * len(kinds) * requests * (width + 2)
+    return rows * (elements + shared) * size + tables
 
 
 def found_kinds(modules: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

@@ -9,18 +9,18 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Final, Protocol
 
-import attrs
 import torch
 from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2
 from .state_layers import StateLayer
+from .state_tables import StateTables, VerifyStep
 
 #: vLLM's methods that contain a kernel's launch, by kind of layer, with their parameters.
 LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
@@ -35,72 +35,15 @@ LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 }
 _FUSED: Final = "_forward_core_decode_spec_post_conv_fused_norm"
 
-
-@attrs.frozen(eq=False)
-class StateTables:
-    """Tables for the kernels, at fixed addresses, which captured graphs read.
-
-    A row stands for a request. Its last column is the one that the kernels read from; columns
-    before it, one for each row of the request, are those that they write to. 0 is no block.
-
-    Attributes:
-        sources: int32 ``[num_groups, num_requests, most_rows + 1]``: nothing is written.
-        commits: int32, shaped like ``sources``: the state after the last kept row is written.
-        whole: int32 ``[num_requests]``: what makes the kernels read from the last column.
-    """
-
-    sources: Tensor
-    commits: Tensor
-    whole: Tensor
-
-    @classmethod
-    def build(cls, groups: int, requests: int, rows: int, device: torch.device) -> StateTables:
-        """Make tables for so many requests, with at most ``rows`` rows each."""
-        shape = groups, requests, rows + 1
-        sources = torch.zeros(shape, dtype=torch.int32, device=device)
-        whole = torch.full((requests,), rows + 1, dtype=torch.int32, device=device)
-        return cls(sources, torch.zeros_like(sources), whole)
-
-    def name_sources(self, group: int, table: Tensor) -> None:
-        """Let a group's kernels read the first block of each request of vLLM's table."""
-        self.sources[group, : table.shape[0], -1].copy_(table[:, 0])
-
-    def name_commits(self, sampled: Tensor) -> None:
-        """Let the kernels write, for each request, the state after its last kept row.
-
-        Args:
-            sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
-                without any keeps its first row.
-        """
-        count, most = sampled.shape[0], self.commits.shape[2] - 1
-        commits, blocks = self.commits[:, :count], self.sources[:, :count, -1:]
-        last = sampled.clamp(1, most).to(torch.int64) - 1
-        commits.zero_()
-        commits[:, :, -1:].copy_(blocks)
-        commits.scatter_(2, last.view(1, count, 1).expand(blocks.shape), blocks)
-
-
-@attrs.frozen(eq=False)
-class VerifyStep:
-    """The requests that a step verifies, first to last.
-
-    Attributes:
-        requests: their number.
-        rows: the number of their rows.
-        starts: int32 ``[requests + 1]``, the first row of each, and the end.
-        places: int64 ``[requests]``, the place of each in the batch; None for 0, 1, ...
-        metadata: vLLM's metadata by layer; None where there is no forward, as in a warm-up.
-    """
-
-    requests: int
-    rows: int
-    starts: Tensor
-    places: Tensor | None
-    metadata: Any
+#: Tensors that hold the rows of the fused kernel: query, key and value in one, a, and b.
+_FUSED_PARTS: Final = 3
 
 
 class VerifiedRows(Protocol):
     """The rows of one layer in the present step, and the layer's kernels."""
+
+    def keep(self, parts: Sequence[Tensor]) -> None:
+        """Keep the rows of a verify step for its commit; see the layer's class for ``parts``."""
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
@@ -187,6 +130,19 @@ class GatedDeltaRows:
         width = 2 * self._keys + self._values
         return self._flat[: rows * width].view(rows, width)
 
+    def keep(self, parts: Sequence[Tensor]) -> None:
+        """Copy the rows of a verify step in one launch; rows beyond ``rows`` are left out.
+
+        Args:
+            parts: ``[num_rows, width]`` each: query, key, value, a and b, as the Triton kernel
+                takes them; or query, key and value in one, then a and b, as the fused one does.
+        """
+        from ....backends.recurrent.stage import stage_rows
+
+        rows = min(parts[0].shape[0], self._most)
+        pieces = [self._flat] if len(parts) == _FUSED_PARTS else self._split(rows)
+        stage_rows([part[:rows] for part in parts], [*pieces, self._a, self._b])
+
     # -- verify ---------------------------------------------------------------------
 
     def hook(self) -> None:
@@ -212,12 +168,8 @@ class GatedDeltaRows:
         """Launch vLLM's Triton kernel; in a verify step without a block to write to."""
         if given.get("num_accepted_tokens") is None:
             return kernel(**given)
-        from ....backends.recurrent.stage import stage_rows
-
-        rows = min(given["q"].shape[1], self._most)
-        sources = [given[name][0, :rows].flatten(1) for name in ("q", "k", "v")]
-        sources += [given[name][:rows] for name in ("a", "b")]
-        stage_rows(sources, [*self._split(rows), self._a, self._b])
+        parts = [given[name][0].flatten(1) for name in ("q", "k", "v")]
+        self.keep([*parts, given["a"], given["b"]])
         count = given["cu_seqlens"].shape[0] - 1
         given["ssm_state_indices"] = self._tables.sources[self._group, :count]
         given["num_accepted_tokens"] = self._tables.whole[:count]
@@ -233,10 +185,7 @@ class GatedDeltaRows:
         attn_metadata: Any,
     ) -> None:
         """Launch vLLM's fused kernel without a block to write to."""
-        from ....backends.recurrent.stage import stage_rows
-
-        rows = min(mixed_qkv.shape[0], self._most)
-        stage_rows([part[:rows] for part in (mixed_qkv, a, b)], [self._flat, self._a, self._b])
+        self.keep([mixed_qkv, a, b])
         sources = self._tables.sources[self._group]
         self._fused(mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata, sources)
 
@@ -328,6 +277,16 @@ class Mamba2Rows:
         )
         self._parts = [torch.zeros(rows, *shape, dtype=dtype, device=device) for shape in shapes]
 
+    def keep(self, parts: Sequence[Tensor]) -> None:
+        """Copy the rows of a verify step in one launch; rows beyond ``rows`` are left out.
+
+        Args:
+            parts: ``[num_rows, width]`` each: x, dt, B and C, as the kernel takes them.
+        """
+        from ....backends.recurrent.stage import stage_rows
+
+        stage_rows([part[: self._most] for part in parts], self._parts)
+
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
         from vllm.model_executor.layers.mamba import mamba_mixer2 as own
@@ -347,12 +306,8 @@ class Mamba2Rows:
         """Launch vLLM's kernel; in a verify step without a block to write to."""
         if named.get("num_accepted_tokens") is None:
             return kernel(*given, **named)
-        from ....backends.recurrent.stage import stage_rows
-
         _, x, dt, _, b, c, *_ = given
-        rows = min(x.shape[0], self._most)
-        parts = (x[:rows].flatten(1), dt[:rows, :, 0], b[:rows].flatten(1), c[:rows].flatten(1))
-        stage_rows(parts, self._parts)
+        self.keep([x.flatten(1), dt[:, :, 0], b.flatten(1), c.flatten(1)])
         count = named["cu_seqlens"].shape[0] - 1
         named |= self._table(self._tables.sources, count)
         return kernel(*given, **named)

@@ -1,0 +1,243 @@
+"""GPU time of verify steps over recurrent states: stock, ``recurrent="exact"``, and the replay.
+
+Everything is measured in one run, by graph replays in turn, each of which finds its states cold:
+
+- ``stock``: the engine's operator of all layers, which writes a state per row;
+- ``stage``, ``read``, ``commit``: what ``exact`` does in its place: keep the rows, verify without
+  writing a state, and write one state per request, of all layers each;
+- ``replay``: kvtxn's own commit, one launch, and ``floor``: a plain copy of as many bytes as the
+  states have, one read and one written.
+
+No case is timed before ``exact`` left stock's states and the replay those of its reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import torch
+
+from ...cli import natural
+from ..common import conformance_gate as kit
+from ..common import machine
+from ..common.markdown import machine_line, table
+from ..common.model_shapes import STATES, StateCase
+from ..common.paired_stats import compare
+from .timer import samples as graph_samples
+
+if TYPE_CHECKING:
+    from .state_ops import VerifyOps  # needs Triton, which the command line does not
+    from .state_workload import StateWorkload
+
+Step = Callable[[], object]
+Samples = Callable[[Mapping[str, Sequence[Step]]], dict[str, list[float]]]
+
+#: Tests of the conformance kit that have to hold before a number may be written.
+_GATE: Final = ("test_replay_in_a_graph", "test_forms_of_acceptance")
+
+#: Parts of a step with ``exact``.
+_PARTS: Final = ("stage", "read", "commit")
+
+#: Calls by which the host's time is measured.
+_HOST_CALLS: Final = 15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the suite's arguments."""
+    parser.add_argument(
+        "--models", nargs="+", choices=STATES, default=["qwen3.5-9b", "nemotron-h-8b"]
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--drafts", type=natural, nargs="+", default=[1, 4])
+    machine.add_save(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every combination and print a line for each kernel."""
+    if not torch.cuda.is_available():
+        print("the benchmark of recurrent states needs a CUDA device")
+        return 2
+    passed = kit.passed("triton", "ReplayConformance", _GATE) if args.save else ""
+    rows, left_out = [], []
+    for point in itertools.product(args.models, args.dtypes, args.drafts, args.requests):
+        model, dtype, drafts, requests = point
+        case = StateCase(model, dtype, requests, drafts)
+        try:
+            row = measure(case, torch.device("cuda"))
+        except torch.OutOfMemoryError:
+            left_out.append(attrs.asdict(case))
+            print(f"{case}: more than this GPU's memory; left out", flush=True)
+        else:
+            rows.append(row)
+            print(*lines(row), sep="\n", flush=True)
+        gc.collect()  # the next case needs the memory of this one
+        torch.cuda.empty_cache()
+    if args.save:
+        found = {"suite": "recurrent", "gate": passed, "rows": rows, "left_out": left_out}
+        print(machine.write(args.save, found))
+    return 0
+
+
+def measure(
+    case: StateCase,
+    device: torch.device,
+    samples: Samples = graph_samples,
+    turns: int | None = None,
+) -> dict[str, Any]:
+    """Check one case, then time all of its candidates in turn.
+
+    Args:
+        case: the model and the step.
+        device: where.
+        samples: times candidates, in microseconds per step and round.
+        turns: steps over distinct states; None makes as many as find their states cold.
+
+    Raises:
+        AssertionError: a commit left other bytes than it should have; nothing is timed then.
+    """
+    from .state_workload import Replay, StateWorkload
+    from .vllm_state_ops import operators
+
+    load = StateWorkload(case, device, turns)
+    replay = Replay(load)
+    replay.check()
+    kernels: dict[str, Any] = {}
+    candidates: dict[str, Sequence[Step]] = {"replay": replay.steps(), "floor": load.copies()}
+    eager: dict[str, Sequence[Step]] = {"replay": replay.eager()}
+    for ops in operators(load):
+        check_exact(load, ops)
+        for part in ("stock", *_PARTS):
+            run_part = getattr(ops, part)
+            candidates[f"{ops.name}: {part}"] = [
+                lambda run_part=run_part, turn=turn: run_part(turn)  # type: ignore[misc]
+                for turn in load.turns
+            ]
+        eager[ops.name] = [lambda ops=ops: ops.commit(load.turns[0])]  # type: ignore[misc]
+        kernels[ops.name] = {"buffer_bytes": ops.nbytes, "formula_bytes": ops.formula}
+    times = samples(candidates)
+    host = {name: host_time(steps[0]) for name, steps in eager.items()}
+    for name, found in kernels.items():
+        found |= of_kernel({part: times[f"{name}: {part}"] for part in ("stock", *_PARTS)})
+        found["host_us"] = host[name]
+    return {
+        **attrs.asdict(case),
+        "layers": case.shape.layers,
+        "state_bytes": load.step_bytes,
+        "freed_bytes": case.drafts * load.step_bytes,
+        "kernels": kernels,
+        "replay": {
+            "us": {name: _median(times[name]) for name in ("replay", "floor")},
+            "of_floor": _ratios(times["replay"], times["floor"]),
+            "buffer_bytes": replay.nbytes,
+            "host_us": host["replay"],
+        },
+    }
+
+
+def check_exact(load: StateWorkload, ops: VerifyOps) -> None:
+    """Compare the states that ``exact`` leaves in the first and the last layer with stock's.
+
+    Raises:
+        AssertionError: they differ in a bit, or another block changed.
+    """
+    turn = load.turns[0]
+    fresh = attrs.evolve(turn, before=torch.ones_like(turn.before))
+    blocks = turn.table.long()
+    kept = blocks.gather(1, turn.sampled.long()[:, None] - 1)[:, 0]
+    ends = load.states[0], load.states[-1]
+    before = [states[blocks] for states in ends]
+    ops.stock(fresh)
+    expected = [states[kept] for states in ends]
+    for states, was in zip(ends, before, strict=True):
+        states[blocks] = was
+    for part in _PARTS:
+        getattr(ops, part)(fresh)
+    for states, wanted, was in zip(ends, expected, before, strict=True):
+        found = states[blocks]
+        same = torch.equal(found[:, 0], wanted) and torch.equal(found[:, 1:], was[:, 1:])
+        if not same:
+            raise AssertionError(f"a commit by {ops.name} differs from stock: {load.case}")
+
+
+def of_kernel(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Put one kernel's medians together, and the time of all parts as a share of stock's."""
+    exact = [sum(parts) for parts in zip(*(times[part] for part in _PARTS), strict=True)]
+    added = [stage + commit for stage, commit in zip(times["stage"], times["commit"], strict=True)]
+    return {
+        "us": {part: _median(found) for part, found in times.items()}
+        | {"added": _median(added), "exact": _median(exact)},
+        "of_stock": _ratios(exact, times["stock"]),
+    }
+
+
+def host_time(step: Step) -> float:
+    """Return the microseconds that the host needs for a call outside of a graph."""
+    times = []
+    for _ in range(_HOST_CALLS):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a full queue would make the host wait
+        start = time.perf_counter()
+        step()
+        times.append(1e6 * (time.perf_counter() - start))
+    return _median(times)
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 2)
+
+
+def _ratios(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    found = compare([a / b for a, b in zip(values, others, strict=True)])
+    return {name: round(value, 4) for name, value in attrs.asdict(found).items()}
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def lines(row: Mapping[str, Any]) -> list[str]:
+    """Show one case as lines of text."""
+    where = f"{row['model']} {row['dtype']}, {row['requests']} requests, k = {row['drafts']}"
+    found = []
+    for name, kernel in row["kernels"].items():
+        us = "  ".join(f"{part} {value:.1f}" for part, value in kernel["us"].items())
+        found.append(f"{where}, {name}: {us}  exact/stock {_interval(kernel['of_stock'])}")
+    replay = row["replay"]
+    us = "  ".join(f"{part} {value:.1f}" for part, value in replay["us"].items())
+    return [*found, f"{where}: {us}  replay/floor {_interval(replay['of_floor'])}"]
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """Tabulate a result: kernels against stock, and memory."""
+    rows, sizes = [], []
+    most = max(row["requests"] for row in found["rows"])
+    for row in found["rows"]:
+        where = [row["model"], row["dtype"], str(row["drafts"]), str(row["requests"])]
+        replay = row["replay"]
+        for name, kernel in row["kernels"].items():
+            us = kernel["us"]
+            cells = [f"{us[part]:.0f}" for part in ("stock", *_PARTS)]
+            cells += [_interval(kernel["of_stock"]), f"{kernel['host_us']:.0f}"]
+            cells += [f"{replay['us']['replay']:.0f}", _interval(replay["of_floor"])]
+            rows.append([", ".join([*where[:2], name]), *where[2:], *cells])
+            if kernel["formula_bytes"] and row["requests"] == most:
+                freed = row["freed_bytes"]
+                parts = [kernel["formula_bytes"], kernel["buffer_bytes"], freed]
+                shown = [f"{part / 2**20:.1f}" for part in parts]
+                share = f"{100 * kernel['formula_bytes'] / freed:.1f} %"
+                sizes.append([", ".join([*where[:2], name]), *where[2:], *shown, share])
+    header = ["states, kernel", "k", "requests", "stock", *_PARTS, "the three of stock"]
+    header += ["host, commit", "replay", "of a copy"]
+    memory = ["states, kernel", "k", "requests", "MiB by formula", "allocated", "freed", "share"]
+    parts = [table(header, rows), "Microseconds, all layers.", table(memory, sizes)]
+    return "\n\n".join([*parts, f"{machine_line(found['machine'])}."])

@@ -1,0 +1,283 @@
+"""vLLM's verify operators over recurrent states, and the plug-in's commits by them."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ...integrations.vllm_plugin.internals.held_states import bytes_by_formula
+from ...integrations.vllm_plugin.internals.state_layers import StateLayer
+from ...integrations.vllm_plugin.internals.state_tables import VerifyStep
+from ...integrations.vllm_plugin.internals.verified_rows import (
+    GatedDeltaRows,
+    Mamba2Rows,
+    VerifiedRows,
+)
+from ...integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from .state_ops import OwnOps, VerifyOps
+from .state_workload import StateWorkload
+
+#: Most columns of a table that vLLM's fused kernel of gated delta nets takes.
+_FUSED_COLUMNS: Final = 8
+
+
+class _Layer(SimpleNamespace):
+    """What vLLM's layer has, as far as a commit asks."""
+
+
+@dataclass
+class _Metadata:
+    """What vLLM's metadata of a step has, as far as a commit asks."""
+
+    spec_state_indices_tensor: Tensor
+    num_accepted_tokens: Tensor
+    num_prefills: int = 0
+
+
+class VllmOps(VerifyOps):
+    """A kernel of vLLM's, and what the plug-in does around it."""
+
+    name = "vLLM's, Triton"
+    kind: str
+    _rows: list[list[Tensor]]
+    _kept: list[VerifiedRows]
+
+    def _make_layers(self, cls: type[_Layer], **own: Any) -> None:
+        """Make what stands for vLLM's layers."""
+        load = self._load
+        self._layers = [
+            cls(prefix=f"layer.{number}", kv_cache=(None, state), tp_size=1, **own)
+            for number, state in enumerate(load.states)
+        ]
+        kinds = [(each, self.kind) for each in self._layers]
+        sizes = load.case.rows, load.case.requests, load.case.drafts + 1
+        self.formula = bytes_by_formula(kinds, *sizes, torch.bfloat16.itemsize)
+
+    def _known(self) -> list[StateLayer]:
+        """Describe the layers as the plug-in finds them."""
+        states = [each.kv_cache[1] for each in self._layers]
+        return [
+            StateLayer(each.prefix, "group.0", self.kind, each, state, state)
+            for each, state in zip(self._layers, states, strict=True)
+        ]
+
+    def _keep(self) -> None:
+        for kept, parts in zip(self._kept, self._rows, strict=True):
+            kept.keep([part.flatten(1) for part in parts])
+
+    def _metadata(self) -> dict[str, object] | None:
+        """Make what tells the plug-in that another kernel than Triton's verified."""
+        return None
+
+    def _write(self) -> None:
+        case, starts = self._load.case, self._load.starts
+        step = VerifyStep(case.requests, case.rows, starts, None, self._metadata())
+        for kept in self._kept:
+            kept.commit(step)
+
+
+class GatedDeltaOps(VllmOps):
+    """vLLM's Triton kernel of gated delta nets."""
+
+    kind = GATED_DELTA
+
+    def _make_rows(self) -> None:
+        load, shape = self._load, self._load.case.shape
+        keys, values = shape.key_heads * shape.key_size, shape.heads * shape.value_size
+        self._make_layers(
+            self._layer_class(),
+            key_dim=keys,
+            value_dim=values,
+            num_v_heads=shape.heads,
+            head_k_dim=shape.key_size,
+            head_v_dim=shape.value_size,
+            A_log=torch.zeros(shape.heads, device=load.device),
+            dt_bias=load.random(shape.heads),
+            norm=SimpleNamespace(weight=torch.ones_like(load.random(shape.value_size))),
+            enable_fused_gdn_spec_decode=self._layer_class() is _FusedLayer,
+            starts=load.starts,
+        )
+        widths = *self._widths(keys, values), shape.heads, shape.heads
+        self._rows = [
+            [load.random(load.case.rows, width) for width in widths] for _ in self._layers
+        ]
+
+    def _layer_class(self) -> type[_Layer]:
+        """Return the class of what stands for vLLM's layers."""
+        return _Layer
+
+    def _widths(self, keys: int, values: int) -> tuple[int, ...]:
+        """Return the widths of the tensors with query, key and value."""
+        return keys, keys, values
+
+    def _make_buffers(self) -> None:
+        load, shape = self._load, self._load.case.shape
+        size = 2, load.case.rows, shape.heads, shape.value_size
+        gate, out = torch.zeros(size, dtype=torch.bfloat16, device=load.device)
+        facts = self._tables, 0, load.case.rows, torch.bfloat16, (gate, out)
+        self._kept = [GatedDeltaRows(known, *facts) for known in self._known()]
+
+    def _launch(self, table: Tensor, column: Tensor) -> None:
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
+
+        load, shape = self._load, self._load.case.shape
+        for at, (query, key, value, a, b) in zip(self._layers, self._rows, strict=True):
+            own.fused_sigmoid_gating_delta_rule_update(
+                A_log=at.A_log,
+                a=a,
+                b=b,
+                dt_bias=at.dt_bias,
+                q=query.view(1, -1, shape.key_heads, shape.key_size),
+                k=key.view(1, -1, shape.key_heads, shape.key_size),
+                v=value.view(1, -1, shape.heads, shape.value_size),
+                initial_state=at.kv_cache[1],
+                inplace_final_state=True,
+                cu_seqlens=load.starts,
+                ssm_state_indices=table,
+                num_accepted_tokens=column,
+                use_qk_l2norm_in_kernel=True,
+            )
+
+
+class _FusedLayer(_Layer):
+    """The same, with vLLM's launch of its fused kernel."""
+
+    def _can_use_fused_gdn_mtp_decode(self, _: object) -> bool:
+        return True
+
+    def _forward_core_decode_spec_post_conv_fused_norm(
+        self,
+        mixed_qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        output_gate: Tensor,
+        core_attn_out: Tensor,
+        attn_metadata: _Metadata,
+    ) -> None:
+        from vllm import _custom_ops as ops
+
+        ops.fused_gdn_decode_post_conv_mtp(
+            mixed_qkv=mixed_qkv,
+            a=a,
+            b=b,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            state_indices=attn_metadata.spec_state_indices_tensor,
+            cu_seqlens=self.starts,
+            num_accepted_tokens=attn_metadata.num_accepted_tokens,
+            state=self.kv_cache[1],
+            output_gate=output_gate,
+            norm_weight=self.norm.weight,
+            out=core_attn_out,
+            scale=self.head_k_dim**-0.5,
+        )
+
+
+class FusedOps(GatedDeltaOps):
+    """vLLM's fused kernel of gated delta nets, which also applies the gated norm."""
+
+    name = "vLLM's, fused"
+
+    @classmethod
+    def takes(cls, load: StateWorkload) -> bool:
+        """Tell whether there is such a kernel, and it takes these states."""
+        case, shape = load.case, load.case.shape
+        for library in ("vllm._C_stable_libtorch", "vllm._C"):
+            with contextlib.suppress(ImportError):
+                __import__(library)
+        return (
+            load.device.type == "cuda"
+            and hasattr(torch.ops._C, "fused_gdn_decode_post_conv_mtp")
+            and {shape.key_size, shape.value_size} == {128}
+            and shape.heads // shape.key_heads in (1, 2, 3, 4, 8)
+            and case.drafts + 2 <= _FUSED_COLUMNS
+        )
+
+    def _layer_class(self) -> type[_Layer]:
+        return _FusedLayer
+
+    def _widths(self, keys: int, values: int) -> tuple[int, ...]:
+        return (2 * keys + values,)
+
+    def _make_rows(self) -> None:
+        super()._make_rows()
+        shape = self._load.case.shape
+        size = self._load.case.rows, shape.heads, shape.value_size
+        self._gate, self._out = (self._load.random(*size) for _ in range(2))
+
+    def _launch(self, table: Tensor, column: Tensor) -> None:
+        for at, (mixed, a, b) in zip(self._layers, self._rows, strict=True):
+            at._forward_core_decode_spec_post_conv_fused_norm(
+                mixed, b, a, self._gate, self._out, _Metadata(table, column)
+            )
+
+    def _metadata(self) -> dict[str, object]:
+        given = _Metadata(self._tables.sources[0], self._tables.whole)
+        return {each.prefix: given for each in self._layers}
+
+
+class MambaOps(VllmOps):
+    """vLLM's Triton kernel of Mamba-2 layers."""
+
+    kind = MAMBA2
+
+    def _make_rows(self) -> None:
+        load, shape = self._load, self._load.case.shape
+        self._make_layers(
+            _Layer,
+            num_heads=shape.heads,
+            head_dim=shape.value_size,
+            n_groups=shape.key_heads,
+            ssm_state_size=shape.key_size,
+            A=-torch.rand(shape.heads, device=load.device),
+            D=load.random(shape.heads),
+            dt_bias=load.random(shape.heads),
+            is_blackwell=False,
+        )
+        heads, groups = shape.heads, shape.key_heads
+        sizes = [(heads, shape.value_size), (heads,), *[(groups, shape.key_size)] * 2]
+        self._rows = [[load.random(load.case.rows, *size) for size in sizes] for _ in self._layers]
+
+    def _make_buffers(self) -> None:
+        self._out = torch.zeros_like(self._rows[0][0])
+        facts = self._tables, 0, self._load.case.rows, torch.bfloat16, self._out
+        self._kept = [Mamba2Rows(known, *facts) for known in self._known()]
+
+    def _launch(self, table: Tensor, column: Tensor) -> None:
+        from vllm.model_executor.layers.mamba import mamba_mixer2 as own
+
+        shape = self._load.case.shape
+        heads, size, inner = shape.heads, shape.value_size, shape.key_size
+        for at, (x, dt, b, c) in zip(self._layers, self._rows, strict=True):
+            own.selective_state_update(
+                at.kv_cache[1],
+                x,
+                dt[:, :, None].expand(-1, -1, size),
+                at.A[:, None, None].expand(heads, size, inner),
+                b,
+                c,
+                at.D[:, None].expand(-1, size),
+                at.dt_bias[:, None].expand(-1, size),
+                dt_softplus=True,
+                state_batch_indices=table,
+                dst_state_batch_indices=table,
+                out=self._out,
+                num_accepted_tokens=column,
+                cu_seqlens=self._load.starts,
+                is_blackwell=False,
+            )
+
+
+def operators(load: StateWorkload) -> list[VerifyOps]:
+    """Make vLLM's operators for the states of a model; without vLLM, a stand-in for them."""
+    if find_spec("vllm") is None:
+        return [OwnOps(load)]
+    if load.case.shape.kind == "mamba2":
+        return [MambaOps(load)]
+    return [GatedDeltaOps(load), *([FusedOps(load)] if FusedOps.takes(load) else [])]

@@ -1,0 +1,121 @@
+"""``kvtxn bench recurrent`` over tiny states, by interpreted kernels; the clock alone pretends."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import count
+
+import pytest
+import torch
+from kernels_here import ON_GPU, importing_kernels
+from kvtxn.benchmarks.common.model_shapes import STATES, StateCase
+from kvtxn.benchmarks.kernels import recurrent
+
+with importing_kernels():
+    from kvtxn.benchmarks.kernels import state_workload, vllm_state_ops
+
+TINY = [name for name in STATES if name.startswith("tiny")]
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+
+def clock(candidates):
+    """Runs each step once; times say which candidate comes how late."""
+    for steps in candidates.values():
+        for step in steps:
+            step()
+    return {name: [10.0 * number] * 6 for name, number in zip(candidates, count(1), strict=False)}
+
+
+@pytest.fixture(params=["stand-in", "vLLM's"])
+def operators(request, monkeypatch):
+    """The kernels of engines: a stand-in, or vLLM's own."""
+    if request.param == "stand-in":
+        monkeypatch.setattr(vllm_state_ops, "find_spec", lambda _: None)
+    elif importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    elif not ON_GPU:
+        import interpreted
+        from vllm.model_executor.layers.mamba import mamba_mixer2
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
+
+        kernel = interpreted.gated_delta()
+        monkeypatch.setattr(qwen, "fused_sigmoid_gating_delta_rule_update", kernel)
+        monkeypatch.setattr(mamba_mixer2, "selective_state_update", interpreted.mamba2())
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", TINY)
+def test_a_case_is_checked_and_timed(operators, model, dtype):
+    """Every candidate runs; shares are taken of the right ones."""
+    case = StateCase(model, dtype, requests=3, drafts=2)
+    row = recurrent.measure(case, DEVICE, clock, turns=2)
+    [(name, kernel)] = [each for each in row["kernels"].items() if "fused" not in each[0]]
+    assert name.startswith(operators)
+    assert row["replay"]["us"] == {"replay": 10.0, "floor": 20.0}
+    assert row["replay"]["of_floor"]["median"] == 0.5
+    us = kernel["us"]
+    assert us == {
+        **{"stock": 30.0, "stage": 40.0, "read": 50.0, "commit": 60.0},
+        **{"added": 100.0, "exact": 150.0},
+    }
+    assert (kernel["of_stock"]["median"], kernel["of_stock"]["rounds"]) == (5.0, 6)
+    shape = case.shape
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    state = shape.heads * shape.value_size * shape.key_size * size
+    assert row["state_bytes"] == 3 * shape.layers * state
+    assert row["freed_bytes"] == 2 * row["state_bytes"]
+    assert (kernel["formula_bytes"] is None) == (operators == "stand-in")
+    text = recurrent.report(
+        {"rows": [row], "machine": {"torch": "2", "commit": "0", "command": "c", "gpu": "g"}}
+    )
+    assert f"{model}, {dtype}, {name}" in text
+    assert len(recurrent.lines(row)) == 2
+
+
+@pytest.mark.parametrize("spoiled", ["stock", "commit", "another"])
+def test_wrong_states_are_found(monkeypatch, spoiled):
+    """Nothing is timed after a commit that is not stock's."""
+    monkeypatch.setattr(vllm_state_ops, "find_spec", lambda _: None)
+    load = state_workload.StateWorkload(StateCase(TINY[0], "float32", 2, 2), DEVICE, 1)
+    [ops] = vllm_state_ops.operators(load)
+    recurrent.check_exact(load, ops)
+    right = getattr(ops, "commit" if spoiled == "another" else spoiled)
+
+    def wrong(turn):
+        right(turn)
+        column = turn.sampled.long()[0] - 1 if spoiled == "stock" else int(spoiled == "another")
+        load.states[-1][turn.table[0, column].long(), 0, 0, 0] += 1
+
+    setattr(ops, "stock" if spoiled == "stock" else "commit", wrong)
+    with pytest.raises(AssertionError, match="differs from stock"):
+        recurrent.check_exact(load, ops)
+
+
+def test_a_wrong_replay_is_found(monkeypatch):
+    """By the reference."""
+    load = state_workload.StateWorkload(StateCase(TINY[0], "float32", 2, 2), DEVICE, 1)
+    replay = state_workload.Replay(load)
+    replay.check()
+    steps = replay.steps()
+
+    def wrong():
+        steps[0]()
+        load.states[-1][load.turns[0].table[0, 0].long(), 0, 0, 0] += 1
+
+    monkeypatch.setattr(replay, "steps", lambda: [wrong])
+    with pytest.raises(AssertionError, match="differs from the reference"):
+        replay.check()
+
+
+def test_copies_are_of_the_states_bytes():
+    """Each step has its own, from one half to the other."""
+    load = state_workload.StateWorkload(StateCase(TINY[0], "float32", 2, 1), DEVICE, 2)
+    flat = load.states.view(-1).view(torch.uint8)
+    size = load.step_bytes
+    before = flat.clone()
+    for step in load.copies():
+        step()
+    assert torch.equal(flat[size : 2 * size], before[:size])
+    assert torch.equal(flat[3 * size : 4 * size], before[2 * size : 3 * size])
+    assert torch.equal(flat[4 * size :], before[4 * size :])
