@@ -75,6 +75,9 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_KV}.KVCacheConfig",
         f"{_KV}.KVCacheGroupSpec",
         f"{_KV}.AttentionSpec",
+        *_of(f"{_SCHED}.scheduler.Scheduler", ("__init__", *scheduling.SCHEDULER_METHODS)),
+        "vllm.outputs.RequestError",
+        "vllm.v1.outputs.KVConnectorOutput",
         "vllm.v1.outputs.ModelRunnerOutput",
         "vllm.v1.outputs.SamplerOutput",
         "vllm.v1.spec_decode.metadata.SpecDecodeMetadata",
@@ -89,8 +92,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_of(f"{_MLA}.cpu_mla.CPUMLAImpl", layers.LATENT_METHODS),
         *_of(f"{_MLA}.amx_mla.AMXMLAImpl", layers.LATENT_METHODS),
         f"{_LAYERS}.attention.mla_attention.MLACommonMetadata",
-        *_of(f"{_SCHED}.scheduler.Scheduler", ("__init__", *scheduling.SCHEDULER_METHODS)),
-        "vllm.v1.outputs.KVConnectorOutput",
         f"{_CONNECTORS}.kv_connector.v1.offloading.config.get_offloading_group_ids",
         *_of(
             f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1",

@@ -25,6 +25,11 @@ _NO_BLOCK: Final = -1
 _NOBODYS: Final = 0
 #: A request that has to be computed again for the second time ends with an error.
 _ONCE: Final = 1
+#: What its client is told, by releases that tell it.
+_WHY_ENDED: Final = (
+    "The request read wrong rows of the KV cache, and computing it again did not help. "
+    "The engine's log has the rows, as kvtxn.audit_violation."
+)
 
 
 def hook_schedulers(after_init: Callable[[Foreign, Foreign], None]) -> Callable[[], None]:
@@ -148,8 +153,19 @@ def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[s
         request.skip_reading_prefix_cache = True
         request.kvtxn_contained = getattr(request, "kvtxn_contained", 0) + 1
         if request.kvtxn_contained > _ONCE or name in ended:
-            scheduler.grammar_compile_error_reqs.add(name)
+            _end_with_error(scheduler, name)
     return set(spoilt)
+
+
+def _end_with_error(scheduler: Any, name: str) -> None:
+    """Let a request end with an error when the scheduler has taken in the step's output."""
+    ending = scheduler.grammar_compile_error_reqs
+    if isinstance(ending, set):  # up to 0.32
+        ending.add(name)
+        return
+    from vllm.outputs import RequestError
+
+    ending[name] = RequestError(code="kv_cache_error", message=_WHY_ENDED)
 
 
 @attrs.frozen(eq=False)

@@ -1,0 +1,92 @@
+"""``contain``: which requests of a scheduler are computed again, and which end with an error."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from kvtxn.integrations.vllm_plugin.internals import scheduling
+from kvtxn.integrations.vllm_plugin.internals.scheduling import Wrong
+
+#: Each request's blocks of four rows, and its computed tokens; all have four in this step.
+TABLES = {"a": [1, 2, 3], "b": [1, 4, 5], "c": [6, 7, 8]}
+COMPUTED = 12
+
+
+class Scheduler:
+    """What ``contain`` touches of vLLM's scheduler.
+
+    Args:
+        ending: where a release collects the requests that end with an error.
+    """
+
+    def __init__(self, ending):
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=4))
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=10)
+        self.kv_cache_manager = self
+        self.grammar_compile_error_reqs = ending
+        self.running = [
+            SimpleNamespace(request_id=name, num_computed_tokens=COMPUTED) for name in TABLES
+        ]
+        self.evicted, self.preempted = set(), []
+
+    def get_block_ids(self, name):
+        return (TABLES[name],)
+
+    def evict_blocks(self, blocks):
+        self.evicted |= {*blocks}
+
+    def _preempt_request(self, request, timestamp, *, drop_stale_output):
+        assert drop_stale_output
+        self.preempted.append(request.request_id)
+
+
+def again(scheduler, wrong):
+    """Contain, with every preempted request back in its place; returns the names."""
+    running = list(scheduler.running)
+    spoilt = scheduling.contain(scheduler, wrong, dict.fromkeys(TABLES, 4))
+    assert [each.request_id for each in scheduler.running] == [
+        name for name in TABLES if name not in spoilt
+    ]
+    scheduler.running = running
+    return spoilt
+
+
+@pytest.fixture(params=[set, dict])
+def ending(request):
+    """The form up to vLLM 0.32, and that of 0.33."""
+    outputs = pytest.importorskip("vllm.outputs")
+    if request.param is dict and not hasattr(outputs, "RequestError"):
+        pytest.skip("this release has no errors of requests")
+    return request.param()
+
+
+def test_a_request_that_is_spoilt_again_ends_with_an_error(ending):
+    scheduler = Scheduler(ending)
+    wrong = Wrong(frozenset({"a"}), frozenset({2}))
+    assert again(scheduler, wrong) == {"a"}
+    assert (scheduler.preempted, scheduler.evicted) == (["a"], {2, 3})
+    assert not ending
+    assert scheduler.running[0].skip_reading_prefix_cache
+    assert again(scheduler, wrong) == {"a"}
+    assert set(ending) == {"a"}
+    if isinstance(ending, dict):  # vLLM hands it to the request's client
+        error = ending["a"]
+        assert type(error).__name__ == "RequestError"
+        assert "kvtxn.audit_violation" in error.message
+        assert not error.retryable
+
+
+def test_bytes_that_changed_end_every_request_that_has_them(ending):
+    """Earlier tokens may come from them; nothing that is cached is trusted."""
+    scheduler = Scheduler(ending)
+    wrong = Wrong(frozenset({"b"}), frozenset({1}), frozenset({1}))
+    assert again(scheduler, wrong) == {"a", "b"}
+    assert set(ending) == {"a", "b"}
+    assert scheduler.evicted == set(range(1, 10))
+
+
+def test_requests_that_share_no_block_go_on():
+    scheduler = Scheduler(set())
+    assert again(scheduler, Wrong(frozenset({"a"}))) == {"a"}
+    assert again(scheduler, Wrong(frozenset({"b"}), frozenset({1}))) == {"a", "b"}
