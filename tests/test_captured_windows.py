@@ -302,3 +302,27 @@ def test_looking_at_a_window_that_is_over_counts_nothing(forward):
     assert window.fallback_reason is None
     assert window.state is WindowState.COMMITTED
     assert forward.manager.snapshot() == counts
+
+
+def test_a_captured_commit_is_replayed_at_its_own_address_alone():
+    """Contiguous int32 counts there; the same bytes in other steps or dtypes are read anew."""
+    forward, replayed = Forward(), []
+    sampled = torch.full((2,), 3, dtype=torch.int32)
+    window = forward.begin(3)
+    plan = window._plan
+
+    def replay() -> None:
+        replayed.append(sampled.tolist())
+        plan.launches.commit(sampled)
+
+    plan.launches.replays = {sampled.data_ptr(): replay}
+    kinds = [sampled, sampled[::2], sampled.view(torch.int16)[:1], sampled.clone(), sampled[:1]]
+    for given, times in zip(kinds, (1, 2, 2, 2, 3), strict=True):
+        forward.run(10.0)
+        assert window.commit_sampled(given) is WindowState.COMMITTED
+        assert len(replayed) == times
+        window = forward.windows.begin(plan)
+    with pytest.raises(AcceptanceError):
+        window.commit_sampled(torch.sparse_coo_tensor([[0]], [3], (2,), dtype=torch.int32))
+    window.abort()
+    assert replayed == [[3, 3]] * 3

@@ -119,7 +119,7 @@ class StaticLayout(LayoutLaunches):
         self._launches = launches
         self._layout = layout
         self._run: CachedLaunch | None = None
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.replays: dict[int, Callable[[], None]] = {}
         self._seen: Counter[int] = Counter()
 
     def save(self) -> None:
@@ -138,15 +138,11 @@ class StaticLayout(LayoutLaunches):
 
     def commit(self, sampled: Tensor) -> None:
         """Commit in one launch, see ``LayoutLaunches``; ``sampled`` is the acceptance."""
-        graph = self._graphs.get(sampled.data_ptr())
-        if graph is not None and sampled.dtype is torch.int32 and sampled.is_contiguous():
-            graph.replay()
-            return
         sampled = sampled.contiguous()
         if self._run is None:
             self._run = self._launches.committing(self._layout, sampled)
         self._run.run(sampled)
-        if sampled.is_cuda and len(self._graphs) < _MOST_PLACES and sampled.dtype is torch.int32:
+        if sampled.is_cuda and len(self.replays) < _MOST_PLACES and sampled.dtype is torch.int32:
             self._note_place(sampled)
 
     def _note_place(self, sampled: Tensor) -> None:
@@ -157,4 +153,4 @@ class StaticLayout(LayoutLaunches):
         if self._seen[place] == _OFTEN:
             graph = self._launches.captured(partial(self._run.run, sampled))
             if graph is not None:
-                self._graphs[place] = graph
+                self.replays[place] = graph.replay  # which keeps the graph

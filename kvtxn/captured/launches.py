@@ -9,7 +9,9 @@ commit needs is known before the first step. An executor may prepare launches ov
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
 
 import attrs
 from torch import Tensor
@@ -37,11 +39,21 @@ class CapturedPlaces:
     counters: Tensor
 
 
+_NO_REPLAYS: Final[Mapping[int, Callable[[], None]]] = MappingProxyType({})
+
+
 class LayoutLaunches(abc.ABC):
     """The launches of windows of one layout; each may be called any number of times.
 
     Neither ``save`` nor ``commit`` waits for the device; one that raises wrote and counted nothing.
+
+    Attributes:
+        replays: commits that the executor has captured, by the address of the contiguous int32
+            tensor that the commit reads ``sampled`` from. A window calls a replay in place of
+            ``commit``.
     """
+
+    replays: Mapping[int, Callable[[], None]] = _NO_REPLAYS
 
     @abc.abstractmethod
     def save(self) -> None:

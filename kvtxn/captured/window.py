@@ -10,8 +10,8 @@ that all windows share.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
-from typing import Final, NoReturn
+from functools import cached_property, partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from ..window import Window
 from .shared import OPEN, STAGED, SharedPlaces, StepPlan
 
 _INT32: Final = torch.int32
-_STRIDED: Final = torch.strided
 _COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
 
 
@@ -152,25 +151,26 @@ class CapturedWindow(Window):
                 restored; or a hook's error.
         """
         state, shared, plan = self._state, self._shared, self._plan
-        launches = plan.launches
+        launches, replay = plan.launches, None
+        if state is not STAGED and (state is not OPEN or self._noted is not None):
+            launches = None  # the window is over, or waits for layers: no launch alone can end it
+        if launches is not None and sampled.__class__ is Tensor and sampled.dtype is _INT32:
+            try:  # a captured commit reads its counts at one address, which no other device has
+                replay = launches.replays.get(sampled.data_ptr())
+            except RuntimeError:
+                replay = None  # a sparse tensor has no address; ``_check`` refuses it
+        if (
+            replay is None
+            or sampled.dim() != 1
+            or sampled.numel() < plan.num_requests
+            or not sampled.is_contiguous()
+        ):
+            self._check(sampled)
+            if launches is None:
+                return self._commit_any(sampled)
+            replay = partial(launches.commit, sampled)
         try:
-            dtype, shape = sampled.dtype, sampled.shape
-            fits = (
-                (dtype is _INT32 or dtype in SIGNED)
-                and len(shape) == 1
-                and sampled.layout is _STRIDED
-                and shape[0] >= plan.num_requests
-                and (sampled.is_cpu if shared.on_host else sampled.get_device() == shared.device)
-            )
-        except AttributeError:
-            fits = False
-        if not fits:
-            self._refuse(sampled)
-        ready = (state is OPEN and self._noted is None) or state is STAGED
-        if not ready or launches is None:
-            return self._commit_any(sampled)
-        try:
-            launches.commit(sampled)
+            replay()
         except Exception as error:
             self._commit_by_reference(sampled, error)
             return self.state
@@ -202,8 +202,22 @@ class CapturedWindow(Window):
         super().commit(self._counts(sampled))
         return self.state
 
-    def _refuse(self, sampled: object) -> NoReturn:
-        """Refuse numbers of sampled tokens that no launch could read."""
+    def _check(self, sampled: object) -> None:
+        """Refuse numbers of sampled tokens that no launch could read.
+
+        Raises:
+            AcceptanceError: ``sampled`` is not as ``commit_sampled`` takes it.
+        """
+        if (
+            isinstance(sampled, Tensor)
+            and sampled.dtype in SIGNED
+            and sampled.ndim == 1
+            and sampled.layout is torch.strided
+            and sampled.shape[0] >= self._plan.num_requests
+            and sampled.get_device() == self._shared.device
+            and sampled.is_cpu == self._shared.on_host
+        ):
+            return
         got = type(sampled).__name__
         if isinstance(sampled, Tensor):
             got = f"{sampled.dtype} {list(sampled.shape)} on {sampled.device}"

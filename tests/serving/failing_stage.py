@@ -87,12 +87,20 @@ def _launches(windows: Any, stage: str, due: Callable[[], None]) -> Iterator[Non
 
 
 class _FailingLaunches:
-    """A plan's launches, one of which fails when it is due."""
+    """A plan's launches, one of which fails when it is due; no captured commit takes its place."""
+
+    replays: Final[dict[int, Callable[[], None]]] = {}
 
     def __init__(self, real: Any, name: str, due: Callable[[], None]) -> None:
         self._real, self._name, self._due = real, name, due
 
     def __getattr__(self, name: str) -> Any:
-        if name == self._name:
+        real = getattr(self._real, name)
+        if name != self._name:
+            return real
+
+        def failing(*args: Any) -> Any:
             self._due()
-        return getattr(self._real, name)
+            return real(*args)
+
+        return failing

@@ -14,6 +14,7 @@ from kernels_here import ON_GPU, importing_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig
+from kvtxn.captured.launches import LayoutLaunches
 from kvtxn.config import Policy
 
 with importing_kernels():
@@ -39,7 +40,7 @@ def anywhere(monkeypatch):
     )
 
 
-class BrokenLaunches:
+class BrokenLaunches(LayoutLaunches):
     """Stands for the prepared launches of a plan; none of them works."""
 
     def __init__(self, error=RuntimeError) -> None:
