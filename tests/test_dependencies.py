@@ -21,6 +21,7 @@ EXTRAS = {
     "kvtxn": (),
     "kvtxn/testing": ("testing",),
     "backends": ("triton",),
+    "backends/audit_numba": ("numba",),
     "integrations": (),
     "integrations/audit_command": ("vllm",),
     "integrations/transformers_cache": ("transformers",),

@@ -12,22 +12,22 @@ import triton
 import triton.language as tl
 
 from ...audit import books as book
-from ...audit import passes
-from . import byte_plan, plan
+from ...audit import group_lines, passes
+from . import byte_plan
 from .compare_kernel import table_place
 from .requests import rows_of
 
 STEP = tl.constexpr(book.STEP)
 RUN = tl.constexpr(passes.RUN)
-BASE = tl.constexpr(plan.BASE)
-STRIDE = tl.constexpr(plan.STRIDE)
-BLOCK_SIZE = tl.constexpr(plan.BLOCK_SIZE)
-NUM_BLOCKS = tl.constexpr(plan.NUM_BLOCKS)
-WINDOW = tl.constexpr(plan.WINDOW)
-CHUNK = tl.constexpr(plan.CHUNK)
-RING = tl.constexpr(plan.RING)
-IS_STATE = tl.constexpr(plan.IS_STATE)
-FIELDS = tl.constexpr(plan.FIELDS)
+BASE = tl.constexpr(group_lines.BASE)
+STRIDE = tl.constexpr(group_lines.STRIDE)
+BLOCK_SIZE = tl.constexpr(group_lines.BLOCK_SIZE)
+NUM_BLOCKS = tl.constexpr(group_lines.NUM_BLOCKS)
+WINDOW = tl.constexpr(group_lines.WINDOW)
+CHUNK = tl.constexpr(group_lines.CHUNK)
+RING = tl.constexpr(group_lines.RING)
+IS_STATE = tl.constexpr(group_lines.IS_STATE)
+FIELDS = tl.constexpr(group_lines.FIELDS)
 SOURCE = tl.constexpr(byte_plan.SOURCE)
 WATCHED = tl.constexpr(byte_plan.WATCHED)
 POISONED = tl.constexpr(byte_plan.POISONED)

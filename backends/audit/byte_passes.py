@@ -33,7 +33,7 @@ class TritonBytePasses(BytePasses):
 
     Args:
         books: on a GPU.
-        groups: int64 ``[num_groups, plan.FIELDS]``, the ledger's lines of the plan.
+        groups: int64 ``[num_groups, FIELDS]``, see ``kvtxn.audit.group_lines``.
         key: int64 ``[3]``.
         table: makes tables of a step's tensors, for kernels.
 

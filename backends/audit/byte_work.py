@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from ...audit import books as book
+from ...audit import group_lines
 from ...audit.violation import FOUND_NUMBER, KIND_NUMBER
 from ..move_rows.copy_words import narrow_pointer
-from . import byte_plan, plan
+from . import byte_plan
 from .byte_lists import (
     CLEAR,
     COMPARE,
@@ -39,11 +40,11 @@ SERIAL = tl.constexpr(book.SERIAL)
 CHANGED = tl.constexpr(KIND_NUMBER["changed"])
 IS_BYTES = tl.constexpr(FOUND_NUMBER["bytes"])
 IS_NAN = tl.constexpr(FOUND_NUMBER["nan"])
-BASE = tl.constexpr(plan.BASE)
-STRIDE = tl.constexpr(plan.STRIDE)
-BLOCK_SIZE = tl.constexpr(plan.BLOCK_SIZE)
-NUM_BLOCKS = tl.constexpr(plan.NUM_BLOCKS)
-FIELDS = tl.constexpr(plan.FIELDS)
+BASE = tl.constexpr(group_lines.BASE)
+STRIDE = tl.constexpr(group_lines.STRIDE)
+BLOCK_SIZE = tl.constexpr(group_lines.BLOCK_SIZE)
+NUM_BLOCKS = tl.constexpr(group_lines.NUM_BLOCKS)
+FIELDS = tl.constexpr(group_lines.FIELDS)
 
 LAYER_GROUP = tl.constexpr(byte_plan.GROUP)
 SUMS = tl.constexpr(byte_plan.SUMS)

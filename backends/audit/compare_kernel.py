@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 
 from ...audit import books as book
-from ...audit import passes
-from . import plan
+from ...audit import group_lines, passes
 from .reports import (
     IS_COUNT,
     IS_DRAFT,
@@ -44,17 +43,17 @@ KEPT = tl.constexpr(book.KEPT)
 OUTSIDE = tl.constexpr(book.OUTSIDE)
 RUN = tl.constexpr(passes.RUN)
 
-BASE = tl.constexpr(plan.BASE)
-STRIDE = tl.constexpr(plan.STRIDE)
-BLOCK_SIZE = tl.constexpr(plan.BLOCK_SIZE)
-NUM_BLOCKS = tl.constexpr(plan.NUM_BLOCKS)
-WINDOW = tl.constexpr(plan.WINDOW)
-CHUNK = tl.constexpr(plan.CHUNK)
-RING = tl.constexpr(plan.RING)
-SALT = tl.constexpr(plan.SALT)
-IS_STATE = tl.constexpr(plan.IS_STATE)
-OWNERS = tl.constexpr(plan.OWNERS)
-FIELDS = tl.constexpr(plan.FIELDS)
+BASE = tl.constexpr(group_lines.BASE)
+STRIDE = tl.constexpr(group_lines.STRIDE)
+BLOCK_SIZE = tl.constexpr(group_lines.BLOCK_SIZE)
+NUM_BLOCKS = tl.constexpr(group_lines.NUM_BLOCKS)
+WINDOW = tl.constexpr(group_lines.WINDOW)
+CHUNK = tl.constexpr(group_lines.CHUNK)
+RING = tl.constexpr(group_lines.RING)
+SALT = tl.constexpr(group_lines.SALT)
+IS_STATE = tl.constexpr(group_lines.IS_STATE)
+OWNERS = tl.constexpr(group_lines.OWNERS)
+FIELDS = tl.constexpr(group_lines.FIELDS)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Tables on the device that tell the audit's kernels the groups and a step's tensors."""
+"""Tables on the device that tell the audit's kernels the tensors of a step."""
 
 from __future__ import annotations
 
@@ -12,38 +12,8 @@ from torch import Tensor
 from ...audit.books import Books
 from ...audit.step import Step
 
-#: int64 columns of a group's line; -1 stands for None.
-BASE: Final = 0
-STRIDE: Final = 1
-BLOCK_SIZE: Final = 2
-NUM_BLOCKS: Final = 3
-WINDOW: Final = 4
-CHUNK: Final = 5
-RING: Final = 6
-SALT: Final = 7
-IS_STATE: Final = 8
-OWNERS: Final = 9
-#: Columns.
-FIELDS: Final = 10
-
 #: Sets of addresses that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 256
-
-
-def group_lines(books: Books) -> Tensor:
-    """Return the lines of all groups, int64 ``[num_groups, FIELDS]``, on the device."""
-    lines = []
-    for place in books.layout.places.values():
-        group = place.group
-        given = (group.window, group.chunk, group.ring)
-        lines.append(
-            [
-                *(place.base, place.stride, group.block_size, group.num_blocks),
-                *(-1 if number is None else number for number in given),
-                *(books.salts[place.written], int(group.is_state), place.owners),
-            ]
-        )
-    return torch.tensor(lines, dtype=torch.int64).to(books.words.device)
 
 
 #: The tensors of a step whose elements kernels count from the tensor's address.

@@ -15,13 +15,14 @@ from torch import Tensor
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
 from ...audit.digest import REJECTED
+from ...audit.group_lines import group_lines
 from ...audit.passes import Passes, Stretch
 from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
 from . import compare_kernel, write_kernel
 from .byte_passes import TritonBytePasses
 from .launches import Launches
-from .plan import Addresses, contiguous, group_lines
+from .plan import Addresses, contiguous
 
 #: Rows that a program writes at a time.
 _ROWS: Final = 128

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 
 from ...audit import books as book
-from ...audit import passes
-from . import plan
+from ...audit import group_lines, passes
 from .requests import rows_of
 from .words import EMBEDDED, PLAIN, REPORTED, as_word, term, token_of
 
@@ -47,15 +46,15 @@ FINGERPRINTS = tl.constexpr(book.FINGERPRINTS)
 FACTOR = tl.constexpr(passes.PLACE_FACTOR)
 STEP_FACTOR = tl.constexpr(passes.STEP_FACTOR)
 
-BASE = tl.constexpr(plan.BASE)
-STRIDE = tl.constexpr(plan.STRIDE)
-BLOCK_SIZE = tl.constexpr(plan.BLOCK_SIZE)
-NUM_BLOCKS = tl.constexpr(plan.NUM_BLOCKS)
-RING = tl.constexpr(plan.RING)
-SALT = tl.constexpr(plan.SALT)
-IS_STATE = tl.constexpr(plan.IS_STATE)
-OWNERS = tl.constexpr(plan.OWNERS)
-FIELDS = tl.constexpr(plan.FIELDS)
+BASE = tl.constexpr(group_lines.BASE)
+STRIDE = tl.constexpr(group_lines.STRIDE)
+BLOCK_SIZE = tl.constexpr(group_lines.BLOCK_SIZE)
+NUM_BLOCKS = tl.constexpr(group_lines.NUM_BLOCKS)
+RING = tl.constexpr(group_lines.RING)
+SALT = tl.constexpr(group_lines.SALT)
+IS_STATE = tl.constexpr(group_lines.IS_STATE)
+OWNERS = tl.constexpr(group_lines.OWNERS)
+FIELDS = tl.constexpr(group_lines.FIELDS)
 
 
 @triton.jit
@@ -78,7 +77,7 @@ def place_of(
         within: int ``[TILE]``, the index of each row in its request.
         count: number of rows that the request has in the step.
         live: bool ``[TILE]``, False for places of the tile beyond the last row.
-        group: address of the KV-cache group's line, see ``plan.group_lines``.
+        group: address of the KV-cache group's line, see ``kvtxn.audit.group_lines``.
     """
     slot = tl.load(slots.to(tl.pointer_type(tl.int64)) + row, mask=live, other=-1)
     size = tl.load(group + BLOCK_SIZE)

@@ -16,10 +16,11 @@ GROUP: Final = "kvtxn.audit"
 
 
 def choose(backend: str | type[Passes], device: torch.device) -> type[Passes]:
-    """Return the implementation called ``backend``; "auto" takes Triton's if it can run.
+    """Return the implementation called ``backend``; "auto" takes the quickest that can run.
 
     Args:
-        backend: ``"torch"``, ``"auto"``, a name of the entry-point group, or a class.
+        backend: ``"torch"``, ``"auto"``, a name of the entry-point group, or a class. "auto" is
+            Triton's on a GPU; on a CPU it is numba's, or torch's where numba is not installed.
         device: the device of the books.
 
     Raises:
@@ -28,7 +29,12 @@ def choose(backend: str | type[Passes], device: torch.device) -> type[Passes]:
     if isinstance(backend, type) and issubclass(backend, Passes):
         return backend
     if backend == "auto":
-        return TorchPasses if device.type == "cpu" else choose("triton", device)
+        if device.type != "cpu":
+            return choose("triton", device)
+        try:
+            return choose("numba", device)
+        except BackendUnavailableError:
+            return TorchPasses
     if backend == TorchPasses.name:
         return TorchPasses
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -36,8 +42,11 @@ def choose(backend: str | type[Passes], device: torch.device) -> type[Passes]:
         raise BackendUnavailableError(
             "Ledger", "no such backend", expected=("auto", "torch", *sorted(found)), got=backend
         )
-    loaded: type[Passes] = found[backend].load()
-    reason = loaded.unavailable(device)
+    try:
+        loaded: type[Passes] = found[backend].load()
+        reason = loaded.unavailable(device)
+    except ImportError as error:
+        reason = f"it cannot be imported: {error}"
     if reason is not None:
         raise BackendUnavailableError("Ledger", f"{backend!r} cannot run on {device}: {reason}")
     return loaded

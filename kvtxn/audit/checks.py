@@ -324,8 +324,6 @@ def check_outcome(
         AcceptanceError: they do not fit the step; the call can be made again.
     """
     number, device = len(step.lines), books.words.device
-    if device.type != "cpu" and _are_there(accepted, sampled, number, device):
-        return accepted, sampled
     counts = ints(operation, "accepted", accepted, error=AcceptanceError)
     ids = None
     if sampled is not None:
@@ -348,7 +346,7 @@ def check_outcome(
     return counts, None if ids is None else _there(ids, number, device)
 
 
-def _are_there(accepted: Any, sampled: Any, number: int, device: torch.device) -> bool:
+def are_there(accepted: Any, sampled: Any, number: int, device: torch.device) -> bool:
     """Tell whether an outcome is on the device as it should be; the usual case, told quickly."""
     if type(accepted) is not Tensor or accepted.dtype not in INTS or accepted.ndim != 1:
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
@@ -90,7 +90,8 @@ class Ledger(Exchange):
         self._unread = False  # the last step that was written was not given to ``check`` yet
         self._later: list[int] = []  # lines that were given to requests since it was written
         self._checked: Step | None = None
-        self._buffers: WeakSet[Step] = WeakSet()  # steps that were checked, on a GPU
+        self._buffers: WeakSet[Step] = WeakSet()  # steps whose tensors were checked
+        self._on_gpu: Final = self.device.type != "cpu"
         self._parted = False
 
     # -- requests ----------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class Ledger(Exchange):
             serials.index_copy_(0, lines, theirs)
 
     def require(self, operation: str, step: Step, *, after: bool = False) -> None:
-        """Check a step; on a GPU, where values are not read, each ``Step`` is checked once.
+        """Check a step: its tensors when it is first given, and on a CPU their values each time.
 
         Args:
             operation: the call that was given the step, for the message.
@@ -261,13 +262,12 @@ class Ledger(Exchange):
         Raises:
             ConfigError: the step does not fit the ledger.
         """
-        on_gpu = self.device.type != "cpu"
-        if step is self._checked and (after or on_gpu):
+        if step is self._checked and (after or self._on_gpu):
             return
-        if not (on_gpu and isinstance(step, Step) and step in self._buffers):
+        known = isinstance(step, Step) and step in self._buffers
+        if not known or not (self._on_gpu or self.passes.takes(step, released=after)):
             checks.check_step(operation, self.books, step, released=after)
-            if on_gpu:
-                self._buffers.add(step)
+            self._buffers.add(step)
         self._checked = step
 
     def resolve(
@@ -296,11 +296,30 @@ class Ledger(Exchange):
         """
         if self._open is None:
             raise WindowStateError("resolve", "no step was written", hint="call write first")
-        counts, ids = checks.check_outcome("resolve", self.books, self._open, accepted, sampled)
+        counts, ids = self.outcome("resolve", self._open, accepted, sampled)
         with self._as_written():
             self.passes.resolve(self._open, counts, ids)
         self._open, self._unread = None, False
         self._later.clear()
+
+    def outcome(
+        self, operation: str, step: Step, accepted: Any, sampled: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the arguments of ``resolve`` as tensors on the ledger's device.
+
+        Args:
+            operation: the call that was given them, for the message.
+            step: the step.
+            accepted: as for ``resolve``.
+            sampled: as for ``resolve``.
+
+        Raises:
+            AcceptanceError: they do not fit the step; the call can be made again.
+        """
+        usual = checks.are_there(accepted, sampled, len(step.lines), self.device)
+        if usual and (self._on_gpu or self.passes.takes(step, accepted, released=True)):
+            return accepted, sampled
+        return checks.check_outcome(operation, self.books, step, accepted, sampled)
 
     # -- what came of it -----------------------------------------------------------------------
 

@@ -69,6 +69,20 @@ class Passes(ABC):
     def unavailable(cls, device: torch.device) -> str | None:
         """Say why this implementation cannot run on a device; return None if it can."""
 
+    def takes(self, step: Step, accepted: Tensor | None = None, *, released: bool = False) -> bool:
+        """Tell quickly that a step of the right shapes is well-formed; for CPUs.
+
+        Args:
+            step: the step.
+            accepted: int ``[num_requests]``; these counts of accepted drafts are possible, too.
+            released: as for ``Batch.of``.
+
+        Returns:
+            False if it is not, or if this implementation cannot tell quickly; it has to be examined
+            then, as ``checks`` does.
+        """
+        return False
+
     @abstractmethod
     def write(self, step: Step) -> None:
         """Begin a step: compare the states that it reads, then record the rows that it writes.

@@ -146,7 +146,7 @@ class Scrub:
         if accepted is None:
             counts = torch.zeros(len(step.lines), dtype=torch.int64, device=self._ledger.device)
         else:
-            counts, _ = checks.check_outcome("seal", self._ledger.books, step, accepted)
+            counts, _ = self._ledger.outcome("seal", step, accepted)
         self.passes.seal(step, counts)
 
     def trace(self, step: Step, outputs: Tensor, rows: Tensor) -> None:

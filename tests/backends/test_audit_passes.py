@@ -1,4 +1,4 @@
-"""The ledger's Triton passes leave what the torch passes leave, and find the same."""
+"""The passes of Triton and of numba leave what the torch passes leave, and find the same."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from kvtxn.testing.audit_mutants import MUTANTS
 with importing_kernels():
     from kvtxn.backends.audit import TritonPasses
 
+from kvtxn.backends.audit_numba import NumbaPasses
+
 DEVICE = "cuda" if ON_GPU else "cpu"
 
 
@@ -27,11 +29,18 @@ class FewPrograms(TritonPasses):
     splits = 8 if ON_GPU else 2
 
 
-def pair(name):
-    """Two ledgers of one key."""
-    torch_one = new_ledger(name, device=DEVICE, backend="torch", journal=128)
-    key = torch_one.books.key
-    return torch_one, new_ledger(name, device=DEVICE, backend=FewPrograms, key=key, journal=128)
+@pytest.fixture(params=[FewPrograms] if ON_GPU else [FewPrograms, NumbaPasses])
+def pair(request):
+    """Make two ledgers of one key for the groups of a name: one of them in torch."""
+
+    def made(name):
+        torch_one = new_ledger(name, device=DEVICE, backend="torch", journal=128)
+        key = torch_one.books.key
+        return torch_one, new_ledger(
+            name, device=DEVICE, backend=request.param, key=key, journal=128
+        )
+
+    return made
 
 
 def assert_equal_books(one, other):
@@ -40,7 +49,7 @@ def assert_equal_books(one, other):
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_healthy_life(name):
+def test_a_healthy_life(pair, name):
     ledgers = pair(name)
     live(new_engine(ConnectedEngine, name, ledgers, seed=2, device=DEVICE), 60 if ON_GPU else 12)
     assert_equal_books(*ledgers)
@@ -52,7 +61,7 @@ def test_a_healthy_life(name):
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if not m.contested])
-def test_the_same_is_found(mutant):
+def test_the_same_is_found(pair, mutant):
     names = ["states"] if mutant.needs == "states" else ["sliding", "plain", "shared"]
     for name in names if ON_GPU else names[:1]:
         ledgers = pair(name)
@@ -127,7 +136,7 @@ def every_call(ledger):
     ledger.check(step)
 
 
-def test_every_call_agrees():
+def test_every_call_agrees(pair):
     """Both find the same, and say it with the same words."""
     ledgers = pair("states")
     for ledger in ledgers:
@@ -177,7 +186,7 @@ def malformed(ledger):
         ledger.passes.resolve(step, numbers(-5, 10**6), numbers((2**45, -1), (-9, 3)))
 
 
-def test_malformed_requests_are_left_out():
+def test_malformed_requests_are_left_out(pair):
     """Both leave the same books: nothing is written outside, and what was left out is counted."""
     ledgers = pair("states")
     for ledger in ledgers:
@@ -191,7 +200,7 @@ def test_malformed_requests_are_left_out():
     assert ledgers[0].refused == ledgers[1].refused == 10
 
 
-def test_counts_of_any_stride():
+def test_counts_of_any_stride(pair):
     """Accepted counts that are a column of a matrix are read as what they are."""
     ledgers = pair("plain")
 
@@ -233,7 +242,7 @@ def strided(step):
     )  # fmt: skip
 
 
-def test_steps_of_any_stride():
+def test_steps_of_any_stride(pair):
     """Each call reads tensors that are columns of larger ones as what they are."""
     ledgers = pair("states")
     for ledger in ledgers:
@@ -264,7 +273,7 @@ def test_steps_of_any_stride():
     assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
 
 
-def test_steps_that_nobody_resolves_and_steps_of_nobody():
+def test_steps_that_nobody_resolves_and_steps_of_nobody(pair):
     """Both count the same requests; a step without requests is a step, too."""
     ledgers = pair("states")
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
@@ -289,7 +298,7 @@ def test_steps_that_nobody_resolves_and_steps_of_nobody():
     assert_equal_books(*ledgers)
 
 
-def test_a_line_that_another_request_gets_while_the_step_is_open():
+def test_a_line_that_another_request_gets_while_the_step_is_open(pair):
     """Both mark the rows of the request that ran, and let the other one alone."""
     ledgers = pair("plain")
     numbers = lambda *values: torch.tensor(values, device=DEVICE)  # noqa: E731
@@ -310,7 +319,7 @@ def test_a_line_that_another_request_gets_while_the_step_is_open():
     assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
 
 
-def test_tables_without_columns_lead_nowhere():
+def test_tables_without_columns_lead_nowhere(pair):
     """For both: each row is read outside of the group."""
     ledgers = pair("plain")
     numbers = lambda *values: torch.tensor(values, device=DEVICE)  # noqa: E731

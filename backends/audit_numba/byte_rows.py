@@ -1,0 +1,162 @@
+"""The slots of a step whose bytes are compared or sealed, and their checksums, compiled.
+
+Arguments that the functions share are those of ``write_rows`` and ``compare_rows``, and:
+
+    group: int64 ``[FIELDS]``, of the group that is read or written.
+    seals: int64 ``[num_words]``, as in ``ByteBooks``.
+    turn: the number of the last step.
+    every: one slot in so many has its turn in each step.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy
+
+from ...audit import group_lines as line_of
+from .compare_rows import first_read, run_of
+from .requests import rows_of
+from .words import compiled, permuted
+
+BASE, STRIDE, BLOCK_SIZE = line_of.BASE, line_of.STRIDE, line_of.BLOCK_SIZE
+NUM_BLOCKS, RING, IS_STATE = line_of.NUM_BLOCKS, line_of.RING, line_of.IS_STATE
+_BITS: Final = 8
+_WORD_BYTES: Final = 8
+
+
+@compiled
+def is_due(where, words, seals):
+    """Tell whether a slot is sealed, by the index of its word, and holds what was sealed."""
+    return seals[where] != 0 and seals[where] == words[where]
+
+
+@compiled
+def due_in_table(low, end, table, group, words, seals, turn, every, found, number):
+    """List the slots of a request's positions whose turn it is; return how many are listed.
+
+    The positions are those from ``low`` to before ``end``. ``found``, int64 ``[n]``, gets the slots
+    from place ``number`` on; if it is empty, they are counted alone.
+    """
+    position = low
+    while position < end:
+        where, run = run_of(position, end, table, group)
+        if where >= 0:
+            within = where - group[BASE]
+            slot = within // group[STRIDE] * group[BLOCK_SIZE] + within % group[STRIDE]
+            for ahead in range(-(slot + turn) % every, run, every):
+                if is_due(where + ahead, words, seals):
+                    if len(found):
+                        found[number] = slot + ahead
+                    number += 1
+        position += run
+    return number
+
+
+@compiled
+def due_rows(
+    lines, starts, first, drafts, table, group, words, facts, columns, num_rows, seals, turn, every
+):
+    """Return the slots that a step reads and whose turn it is, int64 ``[n]``."""
+    found = numpy.empty(0, numpy.int64)
+    for _ in range(2):  # count them, then list them
+        number = 0
+        for index in range(len(lines)):
+            _, _, at, count, _, _ = rows_of(
+                index, lines, starts, first, drafts, facts, columns, num_rows, False
+            )
+            if count:
+                number = due_in_table(
+                    *(first_read(at, at + count, group), at, table[index], group),
+                    *(words, seals, turn, every, found, number),
+                )
+        if number == 0 or len(found):
+            break
+        found = numpy.empty(number, numpy.int64)
+    return found
+
+
+@compiled
+def due_states(
+    lines, starts, first, drafts, source, group, words, facts, columns, num_rows, seals, turn, every
+):
+    """Return the states that a step continues and whose turn it is, int64 ``[n]``."""
+    found, number = numpy.empty(len(lines), numpy.int64), 0
+    for index in range(len(lines)):
+        _, _, at, count, _, _ = rows_of(
+            index, lines, starts, first, drafts, facts, columns, num_rows, False
+        )
+        block = source[index]
+        if count == 0 or at == 0 or block < 0 or block >= group[NUM_BLOCKS]:
+            continue
+        where = group[BASE] + block * group[STRIDE]
+        if (block + turn) % every == 0 and is_due(where, words, seals):
+            found[number] = block
+            number += 1
+    return found[:number]
+
+
+@compiled
+def slots_left(
+    lines, starts, first, drafts, accepted, slots, group, words, facts, columns, num_rows, seals,
+    turn, every,
+):  # fmt: skip
+    """Seal the slots that a step leaves, and return them, int64 ``[n]``."""
+    found, number = numpy.empty(num_rows, numpy.int64), 0
+    size, ring = group[BLOCK_SIZE], group[RING]
+    for index in range(len(lines)):
+        _, start, _, count, taken, _ = rows_of(
+            index, lines, starts, first, drafts, facts, columns, num_rows, True
+        )
+        if count == 0:
+            continue
+        settled = count - taken
+        stay = settled + min(max(accepted[index], 0), taken)
+        for within in range(stay):
+            slot = slots[start + within]
+            if slot < 0 or slot >= group[NUM_BLOCKS] * size:
+                continue
+            if 0 <= ring <= count - 1 - within:
+                continue
+            if group[IS_STATE]:
+                last = within + 1 == stay or within + 1 < settled
+                if not last or (slot + turn) % every:
+                    continue
+            where = group[BASE] + slot // size * group[STRIDE] + slot % size
+            seals[where] = words[where]
+            found[number] = slot
+            number += 1
+    return found[:number]
+
+
+@compiled
+def add_checksums(cells, origin, strides, block_size, offsets, keys, key, slots, sums):
+    """Add the checksums of slots in one plane, as ``kvtxn.audit.checksum`` defines them.
+
+    Args:
+        cells: ints of 1 to 8 bytes ``[n]``, the plane's memory.
+        origin: the element in which the first block begins.
+        strides: elements from block to block, and from slot to slot of a block.
+        block_size: slots per block.
+        offsets: int64 ``[block_size or 1, units]``, the place of each element of a row, from the
+            begin of its slot.
+        keys: int64 ``[words]``, added to each 8 bytes of a row before they are permuted.
+        key: int64 ``[3]``.
+        slots: int64 ``[num_slots]``.
+        sums: int64 ``[num_slots]``, added to.
+    """
+    per_word = _WORD_BYTES // cells.itemsize
+    bits = _BITS * cells.itemsize
+    mask = -1 if per_word == 1 else (1 << bits) - 1
+    units = offsets.shape[1]
+    for number in range(len(slots)):
+        block, within = slots[number] // block_size, slots[number] % block_size
+        begin = origin + block * strides[0] + within * strides[1]
+        places, total = offsets[within % len(offsets)], 0
+        for index in range(len(keys)):
+            word, unit = 0, index * per_word
+            for part in range(min(per_word, units - unit)):
+                element = numpy.int64(cells[begin + places[unit + part]])
+                word |= (element & mask) << (bits * part)
+            total += permuted(word + keys[index], key)
+        sums[number] += total

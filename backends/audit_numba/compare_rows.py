@@ -1,0 +1,158 @@
+"""What a step reads, compiled: whether all of it is right, and how much it is.
+
+None of these functions reports or changes anything. Where something is wrong, the passes in torch
+look at the whole step again, and report it. Arguments are those of ``write_rows``, and:
+
+    tables: for each group, int32 ``[num_requests, blocks]``; without lines: the group is not read.
+    sources: for each group, int64 ``[num_requests]``; empty: the step continues no states there.
+    told: int64 ``[num_requests]``; empty: the engine never says.
+
+Each returns the number of rows or states that were compared; -1 if one of them is not right.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...audit import books as book
+from ...audit import digest
+from ...audit import group_lines as line_of
+from .requests import rows_of
+from .words import as_word, compiled
+
+SERIAL, DURABLE, KEPT = book.SERIAL, book.DURABLE, book.KEPT
+BASE, STRIDE, BLOCK_SIZE = line_of.BASE, line_of.STRIDE, line_of.BLOCK_SIZE
+NUM_BLOCKS, RING, SALT = line_of.NUM_BLOCKS, line_of.RING, line_of.SALT
+WINDOW, CHUNK, OWNERS = line_of.WINDOW, line_of.CHUNK, line_of.OWNERS
+REPORTED: Final = digest.REPORTED
+
+
+@compiled
+def first_read(first, end, group):
+    """Return the first position that a query at ``first`` reads; see ``rows.first_visible``."""
+    low = 0
+    if group[WINDOW] >= 0:
+        low = max(low, first - group[WINDOW] + 1)
+    if group[CHUNK] >= 0:
+        low = max(low, first // group[CHUNK] * group[CHUNK])
+    if group[RING] >= 0:
+        low = max(low, end - group[RING])
+    return low
+
+
+@compiled
+def run_of(position, end, table, group):
+    """Return the index of a position's word, and how many positions from there on follow it.
+
+    Positions of one block have neighbouring words. The index is -1 if the table leads outside.
+    """
+    size, at, run = group[BLOCK_SIZE], position, end - position
+    if group[RING] >= 0:
+        at = position % group[RING]
+        run = min(run, group[RING] - at)
+    column, within = at // size, at % size
+    run = min(run, size - within)
+    block = table[column] if column < len(table) else -1
+    if block < 0 or block >= group[NUM_BLOCKS]:
+        return -1, run
+    return group[BASE] + block * group[STRIDE] + within, run
+
+
+@compiled
+def are_right(first, end, digests, table, group, words):
+    """Tell whether the rows of a request's positions hold what its tokens ask for."""
+    position, salt = first, group[SALT]
+    while position < end:
+        where, run = run_of(position, end, table, group)
+        if where < 0:
+            return False
+        wrong = 0
+        for number in range(run):
+            word = words[where + number]
+            wanted = as_word(digests[position + number + 1] + salt)
+            wrong += (word != wanted) & (word != REPORTED)
+        if wrong:
+            return False
+        position += run
+    return True
+
+
+@compiled
+def compare_rows(lines, starts, first, drafts, tables, groups, words, own, facts, num_rows):
+    """Compare the rows that a step reads; see ``Passes.check``."""
+    compared = 0
+    for index in range(len(lines)):
+        line, _, at, count, _, _ = rows_of(
+            index, lines, starts, first, drafts, facts, own.shape[1], num_rows, False
+        )
+        if count == 0:
+            continue
+        for number in range(len(tables)):
+            if tables[number].shape[0] == 0:
+                continue
+            group, end = groups[number], at + count
+            low = first_read(at, end, group)
+            if not are_right(low, end, own[line], tables[number][index], group, words):
+                return -1
+            compared += end - low
+    return compared
+
+
+@compiled
+def compare_stretches(lines, first, end, tables, groups, words, own, facts, exported):
+    """Compare rows that are published, or leave; see ``Passes.inspect``.
+
+    ``first`` and ``end``, int64 ``[num_requests]``, are each request's first position and the one
+    after its last; rows that are ``exported`` have to be durable.
+    """
+    compared = 0
+    for index in range(len(lines)):
+        line = lines[index]
+        if line < 0 or line >= facts.shape[1] or facts[SERIAL, line] < 0:
+            continue
+        low, stop = max(first[index], 0), min(end[index], own.shape[1] - 1)
+        if stop <= low:
+            continue
+        if exported and stop > facts[DURABLE, line]:
+            return -1
+        for number in range(len(tables)):
+            if tables[number].shape[0] == 0:
+                continue
+            if not are_right(low, stop, own[line], tables[number][index], groups[number], words):
+                return -1
+            compared += stop - low
+    return compared
+
+
+@compiled
+def compare_states(
+    lines, starts, first, drafts, sources, told, groups, words, owners, own, facts, num_rows
+):
+    """Compare the states that a step continues, and the counts that its engine was told."""
+    compared = 0
+    for index in range(len(lines)):
+        line, _, at, count, _, _ = rows_of(
+            index, lines, starts, first, drafts, facts, own.shape[1], num_rows, False
+        )
+        if count == 0 or at == 0:
+            continue
+        for number in range(len(sources)):
+            if len(sources[number]) == 0:
+                continue
+            group, block = groups[number], sources[number][index]
+            compared += 1
+            if block < 0 or block >= group[NUM_BLOCKS]:
+                return -1
+            word = words[group[BASE] + block * group[STRIDE]]
+            if word == REPORTED:
+                continue
+            owner = owners[group[OWNERS] + block]
+            if word != as_word(own[line, at] + group[SALT]):
+                return -1
+            if owner >= 0 and owner != facts[SERIAL, line]:
+                return -1
+        if len(told) and told[index] >= 0:
+            kept = facts[KEPT, line]
+            if kept >= 0 and kept != told[index]:
+                return -1
+    return compared

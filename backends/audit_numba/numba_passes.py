@@ -1,0 +1,137 @@
+"""The ledger's passes on a CPU, compiled: the usual step is a few calls, whatever its size.
+
+What a step writes is written here. What it reads is compared here, too; but once something is
+wrong, the passes in torch, which are the specification, look at the step again and report it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy
+import torch
+from torch import Tensor
+
+from ...audit import books as book
+from ...audit.books import Books
+from ...audit.byte_books import ByteBooks
+from ...audit.byte_passes import BytePasses
+from ...audit.group_lines import group_lines
+from ...audit.passes import Stretch
+from ...audit.rows import Batch
+from ...audit.step import Step
+from ...audit.torch_passes import TorchPasses
+from .compare_rows import compare_rows, compare_states, compare_stretches
+from .numba_byte_passes import NumbaBytePasses
+from .requests import well_formed
+from .step_arrays import StepReader, ints
+from .write_rows import resolve_rows, write_rows
+
+_NOTHING: Final = numpy.zeros((0, 0), numpy.int64)
+
+
+class NumbaPasses(TorchPasses):
+    """The passes over one ledger's books, compiled when they are made; this takes some seconds.
+
+    Args:
+        books: on a CPU.
+    """
+
+    name = "numba"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Return the reason why these passes cannot run on a device; None on a CPU."""
+        return None if device.type == "cpu" else "its passes are for CPUs"
+
+    def __init__(self, books: Books) -> None:
+        super().__init__(books)
+        self._groups: Final = group_lines(books).numpy()
+        self._key: Final = books.key.constants(torch.device("cpu")).numpy()
+        self._read: Final = StepReader(tuple(books.layout.places))
+        self._words: Final = books.words.numpy()
+        self._owners: Final = books.owners.numpy()
+        self._own: Final = books.own.numpy()
+        self._facts: Final = books.facts.numpy()
+        self._entries: Final = books.journal.numpy()
+        self._counters: Final = books.counters.numpy()
+        self._fingerprints: Final = books.fingerprints.numpy()
+        self._seen: Final = numpy.zeros(books.facts.shape[1], numpy.bool_)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Call every function for a step without requests, whose effects are undone."""
+        none = torch.zeros(0, dtype=torch.int64)
+        step = Step(none, torch.zeros(1, dtype=torch.int64), none, none, {}, told=none)
+        self.takes(step, none)
+        before = self._counters.copy(), self._fingerprints.copy()
+        self.write(step)
+        self.check(step)
+        self.inspect(Stretch(none, none, none, {}, "published"))
+        self.resolve(step, none, None)
+        self._counters[:], self._fingerprints[:] = before
+
+    def takes(self, step: Step, accepted: Tensor | None = None, *, released: bool = False) -> bool:
+        """Tell whether a step is well-formed, as ``Passes.takes`` describes."""
+        read = self._read.read(step)
+        right: bool = well_formed(
+            *read.requests, read.drafts, ints(accepted), self._facts, self._own.shape[1],
+            read.num_rows, released, self._seen,
+        )  # fmt: skip
+        return right
+
+    def write(self, step: Step) -> None:
+        """Do what ``Passes.write`` says."""
+        read = self._read.read(step)
+        if step.sources or step.told is not None:
+            compared = compare_states(
+                *read.requests, read.drafts, read.sources, read.told, self._groups, self._words,
+                self._owners, self._own, self._facts, read.num_rows,
+            )  # fmt: skip
+            if compared < 0:
+                self._check_states(step, Batch.of(self.books, step))
+            else:
+                self._counters[book.STATES_CHECKED] += compared
+        write_rows(
+            *read.requests, read.tokens, read.drafts, read.slots, self._groups, self._key,
+            self._words, self._owners, self._own, self._facts, self._entries, self._counters,
+            self._fingerprints, read.num_rows,
+        )  # fmt: skip
+
+    def check(self, step: Step) -> None:
+        """Do what ``Passes.check`` says."""
+        read = self._read.read(step)
+        compared = compare_rows(
+            *read.requests, read.drafts, read.tables, self._groups, self._words, self._own,
+            self._facts, read.num_rows,
+        )  # fmt: skip
+        if compared < 0:
+            super().check(step)
+        else:
+            self._counters[book.ROWS_CHECKED] += compared
+
+    def inspect(self, stretch: Stretch) -> None:
+        """Do what ``Passes.inspect`` says."""
+        compared = compare_stretches(
+            ints(stretch.lines), ints(stretch.first), ints(stretch.end),
+            self._read.tables(stretch.tables), self._groups, self._words, self._own, self._facts,
+            stretch.kind == "exported",
+        )  # fmt: skip
+        if compared < 0:
+            super().inspect(stretch)
+        else:
+            self._counters[book.ROWS_CHECKED] += compared
+
+    def byte_passes(self, books: ByteBooks) -> BytePasses:
+        """Return the passes of a scrub over the same ledger."""
+        return NumbaBytePasses(books, self._groups, self._read)
+
+    def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
+        """Do what ``Passes.resolve`` says."""
+        read = self._read.read(step)
+        ids = _NOTHING if sampled is None else ints(sampled)
+        resolve_rows(
+            *read.requests, read.tokens, read.drafts, ints(accepted), ids, read.slots,
+            self._groups, self._key, self._words, self._own, self._facts, self._counters,
+            read.num_rows,
+        )  # fmt: skip

@@ -1,0 +1,68 @@
+"""The requests of a step, compiled: which of them have rows, and whether they are well-formed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...audit import books as book
+from .words import compiled
+
+SERIAL: Final = book.SERIAL
+
+
+@compiled
+def rows_of(index, lines, starts, first, drafts, facts, columns, num_rows, released):
+    """Return a request's rows, as ``kvtxn.audit.rows.Batch`` reads them.
+
+    Args:
+        index: the request's number in the step.
+        lines: int64 ``[num_requests]``.
+        starts: int64 ``[num_requests + 1]``.
+        first: int64 ``[num_requests]``.
+        drafts: int64 ``[num_requests]``; empty: no request has drafts.
+        facts: int64 ``[NUM_FACTS, num_lines]``.
+        columns: columns of the requests' own digests.
+        num_rows: rows for which the step's tensors have room.
+        released: take a request, too, that was released since the step began.
+
+    Returns:
+        Its line, the number of its first row, that row's position, its number of rows and of drafts
+        among them, and whether it is malformed. Without rows: -1, 0, 0, 0, 0.
+    """
+    line, start, position = lines[index], starts[index], first[index]
+    count = starts[index + 1] - start
+    fits = 0 <= line < facts.shape[1] and count > 0 and start >= 0 and start + count <= num_rows
+    fits = fits and position >= 0 and position + count < columns
+    fits = fits and (released or facts[SERIAL, line] >= 0)
+    if not fits:
+        return -1, 0, 0, 0, 0, line >= 0 and count != 0
+    taken = 0
+    if len(drafts):
+        taken = min(max(drafts[index], 0), count)
+    return line, start, position, count, taken, False
+
+
+@compiled
+def well_formed(lines, starts, first, drafts, accepted, facts, columns, num_rows, released, seen):
+    """Tell whether no request is malformed and no two have one line.
+
+    ``accepted``, int64 ``[num_requests]``, are accepted drafts that have to be possible; it is
+    empty if they are not known yet. ``seen``, bool ``[num_lines]``, is all False, and is left so.
+    """
+    right = True
+    for index in range(len(lines)):
+        line, _, _, count, taken, refused = rows_of(
+            index, lines, starts, first, drafts, facts, columns, num_rows, released
+        )
+        if refused:
+            right = False
+        if count:
+            if seen[line] or (len(drafts) and drafts[index] != taken):
+                right = False
+            if len(accepted) and not -1 <= accepted[index] <= taken:
+                right = False
+            seen[line] = True
+    for index in range(len(lines)):
+        if 0 <= lines[index] < len(seen):
+            seen[lines[index]] = False
+    return right

@@ -1,0 +1,130 @@
+"""The tensors of a step as numpy arrays, for compiled functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import attrs
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...audit.step import Step
+
+#: Arrays of int64.
+Ints = NDArray[numpy.int64]
+
+_NONE: Final[Ints] = numpy.zeros(0, numpy.int64)
+_NO_TABLE: Final = numpy.zeros((0, 0), numpy.int32)
+
+
+@attrs.frozen(eq=False)
+class StepArrays:
+    """The arrays of a step; they share its memory where a tensor has the right dtype.
+
+    Attributes:
+        lines: int64 ``[num_requests]``.
+        starts: int64 ``[num_requests + 1]``.
+        first: int64 ``[num_requests]``.
+        tokens: int64 ``[num_rows]``.
+        drafts: int64 ``[num_requests]``; empty without drafts.
+        slots: by number of the group, int64 ``[num_rows]``; empty if nothing is written there.
+        tables: by number of the group, int32 ``[num_requests, blocks]``; without lines if the group
+            is not read.
+        sources: by number of the group, int64 ``[num_requests]``; empty if none is continued.
+        told: int64 ``[num_requests]``; empty if the engine never says.
+        num_rows: rows for which the tensors have room.
+    """
+
+    lines: Ints
+    starts: Ints
+    first: Ints
+    tokens: Ints
+    drafts: Ints
+    slots: tuple[Ints, ...]
+    tables: tuple[NDArray[numpy.int32], ...]
+    sources: tuple[Ints, ...]
+    told: Ints
+    num_rows: int
+
+    @property
+    def requests(self) -> tuple[Ints, Ints, Ints]:
+        """The lines, starts and first positions."""
+        return self.lines, self.starts, self.first
+
+
+def ints(tensor: Tensor | None) -> Ints:
+    """Return a tensor as int64, contiguous; an empty array for None."""
+    if tensor is None:
+        return _NONE
+    found: Ints = tensor.to(torch.int64).contiguous().numpy()  # the tensor itself, as a rule
+    return found
+
+
+def table(tensor: Tensor) -> NDArray[numpy.int32]:
+    """Return a block table as int32, contiguous.
+
+    Numbers that int32 has no room for are no blocks; they become -1.
+    """
+    if tensor.dtype is torch.int64:
+        tensor = torch.where(tensor == tensor.to(torch.int32), tensor, -1)
+    found: NDArray[numpy.int32] = tensor.to(torch.int32).contiguous().numpy()
+    return found
+
+
+class StepReader:
+    """Makes and remembers the arrays of steps.
+
+    An engine that gives the same ``Step`` again gives the same tensors, with other values. Their
+    arrays are found again, if they share the tensors' memory.
+
+    Args:
+        groups: the names of all groups, in the order of their numbers.
+    """
+
+    def __init__(self, groups: Sequence[str]) -> None:
+        self._groups: Final = tuple(groups)
+        self._known: WeakKeyDictionary[Step, StepArrays] = WeakKeyDictionary()
+
+    def read(self, step: Step) -> StepArrays:
+        """Return the arrays of a step."""
+        found = self._known.get(step)
+        if found is None:
+            found = self._arrays(step)
+            if _share_memory(step):
+                self._known[step] = found
+        return found
+
+    def tables(self, tables: Mapping[str, Tensor]) -> tuple[NDArray[numpy.int32], ...]:
+        """Return the block tables of all groups, by their numbers."""
+        return tuple(table(tables[name]) if name in tables else _NO_TABLE for name in self._groups)
+
+    def _arrays(self, step: Step) -> StepArrays:
+        return StepArrays(
+            lines=ints(step.lines),
+            starts=ints(step.starts),
+            first=ints(step.first),
+            tokens=ints(step.tokens),
+            drafts=ints(step.drafts),
+            slots=tuple(ints(step.slots.get(name)) for name in self._groups),
+            tables=self.tables(step.tables),
+            sources=tuple(ints(step.sources.get(name)) for name in self._groups),
+            told=ints(step.told),
+            num_rows=step.num_rows,
+        )
+
+
+def _share_memory(step: Step) -> bool:
+    """Tell whether the arrays of a step are its tensors themselves, and none is a copy."""
+    maybe = (step.drafts, step.told)
+    several = (*step.slots.values(), *step.sources.values())
+    numbers = (step.lines, step.starts, step.first, step.tokens, *several)
+    numbers += tuple(tensor for tensor in maybe if tensor is not None)
+    return all(
+        tensor.dtype is dtype and tensor.is_contiguous()
+        for dtype, tensors in ((torch.int64, numbers), (torch.int32, step.tables.values()))
+        for tensor in tensors
+    )

@@ -1,0 +1,186 @@
+"""What a step writes into the books, compiled: its rows, and what became of its drafts.
+
+Both functions do what ``kvtxn.audit.torch_passes.TorchPasses`` does, request by request. Arguments
+that they share:
+
+    lines: int64 ``[num_requests]``.
+    starts: int64 ``[num_requests + 1]``.
+    first: int64 ``[num_requests]``.
+    tokens: int64 ``[num_rows]``.
+    drafts: int64 ``[num_requests]``; empty: no request has drafts.
+    slots: for each group, int64 ``[num_rows]``; empty: the step writes nothing there.
+    groups: int64 ``[num_groups, FIELDS]``, as ``kvtxn.audit.group_lines`` makes it.
+    key: int64 ``[3]``.
+    words, owners, own, facts, journal, counters, fingerprints: the tensors of ``Books``.
+    num_rows: rows for which ``tokens`` and all ``slots`` have room.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy
+
+from ...audit import books as book
+from ...audit import digest
+from ...audit import group_lines as line_of
+from ...audit.passes import PLACE_FACTOR, STEP_FACTOR
+from .requests import rows_of
+from .words import EMBEDDED, PLAIN, as_word, compiled, term, token_of
+
+SERIAL, KNOWN, DURABLE = book.SERIAL, book.KNOWN, book.DURABLE
+KEPT, KEPT_BEFORE = book.KEPT, book.KEPT_BEFORE
+STEP, JOURNALLED, REFUSED = book.STEP, book.JOURNALLED, book.REFUSED
+OPEN, UNRESOLVED = book.OPEN, book.UNRESOLVED
+AT_STEP, AT_SERIAL, AT_POSITION = book.JOURNAL_STEP, book.JOURNAL_SERIAL, book.JOURNAL_POSITION
+AT_TERMS, AT_PLACES = book.JOURNAL_TERMS, book.JOURNAL_PLACES
+BASE, STRIDE, BLOCK_SIZE = line_of.BASE, line_of.STRIDE, line_of.BLOCK_SIZE
+NUM_BLOCKS, RING, SALT = line_of.NUM_BLOCKS, line_of.RING, line_of.SALT
+IS_STATE, OWNERS = line_of.IS_STATE, line_of.OWNERS
+REJECTED: Final = digest.REJECTED
+REPORTED: Final = digest.REPORTED
+BY_STEP: Final = digest.signed(STEP_FACTOR)
+BY_PLACE: Final = digest.signed(PLACE_FACTOR)
+
+
+@compiled
+def place_of(slot, group, left):
+    """Return the index in ``words`` of a slot's word; -1 if it has none.
+
+    Args:
+        slot: the slot; -1: none.
+        group: int64 ``[FIELDS]``.
+        left: rows of the same request that come after this one in the step: in a ring, one of them
+            may have the slot.
+    """
+    size, ring = group[BLOCK_SIZE], group[RING]
+    if slot < 0 or slot >= group[NUM_BLOCKS] * size or 0 <= ring <= left:
+        return -1
+    return group[BASE] + slot // size * group[STRIDE] + slot % size
+
+
+@compiled
+def state_at(place, group):
+    """Return the index in ``owners`` of the state whose word has an index in ``words``."""
+    return group[OWNERS] + (place - group[BASE]) // group[STRIDE]
+
+
+@compiled
+def term_at(digests, position):
+    """Return the term of a request's own token; of its first token, if there is none before it."""
+    position = max(position, 0)
+    return digests[position + 1] - digests[position]
+
+
+@compiled
+def write_rows(
+    lines, starts, first, tokens, drafts, slots, groups, key, words, owners, own, facts, journal,
+    counters, fingerprints, num_rows,
+):  # fmt: skip
+    """Note the rows of a step; see ``Passes.write``. States that it reads are not compared here."""
+    now, noted = counters[STEP] + 1, counters[JOURNALLED]
+    chains = numpy.empty(num_rows, numpy.int64)
+    written, refusals, unsure = 0, 0, 0
+    for index in range(len(lines)):
+        line, start, at, count, taken, refused = rows_of(
+            index, lines, starts, first, drafts, facts, own.shape[1], num_rows, False
+        )
+        refusals += refused
+        if count == 0:
+            continue
+        digests, known = own[line], facts[KNOWN, line]
+        chain, last, older = digests[at], term_at(digests, at - 1), term_at(digests, at - 2)
+        for within in range(count):
+            position = at + within
+            theirs = digests[position + 1] - digests[position]
+            each = term(tokens[start + within] & PLAIN, position, key)
+            if position < known:
+                if token_of(theirs, key) >= EMBEDDED:
+                    each = theirs
+            else:
+                digests[position + 1] = digests[position] + each
+            chain += each
+            chains[start + within] = chain
+            written += chain
+            entry = journal[noted % len(journal)]
+            entry[AT_STEP], entry[AT_SERIAL], entry[AT_POSITION] = (
+                now,
+                facts[SERIAL, line],
+                position,
+            )
+            entry[AT_TERMS], entry[AT_TERMS + 1], entry[AT_TERMS + 2] = each, last, older
+            older, last, noted = last, each, noted + 1
+        settled = at + count - taken
+        facts[KNOWN, line] = max(known, settled)
+        facts[DURABLE, line] = settled
+        facts[KEPT_BEFORE, line] = facts[KEPT, line]
+        facts[KEPT, line] = -1 if taken else 0
+        unsure += taken > 0
+    prints = fingerprints[now % len(fingerprints)]
+    before = fingerprints[(now - 1) % len(fingerprints)]
+    for number in range(len(slots)):
+        # Group by group: of two that share a block by mistake, the later one's word stands.
+        marks, noted = written, counters[JOURNALLED]
+        for index in range(len(lines)):
+            line, start, _, count, _, _ = rows_of(
+                index, lines, starts, first, drafts, facts, own.shape[1], num_rows, False
+            )
+            for within in range(count):
+                place = -1
+                if len(slots[number]):
+                    slot = slots[number][start + within]
+                    place = place_of(slot, groups[number], count - 1 - within)
+                    marks += place * BY_PLACE
+                journal[noted % len(journal), AT_PLACES + number] = place
+                noted += 1
+                if place >= 0:
+                    words[place] = as_word(chains[start + within] + groups[number, SALT])
+                    if groups[number, IS_STATE]:
+                        owners[state_at(place, groups[number])] = facts[SERIAL, line]
+        prints[number] = before[number] * BY_STEP + (marks if len(slots[number]) else 0)
+    counters[STEP], counters[JOURNALLED] = now, noted
+    counters[REFUSED] += refusals
+    counters[UNRESOLVED] += counters[OPEN]
+    counters[OPEN] = unsure
+
+
+@compiled
+def resolve_rows(
+    lines, starts, first, tokens, drafts, accepted, sampled, slots, groups, key, words, own, facts,
+    counters, num_rows,
+):  # fmt: skip
+    """Mark rejected rows, and count the others as the request's own; see ``Passes.resolve``.
+
+    ``accepted`` is int64 ``[num_requests]``; ``sampled`` is int64 ``[num_requests, columns]``, and
+    without columns nobody said what was sampled.
+    """
+    counters[OPEN] = 0
+    columns = sampled.shape[1]
+    for index in range(len(lines)):
+        line, start, at, count, taken, _ = rows_of(
+            index, lines, starts, first, drafts, facts, own.shape[1], num_rows, True
+        )
+        if count == 0:
+            continue
+        stay, settled = min(max(accepted[index], 0), taken), count - taken
+        for draft in range(min(stay, columns)):
+            if (tokens[start + settled + draft] ^ sampled[index, draft]) & PLAIN:
+                stay = draft
+                break
+        for within in range(settled + stay, count):
+            for number in range(len(slots)):
+                if len(slots[number]):
+                    slot = slots[number][start + within]
+                    place = place_of(slot, groups[number], count - 1 - within)
+                    if place >= 0 and words[place] != REPORTED:
+                        words[place] = REJECTED
+        if facts[SERIAL, line] < 0:
+            continue
+        length = at + settled + stay
+        known = max(facts[KNOWN, line], length)
+        if stay < columns and accepted[index] >= 0 and known == length < own.shape[1] - 1:
+            token = sampled[index, stay]
+            if 0 <= token < EMBEDDED:
+                own[line, length + 1] = own[line, length] + term(token, length, key)
+                known += 1
+        facts[KEPT, line], facts[DURABLE, line], facts[KNOWN, line] = stay, length, known
