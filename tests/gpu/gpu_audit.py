@@ -44,6 +44,18 @@ DRAFT: Final = {"method": "draft_model", "num_speculative_tokens": 3}
 GEMMA: Final = {"prefix_cache_retention_interval": None}
 SHARE: Final = 0.1
 NO_LIMIT: Final = {"max_model_len": 288, "num_gpu_blocks_override": None}
+#: Fewer blocks than the requests of a round fill.
+LARGE: Final = {
+    "max_model_len": 1024,
+    "max_num_seqs": 512,
+    "max_num_batched_tokens": 8192,
+    "num_gpu_blocks_override": 8000,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+LONG: Final = {
+    **{"rows": 10**9, "seconds": 150.0},
+    **{"requests": 768, "longest": 900, "outputs": 100},
+}
 
 
 def names(faults: Any) -> list[str]:
@@ -143,6 +155,12 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         options={"pipeline_parallel_size": 2},
         gpus=2,
     ),
+    # As much as these engines hold, for minutes; nothing is planted.
+    "long": engine("llama", FA, LEDGER, scenarios=["eight"], options=LARGE, long=LONG),
+    "long-bytes": engine("llama", FA, BYTES, scenarios=["eight"], options=LARGE, long=LONG),
+    "long-v1": engine(
+        *("llama", FA, LEDGER), scenarios=["eight"], options=LARGE, long=LONG, environment=V1
+    ),
     # vLLM sizes the cache by what is free, beside the ledger.
     "memory": engine(
         *("llama", FA, BYTES),
@@ -211,6 +229,10 @@ def wrong(job: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
         if not cell["exact"] and not timed and name not in DRAWN:
             yield f"{name}: {cell['same']} texts are the same"
     yield from (f"a step waits: {where}" for where in report.get("time", {}).get("waits", ()))
+    long = report.get("long", {})
+    yield from (
+        f"long: {long[name]} {name}" for name in ("violations", "unjudged") if long.get(name)
+    )
     yield from unfound(report.get("planted"))
     facts = report["facts"][-1]
     if job.get("alone") and facts["reserved"] > facts["memory"] * SHARE + (300 << 20):
@@ -245,6 +267,7 @@ def summary(report: dict[str, Any]) -> str:
     """One line about an engine in which all is well."""
     counts = [c for cell in report["healthy"].values() for c in cell.get("counters", ())]
     rows = sum(int(c.get("kvtxn_audit_rows_checked_total", 0)) for c in counts)
+    rows += report.get("long", {}).get("rows", 0)
     compared = sum(
         cell.get("facts", {}).get("compared", 0) or 0 for cell in report["healthy"].values()
     )
@@ -256,7 +279,7 @@ def summary(report: dict[str, Any]) -> str:
         f"{rows} rows read, {compared} bytes compared, {struck} of {len(found)} faults found, "
         f"{report['seconds']} s, graphs {facts['graphs']}, ahead {facts['ahead']}, groups "
         f"{facts['groups']}, published {facts.get('published')}, windows {facts['windows']}, "
-        f"ledger {facts.get('bytes', 0) >> 10} KiB, same {same}, time {report.get('time')}"
+        f"ledger {facts.get('bytes', 0) >> 10} KiB, same {same}, time {report.get('time')}, long {report.get('long')}"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import gpu_oracle
 import gpu_planted
+import long_life
 import scenarios
 import torch
 from gpu_models import write
@@ -268,6 +269,10 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if job["asked"]["audit"] == "bytes":
         report["compare_all"] = llm.collective_rpc("audit_compare_all")
     report["healthy"] = healthy(llm, job)
+    if job.get("long"):
+        llm.reset_prefix_cache()
+        llm.collective_rpc("audit_switch", args=(True,))
+        report["long"] = long_life.live(llm, **job["long"])
     if job.get("time"):
         report["time"] = timing(llm, job["time"])
     if job.get("faults"):

@@ -102,6 +102,7 @@ def audit(folder: Path) -> dict[str, Any]:
         cells = {name: each for name, each in report["healthy"].items() if "error" not in each}
         counts = [count for cell in cells.values() for count in cell["counters"]]
         planted = report.get("planted") or {"found": {}}
+        long = report.get("long") or {"rows": 0, "violations": 0}
         told = [
             cell["same"].split(" of ")
             for name, cell in cells.items()
@@ -111,8 +112,10 @@ def audit(folder: Path) -> dict[str, Any]:
             "audit": job["asked"]["audit"],
             "windows": job["asked"].get("policy"),
             "runner": "V1" if job.get("environment", {}).get("VLLM_USE_V2_MODEL_RUNNER") else "V2",
-            "rows": int(sum(c.get("kvtxn_audit_rows_checked_total", 0) for c in counts)),
-            "wrong": int(sum(c.get("kvtxn_audit_violations_total", 0) for c in counts)),
+            "rows": int(sum(c.get("kvtxn_audit_rows_checked_total", 0) for c in counts))
+            + long["rows"],
+            "wrong": int(sum(c.get("kvtxn_audit_violations_total", 0) for c in counts))
+            + long["violations"],
             "same": sum(int(a) for a, _ in told),
             "requests": sum(int(b) for _, b in told),
             "compared": sum(cell["facts"].get("compared") or 0 for cell in cells.values()),
