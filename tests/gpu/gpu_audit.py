@@ -279,7 +279,8 @@ def summary(report: dict[str, Any]) -> str:
         f"{rows} rows read, {compared} bytes compared, {struck} of {len(found)} faults found, "
         f"{report['seconds']} s, graphs {facts['graphs']}, ahead {facts['ahead']}, groups "
         f"{facts['groups']}, published {facts.get('published')}, windows {facts['windows']}, "
-        f"ledger {facts.get('bytes', 0) >> 10} KiB, same {same}, time {report.get('time')}, long {report.get('long')}"
+        f"ledger {facts.get('bytes', 0) >> 10} KiB, same {same}, time {report.get('time')}, "
+        f"long {report.get('long')}"
     )
 
 
