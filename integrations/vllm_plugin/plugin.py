@@ -120,17 +120,38 @@ def _recording(wrapper: Foreign) -> dict[str, Any] | None:
 
 
 def _on_scheduler(scheduler: Foreign, config: Foreign) -> None:
-    """Let a scheduler contain what the audit finds, if the user asks for it."""
+    """Bound what connectors store, beside windows; contain what the audit finds, if asked to."""
     from .audit import containing
     from .internals import audited
     from .internals import config as engine_config
 
     asked = engine_config.additional_config(config)
+    if is_asked(asked):
+        _bound_stores(scheduler, config)
     if not is_audited(asked) or not wants(asked, "on_violation", "contain"):
         return
     if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
         _undo_engines.append(show_log())  # an engine's core may have a process of its own
         containing.attach(scheduler, config, required=wants(asked, "required", True))
+
+
+def _bound_stores(scheduler: Foreign, config: Foreign) -> None:
+    """Let connectors store computed rows only, in an engine that can have windows."""
+    from .internals import config as engine_config
+    from .internals import connectors
+
+    try:
+        facts = engine_config.config_facts(config)
+        wanted = settings(engine_config.additional_config(config), 1, facts.device)
+        if wanted is not None and wanted.windows:
+            policy, _ = decide(wanted.txn.policy, facts)
+            if policy != "off":
+                _undo_engines.append(connectors.bound_stores(scheduler))
+    except KVTxnError:
+        raise
+    except Exception as error:
+        effect = "connectors store what vLLM says"
+        log.warning("kvtxn.stores_not_bounded", why=repr(error), effect=effect)
 
 
 def _before_engine(config: Foreign) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from unittest import mock
 
 import gpu_child
-from connected_jobs import SCENARIOS, transfer
+from connected_jobs import transfer
+from connector_scenarios import SCENARIOS
 from egress_oracle import EgressOracle
 from gpu_oracle import Watch
 

@@ -3,69 +3,26 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
+from connector_scenarios import SCENARIOS
 from gpu_jobs import BOTH, UNDO, V1, job
 from gpu_judge import Bounded, beyond
 from gpu_ties import NEAR, NOISE
-from scenarios import Engine, Tokens, preempted, text
 
 DEFERRED = ("deferred",)
 
 
-def forget(engine: Engine) -> None:
-    """Empty the prefix cache, once vLLM has heard that the connectors' transfers are over."""
-    for number in range(50):
-        if engine.llm.reset_prefix_cache():
-            return
-        time.sleep(0.02)
-        asked = [{"prompt_token_ids": text(900 + number, 8)}]
-        engine.llm.generate(asked, engine.params(2), use_tqdm=False)
-    raise RuntimeError("the prefix cache cannot be emptied")
-
-
-def come_back(engine: Engine) -> Tokens:
-    """Prompts, their continuation, and the prompts again, each with an empty prefix cache.
-
-    The second time blocks come back that verify steps filled, drafts at their ends included.
-    """
-    prompts = [text(500 + i, 70 + 9 * i) for i in range(8)]
-    first = engine.run(prompts, 60)
-    forget(engine)
-    longer = [prompt + tokens[:40] for prompt, tokens in zip(prompts, first, strict=True)]
-    second = engine.run(longer, 30)
-    forget(engine)
-    return [*first, *second, *engine.run(prompts, 60)]
-
-
-def aborted(engine: Engine) -> Tokens:
-    """Requests that are aborted while blocks of theirs are stored; then all of them once more."""
-    inner, params, done = engine.llm.llm_engine, engine.params(40), dict[str, Any]()
-    asked = {f"abort-{i}": text(600 + i, 70 + 5 * i) for i in range(8)}
-    for name, prompt in asked.items():
-        inner.add_request(name, {"prompt_token_ids": prompt}, params)
-    for step in range(400):
-        if not inner.has_unfinished_requests():
-            break
-        if step in (4, 8):
-            inner.abort_request([f"abort-{step // 4 - 1}"])
-        for output in inner.step():
-            done[output.request_id] = output.outputs[0]
-    whole = [name for name in asked if name not in ("abort-0", "abort-1")]
-    first = [engine.keep(asked[name], done[name]) for name in whole]
-    forget(engine)
-    return first + engine.run(list(asked.values()), 30)
-
-
-SCENARIOS = {each.__name__: each for each in (come_back, preempted, aborted)}
-ALL = [*SCENARIOS]
+#: The last scenario is for OffloadingConnector alone, which can forget what it has stored.
+ALL = [name for name in SCENARIOS if name != "interrupted"]
+EVERY = {"scenarios": [*SCENARIOS]}
 
 #: Every prompt begins in one step: of a longer one ExampleConnector stores what is not there yet.
 WHOLE = {"max_num_batched_tokens": 2048, "num_gpu_blocks_override": 80}
 MEMORY = {"cpu_bytes_to_use": 8 << 20}  # of an engine; some keep it in /dev/shm
-OFFLOAD = ("OffloadingConnector", MEMORY)
+#: Outputs, too, which verify steps write.
+OFFLOAD = ("OffloadingConnector", MEMORY | {"offload_prompt_only": False})
 SIMPLE = ("SimpleCPUOffloadConnector", MEMORY)
 LAZY = ("SimpleCPUOffloadConnector", MEMORY | {"lazy_offload": True})
 EXAMPLE = ("ExampleConnector", {"shared_storage_path": "stored"})
@@ -80,9 +37,9 @@ def connected(policies: tuple[str, ...], says: str, *connectors: Any, **more: An
 
 #: Without connectors: what all others have to say.
 PLAIN: dict[str, Any] = {
-    "connectors_plain": connected((), "no connector"),
+    "connectors_plain": connected((), "no connector", **EVERY),
     "connectors_plain_whole": connected((), "no connector", options=WHOLE),
-    "connectors_plain_v1": connected((), "no connector, the V1 runner", environment=V1),
+    "connectors_plain_v1": connected((), "no connector, the V1 runner", environment=V1, **EVERY),
 }
 TO_WHOLE: dict[str, Any] = {
     "options": WHOLE,
@@ -94,7 +51,7 @@ TO_V1: dict[str, Any] = {"environment": V1, "plain": "connectors_plain_v1"}
 JOBS: dict[str, dict[str, Any]] = {
     # Its layout has heads before rows, which FlashAttention cannot read by slot.
     "connectors_offload": connected(
-        *(("undo", "auto"), "blocks copied when the next step begins", OFFLOAD)
+        *(("undo", "auto"), "blocks copied when the next step begins", OFFLOAD), **EVERY
     ),
     "connectors_simple": connected(BOTH, "blocks copied once a step is over", SIMPLE),
     "connectors_lazy": connected(
@@ -118,7 +75,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "connectors_bench": connected(
         *(BOTH, "blocks of numbers instead of prompts", BENCH), **TO_WHOLE | {"plain": None}
     ),
-    "connectors_v1_offload": connected(UNDO, "the V1 runner", OFFLOAD, **TO_V1),
+    "connectors_v1_offload": connected(UNDO, "the V1 runner", OFFLOAD, **TO_V1, **EVERY),
     "connectors_v1_simple": connected(BOTH, "the V1 runner", SIMPLE, **TO_V1),
 }
 

@@ -15,6 +15,7 @@ from . import (
     audited,
     audited_v2,
     batches,
+    connectors,
     gated_delta,
     held_states,
     layers,
@@ -81,6 +82,10 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.outputs.ModelRunnerOutput",
         "vllm.v1.outputs.SamplerOutput",
         "vllm.v1.spec_decode.metadata.SpecDecodeMetadata",
+        *_of(
+            f"{_CONNECTORS}.kv_connector.v1.offloading.scheduler.OffloadingConnectorScheduler",
+            connectors.OFFLOADING_METHODS,
+        ),
     ),
     "cpu": (
         *_of(_V1_CPU, (*batches.V1_METHODS, *audited.AUDITED_METHODS, *_STEP)),

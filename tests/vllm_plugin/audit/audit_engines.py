@@ -7,30 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from engine_options import options
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
 from model_files import VOCAB, write
-from scenarios import NGRAM
-
-
-def options(model: str, kvtxn: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Arguments of an engine whose pool is small enough to preempt; ``model`` is a folder."""
-    return {
-        "model": model,
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "seed": 0,
-        "enforce_eager": True,
-        "block_size": 32,
-        "num_gpu_blocks_override": 22,
-        "max_model_len": 288,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 128,
-        "disable_log_stats": False,
-        "enable_prefix_caching": True,
-        "speculative_config": NGRAM,
-        "additional_config": {"kvtxn": kvtxn},
-        **more,
-    }
 
 
 def healthy(folder: Path, model: str, kvtxn: dict[str, Any], rows: int, **more: Any) -> Any:

@@ -11,8 +11,8 @@ import contained_engines
 import planted_bytes
 import planted_engines
 import state_models
-from audit_engines import options
 from engine_jobs import two_cores
+from engine_options import connector, options
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
 from model_files import VOCAB, write
 from planting import Rig
@@ -172,31 +172,6 @@ ENGINES |= {
         "environment": TWO_RANKS,
     },
 }
-
-
-def connector(folder: Path, kind: str) -> dict[str, Any]:
-    """The settings of a KV connector that keeps what it stores in files or in memory."""
-    example = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder / "stored")},
-    }
-    offloading = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "MemoryStoreSpec",
-            "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
-            "cpu_bytes_to_use": 64 << 20,
-            "offload_prompt_only": False,
-        },
-    }
-    several = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [offloading, example]},
-    }
-    return {"example": example, "offloading": offloading, "several": several}[kind]
 
 
 class Stage:

@@ -178,7 +178,7 @@ class EgressOracle:
 
     def _eg_tap(self, connector: Any, place: str) -> None:
         """Watch a connector, or each of several."""
-        kind = type(connector).__name__
+        kinds = [kind.__name__ for kind in type(connector).__mro__]  # an audit makes a subclass
         for number, each in enumerate(getattr(connector, "_connectors", ())):
             self._eg_tap(each, f"{place}{number}.")
         if getattr(connector, "connector_worker", None) is not None:
@@ -188,7 +188,7 @@ class EgressOracle:
                 self._eg_around(connector, "start_load_kv", self._eg_filled)
         elif getattr(connector, "worker_handler", None) is not None:
             self._eg_tap_simple(connector, connector.worker_handler, f"{place}simple")
-        elif kind == "ExampleConnector":
+        elif "ExampleConnector" in kinds:
             self._eg_tap_example(connector)
 
     def _eg_around(self, owner: Any, method: str, then: Callable[[Any], None]) -> None:

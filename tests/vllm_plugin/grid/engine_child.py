@@ -169,7 +169,9 @@ def share_work(cache: Path) -> None:
     os.environ["VLLM_CACHE_ROOT"] = str(cache)
     registry._run_in_subprocess = lambda function: function()
     platform = type(current_platform)
-    override = platform.register_triton_kernel_overrides
+    override = getattr(platform, "register_triton_kernel_overrides", None)
+    if override is None:  # a release before it
+        return
 
     def overridden(cls: Any) -> None:
         override()  # trips over numba where that was imported before

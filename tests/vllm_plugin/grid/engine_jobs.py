@@ -251,6 +251,16 @@ STATES = {
     **dict.fromkeys(("stock", "raise", "mamba2-stock"), 2),
 }
 
+#: Engines of ``tests/vllm_plugin/connectors/connected_engines.py``: weights, and the policies.
+#: GPUs have both policies of each (``tests/gpu/connected_jobs.py``).
+CONNECTED = {
+    "plain": (8, ("stock",)),
+    "offload": (9, ("stock", *POLICIES)),
+    "several": (6, ("deferred",)),
+    "second": (9, ("undo",)),
+    "bench": (4, ("stock", "deferred")),
+}
+
 #: Runs of ``tests/audit_command/audit_runs.py``, by name, with their weights.
 AUDITS = {
     **dict.fromkeys(("chat", "own-prompts", "refused", "trace"), 11),
@@ -290,6 +300,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         *((f"command-{name}", weight, "command_runs:run") for name, weight in COMMANDS.items()),
         *((f"states-{name}", weight, "state_engines:run") for name, weight in STATES.items()),
     )
+}
+OTHERS |= {
+    f"connected-{name}": {
+        "weight": weight,
+        "engines": dict.fromkeys(policies),
+        "work": "connected_engines:run",
+    }
+    for name, (weight, policies) in CONNECTED.items()
 }
 
 #: Jobs whose every scenario is compared with stock.

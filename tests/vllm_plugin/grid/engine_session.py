@@ -20,7 +20,10 @@ from engine_pool import EngineFailed, EnginePool
 from folders import TESTS, python_path
 
 #: Folders of the modules that only engines' processes import.
-FOLDERS = [TESTS / name for name in ("vllm_plugin/audit", "vllm_plugin/states", "audit_command")]
+FOLDERS = [
+    *(TESTS / "vllm_plugin" / name for name in ("audit", "states", "connectors")),
+    TESTS / "audit_command",
+]
 
 #: Seconds for one engine, which takes a tenth of them on a machine that does nothing else.
 LIMIT = 900
