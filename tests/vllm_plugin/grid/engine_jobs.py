@@ -289,7 +289,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("starts", 65, "engine_starts:starts"),
         ("unhooking", 7, "engine_starts:unhooking"),
         ("unchecked", 33, "unchecked_engines:run"),
-        ("endings", 15, "engine_endings:endings"),
+        ("outlived", 15, "outlived_engines:counters"),
         ("audit-llama", 5, "audit_engines:llama"),
         ("audit-gemma3", 4, "audit_engines:gemma3"),
         ("audit-windows", 3, "audit_engines:windows"),

@@ -7,7 +7,7 @@ from engine_jobs import missing
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.engines("endings"),
+    pytest.mark.engines("outlived"),
 ]
 
 STAGED = "kvtxn_rows_staged_total"
@@ -15,8 +15,8 @@ STAGED = "kvtxn_rows_staged_total"
 
 @pytest.fixture(scope="module")
 def report(reports):
-    """The report of ``engine_endings``."""
-    return reports("endings")["alone"]
+    """The report of ``outlived_engines``."""
+    return reports("outlived")["alone"]
 
 
 def test_snapshots_survive_a_shutdown(report):

@@ -19,7 +19,7 @@ def generate(llm: Any, tokens: int) -> None:
     llm.generate([prompt], settings, use_tqdm=False)
 
 
-def endings(folder: Path) -> dict[str, Any]:
+def counters(folder: Path) -> dict[str, Any]:
     """Report each engine's counters while it lives, after its end, and when it is forgotten."""
     from kvtxn.integrations.vllm_plugin.plugin import last_snapshots, snapshots
 

@@ -1,0 +1,66 @@
+"""The type of a row of the table of rules, and of the outcome; the rows are in ``policy.rules``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import attrs
+
+from . import supported
+from .engine import EngineFacts
+
+
+class Decision(NamedTuple):
+    """The policy of an engine, or ``"off"`` for stock vLLM, and the reason for it."""
+
+    policy: str
+    reason: str
+
+
+@attrs.frozen
+class Rule:
+    """A row of the table of rules.
+
+    Attributes:
+        name: a short name, unique in the table.
+        forbids: ``"windows"``: kvtxn stays out altogether. ``"deferred"``: the attention cannot
+            read the window, so drafts have to be in the cache. ``"others"``: every policy but
+            ``deferred``. ``"auto"``: the user may name ``deferred``, but "auto", which promises
+            stock's tokens, does not choose it.
+        applies: tells whether the rule concerns an engine.
+        reason: one sentence; ``{names}`` are facts, ``{lacking}`` is the result of ``lacking``,
+            ``{connector}`` that of ``connector``, and ``{state_releases}`` are the releases whose
+            recurrent layers were checked on the engine's device. States of no known dtype, before
+            the model is loaded, are "recurrent".
+        example: facts of an engine that the rule concerns; all its other facts are the defaults of
+            ``EngineFacts``.
+    """
+
+    name: str
+    forbids: Literal["windows", "deferred", "others", "auto"]
+    applies: Callable[[EngineFacts], bool]
+    reason: str
+    example: Mapping[str, object]
+
+    def says(self, facts: EngineFacts) -> str:
+        """Return the rule's reason, with the facts of this engine filled in."""
+        found = {
+            "lacking": lacking(facts),
+            "connector": connector(facts),
+            "state_releases": ", ".join(supported.state_releases_for(facts.device)),
+            "state_dtype": facts.state_dtype or "recurrent",
+        }
+        return self.reason.format_map(attrs.asdict(facts) | found)
+
+
+def lacking(facts: EngineFacts) -> str:
+    """Name a feature that the engine wants and vLLM's attention backend lacks; "" without any."""
+    asked = {"ALiBi": facts.alibi, "attention sinks": facts.sinks, "shared rows": facts.kv_sharing}
+    wanted = [facts.dtype, facts.kv_cache_dtype, *(name for name, has in asked.items() if has)]
+    return supported.lacking(facts.attention, wanted) if facts.device == "cuda" else ""
+
+
+def connector(facts: EngineFacts) -> str:
+    """Name the engine's first KV connector that was not checked on its device; "" without any."""
+    return supported.unchecked_connector(facts.device, facts.connectors)
