@@ -132,6 +132,8 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             got=repr(unchecked),
             hint="leave unchecked out",
         )
+    if given.get("policy") is None:
+        _check_no_window(given)
     for name in ("on_violation", "record") if audit == "off" else ():
         if name in given:
             raise ConfigError(
@@ -154,6 +156,18 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
         _check_recurrent(recurrent, device, windows=windows)
     txn = _txn_config(given, max_rows, ours if windows else [*ours, "policy"])
     return PluginSettings(txn, required, windows, recurrent, audit, on_violation, record, unchecked)
+
+
+def _check_no_window(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting of windows beside an audit that opens none."""
+    for field in attrs.fields(TxnConfig):
+        if field.name != "policy" and field.name in given:
+            raise ConfigError(
+                _WHERE,
+                f"{field.name} has no effect without a policy: no window is opened",
+                got=repr(given[field.name]),
+                hint=f'add "policy": "auto", or leave {field.name} out',
+            )
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:

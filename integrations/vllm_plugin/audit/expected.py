@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..policy.engine import EngineFacts
-from ..policy.supported import RELEASES
+from ..policy import supported
 
 
 def cannot_watch(
@@ -46,7 +46,7 @@ def last_stage_only(runner: str, speculates: bool, last_stage: bool) -> str | No
 
 def in_words(facts: EngineFacts) -> str:
     """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
-    if facts.version not in RELEASES:
+    if facts.version not in supported.releases_for(facts.device):
         return "not known of this release; kvtxn.audit_active or kvtxn.audit_inactive says it"
     connector = next(iter(facts.connectors), None)
     why = cannot_watch(facts.device, facts.runner, facts.context_parallel, connector)

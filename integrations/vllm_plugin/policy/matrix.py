@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 
 from .engine import GATED_DELTA, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
-from .rule import Decision
+from .rule_type import Decision
 from .rules import decide
 
 Changes = Mapping[str, object]
@@ -22,7 +22,7 @@ LATENT: Final = "DeepSeek-V2, -V3 (latent)"
 ALIBI: Final = "Bloom, MPT (ALiBi)"
 SINKS: Final = "gpt-oss (sinks)"
 STATES: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "exact"'
-MIXED: Final = 'Nemotron-H, Falcon-H1, Mamba-2 with "recurrent": "exact"'
+MIXED: Final = 'Nemotron-H, Granite 4, Falcon-H1, Mamba-2 with "recurrent": "exact"'
 CONVOLVED: Final = 'LFM2 with "recurrent": "exact"'
 SHARED: Final = "Gemma3n (layers share rows)"
 

@@ -13,7 +13,7 @@ from ....errors import ConfigError
 from ..settings import PluginSettings
 from . import supported
 from .engine import EngineFacts
-from .rule import Decision, Rule, connector, lacking
+from .rule_type import Decision, Rule, connector, lacking
 from .state_rules import STATE_RULES
 
 

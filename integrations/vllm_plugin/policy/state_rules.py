@@ -6,7 +6,7 @@ from typing import Final
 
 from . import supported
 from .engine import GATED_DELTA, KNOWN_STATES, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
-from .rule import Rule
+from .rule_type import Rule
 
 #: Devices with recurrent layers whose operators or kernels kvtxn knows.
 _DEVICES: Final = ("cpu", "cuda")
@@ -30,12 +30,6 @@ def _asked(facts: EngineFacts) -> bool:
 def _on_gpu(facts: EngineFacts) -> bool:
     """Tell whether states are to be in the windows of an engine on a GPU."""
     return _asked(facts) and facts.device == "cuda"
-
-
-def _releases(facts: EngineFacts) -> tuple[str, ...]:
-    """Return the releases whose recurrent layers kvtxn knows on the engine's device."""
-    on_gpu = facts.device == "cuda"
-    return supported.GPU_STATE_RELEASES if on_gpu else supported.STATE_RELEASES
 
 
 def _foreign_dtype(facts: EngineFacts) -> bool:
@@ -91,11 +85,11 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "windows",
         lambda f: (
             _asked(f)
-            and (f.version in supported.RELEASES or f.unchecked)
-            and f.version not in _releases(f)
+            and (f.version in supported.releases_for(f.device) or f.unchecked)
+            and f.version not in supported.state_releases_for(f.device)
         ),
-        "recurrent states were not checked with vLLM {version}; supported: "
-        + ", ".join(supported.STATE_RELEASES),
+        "recurrent states were not checked with vLLM {version} on device {device}; supported: "
+        "{state_releases}",
         {**_WITH_STATES, "version": "0.31.0"},
     ),
     Rule(

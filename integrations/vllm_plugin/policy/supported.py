@@ -31,6 +31,11 @@ def releases_for(device: str) -> tuple[str, ...]:
     return GPU_RELEASES if device == "cuda" else RELEASES
 
 
+def state_releases_for(device: str) -> tuple[str, ...]:
+    """Return the releases whose recurrent layers were checked on a device, oldest first."""
+    return GPU_STATE_RELEASES if device == "cuda" else STATE_RELEASES
+
+
 def is_listed(version: str) -> bool:
     """Tell whether something was checked with a release, so that its configuration is known."""
     return version in RELEASES or version in GPU_RELEASES

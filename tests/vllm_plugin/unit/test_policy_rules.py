@@ -231,6 +231,27 @@ def test_unchecked_is_true_or_false_and_needs_a_policy():
         settings({"kvtxn": {"audit": "ledger", "unchecked": True}}, 8, "cpu")
 
 
+WINDOWS = {
+    "backend": "torch", "max_rows": 64, "acceptance": "loop", "on_error": "raise",
+    "staging": "copy", "debug": True,
+}  # fmt: skip
+
+
+def test_every_setting_of_windows_is_tried_without_a_policy():
+    assert {"policy", *WINDOWS} == {field.name for field in attrs.fields(TxnConfig)}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("policy", [{}, {"policy": None}])
+def test_settings_of_windows_need_a_policy(name, policy):
+    """An audit alone opens no window, so they would be taken and do nothing."""
+    given = {"audit": "ledger", name: WINDOWS[name]}
+    with pytest.raises(ConfigError, match=f"{name} has no effect without a policy: no window"):
+        settings({"kvtxn": {**given, **policy}}, 8, "cpu")
+    assert settings({"kvtxn": {**given, "policy": "undo"}}, 8, "cpu") is not None
+    assert settings({"kvtxn": {"audit": "ledger", **policy, "required": True}}, 8, "cpu")
+
+
 @pytest.mark.parametrize(
     "facts",
     [

@@ -18,6 +18,7 @@ from kvtxn.integrations.vllm_plugin.attach import swap_class
 from kvtxn.integrations.vllm_plugin.cpu import lent_rows, runner_states
 from kvtxn.integrations.vllm_plugin.internals import gated_delta, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
+from kvtxn.integrations.vllm_plugin.policy import supported
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, OTHER_STATES, EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.matrix import matrix
@@ -98,7 +99,7 @@ def test_what_rules_deferred_out_leaves_nothing_else():
         ({**ON_GPU, "tensor_parallel": 2}, "under tensor parallelism"),
         ({**ON_GPU, "pipeline_parallel": 2}, "under pipeline parallelism"),
         ({**ON_GPU, "recurrent": OTHER_STATES}, "of no other recurrent layers"),
-        ({**ON_GPU, "dtype": "float16"}, "not checked with None states of a float16 model"),
+        ({**ON_GPU, "dtype": "float16"}, "not checked with recurrent states of a float16 model"),
         ({"cached_states": True}, "set enable_prefix_caching to False"),
         ({"state_dtype": "bfloat16"}, "not checked with bfloat16 states"),
         ({"version": "0.31.0"}, "supported: 0.32.0"),
@@ -108,6 +109,22 @@ def test_other_engines_with_states_stay_stock_with_a_reason(changes, says):
     off = decide("auto", attrs.evolve(ENGINE, **changes))
     assert off.policy == "off"
     assert says in off.reason
+
+
+@pytest.mark.parametrize(("changes", "names"), [({}, "0.30.9"), (ON_GPU, "0.31.9")])
+def test_releases_for_states_are_those_of_the_device(monkeypatch, changes, names):
+    monkeypatch.setattr(supported, "STATE_RELEASES", ("0.30.9",))
+    monkeypatch.setattr(supported, "GPU_STATE_RELEASES", ("0.31.9",))
+    off = decide("auto", attrs.evolve(ENGINE, **changes))
+    assert off.policy == "off"
+    assert off.reason.endswith(f"supported: {names}")
+
+
+def test_a_dtype_of_states_that_is_not_known_yet_has_no_name():
+    """Before the model is loaded; no reason of any rule names a fact that is missing."""
+    for device in ("cpu", "cuda"):
+        for row in matrix(EngineFacts(device=device, runner="v2" if device == "cuda" else "v1")):
+            assert "None" not in str(row)
 
 
 @real_vllm
@@ -145,7 +162,7 @@ def test_on_a_gpu_states_go_with_every_policy():
 def test_the_matrix_names_both_kinds_of_states():
     lines = [str(row) for row in matrix(EngineFacts())]
     held = [line for line in lines if ": deferred (a recurrent state" in line]
-    for family in ("Qwen3-Next, Qwen3.5", "Nemotron-H, Falcon-H1, Mamba-2", "LFM2"):
+    for family in ("Qwen3-Next, Qwen3.5", "Nemotron-H, Granite 4, Falcon-H1, Mamba-2", "LFM2"):
         mine = [line for line in held if f'{family} with "recurrent": "exact"' in line]
         assert mine
         assert all(line.endswith("; seen running") for line in mine if "bfloat16" in line)
