@@ -6,11 +6,12 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 
 
-def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def capture(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
     """Capture the launches of a function on the current device.
 
     Unlike ``torch.cuda.graph``, this neither waits for the device nor empties torch's memory cache,
@@ -19,6 +20,8 @@ def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     Args:
         run: launches kernels and does not wait for any of them. Call it once before the capture, so
             that every kernel is compiled and every buffer allocated by then.
+        pool: from ``torch.cuda.graph_pool_handle``: graphs of one pool share the memory that their
+            functions allocate, so none of them may run while another one does.
 
     Returns:
         The graph. It owns the memory that ``run`` allocates, and keeps the kernels' addresses.
@@ -27,7 +30,7 @@ def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with _no_garbage_collection(), torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             run()
         finally:

@@ -4,7 +4,8 @@ Everything is measured in one run, by graph replays in turn, each of which finds
 
 - ``stock``: the engine's operator of all layers, which writes a state per row;
 - ``stage``, ``read``, ``commit``: what ``exact`` does in its place: keep the rows, verify without
-  writing a state, and write one state per request, of all layers each;
+  writing a state, and write one state per request, of all layers each; ``together`` is the commit
+  as captured graphs have it, several layers side by side;
 - ``replay``: kvtxn's own commit, one launch, and ``floor``: a plain copy of as many bytes as the
   states have, one read and one written.
 
@@ -42,8 +43,10 @@ Samples = Callable[[Mapping[str, Sequence[Step]]], dict[str, list[float]]]
 #: Tests of the conformance kit that have to hold before a number may be written.
 _GATE: Final = ("test_replay_in_a_graph", "test_forms_of_acceptance")
 
-#: Parts of a step with ``exact``.
+#: Parts of a step with ``exact``: without captured graphs, and with them.
 _PARTS: Final = ("stage", "read", "commit")
+_CAPTURED: Final = ("stage", "read", "together")
+_EVERY: Final = ("stock", *_PARTS, "together")
 
 #: Calls by which the host's time is measured.
 _HOST_CALLS: Final = 15
@@ -115,20 +118,25 @@ def measure(
     candidates: dict[str, Sequence[Step]] = {"replay": replay.steps(), "floor": load.copies()}
     eager: dict[str, Sequence[Step]] = {"replay": replay.eager()}
     for ops in operators(load):
-        check_exact(load, ops)
-        for part in ("stock", *_PARTS):
+        check_exact(load, ops, _PARTS)
+        check_exact(load, ops, _CAPTURED)
+        for part in _EVERY:
             run_part = getattr(ops, part)
             candidates[f"{ops.name}: {part}"] = [
                 lambda run_part=run_part, turn=turn: run_part(turn)  # type: ignore[misc]
                 for turn in load.turns
             ]
         eager[ops.name] = [lambda ops=ops: ops.commit(load.turns[0])]  # type: ignore[misc]
+        captured = ops.captured()
+        if captured is not None:
+            eager[f"{ops.name}: captured"] = [captured]
         kernels[ops.name] = {"buffer_bytes": ops.nbytes, "formula_bytes": ops.formula}
     times = samples(candidates)
     host = {name: host_time(steps[0]) for name, steps in eager.items()}
     for name, found in kernels.items():
-        found |= of_kernel({part: times[f"{name}: {part}"] for part in ("stock", *_PARTS)})
+        found |= of_kernel({part: times[f"{name}: {part}"] for part in _EVERY})
         found["host_us"] = host[name]
+        found["captured_host_us"] = host.get(f"{name}: captured")
     return {
         **attrs.asdict(case),
         "layers": case.shape.layers,
@@ -144,8 +152,13 @@ def measure(
     }
 
 
-def check_exact(load: StateWorkload, ops: VerifyOps) -> None:
+def check_exact(load: StateWorkload, ops: VerifyOps, parts: Sequence[str]) -> None:
     """Compare the states that ``exact`` leaves in the first and the last layer with stock's.
+
+    Args:
+        load: the states and steps.
+        ops: the operators.
+        parts: names of the methods that make up a step with ``exact``.
 
     Raises:
         AssertionError: they differ in a bit, or another block changed.
@@ -160,7 +173,7 @@ def check_exact(load: StateWorkload, ops: VerifyOps) -> None:
     expected = [states[kept] for states in ends]
     for states, was in zip(ends, before, strict=True):
         states[blocks] = was
-    for part in _PARTS:
+    for part in parts:
         getattr(ops, part)(fresh)
     for states, wanted, was in zip(ends, expected, before, strict=True):
         found = states[blocks]
@@ -170,13 +183,19 @@ def check_exact(load: StateWorkload, ops: VerifyOps) -> None:
 
 
 def of_kernel(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Put one kernel's medians together, and the time of all parts as a share of stock's."""
-    exact = [sum(parts) for parts in zip(*(times[part] for part in _PARTS), strict=True)]
-    added = [stage + commit for stage, commit in zip(times["stage"], times["commit"], strict=True)]
+    """Put one kernel's medians together, and the time of all parts as a share of stock's.
+
+    ``added`` is what ``exact`` does beside verifying, with captured graphs.
+    """
+    exact, captured, added = (
+        [sum(parts) for parts in zip(*(times[part] for part in names), strict=True)]
+        for names in (_PARTS, _CAPTURED, ("stage", "together"))
+    )
     return {
         "us": {part: _median(found) for part, found in times.items()}
-        | {"added": _median(added), "exact": _median(exact)},
-        "of_stock": _ratios(exact, times["stock"]),
+        | {"added": _median(added), "exact": _median(captured)},
+        "of_stock": _ratios(captured, times["stock"]),
+        "of_stock_layer_by_layer": _ratios(exact, times["stock"]),
     }
 
 
@@ -226,8 +245,10 @@ def report(found: Mapping[str, Any]) -> str:
         replay = row["replay"]
         for name, kernel in row["kernels"].items():
             us = kernel["us"]
-            cells = [f"{us[part]:.0f}" for part in ("stock", *_PARTS)]
-            cells += [_interval(kernel["of_stock"]), f"{kernel['host_us']:.0f}"]
+            cells = [f"{us[part]:.0f}" for part in _EVERY]
+            host = [kernel["host_us"], kernel["captured_host_us"]]
+            cells += [_interval(kernel["of_stock"])]
+            cells += ["-" if time is None else f"{time:.0f}" for time in host]
             cells += [f"{replay['us']['replay']:.0f}", _interval(replay["of_floor"])]
             rows.append([", ".join([*where[:2], name]), *where[2:], *cells])
             if kernel["formula_bytes"] and row["requests"] == most:
@@ -236,8 +257,8 @@ def report(found: Mapping[str, Any]) -> str:
                 shown = [f"{part / 2**20:.1f}" for part in parts]
                 share = f"{100 * kernel['formula_bytes'] / freed:.1f} %"
                 sizes.append([", ".join([*where[:2], name]), *where[2:], *shown, share])
-    header = ["states, kernel", "k", "requests", "stock", *_PARTS, "the three of stock"]
-    header += ["host, commit", "replay", "of a copy"]
+    header = ["states, kernel", "k", "requests", *_EVERY, "stage + read + together of stock"]
+    header += ["host, commit", "host, captured", "replay", "of a copy"]
     memory = ["states, kernel", "k", "requests", "MiB by formula", "allocated", "freed", "share"]
     parts = [table(header, rows), "Microseconds, all layers.", table(memory, sizes)]
     return "\n\n".join([*parts, f"{machine_line(found['machine'])}."])

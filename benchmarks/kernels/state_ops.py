@@ -15,7 +15,7 @@ from torch import Tensor
 from ...backends.recurrent.stage import stage_rows
 from ...integrations.vllm_plugin.internals.state_tables import StateTables
 from .state_kernels import verify_rows
-from .state_workload import StateWorkload, Turn
+from .state_workload import StateWorkload, Step, Turn
 
 
 class VerifyOps(abc.ABC):
@@ -55,9 +55,17 @@ class VerifyOps(abc.ABC):
         self._launch(self._tables.sources[0], self._tables.whole)
 
     def commit(self, turn: Turn) -> None:
-        """Write one state per request: the one after its last kept row."""
+        """Write one state per request: the one after its last kept row, layer after layer."""
         self._tables.name_commits(turn.sampled)
         self._write()
+
+    def together(self, turn: Turn) -> None:
+        """Commit as a captured commit does, several layers side by side."""
+        self.commit(turn)
+
+    def captured(self) -> Step | None:
+        """Return a commit of the first step as the plug-in launches it, if it captures commits."""
+        return None
 
     @abc.abstractmethod
     def _make_rows(self) -> None:

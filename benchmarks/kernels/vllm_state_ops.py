@@ -11,6 +11,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ...integrations.vllm_plugin.internals.commit_graphs import (
+    CommitGraphs,
+    captures,
+    side_streams,
+    write_side_by_side,
+)
 from ...integrations.vllm_plugin.internals.held_states import bytes_by_formula
 from ...integrations.vllm_plugin.internals.state_layers import StateLayer
 from ...integrations.vllm_plugin.internals.state_tables import VerifyStep
@@ -21,7 +27,7 @@ from ...integrations.vllm_plugin.internals.verified_rows import (
 )
 from ...integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
 from .state_ops import OwnOps, VerifyOps
-from .state_workload import StateWorkload
+from .state_workload import StateWorkload, Step, Turn
 
 #: Most columns of a table that vLLM's fused kernel of gated delta nets takes.
 _FUSED_COLUMNS: Final = 8
@@ -37,6 +43,7 @@ class _Metadata:
 
     spec_state_indices_tensor: Tensor
     num_accepted_tokens: Tensor
+    spec_query_start_loc: Tensor
     num_prefills: int = 0
 
 
@@ -47,6 +54,7 @@ class VllmOps(VerifyOps):
     kind: str
     _rows: list[list[Tensor]]
     _kept: list[VerifiedRows]
+    _streams: list[torch.cuda.Stream] | None = None
 
     def _make_layers(self, cls: type[_Layer], **own: Any) -> None:
         """Make what stands for vLLM's layers."""
@@ -75,11 +83,31 @@ class VllmOps(VerifyOps):
         """Make what tells the plug-in that another kernel than Triton's verified."""
         return None
 
-    def _write(self) -> None:
+    def _step(self) -> VerifyStep:
         case, starts = self._load.case, self._load.starts
-        step = VerifyStep(case.requests, case.rows, starts, None, self._metadata())
+        return VerifyStep(case.requests, case.rows, starts, None, self._metadata())
+
+    def _write(self) -> None:
+        step = self._step()
         for kept in self._kept:
             kept.commit(step)
+
+    def together(self, turn: Turn) -> None:
+        """Commit as a captured commit does, several layers side by side."""
+        if self._streams is None:
+            self._streams = side_streams(self._load.device, len(self._kept))
+        self._tables.name_commits(turn.sampled)
+        write_side_by_side(self._kept, self._step(), self._streams)
+
+    def captured(self) -> Step | None:
+        """Return a commit of the first step as the plug-in launches it."""
+        if self._load.device.type != "cuda":
+            return None
+        case, sampled = self._load.case, self._load.turns[0].sampled
+        sizes = case.drafts + 1, case.requests
+        graphs = CommitGraphs(self._kept, self._tables, *sizes, captures())
+        graphs.capture()
+        return lambda: graphs.run(self._step(), sampled)
 
 
 class GatedDeltaOps(VllmOps):
@@ -101,7 +129,6 @@ class GatedDeltaOps(VllmOps):
             dt_bias=load.random(shape.heads),
             norm=SimpleNamespace(weight=torch.ones_like(load.random(shape.value_size))),
             enable_fused_gdn_spec_decode=self._layer_class() is _FusedLayer,
-            starts=load.starts,
         )
         widths = *self._widths(keys, values), shape.heads, shape.heads
         self._rows = [
@@ -162,15 +189,17 @@ class _FusedLayer(_Layer):
     ) -> None:
         from vllm import _custom_ops as ops
 
+        starts = attn_metadata.spec_query_start_loc
+        count = starts.shape[0] - 1
         ops.fused_gdn_decode_post_conv_mtp(
             mixed_qkv=mixed_qkv,
             a=a,
             b=b,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
-            state_indices=attn_metadata.spec_state_indices_tensor,
-            cu_seqlens=self.starts,
-            num_accepted_tokens=attn_metadata.num_accepted_tokens,
+            state_indices=attn_metadata.spec_state_indices_tensor[:count],
+            cu_seqlens=starts,
+            num_accepted_tokens=attn_metadata.num_accepted_tokens[:count],
             state=self.kv_cache[1],
             output_gate=output_gate,
             norm_weight=self.norm.weight,
@@ -214,11 +243,11 @@ class FusedOps(GatedDeltaOps):
     def _launch(self, table: Tensor, column: Tensor) -> None:
         for at, (mixed, a, b) in zip(self._layers, self._rows, strict=True):
             at._forward_core_decode_spec_post_conv_fused_norm(
-                mixed, b, a, self._gate, self._out, _Metadata(table, column)
+                mixed, b, a, self._gate, self._out, _Metadata(table, column, self._load.starts)
             )
 
     def _metadata(self) -> dict[str, object]:
-        given = _Metadata(self._tables.sources[0], self._tables.whole)
+        given = _Metadata(self._tables.sources[0], self._tables.whole, self._load.starts)
         return {each.prefix: given for each in self._layers}
 
 

@@ -56,10 +56,11 @@ def test_a_case_is_checked_and_timed(operators, model, dtype):
     assert row["replay"]["of_floor"]["median"] == 0.5
     us = kernel["us"]
     assert us == {
-        **{"stock": 30.0, "stage": 40.0, "read": 50.0, "commit": 60.0},
-        **{"added": 100.0, "exact": 150.0},
+        **{"stock": 30.0, "stage": 40.0, "read": 50.0, "commit": 60.0, "together": 70.0},
+        **{"added": 110.0, "exact": 160.0},
     }
-    assert (kernel["of_stock"]["median"], kernel["of_stock"]["rounds"]) == (5.0, 6)
+    assert kernel["of_stock_layer_by_layer"]["median"] == 5.0
+    assert (kernel["of_stock"]["median"], kernel["of_stock"]["rounds"]) == (5.3333, 6)
     shape = case.shape
     size = {"float32": 4, "bfloat16": 2}[dtype]
     state = shape.heads * shape.value_size * shape.key_size * size
@@ -79,7 +80,8 @@ def test_wrong_states_are_found(monkeypatch, spoiled):
     monkeypatch.setattr(vllm_state_ops, "find_spec", lambda _: None)
     load = state_workload.StateWorkload(StateCase(TINY[0], "float32", 2, 2), DEVICE, 1)
     [ops] = vllm_state_ops.operators(load)
-    recurrent.check_exact(load, ops)
+    parts = ("stage", "read", "commit")
+    recurrent.check_exact(load, ops, parts)
     right = getattr(ops, "commit" if spoiled == "another" else spoiled)
 
     def wrong(turn):
@@ -89,7 +91,7 @@ def test_wrong_states_are_found(monkeypatch, spoiled):
 
     setattr(ops, "stock" if spoiled == "stock" else "commit", wrong)
     with pytest.raises(AssertionError, match="differs from stock"):
-        recurrent.check_exact(load, ops)
+        recurrent.check_exact(load, ops, parts)
 
 
 def test_a_wrong_replay_is_found(monkeypatch):

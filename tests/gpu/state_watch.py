@@ -104,7 +104,6 @@ class Watch(Base):
         self.counts = Counter[str]()
         self.accepted = Counter[int]()
         self.digests: dict[str, list[int]] = {}
-        self.last: dict[str, dict[int, list[torch.Tensor]]] = {}
         self.names: dict[str, str] = {}
 
     def tables(self, layer: Any) -> torch.Tensor:
@@ -154,63 +153,49 @@ class Watch(Base):
             parts.append(layer.past[first[:, None], places])
         digests = torch.stack([digest(part) for part in parts], 1).tolist()
         for number, request in enumerate(self.batch.req_ids):
-            name = self.names.setdefault(request, str(len(self.names)))
+            name = self.name_of(request)
             self.digests[f"{name}@{computed[number]}"] = digests[number]
-            last = self.last.setdefault(name, {})
-            last[int(computed[number])] = [part[number].clone() for part in parts]
-            if len(last) > 8:
-                del last[next(iter(last))]
+
+    def name_of(self, request: str) -> str:
+        """The place of a request among a scenario's, which vLLM numbers as they come."""
+        number = request.partition("-")[0]
+        if request not in self.names and number.isdecimal():
+            known = self.names or self.batch.req_ids  # the first batch has the first request
+            first = min(int(each.partition("-")[0]) for each in known)
+            self.names[request] = str(int(number) - first)
+        return self.names.setdefault(request, str(len(self.names)))
 
     def take(self) -> dict[str, Any]:
         """What was seen since ``begin``."""
-        self.states = dict(self.last)
         return {
             "counts": dict(self.counts),
             "accepted": {str(k): v for k, v in sorted(self.accepted.items())},
             "digests": self.digests,
-            "covered": [sorted(self.last[str(number)]) for number in range(len(self.last))],
         }
-
-    def keep(self, place: int, tokens: int) -> None:
-        """Compare with the states of a request after so many tokens, from now on."""
-        self.wanted = self.kept_states[str(place)][tokens]
-
-    def remember(self) -> None:
-        """Keep the last states of the scenario that ended."""
-        self.kept_states = dict(self.states)
-
-    def distance(self, tokens: int) -> list[float]:
-        """The largest difference from the kept states, of their largest number, by part."""
-        [found] = self.last.values()
-        now = found[tokens]
-        return [
-            float((a.float() - b.float()).abs().max() / a.float().abs().max().clamp(min=1e-9))
-            for a, b in zip(self.wanted, now, strict=True)
-        ]
 
     # -- faults -----------------------------------------------------------------------
 
     def fail_once(self) -> None:
-        """Let the commit of one layer's states fail in every seventh step."""
+        """Let a commit fail in every seventh step: a captured one, or else one layer's."""
         states: Any = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
         self.repeated = Counter[str]()
         if not states._verified:
             return
-        rows = states._verified[-1]
-        commit, calls = rows.commit, [0]
+        self.spoiled = states.graphs or states._verified[-1]
+        name = "commit" if states.graphs is None else "run"
+        commit, calls = getattr(self.spoiled, name), [0]
 
-        def failing(step: Any) -> None:
+        def failing(*args: Any) -> None:
             calls[0] += 1
             if calls[0] % 7 == 0:
                 self.repeated["failed"] += 1
                 raise RuntimeError("a fault that a test injects")
-            commit(step)
+            commit(*args)
 
-        rows.commit = failing
+        setattr(self.spoiled, name, failing)
 
     def repair(self) -> dict[str, int]:
         """Everything works again; returns how often the commit failed."""
-        states: Any = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
-        for rows in states._verified[-1:]:
-            del rows.commit
+        for name in ("commit", "run"):
+            vars(getattr(self, "spoiled", self)).pop(name, None)
         return dict(self.repeated)

@@ -17,6 +17,7 @@ from ....manager import TransactionManager
 from ..attach import hook_runner, restore_class, swap_class
 from ..audit.gpu_runners import mixins_and_methods
 from ..internals import Foreign, batches, held_states, state_layers
+from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
 from ..internals.layers import TargetLayer
@@ -78,7 +79,7 @@ class GpuStateRunnerV2(GpuRunnerV2):
         self.kvtxn_states = None
         super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
         if self.kvtxn_one_state and is_profiling:  # the forward shall be the one to come
-            self.kvtxn_hook_states(lambda _: None)
+            self.kvtxn_hook_states(lambda _: None, None)
         elif self.kvtxn_one_state and self.kvtxn is None:
             raise KVTxnError(
                 "initialize_kv_cache",
@@ -105,7 +106,8 @@ class GpuStateRunnerV2(GpuRunnerV2):
         if not self.kvtxn_decided():
             wrong = held_states.launches_differ(self)
             raise KVTxnError("vllm", f"the model's recurrent layers are unknown: {wrong}")
-        states = self.kvtxn_hook_states(lambda error: manager.note_fallback("states", error))
+        make = captures() if uses_graphs(self) else None
+        states = self.kvtxn_hook_states(lambda error: manager.note_fallback("states", error), make)
         self.kvtxn_states = states
         return {
             "states": len(states.layers),
@@ -113,9 +115,16 @@ class GpuStateRunnerV2(GpuRunnerV2):
             "state_buffer_bytes": states.nbytes,
         }
 
-    def kvtxn_hook_states(self, note: Callable[[Exception], None]) -> HeldStates:
-        """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed."""
-        states = HeldStates(self, note)
+    def kvtxn_hook_states(
+        self, note: Callable[[Exception], None], make: Capture | None
+    ) -> HeldStates:
+        """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed.
+
+        Args:
+            note: called with an error after which the commit of the states was repeated.
+            make: captures the commits of all layers; None commits layer by layer.
+        """
+        states = HeldStates(self, note, make)
         states.warm_up()
         self.kvtxn_undo.callback(states.unhook)
         states.hook()

@@ -20,6 +20,7 @@ from torch import Tensor
 from ....errors import KVTxnError, LayerError
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
 from . import Foreign, config
+from .commit_graphs import BRANCHES, Capture, CommitGraphs, uses_graphs
 from .state_layers import StateLayer, kind_of, modules_of, state_layers
 from .state_tables import StateTables, VerifyStep
 from .verified_rows import (
@@ -50,7 +51,19 @@ def bytes_of_buffers(runner: Any) -> int:
     """Return the bytes of the buffers and tables of ``HeldStates``, before the caches exist."""
     kinds = list(found_kinds(modules_of(runner)).values())
     sizes = _most_rows(runner), _most_requests(runner), _width(runner)
-    return bytes_by_formula(kinds, *sizes, int(runner.dtype.itemsize))
+    found = bytes_by_formula(kinds, *sizes, int(runner.dtype.itemsize))
+    return found + (bytes_of_graphs(runner, kinds) if uses_graphs(runner) else 0)
+
+
+def bytes_of_graphs(runner: Any, kinds: Sequence[tuple[Any, str]]) -> int:
+    """Return the bytes of outputs that captured commits write and nobody reads.
+
+    vLLM's Triton kernel of gated delta nets makes them anew for each layer; those of the layers in
+    one branch of a graph take each other's place.
+    """
+    sizes = [module.value_dim // module.tp_size for module, kind in kinds if kind == GATED_DELTA]
+    most = sum(sizes[:BRANCHES])
+    return _most_rows(runner) * int(most) * int(runner.dtype.itemsize)
 
 
 def bytes_by_formula(
@@ -146,13 +159,17 @@ class HeldStates:
     Args:
         runner: a V2 runner whose KV cache exists.
         note: called with an error after which the commit of the states was repeated.
+        make: captures the commits of all layers; None commits layer by layer.
 
     Attributes:
         layers: the recurrent layers, without their caches.
         nbytes: bytes of the buffers and tables.
+        graphs: commits that were captured; None without any.
     """
 
-    def __init__(self, runner: Any, note: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, runner: Any, note: Callable[[Exception], None], make: Capture | None = None
+    ) -> None:
         self.layers = state_layers(runner)
         self._note, self._width = note, _width(runner)
         self._groups = list(dict.fromkeys(layer.group for layer in self.layers))
@@ -160,6 +177,10 @@ class HeldStates:
         with torch.inference_mode(False):  # its tensors outlive the mode they are made in
             self.tables = StateTables.build(len(self._groups), requests, self._width, device)
             self._verified = self._make_rows(rows, runner.dtype, device)
+            self.graphs: CommitGraphs | None = None
+            if make is not None and self._verified:
+                sizes = self._width, int(runner.max_num_reqs)
+                self.graphs = CommitGraphs(self._verified, self.tables, *sizes, make)
         self._step: VerifyStep | None = None
         self._done = 0
         self.nbytes = bytes_of_buffers(runner)
@@ -198,7 +219,10 @@ class HeldStates:
             rows.unhook()
 
     def warm_up(self) -> None:
-        """Compile the kernels of a commit: launch each over rows whose requests have no block."""
+        """Compile the kernels of a commit: launch each over rows whose requests have no block.
+
+        If commits are to be captured, capture them.
+        """
         device, metadata = self.tables.whole.device, None
         starts = torch.tensor([0, self._width], dtype=torch.int32, device=device)
         step = VerifyStep(1, self._width, starts, None, metadata)
@@ -206,6 +230,8 @@ class HeldStates:
             self.tables.name_commits(self.tables.whole[:1])
             for rows in self._verified:
                 rows.commit(step)
+            if self.graphs is not None:
+                self.graphs.capture()
 
     # -- a step ---------------------------------------------------------------------
 
@@ -262,7 +288,10 @@ class HeldStates:
         if step is None or not step.requests:
             return
         try:
-            self._commit(step, sampled)
+            if self.graphs is not None and self.graphs.takes(step):
+                self.graphs.run(step, _kept(step, sampled))
+            else:
+                self._commit(step, sampled)
         except Exception as error:
             self._note(error)
             try:
@@ -276,9 +305,8 @@ class HeldStates:
         self._step, self._done = None, 0
 
     def _commit(self, step: VerifyStep, sampled: Tensor) -> None:
-        """Launch what is left of the step's commits."""
-        kept = sampled[: step.requests] if step.places is None else sampled[step.places]
-        self.tables.name_commits(kept)
+        """Launch what is left of the step's commits, layer by layer."""
+        self.tables.name_commits(_kept(step, sampled))
         for rows in self._verified[self._done :]:
             rows.commit(step)
             self._done += 1
@@ -286,6 +314,11 @@ class HeldStates:
     def abandon(self) -> None:
         """Forget the step; its states stay as they were before it."""
         self._step, self._done = None, 0
+
+
+def _kept(step: VerifyStep, sampled: Tensor) -> Tensor:
+    """Select the counts of the step's requests from those of the batch."""
+    return sampled[: step.requests] if step.places is None else sampled[step.places]
 
 
 def _gated_delta_step(given: Any, metadata: Any) -> VerifyStep | None:

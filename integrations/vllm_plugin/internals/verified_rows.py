@@ -40,7 +40,22 @@ _FUSED_PARTS: Final = 3
 
 
 class VerifiedRows(Protocol):
-    """The rows of one layer in the present step, and the layer's kernels."""
+    """The rows of one layer in the present step, and the layer's kernels.
+
+    Attributes:
+        may_fuse: vLLM's fused kernel may verify, in steps in which no request prefills.
+    """
+
+    may_fuse: bool
+
+    def was_fused(self, step: VerifyStep) -> bool:
+        """Tell which kernel verified, by vLLM's own conditions: a graph does not say it."""
+
+    def metadata(self, requests: int, rows: int, starts: Tensor) -> tuple[str, Any] | None:
+        """Make metadata of a step that the fused kernel verifies, and the layer's name.
+
+        None where there is no such kernel.
+        """
 
     def keep(self, parts: Sequence[Tensor]) -> None:
         """Keep the rows of a verify step for its commit; see the layer's class for ``parts``."""
@@ -107,7 +122,7 @@ class GatedDeltaRows:
         self._flat = torch.zeros(rows * width, dtype=dtype, device=device)
         self._a = torch.zeros(rows, heads, dtype=dtype, device=device)
         self._b = torch.zeros_like(self._a)
-        self._may_fuse = bool(
+        self.may_fuse = bool(
             getattr(module, "enable_fused_gdn_spec_decode", False)
             and dtype == torch.bfloat16
             and module.norm.weight.dtype in (torch.bfloat16, torch.float32)
@@ -156,7 +171,7 @@ class GatedDeltaRows:
             fused_sigmoid_gating_delta_rule_update=partial(self._verify, kernel),
         )
         module._forward_core = MethodType(forward, module)
-        if self._may_fuse:
+        if self.may_fuse:
             setattr(module, _FUSED, self._verify_fused)
 
     def unhook(self) -> None:
@@ -217,22 +232,42 @@ class GatedDeltaRows:
 
     # -- commit ---------------------------------------------------------------------
 
-    def _was_fused(self, metadata: Any) -> bool:
+    def was_fused(self, step: VerifyStep) -> bool:
         """Tell which kernel verified, by vLLM's own conditions: a graph does not say it."""
-        return (
-            self._may_fuse
-            and metadata.num_prefills == 0
-            and bool(self._module._can_use_fused_gdn_mtp_decode(metadata))
+        if not self.may_fuse or step.metadata is None:
+            return False
+        given = step.metadata[self._module.prefix]
+        return given.num_prefills == 0 and bool(self._module._can_use_fused_gdn_mtp_decode(given))
+
+    def metadata(self, requests: int, rows: int, starts: Tensor) -> tuple[str, Any] | None:
+        """Make metadata of a step that the fused kernel verifies, and the layer's name."""
+        from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+        if not self.may_fuse:
+            return None
+        none = ("num_prefills", "num_prefill_tokens", "num_decodes", "num_decode_tokens")
+        masks = torch.ones(requests, dtype=torch.bool)
+        made = GDNAttentionMetadata(
+            **dict.fromkeys(none, 0),
+            num_spec_decodes=requests,
+            num_spec_decode_tokens=rows,
+            num_actual_tokens=rows,
+            spec_query_start_loc=starts,
+            spec_state_indices_tensor=self._tables.commits[self._group, :requests],
+            spec_sequence_masks=masks.to(starts.device),
+            spec_sequence_masks_cpu=masks,
+            num_accepted_tokens=self._tables.whole[:requests],
         )
+        return self._module.prefix, made
 
     def commit(self, step: VerifyStep) -> None:
         """Write the states that ``StateTables.commits`` names, by the kernel that verified."""
         module, rows, count = self._module, min(step.rows, self._most), step.requests
         a, b, commits = self._a[:rows], self._b[:rows], self._tables.commits[self._group]
-        metadata = None if step.metadata is None else step.metadata[module.prefix]
-        if metadata is not None and self._was_fused(metadata):
+        if self.was_fused(step):
             gate, out = (each[:rows] for each in self._scratch)
-            self._fused(self._mixed(rows), b, a, gate, out, metadata, commits)
+            given = step.metadata[module.prefix]
+            self._fused(self._mixed(rows), b, a, gate, out, given, commits)
             return
         from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
 
@@ -256,6 +291,15 @@ class GatedDeltaRows:
 
 class Mamba2Rows:
     """A Mamba-2 layer; for the arguments see ``GatedDeltaRows``."""
+
+    may_fuse = False
+
+    def was_fused(self, _: VerifyStep) -> bool:
+        """Tell that there is one kernel."""
+        return False
+
+    def metadata(self, *_: object) -> None:
+        """Make none: there is one kernel."""
 
     def __init__(
         self,

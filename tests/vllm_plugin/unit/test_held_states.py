@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_jobs import missing
 from kernels_here import importing_kernels
+from kvtxn.integrations.vllm_plugin.internals.commit_graphs import Capture
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
 from kvtxn.integrations.vllm_plugin.internals.verified_rows import with_globals
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
@@ -193,12 +194,18 @@ def metadata(kind: str, table: Tensor, lengths: list[int], accepted: Tensor) -> 
 class Rig:
     """Stock with a state per row beside one state per request, over the same rows."""
 
-    def __init__(self, kind: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        kind: str,
+        stored: torch.dtype,
+        monkeypatch: pytest.MonkeyPatch,
+        make: Capture | None = None,
+    ) -> None:
         from vllm.model_executor.layers.mamba import mamba_mixer2
         from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
 
         torch.manual_seed(0)
-        self.kind, self.dtype = kind, torch.bfloat16
+        self.kind, self.dtype, self.make = kind, torch.bfloat16, make
         kernel = interpreted.gated_delta()
         monkeypatch.setattr(qwen, "fused_sigmoid_gating_delta_rule_update", kernel)
         monkeypatch.setattr(mamba_mixer2, "selective_state_update", interpreted.mamba2())
@@ -237,7 +244,9 @@ class Rig:
         """Put the layer under ``HeldStates``, as in a runner that has this layer alone."""
         group = SimpleNamespace(layer_names=["it"])
         compilation = SimpleNamespace(
-            static_forward_context={"it": layer}, max_cudagraph_capture_size=None
+            static_forward_context={"it": layer},
+            max_cudagraph_capture_size=None,
+            cudagraph_mode=SimpleNamespace(name="NONE"),
         )
         self.runner = SimpleNamespace(
             compilation_config=compilation,
@@ -252,7 +261,7 @@ class Rig:
             dtype=self.dtype,
         )
         self.errors: list[Exception] = []
-        return HeldStates(self.runner, self.errors.append)
+        return HeldStates(self.runner, self.errors.append, self.make)
 
     def forward(self, side: Side, lengths: list[int], rows: Tensor, more: Tensor) -> Tensor:
         """Run vLLM's method of the layer over some rows; returns its outputs."""
@@ -295,11 +304,33 @@ class Rig:
         assert torch.equal(ours.layer.kv_cache[1][others], before[others]), "another block"
 
 
+class Captures:
+    """Stands for captured graphs: a replay makes the same calls again."""
+
+    def __init__(self) -> None:
+        self.captured, self.replays = 0, 0
+
+    def __call__(self, run):
+        self.captured += 1
+
+        def replay():
+            self.replays += 1
+            run()
+
+        return replay
+
+
+@pytest.fixture(params=["layer by layer", "captured"])
+def make(request):
+    """How commits are launched."""
+    return Captures() if request.param == "captured" else None
+
+
 @pytest.fixture(params=[(GATED_DELTA, torch.float32), (GATED_DELTA, torch.bfloat16),
                         (MAMBA2, torch.float32), (MAMBA2, torch.bfloat16)],
                 ids=lambda p: f"{p[0].split()[0]}-{p[1]}")  # fmt: skip
-def rig(request, monkeypatch):
-    made = Rig(*request.param, monkeypatch)
+def rig(request, make, monkeypatch):
+    made = Rig(*request.param, monkeypatch, make)
     made.states.warm_up()
     made.states.hook()
     return made
@@ -312,6 +343,9 @@ def test_states_and_outputs_are_stocks(rig):
     rig.step([1, 1, 1, 1], [1, 1, 1, 1])
     rig.step([4, 4], [3, 0])  # 0: as stock, one row stays
     rig.step([2, 4, 4, 4], [2, 1, 4, 3])
+    rig.step([3, 1, 2], [3, 1, 2])  # in a graph of four requests
+    if rig.make is not None:
+        assert (rig.make.captured, rig.make.replays) == (3, 6)  # of 1, 2 and 4 requests
 
 
 def test_a_step_without_a_commit_leaves_the_states(rig):

@@ -1,0 +1,142 @@
+"""The commits of all layers' states as one launch: a CUDA graph whose branches run side by side.
+
+One layer's commit at a few requests does not fill a GPU, and launching it takes the host longer
+than running it. In the graph stand the very launches that commit layer by layer, vLLM's own, so
+the states are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ....cuda_graphs import capture
+from .state_tables import StateTables, VerifyStep
+from .verified_rows import VerifiedRows
+
+#: Branches of a graph: eight layers at one request fill an H200 about once.
+BRANCHES: Final = 8
+
+#: Captures launches; returns a function that launches them again.
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def captures() -> Capture:
+    """Return a function that captures CUDA graphs, which share one pool of memory."""
+    pool = torch.cuda.graph_pool_handle()
+    return lambda run: capture(run, pool).replay
+
+
+def side_streams(device: torch.device, layers: int) -> list[torch.cuda.Stream]:
+    """Make the streams of a graph's branches; none without a GPU."""
+    count = min(BRANCHES, layers) if device.type == "cuda" else 0
+    return [torch.cuda.Stream(device) for _ in range(count)]
+
+
+def write_side_by_side(
+    verified: Sequence[VerifiedRows], step: VerifyStep, streams: Sequence[torch.cuda.Stream]
+) -> None:
+    """Write the states that the tables name, of several layers at once.
+
+    Args:
+        verified: the layers' rows; no two layers share a state.
+        step: the step.
+        streams: which take the layers in turn; none: one layer after another.
+    """
+    if not streams:
+        for rows in verified:
+            rows.commit(step)
+        return
+    main = torch.cuda.current_stream()
+    for stream in streams:
+        stream.wait_stream(main)
+    for number, rows in enumerate(verified):
+        with torch.cuda.stream(streams[number % len(streams)]):
+            rows.commit(step)
+    for stream in streams:
+        main.wait_stream(stream)
+
+
+class CommitGraphs:
+    """Captured commits, by number of requests.
+
+    A step takes the smallest graph that has its requests. The requests that it lacks have no rows
+    there, so that their kernels end at once.
+
+    Args:
+        verified: the rows of all layers that have a state.
+        tables: the tables that they read.
+        width: most rows of a request.
+        requests: most requests of a step.
+        make: captures launches.
+    """
+
+    def __init__(
+        self,
+        verified: Sequence[VerifiedRows],
+        tables: StateTables,
+        width: int,
+        requests: int,
+        make: Capture,
+    ) -> None:
+        self._verified, self._tables, self._width = list(verified), tables, width
+        device = tables.whole.device
+        self._streams = side_streams(device, len(self._verified))
+        self._sampled = torch.ones(requests, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(requests + 1, dtype=torch.int32, device=device)
+        powers = (1 << power for power in range(requests.bit_length()))
+        self._sizes = sorted({*(size for size in powers if size < requests), requests})
+        self._make = make
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
+
+    def capture(self) -> None:
+        """Capture all graphs, the largest first: smaller ones find their memory in its pool.
+
+        No request may have a block yet: each commit runs once before it is captured.
+        """
+        for size in reversed(self._sizes):
+            for fused in {rows.may_fuse for rows in self._verified} | {False}:
+                step = self._step(size, fused=fused)
+
+                def run(step: VerifyStep = step, size: int = size) -> None:
+                    self._tables.name_commits(self._sampled[:size])
+                    write_side_by_side(self._verified, step, self._streams)
+
+                run()
+                self._graphs[size, fused] = self._make(run)
+
+    def _step(self, size: int, *, fused: bool) -> VerifyStep:
+        """Describe a step of so many requests, in the buffers that graphs read."""
+        starts = self._starts[: size + 1]
+        rows = size * self._width
+        given = [rows_of.metadata(size, rows, starts) for rows_of in self._verified]
+        metadata = {name: each for pair in given if fused and pair for name, each in [pair]}
+        return VerifyStep(size, rows, starts, None, metadata or None)
+
+    def takes(self, step: VerifyStep) -> bool:
+        """Tell whether there is a graph for a step."""
+        return bool(self._graphs) and step.requests <= self._sizes[-1]
+
+    def run(self, step: VerifyStep, kept: Tensor) -> None:
+        """Write the states of a step in one launch; a raise has written none.
+
+        Args:
+            step: the step, of at most ``requests`` requests.
+            kept: int ``[num_requests]``, the tokens sampled for each request; requests of the step
+                beyond these have no rows.
+        """
+        requests = step.requests
+        size = next(size for size in self._sizes if size >= requests)
+        self._sampled[: kept.shape[0]].copy_(kept)
+        self._starts[: requests + 1].copy_(step.starts)
+        if requests < size:
+            self._starts[requests + 1 : size + 1].fill_(step.rows)
+        self._graphs[size, self._verified[0].was_fused(step)]()
+
+
+def uses_graphs(runner: Any) -> bool:
+    """Tell whether an engine runs captured graphs."""
+    return str(runner.compilation_config.cudagraph_mode.name) != "NONE"
