@@ -343,9 +343,13 @@ def test_states_and_outputs_are_stocks(rig):
     rig.step([1, 1, 1, 1], [1, 1, 1, 1])
     rig.step([4, 4], [3, 0])  # 0: as stock, one row stays
     rig.step([2, 4, 4, 4], [2, 1, 4, 3])
+    rig.step([4, 4, 4, 4], [1, 2, 2, 4])
+    rig.step([4, 4, 4, 4], [4, 1, 3, 1])
     rig.step([3, 1, 2], [3, 1, 2])  # in a graph of four requests
+    rig.step([4, 4, 4], [3, 4, 1])
+    rig.step([4, 4, 4, 4], [2, 2, 3, 1])
     if rig.make is not None:
-        assert (rig.make.captured, rig.make.replays) == (3, 6)  # of 1, 2 and 4 requests
+        assert (rig.make.captured, rig.make.replays) == (3, 10)  # of 1, 2 and 4 requests
 
 
 def test_a_step_without_a_commit_leaves_the_states(rig):

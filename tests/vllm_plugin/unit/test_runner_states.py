@@ -137,6 +137,17 @@ def test_the_memory_is_reserved(runner):
     assert runner.calls == ["profile"]
 
 
+def test_memory_of_captured_commits_is_reserved(runner):
+    """That of the outputs which nobody reads: one for each branch, at most one for each layer."""
+    without = held_states.bytes_of_buffers(runner)
+    runner.compilation_config.cudagraph_mode.name = "FULL"
+    rows, values = held.REQUESTS * (held.DRAFTS + 1), held.HEADS * held.SIZE
+    assert held_states.bytes_of_buffers(runner) == without + 2 * rows * values
+    [layer] = runner.compilation_config.static_forward_context.values()
+    many = [(layer, GATED_DELTA)] * 20
+    assert held_states.bytes_of_graphs(runner, many) == 8 * 2 * rows * values
+
+
 def test_a_model_that_is_not_known_runs_stock(runner, monkeypatch):
     monkeypatch.setattr(held_states, "launches_differ", lambda _: "layer it is another")
     assert runner.get_kv_cache_spec()["it"].num_speculative_blocks == 3

@@ -1,0 +1,54 @@
+"""Branches of captured commits: every layer once, all of them between a fork and a join."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvtxn.integrations.vllm_plugin.internals import commit_graphs
+
+
+class Stream:
+    """A stream of the log."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("layers", [1, 3, 5])
+def test_layers_take_branches_in_turn(monkeypatch, layers):
+    log = []
+    main, *branches = (Stream(name, log) for name in ("main", "a", "b", "c"))
+    current = [main]
+
+    @contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    verified = [
+        SimpleNamespace(commit=lambda step, n=n: log.append(f"{n} of {step} on {current[-1].name}"))
+        for n in range(layers)
+    ]
+    commit_graphs.write_side_by_side(verified, "it", branches)
+    forks, joins = log[:3], log[-3:]
+    assert forks == ["a waits for main", "b waits for main", "c waits for main"]
+    assert joins == ["main waits for a", "main waits for b", "main waits for c"]
+    assert log[3:-3] == [f"{n} of it on {'abc'[n % 3]}" for n in range(layers)]
+
+
+def test_no_gpu_has_no_branches():
+    """Layers are committed one after another there."""
+    assert commit_graphs.side_streams(torch.device("cpu"), 24) == []
+    seen = []
+    verified = [SimpleNamespace(commit=lambda _, n=n: seen.append(n)) for n in range(3)]
+    commit_graphs.write_side_by_side(verified, "it", [])
+    assert seen == [0, 1, 2]
