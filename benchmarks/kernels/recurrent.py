@@ -71,24 +71,25 @@ def run(args: argparse.Namespace) -> int:
         print("the benchmark of recurrent states needs a CUDA device")
         return 2
     passed = kit.passed("triton", "ReplayConformance", _GATE) if args.save else ""
-    rows, left_out = [], []
+    found: dict[str, Any] = {"suite": "recurrent", "gate": passed, "rows": [], "left_out": []}
     for point in itertools.product(args.models, args.dtypes, args.drafts, args.requests):
         model, dtype, drafts, requests = point
         case = StateCase(model, dtype, requests, drafts)
         try:
             row = measure(case, torch.device("cuda"))
-        except torch.OutOfMemoryError:
-            left_out.append(attrs.asdict(case))
-            print(f"{case}: more than this GPU's memory; left out", flush=True)
+        except Exception as error:  # what was measured before is kept
+            found["left_out"].append({**attrs.asdict(case), "why": repr(error)[:500]})
+            print(f"{case} is left out: {error!r}", flush=True)
         else:
-            rows.append(row)
+            found["rows"].append(row)
             print(*lines(row), sep="\n", flush=True)
         gc.collect()  # the next case needs the memory of this one
         torch.cuda.empty_cache()
+        if args.save:
+            written = machine.write(args.save, found)
     if args.save:
-        found = {"suite": "recurrent", "gate": passed, "rows": rows, "left_out": left_out}
-        print(machine.write(args.save, found))
-    return 0
+        print(written)
+    return 1 if found["left_out"] else 0
 
 
 def measure(

@@ -52,11 +52,12 @@ class VerifyOps(abc.ABC):
 
     def read(self, turn: Turn) -> None:
         """Verify without writing a state."""
-        self._launch(self._tables.sources[0], self._tables.whole)
+        sources = self._tables.sources[0]
+        self._launch(sources, self._tables.whole[: sources.shape[0]])
 
     def commit(self, turn: Turn) -> None:
         """Write one state per request: the one after its last kept row, layer after layer."""
-        self._tables.name_commits(turn.sampled)
+        self._tables.name_commits(turn.sampled, self._load.starts)
         self._write()
 
     def together(self, turn: Turn) -> None:
@@ -107,15 +108,17 @@ class OwnOps(VerifyOps):
         self._out = torch.zeros_like(self._rows[0][2])
 
     def _launch(self, table: Tensor, column: Tensor) -> None:
-        self._verify(self._rows, table, column)
+        self._verify(self._rows, table, column, self._load.starts)
 
-    def _verify(self, rows: Sequence[Sequence[Tensor]], table: Tensor, column: Tensor) -> None:
+    def _verify(
+        self, rows: Sequence[Sequence[Tensor]], table: Tensor, column: Tensor, starts: Tensor
+    ) -> None:
         load, shape = self._load, self._load.case.shape
         block = min(32, shape.value_size)
-        grid = shape.value_size // block, load.case.requests * shape.heads
+        grid = shape.value_size // block, table.shape[0] * shape.heads
         for state, parts in zip(load.states, rows, strict=True):
             verify_rows[grid](
-                *(state, table, column, load.starts, *parts, self._out, table.shape[1]),
+                *(state, table, column, starts, *parts, self._out, table.shape[1]),
                 HEADS=shape.heads,
                 KEY_HEADS=shape.key_heads,
                 VALUES=shape.value_size,
@@ -129,4 +132,5 @@ class OwnOps(VerifyOps):
             stage_rows(parts, kept)
 
     def _write(self) -> None:
-        self._verify(self._kept, self._tables.commits[0], self._tables.whole)
+        tables = self._tables
+        self._verify(self._kept, tables.commits[0], tables.whole, tables.kept)

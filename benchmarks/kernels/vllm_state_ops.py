@@ -44,6 +44,7 @@ class _Metadata:
     spec_state_indices_tensor: Tensor
     num_accepted_tokens: Tensor
     spec_query_start_loc: Tensor
+    num_spec_decodes: int = 0
     num_prefills: int = 0
 
 
@@ -96,7 +97,7 @@ class VllmOps(VerifyOps):
         """Commit as a captured commit does, several layers side by side."""
         if self._streams is None:
             self._streams = side_streams(self._load.device, len(self._kept))
-        self._tables.name_commits(turn.sampled)
+        self._tables.name_commits(turn.sampled, self._load.starts)
         write_side_by_side(self._kept, self._step(), self._streams)
 
     def captured(self) -> Step | None:

@@ -103,7 +103,7 @@ class CommitGraphs:
                 step = self._step(size, fused=fused)
 
                 def run(step: VerifyStep = step, size: int = size) -> None:
-                    self._tables.name_commits(self._sampled[:size])
+                    self._tables.name_commits(self._sampled[:size], step.starts)
                     write_side_by_side(self._verified, step, self._streams)
 
                 run()

@@ -80,7 +80,7 @@ def bytes_by_formula(
     """
     elements = sum(row_elements(module, kind) for module, kind in kinds)
     shared = max((_scratch_elements(module, kind) for module, kind in kinds), default=0)
-    tables = 8 * len(kinds) * requests * (width + 2)
+    tables = 12 * len(kinds) * requests * (width + 3)
     return rows * (elements + shared) * size + tables
 
 
@@ -227,7 +227,7 @@ class HeldStates:
         starts = torch.tensor([0, self._width], dtype=torch.int32, device=device)
         step = VerifyStep(1, self._width, starts, None, metadata)
         with torch.inference_mode():
-            self.tables.name_commits(self.tables.whole[:1])
+            self.tables.name_commits(self.tables.whole[:1], starts)
             for rows in self._verified:
                 rows.commit(step)
             if self.graphs is not None:
@@ -263,11 +263,11 @@ class HeldStates:
         table = getattr(metadata, name)
         if table is None:
             return
-        if table.shape[0] > self.tables.whole.shape[0]:
+        if table.shape[0] > self.tables.most_requests:
             raise LayerError(
                 "vllm",
                 "a step has more requests than the tables of states",
-                expected=f"at most {self.tables.whole.shape[0]}",
+                expected=f"at most {self.tables.most_requests}",
                 got=table.shape[0],
                 hint="start the engine without the setting 'recurrent', and report this",
             )
@@ -306,7 +306,7 @@ class HeldStates:
 
     def _commit(self, step: VerifyStep, sampled: Tensor) -> None:
         """Launch what is left of the step's commits, layer by layer."""
-        self.tables.name_commits(_kept(step, sampled))
+        self.tables.name_commits(_kept(step, sampled), step.starts)
         for rows in self._verified[self._done :]:
             rows.commit(step)
             self._done += 1

@@ -13,44 +13,65 @@ from torch import Tensor
 class StateTables:
     """Tables for the kernels, at fixed addresses, which captured graphs read.
 
-    A row stands for a request. Its last column is the one that the kernels read from; columns
-    before it, one for each row of the request, are those that they write to. 0 is no block.
+    A line's last column is the one that the kernels read from; columns before it, one for each row
+    of the request, are those that they write to. 0 is no block.
+
+    A commit has two lines for each request, one for its kept rows and one for the rest. The second
+    names no block: kernels that end at once there compute the kept rows alone.
 
     Attributes:
         sources: int32 ``[num_groups, num_requests, most_rows + 1]``: nothing is written.
-        commits: int32, shaped like ``sources``: the state after the last kept row is written.
-        whole: int32 ``[num_requests]``: what makes the kernels read from the last column.
+        commits: int32 ``[num_groups, 2 * num_requests, most_rows + 1]``: the state after the last
+            kept row is written.
+        kept: int32 ``[2 * num_requests + 1]``, where the rows of each line of ``commits`` begin.
+        whole: int32 ``[2 * num_requests]``: what makes the kernels read from the last column.
     """
 
     sources: Tensor
     commits: Tensor
+    kept: Tensor
     whole: Tensor
 
     @classmethod
     def build(cls, groups: int, requests: int, rows: int, device: torch.device) -> StateTables:
         """Make tables for so many requests, with at most ``rows`` rows each."""
-        shape = groups, requests, rows + 1
-        sources = torch.zeros(shape, dtype=torch.int32, device=device)
-        whole = torch.full((requests,), rows + 1, dtype=torch.int32, device=device)
-        return cls(sources, torch.zeros_like(sources), whole)
+        sources, commits = (
+            torch.zeros(groups, lines, rows + 1, dtype=torch.int32, device=device)
+            for lines in (requests, 2 * requests)
+        )
+        kept = torch.zeros(2 * requests + 1, dtype=torch.int32, device=device)
+        whole = torch.full((2 * requests,), rows + 1, dtype=torch.int32, device=device)
+        return cls(sources, commits, kept, whole)
+
+    @property
+    def most_requests(self) -> int:
+        """The most requests that a step may have."""
+        return int(self.sources.shape[1])
 
     def name_sources(self, group: int, table: Tensor) -> None:
         """Let a group's kernels read the first block of each request of vLLM's table."""
         self.sources[group, : table.shape[0], -1].copy_(table[:, 0])
 
-    def name_commits(self, sampled: Tensor) -> None:
+    def name_commits(self, sampled: Tensor, starts: Tensor) -> None:
         """Let the kernels write, for each request, the state after its last kept row.
 
         Args:
             sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
                 without any keeps its first row.
+            starts: int32, the first row of each request, and the end; more of them are not read.
         """
         count, most = sampled.shape[0], self.commits.shape[2] - 1
-        commits, blocks = self.commits[:, :count], self.sources[:, :count, -1:]
-        last = sampled.clamp(1, most).to(torch.int64) - 1
+        commits, blocks = self.commits[:, : 2 * count], self.sources[:, :count, -1:]
+        rows = sampled.clamp(1, most)
         commits.zero_()
-        commits[:, :, -1:].copy_(blocks)
-        commits.scatter_(2, last.view(1, count, 1).expand(blocks.shape), blocks)
+        whose = commits[:, ::2]
+        whose[:, :, -1:].copy_(blocks)
+        last = rows.to(torch.int64) - 1
+        whose.scatter_(2, last.view(1, count, 1).expand(blocks.shape), blocks)
+        first, end = starts[:count], starts[1 : count + 1]
+        self.kept[: 2 * count : 2].copy_(first)
+        torch.minimum(first + rows, end, out=self.kept[1 : 2 * count : 2])
+        self.kept[2 * count].copy_(end[-1])
 
 
 @attrs.frozen(eq=False)

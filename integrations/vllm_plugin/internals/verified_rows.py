@@ -35,6 +35,9 @@ LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 }
 _FUSED: Final = "_forward_core_decode_spec_post_conv_fused_norm"
 
+#: Most programs along the third axis of a grid, where vLLM's Triton kernel has requests and heads.
+_MOST_PROGRAMS: Final = 65535
+
 #: Tensors that hold the rows of the fused kernel: query, key and value in one, a, and b.
 _FUSED_PARTS: Final = 3
 
@@ -213,12 +216,14 @@ class GatedDeltaRows:
         out: Tensor,
         metadata: Any,
         table: Tensor,
+        **other: object,
     ) -> None:
-        """Launch vLLM's fused kernel with another table."""
+        """Launch vLLM's fused kernel with another table, and ``other`` fields of the metadata."""
         given = replace(
             metadata,
             spec_state_indices_tensor=table,
             num_accepted_tokens=self._tables.whole,
+            **other,
         )
         getattr(type(self._module), _FUSED)(
             self._module,
@@ -253,7 +258,7 @@ class GatedDeltaRows:
             num_spec_decode_tokens=rows,
             num_actual_tokens=rows,
             spec_query_start_loc=starts,
-            spec_state_indices_tensor=self._tables.commits[self._group, :requests],
+            spec_state_indices_tensor=self._tables.sources[self._group, :requests],
             spec_sequence_masks=masks.to(starts.device),
             spec_sequence_masks_cpu=masks,
             num_accepted_tokens=self._tables.whole[:requests],
@@ -262,15 +267,19 @@ class GatedDeltaRows:
 
     def commit(self, step: VerifyStep) -> None:
         """Write the states that ``StateTables.commits`` names, by the kernel that verified."""
-        module, rows, count = self._module, min(step.rows, self._most), step.requests
+        module, rows, lines = self._module, min(step.rows, self._most), 2 * step.requests
         a, b, commits = self._a[:rows], self._b[:rows], self._tables.commits[self._group]
+        starts = self._tables.kept[: lines + 1]
         if self.was_fused(step):
             gate, out = (each[:rows] for each in self._scratch)
             given = step.metadata[module.prefix]
-            self._fused(self._mixed(rows), b, a, gate, out, given, commits)
+            every = {"spec_query_start_loc": starts, "num_spec_decodes": lines}
+            self._fused(self._mixed(rows), b, a, gate, out, given, commits, **every)
             return
         from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
 
+        if lines * module.num_v_heads // module.tp_size > _MOST_PROGRAMS:
+            commits, starts, lines = commits[::2], step.starts, step.requests
         query, key, value = self._split(rows)
         own.fused_sigmoid_gating_delta_rule_update(
             A_log=module.A_log,
@@ -282,9 +291,9 @@ class GatedDeltaRows:
             v=value.view(1, rows, -1, module.head_v_dim),
             initial_state=module.kv_cache[1],
             inplace_final_state=True,
-            cu_seqlens=step.starts,
-            ssm_state_indices=commits[:count],
-            num_accepted_tokens=self._tables.whole[:count],
+            cu_seqlens=starts,
+            ssm_state_indices=commits[:lines],
+            num_accepted_tokens=self._tables.whole[:lines],
             use_qk_l2norm_in_kernel=True,
         )
 
@@ -353,16 +362,15 @@ class Mamba2Rows:
         _, x, dt, _, b, c, *_ = given
         self.keep([x.flatten(1), dt[:, :, 0], b.flatten(1), c.flatten(1)])
         count = named["cu_seqlens"].shape[0] - 1
-        named |= self._table(self._tables.sources, count)
+        named |= self._table(self._tables.sources[self._group, :count])
         return kernel(*given, **named)
 
-    def _table(self, table: Tensor, count: int) -> dict[str, Tensor]:
+    def _table(self, blocks: Tensor) -> dict[str, Tensor]:
         """Return the kernel's arguments that say which states it reads and writes."""
-        blocks = table[self._group, :count]
         return {
             "state_batch_indices": blocks,
             "dst_state_batch_indices": blocks,
-            "num_accepted_tokens": self._tables.whole[:count],
+            "num_accepted_tokens": self._tables.whole[: blocks.shape[0]],
         }
 
     def commit(self, step: VerifyStep) -> None:
@@ -385,5 +393,6 @@ class Mamba2Rows:
             out=self._scratch[:rows],
             cu_seqlens=step.starts,
             is_blackwell=module.is_blackwell,
-            **self._table(self._tables.commits, step.requests),
+            # Without a block this kernel does not end sooner: it takes each request's own line.
+            **self._table(self._tables.commits[self._group, : 2 * step.requests : 2]),
         )

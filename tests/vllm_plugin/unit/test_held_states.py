@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_jobs import missing
 from kernels_here import importing_kernels
+from kvtxn.integrations.vllm_plugin.internals import verified_rows
 from kvtxn.integrations.vllm_plugin.internals.commit_graphs import Capture
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
 from kvtxn.integrations.vllm_plugin.internals.verified_rows import with_globals
@@ -352,6 +353,13 @@ def test_states_and_outputs_are_stocks(rig):
         assert (rig.make.captured, rig.make.replays) == (3, 10)  # of 1, 2 and 4 requests
 
 
+def test_a_grid_too_large_for_two_lines_a_request(rig, monkeypatch):
+    """Each request's own line alone, and so all of its rows: the states are the same."""
+    monkeypatch.setattr(verified_rows, "_MOST_PROGRAMS", 3 * HEADS)
+    rig.step([4, 3, 4, 1], [3, 1, 4, 1])
+    rig.step([2, 4], [1, 4])
+
+
 def test_a_step_without_a_commit_leaves_the_states(rig):
     """As if the forward had not been: the next step reads the same states."""
     layer = rig.sides[1].layer
@@ -497,9 +505,11 @@ def test_steps_of_vllms_builders_are_understood(rig, full):
     assert sources[:, -1].tolist()[:4] == [1, 2, 0, 0]
     assert not sources[:, :-1].any()
     rig.states.commit(torch.tensor([2, 4]))
-    commits = rig.states.tables.commits[0]
-    assert commits[:2].tolist() == [[0, 1, 0, 0, 1], [0, 0, 0, 2, 2]]
-    assert not commits[2:].any()
+    tables = rig.states.tables
+    assert tables.commits[0, :4:2].tolist() == [[0, 1, 0, 0, 1], [0, 0, 0, 2, 2]]
+    assert not tables.commits[0, 1::2].any()
+    assert not tables.commits[0, 4:].any()
+    assert tables.kept[:5].tolist() == [0, 2, 4, 8, 8]
 
 
 def test_requests_that_verify_are_found_among_prompts(rig):
@@ -514,8 +524,11 @@ def test_requests_that_verify_are_found_among_prompts(rig):
     assert step.starts.tolist() == [0, 4, 5]
     rig.states.commit(torch.tensor([1, 3, 1] if rig.kind == GATED_DELTA else [3, 1, 1]))
     first = 1 + batch.index((4, 3))
-    commits = rig.states.tables.commits[0]
-    assert commits[:2].tolist() == [[0, 0, first, 0, first], [first + 1, 0, 0, 0, first + 1]]
+    tables = rig.states.tables
+    expected = [[0, 0, first, 0, first], [first + 1, 0, 0, 0, first + 1]]
+    assert tables.commits[0, :4:2].tolist() == expected
+    assert not tables.commits[0, 1::2].any()
+    assert tables.kept[:5].tolist() == [0, 3, 4, 5, 5]
 
 
 def test_a_step_of_prompts_alone_commits_nothing(rig):
