@@ -105,6 +105,7 @@ class Watch(Base):
         self.accepted = Counter[int]()
         self.digests: dict[str, list[int]] = {}
         self.names: dict[str, str] = {}
+        self.first: int | None = None
 
     def tables(self, layer: Any) -> torch.Tensor:
         """The blocks of the batch's requests in a layer's group."""
@@ -158,11 +159,11 @@ class Watch(Base):
 
     def name_of(self, request: str) -> str:
         """The place of a request among a scenario's, which vLLM numbers as they come."""
-        number = request.partition("-")[0]
-        if request not in self.names and number.isdecimal():
-            known = self.names or self.batch.req_ids  # the first batch has the first request
-            first = min(int(each.partition("-")[0]) for each in known)
-            self.names[request] = str(int(number) - first)
+        numbers = [each.partition("-")[0] for each in (request, *self.batch.req_ids)]
+        if request not in self.names and all(number.isdecimal() for number in numbers):
+            if self.first is None:  # the first batch has the first request
+                self.first = min(map(int, numbers))
+            self.names[request] = str(int(numbers[0]) - self.first)
         return self.names.setdefault(request, str(len(self.names)))
 
     def take(self) -> dict[str, Any]:
