@@ -5,7 +5,7 @@ side by side, on all GPUs in turn. They run without the tool first: that compile
 shows which cases pass. Only this project's kernels are checked (torch's own are many and slow to
 check), except by initcheck, which has to see who wrote what. A job is clean if its tests passed and
 the tool said so itself: "ERROR SUMMARY: 0 errors", or racecheck's "0 hazards". A job that is over
-its time stops after the case at hand, and still gets its summary.
+its time leaves out the cases that are left, and still gets its summary.
 
 Allocations of the Triton executor come straight from CUDA, so that memcheck knows where each
 tensor ends; a graph's memory has to come from torch's pools.
@@ -99,20 +99,16 @@ class TestSanitized(ExecutorConformance):
 
 
 class Deadline:
-    """A pytest plug-in that ends a run after the case at hand, once its time is over."""
+    """A pytest plug-in that leaves out the cases that are left once its time is over."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logfinish(self) -> None:
-        """Called after each case."""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Called before each case."""
         if time.monotonic() > self._end:
-            self._session.shouldstop = "time is over"
-
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Remember the run."""
-        self._session = session
+            pytest.skip("time is over")
 
 
 def child(backend: str, family: str, seconds: float, most: int) -> int:
