@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..policy.engine import EngineFacts
 from ..policy import supported
+from ..policy.engine import EngineFacts
 
 
 def cannot_watch(
