@@ -87,7 +87,6 @@ class CommitGraphs:
         self._streams = side_streams(device, len(self._verified))
         self._sampled = torch.ones(requests, dtype=torch.int32, device=device)
         self._starts = torch.zeros(requests + 1, dtype=torch.int32, device=device)
-        self._whole: int | None = None  # requests in ``_starts``, if all have the same rows
         powers = (1 << power for power in range(requests.bit_length()))
         self._sizes = sorted({*(size for size in powers if size < requests), requests})
         self._make = make
@@ -132,13 +131,12 @@ class CommitGraphs:
         requests = step.requests
         size = next(size for size in self._sizes if size >= requests)
         self._sampled[: kept.shape[0]].copy_(kept)
-        # If all requests have as many rows as any can have, their number says where they begin.
-        whole = requests if step.rows == requests * self._width else None
-        if whole is None or whole != self._whole:
-            self._whole = None
-            self._starts[: requests + 1].copy_(step.starts)
-            self._starts[requests + 1 :].fill_(step.rows)
-            self._whole = whole
+        self._starts[: requests + 1].copy_(step.starts)
+        if size > requests:
+            # The rows end where the last request's do: vLLM counts the padding of its own graphs
+            # among ``step.rows``, and lines beyond the step's name blocks of earlier requests.
+            beyond = self._starts[requests + 1 : size + 1]
+            beyond.copy_(step.starts[requests:].expand_as(beyond))
         self._graphs[size, self._verified[0].was_fused(step)]()
 
 

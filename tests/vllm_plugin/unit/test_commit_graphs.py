@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.internals import commit_graphs
+from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables, VerifyStep
 
 
 class Stream:
@@ -52,3 +53,23 @@ def test_no_gpu_has_no_branches():
     verified = [SimpleNamespace(commit=lambda _, n=n: seen.append(n)) for n in range(3)]
     commit_graphs.write_side_by_side(verified, "it", [])
     assert seen == [0, 1, 2]
+
+
+def test_lines_beyond_a_step_have_no_rows():
+    """However many rows the step counts as padding: those lines name blocks of earlier requests."""
+    width, most, seen = 3, 4, []
+    tables = StateTables.build(1, most, width, torch.device("cpu"))
+    rows = SimpleNamespace(
+        may_fuse=False,
+        metadata=lambda *_: None,
+        was_fused=lambda _: False,
+        commit=lambda step: seen.append((step.starts.tolist(), tables.kept.tolist())),
+    )
+    graphs = commit_graphs.CommitGraphs([rows], tables, width, most, lambda run: run)
+    graphs.capture()
+    tables.sources[0, :, -1] = torch.arange(1, most + 1)  # of a step of four requests
+    for counted, starts in ((9, [0, 3, 6, 6]), (8, [0, 3, 5, 8]), (9, [0, 3, 6, 9])):
+        step = VerifyStep(3, counted, torch.tensor(starts, dtype=torch.int32), None, None)
+        graphs.run(step, torch.ones(3, dtype=torch.int32))
+        assert seen[-1][0] == [*starts, starts[-1]]
+        assert seen[-1][1][-2:] == [starts[-1]] * 2
