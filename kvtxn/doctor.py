@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
@@ -61,10 +65,31 @@ def run(args: argparse.Namespace) -> int:
             got=json.dumps(given),
             hint="""pass an object, such as '{"model": "DIR"}'""",
         )
-    report = examine(args.engine_args)
+    with _stdout_to_stderr():  # an engine logs where the page goes
+        report = examine(args.engine_args)
     print(json.dumps(report, indent=2) if args.json else as_text(report, matrix=args.matrix))
     sections = [section for section in report.values() if isinstance(section, dict)]
     return 2 if any(NOT_JUDGED in section for section in sections) else 0
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send to stderr whatever is printed or logged on stdout, by code that is not Python's, too."""
+    sys.stdout.flush()
+    out, error = 1, 2
+    try:
+        kept = os.dup(out)
+        os.dup2(error, out)
+    except OSError:  # one of them is closed
+        kept = None
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        if kept is not None:
+            os.dup2(kept, out)
+            os.close(kept)
 
 
 def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:

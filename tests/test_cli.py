@@ -99,6 +99,49 @@ def test_errors_fit_a_terminal(capsys):
     assert max(map(len, lines)) <= 100
 
 
+NOISY = """
+import logging, os, sys
+from types import SimpleNamespace
+from kvtxn import cli, doctor
+
+earlier = logging.StreamHandler(sys.stdout)
+logging.getLogger("engine").addHandler(earlier)
+
+def report(engine_args):
+    logging.getLogger("engine").warning("logged")
+    later = logging.StreamHandler(sys.stdout)
+    logging.getLogger("another").addHandler(later)
+    logging.getLogger("another").warning("logged late")
+    print("printed")
+    os.write(1, b"written\\n")
+    return {"version": 1}
+
+entry = SimpleNamespace(name="engine", load=lambda: report)
+doctor.entry_points = lambda group: [entry]
+print("before")
+code = cli.main(["doctor", *sys.argv[1:]])
+print("after")
+raise SystemExit(code)
+"""
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_the_page_stands_alone_on_stdout(option):
+    """Whatever an engine prints or logs while it is asked goes to stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", NOISY, *option], capture_output=True, text=True, check=True
+    )
+    noise = ("logged", "logged late", "printed", "written")
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after")
+    assert not [each for each in noise if each in lines]
+    assert sorted(noise) == sorted(done.stderr.splitlines())
+    if option:
+        assert json.loads("".join(lines[1:-1]))["engine"] == {"version": 1}
+    else:
+        assert lines[1].startswith("kvtxn ")
+
+
 def test_sections_of_integrations_stand_in_order(monkeypatch):
     """That of their entry points, every time."""
     names = [f"engine{number}" for number in range(8)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from gpu_seen import PAGE, RECORD, draw
+from kvtxn.integrations.vllm_plugin.policy import matrix
 
 SEEN = json.loads(RECORD.read_text())
 
@@ -29,6 +30,44 @@ def test_states_are_those_of_stock(engine):
     stock, ours = found["blocks"]
     assert sum(ours) < sum(stock)
     assert found["at_once"][1] > found["at_once"][0]
+
+
+#: By the beginning of an engine's name: its model's family in the doctor's matrix, and its model.
+FAMILIES = {
+    "triton": (matrix.STATES, "Qwen3.5"),
+    "fused": (matrix.STATES, "Qwen3.5"),
+    "nemotron": (matrix.MIXED, "Nemotron-H"),
+    "granite": (matrix.MIXED, "Granite 4"),
+    "lfm2": (matrix.CONVOLVED, "LFM2"),
+}
+
+
+def test_the_matrix_says_which_hybrids_were_seen():
+    """Under which policies, which models of a family, and that no graphs were captured."""
+    seen, names = {}, {}
+    for engine, found in SEEN["states"].items():
+        kind, _, policy = engine.rpartition(".")
+        family, name = FAMILIES[kind.partition(".")[0].partition("_")[0]]
+        where = ("cuda", found["runner"])
+        # "auto" is "deferred" where FlashAttention 3 reads the rows, as it does on an H200.
+        policies = seen.setdefault((where, family), set())
+        policies.add({"auto": "deferred"}.get(policy, policy))
+        mode = {"NONE": " with enforce_eager=True"}.get(found["graphs"], "")
+        names.setdefault((where, family, mode), {})[name] = None
+    said = {
+        (where, kind[0]): set(policies)
+        for where, kinds in matrix.SEEN.items()
+        for kind, policies in kinds.items()
+        if where[0] == "cuda" and kind[0] in {family for family, _ in FAMILIES.values()}
+    }
+    assert seen == said
+    only = {(where, family): f"{' and '.join(each)}{mode}"
+            for (where, family, mode), each in names.items()}  # fmt: skip
+    assert only == {
+        (where, family): text
+        for where, each in matrix.ONLY.items()
+        for family, text in each.items()
+    }
 
 
 #: An engine without rows that the ledger knows.

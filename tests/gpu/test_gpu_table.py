@@ -102,5 +102,10 @@ def test_the_matrix_says_what_was_seen():
                 kind = (family, seen["attention"], number, parallel)
                 kinds = found.setdefault(("cuda", seen["runner"]), {})
                 kinds[kind] = kinds.get(kind, set()) | {policy}
+    hybrid = (vllm_matrix.STATES, vllm_matrix.MIXED, vllm_matrix.CONVOLVED)  # in seen.json
     for where, kinds in found.items():
-        assert kinds == {kind: set(policies) for kind, policies in vllm_matrix.SEEN[where].items()}
+        assert kinds == {
+            kind: set(policies)
+            for kind, policies in vllm_matrix.SEEN[where].items()
+            if kind[0] not in hybrid
+        }

@@ -33,7 +33,7 @@ FAMILIES: Final[Mapping[str, Changes]] = {
     ALIBI: {"alibi": True},
     SINKS: {"sinks": True},
     SHARED: {"kv_sharing": True},
-    STATES: {"recurrent": GATED_DELTA, "states": "exact"},
+    STATES: {"recurrent": GATED_DELTA, "states": "exact", "dtype": "bfloat16"},  # over fp8, too
     MIXED: {"recurrent": MAMBA2, "states": "exact"},
     CONVOLVED: {"recurrent": SHORT_CONV, "states": "exact"},
     "Jamba, OLMo hybrid (recurrent)": {"recurrent": OTHER_STATES},
@@ -110,6 +110,18 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
         (LATENT, "TRITON_MLA", "fp8", _ONE): _UNDO,
         (LATENT, "FLASHMLA", "bfloat16", _ONE): _UNDO,
         (LATENT, "FLASH_ATTN_MLA", "bfloat16", _ONE): _UNDO,
+        (STATES, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
+        (MIXED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (CONVOLVED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+    },
+}
+
+#: By device and runner: the only engines of a family that were seen.
+ONLY: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
+    ("cuda", "v2"): {
+        STATES: "Qwen3.5 with enforce_eager=True",
+        MIXED: "Nemotron-H and Granite 4 with enforce_eager=True",
+        CONVOLVED: "LFM2 with enforce_eager=True",
     },
 }
 
@@ -125,6 +137,7 @@ class Row:
         auto: the decision for policy "auto".
         named: policies that the user may name.
         seen: those of ``named``, except "direct", that the tests ran.
+        only: the engines that they ran, where these do not stand for the whole family.
         facts: the facts of each engine that the row stands for.
     """
 
@@ -134,6 +147,7 @@ class Row:
     auto: Decision
     named: tuple[str, ...]
     seen: tuple[str, ...]
+    only: str
     facts: tuple[EngineFacts, ...] = attrs.field(repr=False)
 
     def __str__(self) -> str:
@@ -153,9 +167,10 @@ class Row:
         windows = tuple(name for name in self.named if name != "direct")
         if not windows:
             return says
-        if self.seen in ((), windows):
-            return f"{says}; {'seen running' if self.seen else 'not seen running'}"
-        return f"{says}; {', '.join(self.seen)} seen running"
+        if not self.seen:
+            return f"{says}; not seen running"
+        seen = "" if self.seen == windows else f"{', '.join(self.seen)} "
+        return f"{says}; {seen}seen running" + (f": {self.only}" if self.only else "")
 
 
 def matrix(facts: EngineFacts) -> list[Row]:
@@ -199,7 +214,9 @@ def _row(here: EngineFacts, kind: tuple[str, str], number: str, parallelism: str
     named = tuple(policy for policy in POLICIES if decide(policy, facts).policy == policy)
     known = SEEN.get((here.device, here.runner), {}).get((*kind, number, parallelism), ())
     seen = tuple(policy for policy in named if policy in known)
-    return Row((kind,), (number,), (parallelism,), decide("auto", facts), named, seen, (facts,))
+    only = ONLY.get((here.device, here.runner), {}).get(family, "") if seen else ""
+    auto = decide("auto", facts)
+    return Row((kind,), (number,), (parallelism,), auto, named, seen, only, (facts,))
 
 
 def _drawn_together(rows: list[Row], column: str) -> list[Row]:

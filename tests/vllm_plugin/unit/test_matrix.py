@@ -94,6 +94,20 @@ def test_what_was_seen_is_in_its_line():
     assert not any(": off" in line and "seen" in line for line in lines)
 
 
+def test_of_hybrids_on_gpus_it_says_which_were_seen():
+    """And that other models of the family, formats and attention were not."""
+    lines = [str(row) for row in matrix(EngineFacts(device="cuda", runner="v2"))]
+    mixed = [line for line in lines if "Nemotron-H" in line and ": off" not in line]
+    told = " seen running: Nemotron-H and Granite 4 with enforce_eager=True"
+    [seen] = [line for line in mixed if not line.endswith("; not seen running")]
+    assert seen.endswith("; deferred" + told)
+    assert "on FLASH_ATTN | bfloat16 | one worker: deferred, undo by name" in seen
+    assert any("fp8" in line for line in mixed if line != seen)
+    [gated] = [line for line in lines if line.endswith("; seen running: Qwen3.5 with "
+                                                       "enforce_eager=True")]  # fmt: skip
+    assert gated.startswith('Qwen3-Next, Qwen3.5 with "recurrent": "exact" on FLASH_ATTN |')
+
+
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_flash_attention_defers_whatever_it_sums(runner):
     """In version 3, which lacks ALiBi; shared rows are read within the forward."""
