@@ -44,6 +44,20 @@ def last_stage_only(runner: str, speculates: bool, last_stage: bool) -> str | No
     return None
 
 
+def no_bytes(attention: str, kv_dtype: str) -> str | None:
+    """Say why rows on a GPU cannot be addressed, so that no bytes are compared; None if they can.
+
+    Args:
+        attention: attention backend of the target's layers.
+        kv_dtype: ``"auto"`` or the name of a cache format.
+    """
+    if attention not in supported.ATTENTION["cuda"]:
+        return f"the rows of attention backend {attention} cannot be addressed"
+    if kv_dtype not in supported.CACHE_FORMATS["cuda"]:
+        return f"rows in format {kv_dtype} cannot be addressed"
+    return None
+
+
 def in_words(facts: EngineFacts) -> str:
     """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
     if facts.version not in supported.releases_for(facts.device):

@@ -16,10 +16,9 @@ from ..attach import hook_runner, stay_out
 from ..internals import Foreign, audited, audited_v2, config, ranks, workers
 from ..internals import layers as attention_layers
 from ..policy.engine import EngineFacts
-from ..policy.supported import ATTENTION, CACHE_FORMATS
 from ..settings import PluginSettings
 from .device_watch import DeviceWatch
-from .expected import last_stage_only
+from .expected import last_stage_only, no_bytes
 from .memory import rest
 from .runner import AuditedRunner, AuditedRunnerV1
 from .watch import Watch
@@ -255,7 +254,7 @@ def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts
     error, missing = None, {*watch.groups}
     try:
         layers, loaded = attention_layers.target_layers(runner)
-        why = _unreadable(loaded.attention, facts.kv_cache_dtype)
+        why = no_bytes(str(loaded.attention), facts.kv_cache_dtype)
         if why is None:
             drafters = attention_layers.rows_of_drafters(runner)
             watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
@@ -271,12 +270,3 @@ def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts
             stay_out(why, runner.kvtxn_rank, required=True, error=error)
         effect = "digests are compared, and no bytes"
         log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
-
-
-def _unreadable(attention: str | None, kv_dtype: str) -> str | None:
-    """Say why rows of a cache cannot be addressed; None if they can."""
-    if attention not in ATTENTION["cuda"]:
-        return f"the rows of attention backend {attention} cannot be addressed"
-    if kv_dtype not in CACHE_FORMATS["cuda"]:
-        return f"rows in format {kv_dtype} cannot be addressed"
-    return None

@@ -173,7 +173,24 @@ def expected_facts(config: Any) -> EngineFacts:
         changes["attention"] = named and named.name
         if changes["attention"] in (None, "FLASH_ATTN") and not facts.mla:
             changes["flash"] = flash.version(config.attention_config.flash_attn_version)
+            changes["spare_blocks"] = _rows_in_line(config)
     return attrs.evolve(facts, **changes)
+
+
+def _rows_in_line(config: Any) -> bool:
+    """Tell whether row will follow row in the caches; ``kv_cache.has_rows_in_line`` reads them.
+
+    They do in the layout that vLLM chooses for FlashAttention, but the user's environment or a KV
+    connector may ask for another one.
+    """
+    from vllm import envs
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+
+    asked = getattr(envs, "VLLM_KV_CACHE_LAYOUT", None)
+    connectors = tuple(connector_names(config.kv_transfer_config))
+    if asked is None and connectors and not supported.unchecked_connector("cuda", connectors):
+        asked = get_kv_connector_cache_layout(config)
+    return asked in (None, "NHD") or "BN" in asked
 
 
 def plain_facts() -> EngineFacts:

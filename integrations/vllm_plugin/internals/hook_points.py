@@ -147,6 +147,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_FLASH}.get_flash_attn_version",
         "vllm._custom_ops.reshape_and_cache_flash",
         "vllm.vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func",
+        f"{_CONNECTORS}.kv_connector.utils.get_kv_connector_cache_layout",
         # When connectors read rows; ``policy.supported`` says why that is not before a commit.
         *_of(
             "vllm.v1.worker.gpu.kv_connector.ActiveKVConnector",

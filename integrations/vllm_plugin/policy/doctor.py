@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 
 from ....config import POLICIES
-from ..audit.expected import in_words
+from .. import unchecked
+from ..audit.expected import in_words, no_bytes
 from ..internals import Foreign, audited, workers
 from ..internals import config as engine_config
 from ..settings import PluginSettings, settings
@@ -40,8 +41,9 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             speculating engine on this machine.
 
     Returns:
-        The release, the engine that is judged, each policy's outcome with its reason, the audit if
-        the user asks for one, and what "auto" comes to for every kind of engine on this device.
+        The release, the engine that is judged, what becomes of each setting that the engine
+        arguments ask for, each policy's outcome with its reason, whether the ledger can watch, and
+        what "auto" comes to for every kind of engine on this device.
         Facts that only a loaded model can tell are guessed by ``internals.config.FROM_MODEL``; see
         ``ASSUMED``.
 
@@ -49,7 +51,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         ConfigError: a setting in ``additional_config={"kvtxn": {...}}`` is not valid.
         BackendUnavailableError: no backend of that name is registered.
     """
-    violations = {}
+    asked = {}
     if engine_args is None:
         facts = engine_config.plain_facts()
     else:
@@ -57,10 +59,10 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         config = engine_config.config_from(engine_args)
         facts = engine_config.expected_facts(config)
         check_states(wanted, facts)
-        violations = _violations(wanted, config)
+        asked = {"asked": _asked(wanted, facts, config)}
     plain = attrs.asdict(EngineFacts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
-    decisions = {asked: decide(asked, facts) for asked in POLICIES}
+    decisions = {policy: decide(policy, facts) for policy in POLICIES}
     known = ", ".join(supported.releases_for(facts.device))
     return {
         "version": f"{facts.version} (supported: {known})",
@@ -71,13 +73,13 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             "method": facts.method,
             **special,
         },
+        **asked,
         "assumed": ASSUMED,
         "policies": [
-            f"{asked} -> {decision.policy} ({decision.reason})"
-            for asked, decision in decisions.items()
+            f"{policy} -> {decision.policy} ({decision.reason})"
+            for policy, decision in decisions.items()
         ],
         "audit": in_words(facts),
-        **violations,
         **({"spare blocks": SPARE_BLOCKS} if facts.device == "cuda" else {}),
         "matrix": [str(row) for row in matrix(facts)],
     }
@@ -95,10 +97,63 @@ def _moved(facts: EngineFacts) -> dict[str, Any]:
     }
 
 
-def _violations(wanted: PluginSettings | None, config: Foreign) -> dict[str, Any]:
-    """Say what a violation does in the audit that the user asks for; empty without one."""
-    if wanted is None or wanted.audit == "off" or audited.unwatched(config) is not None:
-        return {}
-    why = audited.uncontained(config) if wanted.on_violation == "contain" else None
-    outcome = "" if why is None else f" -> log ({why})"
-    return {"on_violation": f"{wanted.on_violation}{outcome}"}
+def _asked(wanted: PluginSettings | None, facts: EngineFacts, config: Foreign) -> list[str]:
+    """Say what becomes of the user's settings, one line each.
+
+    Args:
+        wanted: the settings; None without any.
+        facts: the expected facts of the engine.
+        config: its ``VllmConfig``.
+    """
+    if wanted is None:
+        return ['nothing: without "kvtxn" in additional_config the engine runs stock']
+    outcomes = list(_outcomes(wanted, facts, config))
+    lines = [str(outcome) for outcome in outcomes]
+    if wanted.required:
+        lacking = [outcome.why for outcome in outcomes if outcome.lacks]
+        outcome = "the engine starts, unless its loaded model rules out what is asked for"
+        if lacking:
+            outcome = f"the start stops: kvtxn is required, but {lacking[0]}"
+        lines.append(f"required -> {outcome}")
+    return lines
+
+
+@attrs.frozen
+class _Outcome:
+    """A setting, the value that the user asks for, and what becomes of it."""
+
+    setting: str
+    asked: str
+    found: str
+    why: str | None = None
+
+    @property
+    def lacks(self) -> bool:
+        """True if the user does not get what is asked for; "auto" is any policy."""
+        return self.found == "off" if self.setting == "policy" else self.found != self.asked
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        return f"{self.setting} {self.asked} -> {self.found}{why}"
+
+
+def _outcomes(wanted: PluginSettings, facts: EngineFacts, config: Foreign) -> Iterator[_Outcome]:
+    """Decide about each setting as ``plugin`` does when the engine starts."""
+    if wanted.windows:
+        policy, why = decide(wanted.txn.policy, facts)
+        gone = unchecked.hook_gone(facts) if policy != "off" else None
+        policy, why = (policy, why) if gone is None else ("off", gone)
+        yield _Outcome("policy", wanted.txn.policy, policy, why)
+    if wanted.audit == "off":
+        return
+    unwatched = audited.unwatched(config)
+    if unwatched is not None:
+        yield _Outcome("audit", wanted.audit, "off", unwatched)
+        return
+    known = wanted.audit == "bytes" and facts.device == "cuda" and facts.attention is not None
+    unread = no_bytes(str(facts.attention), facts.kv_cache_dtype) if known else None
+    yield _Outcome("audit", wanted.audit, wanted.audit if unread is None else "ledger", unread)
+    kept = audited.uncontained(config) if wanted.on_violation == "contain" else None
+    yield _Outcome(
+        "on_violation", wanted.on_violation, "log" if kept else wanted.on_violation, kept
+    )

@@ -135,23 +135,70 @@ def test_a_scheduler_of_pipeline_stages_says_that_it_contains_nothing(lines):
     assert type(scheduler) is SimpleNamespace
 
 
+STAGES = {"parallel": {"pipeline_parallel_size": 2}}
+CONTAIN = {"audit": "ledger", "on_violation": "contain"}
+STARTS = "required -> the engine starts, unless its loaded model"
+
+
 @pytest.mark.parametrize(
-    ("given", "changes", "said"),
+    ("given", "facts", "changes", "said"),
     [
-        ({"policy": "undo"}, {}, {}),
-        ({"audit": "bytes"}, {}, {"on_violation": "log"}),
+        (None, {}, {}, ["nothing: without"]),
+        ({"policy": "undo"}, {}, {}, ["policy undo -> undo (asked for)"]),
         (
-            {"audit": "ledger", "on_violation": "contain"},
-            {"parallel": {"pipeline_parallel_size": 2}},
-            {"on_violation": "contain -> log (an engine with pipeline stages"},
+            {"policy": "auto", "required": True}, {}, {},
+            ["policy auto -> deferred (the attention can", STARTS],
         ),
-        ({"audit": "ledger"}, {"v2": True}, {}),
+        (
+            {"policy": "deferred", "required": True}, {"sinks": True}, {},
+            ["policy deferred -> off (policy 'deferred' cannot",
+             "required -> the start stops: kvtxn is required, but policy 'deferred' cannot"],
+        ),
+        ({"policy": "deferred"}, {"method": None}, {}, ["policy deferred -> off (the engine does"]),
+        ({"audit": "bytes"}, {}, {}, ["audit bytes -> bytes", "on_violation log -> log"]),
+        (
+            {**CONTAIN, "policy": "undo", "required": True}, {}, STAGES,
+            ["policy undo -> undo", "audit ledger -> ledger",
+             "on_violation contain -> log (an engine with pipeline stages",
+             "required -> the start stops: kvtxn is required, but an engine with pipeline stages"],
+        ),
+        (CONTAIN, {}, {}, ["audit ledger -> ledger", "on_violation contain -> contain"]),
+        ({"audit": "ledger"}, {}, {"v2": True}, ["audit ledger -> off (on a CPU the ledger"]),
+        (
+            {"audit": "ledger", "required": True}, {}, {"v2": True},
+            ["audit ledger -> off", "required -> the start stops: kvtxn is required, but on a CPU"],
+        ),
+        (
+            {"audit": "bytes", "required": True},
+            {"device": "cuda", "runner": "v2", "attention": "CUTLASS_MLA"},
+            {"device": "cuda", "v2": True},
+            ["audit bytes -> ledger (the rows of attention backend CUTLASS_MLA", "on_violation log",
+             "required -> the start stops: kvtxn is required, but the rows of attention"],
+        ),
+        (
+            {"audit": "bytes", "required": True},
+            {"device": "cuda", "runner": "v2"},
+            {"device": "cuda", "v2": True},
+            ["audit bytes -> bytes", "on_violation log -> log", STARTS],
+        ),
     ],
-)
-def test_the_doctor_says_what_a_violation_does(given, changes, said):
-    found = doctor._violations(asked(**given), config(**changes))
-    assert found.keys() == said.keys()
-    assert all(found[name].startswith(begin) for name, begin in said.items())
+)  # fmt: skip
+def test_the_doctor_says_what_becomes_of_each_setting(given, facts, changes, said):
+    """As the plug-in decides it; required settings that it cannot have stop the start."""
+    wanted = None if given is None else asked(**given)
+    found = doctor._asked(wanted, EngineFacts(**facts), config(**changes))
+    assert len(found) == len(said)
+    for line, begin in zip(found, said, strict=True):
+        assert line.startswith(begin)
+
+
+def test_the_doctor_says_which_hook_is_gone(monkeypatch):
+    monkeypatch.setattr(doctor.unchecked, "hook_gone", lambda facts: "vLLM 9.9 lacks a.b")
+    wanted = asked(policy="undo", required=True)
+    assert doctor._asked(wanted, EngineFacts(), config()) == [
+        "policy undo -> off (vLLM 9.9 lacks a.b)",
+        "required -> the start stops: kvtxn is required, but vLLM 9.9 lacks a.b",
+    ]
 
 
 @pytest.fixture

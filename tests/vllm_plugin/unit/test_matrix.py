@@ -7,6 +7,7 @@ from itertools import product
 import attrs
 import model_files
 import pytest
+from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import flash as flash_internals
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
@@ -24,12 +25,13 @@ from kvtxn.integrations.vllm_plugin.policy.matrix import (
     matrix,
 )
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
-from kvtxn.integrations.vllm_plugin.policy.supported import LACKS
+from kvtxn.integrations.vllm_plugin.policy.supported import GPU_RELEASES, LACKS
 
 from kvtxn import doctor
 from kvtxn.config import POLICIES
 from kvtxn.errors import ConfigError
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 DEVICES = {
     "cpu": EngineFacts(),
     "cuda": EngineFacts(device="cuda", runner="v2"),
@@ -224,12 +226,51 @@ def test_settings_that_are_not_valid_are_said_before_anything_is_judged(asked):
 )
 def test_an_engine_is_judged_as_the_plugin_will(tmp_path, model, rule):
     """Facts in the model's configuration are known before the model is loaded."""
-    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     folder = model_files.write(model, tmp_path)
     options = {"model": folder, "skip_tokenizer_init": True, "dtype": "float32"}
-    found = report({**options, "speculative_config": speculation})
+    found = report({**options, "speculative_config": NGRAM})
     policy, reason = found["policies"][0].removeprefix("auto -> ").split(" ", 1)
     assert policy == ("deferred" if rule is None else "undo")
     says = {each.name: each.reason for each in RULES}
     assert rule is None or says[rule] in reason
     assert "has the last word" in found["assumed"]
+
+
+MEMORY = {"cpu_bytes_to_use": 8 << 20}
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": MEMORY}
+SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": MEMORY}
+SEVERAL = {"connectors": [{**SIMPLE, "kv_role": "kv_both"}, {**OFFLOADING, "kv_role": "kv_both"}]}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "layout", "policy"),
+    [
+        (None, None, "deferred"),
+        (SIMPLE, None, "deferred"),
+        (OFFLOADING, None, "undo"),
+        (
+            {"kv_connector": "MultiConnector", "kv_connector_extra_config": SEVERAL},
+            *(None, "undo"),
+        ),
+        (OFFLOADING, "LBNHC", "deferred"),  # the user's environment wins
+        (None, "HND", "undo"),
+    ],
+)
+def test_a_layout_with_heads_before_rows_is_foreseen(
+    tmp_path, monkeypatch, transfer, layout, policy
+):
+    """On GPUs, where FlashAttention could not read drafts by slot."""
+    if workers.version() not in GPU_RELEASES:
+        pytest.skip("of this release nothing was checked on GPUs")
+    monkeypatch.setattr(flash_internals, "version", lambda named=None: 3)
+    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
+    if layout is not None:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "speculative_config": NGRAM}
+    if transfer is not None:
+        options["kv_transfer_config"] = {**transfer, "kv_role": "kv_both"}
+    config = engine_config.config_from({"model": model_files.write("llama", tmp_path), **options})
+    config.device_config.device_type = "cuda"
+    facts = engine_config.expected_facts(config)
+    assert facts.spare_blocks == (policy == "deferred")
+    assert decide("auto", facts).policy == policy

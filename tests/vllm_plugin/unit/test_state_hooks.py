@@ -148,6 +148,7 @@ def test_the_doctor_judges_a_model_with_states(tmp_path, kvtxn, says):
         }
     )
     assert found["policies"][0].startswith(says)
+    assert found["asked"][0].startswith(f"policy {says}")
 
 
 def test_on_a_gpu_states_go_with_every_policy():
