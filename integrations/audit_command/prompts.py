@@ -50,7 +50,11 @@ def read(path: Path) -> tuple[Prompt, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("audit", f"the file {str(path)!r} cannot be read: {why}") from None
+        raise ConfigError(
+            "audit", f"the prompts cannot be read: {why}",
+            expected="a file of prompts, or the name of a workload", got=repr(str(path)),
+            hint="`kvtxn audit --help` says what both are",
+        ) from None  # fmt: skip
     prompts = tuple(
         _prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
     )

