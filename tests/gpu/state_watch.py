@@ -33,9 +33,11 @@ class Watch(Base):
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         _, facts = attention_layers.target_layers(runner)
         modules: list[Any] = [layer.module for layer in found]
+        graphs = getattr(getattr(runner, "kvtxn_states", None), "graphs", None)
         return {
             "runner": facts.runner,
             "graphs": runner.compilation_config.cudagraph_mode.name,
+            "commit_graphs": 0 if graphs is None else graphs.count,
             "attention": facts.attention,
             "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
             "kernels": sorted({str(getattr(m, "gdn_decode_kernel", "")) for m in modules}),

@@ -154,7 +154,8 @@ def judge(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
 
 def told(name: str, report: dict[str, Any]) -> list[str]:
     """One engine on its own: what it is, its capacity, and whether digests tell states apart."""
-    keys = ("runner", "graphs", "attention", "kernels", "state_blocks", "blocks", "concurrency")
+    keys = ("runner", "graphs", "commit_graphs", "attention", "kernels", "state_blocks", "blocks")
+    keys += ("concurrency",)
     lines = [f"  {name}: " + ", ".join(f"{key} {report.get(key)}" for key in keys)]
     digests = [tuple(each) for name in SCENARIOS for each in report[name]["digests"].values()]
     lines.append(f"    digests of states: {len(digests)}, {len(set(digests))} of them distinct")

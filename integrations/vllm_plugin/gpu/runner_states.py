@@ -113,6 +113,7 @@ class GpuStateRunnerV2(GpuRunnerV2):
             "states": len(states.layers),
             "state_blocks": 1,
             "state_buffer_bytes": states.nbytes,
+            "commit_graphs": 0 if states.graphs is None else states.graphs.count,
         }
 
     def kvtxn_hook_states(

@@ -116,6 +116,11 @@ class CommitGraphs:
         metadata = {name: each for pair in given if fused and pair for name, each in [pair]}
         return VerifyStep(size, rows, starts, None, metadata or None)
 
+    @property
+    def count(self) -> int:
+        """The number of graphs."""
+        return len(self._graphs)
+
     def takes(self, step: VerifyStep) -> bool:
         """Tell whether there is a graph for a step."""
         return bool(self._graphs) and step.requests <= self._sizes[-1]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....errors import KVTxnError, LayerError
+from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
 from . import Foreign, config
 from .commit_graphs import BRANCHES, Capture, CommitGraphs, uses_graphs
@@ -30,6 +31,10 @@ from .verified_rows import (
     VerifiedRows,
     row_elements,
 )
+
+log = get_logger()
+
+_SLOWER: Final = "each step commits its states layer by layer, which takes the host longer"
 
 #: The method of vLLM's ``model_state`` that makes a step's metadata, with its parameters.
 METHODS: Final = {
@@ -221,7 +226,7 @@ class HeldStates:
     def warm_up(self) -> None:
         """Compile the kernels of a commit: launch each over rows whose requests have no block.
 
-        If commits are to be captured, capture them.
+        If commits are to be captured, capture them; where that fails, they stay layer by layer.
         """
         device, metadata = self.tables.whole.device, None
         starts = torch.tensor([0, self._width], dtype=torch.int32, device=device)
@@ -231,7 +236,11 @@ class HeldStates:
             for rows in self._verified:
                 rows.commit(step)
             if self.graphs is not None:
-                self.graphs.capture()
+                try:
+                    self.graphs.capture()
+                except Exception as error:
+                    self.graphs = None
+                    log.warning("kvtxn.commits_not_captured", why=repr(error), hint=_SLOWER)
 
     # -- a step ---------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_jobs import missing
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals import verified_rows
+from kvtxn.integrations.vllm_plugin.internals import held_states, verified_rows
 from kvtxn.integrations.vllm_plugin.internals.commit_graphs import Capture
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
 from kvtxn.integrations.vllm_plugin.internals.verified_rows import with_globals
@@ -351,6 +351,23 @@ def test_states_and_outputs_are_stocks(rig):
     rig.step([4, 4, 4, 4], [2, 2, 3, 1])
     if rig.make is not None:
         assert (rig.make.captured, rig.make.replays) == (3, 10)  # of 1, 2 and 4 requests
+
+
+def test_commits_that_cannot_be_captured_are_made_layer_by_layer(monkeypatch):
+    """The log says so; the states are the same."""
+
+    def make(run):
+        raise RuntimeError("no capture here")
+
+    said = {}
+    warning = lambda event, **more: said.update({event: more["why"]})  # noqa: E731
+    monkeypatch.setattr(held_states, "log", SimpleNamespace(warning=warning))
+    rig = Rig(GATED_DELTA, torch.float32, monkeypatch, make)
+    rig.states.warm_up()
+    assert said == {"kvtxn.commits_not_captured": "RuntimeError('no capture here')"}
+    assert rig.states.graphs is None
+    rig.states.hook()
+    rig.step([4, 3, 4, 1], [3, 1, 4, 1])
 
 
 def test_a_grid_too_large_for_two_lines_a_request(rig, monkeypatch):
