@@ -81,10 +81,10 @@ class Findings:
     def take(self) -> list[Violation]:
         """Return the violations found since the last call, oldest first. Waits for the device."""
         books = self._books
-        counters = books.counters.cpu()
-        found = int(counters[book.FOUND])
+        counters = books.counters.tolist()
+        found = counters[book.FOUND]
         if found > self._read:
-            kept = min(found, int(counters[book.LIMIT]))
+            kept = min(found, counters[book.LIMIT])
             self.lost += found - kept
             records = books.found.cpu()
             for number in range(self._read, kept):

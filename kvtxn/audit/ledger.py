@@ -321,6 +321,17 @@ class Ledger(Exchange):
             return accepted, sampled
         return checks.check_outcome(operation, self.books, step, accepted, sampled)
 
+    def kept(self, step: Step) -> Tensor:
+        """Return the drafts that ``resolve`` has kept, int64 ``[num_requests]``, without waiting.
+
+        A draft whose row is of another token than the one sampled is not kept, even if the engine
+        counts it as accepted. Numbers of padding mean nothing.
+
+        Args:
+            step: the last step, after its ``resolve``.
+        """
+        return self.books.facts[book.KEPT].index_select(0, step.lines.long().clamp(min=0))
+
     # -- what came of it -----------------------------------------------------------------------
 
     @property

@@ -176,11 +176,13 @@ class RecordingLedger(Ledger):
         step = self._open
         super().resolve(accepted, sampled)
         assert step is not None  # or the ledger has raised
-        kept_of = _numbers(accepted)
+        kept_of, own = _numbers(accepted), _numbers(self.kept(step))
         for index, (request, first, row, count, draft) in enumerate(self._open_batch):
             if request < 0:
                 continue
             kept = min(max(kept_of[index], 0), draft)
+            if self._lives[request].end is None:  # the row may be of another token than was sampled
+                kept = min(kept, own[index])
             settled, good = count - draft, count - draft + kept
             self._add_rows("kept", step, request, first + settled, row + settled, kept, after=1)
             lost = draft - kept

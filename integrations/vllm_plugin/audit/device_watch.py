@@ -7,9 +7,10 @@ from an earlier step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -19,15 +20,13 @@ from ..internals import ranks
 from ..internals.audited import Arrival, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
-from .watch import AuditError, Watch
+from .watch import AuditError, Copies, Watch
 
 #: Steps between two looks at the counters.
 _LOOK_EVERY: Final = 8
 #: Steps between two comparisons of the ranks, and from a copy of the fingerprints until it is used.
 _COMPARED_EVERY: Final = 200
 _COMPARED_LATER: Final = 8
-#: Forms of steps that are remembered; beyond, all are forgotten.
-_MAX_REMEMBERED: Final = 2048
 
 
 class DeviceWatch(Watch):
@@ -68,8 +67,6 @@ class DeviceWatch(Watch):
             lines=lines,
         )
         self._awaits = False  # a step was told whose samples are not known yet
-        self._batch: tuple[list[str], Tensor] | None = None
-        self._forms: dict[int, tuple[object, Step, tuple[tuple[Tensor, Tensor], ...]]] = {}
         self._copies: dict[tuple[int, int], Tensor] = {}
         self._glance: Glance | None = None
         self._prints: tuple[int, Glance] | None = None
@@ -83,7 +80,6 @@ class DeviceWatch(Watch):
         ]
         number = self.ledger.books.sizes.max_requests
         with torch.inference_mode(False):
-            self._all_lines: Final = torch.zeros(number, dtype=torch.int64, device=device)
             self._published: Final = [
                 (group, torch.zeros(number, dtype=torch.int64, device=device)) for group in narrow
             ]
@@ -128,15 +124,10 @@ class DeviceWatch(Watch):
 
     def admit(self, arrival: Arrival) -> None:
         """Begin a request or renew its tokens."""
-        self._batch = None
         Watch.admit(self, arrival)
         line = self.ledger.line(arrival.name)
         for group, published in self._published:
             published[line] = arrival.computed // group.block_size * group.block_size
-
-    def _forget(self, name: str) -> None:
-        self._batch = None
-        Watch._forget(self, name)
 
     # -- a forward ---------------------------------------------------------------------------
 
@@ -162,7 +153,7 @@ class DeviceWatch(Watch):
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
-        step = self._step_of(rows, self._lines(rows.names, returning))
+        step = self._step_of(rows, self._lines(rows.names, returning), states)
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None
@@ -172,25 +163,14 @@ class DeviceWatch(Watch):
         if self._caches_prefixes:
             self._publish_on_device(step)
 
-    def _step_of(self, rows: Rows, lines: Tensor) -> Step:
-        """Describe a forward; one of the same buffers is the same ``Step``, checked at first."""
-        known = None if rows.buffers is None else self._forms.get(id(rows.buffers))
-        if known is None:
-            slots, starts, copies = rows.slots, rows.starts, {}
-            if self.drafts_late:  # the drafter writes into the runner's buffers in the step
-                for theirs in (starts, *slots.values()):
-                    copies[theirs] = self._copy_of(theirs)
-                slots = {name: copies[each] for name, each in slots.items()}
-                starts = copies[starts]
-            step = Step(lines, starts, rows.first, rows.tokens, slots, rows.tables, rows.drafts)
-            known = rows.buffers, step, tuple(copies.items())
-            if rows.buffers is not None:
-                if len(self._forms) >= _MAX_REMEMBERED:
-                    self._forms.clear()
-                self._forms[id(rows.buffers)] = known
-        for theirs, own in known[2]:
-            own.copy_(theirs)
-        return known[1]
+    def _form(self, rows: Rows, lines: Tensor, states: States | None) -> tuple[Step, Copies]:
+        if not self.drafts_late:
+            return Watch._form(self, rows, lines, states)
+        # The drafter writes into the runner's buffers in the step.
+        copies = {theirs: self._copy_of(theirs) for theirs in (rows.starts, *rows.slots.values())}
+        slots = {name: copies[each] for name, each in rows.slots.items()}
+        own = attrs.evolve(rows, starts=copies[rows.starts], slots=slots)
+        return Watch._form(self, own, lines, states)[0], tuple(copies.items())
 
     def _copy_of(self, tensor: Tensor) -> Tensor:
         """Return a tensor for copies of a runner's buffer; the same one for the same buffer."""
@@ -199,14 +179,6 @@ class DeviceWatch(Watch):
             with torch.inference_mode(False):
                 self._copies[key] = torch.empty_like(tensor)
         return self._copies[key]
-
-    def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
-        if self._batch is None or self._batch[0] != names:
-            found = Watch._lines(self, names, returning)
-            there = self._all_lines[: len(names)]
-            there.copy_(found)
-            self._batch = list(names), there
-        return self._batch[1]
 
     def _publish_on_device(self, step: Step) -> None:
         """Check the blocks that this step fills in groups that do not read all of them."""

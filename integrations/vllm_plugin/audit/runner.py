@@ -18,7 +18,16 @@ from ....errors import KVTxnError
 from ....log import get_logger
 from ..attach import hook_runner, restore_class, stay_out, swap_class
 from ..cpu import cache_layout
-from ..internals import Foreign, audited, audited_states, connectors, ranks, scheduling, workers
+from ..internals import (
+    Foreign,
+    audited,
+    audited_cpu,
+    audited_states,
+    connectors,
+    ranks,
+    scheduling,
+    workers,
+)
 from ..internals import layers as attention_layers
 from ..settings import PluginSettings
 from .transfers import TransferWatch, WatchedConnector
@@ -102,10 +111,12 @@ class AuditedRunnerV1(AuditedRunner):
             such as a warm-up.
         kvtxn_outputs: the rows of the forward that is sampled next which have logits; None for a
             forward that the ledger does not know.
+        kvtxn_reader: reads the runner's steps on a CPU.
     """
 
     kvtxn_prepared: Any = None
     kvtxn_outputs: Tensor | None = None
+    kvtxn_reader: audited_cpu.StepReader
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""
@@ -136,17 +147,22 @@ class AuditedRunnerV1(AuditedRunner):
             self.kvtxn_tell(lambda watch: watch.came_out(logits, rows))
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         if rows is not None:
-            self.kvtxn_tell(lambda watch: watch.sampled(audited.sampled(self, output)))
+            self.kvtxn_tell(partial(_tell_sampled, self, output))
         return output
 
 
-def _tell_forward(runner: Foreign, watch: Watch, prepared: Foreign) -> None:
+def _tell_forward(runner: AuditedRunnerV1, watch: Watch, prepared: Foreign) -> None:
     """Tell a watch which rows and states the next forward writes and reads."""
-    rows = audited.rows(runner, prepared, watch.groups)
+    rows = runner.kvtxn_reader.rows(prepared)
     states = None
     if watch.states:
         states = audited_states.states(runner, watch.states, rows.starts, rows.first)
     watch.forward(rows, partial(audited.returning, runner), states)
+
+
+def _tell_sampled(runner: AuditedRunnerV1, output: Foreign, watch: Watch) -> None:
+    """Tell a watch what was sampled."""
+    watch.sampled(*audited_cpu.sampled(runner, output, watch.rows))
 
 
 def audit_mixins(settings: PluginSettings) -> tuple[type, ...]:
@@ -214,6 +230,7 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
     except KVTxnError as error:
         stay_out(str(error), rank, required=runner.kvtxn_required, error=error)
         return None
+    runner.kvtxn_reader = audited_cpu.StepReader(runner, groups)
     if wanted.audit == "bytes":
         _compare_bytes(runner, watch)
     connector = connectors.connector()

@@ -17,7 +17,6 @@ from ....audit import (
     Scrub,
     StateGroup,
     Step,
-    Stretch,
     Violation,
 )
 from ....errors import KVTxnError
@@ -27,6 +26,7 @@ from ..internals import ranks
 from ..internals.audited import Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
+from .filled_blocks import FilledBlocks
 from .transfers import TransferWatch
 
 log = get_logger()
@@ -39,8 +39,14 @@ _ONE_IN: Final = 1000
 #: Kinds of violations after which nothing is computed again: the rows have left, or are on one
 #: rank only.
 _PAST_CONTAINING: Final = ("exported", "ranks")
+#: Forms of steps that are remembered; beyond, all are forgotten.
+_MAX_REMEMBERED: Final = 2048
 #: Steps after which ranks of one tensor-parallel group compare what they wrote.
 _COMPARED_AFTER: Final = 100
+
+
+#: Pairs of a tensor of the runner's and the watch's own copy of it.
+Copies = Sequence[tuple[Tensor, Tensor]]
 
 
 class AuditError(KVTxnError, RuntimeError):
@@ -73,6 +79,7 @@ class Watch:
         scrub: compares the bytes of rows and states; None if digests alone are compared.
         drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
             that a step leaves are known when it ends.
+        rows: the rows of the last forward.
         on_violation: the argument; it may be changed between steps.
         begun: False until the engine has warmed up; steps before are nobody's.
     """
@@ -107,14 +114,20 @@ class Watch:
         self.drafts_late = False
         self._unsealed: tuple[Step, Tensor | None] | None = None
         self._has_peers = key is not None
-        self._rows: Rows | None = None
+        self.rows: Rows | None = None
         self._stopped = False
         self._steps = self._compared = 0
         self._most = most
         self._caches_prefixes = room.caches_prefixes
         self._rank = rank
         self.on_violation = on_violation
-        self._known: OrderedDict[str, dict[str, int]] = OrderedDict()
+        self._known: OrderedDict[str, None] = OrderedDict()  # by the last batch of each
+        self._batch: tuple[list[str], Tensor] | None = None
+        self._forms: dict[int, tuple[object, Step, Copies]] = {}
+        number = self.ledger.books.sizes.max_requests
+        with torch.inference_mode(False):
+            self._all_lines: Final = torch.zeros(number, dtype=torch.int64, device=device)
+        self._filled: Final = FilledBlocks(self.ledger, groups)
         self._report: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
         self._found = 0
         self._wrong = Wrong()
@@ -164,17 +177,18 @@ class Watch:
 
     def admit(self, arrival: Arrival) -> None:
         """Begin a request or renew its tokens; a full ledger forgets a waiting request."""
-        name = arrival.name
+        name, self._batch = arrival.name, None
         if name not in self.ledger and len(self._known) >= self._most:
             self._forget(next(iter(self._known)))
-        self.ledger.admit(name, arrival.tokens, extras=arrival.extras, embedded=arrival.embedded)
-        self._known[name] = {
-            group.name: arrival.computed // group.block_size * group.block_size
-            for group in self.groups.values()
-        }
+        line = self.ledger.admit(
+            name, arrival.tokens, extras=arrival.extras, embedded=arrival.embedded
+        )
+        self._filled.begin(line, arrival.computed)
+        self._known[name] = None
         self._known.move_to_end(name)
 
     def _forget(self, name: str) -> None:
+        self._batch = None
         self._known.pop(name, None)
         self.ledger.release(name)
 
@@ -200,9 +214,36 @@ class Watch:
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
-        self._rows = rows
+        self.rows = rows
+        step = self._step_of(rows, self._lines(rows.names, returning), states)
+        if self.transfers is not None:
+            self.transfers.forward()
+        if self.scrub is not None:
+            self.scrub.compare(step)
+            self._unsealed = step, None
+        self.ledger.write(step)
+        self.ledger.check(step)
+        if self._caches_prefixes:
+            self._filled.publish(rows, step)
+
+    def _step_of(self, rows: Rows, lines: Tensor, states: States | None) -> Step:
+        """Describe a forward; one of the same buffers is the same ``Step``, checked at first."""
+        recurs = rows.buffers is not None and states is None
+        known = self._forms.get(id(rows.buffers)) if recurs else None
+        if known is None:
+            known = rows.buffers, *self._form(rows, lines, states)
+            if recurs:
+                if len(self._forms) >= _MAX_REMEMBERED:
+                    self._forms.clear()
+                self._forms[id(rows.buffers)] = known
+        for theirs, own in known[2]:
+            own.copy_(theirs)
+        return known[1]
+
+    def _form(self, rows: Rows, lines: Tensor, states: States | None) -> tuple[Step, Copies]:
+        """Describe a forward, and say what has to be copied before each one of the same buffers."""
         step = Step(
-            lines=self._lines(rows.names, returning),
+            lines=lines,
             starts=rows.starts,
             first=rows.first,
             tokens=rows.tokens,
@@ -212,54 +253,34 @@ class Watch:
             sources={} if states is None else states.sources,
             told=None if states is None else states.told,
         )
-        if self.transfers is not None:
-            self.transfers.forward()
-        if self.scrub is not None:
-            self.scrub.compare(step)
-            self._unsealed = step, None
-        self.ledger.write(step)
-        self.ledger.check(step)
-        if self._caches_prefixes:
-            self._publish(rows, step)
+        return step, ()
 
     def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
         """Return the lines of requests, int64 ``[num_requests]``; admit those forgotten."""
-        for name in names:
-            if name not in self.ledger:
-                self.admit(returning(name))
-            self._known.move_to_end(name)
-        return to_device(
-            [self.ledger.line(name) for name in names], self.ledger.device, torch.int64
-        )
+        if self._batch is None or self._batch[0] != names:
+            for name in names:
+                if name not in self.ledger:
+                    self.admit(returning(name))
+                self._known.move_to_end(name)
+            found = [self.ledger.line(name) for name in names]
+            there = self._all_lines[: len(names)]
+            there.copy_(to_device(found, self.ledger.device, torch.int64))
+            self._batch = list(names), there
+        return self._batch[1]
 
-    def _publish(self, rows: Rows, step: Step) -> None:
-        """Check the blocks that this step fills, since other requests may already find them."""
-        settled = rows.first + rows.starts.diff()
-        if rows.drafts is not None:
-            settled = settled - rows.drafts
-        for group in self.groups.values():
-            name, size = group.name, group.block_size
-            known = [self._known[request] for request in rows.names]
-            first = torch.tensor([each[name] for each in known])
-            end = settled // size * size
-            if bool((end > first).any()):
-                tables = {name: step.tables[name]}
-                self.ledger.inspect(Stretch(step.lines, first, end, tables, "published"))
-                for each, done in zip(known, end.tolist(), strict=True):
-                    each[name] = max(each[name], done)
-
-    def sampled(self, ids: Tensor) -> None:
+    def sampled(self, accepted: Tensor, ids: Tensor) -> None:
         """Tell the ledger which drafts were accepted, and which tokens come next.
 
         Args:
+            accepted: int64 ``[num_requests]``, accepted drafts; -1 for a request without a token.
             ids: int64 ``[num_requests, n]``, -1 where there is none.
         """
         if self._stopped:
             return
-        kept = self._kept(ids)
-        self.ledger.resolve(kept, ids)
+        self.ledger.resolve(accepted, ids)
         if self._unsealed is not None:
-            self._unsealed = self._unsealed[0], kept
+            step = self._unsealed[0]
+            self._unsealed = step, self.ledger.kept(step)
         if not self.drafts_late:
             self._seal()
 
@@ -280,10 +301,10 @@ class Watch:
         """
         if self._stopped or self.scrub is None or self._unsealed is None:
             return
-        most = logits.amax(1, keepdim=True)
-        if bool(most.isnan().any()):
+        most = float(logits.amax()) if logits.numel() else 0.0
+        if most != most:  # a NaN is the largest, and not equal to itself
             clear = self.on_violation == "contain"
-            self.scrub.locate(self._unsealed[0], most, rows, clear=clear)
+            self.scrub.locate(self._unsealed[0], logits.amax(1, keepdim=True), rows, clear=clear)
             self._say()
 
     def _seal(self) -> None:
@@ -291,19 +312,6 @@ class Watch:
         unsealed, self._unsealed = self._unsealed, None
         if self.scrub is not None and unsealed is not None:
             self.scrub.seal(*unsealed)
-
-    def _kept(self, ids: Tensor) -> Tensor:
-        """Count the accepted drafts, int64 ``[num_requests]``; a draft's row must be of its id."""
-        count = (ids >= 0).sum(1).sub(1).clamp(min=0)
-        rows = self._rows
-        if rows is None or rows.drafts is None or not bool(count.any()):
-            return count
-        count = count.minimum(rows.drafts)
-        column = torch.arange(ids.shape[1])
-        row = (rows.starts[1:] - rows.drafts)[:, None] + column
-        drafted = rows.tokens[row.clamp(max=len(rows.tokens) - 1)] == ids
-        same = (drafted | (column >= count[:, None])).long().cumprod(1).bool()
-        return torch.where(same.all(1), count, (~same).long().argmax(1))
 
     def compare_ranks(self) -> None:
         """Compare the steps since the last comparison with those of the other ranks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -293,50 +293,3 @@ def own_blocks(table: Any, count: int, block_size: int) -> Tensor:
     parts = block_size // int(table.block_size)
     found: Tensor = table.block_table.gpu[:count]
     return found if parts == 1 else found[:, ::parts] // parts
-
-
-def rows(runner: Any, prepared: Any, groups: Mapping[str, RowGroup]) -> Rows:
-    """Read the rows of the forward that ``_prepare_inputs`` has prepared.
-
-    Args:
-        runner: a V1 runner on a CPU.
-        prepared: the result of ``_prepare_inputs``.
-        groups: the groups to read, by name.
-    """
-    batch, metadata = runner.input_batch, prepared[1]
-    names = list(batch.req_ids)
-    count = len(names)
-    starts = runner.query_start_loc.cpu[: count + 1].clone()
-    total = int(starts[-1])
-    drafts = None
-    if metadata is not None and any(metadata.num_draft_tokens):
-        # A scheduler at fault may count drafts whose rows the step does not have.
-        drafts = torch.tensor(list(metadata.num_draft_tokens), dtype=torch.int64)
-        drafts = drafts.minimum(starts.diff())
-    slots, tables = {}, {}
-    for name, group in groups.items():
-        table = batch.block_table[int(name.partition(".")[2])]
-        slots[name] = table.slot_mapping.gpu[:total].clone()
-        tables[name] = own_blocks(table, count, group.block_size)
-    positions: Tensor = runner.positions[:total]
-    return Rows(
-        names=names,
-        starts=starts,
-        first=positions[starts[:-1].long()].long(),
-        tokens=runner.input_ids.gpu[:total].clone(),
-        drafts=drafts,
-        slots=slots,
-        tables=tables,
-    )
-
-
-def sampled(runner: Any, output: Any) -> Tensor:
-    """Return the sampled ids of a step, int64 ``[num_requests, n]``, -1 where there is none.
-
-    A request whose prompt goes on after its rows has none: vLLM samples for it and forgets it.
-    """
-    ids: Tensor = output.sampled_token_ids.to(torch.int64)
-    count = len(ids)
-    discarded = torch.from_numpy(runner.discard_request_mask.np[:count].copy()).bool()
-    real = (ids >= 0) & (ids < int(runner.input_batch.vocab_size)) & ~discarded[:, None]
-    return torch.where(real, ids, -1)

@@ -6,10 +6,12 @@ import logging
 from types import SimpleNamespace
 
 import attrs
+import numpy
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit import containing
 from kvtxn.integrations.vllm_plugin.audit.watch import AuditError, Watch
+from kvtxn.integrations.vllm_plugin.internals import audited_cpu
 from kvtxn.integrations.vllm_plugin.internals.audited import (
     Arrival,
     Changes,
@@ -303,13 +305,32 @@ def test_the_life_of_slots_is_kept_if_asked_for(lines):
     assert w.recording() is None
 
 
+def drawn(ids, rows, discarded=(False,)):
+    """What the plug-in reads of a sampler's output."""
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(vocab_size=50),
+        discard_request_mask=SimpleNamespace(np=numpy.array(discarded)),
+    )
+    output = SimpleNamespace(sampled_token_ids=torch.tensor(ids, dtype=torch.int32))
+    return audited_cpu.sampled(runner, output, rows)
+
+
+def test_what_is_no_token_was_not_sampled():
+    """Neither placeholders nor numbers beyond the vocabulary, nor what vLLM throws away."""
+    ids = [[4, 5, -1], [6, 50, -1], [7, 8, 9], [-1, -1, -1]]
+    accepted, kept = drawn(ids, None, [False, False, True, False])
+    assert accepted.tolist() == [1, 0, -1, -1]
+    assert kept.tolist() == [[4, 5, -1], [6, -1, -1], [-1, -1, -1], [-1, -1, -1]]
+    assert accepted.dtype is kept.dtype is torch.int64
+
+
 def test_more_drafts_than_there_were_are_not_accepted(lines):
     """What a sampler returns beyond a request's drafts is no count that the ledger refuses."""
     w = watch()
     w.change(come(arrival("a", [1, 2, 3], [1])))
     drafted = attrs.evolve(rows("a", 0, [1, 2, 3, 4], [4, 5, 6, 7], [1]), drafts=torch.tensor([1]))
     w.forward(drafted, unknown)
-    w.sampled(torch.tensor([[4, 4, 4]]))
+    w.sampled(*drawn([[4, 4, 4]], drafted))
     assert w.counters()["kvtxn_audit_active"] == 1
     assert w.counters()["kvtxn_audit_unjudged_total"] == 0
     assert w.report() == []

@@ -1,0 +1,120 @@
+"""Reading the steps of the V1 runner on a CPU for the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy
+import torch
+from torch import Tensor
+
+from ....audit import RowGroup
+from . import audited
+from .audited import Rows
+
+#: By bytes: as unsigned numbers, those below 0 are the largest.
+_UNSIGNED: Final = {4: numpy.uint32, 8: numpy.uint64}
+_NO_TOKEN: Final = numpy.int64(-1)
+
+#: The tensors of a step, in the order of ``Rows``.
+_Buffers = tuple[Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]
+
+
+class StepReader:
+    """Reads the steps of a V1 runner on a CPU into buffers of its own.
+
+    The runner writes into its own buffers again before a step ends, when it drafts. Here the
+    numbers of a step stay until the next one is read, and each number of requests has its tensors.
+
+    Args:
+        runner: the runner, with its KV cache.
+        groups: the groups to read, by name.
+    """
+
+    def __init__(self, runner: Any, groups: Mapping[str, RowGroup]) -> None:
+        self._runner: Final = runner
+        self._sizes: Final = {name: group.block_size for name, group in groups.items()}
+        requests, rows = int(runner.max_num_reqs), len(runner.input_ids.gpu)
+        with torch.inference_mode(False):  # steps write into them in inference mode or not
+
+            def zeros(length: int) -> Tensor:
+                return torch.zeros(length, dtype=torch.int64, device="cpu")
+
+            self._starts: Final = zeros(requests + 1)
+            self._first: Final = zeros(requests)
+            self._drafts: Final = zeros(requests)
+            self._tokens: Final = zeros(rows)
+            self._slots: Final = {name: zeros(rows) for name in groups}
+            self._tables: Final = {
+                name: torch.zeros_like(audited.own_blocks(self._table(name), requests, size))
+                for name, size in self._sizes.items()
+            }
+        own = (self._starts, self._first, self._drafts, self._tokens)
+        self._arrays: Final = tuple(tensor.numpy() for tensor in own)
+        self._known: dict[tuple[int, bool], _Buffers] = {}
+
+    def _table(self, name: str) -> Any:
+        return self._runner.input_batch.block_table[int(name.partition(".")[2])]
+
+    def rows(self, prepared: Any) -> Rows:
+        """Read the rows of the forward that comes next.
+
+        Args:
+            prepared: the result of ``_prepare_inputs``.
+        """
+        runner, metadata = self._runner, prepared[1]
+        names = runner.input_batch.req_ids
+        number = len(names)
+        starts, first, drafted, tokens = self._arrays
+        starts[: number + 1] = runner.query_start_loc.np[: number + 1]
+        total = int(starts[number])
+        first[:number] = runner.positions.numpy()[starts[:number]]
+        tokens[:total] = runner.input_ids.np[:total]
+        drafts = metadata is not None and any(metadata.num_draft_tokens)
+        if drafts:  # a scheduler at fault may count drafts whose rows the step does not have
+            lengths = starts[1 : number + 1] - starts[:number]
+            numpy.minimum(metadata.num_draft_tokens, lengths, out=drafted[:number])
+        for name, size in self._sizes.items():
+            table = self._table(name)
+            self._slots[name].numpy()[:total] = table.slot_mapping.np[:total]
+            blocks = audited.own_blocks(table, number, size)
+            self._tables[name].numpy()[:number] = blocks.numpy()
+        buffers = self._known.get((number, drafts))
+        if buffers is None:
+            buffers = self._known[number, drafts] = self._buffers(number, drafts)
+        return Rows(names, *buffers, buffers=buffers)
+
+    def _buffers(self, number: int, drafts: bool) -> _Buffers:
+        """Return the tensors of steps with a number of requests."""
+        return (
+            self._starts[: number + 1],
+            self._first[:number],
+            self._tokens,
+            self._drafts[:number] if drafts else None,
+            self._slots,
+            {name: table[:number] for name, table in self._tables.items()},
+        )
+
+
+def sampled(runner: Any, output: Any, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    """Return accepted drafts, -1 for a request without a token, and the sampled ids.
+
+    Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.
+
+    A request whose prompt goes on after its rows has no token: vLLM samples for it and forgets it.
+
+    Args:
+        runner: the runner.
+        output: the sampler's.
+        rows: the rows of the step; None if they are not known.
+    """
+    ids = output.sampled_token_ids.numpy()
+    real = ids.view(_UNSIGNED[ids.itemsize]) < int(runner.input_batch.vocab_size)
+    discarded = runner.discard_request_mask.np[: len(ids)]
+    if discarded.any():
+        real[discarded] = False
+    count = real.sum(1) - 1
+    if rows is not None and rows.drafts is not None:
+        numpy.minimum(count, rows.drafts.numpy(), out=count)
+    return torch.from_numpy(count), torch.from_numpy(numpy.where(real, ids, _NO_TOKEN))
