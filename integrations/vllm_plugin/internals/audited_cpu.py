@@ -70,14 +70,15 @@ class StepReader:
         starts[: number + 1] = runner.query_start_loc.np[: number + 1]
         total = int(starts[number])
         first[:number] = runner.positions.numpy()[starts[:number]]
-        tokens[:total] = runner.input_ids.np[:total]
+        tokens[:total] = runner.input_ids.gpu.numpy()[:total]
         drafts = metadata is not None and any(metadata.num_draft_tokens)
         if drafts:  # a scheduler at fault may count drafts whose rows the step does not have
             lengths = starts[1 : number + 1] - starts[:number]
             numpy.minimum(metadata.num_draft_tokens, lengths, out=drafted[:number])
         for name, size in self._sizes.items():
             table = self._table(name)
-            self._slots[name].numpy()[:total] = table.slot_mapping.np[:total]
+            # Not its ``np``: where groups differ, vLLM makes tables with memory apart from that.
+            self._slots[name].numpy()[:total] = table.slot_mapping.gpu.numpy()[:total]
             blocks = audited.own_blocks(table, number, size)
             self._tables[name].numpy()[:number] = blocks.numpy()
         buffers = self._known.get((number, drafts))
