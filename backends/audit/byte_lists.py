@@ -15,7 +15,7 @@ from ...audit import books as book
 from ...audit import group_lines, passes
 from . import byte_plan
 from .compare_kernel import table_place
-from .requests import rows_of
+from .requests import fill_first, rows_of
 
 STEP = tl.constexpr(book.STEP)
 RUN = tl.constexpr(passes.RUN)
@@ -49,8 +49,9 @@ SEAL = tl.constexpr(2)
 FILL = tl.constexpr(3)
 CLEAR = tl.constexpr(4)
 
-#: Index into ``counts``.
+#: Indices into ``counts``: the entries listed, and the programs of ``do_work`` that have ended.
 LISTED = tl.constexpr(0)
+DONE = tl.constexpr(1)
 
 
 @triton.jit
@@ -86,6 +87,7 @@ def list_reads(
     lines: tl.tensor,
     starts: tl.tensor,
     first_position: tl.tensor,
+    positions: tl.tensor,
     tables: tl.tensor,
     sources: tl.tensor,
     groups: tl.tensor,
@@ -102,16 +104,18 @@ def list_reads(
     num_lines: tl.int64,
     every: tl.int64,
     capacity: tl.int64,
+    POSITIONS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
     """List the sealed slots that a request will read and whose turn it is.
 
     Grid: (requests, groups, SPLITS). Arguments are those of ``compare_rows``, and:
+        positions: as for ``write_rows``, and so is ``POSITIONS``.
         sources: int64 ``[GROUPS, 3]`` of int64 ``[num_requests]``, as ``plan.Addresses`` makes it.
         watched: int64 ``[GROUPS, GROUP_FIELDS]``.
         seals: int64 ``[num_words]``.
         work: int64 ``[capacity, ENTRY]``.
-        counts: int64 ``[1]``, the entries listed; 0 before the launch.
+        counts: int64 ``[2]``, the entries listed; 0 before the launch.
         compared: int64 ``[1]``, added to.
         every: one slot in so many has its turn.
         capacity: entries.
@@ -121,6 +125,8 @@ def list_reads(
     group = groups + number * FIELDS
     source = tl.load(watched + number * GROUP_FIELDS + SOURCE)
     is_state = tl.load(group + IS_STATE) != 0
+    if POSITIONS:
+        fill_first(index, starts, first_position, positions, num_rows)
     line, _start, first, count, admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )
@@ -168,7 +174,9 @@ def list_reads(
         tl.atomic_add(compared, tl.sum(due.to(tl.int64), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_rows", "own_stride", "num_lines", "every", "capacity"])
+@triton.jit(
+    do_not_specialize=["num_rows", "own_stride", "num_lines", "every", "capacity", "besides"]
+)
 def list_written(
     lines: tl.tensor,
     starts: tl.tensor,
@@ -189,6 +197,7 @@ def list_written(
     num_lines: tl.int64,
     every: tl.int64,
     capacity: tl.int64,
+    besides: tl.int64,
     DRAFTS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -211,7 +220,7 @@ def list_written(
         if DRAFTS:
             taken = tl.load(drafts + index).to(tl.int64)
             taken = tl.minimum(tl.maximum(taken, 0), count)
-        stay = tl.load(accepted + index).to(tl.int64)
+        stay = tl.load(accepted + index).to(tl.int64) - besides
         stay = tl.minimum(tl.maximum(stay, 0), taken)
         settled = count - taken
         written = address.to(tl.pointer_type(tl.int64)) + start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Final
 
 import torch
@@ -13,6 +13,7 @@ from ...audit.byte_passes import BytePasses
 from ...audit.step import Step
 from . import byte_lists, byte_work
 from .byte_plan import BytePlan
+from .launches import Launches
 from .plan import contiguous
 
 #: The most slots that one pass compares, or seals and fills; further ones are left out.
@@ -26,6 +27,8 @@ _NUMBERS: Final = 1024
 
 #: Returns the table of a step's tensors: what they are, the tensors by group, their dtype.
 Table = Callable[..., Tensor]
+#: Tells whether the last table of a sort has the addresses of these tensors themselves.
+Recurs = Callable[[str, Mapping[str, Tensor]], bool]
 
 
 class TritonBytePasses(BytePasses):
@@ -36,6 +39,7 @@ class TritonBytePasses(BytePasses):
         groups: int64 ``[num_groups, FIELDS]``, see ``kvtxn.audit.group_lines``.
         key: int64 ``[3]``.
         table: makes tables of a step's tensors, for kernels.
+        recurs: tells whether the table made last has the addresses of the tensors themselves.
 
     Attributes:
         splits: programs that share one request's rows of one group.
@@ -45,8 +49,11 @@ class TritonBytePasses(BytePasses):
     splits: ClassVar[int] = 8
     programs: ClassVar[int] = 64
 
-    def __init__(self, books: ByteBooks, groups: Tensor, key: Tensor, table: Table) -> None:
+    def __init__(
+        self, books: ByteBooks, groups: Tensor, key: Tensor, table: Table, recurs: Recurs
+    ) -> None:
         super().__init__(books)
+        self._recurs: Final = recurs
         self._groups: Final = groups
         self._key: Final = key
         self._table: Final = table
@@ -54,47 +61,72 @@ class TritonBytePasses(BytePasses):
         device = books.seals.device
         entries = CAPACITY * byte_lists.ENTRY.value
         self._work: Final = torch.zeros(entries, dtype=torch.int64, device=device)
-        self._counts: Final = torch.zeros(1, dtype=torch.int64, device=device)
+        self._counts: Final = torch.zeros(2, dtype=torch.int64, device=device)
         self._none: Final = torch.zeros(1, dtype=torch.int64, device=device)
+        self._listing_reads: Final = Launches(byte_lists.list_reads)
+        self._listing_written: Final = Launches(byte_lists.list_written)
+        self._doing: Final = Launches(byte_work.do_work)
+        self._any_step: Final = Step(self._none, self._none, self._none, self._none, {})
 
     def compare(self, step: Step) -> None:
         """Compare a sample of what a step will read, as ``BytePasses.compare`` describes."""
-        books, step = self.books.books, contiguous(step)
-        self._counts.zero_()
-        grid = (len(step.lines), len(self._groups), self.splits)
-        byte_lists.list_reads[grid](
-            step.lines, step.starts, step.first, self._table("tables", step.tables, torch.int32),
-            self._table("sources", step.sources, torch.int64), self._groups, self._plan.groups,
-            books.words, self.books.seals, books.facts, books.counters, self._work, self._counts,
-            self.books.compared, step.num_rows, *self._sizes()[:2], self.books.every, CAPACITY,
-            SPLITS=self.splits,
-        )  # fmt: skip
+        if not self._listing_reads.again(step):
+            self._list_reads(step)
         self._do()
 
-    def seal(self, step: Step, accepted: Tensor) -> None:
-        """Seal what a step leaves and fill what is dead, as ``BytePasses.seal`` describes."""
-        books, step = self.books.books, contiguous(step)
-        self._counts.zero_()
-        byte_lists.list_written[(len(step.lines), len(self._groups))](
-            step.lines, step.starts, step.first, self._none if step.drafts is None else step.drafts,
-            accepted, self._table("slots", step.slots, torch.int64), self._groups,
-            self._plan.groups, books.words, self.books.seals, books.facts, books.counters,
-            self._work, self._counts, step.num_rows, *self._sizes()[:2], self.books.every,
-            CAPACITY, DRAFTS=step.drafts is not None, TILE=_ROWS,
+    def _list_reads(self, step: Step) -> None:
+        """Launch ``list_reads`` for a step that is given for the first time."""
+        given, step = step, contiguous(step)
+        books = self.books.books
+        tables = self._table("tables", step.tables, torch.int32)
+        sources = self._table("sources", step.sources, torch.int64)
+        arguments = (
+            step.lines, step.starts, step.first, self._or_none(step.positions), tables, sources,
+            self._groups, self._plan.groups, books.words, self.books.seals, books.facts,
+            books.counters, self._work, self._counts, self.books.compared, step.num_rows,
+            *self._sizes()[:2], self.books.every, CAPACITY, step.positions is not None, self.splits,
         )  # fmt: skip
+        recurs = self._recurs("tables", step.tables) and self._recurs("sources", step.sources)
+        grid = (len(step.lines), len(self._groups), self.splits)
+        self._listing_reads.first(given, grid, arguments, recurs=recurs)
+
+    def seal(self, step: Step, accepted: Tensor, besides: int = 0) -> None:
+        """Seal what a step leaves and fill what is dead, as ``BytePasses.seal`` describes."""
+        if not self._listing_written.again(step, (accepted,), besides):
+            self._list_written(step, accepted, besides)
         self._do()
+
+    def _list_written(self, step: Step, accepted: Tensor, besides: int) -> None:
+        """Launch ``list_written`` for a step that is given for the first time."""
+        given, step = step, contiguous(step)
+        books = self.books.books
+        arguments = (
+            step.lines, step.starts, step.first, self._or_none(step.drafts), accepted,
+            self._table("slots", step.slots, torch.int64), self._groups, self._plan.groups,
+            books.words, self.books.seals, books.facts, books.counters, self._work, self._counts,
+            step.num_rows, *self._sizes()[:2], self.books.every, CAPACITY, besides,
+            step.drafts is not None, _ROWS,
+        )  # fmt: skip
+        recurs, grid = self._recurs("slots", step.slots), (len(step.lines), len(self._groups), 1)
+        self._listing_written.first(
+            given, grid, arguments, (accepted,), besides, at=4, recurs=recurs
+        )
 
     def _do(self) -> None:
-        """Do what the listed entries say."""
-        if not self._plan.num_layers:
+        """Do what the listed entries say, and clear the list."""
+        if not self._plan.num_layers or self._doing.again(self._any_step):
             return
         books = self.books.books
-        byte_work.do_work[(self.programs, self._plan.num_layers)](
+        arguments = (
             self._plan.layers, self._plan.planes, self._key, self.books.seals, self._work,
             self._counts, books.own, books.facts, books.journal, books.found, books.counters,
-            *self._sizes(), CAPACITY, GROUPS=len(self._groups), PROGRAMS=self.programs,
-            ENTRIES=_NUMBERS, TILE=_WORDS,
+            *self._sizes(), CAPACITY, len(self._groups), self.programs, _NUMBERS, _WORDS,
         )  # fmt: skip
+        grid = (self.programs, self._plan.num_layers, 1)
+        self._doing.first(self._any_step, grid, arguments, recurs=True)
+
+    def _or_none(self, tensor: Tensor | None) -> Tensor:
+        return self._none if tensor is None else tensor
 
     def trace(self, step: Step, outputs: Tensor, rows: Tensor) -> None:
         """Report requests with a NaN, as ``BytePasses.trace`` describes."""

@@ -20,6 +20,7 @@ from . import byte_plan
 from .byte_lists import (
     CLEAR,
     COMPARE,
+    DONE,
     ENTRY,
     FILL,
     GROUP,
@@ -181,7 +182,7 @@ def do_work(
         key: int64 ``[3]``.
         seals: int64 ``[num_words]``.
         work: int64 ``[capacity, ENTRY]``.
-        counts: int64 ``[1]``, the entries listed.
+        counts: int64 ``[2]``, the entries listed, and 0; both 0 afterwards.
         own: int64 ``[num_lines, own_stride]``.
         facts: int64 ``[NUM_FACTS, num_lines]``.
         journal: int64 ``[journal_size, PLACES + GROUPS]``.
@@ -253,6 +254,11 @@ def do_work(
                     clear(layer, slot, stay, 4, TILE)
                 else:
                     clear(layer, slot, stay, 8, TILE)
+    tl.debug_barrier()
+    done = tl.atomic_add(counts + DONE, 1)
+    if done == PROGRAMS * tl.num_programs(1) - 1:  # all others have read how many are listed
+        tl.store(counts + LISTED, 0)
+        tl.store(counts + DONE, 0)
 
 
 @triton.jit(

@@ -30,19 +30,20 @@ class Launches:
         self._kernel: Final = kernel
         self._known: WeakKeyDictionary[Step, dict[Hashable, _Launch]] = WeakKeyDictionary()
 
-    def again(self, step: Step, given: Sequence[Tensor] = ()) -> bool:
+    def again(self, step: Step, given: Sequence[Tensor] = (), number: int = 0) -> bool:
         """Launch for a step as before.
 
         Args:
             step: the step.
             given: contiguous tensors that replace those of the earlier launch.
+            number: a number among the arguments that may differ.
 
         Returns:
             False if ``first`` was not called for this step and tensors of this form; then nothing
             was launched.
         """
         known = self._known.get(step)
-        found = None if known is None else known.get(_form(given))
+        found = None if known is None else known.get((number, *map(_form, given)))
         if found is None:
             return False
         found.run(given)
@@ -54,6 +55,7 @@ class Launches:
         grid: tuple[int, int, int],
         arguments: Sequence[Any],
         given: Sequence[Tensor] = (),
+        number: int = 0,
         *,
         at: int = 0,
         recurs: bool,
@@ -65,13 +67,14 @@ class Launches:
             grid: the sizes of the launch's grid.
             arguments: all arguments, constants included, in the order of the kernel's signature.
             given: the arguments from number ``at`` on, which may be others in the next launch.
+            number: as for ``again``.
             at: the number of the first of them.
             recurs: False remembers nothing, because another launch needs other tensors.
         """
         compiled = self._kernel[grid](*arguments)
         if recurs and compiled is not None:  # the interpreter compiles nothing
             launch = _Launch(compiled[grid], arguments, at, len(given))
-            self._known.setdefault(step, {})[_form(given)] = launch
+            self._known.setdefault(step, {})[number, *map(_form, given)] = launch
 
 
 class _Launch:
@@ -89,6 +92,6 @@ class _Launch:
         self._run(*self._before, *[each.data_ptr() for each in given], *self._after)
 
 
-def _form(given: Sequence[Tensor]) -> Hashable:
-    """Return all that the compiled kernel and its other arguments depend on."""
-    return tuple([(each.dtype, each.shape[-1], each.data_ptr() % _ALIGNED) for each in given])
+def _form(given: Tensor) -> Hashable:
+    """Return all of a tensor that the compiled kernel and its other arguments depend on."""
+    return given.dtype, given.shape[-1], given.data_ptr() % _ALIGNED

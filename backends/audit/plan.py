@@ -17,7 +17,7 @@ _MAX_REMEMBERED: Final = 256
 
 
 #: The tensors of a step whose elements kernels count from the tensor's address.
-_COUNTED: Final = ("lines", "starts", "first", "tokens", "drafts", "told")
+_COUNTED: Final = ("lines", "starts", "first", "tokens", "drafts", "told", "positions")
 
 
 def contiguous(step: Step) -> Step:

@@ -11,6 +11,32 @@ SERIAL = tl.constexpr(book.SERIAL)
 
 
 @triton.jit
+def fill_first(
+    index: tl.tensor,
+    starts: tl.tensor,
+    first_position: tl.tensor,
+    positions: tl.tensor,
+    num_rows: tl.tensor,
+) -> None:
+    """Write the position of a request's first row into ``first_position``; -1 for no such row.
+
+    Several programs may do so for one request; all write the same.
+
+    Args:
+        index: the request's number in the step.
+        starts: int ``[num_requests + 1]``.
+        first_position: int ``[num_requests]``.
+        positions: int ``[num_rows]``.
+        num_rows: rows for which every tensor of rows has room.
+    """
+    start = tl.load(starts + index).to(tl.int64)
+    inside = (start >= 0) & (start < num_rows)
+    found = tl.load(positions + tl.where(inside, start, 0), mask=inside, other=-1)
+    tl.store(first_position + index, found)
+    tl.debug_barrier()
+
+
+@triton.jit
 def rows_of(
     index: tl.tensor,
     lines: tl.tensor,

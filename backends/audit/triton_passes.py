@@ -84,11 +84,12 @@ class TritonPasses(Passes):
         step = step if len(step.lines) else self._padding  # no launch has no program
         books, requests = self.books, len(step.lines)
         arguments = (
-            step.lines, step.starts, step.first, step.tokens, self._or_unread(step.drafts),
-            self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
-            books.owners, books.own, books.facts, books.journal, books.counters,
-            books.fingerprints, requests, step.num_rows, *self._sizes()[:3],
-            step.drafts is not None, self._num_groups, _ROWS,
+            step.lines, step.starts, step.first, self._or_unread(step.positions), step.tokens,
+            self._or_unread(step.drafts), self._table("slots", step.slots, torch.int64),
+            self._groups, self._key, books.words, books.owners, books.own, books.facts,
+            books.journal, books.counters, books.fingerprints, requests, step.num_rows,
+            *self._sizes()[:3], step.drafts is not None, step.positions is not None,
+            self._num_groups, _ROWS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
         self._writing.first(step, (requests, 1, 1), arguments, recurs=recurs)
@@ -146,15 +147,17 @@ class TritonPasses(Passes):
 
     def byte_passes(self, books: ByteBooks) -> TritonBytePasses:
         """Return the kernels of a scrub over the same ledger."""
-        return TritonBytePasses(books, self._groups, self._key, self._table)
+        return TritonBytePasses(books, self._groups, self._key, self._table, self._as_they_are)
 
-    def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
+    def resolve(
+        self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
+    ) -> None:
         """Mark the rejected rows, as ``Passes.resolve`` describes."""
         if not len(step.lines):
             step, accepted, sampled = self._padding, self._unread, None
         ids = None if sampled is None else sampled.contiguous()
         given = (accepted,) if ids is None else (accepted, ids)
-        if self._resolving.again(step, given):
+        if self._resolving.again(step, given, besides):
             return
         step = contiguous(step)
         books = self.books
@@ -162,12 +165,12 @@ class TritonPasses(Passes):
             step.lines, step.starts, step.first, step.tokens, self._or_unread(step.drafts),
             accepted, self._or_unread(ids), self._table("slots", step.slots, torch.int64),
             self._groups, self._key, books.words, books.own, books.facts, books.counters,
-            step.num_rows, *self._sizes()[:2], 0 if ids is None else ids.shape[1],
+            step.num_rows, *self._sizes()[:2], 0 if ids is None else ids.shape[1], besides,
             REJECTED, step.drafts is not None, self._num_groups, _DRAFTS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
         grid = (len(step.lines), 1, 1)
-        self._resolving.first(step, grid, arguments, given, at=5, recurs=recurs)
+        self._resolving.first(step, grid, arguments, given, besides, at=5, recurs=recurs)
 
     def _as_they_are(self, what: str, tensors: Mapping[str, Tensor]) -> bool:
         """Tell whether the last table of this sort has the addresses of these tensors themselves.

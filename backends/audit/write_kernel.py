@@ -25,7 +25,7 @@ import triton.language as tl
 
 from ...audit import books as book
 from ...audit import group_lines, passes
-from .requests import rows_of
+from .requests import fill_first, rows_of
 from .words import EMBEDDED, PLAIN, REPORTED, as_word, term, token_of
 
 STEP = tl.constexpr(book.STEP)
@@ -124,6 +124,7 @@ def write_rows(
     lines: tl.tensor,
     starts: tl.tensor,
     first_position: tl.tensor,
+    positions: tl.tensor,
     tokens: tl.tensor,
     drafts: tl.tensor,
     slots: tl.tensor,
@@ -142,6 +143,7 @@ def write_rows(
     num_lines: tl.int64,
     journal_size: tl.int64,
     DRAFTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -151,6 +153,7 @@ def write_rows(
         lines: int ``[num_requests]``.
         starts: int ``[num_requests + 1]``.
         first_position: int ``[num_requests]``.
+        positions: int ``[num_rows]``; unread unless ``POSITIONS``.
         tokens: int ``[num_rows]``.
         drafts: int ``[num_requests]``; unread unless ``DRAFTS``.
         slots: int64 ``[GROUPS, 3]``, as ``plan.Addresses`` makes it.
@@ -169,6 +172,7 @@ def write_rows(
         num_lines: lines.
         journal_size: entries.
         DRAFTS: some request has drafts.
+        POSITIONS: ``first_position`` is filled from ``positions`` at first.
         GROUPS: number of groups.
         TILE: rows at a time.
     """
@@ -177,6 +181,8 @@ def write_rows(
     journalled = tl.load(counters + JOURNALLED)
     rows = tl.load(starts + num_requests).to(tl.int64)
     rows = tl.minimum(tl.maximum(rows, 0), num_rows)
+    if POSITIONS:
+        fill_first(index, starts, first_position, positions, num_rows)
     line, start, first, count, admitted, skipped, refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )
@@ -259,7 +265,7 @@ def write_rows(
         tl.store(counters + STEP, now)
 
 
-@triton.jit(do_not_specialize=["num_rows", "own_stride", "num_lines", "columns"])
+@triton.jit(do_not_specialize=["num_rows", "own_stride", "num_lines", "columns", "besides"])
 def resolve_rows(
     lines: tl.tensor,
     starts: tl.tensor,
@@ -279,6 +285,7 @@ def resolve_rows(
     own_stride: tl.int64,
     num_lines: tl.int64,
     columns: tl.int64,
+    besides: tl.int64,
     REJECTED: tl.constexpr,
     DRAFTS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -291,6 +298,7 @@ def resolve_rows(
         sampled: int ``[num_requests, columns]``; unread if ``columns`` is 0. A draft whose row is
             of another token counts as rejected, and so do those after it.
         columns: tokens sampled per request, at most; -1 stands for none.
+        besides: tokens that ``accepted`` counts beside drafts.
         REJECTED: the word of a rejected row.
     """
     index = tl.program_id(0)
@@ -304,7 +312,7 @@ def resolve_rows(
         if DRAFTS:
             taken = tl.load(drafts + index).to(tl.int64)
             taken = tl.minimum(tl.maximum(taken, 0), count)
-        given = tl.load(accepted + index).to(tl.int64)
+        given = tl.load(accepted + index).to(tl.int64) - besides
         stay = tl.minimum(tl.maximum(given, 0), taken)
         settled = count - taken
         compared = tl.minimum(stay, columns)

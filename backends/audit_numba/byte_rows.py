@@ -98,8 +98,8 @@ def due_states(
 
 @compiled
 def slots_left(
-    lines, starts, first, drafts, accepted, slots, group, words, facts, columns, num_rows, seals,
-    turn, every,
+    lines, starts, first, drafts, accepted, besides, slots, group, words, facts, columns, num_rows,
+    seals, turn, every,
 ):  # fmt: skip
     """Seal the slots that a step leaves, and return them, int64 ``[n]``."""
     found, number = numpy.empty(num_rows, numpy.int64), 0
@@ -111,7 +111,7 @@ def slots_left(
         if count == 0:
             continue
         settled = count - taken
-        stay = settled + min(max(accepted[index], 0), taken)
+        stay = settled + min(max(accepted[index] - besides, 0), taken)
         for within in range(stay):
             slot = slots[start + within]
             if slot < 0 or slot >= group[NUM_BLOCKS] * size:

@@ -16,6 +16,7 @@ from ...audit.byte_books import ByteBooks, Watched
 from ...audit.byte_passes import TorchBytePasses
 from ...audit.digest import RESERVED, Key
 from ...audit.groups import WORD_BYTES, Place
+from ...audit.rows import fill_first
 from ...audit.step import Step
 from ...cache_planes import Plane
 from .byte_rows import add_checksums, due_rows, due_states, slots_left
@@ -107,6 +108,7 @@ class NumbaBytePasses(TorchBytePasses):
 
     def compare(self, step: Step) -> None:
         """Do what ``BytePasses.compare`` says."""
+        fill_first(step)
         due = self._due(step)
         for place, slots in due:
             for stored, planes in self._layers[place]:
@@ -134,10 +136,10 @@ class NumbaBytePasses(TorchBytePasses):
                 found.append((source, listed))
         return found
 
-    def seal(self, step: Step, accepted: Tensor) -> None:
+    def seal(self, step: Step, accepted: Tensor, besides: int = 0) -> None:
         """Do what ``BytePasses.seal`` says."""
         if self.books.poisoned:
-            super().seal(step, accepted)
+            super().seal(step, accepted, besides)
             return
         read, counts = self._read.read(step), ints(accepted)
         turn, every = int(self._counters[book.STEP]), self.books.every
@@ -146,7 +148,7 @@ class NumbaBytePasses(TorchBytePasses):
             if not len(written):
                 continue
             slots = slots_left(
-                *read.requests, read.drafts, counts, written, self._groups[place.index],
+                *read.requests, read.drafts, counts, besides, written, self._groups[place.index],
                 self._words, self._facts, self._columns, read.num_rows, self._seals, turn, every,
             )  # fmt: skip
             for stored, planes in layers if len(slots) else ():

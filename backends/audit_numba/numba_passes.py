@@ -18,7 +18,7 @@ from ...audit.byte_books import ByteBooks
 from ...audit.byte_passes import BytePasses
 from ...audit.group_lines import group_lines
 from ...audit.passes import Stretch
-from ...audit.rows import Batch
+from ...audit.rows import Batch, fill_first
 from ...audit.step import Step
 from ...audit.torch_passes import TorchPasses
 from .compare_rows import compare_rows, compare_states, compare_stretches
@@ -71,17 +71,25 @@ class NumbaPasses(TorchPasses):
         self.resolve(step, none, None)
         self._counters[:], self._fingerprints[:] = before
 
-    def takes(self, step: Step, accepted: Tensor | None = None, *, released: bool = False) -> bool:
+    def takes(
+        self,
+        step: Step,
+        accepted: Tensor | None = None,
+        besides: int = 0,
+        *,
+        released: bool = False,
+    ) -> bool:
         """Tell whether a step is well-formed, as ``Passes.takes`` describes."""
         read = self._read.read(step)
         right: bool = well_formed(
-            *read.requests, read.drafts, ints(accepted), self._facts, self._own.shape[1],
+            *read.requests, read.drafts, ints(accepted), besides, self._facts, self._own.shape[1],
             read.num_rows, released, self._seen,
         )  # fmt: skip
         return right
 
     def write(self, step: Step) -> None:
         """Do what ``Passes.write`` says."""
+        fill_first(step)
         read = self._read.read(step)
         if step.sources or step.told is not None:
             compared = compare_states(
@@ -126,12 +134,14 @@ class NumbaPasses(TorchPasses):
         """Return the passes of a scrub over the same ledger."""
         return NumbaBytePasses(books, self._groups, self._read)
 
-    def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
+    def resolve(
+        self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
+    ) -> None:
         """Do what ``Passes.resolve`` says."""
         read = self._read.read(step)
         ids = _NOTHING if sampled is None else ints(sampled)
         resolve_rows(
-            *read.requests, read.tokens, read.drafts, ints(accepted), ids, read.slots,
+            *read.requests, read.tokens, read.drafts, ints(accepted), besides, ids, read.slots,
             self._groups, self._key, self._words, self._own, self._facts, self._counters,
             read.num_rows,
         )  # fmt: skip

@@ -43,11 +43,14 @@ def rows_of(index, lines, starts, first, drafts, facts, columns, num_rows, relea
 
 
 @compiled
-def well_formed(lines, starts, first, drafts, accepted, facts, columns, num_rows, released, seen):
+def well_formed(
+    lines, starts, first, drafts, accepted, besides, facts, columns, num_rows, released, seen
+):
     """Tell whether no request is malformed and no two have one line.
 
-    ``accepted``, int64 ``[num_requests]``, are accepted drafts that have to be possible; it is
-    empty if they are not known yet. ``seen``, bool ``[num_lines]``, is all False, and is left so.
+    ``accepted``, int64 ``[num_requests]``, are accepted drafts, and ``besides`` other tokens, that
+    have to be possible; it is empty if they are not known yet. ``seen``, bool ``[num_lines]``, is
+    all False, and is left so.
     """
     right = True
     for index in range(len(lines)):
@@ -59,7 +62,7 @@ def well_formed(lines, starts, first, drafts, accepted, facts, columns, num_rows
         if count:
             if seen[line] or (len(drafts) and drafts[index] != taken):
                 right = False
-            if len(accepted) and not -1 <= accepted[index] <= taken:
+            if len(accepted) and not -1 <= accepted[index] - besides <= taken:
                 right = False
             seen[line] = True
     for index in range(len(lines)):

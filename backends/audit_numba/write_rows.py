@@ -146,13 +146,13 @@ def write_rows(
 
 @compiled
 def resolve_rows(
-    lines, starts, first, tokens, drafts, accepted, sampled, slots, groups, key, words, own, facts,
-    counters, num_rows,
+    lines, starts, first, tokens, drafts, accepted, besides, sampled, slots, groups, key, words,
+    own, facts, counters, num_rows,
 ):  # fmt: skip
     """Mark rejected rows, and count the others as the request's own; see ``Passes.resolve``.
 
-    ``accepted`` is int64 ``[num_requests]``; ``sampled`` is int64 ``[num_requests, columns]``, and
-    without columns nobody said what was sampled.
+    ``accepted`` is int64 ``[num_requests]``, and counts ``besides`` other tokens. ``sampled`` is
+    int64 ``[num_requests, columns]``; without columns nobody said what was sampled.
     """
     counters[OPEN] = 0
     columns = sampled.shape[1]
@@ -162,7 +162,8 @@ def resolve_rows(
         )
         if count == 0:
             continue
-        stay, settled = min(max(accepted[index], 0), taken), count - taken
+        given, settled = accepted[index] - besides, count - taken
+        stay = min(max(given, 0), taken)
         for draft in range(min(stay, columns)):
             if (tokens[start + settled + draft] ^ sampled[index, draft]) & PLAIN:
                 stay = draft
@@ -178,7 +179,7 @@ def resolve_rows(
             continue
         length = at + settled + stay
         known = max(facts[KNOWN, line], length)
-        if stay < columns and accepted[index] >= 0 and known == length < own.shape[1] - 1:
+        if stay < columns and given >= 0 and known == length < own.shape[1] - 1:
             token = sampled[index, stay]
             if 0 <= token < EMBEDDED:
                 own[line, length + 1] = own[line, length] + term(token, length, key)

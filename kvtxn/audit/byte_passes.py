@@ -18,7 +18,7 @@ from .checksum import checksum, has_nan
 from .digest import REJECTED, REPORTED
 from .groups import Place
 from .notes import note
-from .rows import Batch, first_visible, ragged, slots_at, through, word_at
+from .rows import Batch, fill_first, first_visible, ragged, slots_at, through, word_at
 from .step import Step
 from .violation import FOUND_NUMBER, KIND_NUMBER
 
@@ -46,7 +46,7 @@ class BytePasses(ABC):
         """
 
     @abstractmethod
-    def seal(self, step: Step, accepted: Tensor) -> None:
+    def seal(self, step: Step, accepted: Tensor, besides: int = 0) -> None:
         """Take the checksums of what a step leaves, and fill with NaN what is dead.
 
         Every row that stays is sealed; of the states that stay those whose turn comes before the
@@ -59,6 +59,7 @@ class BytePasses(ABC):
         Args:
             step: the step.
             accepted: int ``[num_requests]``, drafts accepted; clamped to the number of drafts.
+            besides: tokens that ``accepted`` counts beside drafts.
         """
 
     @abstractmethod
@@ -148,6 +149,7 @@ class TorchBytePasses(BytePasses):
     def compare(self, step: Step) -> None:
         """Do what ``BytePasses.compare`` says."""
         books = self.books.books
+        fill_first(step)
         batch = Batch.of(books, step)
         for name, table in step.tables.items():
             place = books.layout.places[name]
@@ -182,10 +184,10 @@ class TorchBytePasses(BytePasses):
         step = self.books.books.counters[book.STEP]
         return (slots + step) % self.books.every == 0
 
-    def seal(self, step: Step, accepted: Tensor) -> None:
+    def seal(self, step: Step, accepted: Tensor, besides: int = 0) -> None:
         """Do what ``BytePasses.seal`` says."""
         batch = Batch.of(self.books.books, step, released=True)
-        kept = accepted.long().clamp(min=0).minimum(batch.drafts)
+        kept = (accepted.long() - besides).clamp(min=0).minimum(batch.drafts)
         settled = batch.counts - batch.drafts
         owner, within = ragged(batch.counts)
         row = batch.starts[owner] + within

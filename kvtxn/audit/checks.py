@@ -20,7 +20,7 @@ from .books import Books
 from .digest import EMBEDDED
 from .groups import Place
 from .passes import STRETCH_KINDS, Stretch
-from .rows import Batch
+from .rows import Batch, fill_first
 from .step import Step
 
 #: The dtypes of ints that torch can count with.
@@ -205,10 +205,15 @@ def check_step(operation: str, books: Books, step: Any, *, released: bool = Fals
     _fits(operation, books, "starts", step.starts, number + 1)
     _fits(operation, books, "first", step.first, number)
     _fits(operation, books, "tokens", step.tokens, 0)
-    for name in ("drafts", "told"):
+    for name, length in (("drafts", number), ("told", number), ("positions", 0)):
         tensor = getattr(step, name)
         if tensor is not None:
-            _fits(operation, books, name, tensor, number)
+            _fits(operation, books, name, tensor, length)
+    if step.positions is not None and not step.first.is_contiguous():
+        raise ConfigError(
+            operation, "first cannot be filled", expected="a contiguous tensor beside positions",
+            got=f"strides {list(step.first.stride())}", hint="see kvtxn.audit.Step",
+        )  # fmt: skip
     for group, tensor in step.slots.items():
         place = place_of(operation, books, group)
         if place.group.reads is not None:
@@ -224,6 +229,8 @@ def check_step(operation: str, books: Books, step: Any, *, released: bool = Fals
         place_of(operation, books, group, states=True)
         _fits(operation, books, f"sources[{group!r}]", tensor, number)
     if books.words.is_cpu:
+        if not released:
+            fill_first(step)
         _check_requests(operation, books, step, released)
 
 
@@ -316,7 +323,7 @@ def _check_requests(operation: str, books: Books, step: Step, released: bool) ->
 
 
 def check_outcome(
-    operation: str, books: Books, step: Step, accepted: Any, sampled: Any = None
+    operation: str, books: Books, step: Step, accepted: Any, sampled: Any = None, besides: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """Return the arguments of ``Ledger.resolve`` as tensors on the ledger's device.
 
@@ -342,7 +349,7 @@ def check_outcome(
             )
     counts = _there(counts, number, device)
     if counts.is_cpu:
-        _check_counts(operation, books, step, counts)
+        _check_counts(operation, books, step, counts, besides)
     return counts, None if ids is None else _there(ids, number, device)
 
 
@@ -358,9 +365,10 @@ def are_there(accepted: Any, sampled: Any, number: int, device: torch.device) ->
     return right and len(sampled) == number and sampled.device == device
 
 
-def _check_counts(operation: str, books: Books, step: Step, counts: Tensor) -> None:
+def _check_counts(operation: str, books: Books, step: Step, counts: Tensor, besides: int) -> None:
     """Refuse counts of accepted drafts that the requests of a step cannot have; for CPUs."""
     batch = Batch.of(books, step, released=True)
+    counts = counts - besides
     wrong = batch.live & ((counts < -1) | (counts > batch.drafts))
     if bool(wrong.any()):
         index = int(wrong.nonzero()[0])

@@ -23,6 +23,7 @@ from .groups import Group
 from .passes import Passes
 from .ranks import Fingerprints, compare_ranks
 from .roster import Roster
+from .rows import fill_first
 from .step import Step
 from .violation import NOBODY, Violation
 
@@ -265,6 +266,8 @@ class Ledger(Exchange):
         if step is self._checked and (after or self._on_gpu):
             return
         known = isinstance(step, Step) and step in self._buffers
+        if known and not (self._on_gpu or after):
+            fill_first(step)
         if not known or not (self._on_gpu or self.passes.takes(step, released=after)):
             checks.check_step(operation, self.books, step, released=after)
             self._buffers.add(step)
@@ -274,6 +277,8 @@ class Ledger(Exchange):
         self,
         accepted: Tensor | Sequence[int],
         sampled: Tensor | Sequence[Sequence[int]] | None = None,
+        *,
+        besides: int = 0,
     ) -> None:
         """End the last step given to ``write``: mark the rows of rejected drafts.
 
@@ -289,6 +294,7 @@ class Ledger(Exchange):
                 If given, the row at the next token's position must be computed from that token,
                 and a draft whose row was computed from another token than the one sampled counts
                 as rejected, with all drafts after it. What follows the next token is not read.
+            besides: tokens that ``accepted`` counts beside drafts: 1 for counts of sampled tokens.
 
         Raises:
             WindowStateError: no step was written, or the last one is resolved already.
@@ -296,30 +302,24 @@ class Ledger(Exchange):
         """
         if self._open is None:
             raise WindowStateError("resolve", "no step was written", hint="call write first")
-        counts, ids = self.outcome("resolve", self._open, accepted, sampled)
+        counts, ids = self.outcome("resolve", self._open, accepted, sampled, besides)
         with self._as_written():
-            self.passes.resolve(self._open, counts, ids)
+            self.passes.resolve(self._open, counts, ids, besides)
         self._open, self._unread = None, False
         self._later.clear()
 
     def outcome(
-        self, operation: str, step: Step, accepted: Any, sampled: Any = None
+        self, operation: str, step: Step, accepted: Any, sampled: Any = None, besides: int = 0
     ) -> tuple[Tensor, Tensor | None]:
         """Return the arguments of ``resolve`` as tensors on the ledger's device.
 
-        Args:
-            operation: the call that was given them, for the message.
-            step: the step.
-            accepted: as for ``resolve``.
-            sampled: as for ``resolve``.
-
         Raises:
-            AcceptanceError: they do not fit the step; the call can be made again.
+            AcceptanceError: they do not fit the step; ``operation`` can be called again.
         """
         usual = checks.are_there(accepted, sampled, len(step.lines), self.device)
-        if usual and (self._on_gpu or self.passes.takes(step, accepted, released=True)):
+        if usual and (self._on_gpu or self.passes.takes(step, accepted, besides, released=True)):
             return accepted, sampled
-        return checks.check_outcome(operation, self.books, step, accepted, sampled)
+        return checks.check_outcome(operation, self.books, step, accepted, sampled, besides)
 
     def kept(self, step: Step) -> Tensor:
         """Return the drafts that ``resolve`` has kept, int64 ``[num_requests]``, without waiting.

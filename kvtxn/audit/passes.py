@@ -69,12 +69,20 @@ class Passes(ABC):
     def unavailable(cls, device: torch.device) -> str | None:
         """Say why this implementation cannot run on a device; return None if it can."""
 
-    def takes(self, step: Step, accepted: Tensor | None = None, *, released: bool = False) -> bool:
+    def takes(
+        self,
+        step: Step,
+        accepted: Tensor | None = None,
+        besides: int = 0,
+        *,
+        released: bool = False,
+    ) -> bool:
         """Tell quickly that a step of the right shapes is well-formed; for CPUs.
 
         Args:
             step: the step.
             accepted: int ``[num_requests]``; these counts of accepted drafts are possible, too.
+            besides: tokens that ``accepted`` counts beside drafts.
             released: as for ``Batch.of``.
 
         Returns:
@@ -87,11 +95,11 @@ class Passes(ABC):
     def write(self, step: Step) -> None:
         """Begin a step: compare the states that it reads, then record the rows that it writes.
 
-        In this order: all sources and told counts are compared; the digests of all rows are put
-        into their slots and the journal, and into the requests' own digests from ``KNOWN`` on;
-        then ``KNOWN`` and ``DURABLE`` are raised to cover the rows before the drafts. The requests
-        that have drafts are counted as ``OPEN``; those of a step before it that was not resolved
-        are added to ``UNRESOLVED``.
+        In this order: ``Step.first`` is filled, where ``Step.positions`` are given; all sources and
+        told counts are compared; the digests of all rows are put into their slots and the journal,
+        and into the requests' own digests from ``KNOWN`` on; then ``KNOWN`` and ``DURABLE`` are
+        raised to cover the rows before the drafts. The requests that have drafts are counted as
+        ``OPEN``; those of a step before it that was not resolved are added to ``UNRESOLVED``.
 
         A slot outside its group is skipped, like -1. If two rows of one request have one slot
         of a ring, the later row stands.
@@ -102,7 +110,9 @@ class Passes(ABC):
         """Compare every row that the step's queries read with the reader's own digests."""
 
     @abstractmethod
-    def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
+    def resolve(
+        self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
+    ) -> None:
         """End a step: mark the rows and states of rejected drafts, unless they were reported.
 
         None of its requests is ``OPEN`` any more.
@@ -114,6 +124,7 @@ class Passes(ABC):
             sampled: int ``[num_requests, n]``, tokens sampled: first the accepted drafts, then
                 one more, which from now on counts as the request's own; -1 stands for no token.
                 A draft whose row is of another token counts as rejected, and so do those after it.
+            besides: tokens that ``accepted`` counts beside drafts.
         """
 
     def byte_passes(self, books: ByteBooks) -> BytePasses:

@@ -171,16 +171,18 @@ class RecordingLedger(Ledger):
         self,
         accepted: Tensor | Sequence[int],
         sampled: Tensor | Sequence[Sequence[int]] | None = None,
+        *,
+        besides: int = 0,
     ) -> None:
         """Do what ``Ledger.resolve`` says, and record it."""
         step = self._open
-        super().resolve(accepted, sampled)
+        super().resolve(accepted, sampled, besides=besides)
         assert step is not None  # or the ledger has raised
         kept_of, own = _numbers(accepted), _numbers(self.kept(step))
         for index, (request, first, row, count, draft) in enumerate(self._open_batch):
             if request < 0:
                 continue
-            kept = min(max(kept_of[index], 0), draft)
+            kept = min(max(kept_of[index] - besides, 0), draft)
             if self._lives[request].end is None:  # the row may be of another token than was sampled
                 kept = min(kept, own[index])
             settled, good = count - draft, count - draft + kept

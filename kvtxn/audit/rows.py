@@ -85,6 +85,15 @@ class Batch:
         return self.counts > 0
 
 
+def fill_first(step: Step) -> None:
+    """Write the positions of the requests' first rows into ``Step.first``; -1 for no such row."""
+    if step.positions is not None and step.num_rows:
+        starts = step.starts[: len(step.lines)].long()
+        inside = (starts >= 0) & (starts < step.num_rows)
+        found = step.positions[starts.clamp(0, step.num_rows - 1)]
+        step.first[: len(step.lines)] = torch.where(inside, found, -1)
+
+
 def admitted(books: Books, lines: Tensor) -> Tensor:
     """Return lines with -1 in place of a line that no request has, int64 ``[num_requests]``."""
     line = lines.clamp(0, books.facts.shape[1] - 1)

@@ -128,7 +128,9 @@ class Scrub:
         self._ledger.require("compare", step)
         self.passes.compare(step)
 
-    def seal(self, step: Step, accepted: Tensor | Sequence[int] | None = None) -> None:
+    def seal(
+        self, step: Step, accepted: Tensor | Sequence[int] | None = None, *, besides: int = 0
+    ) -> None:
         """Take the checksums of the rows and states that a step leaves; poison the others.
 
         Call it after ``Ledger.resolve``.
@@ -137,6 +139,7 @@ class Scrub:
             step: a step whose forward is done.
             accepted: int ``[num_requests]``, as given to ``Ledger.resolve``; None: no draft of the
                 step was accepted, or it had none.
+            besides: as given to ``Ledger.resolve``.
 
         Raises:
             ConfigError: the step is no step.
@@ -146,8 +149,8 @@ class Scrub:
         if accepted is None:
             counts = torch.zeros(len(step.lines), dtype=torch.int64, device=self._ledger.device)
         else:
-            counts, _ = self._ledger.outcome("seal", step, accepted)
-        self.passes.seal(step, counts)
+            counts, _ = self._ledger.outcome("seal", step, accepted, None, besides)
+        self.passes.seal(step, counts, besides)
 
     def trace(self, step: Step, outputs: Tensor, rows: Tensor) -> None:
         """Report each request that has a NaN in an output of its rows, once.

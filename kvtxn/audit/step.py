@@ -42,6 +42,8 @@ class Step:
             continues; -1 if the step begins without a state.
         told: int ``[num_requests]``, the number of drafts that the engine says were accepted in the
             step before; -1 if it does not say. None means that it never says.
+        positions: int ``[num_rows]``, the position of each row. With it, ``first`` is filled where
+            the step begins: for an engine whose device alone knows positions. None leaves it.
     """
 
     lines: Tensor
@@ -53,8 +55,10 @@ class Step:
     drafts: Tensor | None = None
     sources: Mapping[str, Tensor] = attrs.field(factory=dict)
     told: Tensor | None = None
+    positions: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows for which every tensor of rows has room."""
-        return min([len(self.tokens), *map(len, self.slots.values())])
+        every = [self.tokens, *self.slots.values()]
+        return min(map(len, every if self.positions is None else [*every, self.positions]))

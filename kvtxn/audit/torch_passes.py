@@ -19,6 +19,7 @@ from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes, Stretch
 from .rows import (
     Batch,
     admitted,
+    fill_first,
     first_visible,
     in_ring,
     next_token,
@@ -48,6 +49,7 @@ class TorchPasses(Passes):
     def write(self, step: Step) -> None:
         """Do what ``Passes.write`` says."""
         books = self.books
+        fill_first(step)
         batch = Batch.of(books, step)
         self._check_states(step, batch)
         owner, within = ragged(batch.counts)
@@ -149,8 +151,11 @@ class TorchPasses(Passes):
             marks = written + (where * PLACE_FACTOR).sum()
             prints[now % book.FINGERPRINTS, place.index] += marks
 
-    def resolve(self, step: Step, accepted: Tensor, sampled: Tensor | None) -> None:
+    def resolve(
+        self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
+    ) -> None:
         """Do what ``Passes.resolve`` says."""
+        accepted = accepted - besides if besides else accepted
         books, facts = self.books, self.books.facts
         batch = Batch.of(books, step, released=True)
         books.counters[book.OPEN] = 0

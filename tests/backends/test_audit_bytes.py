@@ -38,7 +38,9 @@ class BytesInTriton(TorchPasses):
 
     def byte_passes(self, books):
         kernels = TritonPasses(self.books)
-        return FewBytePrograms(books, kernels._groups, kernels._key, kernels._table)
+        return FewBytePrograms(
+            books, kernels._groups, kernels._key, kernels._table, kernels._as_they_are
+        )
 
 
 BACKENDS = [BytesInTriton] if ON_GPU else [BytesInTriton, NumbaPasses]
@@ -166,6 +168,40 @@ def step_of(slots, states):
     )
 
 
+@pytest.mark.parametrize("backend", ["torch", *BACKENDS])
+def test_a_step_that_comes_again_with_positions_and_counts_of_tokens(backend):
+    """A byte that changes between two steps of the same buffers is found by the second one."""
+    cache = [torch.randn(6, 4, 1, 8, device=DEVICE) for _ in range(2)]
+    group = RowGroup("full", 4, 6)
+    ledger = Ledger([group], max_requests=2, max_length=20, device=DEVICE, backend=backend)
+    scrub = Scrub(ledger, [LayerRef("rows", *cache, group="full")], every=1)
+    ledger.admit("a", [1, 2, 3, 4, 5])
+
+    def numbers(*values):
+        return torch.tensor(values, device=DEVICE)
+
+    step = Step(
+        lines=numbers(ledger.line("a")), starts=numbers(0, 3), first=numbers(-1),
+        tokens=numbers(1, 2, 3), slots={"full": numbers(4, 5, 6)},
+        tables={"full": numbers([1, 2]).to(torch.int32)}, positions=numbers(0, 1, 2),
+        drafts=numbers(1),
+    )  # fmt: skip
+    for row, count in ((0, 2), (3, 1)):
+        step.positions.copy_(torch.arange(row, row + 3))
+        step.slots["full"].copy_(torch.arange(row + 4, row + 7))
+        step.tokens.copy_(numbers(1, 2, 3, 4, 5, 6)[row : row + 3])
+        scrub.compare(step)
+        ledger.write(step)
+        ledger.check(step)
+        ledger.resolve(numbers(count), besides=1)
+        scrub.seal(step, numbers(count), besides=1)
+        cache[1][1, 1] += 1
+    assert scrub.compared == 3
+    (violation,) = ledger.violations()
+    assert (violation.kind, violation.slot, violation.position) == ("changed", 5, 1)
+    assert (scrub.books.seals != 0).sum() == 4  # rows 0, 2, 3 and 4; row 1 was reported
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [1, 2])
 def test_windows_and_nans(dtype, dim):
@@ -250,10 +286,10 @@ from kvtxn.backends.audit import byte_lists, byte_work
 
 SCALARS = {
     "num_requests", "num_rows", "own_stride", "num_lines", "journal_size", "capacity", "every",
-    "violations", "columns",
+    "violations", "columns", "besides",
 }
 KERNELS = (
-    (byte_lists.list_reads, {"SPLITS": 8}),
+    (byte_lists.list_reads, {"POSITIONS": True, "SPLITS": 8}),
     (byte_lists.list_written, {"DRAFTS": True, "TILE": 128}),
     (byte_work.do_work, {"GROUPS": 2, "PROGRAMS": 64, "ENTRIES": 1024, "TILE": 128}),
     (byte_work.find_nan, {"GROUPS": 2, "ENTRIES": 1024, "TILE": 1024}),

@@ -10,7 +10,7 @@ import torch
 from kernels_here import ON_GPU, importing_kernels
 
 from kvtxn.audit import Step, Stretch
-from kvtxn.audit.books import FINGERPRINTS, JOURNALLED
+from kvtxn.audit.books import FINGERPRINTS, JOURNALLED, KEPT
 from kvtxn.testing.audit_connector import ConnectedEngine
 from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, said
 from kvtxn.testing.audit_mutants import MUTANTS
@@ -319,6 +319,35 @@ def test_a_line_that_another_request_gets_while_the_step_is_open(pair):
     assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
 
 
+def test_positions_and_counts_as_a_runner_on_a_gpu_has_them(pair):
+    """First positions are found on the device, and counts are of sampled tokens."""
+    plain, ledgers = new_ledger("plain", device=DEVICE, backend="torch"), pair("plain")
+    numbers = lambda *values: torch.tensor(values, device=DEVICE)  # noqa: E731
+    for ledger in (plain, *ledgers):
+        lines = [ledger.admit(name, [1, 2, 3, 4, 5]) for name in ("a", "b")]
+        given = {
+            "lines": numbers(*lines, -1), "starts": numbers(0, 3, 5, 5),
+            "tokens": numbers(3, 4, 5, 4, 9), "slots": {"full": numbers(6, 7, 8, 11, 12)},
+            "tables": {"full": numbers([1, 2], [2, 3], [0, 0])}, "drafts": numbers(0, 1, 0),
+        }  # fmt: skip
+        if ledger is plain:
+            step = Step(first=numbers(2, 3, -1), **given)
+        else:
+            stale, positions = numbers(70, 80, 90), numbers(2, 3, 4, 3, 4)
+            step = Step(first=stale, positions=positions, **given)
+        ledger.write(step)
+        ledger.check(step)
+        counts = (0, 1, -1) if ledger is plain else (1, 2, 0)
+        ids = numbers([6, -1], [9, 8], [-1, -1])
+        ledger.resolve(numbers(*counts), ids, besides=0 if ledger is plain else 1)
+        assert step.first.tolist() == [2, 3, -1]
+    found = [sorted(map(str, ledger.violations())) for ledger in (plain, *ledgers)]
+    assert found[0] == found[1] == found[2] != []
+    assert_equal_books(*ledgers)
+    assert torch.equal(plain.books.facts, ledgers[0].books.facts)
+    assert int(plain.books.facts[KEPT].max()) == 1
+
+
 def test_tables_without_columns_lead_nowhere(pair):
     """For both: each row is read outside of the group."""
     ledgers = pair("plain")
@@ -344,9 +373,9 @@ from triton.compiler import ASTSource
 from kvtxn.backends.audit import compare_kernel, write_kernel
 
 SIZES = {"num_requests", "num_rows", "own_stride", "num_lines", "journal_size", "capacity"}
-SCALARS = {*SIZES, "kind", "columns"}
+SCALARS = {*SIZES, "kind", "columns", "besides"}
 KERNELS = (
-    (write_kernel.write_rows, {"DRAFTS": True, "TILE": 128}),
+    (write_kernel.write_rows, {"DRAFTS": True, "POSITIONS": True, "TILE": 128}),
     (write_kernel.resolve_rows, {"DRAFTS": True, "TILE": 16, "REJECTED": 1}),
     (compare_kernel.compare_rows, {"STEPPING": True, "EXPORTED": False, "SPLITS": 8, "TILE": 1024}),
     (compare_kernel.compare_rows, {"STEPPING": False, "EXPORTED": True, "SPLITS": 8, "TILE": 1024}),

@@ -109,14 +109,16 @@ class DeviceWatch(Watch):
             tables = dict.fromkeys(self.groups, tokens[None])
             slots = dict.fromkeys(self.groups, one - 1)
             for drafts in (None, tokens):
-                step = Step(one - 1, starts, tokens, tokens, slots, tables, drafts)
+                step = Step(
+                    *(one - 1, starts, one.clone(), tokens, slots, tables, drafts), positions=one
+                )
                 if self.scrub is not None:
                     self.scrub.compare(step)
                 self.ledger.write(step)
                 self.ledger.check(step)
-                self.ledger.resolve(tokens, one[None])
+                self.ledger.resolve(tokens, one[None], besides=1)
                 if self.scrub is not None:
-                    self.scrub.seal(step, tokens)
+                    self.scrub.seal(step, tokens, besides=1)
             if self._published:
                 self._publish_on_device(step)
 
@@ -156,7 +158,7 @@ class DeviceWatch(Watch):
         step = self._step_of(rows, self._lines(rows.names, returning), states)
         if self.scrub is not None:
             self.scrub.compare(step)
-            self._unsealed = step, None
+            self._unsealed = step, None, 0
         self.ledger.write(step)
         self.ledger.check(step)
         self._awaits = True
@@ -194,19 +196,20 @@ class DeviceWatch(Watch):
             self.ledger.inspect(Stretch(step.lines, before, end, tables, "published"))
             published.index_copy_(0, lines, end)
 
-    def sampled_on_device(self, accepted: Tensor, ids: Tensor) -> None:
+    def sampled_on_device(self, number: Tensor, ids: Tensor) -> None:
         """Tell the ledger which drafts were accepted, and which tokens come next.
 
         Args:
-            accepted: int ``[num_requests]``, accepted drafts; -1 for a request that has no token.
+            number: int ``[num_requests]``, sampled tokens: the accepted drafts and the next token;
+                0 for a request that has none.
             ids: int ``[num_requests, n]``, the accepted drafts, then the next token.
         """
         if self._stopped or not self._awaits:  # the step came before the first that is watched
             return
         self._awaits = False
-        self.ledger.resolve(accepted, ids)
+        self.ledger.resolve(number, ids, besides=1)
         if self._unsealed is not None:
-            self._unsealed = self._unsealed[0], accepted
+            self._unsealed = self._unsealed[0], number, 1
         if not self.drafts_late:
             self._seal()
 

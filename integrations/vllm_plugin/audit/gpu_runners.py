@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ....audit import Key, Scrub
 from ....log import get_logger
 from ..attach import hook_runner, stay_out
@@ -80,10 +82,10 @@ def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watc
     watch.step(partial(runner.kvtxn_reader.rows, batch, prepared), _unknown)
 
 
-def _sampled_v2(ids: Any, num_sampled: Foreign, watch: Watch) -> None:
+def _sampled_v2(ids: Tensor, num_sampled: Tensor, watch: Watch) -> None:
     """Tell a watch what was sampled."""
     assert isinstance(watch, DeviceWatch)
-    watch.sampled_on_device(audited_v2.counts(num_sampled), ids)
+    watch.sampled_on_device(num_sampled, ids)
 
 
 def _unknown(name: str) -> Any:

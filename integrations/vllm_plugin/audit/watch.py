@@ -112,7 +112,7 @@ class Watch:
         self.transfers: TransferWatch | None = None
         self.scrub: Scrub | None = None
         self.drafts_late = False
-        self._unsealed: tuple[Step, Tensor | None] | None = None
+        self._unsealed: tuple[Step, Tensor | None, int] | None = None
         self._has_peers = key is not None
         self.rows: Rows | None = None
         self._stopped = False
@@ -220,7 +220,7 @@ class Watch:
             self.transfers.forward()
         if self.scrub is not None:
             self.scrub.compare(step)
-            self._unsealed = step, None
+            self._unsealed = step, None, 0
         self.ledger.write(step)
         self.ledger.check(step)
         if self._caches_prefixes:
@@ -250,6 +250,7 @@ class Watch:
             drafts=rows.drafts,
             slots=rows.slots if states is None else {**rows.slots, **states.slots},
             tables=rows.tables,
+            positions=rows.positions,
             sources={} if states is None else states.sources,
             told=None if states is None else states.told,
         )
@@ -280,7 +281,7 @@ class Watch:
         self.ledger.resolve(accepted, ids)
         if self._unsealed is not None:
             step = self._unsealed[0]
-            self._unsealed = step, self.ledger.kept(step)
+            self._unsealed = step, self.ledger.kept(step), 0
         if not self.drafts_late:
             self._seal()
 
@@ -311,7 +312,7 @@ class Watch:
         """Take the checksums of the rows and states that the last step leaves, once."""
         unsealed, self._unsealed = self._unsealed, None
         if self.scrub is not None and unsealed is not None:
-            self.scrub.seal(*unsealed)
+            self.scrub.seal(*unsealed[:2], besides=unsealed[2])
 
     def compare_ranks(self) -> None:
         """Compare the steps since the last comparison with those of the other ranks.

@@ -66,6 +66,10 @@ class Changes:
     copies: Sequence[tuple[int, int]]
 
 
+#: Of a step that only goes on with its requests, within their blocks.
+NO_CHANGES: Final = Changes((), (), (), ())
+
+
 @attrs.frozen(eq=False)
 class Rows:
     """The rows of a forward, requests in the order of the batch.
@@ -78,6 +82,8 @@ class Rows:
         drafts: int64 ``[num_requests]``, draft rows of each request; None without drafts.
         slots: int64 ``[num_rows]`` for each group, the slot that each row is written to.
         tables: int32 ``[num_requests, blocks]`` for each group, the blocks of each request.
+        positions: int64 ``[num_rows]``, the position of each row, if ``first`` has to be filled
+            from it; None if it is filled.
         buffers: stands for all of these tensors, if they are buffers that stay where they are:
             rows with the same object have the same tensors, with other values. None if they do not.
     """
@@ -89,6 +95,7 @@ class Rows:
     drafts: Tensor | None
     slots: dict[str, Tensor]
     tables: dict[str, Tensor]
+    positions: Tensor | None = None
     buffers: object | None = None
 
 
@@ -177,10 +184,14 @@ def room(runner: Any) -> Room:
 
 def changes(runner: Any, scheduler_output: Any) -> Changes:
     """Read the changes of a step; call this after the runner has updated its states."""
-    cached = scheduler_output.scheduled_cached_reqs
+    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    new, copies = told.scheduled_new_reqs, getattr(told, "kv_cache_block_copies", ()) or ()
+    came = new or cached.resumed_req_ids
+    if not (came or told.finished_req_ids or copies or any(cached.new_block_ids)):
+        return NO_CHANGES
     arrivals = [
-        _arrival(runner, new.req_id, tokens_of(new), new.num_computed_tokens, new.block_ids)
-        for new in scheduler_output.scheduled_new_reqs
+        _arrival(runner, each.req_id, tokens_of(each), each.num_computed_tokens, each.block_ids)
+        for each in new
     ]
     grown: list[list[int]] = [[] for _ in runner.kv_cache_config.kv_cache_groups]
     for index, name in enumerate(cached.req_ids):
@@ -190,15 +201,13 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
             computed = cached.num_computed_tokens[index]
             arrivals.append(_arrival(runner, name, tokens, computed, blocks))
         elif blocks is not None:
-            for known, new in zip(grown, blocks, strict=True):
-                known += new
+            for known, more in zip(grown, blocks, strict=True):
+                known += more
     return Changes(
-        gone=sorted(scheduler_output.finished_req_ids),
+        gone=sorted(told.finished_req_ids),
         arrivals=arrivals,
         grown=grown,
-        copies=[
-            pair(copy) for copy in getattr(scheduler_output, "kv_cache_block_copies", ()) or ()
-        ],
+        copies=[pair(copy) for copy in copies],
     )
 
 

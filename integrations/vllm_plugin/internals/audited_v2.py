@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_not
 from typing import Any, Final
 
 import numpy
@@ -12,7 +13,7 @@ from torch import Tensor
 from ....audit import RowGroup
 from ....host_values import to_device
 from . import audited, batches
-from .audited import Arrival, Changes, Rows
+from .audited import NO_CHANGES, Arrival, Changes, Rows
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
@@ -33,19 +34,21 @@ def lacking(runner: Any) -> str | None:
 
 def changes(runner: Any, scheduler_output: Any) -> Changes:
     """Read the changes of a step. A request that was preempted comes again as a new one."""
-    cached = scheduler_output.scheduled_cached_reqs
+    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
+    gone = told.finished_req_ids or told.preempted_req_ids
+    if not (gone or new or copies or any(cached.new_block_ids)):
+        return NO_CHANGES
     grown: list[list[int]] = [[] for _ in runner.kv_cache_config.kv_cache_groups]
     for blocks in cached.new_block_ids:
         if blocks is not None:
-            for known, new in zip(grown, blocks, strict=True):
-                known += new
+            for known, more in zip(grown, blocks, strict=True):
+                known += more
     return Changes(
-        gone=sorted(
-            {*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}
-        ),
-        arrivals=[_arrival(runner, new) for new in scheduler_output.scheduled_new_reqs],
+        gone=sorted({*told.finished_req_ids, *(told.preempted_req_ids or ())}),
+        arrivals=[_arrival(runner, each) for each in new],
         grown=grown,
-        copies=[audited.pair(copy) for copy in scheduler_output.kv_cache_block_copies or ()],
+        copies=[audited.pair(copy) for copy in copies],
     )
 
 
@@ -61,7 +64,9 @@ def samples(runner: Any) -> bool:
 
 
 #: The tensors of a step, in the order of ``Rows``.
-_Buffers = tuple[Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]
+_Buffers = tuple[
+    *(Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor], Tensor)
+]
 #: Sets of tensors that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
 
@@ -80,12 +85,13 @@ class StepReader:
     def __init__(self, runner: Any, groups: Mapping[str, RowGroup]) -> None:
         self._runner: Final = runner
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
-        self._known: dict[tuple[int, ...], tuple[Tensor, _Buffers]] = {}
+        self._known: dict[tuple[int, ...], _Buffers] = {}
+        self._lasting: tuple[Tensor, ...] = ()
         number, device = int(runner.max_num_reqs), runner_device(runner)
         with torch.inference_mode(False):  # steps write into them in inference mode or not
             self._first: Final = torch.zeros(number, dtype=torch.int64, device=device)
             self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
-        self._drafts: Any = None
+        self._drafts = b""
 
     def rows(self, batch: Any, prepared: Any) -> Rows:
         """Read the rows of the forward that comes next.
@@ -96,29 +102,27 @@ class StepReader:
         """
         runner, number, tables = self._runner, int(batch.num_reqs), prepared[0]
         inputs, slots = runner.input_buffers, runner.block_tables.slot_mappings
+        lasting = (inputs.positions, inputs.input_ids, slots)
+        if any(map(is_not, lasting, self._lasting)) or len(self._known) >= _MAX_REMEMBERED:
+            self._known.clear()
+        self._lasting = lasting
         drafts = self._drafts_of(batch, number)
         key = (
-            *(number, 0 if drafts is None else drafts.data_ptr()),
-            *(batch.query_start_loc.data_ptr(), inputs.positions.data_ptr()),
-            *(inputs.input_ids.data_ptr(), slots.data_ptr()),
+            *(number, drafts is None, batch.query_start_loc.data_ptr()),
             *[tables[group].data_ptr() for group in self._numbers.values()],
         )
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= _MAX_REMEMBERED:
-                self._known.clear()
-            buffers = (
+        buffers = self._known.get(key)
+        if buffers is None:
+            buffers = self._known[key] = (
                 batch.query_start_loc[: number + 1],
                 self._first[:number],
                 inputs.input_ids,
                 drafts,
                 {name: slots[group] for name, group in self._numbers.items()},
                 {name: tables[group] for name, group in self._numbers.items()},
+                inputs.positions,
             )
-            found = self._known[key] = (buffers[0][:number], buffers)
-        at, buffers = found
-        torch.index_select(inputs.positions, 0, at, out=buffers[1])
-        return Rows(batch.req_ids, *buffers, buffers=buffers)
+        return Rows(batch.req_ids, *buffers, buffers)
 
     def _drafts_of(self, batch: Any, number: int) -> Tensor | None:
         """Return the drafts of each request, int ``[num_requests]``; None without drafts."""
@@ -126,7 +130,7 @@ class StepReader:
             return None
         there = self._there[:number]
         if getattr(self._runner, "adaptive_verification", None) is not None:
-            self._drafts = None
+            self._drafts = b""
             ends: Tensor = batch.cu_num_logits[
                 : number + 1
             ]  # how they are shared out is known there
@@ -135,8 +139,9 @@ class StepReader:
         if batch.has_prefill:  # where a prompt goes on, vLLM computes the prompt's tokens
             end = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
             drafts = numpy.where(batch.is_prefilling_np & (end <= batch.prefill_len_np), 0, drafts)
-        if self._drafts is None or not numpy.array_equal(self._drafts, drafts):
-            self._drafts = drafts.copy()
+        now = drafts.tobytes()
+        if self._drafts != now:
+            self._drafts = now
             host = torch.from_numpy(drafts.copy())
             there.copy_(to_device(host, runner_device(self._runner), torch.int32))
         return there
@@ -150,12 +155,6 @@ def runner_device(runner: Any) -> torch.device:
 def lines(runner: Any) -> int:
     """Return the most requests that a V2 runner knows at one time; it forgets preempted ones."""
     return int(runner.max_num_reqs) + 1
-
-
-def counts(num_sampled: Any) -> Tensor:
-    """Return the accepted drafts of each request, -1 for one without a token."""
-    found: Tensor = num_sampled - 1
-    return found
 
 
 # -- the V1 runner on a GPU -----------------------------------------------------------------
@@ -187,20 +186,21 @@ def rows_v1(runner: Any, prepared: Any, groups: Mapping[str, RowGroup]) -> Rows:
     return Rows(
         names=names,
         starts=starts,
-        first=runner.positions.index_select(0, starts[:number]),
+        first=torch.empty(number, dtype=torch.int64, device=starts.device),
         tokens=runner.input_ids.gpu,
         drafts=drafts,
         slots=slots,
         tables=tables,
+        positions=runner.positions,
     )
 
 
 def sampled_v1(runner: Any, output: Any) -> tuple[Tensor, Tensor]:
-    """Return accepted drafts, -1 for a request without a token, and the sampled ids.
+    """Return the number of sampled tokens of each request, and their ids.
 
     Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.
     """
     ids: Tensor = output.sampled_token_ids
     discarded = runner.discard_request_mask.gpu[: len(ids)].bool()
     real = (ids >= 0) & (ids < int(runner.input_batch.vocab_size)) & ~discarded[:, None]
-    return real.sum(1) - 1, torch.where(real, ids, -1)
+    return real.sum(1), torch.where(real, ids, -1)

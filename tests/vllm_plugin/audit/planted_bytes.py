@@ -16,7 +16,7 @@ from kvtxn.row_io import read
 def compare_all(rig: Rig) -> None:
     """Let the audit compare each row and state at each read, not a sample."""
     scrub = rig.watch.scrub
-    scrub.passes = type(scrub.passes)(attrs.evolve(scrub.books, every=1))
+    scrub.passes = rig.watch.ledger.passes.byte_passes(attrs.evolve(scrub.books, every=1))
 
 
 def _layers(rig: Rig) -> list[Watched]:
