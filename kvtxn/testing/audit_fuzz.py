@@ -82,10 +82,10 @@ class TimedLedger(Ledger):
         super().check(step)
         self.seconds += time.perf_counter() - begin
 
-    def resolve(self, accepted: Any, sampled: Any = None) -> None:
+    def resolve(self, accepted: Any, sampled: Any = None, *, besides: int = 0) -> None:
         """Do what ``Ledger.resolve`` says."""
         begin = time.perf_counter()
-        super().resolve(accepted, sampled)
+        super().resolve(accepted, sampled, besides=besides)
         self.seconds += time.perf_counter() - begin
 
 

@@ -118,6 +118,13 @@ class AuditedRunnerV1(AuditedRunner):
     kvtxn_outputs: Tensor | None = None
     kvtxn_reader: audited_cpu.StepReader
 
+    def kvtxn_open_watch(self) -> Watch | None:
+        """Open a ledger over new caches; if that is impossible, log why and return None."""
+        watch = open_watch(self)
+        if watch is not None:
+            self.kvtxn_reader = audited_cpu.StepReader(self, watch.groups)
+        return watch
+
     def _update_states(self, scheduler_output: Any) -> Any:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""
         self.kvtxn_prepared = None
@@ -230,7 +237,6 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
     except KVTxnError as error:
         stay_out(str(error), rank, required=runner.kvtxn_required, error=error)
         return None
-    runner.kvtxn_reader = audited_cpu.StepReader(runner, groups)
     if wanted.audit == "bytes":
         _compare_bytes(runner, watch)
     connector = connectors.connector()

@@ -65,7 +65,7 @@ def samples(runner: Any) -> bool:
 
 #: The tensors of a step, in the order of ``Rows``.
 _Buffers = tuple[
-    *(Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor], Tensor)
+    Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor], Tensor
 ]
 #: Sets of tensors that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
