@@ -171,16 +171,39 @@ class Exactness(KitBase):
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_commit_that_the_device_refuses(self, kit: Kit, policy: str, bad: int) -> None:
         """A refused commit writes and restores no row in any layer, and rejects every draft."""
-        rig = kit.rig(policy, executor=_off_range(kit.executor, bad))
+        rig = kit.rig(policy, executor=_off_range(kit.executor, bad, "commit"))
         batch = rig.batch()
         with rig.open(batch) as window:
             rig.stage(window, batch)
             rig.expect_staged(batch)
             window.commit(rig.accepted([1, 1]))
         rig.check("refused")
-        staged, committed, rejected = rig.rows()
-        assert (committed, rejected) == (0, staged)
-        assert rig.manager.snapshot()["kvtxn_windows_refused_total"] == 1
+        _check_refused(rig)
+
+    @pytest.mark.parametrize("bad", [-2, 10**6])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_staging_that_the_device_refuses(self, kit: Kit, policy: str, bad: int) -> None:
+        """Staging writes no row in any layer, settled ones included, nor does the commit."""
+        rig = kit.rig(policy, executor=_off_range(kit.executor, bad, "stage", "commit"))
+        batch = rig.batch()
+        with rig.open(batch) as window:
+            for index, ref in enumerate(rig.refs):
+                rig.stage(window, batch, [index])
+                rig.check(f"{ref.name} was refused: txn.permit has to mask what stage writes")
+            window.commit(rig.accepted([1, 1]))
+        rig.check("refused")
+        _check_refused(rig)
+
+    @pytest.mark.parametrize("bad", [-2, 10**6])
+    def test_an_abort_that_the_device_refuses(self, kit: Kit, bad: int) -> None:
+        """Restoring puts no row back in any layer."""
+        rig = kit.rig("undo", executor=_off_range(kit.executor, bad, "restore"))
+        batch = rig.batch()
+        with rig.open(batch) as window:
+            rig.stage(window, batch)
+            rig.expect_staged(batch)
+            window.abort()
+        rig.check("refused: txn.permit has to mask what restore writes")
 
     @pytest.mark.parametrize("staging", ["auto", "reference", "copy"])
     @pytest.mark.parametrize("fmt", ["bf16", "fp32", "fp8_e4m3-head", "int8-row"])
@@ -276,18 +299,32 @@ def _handed(executor: type[Executor], counts: list[int]) -> type[Executor]:
     return type(f"Handed{executor.__name__}", (executor,), {"commit": commit})
 
 
-def _off_range(executor: type[Executor], bad: int) -> type[Executor]:
-    """Make the same executor, whose commits meet a slot outside its cache, as from a device."""
+def _off_range(executor: type[Executor], bad: int, *methods: str) -> type[Executor]:
+    """Make the same executor, whose methods meet a slot outside its cache, as from a device."""
 
-    def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
-        if executor.capabilities.checks_range:
-            txn.slots = {group: slots.clone() for group, slots in txn.slots.items()}
-            txn.slots["sliding"][-1] = bad
-        else:
-            txn.in_range = torch.zeros((), dtype=torch.bool, device=accepted.device)
-        executor.commit(self, txn, accepted)
+    def off(name: str) -> Any:
+        inner = getattr(executor, name)
 
-    return type(f"OffRange{executor.__name__}", (executor,), {"commit": commit})
+        def call(self: Executor, txn: Txn, *more: Any) -> None:
+            if executor.capabilities.checks_range:
+                txn.slots = {group: slots.clone() for group, slots in txn.slots.items()}
+                txn.slots["sliding"][-1] = bad
+            else:
+                device = txn.layout.is_draft.device
+                txn.in_range = torch.zeros((), dtype=torch.bool, device=device)
+            inner(self, txn, *more)
+
+        return call
+
+    members = {name: off(name) for name in methods}
+    return type(f"OffRange{executor.__name__}", (executor,), members)
+
+
+def _check_refused(rig: Rig) -> None:
+    """Check that the one window so far counts as refused, and all its drafts as rejected."""
+    staged, committed, rejected = rig.rows()
+    assert (committed, rejected) == (0, staged)
+    assert rig.manager.snapshot()["kvtxn_windows_refused_total"] == 1
 
 
 def _commit(

@@ -4,7 +4,7 @@ import torch
 from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
-from kvtxn.executor import Txn
+from kvtxn.executor import StagedLayer, Txn
 from kvtxn.row_io import LayerRows, write_layers
 
 
@@ -30,6 +30,34 @@ class RestoresSettledRows(TorchExecutor):
     def restore(self, txn: Txn) -> None:
         saved = [ref for ref in self.layers if ref.name in txn.saved]
         write_layers(saved, txn.saved, txn.slots, torch.ones_like(txn.layout.is_draft))
+
+
+class RestoresOutOfRange(TorchExecutor):
+    """Puts rows back though a slot has no place."""
+
+    def restore(self, txn: Txn) -> None:
+        saved = [ref for ref in self.layers if ref.name in txn.saved]
+        write_layers(saved, txn.saved, txn.slots, txn.layout.is_draft)
+
+
+class StagesOutOfRange(TorchExecutor):
+    """Writes the rows that have a place though another one has none."""
+
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        draft = txn.layout.is_draft
+        now = ~draft if txn.waits else torch.ones_like(draft)
+        write_layers([layer.ref], {layer.ref.name: layer.rows}, txn.slots, now)
+
+
+class SettlesOutOfRange(TorchExecutor):
+    """The same, for rows that are written at staging under ``deferred`` alone."""
+
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        if txn.waits:
+            rows = {layer.ref.name: layer.rows}
+            write_layers([layer.ref], rows, txn.slots, ~txn.layout.is_draft)
+        else:
+            super().stage(txn, layer)
 
 
 class SavesNothing(TorchExecutor):
@@ -69,6 +97,9 @@ SAVING_CAUGHT_BY: dict[type[TorchExecutor], str] = {
     RestoresNothing: "test_abort_at_any_point",
     RestoresWhatWasStaged: "test_rows_written_by_the_caller",
     RestoresSettledRows: "test_abort_at_any_point",
+    RestoresOutOfRange: "test_an_abort_that_the_device_refuses",
+    StagesOutOfRange: "test_staging_that_the_device_refuses",
+    SettlesOutOfRange: "test_staging_that_the_device_refuses",
     SavesNothing: "test_every_shape",
     SavesAView: "test_rows_side_by_side",
     SettlesTwice: "test_settled_rows_are_outside_commit",
