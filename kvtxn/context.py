@@ -5,12 +5,13 @@ The manager builds one context and hands it to every window, so that a window ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
 
 from .acceptance import Acceptance
+from .errors import KVTxnError
 from .executor import Executor, Txn
 from .hooks import Hooks
 from .layers import LayerRef, SlotKind
@@ -51,6 +52,7 @@ class WindowContext:
         on_end: called when a window has ended, before its debug event.
         unstaged: the layers that a new window waits for; copied, which is quicker than made anew.
         captured: windows whose commit was captured in a CUDA graph: each replay reads their rows.
+        saves_known: groups whose rows the executor has saved once as its contract says.
     """
 
     executor: Executor
@@ -74,6 +76,7 @@ class WindowContext:
     on_end: Callable[[], None]
     unstaged: dict[str, None] = attrs.field(init=False)
     captured: list[Txn] = attrs.field(init=False, factory=list)
+    saves_known: set[str] = attrs.field(init=False, factory=set)
 
     @unstaged.default
     def _all_layers(self) -> dict[str, None]:
@@ -84,6 +87,19 @@ class WindowContext:
         txn = Txn(self.policy, self.refs, layout, self.metrics.under_policy, number=number)
         self.stager.begin(layout.num_rows, holds=txn.holds_rows)
         return txn
+
+    def save(self, txn: Txn, group: str) -> None:
+        """Let the executor save a group's rows; the first result of each group is checked.
+
+        Raises:
+            KVTxnError: it is not what ``Executor.save`` has to return.
+        """
+        saved = self.executor.save(txn, group)
+        if group not in self.saves_known:
+            members = [ref for ref in self.refs if ref.group == group]
+            check_saved(self.executor.name, members, txn.layout.num_rows, saved)
+            self.saves_known.add(group)
+        txn.saved.update(saved)
 
     def note_fallback(self, number: int | None, operation: str, error: Exception) -> None:
         """Count a fallback and log it: a warning the first time for an operation, then debug.
@@ -97,3 +113,49 @@ class WindowContext:
         self.metrics.fallbacks[label] += 1
         say = log.warning if self.metrics.fallbacks[label] == 1 else log.debug
         say("window.fell_back", window=number, operation=operation, error=shown(error))
+
+
+def check_saved(name: str, members: Sequence[LayerRef], num_rows: int, saved: object) -> None:
+    """Refuse what an executor's ``save`` returned, if it is not what the contract asks for.
+
+    Args:
+        name: the executor's.
+        members: the layers of the group.
+        num_rows: rows of the window.
+        saved: has to have, by layer name, one tensor per plane.
+
+    Raises:
+        KVTxnError: a layer is missing or unknown, or a tensor does not fit its plane.
+    """
+    names: list[str] = [ref.name for ref in members]
+    expected, got = f"by layer name the rows of {names}", f"a {type(saved).__name__}"
+    if isinstance(saved, Mapping):
+        expected, got = f"rows of {names}", f"rows of {[*saved]}"
+        if {*saved} == {*names}:
+            pairs = ((_rows_of(ref, num_rows), _given(saved[ref.name]), ref) for ref in members)
+            wrong = next(((a, b, ref) for a, b, ref in pairs if a != b), None)
+            if wrong is None:
+                return
+            expected, got = (f"for layer {wrong[2].name!r}, per plane, {wrong[0]}", str(wrong[1]))
+    raise KVTxnError(
+        "save", f"the executor {name!r} did not return the rows that its save has to",
+        expected=expected, got=got, hint="mend the executor's save; its docstring says what it is",
+    )  # fmt: skip
+
+
+def _rows_of(ref: LayerRef, num_rows: int) -> list[str]:
+    """Say what tensors a layer's saved rows are, one per plane."""
+    planes = [([num_rows, *plane.row_shape], plane.cells.element_size()) for plane in ref.planes]
+    return [f"{shape} of {size} bytes" for shape, size in planes]
+
+
+def _given(parts: object) -> list[str] | str:
+    """Say the same of what an executor returned."""
+    if not isinstance(parts, Sequence):
+        return f"a {type(parts).__name__}"
+    return [
+        f"{list(part.shape)} of {part.element_size()} bytes"
+        if isinstance(part, torch.Tensor)
+        else f"a {type(part).__name__}"
+        for part in parts
+    ]

@@ -6,6 +6,7 @@ Executors come from the entry-point group ``kvtxn.backends`` (name ->
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Final
 
@@ -22,6 +23,20 @@ from .layers import LayerRef
 #: "cudagraph" is not among them: only the user knows whether a graph may be captured in the middle
 #: of a program with several threads or streams.
 PREFERENCE: Final = ("triton", "torch")
+
+#: The arguments that each method of an executor is given, by position.
+_CALLS: Final = {
+    "unavailable": ("device",),
+    "__init__": ("layers", "config"),
+    "own_slots": ("group", "slots"),
+    "save": ("txn", "group"),
+    "stage": ("txn", "layer"),
+    "commit": ("txn", "accepted"),
+    "advance": ("txn", "accepted"),
+    "captured_launches": ("places",),
+    "restore": ("txn",),
+    "attend": ("txn", "layer", "query", "attention"),
+}
 
 _WHAT_AN_EXECUTOR_IS: Final = "subclass kvtxn.executor.Executor; its header is the contract"
 
@@ -64,6 +79,28 @@ def _defect(executor: object) -> str | None:
         return "has no name: give its class `name`, a non-empty str"
     if not isinstance(getattr(executor, "capabilities", None), Capabilities):
         return "declares no Capabilities"
+    if not isinstance(inspect.getattr_static(executor, "unavailable"), classmethod | staticmethod):
+        return (
+            "cannot be asked: unavailable is no classmethod: it is called as "
+            f"{executor.__name__}.unavailable(device)"
+        )
+    return next(filter(None, (_wrong_call(executor, *call) for call in _CALLS.items())), None)
+
+
+def _wrong_call(executor: type[Executor], name: str, given: tuple[str, ...]) -> str | None:
+    """Say why a method cannot be called with these arguments, by position; None if it can."""
+    try:
+        signature = inspect.signature(getattr(executor, name))
+    except (TypeError, ValueError):  # written in another language
+        return None
+    owner = () if name == "unavailable" else ("self",)
+    try:
+        signature.bind(*owner, *given)
+    except TypeError:
+        empty = inspect.Parameter.empty
+        names_alone = [each.replace(annotation=empty) for each in signature.parameters.values()]
+        taken = signature.replace(parameters=names_alone, return_annotation=empty)
+        return f"cannot be used: {name}{taken} cannot be called as {name}({', '.join(given)})"
     return None
 
 

@@ -101,7 +101,7 @@ class Window:
             life.go_direct("begin", failure)
         if txn.policy == "undo":
             try:
-                txn.saved.update(context.executor.save(txn, group))
+                context.save(txn, group)
             except Exception as error:
                 life.go_direct("begin", error)
         life.or_fail(lambda: recovery.save_evicted(context, txn, group))

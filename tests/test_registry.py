@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 
 import pytest
@@ -11,6 +12,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from kvtxn import (
     BackendUnavailableError,
     ConfigError,
+    KVTxnError,
     TransactionManager,
     TxnConfig,
     backend_names,
@@ -113,7 +115,54 @@ def test_unregister_forgets():
         registry.load("nowhere")
 
 
+class OfAnInstance(TorchExecutor):
+    def unavailable(self, device):
+        return None
+
+
+class TakesNoGroup(TorchExecutor):
+    def save(self, txn):
+        return {}
+
+
+class WantsMore(TorchExecutor):
+    def commit(self, txn, accepted, *, stream):
+        pass
+
+
+class TakesNoLayers(TorchExecutor):
+    def __init__(self, **options):
+        pass
+
+
+class TakesAnything(TorchExecutor):
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+
+    def stage(self, *given):
+        super().stage(*given)
+
+    @staticmethod
+    def unavailable(device):
+        return None
+
+
+def test_an_executor_may_take_more_than_it_is_given(layers):
+    registry.register("anything", TakesAnything)
+    try:
+        assert TransactionManager(layers, TxnConfig(backend="anything")).executor.name == "torch"
+    finally:
+        registry.unregister("anything")
+
+
 NO_EXECUTORS = [
+    (OfAnInstance, "unavailable is no classmethod: it is called as OfAnInstance.unavailable("),
+    (TakesNoGroup, "save(self, txn) cannot be called as save(txn, group)"),
+    (WantsMore, "commit(self, txn, accepted, *, stream) cannot be called as commit(txn, accepted)"),
+    (
+        TakesNoLayers,
+        "__init__(self, **options) cannot be called as __init__(layers, config)",
+    ),
     (object(), "is not an Executor subclass"),
     (type("Other", (), {}), "is not an Executor subclass"),
     (Unfinished, "lacks commit, restore, save, stage"),
@@ -125,7 +174,7 @@ NO_EXECUTORS = [
 
 @pytest.mark.parametrize(("loaded", "problem"), NO_EXECUTORS)
 def test_what_is_no_executor_is_refused_when_registered(loaded, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
         registry.register("mine", loaded)
     assert "mine" not in registry.names()
 
@@ -135,7 +184,7 @@ def test_what_is_no_executor_is_refused_when_loaded(monkeypatch, layers, loaded,
     """An entry point says nothing until it is loaded; the doctor goes on."""
     real = backend_names.installed()
     monkeypatch.setattr(backend_names, "installed", lambda: real | {"mine": Installed(loaded)})
-    with pytest.raises(BackendUnavailableError, match=problem):
+    with pytest.raises(BackendUnavailableError, match=re.escape(problem)):
         TransactionManager(layers, TxnConfig(backend="mine"))
     (row,) = (row for row in doctor.examine()["backends"] if row["name"] == "mine")
     assert problem in row["why_not"]
@@ -228,3 +277,64 @@ def test_layers_that_an_executor_cannot_hold_are_named(layers):
             TransactionManager(layers, TxnConfig(backend="rings"))
     finally:
         registry.unregister("rings")
+
+
+def first(saved):
+    return next(iter(saved))
+
+
+WRONG_SAVES = {
+    "nothing": (lambda saved: None, "by layer name the rows of ['layer.0',", "got a NoneType"),
+    "a list": (lambda saved: list(saved.values()), "by layer name the rows", "got a list"),
+    "a layer less": (
+        lambda saved: {k: v for k, v in saved.items() if k != first(saved)},
+        "rows of ['layer.0',", "got rows of ['layer.1'",
+    ),
+    "a layer of nobody": (lambda saved: {**saved, "x": ()}, "rows of [", "'x']"),
+    "one plane": (
+        lambda saved: {**saved, first(saved): saved[first(saved)][:1]},
+        "for layer 'layer.0', per plane, ['[3, 2, 8] of 4 bytes', '[3, 2, 8] of 4 bytes']",
+        "got ['[3, 2, 8] of 4 bytes']",
+    ),
+    "one tensor": (
+        lambda saved: {**saved, first(saved): saved[first(saved)][0]},
+        "for layer 'layer.0'", "got a Tensor",
+    ),
+    "a row less": (
+        lambda saved: {k: tuple(p[1:] for p in parts) for k, parts in saved.items()},
+        "[3, 2, 8] of 4 bytes", "got ['[2, 2, 8] of 4 bytes', '[2, 2, 8] of 4 bytes']",
+    ),
+    "other bytes": (
+        lambda saved: {k: tuple(p.to(torch.int8) for p in v) for k, v in saved.items()},
+        "[3, 2, 8] of 4 bytes", "[3, 2, 8] of 1 bytes",
+    ),
+    "arrays": (
+        lambda saved: {k: tuple(p.numpy() for p in v) for k, v in saved.items()},
+        "[3, 2, 8] of 4 bytes", "got ['a ndarray', 'a ndarray']",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WRONG_SAVES)
+def test_a_wrong_save_is_named_when_the_window_begins(layers, how):
+    """And not at the commit that would put the rows back."""
+    change, expected, got = WRONG_SAVES[how]
+
+    class SavesWrongly(TorchExecutor):
+        def save(self, txn, group):
+            return change(super().save(txn, group))
+
+    registry.register("saves-wrongly", SavesWrongly)
+    try:
+        config = TxnConfig(policy="undo", backend="saves-wrongly", on_error="raise")
+        manager = TransactionManager(layers, config)
+        before = [ref.key_cache.clone() for ref in layers]
+        with pytest.raises(KVTxnError) as caught:
+            manager.window(2, torch.tensor([4, 5, 6]))
+    finally:
+        registry.unregister("saves-wrongly")
+    said = str(caught.value)
+    assert said.startswith("save: the executor 'torch' did not return the rows that its save has")
+    assert expected in said
+    assert got in said
+    assert all(torch.equal(ref.key_cache, old) for ref, old in zip(layers, before, strict=True))

@@ -316,4 +316,4 @@ class CapturedWindow(Window):
         txn = self._life.txn
         assert txn is not None
         for group in self._context.groups:
-            txn.saved.update(self._context.executor.save(txn, group))
+            self._context.save(txn, group)
