@@ -34,8 +34,8 @@ def test_states_are_those_of_stock(engine):
 
 #: By the beginning of an engine's name: its model's family in the doctor's matrix, and its model.
 FAMILIES = {
-    "triton": (matrix.STATES, "Qwen3.5"),
-    "fused": (matrix.STATES, "Qwen3.5"),
+    **dict.fromkeys(("triton", "fused", "ahead", "mtp", "few"), (matrix.STATES, "Qwen3.5")),
+    "experts": (matrix.STATES, "Qwen3-Next"),
     "nemotron": (matrix.MIXED, "Nemotron-H"),
     "granite": (matrix.MIXED, "Granite 4"),
     "lfm2": (matrix.CONVOLVED, "LFM2"),
@@ -43,8 +43,8 @@ FAMILIES = {
 
 
 def test_the_matrix_says_which_hybrids_were_seen():
-    """Under which policies, which models of a family, and that no graphs were captured."""
-    seen, names = {}, {}
+    """Under which policies, which models of a family, and where no graphs were captured."""
+    seen, graphs = {}, {}
     for engine, found in SEEN["states"].items():
         kind, _, policy = engine.rpartition(".")
         family, name = FAMILIES[kind.partition(".")[0].partition("_")[0]]
@@ -52,8 +52,8 @@ def test_the_matrix_says_which_hybrids_were_seen():
         # "auto" is "deferred" where FlashAttention 3 reads the rows, as it does on an H200.
         policies = seen.setdefault((where, family), set())
         policies.add({"auto": "deferred"}.get(policy, policy))
-        mode = {"NONE": " with enforce_eager=True"}.get(found["graphs"], "")
-        names.setdefault((where, family, mode), {})[name] = None
+        captured = graphs.setdefault((where, family), {})
+        captured[name] = captured.get(name, False) or found["graphs"] != "NONE"
     said = {
         (where, kind[0]): set(policies)
         for where, kinds in matrix.SEEN.items()
@@ -61,13 +61,20 @@ def test_the_matrix_says_which_hybrids_were_seen():
         if where[0] == "cuda" and kind[0] in {family for family, _ in FAMILIES.values()}
     }
     assert seen == said
-    only = {(where, family): f"{' and '.join(each)}{mode}"
-            for (where, family, mode), each in names.items()}  # fmt: skip
-    assert only == {
+    only = {key: as_remark(captured) for key, captured in graphs.items()}
+    assert {key: text for key, text in only.items() if not key[1].startswith(f"{text} with")} == {
         (where, family): text
         for where, each in matrix.ONLY.items()
         for family, text in each.items()
     }
+
+
+def as_remark(captured):
+    """Name the models that were seen with captured graphs, then those that were not."""
+    with_graphs, eager = ([n for n in captured if captured[n] == each] for each in (True, False))
+    parts = [" and ".join(with_graphs)] if with_graphs else []
+    parts += [f"{' and '.join(eager)} with enforce_eager=True"] if eager else []
+    return ", ".join(parts)
 
 
 #: An engine without rows that the ledger knows.

@@ -119,9 +119,8 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
 #: By device and runner: the only engines of a family that were seen.
 ONLY: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     ("cuda", "v2"): {
-        STATES: "Qwen3.5 with enforce_eager=True",
+        STATES: "Qwen3.5",
         MIXED: "Nemotron-H and Granite 4 with enforce_eager=True",
-        CONVOLVED: "LFM2 with enforce_eager=True",
     },
 }
 
