@@ -117,7 +117,7 @@ def connector_names(transfer: Any) -> Iterator[str]:
     """Name the KV connectors of a ``KVTransferConfig``, those that a MultiConnector has for it.
 
     A connector that is known by its name has another one if a module outside of vLLM has it, or if
-    it stores elsewhere than kvtxn was checked with.
+    it stores elsewhere, or hands over other rows, than kvtxn was checked with.
     """
     name = getattr(transfer, "kv_connector", None)
     if name is None:
@@ -132,6 +132,8 @@ def connector_names(transfer: Any) -> Iterator[str]:
             yield from connector_names(SimpleNamespace(**each))
     elif name == "SimpleCPUOffloadConnector" and store != "cpu":
         yield f"{name} with kv_offload_backend {store!r}"
+    elif name == "NixlConnector" and more.get("bidirectional_kv_xfer"):
+        yield f"{name} with bidirectional_kv_xfer"
     else:
         yield name
 

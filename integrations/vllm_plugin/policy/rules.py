@@ -141,8 +141,8 @@ RULES: Final[tuple[Rule, ...]] = (
         "connector after the step",
         "windows",
         lambda f: connector(f) in supported.CONNECTORS_AFTER_STEP,
-        "{connector} copies rows after a step, but kvtxn was not checked with it",
-        {"connectors": ("ExampleConnector", "NixlConnector")},
+        "{connector} copies rows after a step, but kvtxn was not checked with it on {device}",
+        {"connectors": ("ExampleConnector", "NixlPushConnector")},
     ),
     Rule(
         "unknown connector",

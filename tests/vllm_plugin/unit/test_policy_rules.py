@@ -108,6 +108,7 @@ def test_connectors_that_read_durable_rows_only_are_let_in(asked, device):
 
 MULTI = {"kv_connector": "MultiConnector"}
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
+BACK = {"bidirectional_kv_xfer": True}
 DISK = {"kv_connector_extra_config": {"kv_offload_backend": "disk"}}
 
 
@@ -119,6 +120,10 @@ DISK = {"kv_connector_extra_config": {"kv_offload_backend": "disk"}}
         (SIMPLE | DISK, ["SimpleCPUOffloadConnector with kv_offload_backend 'disk'"]),
         (SIMPLE | {"kv_connector_module_path": "mine"}, ["mine.SimpleCPUOffloadConnector"]),
         ({"kv_connector": "Mine", "kv_connector_module_path": "mine"}, ["Mine"]),
+        (
+            {"kv_connector": "NixlConnector", "kv_connector_extra_config": BACK},
+            ["NixlConnector with bidirectional_kv_xfer"],
+        ),
         (MULTI, ["MultiConnector"]),
         (
             MULTI | {"kv_connector_extra_config": {"connectors": [SIMPLE, SIMPLE | DISK]}},
