@@ -15,10 +15,11 @@ from typing import Any, Final
 from .. import states
 from .common.machine import RESULTS
 from .common.markdown import machine_line, table
-from .engines import exactness_tables
+from .engines import audit_report, exactness_tables
 from .engines import report as vllm_report
 from .host import engine_step
 from .host import metrics_reading as readings
+from .kernels import recurrent
 
 
 def load(name: str) -> dict[str, Any]:
@@ -154,7 +155,10 @@ def sanitizer() -> str:
         for (executor, family), said in by_family.items()
     ]
     header = ["executor", "family", *tools]
-    return f"{table(header, rows)}\n\nComplaints. {machine_line(found['machine'])}."
+    again = [row for row in found["rows"] if "commit" in row]
+    later = sorted({f"`{row['family']}` at {row['commit']}" for row in again})
+    text = f"{table(header, rows)}\n\nComplaints. {machine_line(found['machine'])}"
+    return f"{text}; {', '.join(later)}." if later else f"{text}."
 
 
 def host_gpu() -> str:
@@ -241,6 +245,10 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-attention": lambda: exactness_tables.attention(load("h200-vllm-exactness")),
     "readings": lambda: readings.report(load("cpu-readings")),
     "steps": lambda: engine_step.report(load("h200-steps-against")),
+    "recurrent": lambda: recurrent.report(load("h200-recurrent")),
+    "vllm-gpu-audit": lambda: vllm_gpu("h200-vllm-llama3-8b-audit"),
+    "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
+    "vllm-gpu-audit-rows": lambda: audit_report.audit(load("h200-vllm-llama3-8b-audit")),
 }
 
 
