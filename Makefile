@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test interpreted lint versions core adopt faults known bench clean
+.PHONY: demo test interpreted lint versions core gpu-core adopt faults known bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
@@ -36,6 +36,11 @@ versions:
 
 core: $(READY)
 	$(BIN)/pytest tests/vllm_plugin -k "test_equals_stock and llama- and (one or eight)"
+
+# The core of the GPU grid, for a new release of vLLM: both model runners, EAGLE, MTP, latents, windows.
+gpu-core:
+	python -m pytest tests/gpu/test_gpu_grid.py -q \
+	  -k "[flash- or [eagle- or [gemma3- or [triton_mla- or [v1_flash- or [mtp-"
 
 # Record another release's hook points, and list it as checked if the core of the grid passes there:
 # `make adopt VLLM=0.31.0 VENV=.venv-0.31.0`; CONTRIBUTING.md has every step.

@@ -15,9 +15,9 @@ import attrs
 
 from .sources import Found, Sources
 
-#: The things that can be checked with a release: windows over rows on a CPU and on a GPU, and
-#: windows over recurrent states on a CPU and on a GPU.
-CHECKS: Final = ("cpu", "gpu", "states", "gpu-states")
+#: The things that can be checked with a release: windows over rows on a CPU, on one GPU and on
+#: several, and windows over recurrent states on a CPU and on a GPU.
+CHECKS: Final = ("cpu", "gpu", "gpus", "states", "gpu-states")
 FILE: Final = Path(__file__).with_name("releases.json")
 
 

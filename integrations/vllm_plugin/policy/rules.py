@@ -46,6 +46,20 @@ RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "version": "0.31.0"},
     ),
     Rule(
+        "release on several GPUs",
+        "windows",
+        lambda f: (
+            f.device == "cuda"
+            and f.tensor_parallel * f.pipeline_parallel > 1
+            and f.version not in supported.MORE_GPU_RELEASES
+            and not f.unchecked
+        ),
+        "vLLM {version} was checked on one GPU alone; supported on several: "
+        + ", ".join(supported.MORE_GPU_RELEASES)
+        + _TRIAL,
+        {"device": "cuda", "runner": "v2", "version": "0.33.0", "tensor_parallel": 2},
+    ),
+    Rule(
         "no speculation",
         "windows",
         lambda f: f.method is None,

@@ -16,8 +16,11 @@ _RELEASES: Final = releases.load()
 #: Releases whose CPU side was checked, one by one, oldest first: the list is ``releases.json``.
 RELEASES: Final = releases.checked_for("cpu", _RELEASES)
 
-#: Releases whose GPU side was checked; some have no build for CPUs.
+#: Releases whose GPU side was checked, on one GPU at least; some have no build for CPUs.
 GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
+
+#: Releases that were checked on several GPUs, too: tensor and pipeline parallel.
+MORE_GPU_RELEASES: Final = releases.checked_for("gpus", _RELEASES)
 
 #: Releases whose CPU operators of recurrent layers were checked.
 STATE_RELEASES: Final = releases.checked_for("states", _RELEASES)

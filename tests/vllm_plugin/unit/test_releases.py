@@ -126,11 +126,11 @@ def test_the_nearest_release_is_a_checked_one():
 def test_what_was_checked_of_the_listed_releases():
     """One that was recorded and nothing more is no supported one."""
     assert {"0.28.0", "0.29.0", "0.31.0", "0.32.0"} <= set(supported.RELEASES)
-    assert supported.GPU_RELEASES == supported.STATE_RELEASES == ("0.32.0",)
+    assert supported.MORE_GPU_RELEASES == supported.STATE_RELEASES == ("0.32.0",)
     assert supported.GPU_STATE_RELEASES == ("0.32.0",)
-    assert set(supported.GPU_RELEASES) <= set(supported.RELEASES)
-    assert "0.33.0" in {release.version for release in releases.load()}
-    assert "0.33.0" not in supported.RELEASES
+    assert set(supported.MORE_GPU_RELEASES) <= set(supported.GPU_RELEASES)
+    assert supported.GPU_RELEASES == ("0.32.0", "0.33.0")
+    assert "0.33.0" not in supported.RELEASES  # of vLLM for CPUs there is no such release
 
 
 def test_what_moved_from_0_32_to_0_33():
@@ -179,7 +179,7 @@ def test_the_doctor_compares_no_checked_release(unlisted, monkeypatch):
 def test_a_release_that_was_not_checked_has_its_gone_points_named(unlisted):
     found = moved.compare("0.99.0", "cuda")
     assert found.gone == "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device"
-    assert found.version == "0.32.0"
+    assert found.version == supported.GPU_RELEASES[-1]
 
 
 # -- the program ----------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_a_release_keeps_what_was_checked_before(tmp_path, listed):
     package(tmp_path, _version="version = '0.32.0'")
     assert record_release.main(["--source", str(tmp_path), "--list", str(listed)]) == 0
     new = next(each for each in releases.load(listed) if each.version == "0.32.0")
-    assert new.checked == ("cpu", "gpu", "gpu-states", "states")
+    assert new.checked == ("cpu", "gpu", "gpu-states", "gpus", "states")
 
 
 @pytest.mark.parametrize(
