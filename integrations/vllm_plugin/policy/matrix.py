@@ -120,7 +120,7 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
 ONLY: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     ("cuda", "v2"): {
         STATES: "Qwen3.5",
-        MIXED: "Nemotron-H and Granite 4 with enforce_eager=True",
+        MIXED: "Nemotron-H and Granite 4",
     },
 }
 
