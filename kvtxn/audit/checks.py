@@ -7,9 +7,12 @@ out and count them.
 
 from __future__ import annotations
 
+import contextlib
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -103,9 +106,11 @@ def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool 
     Raises:
         ConfigError: the values are something else.
     """
-    usual = type(values) is list and not distinct and {*map(type, values)} == {int}
-    if usual and min(values) >= 0 and max(values) < end:  # quicker than torch's comparisons
-        return torch.tensor(values, dtype=torch.int64, device=_HOST)
+    if type(values) is list and values and not distinct and {*map(type, values)} == {int}:
+        with contextlib.suppress(OverflowError):  # quicker than ``torch.tensor``
+            numbers = numpy.frombuffer(array("q", values), numpy.int64)
+            if numbers.min() >= 0 and numbers.max() < end:
+                return torch.from_numpy(numbers)
     given = ints(operation, name, values)
     if not given.is_cpu:
         raise ConfigError(
@@ -388,11 +393,16 @@ def _there(tensor: Tensor, number: int, device: torch.device) -> Tensor:
     return tensor.contiguous()  # kernels count elements from its address
 
 
-def check_names(operation: str, names: Sequence[Any]) -> None:
-    """Refuse names that are not text."""
+def check_names(operation: str, names: Sequence[Any], *, distinct: bool = False) -> None:
+    """Refuse names that are not text and, with ``distinct``, a name that comes twice."""
     for name in names:
         if not isinstance(name, str):
             raise ConfigError(
                 operation, "a name is not a str", expected="a str", got=repr(name),
                 hint="name requests, groups and pools by text",
             )  # fmt: skip
+    if distinct and len({*names}) < len(names):
+        raise ConfigError(
+            operation, "a request is named twice", expected="each request once",
+            got=list(names), hint="nothing was changed",
+        )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import CapacityError, WindowStateError
 from . import arguments, checks
 from . import books as book
+from .admission import Admission, Beginning, own_words
 from .backends import choose
 from .books import Sizes
 from .digest import UNWRITTEN, Key
@@ -123,40 +124,44 @@ class Ledger(Exchange):
             ConfigError: the tokens are no token ids, ``extras`` no ints, or ``embedded`` is not of
                 the tokens' positions.
         """
-        checks.check_names("admit", [request])
-        sizes = self.books.sizes
-        own = checks.own_tokens(tokens, embedded, sizes.max_length)
-        if len(own) > sizes.max_length:
-            raise CapacityError(
-                "admit",
-                f"request {request!r} has too many tokens",
-                expected=f"at most {sizes.max_length}",
-                got=len(own),
-                hint="raise max_length",
-            )
-        seed = self.books.key.seed(checks.own_extras(extras))
-        own = own.clone() if embedded else own
-        for position, content in (embedded or {}).items():
-            own[position] = self.books.key.embedded_id(content, position)
-        again = request in self._roster
-        line, serial = self._roster.admit(request)
-        if self._open is not None and not again:
-            self._later.append(line)
-        durable = self.books.facts[book.DURABLE, line].clamp(max=len(own)) if again else None
-        self._begin(line, serial, own, seed)
-        if durable is not None:  # its rows did not become drafts because its tokens were given anew
-            self.books.facts[book.DURABLE, line].copy_(durable)
-        return line
+        return self.admit_all([Admission(request, tokens, extras, embedded)])[0]
 
-    def _begin(self, line: int, serial: int, tokens: Tensor, seed: int) -> None:
-        """Write the digests of a request's tokens into its line of the books."""
-        books, count = self.books, len(tokens)
-        here = self._upload(tokens)
-        terms = books.key.terms(here, torch.arange(count, device=self.device))
-        books.own[line, 0].fill_(seed)  # an assignment of a number would wait for the device
-        books.own[line, 1 : count + 1] = terms.cumsum(0) + seed
-        facts = torch.tensor([serial, count, count, -1, -1, 0], dtype=torch.int64)
-        books.facts[:, line] = self._upload(facts)
+    def admit_all(self, admissions: Sequence[Admission]) -> list[int]:
+        """Begin several requests, or give their tokens again, in one copy to the device.
+
+        Args:
+            admissions: the requests, none of them twice; see ``admit``.
+
+        Returns:
+            The line of each.
+
+        Raises:
+            CapacityError: as in ``admit``; nothing was changed.
+            ConfigError: as in ``admit``, or a request is named twice; nothing was changed.
+        """
+        names = [each.request for each in admissions]
+        checks.check_names("admit", names, distinct=True)
+        sizes, key = self.books.sizes, self.books.key
+        owns = [own_words(key, each, sizes.max_length) for each in admissions]
+        for name, (own, _) in zip(names, owns, strict=True):
+            if len(own) > sizes.max_length:
+                raise CapacityError(
+                    "admit",
+                    f"request {name!r} has too many tokens",
+                    expected=f"at most {sizes.max_length}",
+                    got=len(own),
+                    hint="raise max_length",
+                )
+        if not names:
+            return []
+        again = [name in self._roster for name in names]
+        entries = self._roster.admit(names)
+        lines = [line for line, _ in entries]
+        if self._open is not None:
+            self._later += [line for line, known in zip(lines, again, strict=True) if not known]
+        beginning = Beginning.of(self.books, entries, owns, again)
+        beginning.write(self.books, self._upload(beginning.packed))
+        return lines
 
     def __contains__(self, request: object) -> bool:
         return isinstance(request, str) and request in self._roster

@@ -19,6 +19,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from .admission import Admission
 from .groups import Group
 from .ledger import Ledger
 from .passes import Stretch
@@ -99,24 +100,19 @@ class RecordingLedger(Ledger):
 
     # -- what a ledger is told -----------------------------------------------------------------
 
-    def admit(
-        self,
-        request: str,
-        tokens: Sequence[int] | Tensor,
-        *,
-        extras: Iterable[int] = (),
-        embedded: Mapping[int, int] | None = None,
-    ) -> int:
-        """Do what ``Ledger.admit`` says, and record it."""
-        line = super().admit(request, tokens, extras=extras, embedded=embedded)
-        if request not in self._number:
-            self._number[request] = len(self._lives)
-            self._lives.append(Life(request, 2 * self._step + 2))
-        number = self._by_line[line] = self._number[request]
-        self._arrived.add(number)
-        self._lives[number].admitted += 1
-        self._lives[number].end = None
-        return line
+    def admit_all(self, admissions: Sequence[Admission]) -> list[int]:
+        """Do what ``Ledger.admit_all`` says, and record it."""
+        lines = super().admit_all(admissions)
+        for given, line in zip(admissions, lines, strict=True):
+            request = given.request
+            if request not in self._number:
+                self._number[request] = len(self._lives)
+                self._lives.append(Life(request, 2 * self._step + 2))
+            number = self._by_line[line] = self._number[request]
+            self._arrived.add(number)
+            self._lives[number].admitted += 1
+            self._lives[number].end = None
+        return lines
 
     def release(self, request: str) -> None:
         """Do what ``Ledger.release`` says, and record it."""

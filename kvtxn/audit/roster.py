@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final
 
 from ..errors import CapacityError, ConfigError
@@ -28,27 +29,30 @@ class Roster:
     def __contains__(self, request: str) -> bool:
         return request in self._lines
 
-    def admit(self, request: str) -> tuple[int, int]:
-        """Return the line and the serial number of a request; give it new ones if it has none.
+    def admit(self, requests: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the line and the serial number of each request; give it new ones if it has none.
+
+        Args:
+            requests: names, none of them twice.
 
         Raises:
-            CapacityError: no line is left.
+            CapacityError: no line is left for one of them; none of them was given a line.
         """
-        if request in self._lines:
-            return self._lines[request]
-        if not self._free:
+        new = [request for request in requests if request not in self._lines]
+        if len(new) > len(self._free):
             raise CapacityError(
                 "admit",
-                f"request {request!r} does not fit: all {self._max} lines are taken",
+                f"request {new[len(self._free)]!r} does not fit: all {self._max} lines are taken",
                 expected=f"at most {self._max} requests at one time",
                 hint="release requests that ended, or raise max_requests",
             )
-        entry = self._lines[request] = (self._free.pop(), self._next_serial)
-        self._names[self._next_serial] = request
-        self._next_serial += 1
+        for request in new:
+            self._lines[request] = self._free.pop(), self._next_serial
+            self._names[self._next_serial] = request
+            self._next_serial += 1
         while len(self._names) > REMEMBERED + self._max:
             self._names.popitem(last=False)
-        return entry
+        return [self._lines[request] for request in requests]
 
     def line(self, request: str) -> int:
         """Return the line of a request.
