@@ -1,5 +1,6 @@
 """The ledger: checks that every row that an engine reads was computed from the right tokens."""
 
+from .admission import Admission
 from .byte_books import Window
 from .digest import Key
 from .groups import RowGroup, StateGroup
@@ -13,6 +14,7 @@ from .violation import KINDS, Violation
 
 __all__ = [
     "KINDS",
+    "Admission",
     "Key",
     "Ledger",
     "RecordingLedger",

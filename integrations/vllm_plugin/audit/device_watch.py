@@ -7,7 +7,7 @@ from an earlier step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import attrs
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....audit import Key, RowGroup, Step, Stretch
 from ....audit.glance import Glance
+from ....host_values import to_device
 from ..internals import ranks
 from ..internals.audited import Arrival, Room, Rows
 from ..internals.audited_states import States
@@ -124,12 +125,17 @@ class DeviceWatch(Watch):
 
     # -- requests and blocks -----------------------------------------------------------------
 
-    def admit(self, arrival: Arrival) -> None:
-        """Begin a request or renew its tokens."""
-        Watch.admit(self, arrival)
-        line = self.ledger.line(arrival.name)
+    def admit(self, arrivals: Iterable[Arrival]) -> None:
+        """Begin requests or renew their tokens."""
+        arrivals = list(arrivals)
+        Watch.admit(self, arrivals)
+        if not (arrivals and self._published):
+            return
+        lines = [self.ledger.line(each.name) for each in arrivals]
+        there = to_device(lines, self.ledger.device, torch.int64)
         for group, published in self._published:
-            published[line] = arrival.computed // group.block_size * group.block_size
+            full = [each.computed // group.block_size * group.block_size for each in arrivals]
+            published.index_copy_(0, there, to_device(full, self.ledger.device, torch.int64))
 
     # -- a forward ---------------------------------------------------------------------------
 

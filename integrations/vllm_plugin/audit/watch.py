@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ....audit import (
+    Admission,
     Key,
     Ledger,
     RecordingLedger,
@@ -154,8 +155,8 @@ class Watch:
         fresh: dict[int, list[int]] = {}
         for number, blocks in enumerate(changes.grown):
             fresh.setdefault(number, []).extend(blocks)
+        self.admit(changes.arrivals)
         for arrival in changes.arrivals:
-            self.admit(arrival)
             for number, blocks in enumerate(arrival.tables):
                 group = self.groups.get(f"group.{number}")
                 if group is not None:  # those before are of a hit, or of the turn before
@@ -175,17 +176,19 @@ class Watch:
                 source, target = zip(*changes.copies, strict=True)
                 self.ledger.copy(name, source, target)
 
-    def admit(self, arrival: Arrival) -> None:
-        """Begin a request or renew its tokens; a full ledger forgets a waiting request."""
-        name, self._batch = arrival.name, None
-        if name not in self.ledger and len(self._known) >= self._most:
-            self._forget(next(iter(self._known)))
-        line = self.ledger.admit(
-            name, arrival.tokens, extras=arrival.extras, embedded=arrival.embedded
+    def admit(self, arrivals: Iterable[Arrival]) -> None:
+        """Begin requests or renew their tokens; a full ledger forgets requests that wait."""
+        named, self._batch = {each.name: each for each in arrivals}, None
+        for name in named:
+            if name not in self.ledger and len(self._known) >= self._most:
+                self._forget(next(iter(self._known)))
+            self._known[name] = None
+            self._known.move_to_end(name)
+        lines = self.ledger.admit_all(
+            [Admission(name, e.tokens, e.extras, e.embedded) for name, e in named.items()]
         )
-        self._filled.begin(line, arrival.computed)
-        self._known[name] = None
-        self._known.move_to_end(name)
+        for line, each in zip(lines, named.values(), strict=True):
+            self._filled.begin(line, each.computed)
 
     def _forget(self, name: str) -> None:
         self._batch = None
@@ -261,7 +264,7 @@ class Watch:
         if self._batch is None or self._batch[0] != names:
             for name in names:
                 if name not in self.ledger:
-                    self.admit(returning(name))
+                    self.admit([returning(name)])
                 self._known.move_to_end(name)
             found = [self.ledger.line(name) for name in names]
             there = self._all_lines[: len(names)]
