@@ -7,15 +7,21 @@ copy: an admission of its own for each would launch a dozen small kernels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import attrs
 import torch
 from torch import Tensor
 
+from ..errors import CapacityError, ConfigError
 from . import books as book
 from . import checks
+from .arguments import listed
 from .books import NUM_FACTS, Books
-from .digest import Key
+from .digest import EMBEDDED
+
+#: The least and the most number of 64 bits, given with a sign or without.
+_WORDS: Final = (-(1 << 63), (1 << 64) - 1)
 
 
 @attrs.frozen
@@ -35,28 +41,56 @@ class Admission:
     embedded: Mapping[int, int] | None = None
 
 
-def own_words(key: Key, given: Admission, max_length: int) -> tuple[Tensor, int]:
+def own_words(books: Books, given: Admission) -> tuple[Tensor, int]:
     """Return a request's tokens, and the digest of no tokens, from which its digests go on.
 
     Args:
-        key: the engine's secret.
+        books: the ledger's.
         given: the request.
-        max_length: the most positions of a request.
 
     Returns:
         int64 ``[n]`` on the host, with a hash in place of the token where content is embedded, and
         an int64.
 
     Raises:
+        CapacityError: there are more tokens than a line of the books holds.
         ConfigError: the tokens are no token ids, ``extras`` no ints, or ``embedded`` is not of
             the tokens' positions.
     """
-    own = checks.own_tokens(given.tokens, given.embedded, max_length)
-    seed = key.seed(checks.own_extras(given.extras))
+    key, longest = books.key, books.sizes.max_length
+    own = _own_tokens(given.tokens, given.embedded, longest)
+    if len(own) > longest:
+        raise CapacityError(
+            "admit", f"request {given.request!r} has too many tokens",
+            expected=f"at most {longest}", got=len(own), hint="raise max_length",
+        )  # fmt: skip
+    seed = key.seed(_own_extras(given.extras))
     own = own.clone() if given.embedded else own
     for position, content in (given.embedded or {}).items():
         own[position] = key.embedded_id(content, position)
     return own, seed
+
+
+def _own_tokens(tokens: Any, embedded: Mapping[int, int] | None, max_length: int) -> Tensor:
+    """Return a request's tokens, int64 ``[n]`` on the host; see ``Ledger.admit``."""
+    if isinstance(tokens, Tensor) and not tokens.is_meta:
+        tokens = tokens.cpu()
+    own = checks.bounded("admit", "tokens", tokens, EMBEDDED)
+    if embedded is not None and not isinstance(embedded, Mapping):
+        raise ConfigError(
+            "admit", "embedded is not valid", expected="by position, a hash", got=repr(embedded),
+            hint="pass a dict, or leave it out; nothing was changed",
+        )  # fmt: skip
+    for position, content in (embedded or {}).items():
+        checks.whole("admit", "a position of embedded", position, 0, min(len(own), max_length) - 1)
+        checks.whole("admit", "a hash of embedded", content, *_WORDS)
+    return own
+
+
+def _own_extras(extras: Any) -> list[int]:
+    """Return the ``extras`` of a request; see ``Ledger.admit``."""
+    given = listed("admit", "extras", extras, "a sequence of ints; their order counts")
+    return [checks.whole("admit", "a number of extras", each, *_WORDS) for each in given]
 
 
 @attrs.frozen(eq=False)

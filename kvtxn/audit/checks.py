@@ -12,15 +12,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy
 import torch
 from torch import Tensor
 
 from ..errors import AcceptanceError, ConfigError, KVTxnError
 from ..host_values import to_device
-from .arguments import listed
 from .books import Books
-from .digest import EMBEDDED
 from .groups import Place
 from .passes import STRETCH_KINDS, Stretch
 from .rows import Batch, fill_first
@@ -29,8 +26,6 @@ from .step import Step
 #: The dtypes of ints that torch can count with.
 INTS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-#: The least and the most number of 64 bits, given with a sign or without.
-_WORDS: Final = (-(1 << 63), (1 << 64) - 1)
 _HOST: Final = torch.device("cpu")
 
 
@@ -108,9 +103,10 @@ def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool 
     """
     if type(values) is list and values and not distinct and {*map(type, values)} == {int}:
         with contextlib.suppress(OverflowError):  # quicker than ``torch.tensor``
-            numbers = numpy.frombuffer(array("q", values), numpy.int64)
-            if numbers.min() >= 0 and numbers.max() < end:
-                return torch.from_numpy(numbers)
+            numbers = torch.frombuffer(array("q", values), dtype=torch.int64)
+            low, high = (int(number) for number in numbers.aminmax())
+            if low >= 0 and high < end:
+                return numbers
     given = ints(operation, name, values)
     if not given.is_cpu:
         raise ConfigError(
@@ -132,28 +128,6 @@ def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool 
                 hint="nothing was changed",
             )
     return given.long()
-
-
-def own_tokens(tokens: Any, embedded: Mapping[int, int] | None, max_length: int) -> Tensor:
-    """Return a request's tokens, int64 ``[n]`` on the host; see ``Ledger.admit``."""
-    if isinstance(tokens, Tensor) and not tokens.is_meta:
-        tokens = tokens.cpu()
-    own = bounded("admit", "tokens", tokens, EMBEDDED)
-    if embedded is not None and not isinstance(embedded, Mapping):
-        raise ConfigError(
-            "admit", "embedded is not valid", expected="by position, a hash", got=repr(embedded),
-            hint="pass a dict, or leave it out; nothing was changed",
-        )  # fmt: skip
-    for position, content in (embedded or {}).items():
-        whole("admit", "a position of embedded", position, 0, min(len(own), max_length) - 1)
-        whole("admit", "a hash of embedded", content, *_WORDS)
-    return own
-
-
-def own_extras(extras: Any) -> list[int]:
-    """Return the ``extras`` of a request; see ``Ledger.admit``."""
-    given = listed("admit", "extras", extras, "a sequence of ints; their order counts")
-    return [whole("admit", "a number of extras", each, *_WORDS) for each in given]
 
 
 def place_of(operation: str, books: Books, group: str, *, states: bool | None = None) -> Place:

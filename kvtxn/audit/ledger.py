@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..errors import CapacityError, WindowStateError
+from ..errors import WindowStateError
 from . import arguments, checks
 from . import books as book
 from .admission import Admission, Beginning, own_words
@@ -141,17 +141,7 @@ class Ledger(Exchange):
         """
         names = [each.request for each in admissions]
         checks.check_names("admit", names, distinct=True)
-        sizes, key = self.books.sizes, self.books.key
-        owns = [own_words(key, each, sizes.max_length) for each in admissions]
-        for name, (own, _) in zip(names, owns, strict=True):
-            if len(own) > sizes.max_length:
-                raise CapacityError(
-                    "admit",
-                    f"request {name!r} has too many tokens",
-                    expected=f"at most {sizes.max_length}",
-                    got=len(own),
-                    hint="raise max_length",
-                )
+        owns = [own_words(self.books, each) for each in admissions]
         if not names:
             return []
         again = [name in self._roster for name in names]
