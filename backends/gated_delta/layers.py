@@ -1,0 +1,102 @@
+"""``DeltaLayers``: the states and staged rows of all layers, as one launch finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ...errors import LayerError
+from ...host_values import to_device
+from .rows import DeltaRows
+
+#: dtypes that states may have.
+STATES: Final = (torch.float32, torch.bfloat16)
+
+#: Columns of the table, one line per layer; addresses, and a stride in elements.
+COLUMNS: Final = ("state", "slot_stride", "key", "corrected", "decay", "group")
+
+
+@attrs.frozen(eq=False)
+class DeltaLayers:
+    """The layers whose states one commit advances; all of them have the same sizes and dtype.
+
+    Attributes:
+        states: ``[slots, heads, value_size, key_size]`` each, float32 or bfloat16; one slot is
+            contiguous, the distance between slots is any.
+        rows: the staged rows of each layer.
+        groups: the line of ``sources`` that each layer has.
+        table: int64 ``[layers, len(COLUMNS)]`` on the device: addresses, and strides in elements.
+    """
+
+    states: tuple[Tensor, ...]
+    rows: tuple[DeltaRows, ...]
+    groups: tuple[int, ...]
+    table: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        states: Sequence[Tensor],
+        rows: Sequence[DeltaRows],
+        groups: Sequence[int] | None = None,
+    ) -> DeltaLayers:
+        """Check the layers and upload where they are; their memory may not move afterwards.
+
+        Args:
+            states: one per layer, at least one.
+            rows: one per layer.
+            groups: the line of ``sources`` for each layer; None is line 0 for all.
+
+        Raises:
+            LayerError: a state has another shape, dtype or order of elements than it may have, or
+                the layers differ in sizes or dtype.
+        """
+        numbers = tuple(groups) if groups is not None else (0,) * len(states)
+        first = states[0]
+        lines = []
+        for state, kept, group in zip(states, rows, numbers, strict=True):
+            check_state("DeltaLayers", state, kept)
+            if (state.dtype, state.shape[1:]) != (first.dtype, first.shape[1:]):
+                raise LayerError(
+                    "DeltaLayers",
+                    "the states of one commit are alike",
+                    expected=f"{first.dtype} {list(first.shape[1:])}",
+                    got=f"{state.dtype} {list(state.shape[1:])}",
+                    hint="build one DeltaLayers for each kind of state",
+                )
+            places = (each.data_ptr() for each in (kept.key, kept.corrected, kept.decay))
+            lines.append([state.data_ptr(), state.stride(0), *places, group])
+        table = to_device(torch.tensor(lines, device="cpu"), first.device, torch.int64)
+        return cls(tuple(states), tuple(rows), numbers, table)
+
+
+def check_state(operation: str, state: Tensor, rows: DeltaRows) -> None:
+    """Refuse a state that the kernels cannot take, or rows that are not of such a layer.
+
+    Raises:
+        LayerError: it is such a state, or they are such rows.
+    """
+    sizes = state.shape[1:]
+    dense = state.ndim == 4 and state[:1].is_contiguous() and state.dtype in STATES
+    if not dense:
+        raise LayerError(
+            operation,
+            "a state does not fit",
+            expected="[slots, heads, value_size, key_size], float32 or bfloat16, each slot dense",
+            got=f"{state.dtype} {list(state.shape)} with strides {list(state.stride())}",
+        )
+    heads, value_size, key_size = sizes
+    key_heads = rows.key.shape[1]
+    wanted = (key_heads, key_size), (heads, value_size), (heads,)
+    found = tuple(tuple(each.shape[1:]) for each in (rows.key, rows.corrected, rows.decay))
+    if found != wanted or heads % key_heads:
+        raise LayerError(
+            operation,
+            "staged rows do not fit the state",
+            expected=f"key, corrected and decay of {wanted} per row, key heads dividing the heads",
+            got=found,
+        )

@@ -1,0 +1,83 @@
+"""``verify_gated_delta`` and ``advance_gated_delta``: kernels on a GPU, torch on a CPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import reference
+from .layers import DeltaLayers, check_state
+from .rows import DeltaRows
+
+
+def verify_gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    sources: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    kept: DeltaRows,
+    *,
+    scale: float,
+    normalise: bool = True,
+    longest: int | None = None,
+) -> None:
+    """Compute the outputs of a verify step's rows in one layer; write no state; stage the rows.
+
+    A row sees its request's state with the request's rows up to itself taken in. Sums are in
+    float32. ``out`` and ``kept`` are written for the rows of requests that have a state, and are
+    left alone elsewhere.
+
+    Args:
+        query: ``[num_rows, key_heads, key_size]``; rows any distance apart, a row contiguous.
+        key: like ``query``.
+        value: ``[num_rows, heads, value_size]``, likewise.
+        a: ``[num_rows, heads]``, likewise; the decay is
+            ``exp(-exp(A_log) * softplus(a + dt_bias))``.
+        b: like ``a``; a row is written with the strength ``sigmoid(b)``.
+        A_log: ``[heads]``.
+        dt_bias: ``[heads]``.
+        state: ``[slots, heads, value_size, key_size]``, float32 or bfloat16; one slot is
+            contiguous, the distance between slots is any.
+        sources: int32 ``[num_requests]``, any stride: the slot of each request; 0 or less is none.
+        starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
+        out: ``[num_rows, heads, value_size]``, rows any distance apart, a row contiguous.
+        kept: room for the rows, at the same numbers.
+        scale: factor of the queries.
+        normalise: divide queries and keys by their Euclidean length.
+        longest: the most rows that a request may have, if the caller knows it; a kernel for so
+            few rows is faster. Rows beyond it are not computed.
+
+    Raises:
+        LayerError: the state or the staged rows do not fit.
+    """
+    check_state("verify_gated_delta", state, kept)
+    rows = (query, key, value, a, b, A_log, dt_bias)
+    reference.verify_gated_delta(
+        *rows, state, sources, starts, out, kept, scale=scale, normalise=normalise
+    )
+
+
+def advance_gated_delta(
+    layers: DeltaLayers, sources: Tensor, count: Tensor, starts: Tensor
+) -> None:
+    """Let the states of all layers take in the kept rows of each request: one launch.
+
+    Products and sums are rounded to float32 as a compiler fuses them; the state is rounded to its
+    dtype once. A state of whose rows none is kept is not written.
+
+    Args:
+        layers: states and staged rows of all layers.
+        sources: int32 ``[groups, num_requests]``, any strides: the slot of each request's state in
+            the layers of each group; 0 or less is none. Slots of distinct requests are distinct.
+        count: int32 ``[num_requests]``, the rows that each request keeps, from its first row on:
+            accepted drafts and the settled row before them; 0 leaves the state alone. More than
+            the request has count as all.
+        starts: int32 ``[num_requests + 1]``, as for ``verify_gated_delta``.
+    """
+    reference.advance_gated_delta(layers, sources, count, starts)

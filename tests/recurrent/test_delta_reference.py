@@ -1,0 +1,76 @@
+"""Verify and commit of gated delta nets in torch, against the recurrence in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from delta_cases import exact_step, make_case
+from kvtxn.backends.gated_delta import (
+    DeltaLayers,
+    advance_gated_delta,
+    verify_gated_delta,
+)
+
+from kvtxn import LayerError
+
+LENGTHS = [5, 1, 0, 3, 2]
+SOURCES = [3, 1, 4, 0, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_outputs_and_states_are_those_of_the_recurrence(dtype, normalise):
+    """For each number of kept rows; nothing else changes."""
+    case = make_case(LENGTHS, SOURCES, dtype=dtype, rows_dtype=torch.float32)
+    before = case.given["state"].clone()
+    verify_gated_delta(
+        **case.given, out=case.out, kept=case.kept, scale=case.scale, normalise=normalise
+    )
+    assert torch.equal(case.given["state"], before)
+    layers = DeltaLayers.build([case.given["state"]], [case.kept])
+    for kept in range(6):
+        case.given["state"].copy_(before)
+        count = torch.tensor([kept] * len(LENGTHS), dtype=torch.int32)
+        advance_gated_delta(layers, case.given["sources"][None], count, case.given["starts"])
+        expected = before.clone()
+        for number, (length, source) in enumerate(zip(LENGTHS, SOURCES, strict=True)):
+            rows = min(kept, length)
+            if source > 0 and rows:
+                given = case.given["state"]
+                case.given["state"] = before
+                outputs, state = exact_step(case, number, rows, normalise=normalise)
+                case.given["state"] = given
+                expected[source] = state.to(dtype)
+                first = sum(LENGTHS[:number])
+                torch.testing.assert_close(case.out[first : first + rows], outputs.float())
+        torch.testing.assert_close(case.given["state"], expected)
+    unseen = case.out[6:9], case.out[11:]
+    assert all(part.isnan().all() for part in unseen)
+
+
+def test_a_layer_reads_the_sources_of_its_group():
+    """One count for all layers."""
+    cases = [make_case([2, 2], [1, 2], seed=seed) for seed in range(3)]
+    for case in cases:
+        verify_gated_delta(**case.given, out=case.out, kept=case.kept, scale=case.scale)
+    states = [case.given["state"] for case in cases]
+    before = [state.clone() for state in states]
+    layers = DeltaLayers.build(states, [case.kept for case in cases], groups=[0, 1, 1])
+    sources = torch.tensor([[1, 2], [2, 5]], dtype=torch.int32)
+    count = torch.tensor([0, 2], dtype=torch.int32)
+    advance_gated_delta(layers, sources, count, cases[0].given["starts"])
+    for state, was, slot in zip(states, before, [2, 5, 5], strict=True):
+        changed = (state != was).flatten(1).any(1)
+        assert changed.nonzero().flatten().tolist() == [slot]
+
+
+def test_layers_that_do_not_fit_are_refused():
+    """With what was expected, and what came."""
+    case, other = make_case([1], [1]), make_case([1], [1], dtype=torch.bfloat16)
+    state = case.given["state"]
+    with pytest.raises(LayerError, match="alike"):
+        DeltaLayers.build([state, other.given["state"]], [case.kept, other.kept])
+    with pytest.raises(LayerError, match="each slot dense"):
+        DeltaLayers.build([state.transpose(2, 3)], [case.kept])
+    with pytest.raises(LayerError, match="do not fit the state"):
+        DeltaLayers.build([state[:, :, :8].contiguous()], [case.kept])
