@@ -17,8 +17,8 @@ from ...integrations.vllm_plugin.internals.commit_graphs import (
     side_streams,
     write_side_by_side,
 )
-from ...integrations.vllm_plugin.internals.held_states import bytes_by_formula
 from ...integrations.vllm_plugin.internals.state_layers import StateLayer
+from ...integrations.vllm_plugin.internals.state_sizes import bytes_by_formula
 from ...integrations.vllm_plugin.internals.state_tables import VerifyStep
 from ...integrations.vllm_plugin.internals.verified_rows import (
     GatedDeltaRows,

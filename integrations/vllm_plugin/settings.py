@@ -24,6 +24,7 @@ WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": graph_steps.WI
 
 
 #: The values of ``recurrent``: whether, and by which operators, windows hold recurrent states.
+#: "exact" runs vLLM's own, "fast" kvtxn's kernels where it has some; policy "auto" chooses neither.
 RECURRENT: Final = ("off", "exact", "fast")
 
 #: The values of ``audit`` and ``on_violation``, and what a violation does.
@@ -191,8 +192,8 @@ def _check_recurrent(value: str, device: str, *, windows: bool) -> None:
         why = f"on device {device}: kvtxn's vLLM plug-in holds states on CPUs and GPUs only"
     elif not windows:
         why = "without a policy: no window is opened"
-    elif value == "fast":
-        why = f"on device {device}: vLLM's own operator is exact there, and kvtxn has no faster one"
+    elif value == "fast" and device == "cpu":
+        why = "on device cpu: vLLM's own operator is exact there, and kvtxn has no faster one"
     else:
         return
     raise ConfigError(

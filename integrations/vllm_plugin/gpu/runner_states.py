@@ -16,7 +16,7 @@ from ....log import get_logger
 from ....manager import TransactionManager
 from ..attach import hook_runner, restore_class, swap_class
 from ..audit.gpu_runners import mixins_and_methods
-from ..internals import Foreign, batches, held_states, state_layers
+from ..internals import Foreign, batches, held_states, state_layers, state_sizes
 from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
@@ -49,8 +49,18 @@ class GpuStateRunnerV2(GpuRunnerV2):
         kvtxn_states: the states; None while kvtxn stays out.
     """
 
+    kvtxn_settings: PluginSettings
     kvtxn_one_state: bool | None = None
     kvtxn_states: HeldStates | None = None
+
+    @property
+    def kvtxn_fast(self) -> bool:
+        """Tell whether kvtxn's own kernels are to verify, where it has one."""
+        return self.kvtxn_settings.recurrent == "fast"
+
+    def kvtxn_unknown(self) -> str | None:
+        """Say in a sentence what kvtxn does not know about the layers; None if nothing."""
+        return held_states.launches_differ(self, fast=self.kvtxn_fast)
 
     def get_kv_cache_spec(self) -> dict[str, Foreign]:
         """Ask for one block per request and state, if commits will write the states."""
@@ -62,7 +72,7 @@ class GpuStateRunnerV2(GpuRunnerV2):
         if self.kvtxn_one_state is None:
             facts = self.kvtxn_facts((), runner_facts(self))
             policy, _ = decide(self.kvtxn_config.policy, facts)
-            wrong = None if policy == "off" else held_states.launches_differ(self)
+            wrong = None if policy == "off" else self.kvtxn_unknown()
             if wrong is not None:
                 log.warning("kvtxn.states_unknown", rank=self.kvtxn_rank, why=wrong)
             self.kvtxn_one_state = policy != "off" and wrong is None
@@ -79,7 +89,7 @@ class GpuStateRunnerV2(GpuRunnerV2):
         self.kvtxn_states = None
         super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
         if self.kvtxn_one_state and is_profiling:  # the forward shall be the one to come
-            self.kvtxn_hook_states(lambda _: None, None)
+            self.kvtxn_hook_states(lambda _: None, None).forget_caches()
         elif self.kvtxn_one_state and self.kvtxn is None:
             raise KVTxnError(
                 "initialize_kv_cache",
@@ -95,7 +105,8 @@ class GpuStateRunnerV2(GpuRunnerV2):
 
     def kvtxn_bytes_of_states(self) -> int:
         """Return the bytes of the buffers in which rows wait for the commit of the states."""
-        return held_states.bytes_of_buffers(self) if self.kvtxn_decided() else 0
+        decided = self.kvtxn_decided()
+        return state_sizes.bytes_of_buffers(self, fast=self.kvtxn_fast) if decided else 0
 
     def kvtxn_hold_states(self, manager: TransactionManager) -> dict[str, object]:
         """Let commits write the states; returns fields for the log.
@@ -104,13 +115,14 @@ class GpuStateRunnerV2(GpuRunnerV2):
             KVTxnError: the model's recurrent layers are not those that kvtxn knows.
         """
         if not self.kvtxn_decided():
-            wrong = held_states.launches_differ(self)
+            wrong = self.kvtxn_unknown()
             raise KVTxnError("vllm", f"the model's recurrent layers are unknown: {wrong}")
         make = captures() if uses_graphs(self) else None
         states = self.kvtxn_hook_states(lambda error: manager.note_fallback("states", error), make)
         self.kvtxn_states = states
         return {
             "states": len(states.layers),
+            "recurrent": self.kvtxn_settings.recurrent,
             "state_blocks": 1,
             "state_buffer_bytes": states.nbytes,
             "commit_graphs": 0 if states.graphs is None else states.graphs.count,
@@ -125,7 +137,7 @@ class GpuStateRunnerV2(GpuRunnerV2):
             note: called with an error after which the commit of the states was repeated.
             make: captures the commits of all layers; None commits layer by layer.
         """
-        states = HeldStates(self, note, make)
+        states = HeldStates(self, note, make, fast=self.kvtxn_fast)
         states.warm_up()
         self.kvtxn_undo.callback(states.unhook)
         states.hook()

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ....cuda_graphs import capture
-from .state_tables import StateTables, VerifyStep
-from .verified_rows import VerifiedRows
+from .state_tables import StateCommits, StateTables, VerifyStep
 
 #: Branches of a graph: eight layers at one request fill an H200 about once.
 BRANCHES: Final = 8
@@ -37,7 +36,7 @@ def side_streams(device: torch.device, layers: int) -> list[torch.cuda.Stream]:
 
 
 def write_side_by_side(
-    verified: Sequence[VerifiedRows], step: VerifyStep, streams: Sequence[torch.cuda.Stream]
+    verified: Sequence[StateCommits], step: VerifyStep, streams: Sequence[torch.cuda.Stream]
 ) -> None:
     """Write the states that the tables name, of several layers at once.
 
@@ -76,7 +75,7 @@ class CommitGraphs:
 
     def __init__(
         self,
-        verified: Sequence[VerifiedRows],
+        verified: Sequence[StateCommits],
         tables: StateTables,
         width: int,
         requests: int,

@@ -10,7 +10,7 @@ the number of tokens that were accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import attrs
@@ -20,17 +20,13 @@ from torch import Tensor
 from ....errors import KVTxnError, LayerError
 from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
-from . import Foreign, config
-from .commit_graphs import BRANCHES, Capture, CommitGraphs, uses_graphs
-from .state_layers import StateLayer, kind_of, modules_of, state_layers
-from .state_tables import StateTables, VerifyStep
-from .verified_rows import (
-    LAUNCHES,
-    GatedDeltaRows,
-    Mamba2Rows,
-    VerifiedRows,
-    row_elements,
-)
+from . import Foreign, gated_delta_hooks
+from .commit_graphs import Capture, CommitGraphs
+from .replayed_rows import ReplayedRows
+from .state_layers import StateLayer, modules_of, state_layers
+from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
+from .state_tables import StateCommits, StateTables, VerifyStep
+from .verified_rows import LAUNCHES, GatedDeltaRows, Mamba2Rows
 
 log = get_logger()
 
@@ -52,54 +48,16 @@ _TABLES: Final[Mapping[str, str]] = {
 }
 
 
-def bytes_of_buffers(runner: Any) -> int:
-    """Return the bytes of the buffers and tables of ``HeldStates``, before the caches exist."""
-    kinds = list(found_kinds(modules_of(runner)).values())
-    sizes = _most_rows(runner), _most_requests(runner), _width(runner)
-    found = bytes_by_formula(kinds, *sizes, int(runner.dtype.itemsize))
-    return found + (bytes_of_graphs(runner, kinds) if uses_graphs(runner) else 0)
+#: Most columns of a table that vLLM's fused kernel of gated delta nets takes. For more rows than
+#: that per request vLLM takes the other kernel.
+_FUSED_COLUMNS: Final = 8
 
 
-def bytes_of_graphs(runner: Any, kinds: Sequence[tuple[Any, str]]) -> int:
-    """Return the bytes of outputs that captured commits write and nobody reads.
-
-    vLLM's Triton kernel of gated delta nets makes them anew for each layer; those of the layers in
-    one branch of a graph take each other's place.
-    """
-    sizes = [module.value_dim // module.tp_size for module, kind in kinds if kind == GATED_DELTA]
-    most = sum(sizes[:BRANCHES])
-    return _most_rows(runner) * int(most) * int(runner.dtype.itemsize)
-
-
-def bytes_by_formula(
-    kinds: Sequence[tuple[Any, str]], rows: int, requests: int, width: int, size: int
-) -> int:
-    """Return the bytes of buffers and tables; of the tables at most so many.
-
-    Args:
-        kinds: vLLM's layers that have a state, each with its kind.
-        rows: most rows of a step.
-        requests: most requests of a step.
-        width: most rows of a request.
-        size: bytes of a number of the model's dtype.
-    """
-    elements = sum(row_elements(module, kind) for module, kind in kinds)
-    shared = max((_scratch_elements(module, kind) for module, kind in kinds), default=0)
-    tables = 12 * len(kinds) * requests * (width + 3)
-    return rows * (elements + shared) * size + tables
-
-
-def found_kinds(modules: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Return the layers that have states, beside the past of a convolution, with their kinds."""
-    found = {name: (module, kind_of(module) or "") for name, module in modules.items()}
-    return {name: (module, kind) for name, (module, kind) in found.items() if kind in LAUNCHES}
-
-
-def launches_differ(runner: Any) -> str | None:
+def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     """Say in a sentence what kvtxn does not know about a model's recurrent layers; None if nothing.
 
     What vLLM's own kernels do with a table that names no block, they do on a GPU with Triton's
-    backend of Mamba-2 alone.
+    backend of Mamba-2 alone. With ``fast`` kvtxn's own kernels verify gated delta nets.
     """
     from ..attach import check_methods
 
@@ -111,51 +69,22 @@ def launches_differ(runner: Any) -> str | None:
     if foreign:
         return f"layer {foreign[0]} is not the target's"
     for module, kind in found_kinds(modules).values():
-        wrong = check_methods(type(module), LAUNCHES[kind])
+        replayed = fast and kind == GATED_DELTA
+        fused = getattr(module, "enable_fused_gdn_spec_decode", False)
+        norm = gated_delta_hooks.NORM if replayed and fused else {}
+        wrong = check_methods(type(module), {**LAUNCHES[kind], **norm})
         if wrong is not None:
             return wrong
         if kind == MAMBA2 and runner.vllm_config.mamba_config.backend.value != "triton":
             return "vLLM's backend of Mamba-2 layers is not Triton"
         if getattr(module, "use_replayssm", False):
             return "vLLM's own replay of Mamba-2 layers is on"
-        fused = getattr(module, "enable_fused_gdn_spec_decode", False)
-        if fused and _width(runner) == _FUSED_COLUMNS:
+        if fused and not replayed and width(runner) == _FUSED_COLUMNS:
             return (
                 f"with {_FUSED_COLUMNS - 1} drafts vLLM's fused kernel of gated delta nets has no "
                 "column left to read from; take fewer drafts, or VLLM_GDN_DECODE_KERNEL=triton"
             )
     return check_methods(type(runner.model_state), METHODS)
-
-
-#: Most columns of a table that vLLM's fused kernel of gated delta nets takes. For more rows than
-#: that per request vLLM takes the other kernel.
-_FUSED_COLUMNS: Final = 8
-
-
-def _width(runner: Any) -> int:
-    """Return the most rows of a request: the last sampled token, and the drafts."""
-    return int(runner.vllm_config.num_speculative_tokens) + 1
-
-
-def _most_rows(runner: Any) -> int:
-    """Return the most rows that requests with drafts can have in one step."""
-    return config.most_window_rows(runner.vllm_config)
-
-
-def _most_requests(runner: Any) -> int:
-    """Return the most requests in one table of vLLM's, padding included.
-
-    It is a multiple of 64, so that the table of each group is as well aligned as an own tensor.
-    """
-    captured = runner.compilation_config.max_cudagraph_capture_size or 0
-    return -(-max(int(runner.max_num_reqs), int(captured)) // 64) * 64
-
-
-def _scratch_elements(module: Any, kind: str) -> int:
-    """Return how many numbers per row the commits write that nobody reads."""
-    if kind == GATED_DELTA:
-        return 2 * int(module.value_dim // module.tp_size)
-    return int(module.num_heads // module.tp_size * module.head_dim)
 
 
 class HeldStates:
@@ -165,6 +94,7 @@ class HeldStates:
         runner: a V2 runner whose KV cache exists.
         note: called with an error after which the commit of the states was repeated.
         make: captures the commits of all layers; None commits layer by layer.
+        fast: kvtxn's own kernels verify and commit gated delta nets.
 
     Attributes:
         layers: the recurrent layers, without their caches.
@@ -173,31 +103,47 @@ class HeldStates:
     """
 
     def __init__(
-        self, runner: Any, note: Callable[[Exception], None], make: Capture | None = None
+        self,
+        runner: Any,
+        note: Callable[[Exception], None],
+        make: Capture | None = None,
+        *,
+        fast: bool = False,
     ) -> None:
         self.layers = state_layers(runner)
-        self._note, self._width = note, _width(runner)
+        self._note, self._width = note, width(runner)
         self._groups = list(dict.fromkeys(layer.group for layer in self.layers))
-        requests, rows, device = _most_requests(runner), _most_rows(runner), runner.device
+        own = [each for each in self.layers if fast and each.kind == GATED_DELTA]
+        others = [each for each in self.layers if each not in own]
+        requests, rows, device = most_requests(runner), most_rows(runner), runner.device
         with torch.inference_mode(False):  # its tensors outlive the mode they are made in
-            self.tables = StateTables.build(len(self._groups), requests, self._width, device)
-            self._verified = self._make_rows(rows, runner.dtype, device)
+            replay = all(each.kind not in LAUNCHES for each in others)
+            sizes = len(self._groups), requests, self._width, device
+            self.tables = StateTables.build(*sizes, replay=replay)
+            self._replayed: ReplayedRows | None = None
+            if own:
+                groups = [self._groups.index(each.group) for each in own]
+                self._replayed = ReplayedRows(own, self.tables, groups, rows, self._width)
+            made = [] if self._replayed is None else [self._replayed]
+            self._verified = [*made, *self._make_rows(others, rows, runner.dtype, device)]
             self.graphs: CommitGraphs | None = None
             if make is not None and self._verified:
-                sizes = self._width, int(runner.max_num_reqs)
-                self.graphs = CommitGraphs(self._verified, self.tables, *sizes, make)
+                most = int(runner.max_num_reqs)
+                self.graphs = CommitGraphs(self._verified, self.tables, self._width, most, make)
         self._step: VerifyStep | None = None
         self._done = 0
-        self.nbytes = bytes_of_buffers(runner)
+        self.nbytes = bytes_of_buffers(runner, fast=fast)
         # vLLM's profiling gives the memory of its caches back, so nothing here may hold them.
         nothing = torch.empty(0)
         self.layers = [attrs.evolve(each, past=nothing, state=None) for each in self.layers]
 
-    def _make_rows(self, rows: int, dtype: torch.dtype, device: torch.device) -> list[VerifiedRows]:
-        """Make the buffers of each layer that has a state."""
-        made: list[VerifiedRows] = []
+    def _make_rows(
+        self, layers: list[StateLayer], rows: int, dtype: torch.dtype, device: torch.device
+    ) -> list[StateCommits]:
+        """Make the buffers of each layer that has a state, and whose kernels are vLLM's."""
+        made: list[StateCommits] = []
         shared: Any = None
-        for layer in self.layers:
+        for layer in layers:
             module: Any = layer.module
             group = self._groups.index(layer.group)
             if layer.kind == GATED_DELTA:
@@ -222,6 +168,11 @@ class HeldStates:
         """Give the layers their own methods back."""
         for rows in self._verified:
             rows.unhook()
+
+    def forget_caches(self) -> None:
+        """Hold no cache, so that vLLM can give its memory back."""
+        if self._replayed is not None:
+            self._replayed.forget_caches()
 
     def warm_up(self) -> None:
         """Compile the kernels of a commit: launch each over rows whose requests have no block.

@@ -17,6 +17,7 @@ from . import (
     batches,
     connectors,
     gated_delta,
+    gated_delta_hooks,
     held_states,
     layers,
     mixers,
@@ -188,7 +189,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "states on gpu": (
         *_of(
             f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention",
-            verified_rows.LAUNCHES[GATED_DELTA],
+            (*verified_rows.LAUNCHES[GATED_DELTA], *gated_delta_hooks.NORM),
         ),
         "vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating"
         ".fused_sigmoid_gating_delta_rule_update",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -25,23 +25,31 @@ class StateTables:
             kept row is written.
         kept: int32 ``[2 * num_requests + 1]``, where the rows of each line of ``commits`` begin.
         whole: int32 ``[2 * num_requests]``: what makes the kernels read from the last column.
+        counts: int32 ``[num_requests]``, the rows that each request keeps.
     """
 
     sources: Tensor
     commits: Tensor
     kept: Tensor
     whole: Tensor
+    counts: Tensor
 
     @classmethod
-    def build(cls, groups: int, requests: int, rows: int, device: torch.device) -> StateTables:
-        """Make tables for so many requests, with at most ``rows`` rows each."""
+    def build(
+        cls, groups: int, requests: int, rows: int, device: torch.device, *, replay: bool = False
+    ) -> StateTables:
+        """Make tables for so many requests, with at most ``rows`` rows each.
+
+        With ``replay`` there is no table of commits: nothing but ``counts`` is read there.
+        """
         sources, commits = (
             torch.zeros(groups, lines, rows + 1, dtype=torch.int32, device=device)
-            for lines in (requests, 2 * requests)
+            for lines in (requests, 0 if replay else 2 * requests)
         )
         kept = torch.zeros(2 * requests + 1, dtype=torch.int32, device=device)
         whole = torch.full((2 * requests,), rows + 1, dtype=torch.int32, device=device)
-        return cls(sources, commits, kept, whole)
+        counts = torch.ones(requests, dtype=torch.int32, device=device)
+        return cls(sources, commits, kept, whole, counts)
 
     @property
     def most_requests(self) -> int:
@@ -53,7 +61,7 @@ class StateTables:
         self.sources[group, : table.shape[0], -1].copy_(table[:, 0])
 
     def name_commits(self, sampled: Tensor, starts: Tensor) -> None:
-        """Let the kernels write, for each request, the state after its last kept row.
+        """Say how many rows each request keeps: the state after the last of them is written.
 
         Args:
             sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
@@ -61,8 +69,10 @@ class StateTables:
             starts: int32, the first row of each request, and the end; more of them are not read.
         """
         count, most = sampled.shape[0], self.commits.shape[2] - 1
+        rows = torch.clamp(sampled.to(torch.int32), 1, most, out=self.counts[:count])
+        if not self.commits.shape[1]:
+            return
         commits, blocks = self.commits[:, : 2 * count], self.sources[:, :count, -1:]
-        rows = sampled.clamp(1, most)
         commits.zero_()
         whose = commits[:, ::2]
         whose[:, :, -1:].copy_(blocks)
@@ -91,3 +101,31 @@ class VerifyStep:
     starts: Tensor
     places: Tensor | None
     metadata: Any
+
+
+class StateCommits(Protocol):
+    """What verifies the rows of one layer, or of several, and commits their states.
+
+    Attributes:
+        may_fuse: vLLM's fused kernel may verify, in steps in which no request prefills.
+    """
+
+    may_fuse: bool
+
+    def was_fused(self, step: VerifyStep) -> bool:
+        """Tell which kernel verified, by vLLM's own conditions: a graph does not say it."""
+
+    def metadata(self, requests: int, rows: int, starts: Tensor) -> tuple[str, Any] | None:
+        """Make metadata of a step that the fused kernel verifies, and the layer's name.
+
+        None where there is no such kernel.
+        """
+
+    def hook(self) -> None:
+        """Let the layers verify without writing a state, and keep their rows."""
+
+    def unhook(self) -> None:
+        """Give the layers their own methods back."""
+
+    def commit(self, step: VerifyStep) -> None:
+        """Write the states after the rows that ``StateTables.name_commits`` was told."""

@@ -12,28 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2
+from . import gated_delta_hooks
+from .gated_delta_hooks import FUSED, with_globals
 from .state_layers import StateLayer
-from .state_tables import StateTables, VerifyStep
+from .state_tables import StateCommits, StateTables, VerifyStep
 
 #: vLLM's methods that contain a kernel's launch, by kind of layer, with their parameters.
 LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    GATED_DELTA: {
-        "_forward_core": ("mixed_qkv", "b", "a", "core_attn_out"),
-        "_forward_core_decode_spec_post_conv_fused_norm": (
-            *("mixed_qkv", "b", "a", "output_gate", "core_attn_out", "attn_metadata"),
-        ),
-        "_can_use_fused_gdn_mtp_decode": ("attn_metadata",),
-    },
+    GATED_DELTA: gated_delta_hooks.METHODS,
     MAMBA2: {"conv_ssm_forward": ("projected_states", "output")},
 }
-_FUSED: Final = "_forward_core_decode_spec_post_conv_fused_norm"
 
 #: Most programs along the third axis of a grid, where vLLM's Triton kernel has requests and heads.
 _MOST_PROGRAMS: Final = 65535
@@ -42,44 +37,11 @@ _MOST_PROGRAMS: Final = 65535
 _FUSED_PARTS: Final = 3
 
 
-class VerifiedRows(Protocol):
-    """The rows of one layer in the present step, and the layer's kernels.
-
-    Attributes:
-        may_fuse: vLLM's fused kernel may verify, in steps in which no request prefills.
-    """
-
-    may_fuse: bool
-
-    def was_fused(self, step: VerifyStep) -> bool:
-        """Tell which kernel verified, by vLLM's own conditions: a graph does not say it."""
-
-    def metadata(self, requests: int, rows: int, starts: Tensor) -> tuple[str, Any] | None:
-        """Make metadata of a step that the fused kernel verifies, and the layer's name.
-
-        None where there is no such kernel.
-        """
+class VerifiedRows(StateCommits, Protocol):
+    """The rows of one layer in the present step, and the layer's own kernels."""
 
     def keep(self, parts: Sequence[Tensor]) -> None:
         """Keep the rows of a verify step for its commit; see the layer's class for ``parts``."""
-
-    def hook(self) -> None:
-        """Let the layer verify without writing a state, and keep its rows."""
-
-    def unhook(self) -> None:
-        """Give the layer its own methods back."""
-
-    def commit(self, step: VerifyStep) -> None:
-        """Write the states that ``StateTables.commits`` names."""
-
-
-def with_globals(function: Any, **own: object) -> Any:
-    """Copy a function; in the copy some global names stand for other objects."""
-    names = {**function.__globals__, **own}
-    parts = function.__name__, function.__defaults__, function.__closure__
-    made = FunctionType(function.__code__, names, *parts)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
 
 
 def row_elements(module: Any, kind: str) -> int:
@@ -165,22 +127,12 @@ class GatedDeltaRows:
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
-        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
-
-        module = self._module
-        kernel = own.fused_sigmoid_gating_delta_rule_update
-        forward = with_globals(
-            type(module)._forward_core,
-            fused_sigmoid_gating_delta_rule_update=partial(self._verify, kernel),
-        )
-        module._forward_core = MethodType(forward, module)
-        if self.may_fuse:
-            setattr(module, _FUSED, self._verify_fused)
+        fused = self._verify_fused if self.may_fuse else None
+        gated_delta_hooks.hook_kernels(self._module, self._verify, fused)
 
     def unhook(self) -> None:
         """Give the layer its own methods back."""
-        for name in ("_forward_core", _FUSED):
-            vars(self._module).pop(name, None)
+        gated_delta_hooks.unhook_kernels(self._module)
 
     def _verify(self, kernel: Callable[..., Any], **given: Any) -> Any:
         """Launch vLLM's Triton kernel; in a verify step without a block to write to."""
@@ -225,7 +177,7 @@ class GatedDeltaRows:
             num_accepted_tokens=self._tables.whole,
             **other,
         )
-        getattr(type(self._module), _FUSED)(
+        getattr(type(self._module), FUSED)(
             self._module,
             mixed_qkv=mixed_qkv,
             b=b,

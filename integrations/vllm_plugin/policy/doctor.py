@@ -18,6 +18,7 @@ from .engine import EngineFacts
 from .matrix import matrix
 from .moved import compare, is_checked
 from .rules import check_states, decide
+from .state_rules import PROMISES, without_fast_form
 
 #: Printed with every decision about an engine that does not run yet.
 ASSUMED: Final = (
@@ -137,6 +138,16 @@ class _Outcome:
         return f"{self.setting} {self.asked} -> {self.found}{why}"
 
 
+def _states(asked: str, facts: EngineFacts) -> _Outcome:
+    """Say how recurrent states are held, and what the other setting would bring."""
+    if facts.device != "cuda":
+        return _Outcome("recurrent", asked, asked)
+    says = PROMISES[asked]
+    if asked == "exact" and not without_fast_form(facts):
+        says += f'; with "fast" {PROMISES["fast"]}'
+    return _Outcome("recurrent", asked, asked, says)
+
+
 def _outcomes(wanted: PluginSettings, facts: EngineFacts, config: Foreign) -> Iterator[_Outcome]:
     """Decide about each setting as ``plugin`` does when the engine starts."""
     if wanted.windows:
@@ -144,6 +155,8 @@ def _outcomes(wanted: PluginSettings, facts: EngineFacts, config: Foreign) -> It
         gone = unchecked.hook_gone(facts) if policy != "off" else None
         policy, why = (policy, why) if gone is None else ("off", gone)
         yield _Outcome("policy", wanted.txn.policy, policy, why)
+        if wanted.recurrent != "off" and policy != "off":
+            yield _states(wanted.recurrent, facts)
     if wanted.audit == "off":
         return
     unwatched = audited.unwatched(config)

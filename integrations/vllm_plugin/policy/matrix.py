@@ -22,6 +22,7 @@ LATENT: Final = "DeepSeek-V2, -V3 (latent)"
 ALIBI: Final = "Bloom, MPT (ALiBi)"
 SINKS: Final = "gpt-oss (sinks)"
 STATES: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "exact"'
+FAST: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "fast"'
 MIXED: Final = 'Nemotron-H, Granite 4, Falcon-H1, Mamba-2 with "recurrent": "exact"'
 CONVOLVED: Final = 'LFM2 with "recurrent": "exact"'
 SHARED: Final = "Gemma3n (layers share rows)"
@@ -34,6 +35,7 @@ FAMILIES: Final[Mapping[str, Changes]] = {
     SINKS: {"sinks": True},
     SHARED: {"kv_sharing": True},
     STATES: {"recurrent": GATED_DELTA, "states": "exact", "dtype": "bfloat16"},  # over fp8, too
+    FAST: {"recurrent": GATED_DELTA, "states": "fast", "dtype": "bfloat16"},
     MIXED: {"recurrent": MAMBA2, "states": "exact"},
     CONVOLVED: {"recurrent": SHORT_CONV, "states": "exact"},
     "Jamba, OLMo hybrid (recurrent)": {"recurrent": OTHER_STATES},

@@ -14,7 +14,7 @@ from ..settings import PluginSettings
 from . import supported
 from .engine import EngineFacts
 from .rule_type import Decision, Rule, connector, lacking
-from .state_rules import STATE_RULES
+from .state_rules import NO_FAST_FORM, STATE_RULES, without_fast_form
 
 
 def _attends(facts: EngineFacts) -> bool:
@@ -326,14 +326,14 @@ def decide(asked: str, facts: EngineFacts) -> Decision:
 
 
 def check_states(wanted: PluginSettings | None, facts: EngineFacts) -> None:
-    """Refuse the setting ``recurrent`` for a model without recurrent layers.
+    """Refuse the setting ``recurrent`` for a model whose layers it does not concern.
 
     Args:
         wanted: the user's settings; None without any.
         facts: the facts of the engine.
 
     Raises:
-        ConfigError: this is such a model.
+        ConfigError: the model has no recurrent layers, or none with a fast form.
     """
     known = supported.is_listed(facts.version) or facts.unchecked
     if wanted is not None and wanted.recurrent != "off" and known and facts.recurrent is None:
@@ -342,4 +342,11 @@ def check_states(wanted: PluginSettings | None, facts: EngineFacts) -> None:
             "recurrent has no effect: the model has no recurrent layers",
             got=repr(wanted.recurrent),
             hint="leave recurrent out",
+        )
+    if wanted is not None and wanted.recurrent == "fast" and without_fast_form(facts):
+        raise ConfigError(
+            "additional_config['kvtxn']",
+            f"recurrent has no effect: {NO_FAST_FORM.format(recurrent=facts.recurrent)}",
+            got=repr(wanted.recurrent),
+            hint='use "exact"',
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from . import supported
@@ -49,12 +50,29 @@ def _unchecked(facts: EngineFacts) -> bool:
 
 def _held(facts: EngineFacts) -> bool:
     """Tell whether nothing speaks against states in the windows of an engine on a CPU."""
-    if facts.device == "cuda":
+    if facts.device == "cuda" or facts.states == "fast":
         return False
     known = facts.version in supported.STATE_RELEASES and not facts.cached_states
     ranks = facts.tensor_parallel == 1 or facts.recurrent == GATED_DELTA
     right = not _foreign_dtype(facts) and not _unchecked(facts) and not facts.connectors
     return _asked(facts) and known and ranks and right
+
+
+#: Says why an engine with other recurrent layers cannot have "fast".
+NO_FAST_FORM: Final = "kvtxn has fast kernels for gated delta nets, and none for {recurrent}"
+
+#: By value of ``recurrent``, what it does on a GPU; the doctor and the documents say it.
+PROMISES: Final[Mapping[str, str]] = {
+    "exact": "vLLM's own kernels verify and commit: states and tokens are stock's to the bit",
+    "fast": "kvtxn's kernels verify and commit gated delta nets, each state is read once per "
+    "verify and written once per commit, all layers in one launch: tokens part from stock's at "
+    "near-ties alone",
+}
+
+
+def without_fast_form(facts: EngineFacts) -> bool:
+    """Tell whether kvtxn knows a model's recurrent layers, and has no fast kernels for them."""
+    return facts.recurrent in (MAMBA2, SHORT_CONV)
 
 
 #: An engine whose states are in the windows.
@@ -79,6 +97,21 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         lambda f: f.device in _DEVICES and f.recurrent in KNOWN_STATES and f.states == "off",
         'the model has recurrent states, and the settings lack "recurrent": "exact"',
         {"recurrent": GATED_DELTA, "dtype": "bfloat16"},
+    ),
+    Rule(
+        "fast states on CPUs",
+        "windows",
+        lambda f: _asked(f) and f.device == "cpu" and f.states == "fast",
+        "vLLM's own operators are exact on a CPU, and kvtxn has no faster ones: set "
+        '"recurrent" to "exact"',
+        {**_WITH_STATES, "states": "fast"},
+    ),
+    Rule(
+        "states without fast kernels",
+        "windows",
+        lambda f: _on_gpu(f) and f.states == "fast" and without_fast_form(f),
+        f'{NO_FAST_FORM}: set "recurrent" to "exact"',
+        {**_WITH_STATES_ON_GPU, "states": "fast", "recurrent": MAMBA2},
     ),
     Rule(
         "release for states",

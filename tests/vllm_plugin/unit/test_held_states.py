@@ -16,8 +16,8 @@ from engine_jobs import missing
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.internals import held_states, verified_rows
 from kvtxn.integrations.vllm_plugin.internals.commit_graphs import Capture
+from kvtxn.integrations.vllm_plugin.internals.gated_delta_hooks import with_globals
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
-from kvtxn.integrations.vllm_plugin.internals.verified_rows import with_globals
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
 from torch import Tensor
 
@@ -195,6 +195,8 @@ def metadata(kind: str, table: Tensor, lengths: list[int], accepted: Tensor) -> 
 class Rig:
     """Stock with a state per row beside one state per request, over the same rows."""
 
+    fast = False
+
     def __init__(
         self,
         kind: str,
@@ -262,7 +264,7 @@ class Rig:
             dtype=self.dtype,
         )
         self.errors: list[Exception] = []
-        return HeldStates(self.runner, self.errors.append, self.make)
+        return HeldStates(self.runner, self.errors.append, self.make, fast=self.fast)
 
     def forward(self, side: Side, lengths: list[int], rows: Tensor, more: Tensor) -> Tensor:
         """Run vLLM's method of the layer over some rows; returns its outputs."""

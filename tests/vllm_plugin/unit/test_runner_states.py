@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from engine_jobs import missing
@@ -17,7 +18,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin import runner as runner_module
     from kvtxn.integrations.vllm_plugin.gpu import runner as gpu_runner
     from kvtxn.integrations.vllm_plugin.gpu import runner_states
-    from kvtxn.integrations.vllm_plugin.internals import held_states
+    from kvtxn.integrations.vllm_plugin.internals import held_states, state_sizes
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
     from kvtxn.integrations.vllm_plugin.settings import PluginSettings
 
@@ -99,7 +100,8 @@ def runner(monkeypatch):
         monkeypatch.setattr(module, "runner_facts", lambda _: FACTS)
     monkeypatch.setattr(gpu_runner, "add_spare_blocks", lambda _, config: config)
     own = Own(rig)
-    runner_states.attach(own, PluginSettings(TxnConfig(policy="undo", max_rows=8)), 0)
+    wanted = PluginSettings(TxnConfig(policy="undo", max_rows=8), recurrent="exact")
+    runner_states.attach(own, wanted, 0)
     assert attaching.is_hooked(own)
     manager = SimpleNamespace(note_fallback=lambda *_: None)
     own.opened = []
@@ -126,30 +128,30 @@ class Steps:
 def test_one_block_for_each_state(runner):
     specs = runner.get_kv_cache_spec()
     assert specs["it"].num_speculative_blocks == 0
-    assert runner.kvtxn_bytes_of_states() == held_states.bytes_of_buffers(runner) > 0
+    assert runner.kvtxn_bytes_of_states() == state_sizes.bytes_of_buffers(runner) > 0
 
 
 def test_the_memory_is_reserved(runner):
     """That of the buffers, beside the rows of attention."""
     runner.profile_run()
     row = 2 * 8 * 2
-    assert runner.kvtxn_room.nbytes >= held_states.bytes_of_buffers(runner) + 8 * row
+    assert runner.kvtxn_room.nbytes >= state_sizes.bytes_of_buffers(runner) + 8 * row
     assert runner.calls == ["profile"]
 
 
 def test_memory_of_captured_commits_is_reserved(runner):
     """That of the outputs which nobody reads: one for each branch, at most one for each layer."""
-    without = held_states.bytes_of_buffers(runner)
+    without = state_sizes.bytes_of_buffers(runner)
     runner.compilation_config.cudagraph_mode.name = "FULL"
     rows, values = held.REQUESTS * (held.DRAFTS + 1), held.HEADS * held.SIZE
-    assert held_states.bytes_of_buffers(runner) == without + 2 * rows * values
+    assert state_sizes.bytes_of_buffers(runner) == without + 2 * rows * values
     [layer] = runner.compilation_config.static_forward_context.values()
     many = [(layer, GATED_DELTA)] * 20
-    assert held_states.bytes_of_graphs(runner, many) == 8 * 2 * rows * values
+    assert state_sizes.bytes_of_graphs(runner, many) == 8 * 2 * rows * values
 
 
 def test_a_model_that_is_not_known_runs_stock(runner, monkeypatch):
-    monkeypatch.setattr(held_states, "launches_differ", lambda _: "layer it is another")
+    monkeypatch.setattr(held_states, "launches_differ", lambda _, fast: "layer it is another")
     assert runner.get_kv_cache_spec()["it"].num_speculative_blocks == 3
     assert runner.kvtxn_bytes_of_states() == 0
     with pytest.raises(KVTxnError, match="layer it is another"):
@@ -197,6 +199,24 @@ def test_a_step_is_noted_and_committed(runner):
     runner.kvtxn_undo.close()
     assert "_forward_core" not in vars(layer)
     assert type(runner.model_state) is ModelState
+
+
+def test_the_setting_chooses_the_kernels(runner):
+    """And the memory that is reserved; the log says which."""
+    exact = runner.kvtxn_bytes_of_states()
+    runner.get_kv_cache_spec()
+    runner.initialize_kv_cache(None)
+    runner.kvtxn_settings = attrs.evolve(runner.kvtxn_settings, recurrent="fast")
+    fast = runner.kvtxn_bytes_of_states()
+    runner.initialize_kv_cache(None)
+    assert [each["recurrent"] for each in runner.opened] == ["exact", "fast"]
+    assert [each["state_buffer_bytes"] for each in runner.opened] == [exact, fast]
+    assert exact != fast
+    assert runner.kvtxn_states._replayed is not None
+    layer = runner.rig.sides[1].layer
+    runner.initialize_kv_cache(None, is_profiling=True)
+    assert "_forward_core" in vars(layer)
+    runner.kvtxn_undo.close()
 
 
 def test_an_engine_without_steps_does_not_start(runner, monkeypatch):

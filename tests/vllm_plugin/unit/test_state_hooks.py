@@ -18,9 +18,15 @@ from kvtxn.integrations.vllm_plugin.attach import swap_class
 from kvtxn.integrations.vllm_plugin.cpu import lent_rows, runner_states
 from kvtxn.integrations.vllm_plugin.internals import gated_delta, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
-from kvtxn.integrations.vllm_plugin.policy import supported
+from kvtxn.integrations.vllm_plugin.policy import doctor, supported
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, OTHER_STATES, EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine import (
+    GATED_DELTA,
+    MAMBA2,
+    OTHER_STATES,
+    SHORT_CONV,
+    EngineFacts,
+)
 from kvtxn.integrations.vllm_plugin.policy.matrix import matrix
 from kvtxn.integrations.vllm_plugin.policy.rules import check_states, decide
 from kvtxn.integrations.vllm_plugin.settings import asked_states, settings
@@ -29,6 +35,7 @@ from kvtxn import ConfigError, KVTxnError, LayerError, LayerRef, TransactionMana
 from kvtxn.states import WindowState
 
 EXACT = {"kvtxn": {"policy": "auto", "recurrent": "exact"}}
+FAST = {"kvtxn": {"policy": "auto", "recurrent": "fast"}}
 ON_GPU = {"device": "cuda", "runner": "v2"}
 ENGINE = EngineFacts(recurrent=GATED_DELTA, states="exact", dtype="bfloat16")
 
@@ -52,7 +59,8 @@ def test_the_setting_is_off_unless_it_is_given():
         ({"policy": "auto", "recurrent": "bits"}, "cpu", "one of 'off', 'exact', 'fast'"),
         ({"policy": "auto", "recurrent": "fast"}, "cpu", "vLLM's own operator is exact there"),
         ({"policy": "auto", "recurrent": "exact"}, "xpu", "on CPUs and GPUs only"),
-        ({"policy": "auto", "recurrent": "fast"}, "cuda", 'has no faster one.*; use "exact"'),
+        ({"policy": "auto", "recurrent": "fast"}, "cpu", 'has no faster one.*; use "exact"'),
+        ({"policy": "auto", "recurrent": "fast"}, "xpu", "on CPUs and GPUs only"),
         ({"audit": "ledger", "recurrent": "exact"}, "cpu", "without a policy: no window"),
     ],
 )
@@ -68,6 +76,19 @@ def test_a_model_without_states_refuses_the_setting():
     check_states(wanted, ENGINE)
     check_states(None, EngineFacts())
     check_states(wanted, EngineFacts(version="0.1.0"))  # nothing is known of its models
+
+
+@pytest.mark.parametrize("kind", [MAMBA2, SHORT_CONV])
+def test_layers_without_fast_kernels_refuse_fast(kind):
+    """In a sentence that names them; gated delta nets take it."""
+    wanted = settings(FAST, 8, "cuda")
+    engine = attrs.evolve(ENGINE, **ON_GPU, states="fast")
+    check_states(wanted, engine)
+    with pytest.raises(ConfigError, match=f"none for {kind}; got 'fast'; use \"exact\""):
+        check_states(wanted, attrs.evolve(engine, recurrent=kind))
+    off = decide("auto", attrs.evolve(engine, recurrent=kind))
+    assert off.policy == "off"
+    assert f"none for {kind}" in off.reason
 
 
 def test_states_are_held_under_deferred_alone():
@@ -94,6 +115,7 @@ def test_what_rules_deferred_out_leaves_nothing_else():
         ({"states": "off"}, 'the settings lack "recurrent": "exact"'),
         ({"recurrent": OTHER_STATES}, "of no other recurrent layers"),
         ({**ON_GPU, "states": "off"}, 'the settings lack "recurrent": "exact"'),
+        ({"states": "fast"}, 'set "recurrent" to "exact"'),
         ({**ON_GPU, "runner": "v1"}, "V2 model runner alone"),
         ({**ON_GPU, "cached_states": True}, "set enable_prefix_caching to False"),
         ({**ON_GPU, "tensor_parallel": 2}, "under tensor parallelism"),
@@ -151,11 +173,32 @@ def test_the_doctor_judges_a_model_with_states(tmp_path, kvtxn, says):
     assert found["asked"][0].startswith(f"policy {says}")
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind", "says"),
+    [
+        ("exact", GATED_DELTA, 'to the bit; with "fast" kvtxn\'s kernels verify and commit'),
+        ("fast", GATED_DELTA, "kvtxn's kernels verify and commit gated delta nets"),
+        ("exact", MAMBA2, "states and tokens are stock's to the bit"),
+    ],
+)
+def test_the_doctor_says_what_the_setting_does(asked, kind, says):
+    """And what the other one would bring, where there is one."""
+    facts = attrs.evolve(ENGINE, **ON_GPU, flash=3, states=asked, recurrent=kind)
+    wanted = settings({"kvtxn": {"policy": "auto", "recurrent": asked}}, 8, "cuda")
+    policy, recurrent = doctor._outcomes(wanted, facts, None)
+    assert policy.found == "deferred"
+    assert str(recurrent).startswith(f"recurrent {asked} -> {asked} (")
+    assert says in str(recurrent)
+    assert ('with "fast"' in str(recurrent)) == ((asked, kind) == ("exact", GATED_DELTA))
+    assert not recurrent.lacks
+
+
 def test_on_a_gpu_states_go_with_every_policy():
     """The states are read alone until the commit, so the rows of attention may be undone."""
     engine = attrs.evolve(ENGINE, **ON_GPU, flash=3)
     for asked, policy in (("auto", "deferred"), ("undo", "undo"), ("deferred", "deferred")):
         assert decide(asked, engine).policy == policy
+        assert decide(asked, attrs.evolve(engine, states="fast")).policy == policy
     other = attrs.evolve(engine, attention="TRITON_ATTN", flash=None)
     assert decide("auto", other).policy == "undo"
 

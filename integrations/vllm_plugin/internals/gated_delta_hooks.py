@@ -1,0 +1,63 @@
+"""Hooks into vLLM's gated delta nets on a GPU: their kernels of a verify step are replaced.
+
+vLLM has two kernels for such a step. Where no request prefills, and the layer's sizes allow it, a
+fused one also applies the layer's gated norm; elsewhere a Triton kernel leaves that to the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final
+
+#: The method that launches the fused kernel.
+FUSED: Final = "_forward_core_decode_spec_post_conv_fused_norm"
+
+#: The methods that contain the launches, with their parameters.
+METHODS: Final = {
+    "_forward_core": ("mixed_qkv", "b", "a", "core_attn_out"),
+    FUSED: ("mixed_qkv", "b", "a", "output_gate", "core_attn_out", "attn_metadata"),
+    "_can_use_fused_gdn_mtp_decode": ("attn_metadata",),
+}
+
+#: The method that applies the gated norm where the Triton kernel ran, with its parameters.
+NORM: Final = {"_rms_norm_gated_cuda": ("x", "output_gate", "out")}
+
+
+def with_globals(function: Any, **own: object) -> Any:
+    """Copy a function; in the copy some global names stand for other objects."""
+    names = {**function.__globals__, **own}
+    parts = function.__name__, function.__defaults__, function.__closure__
+    made = FunctionType(function.__code__, names, *parts)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def hook_kernels(
+    module: Any, triton: Callable[..., Any], fused: Callable[..., None] | None
+) -> None:
+    """Let other functions run in place of a layer's kernels.
+
+    Args:
+        module: the layer.
+        triton: called with vLLM's Triton kernel, and with all that this kernel is given; in steps
+            that verify no drafts, too.
+        fused: called with the arguments of the method ``FUSED``; None leaves that method alone.
+    """
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
+
+    kernel = own.fused_sigmoid_gating_delta_rule_update
+    forward = with_globals(
+        type(module)._forward_core,
+        fused_sigmoid_gating_delta_rule_update=partial(triton, kernel),
+    )
+    module._forward_core = MethodType(forward, module)
+    if fused is not None:
+        setattr(module, FUSED, fused)
+
+
+def unhook_kernels(module: Any) -> None:
+    """Give a layer its own methods back."""
+    for name in ("_forward_core", FUSED):
+        vars(module).pop(name, None)

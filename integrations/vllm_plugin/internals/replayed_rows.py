@@ -1,0 +1,179 @@
+"""Gated delta nets of vLLM on a GPU, by kvtxn's own kernels: verify stages rows, a commit replays.
+
+In a verify step one kernel takes the place of vLLM's two: it reads each request's state, writes
+none, and keeps per row what the state needs in order to take it in. The commit is one launch for
+all layers, which reads and writes each state once. Sums are in float32, as vLLM's are, but in
+another order; so outputs differ from those of vLLM's kernels as these differ from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from ....backends.gated_delta import (
+    DeltaLayers,
+    DeltaRows,
+    advance_gated_delta,
+    verify_gated_delta,
+)
+from . import gated_delta_hooks
+from .state_layers import StateLayer
+from .state_tables import StateTables, VerifyStep
+
+
+def sizes_of(module: Any) -> tuple[int, int, int, int]:
+    """Return a layer's heads of keys, its heads, and the sizes of a key and of a value."""
+    ranks = module.tp_size
+    heads = module.num_k_heads // ranks, module.num_v_heads // ranks
+    return (*heads, int(module.head_k_dim), int(module.head_v_dim))
+
+
+@attrs.frozen(eq=False)
+class ReplayedLayer:
+    """A gated delta net whose drafts kvtxn's own kernel verifies.
+
+    Attributes:
+        module: vLLM's layer.
+        tables: the tables of all layers.
+        group: number of the layer's group in the tables.
+        rows: room for what a step's rows leave.
+        longest: most rows of a request.
+    """
+
+    module: Any
+    tables: StateTables
+    group: int
+    rows: DeltaRows
+    longest: int
+
+    def verify(self, kernel: Callable[..., Any], **given: Any) -> Any:
+        """Verify in place of vLLM's Triton kernel; elsewhere launch that kernel."""
+        if given.get("num_accepted_tokens") is None:
+            return kernel(**given)
+        query, key, value = (given[name][0] for name in ("q", "k", "v"))
+        out, starts = torch.empty_like(given["v"]), given["cu_seqlens"]
+        self._launch(query, key, value, given["a"], given["b"], starts, out[0])
+        return out, given["initial_state"]
+
+    def verify_fused(
+        self,
+        mixed_qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        output_gate: Tensor,
+        core_attn_out: Tensor,
+        attn_metadata: Any,
+    ) -> None:
+        """Verify in place of vLLM's fused kernel, then apply the layer's own gated norm."""
+        key_heads, heads, key_size, value_size = sizes_of(self.module)
+        widths = [key_heads * key_size] * 2 + [heads * value_size]
+        parts = mixed_qkv.split(widths, dim=-1)
+        shapes = (key_heads, key_size), (key_heads, key_size), (heads, value_size)
+        query, key, value = (
+            part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)
+        )
+        starts = attn_metadata.spec_query_start_loc[: attn_metadata.num_spec_decodes + 1]
+        self._launch(query, key, value, a, b, starts, core_attn_out)
+        self.module._rms_norm_gated_cuda(core_attn_out, output_gate, core_attn_out)
+
+    def _launch(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        a: Tensor,
+        b: Tensor,
+        starts: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Launch the kernel over the states that the tables name."""
+        module = self.module
+        verify_gated_delta(
+            *(query, key, value, a, b, module.A_log, module.dt_bias),
+            module.kv_cache[1],
+            self.tables.sources[self.group, : starts.shape[0] - 1, -1],
+            starts,
+            out,
+            self.rows,
+            scale=module.head_k_dim**-0.5,
+            longest=self.longest,
+        )
+
+
+class ReplayedRows:
+    """The rows of all gated delta nets of a model in the present step, and one commit for all.
+
+    Args:
+        layers: the layers.
+        tables: the tables of all layers.
+        groups: for each layer the number of its group in the tables.
+        rows: most rows of a step.
+        width: most rows of a request.
+
+    Attributes:
+        layers: the layers, each with its own rows.
+        may_fuse: False: one kernel verifies all steps, so there is one commit.
+    """
+
+    may_fuse = False
+
+    def __init__(
+        self,
+        layers: Sequence[StateLayer],
+        tables: StateTables,
+        groups: Sequence[int],
+        rows: int,
+        width: int,
+    ) -> None:
+        self._tables = tables
+        self._found: DeltaLayers | None = None
+        self.layers: list[ReplayedLayer] = []
+        for layer, group in zip(layers, groups, strict=True):
+            module: Any = layer.module
+            room = DeltaRows.build(rows, *sizes_of(module), layer.past.device)
+            self.layers.append(ReplayedLayer(module, tables, group, room, width))
+
+    def was_fused(self, _: VerifyStep) -> bool:
+        """Tell that there is one kernel."""
+        return False
+
+    def metadata(self, *_: object) -> None:
+        """Make none: there is one kernel."""
+
+    def hook(self) -> None:
+        """Let the layers verify without writing a state, and keep their rows."""
+        for layer in self.layers:
+            fused = getattr(layer.module, "enable_fused_gdn_spec_decode", False)
+            gated_delta_hooks.hook_kernels(
+                layer.module, layer.verify, layer.verify_fused if fused else None
+            )
+
+    def unhook(self) -> None:
+        """Give the layers their own methods back."""
+        for layer in self.layers:
+            gated_delta_hooks.unhook_kernels(layer.module)
+
+    def forget_caches(self) -> None:
+        """Hold no cache; the next commit finds those that the layers have then."""
+        self._found = None
+
+    def commit(self, step: VerifyStep) -> None:
+        """Write the states of all layers in one launch; a raise has written none."""
+        count = step.requests
+        if self._found is None:
+            self._found = DeltaLayers.build(
+                [layer.module.kv_cache[1] for layer in self.layers],
+                [layer.rows for layer in self.layers],
+                [layer.group for layer in self.layers],
+            )
+        advance_gated_delta(
+            self._found,
+            self._tables.sources[:, :count, -1],
+            self._tables.counts[:count],
+            step.starts[: count + 1],
+        )

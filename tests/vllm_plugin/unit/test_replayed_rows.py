@@ -1,0 +1,259 @@
+"""Gated delta nets by kvtxn's own kernels, in vLLM's own methods: beside vLLM's kernel.
+
+Stock's kernel runs through Triton's interpreter and leaves a state per row; here is one state per
+request, and a commit that takes the kept rows in.
+"""
+
+from __future__ import annotations
+
+from types import MethodType, SimpleNamespace
+
+import pytest
+import test_held_states as held
+import torch
+from engine_jobs import missing
+from kvtxn.backends.gated_delta import DeltaRows
+from kvtxn.integrations.vllm_plugin.internals import (
+    gated_delta_hooks,
+    replayed_rows,
+    state_sizes,
+)
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from torch import Tensor
+
+from kvtxn.errors import KVTxnError, LayerError
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+#: Of the largest number: sums in another order; bfloat16 states round in every step, and keep a
+#: last place that differs.
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 2**-5}
+
+
+class Rig(held.Rig):
+    """Stock beside states that kvtxn's kernels verify and commit."""
+
+    fast = True
+
+    def step(self, lengths: list[int], sampled: list[int]) -> None:
+        """Verify rows on both sides, commit, and compare with stock's state of that count."""
+        rows = torch.randn(sum(lengths), self.sides[0].layer.channels).to(self.dtype)
+        more = torch.randn(sum(lengths), 2, held.HEADS).to(self.dtype)
+        ours = self.sides[1]
+        before = ours.layer.kv_cache[1].clone()
+        outputs = [self.forward(side, lengths, rows, more) for side in self.sides]
+        assert (outputs[0] - outputs[1]).abs().max() <= 2**-7 * outputs[0].abs().max()
+        assert torch.equal(ours.layer.kv_cache[1], before), "verify wrote a state"
+        self.states.commit(torch.tensor(sampled, dtype=torch.int32))
+        self.accepted[: len(lengths)] = torch.tensor(sampled).clamp(min=1)
+        for request in range(held.REQUESTS):
+            self.compare(request, lengths[request] if request < len(lengths) else 0)
+        others = torch.ones(held.BLOCKS, dtype=torch.bool)
+        others[ours.table[:, 0].long()] = False
+        assert torch.equal(ours.layer.kv_cache[1][others], before[others]), "another block"
+
+    def compare(self, request: int, length: int) -> None:
+        """Compare a request's state with stock's after every count of the step's rows."""
+        stock, ours = self.sides
+        right = int(self.accepted[request]) - 1
+        near = NEAR[ours.layer.kv_cache[1].dtype]
+        for count in {right, *range(length)}:
+            theirs, mine = stock.state(request, count).float(), ours.state(request, 0).float()
+            off = float((theirs - mine).abs().max() / theirs.abs().max())
+            assert (off <= near) == (count == right), f"request {request} after {count} drafts"
+        pasts = [side.layer.kv_cache[0][side.table[request, 0]] for side in self.sides]
+        assert torch.equal(*pasts), f"the past of request {request}"
+
+
+@pytest.fixture(params=["in one launch", "captured"])
+def make(request):
+    """How commits are launched."""
+    return held.Captures() if request.param == "captured" else None
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def rig(request, make, monkeypatch):
+    made = Rig(GATED_DELTA, request.param, monkeypatch, make)
+    made.states.warm_up()
+    made.states.hook()
+    return made
+
+
+def test_states_are_those_after_the_kept_rows_and_no_other_count(rig):
+    """In several steps, with every number of kept rows, rows missing, and requests left out."""
+    rig.step([4, 4, 4, 4], [1, 2, 3, 4])
+    rig.step([4, 1, 3, 2], [4, 1, 2, 1])
+    rig.step([1, 1, 1, 1], [1, 1, 1, 1])
+    rig.step([4, 4], [3, 0])  # 0: as stock, one row stays
+    rig.step([2, 4, 4, 4], [2, 1, 4, 3])
+    rig.step([3, 1, 2], [3, 1, 2])  # in a graph of four requests
+    rig.step([4, 4, 4, 4], [2, 2, 3, 1])
+    if rig.make is not None:
+        assert (rig.make.captured, rig.make.replays) == (3, 7)  # of 1, 2 and 4 requests
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_wrong_count_is_seen(rig, by):
+    """The comparison above would find it."""
+    commit = rig.states.commit
+    rig.states.commit = lambda sampled: commit(sampled + by)
+    with pytest.raises(AssertionError, match="request 0 after"):
+        rig.step([4, 4, 4, 4], [2, 2, 3, 3])
+
+
+def test_a_step_without_a_commit_leaves_the_states(rig):
+    """As if the forward had not been: the next step reads the same states."""
+    layer = rig.sides[1].layer
+    before = layer.kv_cache[1].clone()
+    rows = torch.randn(8, layer.channels).to(rig.dtype)
+    rig.forward(rig.sides[1], [4, 4], rows, torch.randn(8, 2, held.HEADS).to(rig.dtype))
+    rig.states.abandon()
+    rig.states.commit(torch.tensor([2, 2], dtype=torch.int32))
+    assert torch.equal(layer.kv_cache[1], before)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_commit_that_fails_is_repeated_or_stops_the_engine(rig, monkeypatch, times):
+    """The launch that is repeated has written nothing before."""
+    left, advance = [times], replayed_rows.advance_gated_delta
+
+    def failing(*given):
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("no launch")
+        advance(*given)
+
+    monkeypatch.setattr(replayed_rows, "advance_gated_delta", failing)
+    if times == 1:
+        rig.step([4, 4, 4, 4], [2, 3, 4, 1])
+    else:
+        with pytest.raises(KVTxnError, match=r"did not take in its accepted drafts.*no launch"):
+            rig.step([4, 4, 4, 4], [2, 3, 4, 1])
+    assert [str(error) for error in rig.errors] == ["no launch"]
+
+
+def test_requests_that_verify_are_found_among_prompts(rig):
+    """Of a mixed batch the states of these requests take rows in, and no other."""
+    given = held.built(GATED_DELTA, rig, [(9, -1), (4, 3), (1, 0)], full=False)
+    rig.states.begin({"it": given})
+    [layer] = rig.states._verified[0].layers
+    for part in (layer.rows.key, layer.rows.corrected):
+        part[:5].normal_()
+    before = rig.sides[1].layer.kv_cache[1].clone()
+    rig.states.commit(torch.tensor([1, 3, 1]))
+    changed = (rig.sides[1].layer.kv_cache[1] != before).flatten(1).any(1).nonzero().flatten()
+    assert changed.tolist() == [2, 3]
+    assert rig.states.tables.counts[:2].tolist() == [3, 1]
+
+
+def test_steps_without_drafts_run_vllms_kernel(rig):
+    """Prompts' rows and single rows: what is given is passed on."""
+    [layer] = rig.states._verified[0].layers
+    seen = []
+    layer.verify(lambda **given: seen.append(given), q=1, k=2)
+    assert seen == [{"q": 1, "k": 2}]
+
+
+def test_unhooked_layers_have_their_own_methods(rig):
+    layer = rig.sides[1].layer
+    assert [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
+    rig.states.unhook()
+    assert not [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
+
+
+def test_caches_of_a_profiling_run_are_not_held(rig):
+    """The next commit finds the layer's new caches."""
+    layer = rig.sides[1].layer
+    rig.step([4, 4], [3, 1])
+    rig.states.forget_caches()
+    past, state = layer.kv_cache
+    layer.kv_cache = (past, state.clone())
+    rig.step([4, 4], [2, 4])
+    assert not torch.equal(layer.kv_cache[1], state)
+
+
+def gated_norm(x: Tensor, gate: Tensor, out: Tensor) -> None:
+    """What the layer's gated norm does, without its weights."""
+    scaled = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    out.copy_(scaled * torch.nn.functional.silu(gate.float()))
+
+
+def test_the_fused_path_verifies_the_same_way(monkeypatch):
+    """After vLLM's own convolution, before the layer's own norm."""
+    rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
+    ours = rig.sides[1].layer
+    ours.enable_fused_gdn_spec_decode = True
+    ours._rms_norm_gated_cuda = gated_norm
+    rig.states.hook()
+    lengths = [4, 1, 3, 4]
+    total = sum(lengths)
+    mixed = torch.randn(total, ours.channels + 5)[:, : ours.channels].to(rig.dtype)
+    b, a = torch.randn(2, total, held.HEADS).to(rig.dtype)
+    gate = torch.randn(total, held.HEADS, held.SIZE).to(rig.dtype)
+    accepted = torch.ones(4, dtype=torch.int32)
+    given = held.metadata(GATED_DELTA, rig.sides[1].table, lengths, accepted)
+    rig.states.begin({"it": given})
+    out, plain = torch.zeros(2, total, held.HEADS, held.SIZE, dtype=rig.dtype)
+    getattr(ours, gated_delta_hooks.FUSED)(
+        mixed_qkv=mixed, b=b, a=a, output_gate=gate, core_attn_out=out, attn_metadata=given
+    )
+    [layer] = rig.states._verified[0].layers
+    staged = layer.rows.corrected.clone()
+    query, key, value = ours.rearrange_mixed_qkv(mixed)
+    made, _ = layer.verify(
+        None, q=query, k=key, v=value, a=a, b=b, cu_seqlens=given.spec_query_start_loc,
+        num_accepted_tokens=accepted, initial_state=ours.kv_cache[1],
+    )  # fmt: skip
+    assert torch.equal(staged, layer.rows.corrected)
+    assert staged[:total].any()
+    gated_norm(made[0], gate, plain)
+    assert torch.equal(out, plain)
+
+
+def test_layers_without_a_fast_form_keep_the_exact_one(monkeypatch):
+    """And its tables; the formula counts each in its own form."""
+    rig = Rig(MAMBA2, torch.float32, monkeypatch)
+    assert rig.states._replayed is None
+    assert rig.states.tables.commits.shape[1]
+    fast = Rig(GATED_DELTA, torch.float32, monkeypatch)
+    assert not fast.states.tables.commits.shape[1]
+    kinds = [(each.sides[1].layer, each.kind) for each in (rig, fast)]
+    sizes = (16, 64, 4, 2)
+    both = state_sizes.bytes_by_formula(kinds, *sizes, fast=True)
+    [one, other] = (state_sizes.bytes_by_formula([each], *sizes, fast=True) for each in kinds)
+    assert both == one + other
+    staged = DeltaRows.row_bytes(held.KEY_HEADS, held.HEADS, held.SIZE, held.SIZE)
+    assert other == 16 * staged + 12 * 64 * 7
+    [layer] = fast.states._verified[0].layers
+    room = layer.rows
+    assert sum(part[0].nbytes for part in (room.key, room.corrected, room.decay)) == staged
+    assert room.num_rows == held.REQUESTS * (held.DRAFTS + 1)
+
+
+def test_a_state_that_the_kernels_do_not_take_stops_the_start(monkeypatch):
+    rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
+    layer = rig.sides[1].layer
+    layer.kv_cache = (layer.kv_cache[0], layer.kv_cache[1].to(torch.float16))
+    with pytest.raises(LayerError, match="float32 or bfloat16"):
+        rig.states.warm_up()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_seven_drafts_leave_no_column_to_vllms_fused_kernel_alone(monkeypatch, fast):
+    """kvtxn's own kernel reads no column of a table; it wants the layer's gated norm."""
+    from kvtxn.integrations.vllm_plugin.internals import held_states
+
+    rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
+    layer = rig.sides[1].layer
+    layer.enable_fused_gdn_spec_decode = True
+    methods = {"_forward_core": gated_delta_hooks.METHODS["_forward_core"]}
+    monkeypatch.setattr(held_states, "LAUNCHES", {GATED_DELTA: methods})
+    monkeypatch.setattr(held_states, "METHODS", {})
+    rig.runner.vllm_config.num_speculative_tokens = 7
+    rig.runner.model_config = SimpleNamespace(is_hybrid=True)
+    rig.runner.model_state = None
+    rig.runner.get_model = lambda: SimpleNamespace(modules=lambda: [layer])
+    wrong = held_states.launches_differ(rig.runner, fast=fast)
+    assert ("_rms_norm_gated_cuda is not there" if fast else "7 drafts") in wrong
+    type(layer)._rms_norm_gated_cuda = lambda self, x, output_gate, out: None
+    assert (held_states.launches_differ(rig.runner, fast=fast) is None) == fast
