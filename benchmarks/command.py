@@ -15,6 +15,10 @@ SUITES: Final = {
     "host": ("host.idle_window", "host time of an idle window, by policy and number of requests"),
     "kernels": ("kernels.commit", "GPU time of commits, next to stock writes and a plain copy"),
     "attention": ("kernels.attention", "GPU time of a verify pass's attention with its writes"),
+    "backends": (
+        "kernels.backends",
+        "GPU time of vLLM's attention backends by blocks of one row, and their bits",
+    ),
     "recurrent": (
         "kernels.recurrent",
         "GPU time of verify steps over recurrent states: stock, exact, and the replay",

@@ -1,4 +1,4 @@
-"""vLLM's Triton kernels of recurrent layers, through Triton's interpreter on a CPU.
+"""vLLM's Triton kernels, through Triton's interpreter on a CPU.
 
 On a CPU vLLM replaces Triton, so its modules of kernels are loaded once more, under other names.
 """
@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 from kernels_here import importing_kernels
 
 with importing_kernels():
@@ -55,13 +56,17 @@ def _keep_truth_values() -> None:
 
 
 @cache
-def load(path: str) -> Any:
-    """Load one of vLLM's modules of kernels; ``path`` is inside of the package ``vllm``."""
+def load(path: str, parts: tuple[str, ...] = ()) -> Any:
+    """Load one of vLLM's modules of kernels.
+
+    ``path`` is inside of the package ``vllm``; ``parts``: modules of kernels that it imports.
+    """
     import vllm
     import vllm.platforms
     import vllm.triton_utils
 
     import_module(".".join(("vllm", *Path(path).with_suffix("").parts)))  # and all it imports
+    loaded = {".".join(("vllm", *Path(part).with_suffix("").parts)): load(part) for part in parts}
     with importing_kernels():
         _keep_truth_values()
         platform = SimpleNamespace(
@@ -71,11 +76,14 @@ def load(path: str) -> Any:
             is_cuda=lambda: False,
             is_xpu=lambda: False,
             is_cuda_alike=lambda: False,
+            is_device_capability_family=lambda family: False,
+            fp8_dtype=lambda: torch.float8_e4m3fn,
         )
         others = {
             "vllm.triton_utils": _with("vllm.triton_utils", tl=tl, triton=triton, HAS_TRITON=True),
             "vllm.platforms": _with("vllm.platforms", current_platform=platform),
         }
+        others |= loaded
         file = Path(vllm.__file__).parent / path
         spec = importlib.util.spec_from_file_location(f"interpreted_{file.stem}", file)
         assert spec is not None

@@ -18,6 +18,9 @@ from torch import Tensor
 #: Places of a request that a program fills in one step.
 _STEP: Final = 1024
 
+#: Entries behind the last line: the longest tile of an attention that reads tables by tiles.
+_BEYOND: Final = 128
+
 #: Programs that are launched, about, unless there are more requests.
 _PROGRAMS: Final = 264
 
@@ -41,12 +44,13 @@ def fill_tables(
     spare: tl.int32,
     requests: tl.int32,
     BLOCK_SIZE: tl.constexpr,
+    LINES: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
     """Fill in the slot of each row that a request reads, and of each row that the batch writes.
 
     Grid: (requests + 1, programs). The programs of the last line fill ``written``, those of every
-    other line one request's line of ``table``. No place is written twice, and no argument is both
+    other line one request's lines of ``table``. No place is written twice, and no argument is both
     read and written. Offsets into ``blocks`` and ``table`` are computed in int64.
 
     Args:
@@ -55,8 +59,8 @@ def fill_tables(
         blocks: int32 ``[requests, b_row]``, the engine's block table.
         slots: int64 ``[num_rows]``, where the engine writes; -1 is padding and stays -1.
         position: int64 ``[max_rows]``, -1 for rows that do not wait; rows beyond do not wait.
-        table: int32 ``[requests, t_row]``, filled as far as each request's length, at most to the
-            end of its line.
+        table: int32 ``[requests * LINES, t_row]``, filled as far as each request's length, at most
+            to the end of its line.
         written: int64 ``[num_rows]``, filled with ``slots``, or for rows that wait ``spare`` + row.
         b_row: entries between the lines of ``blocks``.
         t_row: entries between the lines of ``table``.
@@ -65,6 +69,7 @@ def fill_tables(
         spare: first of ``max_rows`` slots that no block table names.
         requests: of the batch.
         BLOCK_SIZE: slots per block.
+        LINES: equal lines of each request.
         STEP: places per step of a program.
     """
     owner = tl.program_id(0)
@@ -90,7 +95,8 @@ def fill_tables(
             waits = tl.load(position + row, mask=fresh, other=-1) >= 0
             block = tl.load(blocks + owner * b_row + place // BLOCK_SIZE, mask=inside, other=0)
             slot = tl.where(waits, spare + row, block * BLOCK_SIZE + place % BLOCK_SIZE)
-            tl.store(table + owner * t_row + place, slot, mask=inside)
+            for line in tl.static_range(LINES):
+                tl.store(table + (owner * LINES + line) * t_row + place, slot, mask=inside)
 
 
 def slot_tables(
@@ -103,6 +109,7 @@ def slot_tables(
     spare: int,
     block_size: int,
     longest: int,
+    lines: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Make a batch's block table by slot, and the slots that it is written to.
 
@@ -118,22 +125,28 @@ def slot_tables(
             ``spare + i``.
         block_size: rows of a block.
         longest: no number in ``seq_lens`` is greater; the table has memory for no more.
+        lines: equal lines that each request gets, one after the other; an attention that knows no
+            causal order takes one for each row of a request.
 
     Returns:
-        int32 ``[num_requests, max_blocks * block_size]``: as wide as the engine's own table, since
-        an attention may divide its work by the width. Each line is filled as far as its request's
-        length; behind ``longest`` it overlaps the next line. And int64 ``[num_rows]``.
+        int32 ``[num_requests * lines, max_blocks * block_size]``: as wide as the engine's own
+        table, since an attention may divide its work by the width. Each line is filled as far as
+        its request's length; behind ``longest`` it overlaps the next line. Some entries without
+        meaning follow the last line, for an attention that reads whole tiles of the table. And
+        int64 ``[num_rows]``.
     """
     requests, width = blocks.shape[0], blocks.shape[1] * block_size
     line = min(-(-longest // block_size) * block_size, width)
-    room = torch.empty(requests * line + width - line, dtype=torch.int32, device=blocks.device)
-    table = room.as_strided((requests, width), (line, 1))
+    entries = requests * lines * line + width - line + _BEYOND
+    room = torch.empty(entries, dtype=torch.int32, device=blocks.device)
+    table = room.as_strided((requests * lines, width), (line, 1))
     written = torch.empty_like(slots)
     programs = max(1, min(-(-line // _STEP), _PROGRAMS // (requests + 1)))
     fill_tables[(requests + 1, programs)](
         *(starts, seq_lens, blocks, slots, position, table, written),
         *(blocks.stride(0), line, slots.shape[0], position.shape[0], spare, requests),
         BLOCK_SIZE=block_size,
+        LINES=lines,
         STEP=_STEP,
     )
     return table, written

@@ -21,7 +21,8 @@ def batches(draw):
     lengths = draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
     marked = draw(st.lists(st.booleans(), min_size=MAX_ROWS, max_size=MAX_ROWS))
     padding = draw(st.integers(0, 3))
-    return before, lengths, marked, padding, draw(st.sampled_from([1, 4, 16])), draw(st.booleans())
+    sizes = draw(st.sampled_from([1, 4, 16])), draw(st.sampled_from([1, 3]))
+    return before, lengths, marked, padding, sizes, draw(st.booleans())
 
 
 @settings(
@@ -32,11 +33,11 @@ def batches(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(batch=batches())
-@example(batch=([1500, 3], [5, 9], [True] * MAX_ROWS, 2, 16, True))  # more than one step
-@example(batch=([0], [0], [False] * MAX_ROWS, 0, 4, False))  # padding alone
+@example(batch=([1500, 3], [5, 9], [True] * MAX_ROWS, 2, (16, 1), True))  # more than one step
+@example(batch=([0], [0], [False] * MAX_ROWS, 0, (4, 1), False))  # padding alone
 def test_rows_are_read_and_written_where_they_wait(kernel_device, batch):
     """Each row of a request leads to its slot, or to a spare one of its own while it waits."""
-    before, lengths, marked, padding, block_size, spacious = batch
+    before, lengths, marked, padding, (block_size, lines), spacious = batch
     totals = [old + new for old, new in zip(before, lengths, strict=True)]
     blocks = max(1, -(-max(totals) // block_size)) + (3 if spacious else 0)
     numbers = {"dtype": torch.int32, "device": kernel_device}
@@ -55,14 +56,16 @@ def test_rows_are_read_and_written_where_they_wait(kernel_device, batch):
         spare=SPARE,
         block_size=block_size,
         longest=max(totals) + (5 if spacious else 0),
+        lines=lines,
     )
     waits = [*marked, *[False] * len(slots)]
     wanted = [SPARE + row if waits[row] else slot for row, slot in enumerate(own)]
     assert written.tolist() == wanted + [-1] * padding
-    assert table.shape == (len(totals), blocks * block_size)
+    assert table.shape == (len(totals) * lines, blocks * block_size)
     row = 0
     for r, (old, total) in enumerate(zip(before, totals, strict=True)):
-        led = table[r, :total].tolist()
+        led = table[r * lines, :total].tolist()
+        assert all(table[r * lines + n, :total].tolist() == led for n in range(lines))
         place = torch.arange(old, device=kernel_device)
         there = given[r, place // block_size] * block_size + place % block_size
         assert led[:old] == there.tolist()
@@ -80,7 +83,7 @@ def test_a_table_is_no_larger_than_the_longest_request(kernel_device):
         *(starts, totals, blocks, slots, slots), spare=SPARE, block_size=16, longest=9
     )
     assert table.shape == (64, 16_000)
-    assert table.untyped_storage().nbytes() == 4 * (64 * 16 + 16_000 - 16)
+    assert table.untyped_storage().nbytes() == 4 * (64 * 16 + 16_000 - 16 + 128)
 
 
 def test_a_request_longer_than_was_said_stays_in_its_line(kernel_device):

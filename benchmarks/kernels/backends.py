@@ -1,0 +1,162 @@
+"""GPU time of a verify pass by vLLM's blocks and by blocks of one row, for attention backends.
+
+By blocks of one row drafts can wait in spare slots (``deferred``). Two things decide whether kvtxn
+takes a backend in: its sums stay stock's to the bit, and its time stays within 1.01. No case is
+timed before its outputs were compared, with the drafts' own slots overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import torch
+
+from ...cli import natural
+from ..common import machine
+from ..common.markdown import machine_line, table
+from ..common.paired_stats import compare
+from .timer import samples
+
+if TYPE_CHECKING:
+    from .attention_backends import BackendCase, BackendLoad
+
+#: Names of vLLM's, and whether the cache may have 8-bit rows.
+BACKENDS: Final[Mapping[str, bool]] = {
+    "TRITON_ATTN": True,
+    "TRITON_MLA": True,
+    "FLASH_ATTN_MLA": False,
+}
+
+#: Layers of the model whose time is said; what a step does once is spread over them.
+LAYERS: Final = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the suite's arguments."""
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--requests", type=natural, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--context", type=natural, nargs="+", default=[1024, 8192])
+    parser.add_argument("--blocks", type=natural, nargs="+", default=[16], help="rows per block")
+    parser.add_argument("--rounds", type=natural, default=25)
+    machine.add_save(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every combination and print a line for each."""
+    if not torch.cuda.is_available():
+        print("the benchmark of attention backends needs a CUDA device")
+        return 2
+    from .attention_backends import BackendCase
+
+    found: dict[str, Any] = {"suite": "backends", "rows": [], "left_out": []}
+    points = itertools.product(args.backends, (False, True), args.blocks, args.context)
+    for (backend, fp8, block, context), requests in itertools.product(points, args.requests):
+        if fp8 and not BACKENDS[backend]:
+            continue
+        case = BackendCase(backend, requests, context, fp8, block)
+        try:
+            row = measure(case, torch.device("cuda"), args.rounds)
+        except Exception as error:  # what was measured before is kept
+            found["left_out"].append({**attrs.asdict(case), "why": repr(error)[:500]})
+            print(f"{case} is left out: {error!r}"[:600], flush=True)
+        else:
+            found["rows"].append(row)
+            print(line(row), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if args.save:
+            written = machine.write(args.save, found)
+    if args.save:
+        print(written)
+    return 1 if found["left_out"] else 0
+
+
+def measure(case: BackendCase, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Compare the outputs of one case, then time both ways in turn."""
+    from .attention_backends import LOADS
+
+    load = LOADS[case.backend](case, device)
+    different = differences(load)
+    times = samples(
+        {"blocks": [load.blocks] * 2, "rows": [load.by_row] * 2, "around": [load.around] * 2},
+        rounds,
+    )
+    layers = len(load.caches)
+    per = {name: [value / layers for value in times[name]] for name in ("blocks", "rows")}
+    alone = [a / b for a, b in zip(per["rows"], per["blocks"], strict=True)]
+    steps = [
+        (a + around / LAYERS) / b
+        for a, around, b in zip(per["rows"], times["around"], per["blocks"], strict=True)
+    ]
+    us = {name: statistics.median(found) for name, found in per.items()}
+    return {
+        **attrs.asdict(case),
+        "different": different,
+        "layers": layers,
+        "us": {
+            name: round(value, 2)
+            for name, value in {**us, "around": statistics.median(times["around"])}.items()
+        },
+        "of_blocks": _ratio(alone),
+        "of_stock": _ratio(steps),
+    }
+
+
+def differences(load: BackendLoad) -> int:
+    """Count the layers whose output differs in a bit where drafts wait in spare slots."""
+    wanted = [out.clone() for out in load.blocks()]
+    load.forget_drafts()
+    found = [out.clone() for out in load.by_row()]
+    return sum(
+        not a.view(torch.uint8).equal(b.view(torch.uint8))
+        for a, b in zip(wanted, found, strict=True)
+    )
+
+
+def _ratio(values: list[float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in attrs.asdict(compare(values)).items()}
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Show one case as a line of text."""
+    us = "  ".join(f"{name} {value:.1f}" for name, value in row["us"].items())
+    bits = f"{row['different']} of {row['layers']} layers differ"
+    return (
+        f"{row['backend']} {'fp8' if row['fp8'] else 'bf16'}, blocks of {row['block_size']}, "
+        f"{row['requests']} x {row['context']}: {bits}; us per layer: {us}; "
+        f"rows/blocks {_interval(row['of_blocks'])}, a step's {_interval(row['of_stock'])}"
+    )
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """Tabulate a result."""
+    header = ["backend", "rows", "block size", "requests", "context", "layers that differ"]
+    header += [
+        "by blocks",
+        "by row",
+        "table and commit",
+        "by row of by blocks",
+        "a step of stock's",
+    ]
+    rows = [
+        [
+            *(row["backend"], "fp8" if row["fp8"] else "bf16", str(row["block_size"])),
+            *(str(row["requests"]), str(row["context"])),
+            f"{row['different']} of {row['layers']}",
+            *(f"{row['us'][name]:.1f}" for name in ("blocks", "rows", "around")),
+            *(_interval(row["of_blocks"]), _interval(row["of_stock"])),
+        ]
+        for row in found["rows"]
+    ]
+    says = f"Microseconds; a step has {LAYERS} layers, one table and one commit."
+    return "\n\n".join([table(header, rows), says, f"{machine_line(found['machine'])}."])
