@@ -70,6 +70,26 @@ def _compute_what_counts() -> None:
     )
 
 
+def _multiply_bfloat16() -> None:
+    """Let the interpreter's matrix product take bfloat16 for numbers: it takes their bits."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    multiply = type(builder).create_dot
+
+    def product(left: Any, right: Any, *others: Any) -> Any:
+        wide = [
+            builder.cast_impl(each, tl.block_type(tl.float32, list(each.data.shape)))
+            if each.dtype.scalar == tl.bfloat16
+            else each
+            for each in (left, right)
+        ]
+        return multiply(builder, *wide, *others)
+
+    builder.create_dot = product
+
+
 @contextmanager
 def importing_kernels() -> Iterator[None]:
     """Import modules with kernels in here: it is then that Triton decides how to run them.
@@ -84,6 +104,7 @@ def importing_kernels() -> Iterator[None]:
             pytest.importorskip("triton.experimental.gluon")  # else imported later, uninterpreted
             _prepare_once_per_launch()
             _compute_what_counts()
+            _multiply_bfloat16()
         yield
     finally:
         os.environ.pop("TRITON_INTERPRET", None)

@@ -82,21 +82,28 @@ def check_state(operation: str, state: Tensor, rows: DeltaRows) -> None:
     """
     sizes = state.shape[1:]
     dense = state.ndim == 4 and state[:1].is_contiguous() and state.dtype in STATES
+    dense = dense and state.data_ptr() % 16 == state.stride(0) * state.dtype.itemsize % 16 == 0
     if not dense:
         raise LayerError(
             operation,
             "a state does not fit",
-            expected="[slots, heads, value_size, key_size], float32 or bfloat16, each slot dense",
+            expected="[slots, heads, value_size, key_size], float32 or bfloat16, each slot dense"
+            " and on 16 bytes",
             got=f"{state.dtype} {list(state.shape)} with strides {list(state.stride())}",
         )
     heads, value_size, key_size = sizes
     key_heads = rows.key.shape[1]
     wanted = (key_heads, key_size), (heads, value_size), (heads,)
-    found = tuple(tuple(each.shape[1:]) for each in (rows.key, rows.corrected, rows.decay))
-    if found != wanted or heads % key_heads:
+    parts = rows.key, rows.corrected, rows.decay
+    found = tuple(tuple(part.shape[1:]) for part in parts)
+    dense = all(
+        part.dtype == torch.float32 and part.is_contiguous() and part.data_ptr() % 16 == 0
+        for part in parts
+    )
+    if found != wanted or heads % key_heads or not dense:
         raise LayerError(
             operation,
             "staged rows do not fit the state",
-            expected=f"key, corrected and decay of {wanted} per row, key heads dividing the heads",
+            expected=f"contiguous float32 of {wanted} per row, key heads dividing the heads",
             got=found,
         )

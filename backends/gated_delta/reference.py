@@ -72,17 +72,29 @@ def verify_gated_delta(
 
 
 def advance_gated_delta(
-    layers: DeltaLayers, sources: Tensor, count: Tensor, starts: Tensor
+    layers: DeltaLayers,
+    sources: Tensor,
+    count: Tensor,
+    starts: Tensor,
+    boundary: Tensor | None = None,
+    beyond: Tensor | None = None,
 ) -> None:
     """Do what ``step.advance_gated_delta`` does."""
     ends, counts = starts.tolist(), count.tolist()
     for state, rows, group in zip(layers.states, layers.rows, layers.groups, strict=True):
-        for number, source in enumerate(sources[group].tolist()):
+        slots = sources[group].tolist()
+        after = [0] * len(slots) if beyond is None else beyond[group].tolist()
+        until = after if boundary is None else boundary[group].tolist()
+        for number, slot in enumerate(slots):
             first = ends[number]
             last = min(first + counts[number], ends[number + 1])
-            if source <= 0 or last <= first:
+            if slot <= 0 or last <= first:
                 continue
-            now = state[source].float()
+            now = state[slot].float()
             for row in range(first, last):
+                if after[number] > 0 and row - first == until[number]:
+                    if row > first:
+                        state[slot] = now.to(state.dtype)
+                    slot = after[number]
                 now = take_in(now, rows.key[row], rows.corrected[row], rows.decay[row])
-            state[source] = now.to(state.dtype)
+            state[slot] = now.to(state.dtype)

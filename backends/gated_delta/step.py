@@ -50,34 +50,59 @@ def verify_gated_delta(
         kept: room for the rows, at the same numbers.
         scale: factor of the queries.
         normalise: divide queries and keys by their Euclidean length.
-        longest: the most rows that a request may have, if the caller knows it; a kernel for so
-            few rows is faster. Rows beyond it are not computed.
+        longest: the most rows that a request may have, at most 16 on a GPU; the fewer, the faster.
+            Rows beyond it are not computed. None is the number of rows of ``out``.
 
     Raises:
-        LayerError: the state or the staged rows do not fit.
+        LayerError: the state or the staged rows do not fit, or a request may have too many rows.
     """
     check_state("verify_gated_delta", state, kept)
     rows = (query, key, value, a, b, A_log, dt_bias)
-    reference.verify_gated_delta(
-        *rows, state, sources, starts, out, kept, scale=scale, normalise=normalise
-    )
+    where = (state, sources, starts, out, kept)
+    if state.is_cuda:
+        from .launch import launch_verify
+
+        launch_verify(rows, *where, scale=scale, normalise=normalise, longest=longest)
+    else:
+        reference.verify_gated_delta(*rows, *where, scale=scale, normalise=normalise)
 
 
 def advance_gated_delta(
-    layers: DeltaLayers, sources: Tensor, count: Tensor, starts: Tensor
+    layers: DeltaLayers,
+    sources: Tensor,
+    count: Tensor,
+    starts: Tensor,
+    *,
+    longest: int | None = None,
+    boundary: Tensor | None = None,
+    beyond: Tensor | None = None,
 ) -> None:
     """Let the states of all layers take in the kept rows of each request: one launch.
 
-    Products and sums are rounded to float32 as a compiler fuses them; the state is rounded to its
-    dtype once. A state of whose rows none is kept is not written.
+    A state of whose rows none is kept is neither read nor written. A state is rounded to its dtype
+    once, after its last row. A compiler may fuse products and sums.
+
+    A request with a slot ``beyond`` that takes in more than ``boundary`` rows leaves the state
+    after exactly that many rows in its own slot, and the state after all of them in ``beyond``.
 
     Args:
         layers: states and staged rows of all layers.
-        sources: int32 ``[groups, num_requests]``, any strides: the slot of each request's state in
-            the layers of each group; 0 or less is none. Slots of distinct requests are distinct.
-        count: int32 ``[num_requests]``, the rows that each request keeps, from its first row on:
-            accepted drafts and the settled row before them; 0 leaves the state alone. More than
-            the request has count as all.
+        sources: int32 ``[groups, num_requests]``, any strides: the slot of each request's state
+            in the layers of each group; 0 or less is none. Requests have distinct slots.
+        count: int32 ``[num_requests]``, contiguous, the rows that each request keeps, from its
+            first row on: accepted drafts and the settled row before them; 0 leaves the state
+            alone. More than the request has count as all.
         starts: int32 ``[num_requests + 1]``, as for ``verify_gated_delta``.
+        longest: the most rows that a request may have; None is all rows for which there is room.
+        boundary: int32 ``[groups, num_requests]``, contiguous.
+        beyond: int32 likewise, 0 or less is none; given with ``boundary`` or not at all.
+
+    Raises:
+        LayerError: a request may have too many rows.
     """
-    reference.advance_gated_delta(layers, sources, count, starts)
+    if layers.states[0].is_cuda:
+        from .launch import launch_advance
+
+        launch_advance(layers, sources, count, starts, boundary, beyond, longest=longest)
+    else:
+        reference.advance_gated_delta(layers, sources, count, starts, boundary, beyond)

@@ -1,0 +1,284 @@
+"""The kernel that verifies rows of gated delta nets and writes no state.
+
+Memory contract of ``verify_rows``:
+
+- A program has ``VALUES`` rows of one head's state of one request. It reads them once, and writes
+  the outputs and corrected values of these rows alone. The programs of a head's first rows write
+  the decays; of those, the ones of the first head of each key head write the keys. So no two
+  programs write one byte.
+- A request whose slot is 0 or less, or that has no rows, is skipped: nothing is read or written.
+- The caller guarantees that slots are inside the cache, and starts inside the rows.
+
+How it computes. With ``k`` and ``q`` of all rows of the window as columns of a matrix ``C``, the
+product ``P = state @ C`` is all that is needed of the state: a row's update of the state,
+``state * decay + u (x) k``, is an update of ``P`` as well, ``P * decay + u (x) (k @ C)``. The
+column of ``k`` then gives the row's corrected value, the column of ``q`` its output. So the state
+is read once and multiplied once, on tensor cores: float32 numbers as sums of three bfloat16
+numbers, which is exact, with products that are exact and float32 sums.
+
+Where it computes. A thread holds runs of keys of one row of the state, as it loads them. Tensor
+cores want other keys in a thread; but a sum over keys has no order, so ``keys_in_threads`` renames
+the keys, of state and rows alike, and nothing moves between threads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def truncated(numbers: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the upper halves of float32 numbers as bfloat16, and the rest of them, exactly."""
+    bits = numbers.to(tl.uint32, bitcast=True)
+    upper = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), numbers - upper
+
+
+@triton.jit
+def keys_in_threads(
+    numbers: tl.tensor, ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr
+) -> tl.tensor:
+    """Turn ``[KEYS / (4 * RUN), ROWS, 4 * RUN]`` into ``[ROWS, KEYS]`` as tensor cores hold it.
+
+    Of each 16 columns of an operand, a thread has two pairs, 8 columns apart, and four threads
+    share a row. So the run of a thread becomes such pairs.
+    """
+    pieces: tl.constexpr = KEYS // (4 * RUN)
+    apart = tl.reshape(numbers, [pieces, ROWS, 4, RUN // 4, 2, 2])
+    return tl.reshape(tl.permute(apart, [1, 0, 3, 4, 2, 5]), [ROWS, KEYS])
+
+
+@triton.jit
+def product(
+    left: tl.tensor,
+    right: tl.tensor,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    KEYS: tl.constexpr,
+    RUN: tl.constexpr,
+    SPLIT_LEFT: tl.constexpr,
+    SPLIT_RIGHT: tl.constexpr,
+) -> tl.tensor:
+    """Multiply ``left`` by ``right`` transposed, with float32's precision.
+
+    Args:
+        left: ``[KEYS / (4 * RUN), LEFT, 4 * RUN]``.
+        right: ``[KEYS / (4 * RUN), RIGHT, 4 * RUN]``.
+        LEFT: rows of ``left``.
+        RIGHT: rows of ``right``.
+        KEYS: columns of both.
+        RUN: as for ``keys_in_threads``.
+        SPLIT_LEFT: ``left`` is no bfloat16: it becomes three of them.
+        SPLIT_RIGHT: the same of ``right``.
+    """
+    if SPLIT_LEFT:
+        left_0, rest = truncated(left.to(tl.float32))
+        left_1, rest = truncated(rest)
+        left_2, rest = truncated(rest)
+        a0 = keys_in_threads(left_0, LEFT, KEYS, RUN)
+        a1 = keys_in_threads(left_1, LEFT, KEYS, RUN)
+        a2 = keys_in_threads(left_2, LEFT, KEYS, RUN)
+    else:
+        a0 = keys_in_threads(left, LEFT, KEYS, RUN)
+    if SPLIT_RIGHT:
+        right_0, rest = truncated(right.to(tl.float32))
+        right_1, rest = truncated(rest)
+        right_2, rest = truncated(rest)
+        b0 = tl.trans(keys_in_threads(right_0, RIGHT, KEYS, RUN))
+        b1 = tl.trans(keys_in_threads(right_1, RIGHT, KEYS, RUN))
+        b2 = tl.trans(keys_in_threads(right_2, RIGHT, KEYS, RUN))
+    else:
+        b0 = tl.trans(keys_in_threads(right, RIGHT, KEYS, RUN))
+    # The smallest products first. Those left out are below float32's precision.
+    result = tl.zeros([LEFT, RIGHT], dtype=tl.float32)
+    if SPLIT_LEFT:
+        result = tl.dot(a2, b0, result)
+    if SPLIT_RIGHT:
+        result = tl.dot(a0, b2, result)
+    if SPLIT_LEFT and SPLIT_RIGHT:
+        result = tl.dot(a1, b1, result)
+    if SPLIT_LEFT:
+        result = tl.dot(a1, b0, result)
+    if SPLIT_RIGHT:
+        result = tl.dot(a0, b1, result)
+    return tl.dot(a0, b0, result)
+
+
+@triton.jit
+def runs(
+    base: tl.tensor, offsets: tl.tensor, RUN: tl.constexpr, ALIGNED: tl.constexpr
+) -> tl.tensor:
+    """Return pointers, ``RUN`` of which a thread loads at once; no more, so threads hold alike."""
+    pointers = base + offsets  # the compiler forgets what it is told of an argument
+    if ALIGNED:
+        bytes: tl.constexpr = base.dtype.scalar.element_ty.primitive_bitwidth // 8 * RUN
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 1, bytes)), (1, 1, RUN))
+    return pointers
+
+
+@triton.jit(do_not_specialize=["source_stride"])
+def verify_rows(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    A_log: tl.tensor,
+    dt_bias: tl.tensor,
+    state: tl.tensor,
+    sources: tl.tensor,
+    starts: tl.tensor,
+    out: tl.tensor,
+    kept_key: tl.tensor,
+    kept_value: tl.tensor,
+    kept_decay: tl.tensor,
+    scale: tl.float32,
+    query_stride: tl.int32,
+    key_stride: tl.int32,
+    value_stride: tl.int32,
+    a_stride: tl.int32,
+    b_stride: tl.int32,
+    slot_stride: tl.int64,
+    out_stride: tl.int32,
+    source_stride: tl.int32,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    LONGEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RUN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NORMALISE: tl.constexpr,
+) -> None:
+    """Compute outputs, and stage keys, corrected values and decays.
+
+    Grid: (tiles of a head * HEADS, requests).
+
+    Args:
+        query: ``[num_rows, KEY_HEADS, KEY_SIZE]``, a row contiguous, as are all rows here.
+        key: likewise.
+        value: ``[num_rows, HEADS, VALUE_SIZE]``.
+        a: ``[num_rows, HEADS]``.
+        b: ``[num_rows, HEADS]``.
+        A_log: ``[HEADS]``.
+        dt_bias: ``[HEADS]``.
+        state: ``[slots, HEADS, VALUE_SIZE, KEY_SIZE]``, a slot contiguous.
+        sources: int32 ``[num_requests]``, the slot of each request.
+        starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
+        out: ``[num_rows, HEADS, VALUE_SIZE]``.
+        kept_key: float32 ``[num_rows, KEY_HEADS, KEY_SIZE]``, contiguous.
+        kept_value: float32 ``[num_rows, HEADS, VALUE_SIZE]``, contiguous.
+        kept_decay: float32 ``[num_rows, HEADS]``, contiguous.
+        scale: factor of the queries.
+        query_stride: elements between rows; likewise the next six.
+        key_stride: of keys.
+        value_stride: of values.
+        a_stride: of a.
+        b_stride: of b.
+        slot_stride: of slots.
+        out_stride: of outputs.
+        source_stride: elements between requests in ``sources``.
+        KEY_HEADS: heads of queries and keys.
+        HEADS: heads of the state.
+        KEY_SIZE: columns of a head's state.
+        VALUE_SIZE: rows of a head's state.
+        KEYS: a power of two, at least ``KEY_SIZE``.
+        VALUES: rows of a tile, a multiple of 16.
+        LONGEST: the most rows of a request; further ones are left out.
+        COLUMNS: a power of two, at least ``LONGEST``, and 4 or more: the columns of keys; those of
+            queries are as many.
+        RUN: numbers of the state in 16 bytes.
+        ALIGNED: each run of keys begins on 16 bytes in the state, and on a multiple of its size in
+            queries and keys.
+        NORMALISE: divide queries and keys by their length.
+    """
+    tiles: tl.constexpr = (VALUE_SIZE + VALUES - 1) // VALUES
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
+    number = tl.program_id(1)
+    slot = tl.load(sources + number * source_stride).to(tl.int64)
+    first = tl.load(starts + number)
+    length = tl.load(starts + number + 1) - first
+    if (slot <= 0) | (length <= 0):
+        return
+    key_head = head // (HEADS // KEY_HEADS)
+
+    # The state, and the keys and queries as COLUMNS rows each.
+    pieces = tl.arange(0, KEYS // (4 * RUN))
+    keys = pieces[:, None, None] * (4 * RUN) + tl.arange(0, 4 * RUN)[None, None, :]
+    values = tile * VALUES + tl.arange(0, VALUES)
+    begin = state + slot * slot_stride + head * VALUE_SIZE * KEY_SIZE
+    where = runs(begin, values[None, :, None] * KEY_SIZE + keys, RUN, ALIGNED)
+    some_values = values < VALUE_SIZE
+    some_keys = keys // RUN < KEY_SIZE // RUN if ALIGNED else keys < KEY_SIZE
+    if KEY_SIZE == KEYS and VALUE_SIZE % VALUES == 0:
+        now = tl.load(where)
+    else:
+        now = tl.load(where, mask=some_values[None, :, None] & some_keys, other=0.0)
+    columns = tl.arange(0, 2 * COLUMNS)
+    turn = columns % COLUMNS
+    asks = columns >= COLUMNS
+    live = (turn < length) & (turn < LONGEST)
+    row = first.to(tl.int64) + turn
+    pointers = tl.where(asks, query + row * query_stride, key + row * key_stride)
+    pointers = runs((pointers + key_head * KEY_SIZE)[None, :, None], keys, RUN, ALIGNED)
+    mask = live[None, :, None]
+    if KEY_SIZE != KEYS:
+        mask = mask & some_keys
+    pairs = tl.load(pointers, mask=mask, other=0.0)
+    x = tl.load(a + row * a_stride + head, mask=live, other=0.0).to(tl.float32)
+    strength = tl.load(b + row * b_stride + head, mask=live, other=0.0).to(tl.float32)
+    given = value + (row * value_stride + head * VALUE_SIZE)[None, :] + values[:, None]
+    inside = live[None, :] & some_values[:, None]
+    wanted = tl.load(given, mask=inside, other=0.0).to(tl.float32)
+
+    # Decay and strength of each row.
+    x += tl.load(dt_bias + head).to(tl.float32)
+    soft = tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
+    decay = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * soft)
+    strength = tl.sigmoid(strength)
+
+    # The products of keys with keys and queries, all of them normalised.
+    split: tl.constexpr = pairs.dtype != tl.bfloat16
+    among = product(pairs, pairs, 2 * COLUMNS, 2 * COLUMNS, KEYS, RUN, split, split)
+    factor = tl.where(asks, scale, 1.0)
+    if NORMALISE:
+        squares = tl.where(columns[:, None] == columns[None, :], among, 0.0)
+        factor = factor * tl.rsqrt(tl.sum(squares, axis=0) + 1e-6)
+        among = among * tl.rsqrt(tl.sum(squares, axis=1) + 1e-6)[:, None]
+    among = among * factor[None, :]
+
+    kept = live & (columns < COLUMNS)
+    if tile == 0:
+        tl.store(kept_decay + row * HEADS + head, decay, mask=kept)
+        if head % (HEADS // KEY_HEADS) == 0:
+            unit = pairs.to(tl.float32)
+            if NORMALISE:
+                total = tl.sum(tl.sum(unit * unit, axis=2), axis=0)
+                unit = unit * tl.rsqrt(total + 1e-6)[None, :, None]
+            staged = ((row * KEY_HEADS + key_head) * KEY_SIZE)[None, :, None] + keys
+            tl.store(kept_key + staged, unit, mask=kept[None, :, None] & some_keys)
+
+    # One row after another, on the products alone.
+    split_state: tl.constexpr = now.dtype != tl.bfloat16
+    seen = product(now, pairs, VALUES, 2 * COLUMNS, KEYS, RUN, split_state, split)
+    seen = seen * factor[None, :]
+    corrected = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
+    outputs = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
+    for turn_now in tl.static_range(LONGEST):
+        this = columns == turn_now
+        seen = seen * tl.sum(tl.where(this, decay, 0.0), axis=0)
+        fresh = tl.sum(tl.where(this[None, :], wanted - seen, 0.0), axis=1)
+        fresh = fresh * tl.sum(tl.where(this, strength, 0.0), axis=0)
+        with_key = tl.sum(tl.where(this[:, None], among, 0.0), axis=0)
+        seen = seen + fresh[:, None] * with_key[None, :]
+        corrected = tl.where(this[None, :], fresh[:, None], corrected)
+        outputs = tl.where((columns == COLUMNS + turn_now)[None, :], seen, outputs)
+    made = out + (row * out_stride + head * VALUE_SIZE)[None, :] + values[:, None]
+    tl.store(made, outputs.to(out.dtype.element_ty), mask=inside & asks[None, :])
+    staged = (row * HEADS + head) * VALUE_SIZE
+    tl.store(kept_value + staged[None, :] + values[:, None], corrected, mask=inside & kept[None, :])
