@@ -138,21 +138,25 @@ _16: Final = {"mamba_ssm_cache_dtype": "bfloat16"}
 
 #: By name: model, options of the engine, and what runs beside stock.
 KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
-    "triton_float32": ("qwen3_5", {**_TRITON, **_BY_TRITON, **_32}, ("again", "auto", "undo")),
-    "fused_float32": ("qwen3_5", {**_TRITON, **_32}, ("again", "auto", "undo")),
+    "triton_float32": (
+        "qwen3_5",
+        {**_TRITON, **_BY_TRITON, **_32},
+        ("again", "auto", "undo", "fast"),
+    ),
+    "fused_float32": ("qwen3_5", {**_TRITON, **_32}, ("again", "auto", "undo", "fast")),
     "nemotron": ("nemotron_h", {}, ("auto",)),
     "lfm2": ("lfm2", {}, ("auto",)),
-    "triton_bfloat16": ("qwen3_5", {**_TRITON, **_BY_TRITON, **_16}, ("auto",)),
-    "fused_bfloat16": ("qwen3_5", {**_TRITON, **_16}, ("auto",)),
+    "triton_bfloat16": ("qwen3_5", {**_TRITON, **_BY_TRITON, **_16}, ("auto", "fast")),
+    "fused_bfloat16": ("qwen3_5", {**_TRITON, **_16}, ("auto", "fast")),
     "granite": ("granite", {}, ("auto",)),
     "ahead": (
         "qwen3_5",
         {**_TRITON, **_32, "speculation": {"method": "ngram_gpu"}},
-        ("auto",),
+        ("auto", "fast"),
     ),
-    "mtp": ("qwen3_5", {**_TRITON, "speculation": {"method": "mtp"}}, ("auto",)),
-    "few": ("qwen3_5", {**_TRITON, "blocks": True}, ("auto",)),
-    "experts": ("qwen3_next", {**_TRITON, **_32}, ("auto",)),
+    "mtp": ("qwen3_5", {**_TRITON, "speculation": {"method": "mtp"}}, ("auto", "fast")),
+    "few": ("qwen3_5", {**_TRITON, "blocks": True}, ("auto", "fast")),
+    "experts": ("qwen3_next", {**_TRITON, **_32}, ("auto", "fast")),
 }
 _MODES: Final = {"graphs": {}, "eager": {"enforce_eager": True}}
 #: Kinds that run with graphs alone.
@@ -178,7 +182,9 @@ def engines() -> dict[str, dict[str, Any]]:
                 if mode == "eager" and who == "again":
                     continue
                 policy = "undo" if who == "undo" else "auto"
-                kvtxn = {} if who in ("stock", "again") else {**_EXACT, "policy": policy}
+                how = "fast" if who == "fast" else "exact"
+                ours = {**_EXACT, "policy": policy, "recurrent": how}
+                kvtxn = {} if who in ("stock", "again") else ours
                 found[f"{kind}.{mode}.{who}"] = {
                     "model": model,
                     "kvtxn": kvtxn,
@@ -214,6 +220,7 @@ def options_of(job: dict[str, Any]) -> dict[str, Any]:
         "kv_cache_memory_bytes": 512 << 20,
         "enable_prefix_caching": False,
         "disable_log_stats": False,
+        "logprobs_mode": "raw_logits",
         "speculative_config": speculation,
         **options,
     }

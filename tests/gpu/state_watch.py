@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import state_recurrence
 import torch
 from gpu_oracle import Watch as Base
 from kvtxn.integrations.vllm_plugin.internals import layers as attention_layers
 from kvtxn.integrations.vllm_plugin.internals.state_layers import state_layers
+
+state_recurrence.watch_launches()
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -70,6 +73,8 @@ class Watch(Base):
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         self.found = state_layers(runner)
         self.held = getattr(runner, "kvtxn_states", None) is not None
+        replayed = getattr(getattr(runner, "kvtxn_states", None), "_replayed", None)
+        self.replayed = () if replayed is None else replayed.layers
         self.begin(0)
         prepare, sampled_by = runner.prepare_attn, runner.postprocess_sampled
         manager = runner.cudagraph_manager
@@ -79,6 +84,7 @@ class Watch(Base):
             prepared = prepare(batch)
             self.batch = batch
             self.before = self.states_now()
+            self.blocks = self.blocks_now()
             return prepared
 
         def sampled(
@@ -89,8 +95,11 @@ class Watch(Base):
             query_start_loc: Any = None,
         ) -> None:
             self.look("forward")
+            step = runner.kvtxn_states._step if self.replayed else None
             sampled_by(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
             self.look("commit")
+            if step is not None:
+                self.recur(step, num_sampled)
             self.note(num_sampled, idx_mapping)
 
         def replayed(*args: Any, **kwargs: Any) -> Any:
@@ -105,6 +114,7 @@ class Watch(Base):
         self.oracle_seed(seed)
         self.counts = Counter[str]()
         self.accepted = Counter[int]()
+        self.recurred, self.worst = Counter[str](), 0.0
         self.digests: dict[str, list[int]] = {}
         self.names: dict[str, str] = {}
         self.first: int | None = None
@@ -130,6 +140,40 @@ class Watch(Base):
             self.counts[f"{stage}_changed"] += int(changed.sum())
             if stage == "forward":
                 self.counts["strays"] += int((changed & ~prefilling).sum())
+
+    def blocks_now(self) -> list[torch.Tensor]:
+        """A number of each block, of each layer that kvtxn's own kernels advance."""
+        if not self.replayed:
+            return []
+        states = [layer.state for layer in self.found if layer.state is not None]
+        return [state_recurrence.words_of_blocks(state) for state in states]
+
+    def recur(self, step: Any, num_sampled: torch.Tensor) -> None:
+        """Compare the states that a commit wrote with the recurrence over the kept rows."""
+        count, known = self.batch.num_reqs, step.starts.tolist()
+        places = list(range(step.requests)) if step.places is None else step.places.tolist()
+        pairs = [(n, at) for n, at in enumerate(places) if at < count and known[n + 1] > known[n]]
+        if not pairs:
+            return
+        number, last = len(pairs), pairs[-1][0] + 1
+        device = num_sampled.device
+        whose = torch.tensor([at for _, at in pairs], device=device)
+        starts = torch.tensor(known[: number + 1], device=device)
+        assert last == number, "requests without rows come last"
+        kept = num_sampled[whose].long()
+        self.recurred["rows"] += int(starts[-1])
+        after = self.states_now()
+        parts = zip(self.replayed, self.before, after, strict=True)
+        for layer, was, now in parts:
+            off = state_recurrence.compare(
+                layer, was[whose], now[whose], starts, kept, self.recurred
+            )
+            self.worst = max(self.worst, off)
+        mine = [self.tables(each) for each in self.found if each.state is not None]
+        for was, now, table in zip(self.blocks, self.blocks_now(), mine, strict=True):
+            changed = now != was
+            changed[table.flatten()] = False
+            self.recurred["other_blocks"] += int(changed.sum())
 
     def note(self, num_sampled: torch.Tensor, idx_mapping: torch.Tensor) -> None:
         """Digest the state of each request of the batch."""
@@ -174,6 +218,7 @@ class Watch(Base):
             "counts": dict(self.counts),
             "accepted": {str(k): v for k, v in sorted(self.accepted.items())},
             "digests": self.digests,
+            "recurred": {**self.recurred, "worst": self.worst} if self.replayed else {},
         }
 
     # -- faults -----------------------------------------------------------------------
@@ -202,3 +247,29 @@ class Watch(Base):
         for name in ("commit", "run"):
             vars(getattr(self, "spoiled", self)).pop(name, None)
         return dict(self.repeated)
+
+    def miscount(self) -> None:
+        """Let the commit of every fifth step take in one row less or more than is kept."""
+        states: Any = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
+        commit, calls, self.miscounted = states.commit, [0], 0
+
+        def miscounting(sampled: torch.Tensor) -> None:
+            calls[0] += 1
+            step = states._step
+            if calls[0] % 5 == 0 and step is not None and step.requests:
+                wrong = torch.where(sampled > 1, sampled - 1, sampled + 1)
+                places = slice(step.requests) if step.places is None else step.places
+                lengths = step.starts.diff()[: sampled[places].shape[0]]
+                right, other = (
+                    each[places].clamp(min=1).minimum(lengths) for each in (sampled, wrong)
+                )
+                self.miscounted += int((right != other).sum()) * len(self.replayed)
+                sampled = wrong
+            commit(sampled)
+
+        states.commit = miscounting
+
+    def count_again(self) -> int:
+        """Commit what is kept again; returns how many states were given a wrong count."""
+        del self.model_runner.kvtxn_states.commit  # type: ignore[attr-defined]
+        return self.miscounted

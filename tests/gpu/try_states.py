@@ -10,6 +10,10 @@ are compared where both engines have given a request the same tokens; how many o
 digests are distinct says that they tell states apart. An engine with windows also says which blocks
 of states the forward changed, and which the commit.
 
+Engines named ``fast`` run kvtxn's own kernels of gated delta nets. They may part from stock at
+near-ties, as vLLM's two kernels part from each other. Their states are compared with a recurrence
+in float64 (``state_recurrence``), and commits are given wrong counts, which that has to see.
+
 FOLDER gets ``summary.txt``, ``reports.json``, and ``engines.log`` with all that the engines logged.
 """
 
@@ -28,6 +32,7 @@ sys.path[:0] = [str(HERE.parent / part) for part in ("", "serving", "vllm_plugin
 
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
+from gpu_ties import CANDIDATES, NEAR, NOISE, compare  # noqa: E402
 from state_models import DRAFTS, KINDS, engines, options_of, write  # noqa: E402
 
 ENVIRONMENT: Final = {
@@ -82,6 +87,10 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         llm.collective_rpc("fail_once")
         report["fault"] = play(llm, SCENARIOS["eight"])
         report["commits_repeated"] = llm.collective_rpc("repair")[0]
+    if job["kvtxn"].get("recurrent") == "fast":
+        llm.collective_rpc("miscount")
+        report["miscounted"] = play(llm, SCENARIOS["eight"])
+        report["given_wrong_counts"] = llm.collective_rpc("count_again")[0]
     report["counters"] = snapshots(llm)[0] if job["kvtxn"] else {}
     return report
 
@@ -93,10 +102,16 @@ def play(llm: Any, shape: tuple[int, int, int, int]) -> dict[str, Any]:
     count, least, most, outputs = shape
     llm.collective_rpc("begin", args=(0,))
     asked = prompts(count, least, most)
-    params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, detokenize=False)
+    plain: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    params = SamplingParams(**plain, max_tokens=outputs, logprobs=CANDIDATES)
     results = llm.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
     tokens = [list(result.outputs[0].token_ids) for result in results]
-    return {"prompts": asked, "tokens": tokens, **llm.collective_rpc("take")[0]}
+    logits = [
+        [[[token, found.logprob] for token, found in step.items()] for step in output.logprobs]
+        for [output] in (result.outputs for result in results)
+    ]
+    seen = llm.collective_rpc("take")[0]
+    return {"prompts": asked, "tokens": tokens, "logits": logits, **seen}
 
 
 # -- beside the engines ----------------------------------------------------------------
@@ -152,6 +167,38 @@ def judge(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     return lines
 
 
+def near_ties(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Say in lines where an engine whose sums differ parts from another, and how near the ties."""
+    lines = []
+    for name in SCENARIOS:
+        theirs, mine = stock[name], ours[name]
+        same = sum(a == b for a, b in zip(theirs["tokens"], mine["tokens"], strict=True))
+        found = compare(mine, theirs)
+        lines.append(
+            f"    {name}: tokens equal {same}/{len(mine['tokens'])}; in steps of bfloat16 gap "
+            f"{found['gap']:.1f} of {NEAR}, noise {found['noise']:.1f} of {NOISE}; by lot "
+            f"{found['by_lot']}; steps {mine['counts'].get('steps')}, graphs "
+            f"{mine['counts'].get('graphs', 0)}, accepted counts {mine['accepted']} / "
+            f"{theirs['accepted']}"
+        )
+        strays = {k: v for k, v in mine["counts"].items() if "stray" in k and v}
+        lines += [f"      STRAYS {strays}"] if strays else []
+        lines += [f"      states {mine['recurred']}"] if mine["recurred"] else []
+    if "fault" in ours:
+        both = zip(ours["fault"]["tokens"], ours["eight"]["tokens"], strict=True)
+        same = sum(a == b for a, b in both)
+        lines.append(
+            f"    fault: own tokens again {same}/{len(ours['eight']['tokens'])}; repeated "
+            f"{ours['commits_repeated']}; states {ours['fault']['recurred']}"
+        )
+    if "miscounted" in ours:
+        lines.append(
+            f"    wrong counts for {ours['given_wrong_counts']} states: "
+            f"{ours['miscounted']['recurred']}"
+        )
+    return lines
+
+
 def told(name: str, report: dict[str, Any]) -> list[str]:
     """One engine on its own: what it is, its capacity, and whether digests tell states apart."""
     keys = ("runner", "graphs", "commit_graphs", "attention", "kernels", "state_blocks", "blocks")
@@ -178,7 +225,13 @@ def summary(reports: dict[str, dict[str, Any]]) -> str:
             lines += told(name, report)
             stock = mine.get(f"{kind}.stock", {"error": "not run"})
             if "error" not in stock and name != f"{kind}.stock":
-                lines += judge(stock, report)
+                fast = name.endswith(".fast")
+                lines += near_ties(stock, report) if fast else judge(stock, report)
+    lines += ["vLLM's Triton kernel beside its fused one, both stock"]
+    for mode in ("eager", "graphs"):
+        pair = [reports.get(f"{kind}_float32.{mode}.stock", {}) for kind in ("fused", "triton")]
+        if all("one" in each for each in pair):
+            lines += [f"  {mode}", *near_ties(*pair)]
     return "\n".join(lines) + "\n"
 
 

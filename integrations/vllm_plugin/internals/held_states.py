@@ -52,6 +52,9 @@ _TABLES: Final[Mapping[str, str]] = {
 #: that per request vLLM takes the other kernel.
 _FUSED_COLUMNS: Final = 8
 
+#: Most rows of a request that kvtxn's kernels of gated delta nets take.
+MOST_REPLAYED: Final = 16
+
 
 def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     """Say in a sentence what kvtxn does not know about a model's recurrent layers; None if nothing.
@@ -79,6 +82,8 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
             return "vLLM's backend of Mamba-2 layers is not Triton"
         if getattr(module, "use_replayssm", False):
             return "vLLM's own replay of Mamba-2 layers is on"
+        if replayed and width(runner) > MOST_REPLAYED:
+            return f"kvtxn's kernels of gated delta nets take at most {MOST_REPLAYED - 1} drafts"
         if fused and not replayed and width(runner) == _FUSED_COLUMNS:
             return (
                 f"with {_FUSED_COLUMNS - 1} drafts vLLM's fused kernel of gated delta nets has no "
@@ -130,6 +135,7 @@ class HeldStates:
             if make is not None and self._verified:
                 most = int(runner.max_num_reqs)
                 self.graphs = CommitGraphs(self._verified, self.tables, self._width, most, make)
+        self._dtype = runner.dtype
         self._step: VerifyStep | None = None
         self._done = 0
         self.nbytes = bytes_of_buffers(runner, fast=fast)
@@ -175,7 +181,9 @@ class HeldStates:
             self._replayed.forget_caches()
 
     def warm_up(self) -> None:
-        """Compile the kernels of a commit: launch each over rows whose requests have no block.
+        """Compile the kernels of a commit, and kvtxn's own of a verify step.
+
+        Each is launched over rows whose requests have no block.
 
         If commits are to be captured, capture them; where that fails, they stay layer by layer.
         """
@@ -183,6 +191,8 @@ class HeldStates:
         starts = torch.tensor([0, self._width], dtype=torch.int32, device=device)
         step = VerifyStep(1, self._width, starts, None, metadata)
         with torch.inference_mode():
+            if self._replayed is not None:
+                self._replayed.warm_up(self._dtype)
             self.tables.name_commits(self.tables.whole[:1], starts)
             for rows in self._verified:
                 rows.commit(step)

@@ -57,7 +57,7 @@ class ReplayedLayer:
             return kernel(**given)
         query, key, value = (given[name][0] for name in ("q", "k", "v"))
         out, starts = torch.empty_like(given["v"]), given["cu_seqlens"]
-        self._launch(query, key, value, given["a"], given["b"], starts, out[0])
+        self.launch(query, key, value, given["a"], given["b"], starts, out[0])
         return out, given["initial_state"]
 
     def verify_fused(
@@ -70,18 +70,20 @@ class ReplayedLayer:
         attn_metadata: Any,
     ) -> None:
         """Verify in place of vLLM's fused kernel, then apply the layer's own gated norm."""
-        key_heads, heads, key_size, value_size = sizes_of(self.module)
-        widths = [key_heads * key_size] * 2 + [heads * value_size]
-        parts = mixed_qkv.split(widths, dim=-1)
-        shapes = (key_heads, key_size), (key_heads, key_size), (heads, value_size)
-        query, key, value = (
-            part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)
-        )
+        query, key, value = self.split(mixed_qkv)
         starts = attn_metadata.spec_query_start_loc[: attn_metadata.num_spec_decodes + 1]
-        self._launch(query, key, value, a, b, starts, core_attn_out)
+        self.launch(query, key, value, a, b, starts, core_attn_out)
         self.module._rms_norm_gated_cuda(core_attn_out, output_gate, core_attn_out)
 
-    def _launch(
+    def split(self, mixed_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of rows that have query, key and value in one piece."""
+        key_heads, heads, key_size, value_size = sizes_of(self.module)
+        widths = [key_heads * key_size] * 2 + [heads * value_size]
+        query, key, value = mixed_qkv.split(widths, dim=-1)
+        keys = key_heads, key_size
+        return query.unflatten(1, keys), key.unflatten(1, keys), value.unflatten(1, (heads, -1))
+
+    def launch(
         self,
         query: Tensor,
         key: Tensor,
@@ -158,6 +160,23 @@ class ReplayedRows:
         for layer in self.layers:
             gated_delta_hooks.unhook_kernels(layer.module)
 
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile the kernel that verifies, for the layouts of rows that vLLM's two paths have.
+
+        No request may have a block yet: the kernel reads and writes nothing then.
+        """
+        layer = self.layers[0]
+        key_heads, heads, key_size, value_size = sizes_of(layer.module)
+        keys, values, device = key_heads * key_size, heads * value_size, self._tables.whole.device
+        mixed = torch.zeros(layer.longest, 2 * keys + values, dtype=dtype, device=device)
+        b, a = torch.zeros(layer.longest, 2 * heads, dtype=dtype, device=device).chunk(2, dim=1)
+        starts = torch.tensor([0, layer.longest], dtype=torch.int32, device=device)
+        query, key, value = layer.split(mixed)
+        out = torch.empty_like(value, memory_format=torch.contiguous_format)
+        layer.launch(query, key, value, a, b, starts, out)
+        query, key, value, a, b = (part.contiguous() for part in (query, key, value, a, b))
+        layer.launch(query, key, value, a, b, starts, out)
+
     def forget_caches(self) -> None:
         """Hold no cache; the next commit finds those that the layers have then."""
         self._found = None
@@ -176,4 +195,5 @@ class ReplayedRows:
             self._tables.sources[:, :count, -1],
             self._tables.counts[:count],
             step.starts[: count + 1],
+            longest=self.layers[0].longest,
         )

@@ -12,6 +12,7 @@ import pytest
 import test_held_states as held
 import torch
 from engine_jobs import missing
+from kernels_here import importing_kernels
 from kvtxn.backends.gated_delta import DeltaRows
 from kvtxn.integrations.vllm_plugin.internals import (
     gated_delta_hooks,
@@ -117,11 +118,11 @@ def test_a_commit_that_fails_is_repeated_or_stops_the_engine(rig, monkeypatch, t
     """The launch that is repeated has written nothing before."""
     left, advance = [times], replayed_rows.advance_gated_delta
 
-    def failing(*given):
+    def failing(*given, **named):
         if left[0]:
             left[0] -= 1
             raise RuntimeError("no launch")
-        advance(*given)
+        advance(*given, **named)
 
     monkeypatch.setattr(replayed_rows, "advance_gated_delta", failing)
     if times == 1:
@@ -257,3 +258,14 @@ def test_seven_drafts_leave_no_column_to_vllms_fused_kernel_alone(monkeypatch, f
     assert ("_rms_norm_gated_cuda is not there" if fast else "7 drafts") in wrong
     type(layer)._rms_norm_gated_cuda = lambda self, x, output_gate, out: None
     assert (held_states.launches_differ(rig.runner, fast=fast) is None) == fast
+    rig.runner.vllm_config.num_speculative_tokens = 16
+    wrong = held_states.launches_differ(rig.runner, fast=fast)
+    assert wrong == ("kvtxn's kernels of gated delta nets take at most 15 drafts" if fast else None)
+
+
+def test_the_kernels_take_as_many_rows_as_is_said():
+    from kvtxn.integrations.vllm_plugin.internals.held_states import MOST_REPLAYED
+
+    with importing_kernels():
+        from kvtxn.backends.gated_delta.launch import MOST_ROWS
+    assert MOST_ROWS == MOST_REPLAYED

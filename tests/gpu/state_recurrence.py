@@ -1,0 +1,132 @@
+"""An oracle of gated delta nets: each state after a commit, against the recurrence in float64.
+
+It knows nothing of how kvtxn verifies or commits. It copies what a layer's kernel is given in a
+verify step, also inside captured graphs, and the state before the step; then it computes the state
+after every number of rows. The state in the cache has to be that after the kept rows, and must
+not be mistaken for any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+import attrs
+import torch
+from kvtxn.integrations.vllm_plugin.internals.replayed_rows import ReplayedLayer
+from torch import Tensor
+
+#: How far a number of a state may be off, as a part of the state's largest number. In float32 a
+#: row's key, strength, decay and product over 128 keys are a few roundings of 2**-24 each, and a
+#: step has a few rows. A bfloat16 state is rounded once in the end: half of 2**-7.
+TOLERANCE: Final = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-8 + 2.0**-18}
+
+#: A state after another count is told apart if it is further off than this many times as much.
+APART: Final = 4
+
+
+@attrs.define(eq=False)
+class Given:
+    """What one layer's kernel was given in the last verify step."""
+
+    key: Tensor
+    value: Tensor
+    a: Tensor
+    b: Tensor
+
+
+#: By layer. Captured graphs write to these addresses.
+GIVEN: Final[dict[int, Given]] = {}
+
+
+def watch_launches() -> None:
+    """Copy what the kernels of verify steps are given from now on; before any graph is captured."""
+    launch = ReplayedLayer.launch
+
+    def copied(self: Any, query: Any, key: Any, value: Any, a: Any, b: Any, *others: Any) -> None:
+        parts = key, value, a, b
+        room = self.rows.num_rows
+        if id(self) not in GIVEN:
+            with torch.inference_mode(False):
+                made = [part.new_zeros(room, *part.shape[1:]) for part in parts]
+            GIVEN[id(self)] = Given(*made)
+        kept = GIVEN[id(self)]
+        count = min(room, key.shape[0])
+        for target, part in zip((kept.key, kept.value, kept.a, kept.b), parts, strict=True):
+            target[:count].copy_(part[:count])
+        launch(self, query, key, value, a, b, *others)
+
+    ReplayedLayer.launch = copied  # type: ignore[method-assign]
+
+
+def states_after(before: Tensor, given: Given, module: Any, rows: Tensor) -> Tensor:
+    """Compute the states after 0, 1, 2, ... rows.
+
+    Args:
+        before: ``[num_requests, heads, value_size, key_size]``.
+        given: what the kernel was given.
+        module: the layer.
+        rows: int64 ``[num_requests, most_rows]``, the rows of each request.
+
+    Returns:
+        float64 ``[1 + most_rows, num_requests, heads, value_size, key_size]``.
+    """
+    state, found = before.double(), [before.double()]
+    heads = state.shape[1]
+    for row in rows.T:
+        key = given.key[row].double()
+        key = key * (key.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        key = key.repeat_interleave(heads // key.shape[1], dim=1)
+        x = given.a[row].double() + module.dt_bias.double()
+        decay = torch.exp(-module.A_log.double().exp() * torch.nn.functional.softplus(x))
+        state = state * decay[:, :, None, None]
+        fresh = given.value[row].double() - (state @ key[..., None])[..., 0]
+        fresh = fresh * torch.sigmoid(given.b[row].double())[..., None]
+        state = state + fresh[..., None] * key[:, :, None, :]
+        found.append(state)
+    return torch.stack(found)
+
+
+def compare(
+    layer: Any, before: Tensor, now: Tensor, starts: Tensor, kept: Tensor, counts: Counter[str]
+) -> float:
+    """Compare the states of one layer after a commit.
+
+    Args:
+        layer: the ``ReplayedLayer``.
+        before: ``[num_requests, heads, value_size, key_size]``, before the step.
+        now: after the commit, likewise.
+        starts: int64 ``[num_requests + 1]``.
+        kept: int64 ``[num_requests]``.
+        counts: gets ``states`` that were compared, those that are ``off``, those ``mistaken``: off,
+            and right for another count; and ``blind``: two counts have states that are alike.
+
+    Returns:
+        The largest difference of a state that is right.
+    """
+    lengths = starts.diff()
+    most = int(lengths.max())
+    turns = torch.arange(most, device=now.device)
+    rows = (starts[:-1, None] + turns).clamp(max=int(starts[-1]) - 1)
+    every = states_after(before, GIVEN[id(layer)], layer.module, rows)
+    size = every.abs().amax((2, 3, 4)).clamp(min=1e-9)
+    off = (every - now.double()).abs().amax((2, 3, 4)) / size
+    right = kept.clamp(min=1).minimum(lengths)[None]
+    near = TOLERANCE[now.dtype]
+    there = torch.arange(most + 1, device=now.device)[:, None]
+    others = (there != right) & (there <= lengths)
+    mine = off.gather(0, right)[0]
+    apart = (every - every.gather(0, right[..., None, None, None].expand_as(every[:1]))).abs()
+    close = apart.amax((2, 3, 4)) / size <= APART * near
+    wrong = mine > near
+    counts["states"] += int(wrong.numel())
+    counts["off"] += int(wrong.sum())
+    counts["mistaken"] += int((wrong & ((off <= near) & others).any(0)).sum())
+    counts["blind"] += int((close & others).any(0).sum())
+    return float(mine[~wrong].max()) if bool((~wrong).any()) else 0.0
+
+
+def words_of_blocks(state: Tensor) -> Tensor:
+    """A number of the bits of each block, int64 ``[num_blocks]``, without a copy of the cache."""
+    words = state.view({2: torch.int16, 4: torch.int32}[state.element_size()])
+    return words.flatten(1).sum(1, dtype=torch.int64)

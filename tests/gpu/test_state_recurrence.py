@@ -1,0 +1,114 @@
+"""The oracle of gated delta nets finds states that are off, and names those of another count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvtxn.backends.gated_delta import DeltaLayers, DeltaRows, advance_gated_delta
+from kvtxn.integrations.vllm_plugin.internals.replayed_rows import ReplayedLayer
+from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables
+
+HEADS, KEY_HEADS, SIZE, WIDTH = 4, 2, 16, 5
+
+
+class Net:
+    """A layer with its states, one verify step, and the oracle's copies of it."""
+
+    def __init__(self, dtype: torch.dtype, lengths: list[int]) -> None:
+        from state_recurrence import GIVEN, compare, watch_launches
+
+        torch.manual_seed(0)
+        self.compare, count, total = compare, len(lengths), sum(lengths)
+        self.module = SimpleNamespace(
+            kv_cache=(None, torch.randn(9, HEADS, SIZE, SIZE).to(dtype)),
+            A_log=torch.randn(HEADS),
+            dt_bias=torch.randn(HEADS),
+            head_k_dim=SIZE,
+        )
+        self.tables = StateTables.build(1, 8, WIDTH, torch.device("cpu"), replay=True)
+        self.tables.name_sources(0, torch.arange(1, count + 1).int()[:, None])
+        rows = DeltaRows.build(8 * WIDTH, KEY_HEADS, HEADS, SIZE, SIZE, torch.device("cpu"))
+        self.layer = ReplayedLayer(self.module, self.tables, 0, rows, WIDTH)
+        self.starts = torch.tensor([0, *lengths]).cumsum(0)
+        self.before = self.module.kv_cache[1][1 : count + 1].clone()
+        parts = torch.randn(2, total, KEY_HEADS, SIZE), torch.randn(total, HEADS, SIZE)
+        gates = torch.randn(2, total, HEADS)
+        own = ReplayedLayer.launch
+        watch_launches()
+        try:
+            made = *parts[0].bfloat16(), parts[1].bfloat16(), *gates.bfloat16()
+            self.layer.launch(*made, self.starts.int(), torch.zeros_like(made[2]))
+        finally:
+            ReplayedLayer.launch = own
+        assert GIVEN[id(self.layer)].key.shape[0] == 8 * WIDTH
+
+    def commit(self, counts: list[int]) -> None:
+        """Let the states take rows in."""
+        delta = DeltaLayers.build([self.module.kv_cache[1]], [self.layer.rows])
+        self.tables.name_commits(torch.tensor(counts), self.starts)
+        sources = self.tables.sources[:, : len(counts), -1]
+        advance_gated_delta(
+            delta, sources, self.tables.counts[: len(counts)], self.starts.int(), longest=WIDTH
+        )
+
+    def seen(self, kept: list[int]) -> tuple[Counter[str], float]:
+        """Compare with the states after these counts."""
+        counts, now = Counter[str](), self.module.kv_cache[1][1 : len(kept) + 1]
+        worst = self.compare(
+            *(self.layer, self.before, now, self.starts, torch.tensor(kept), counts)
+        )
+        return counts, worst
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_after_the_kept_rows_are_right(dtype):
+    from state_recurrence import TOLERANCE
+
+    net = Net(dtype, [5, 1, 3, 4])
+    net.commit([5, 1, 2, 1])
+    counts, worst = net.seen([5, 1, 2, 1])
+    assert counts == {"states": 4, "off": 0, "mistaken": 0, "blind": 0}
+    assert 0 < worst <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_after_another_count_is_seen(dtype):
+    """Also one that took no row in."""
+    net = Net(dtype, [5, 3, 3, 4])
+    net.commit([4, 2, 2, 2])
+    net.module.kv_cache[1][4] = net.before[3]
+    counts, _ = net.seen([5, 1, 2, 2])
+    assert counts == {"states": 4, "off": 3, "mistaken": 3, "blind": 0}
+
+
+def test_a_state_that_is_wrong_in_one_number_is_off():
+    net = Net(torch.float32, [5, 3])
+    net.commit([5, 3])
+    net.module.kv_cache[1][1, 0, 0, 0] += 1e-4
+    counts, _ = net.seen([5, 3])
+    assert (counts["off"], counts["mistaken"]) == (1, 0)
+
+
+def test_states_that_counts_do_not_change_are_named():
+    """Where a row writes nothing, the comparison says nothing of the count."""
+    net = Net(torch.float32, [5])
+    from state_recurrence import GIVEN
+
+    given = GIVEN[id(net.layer)]
+    given.a[1], given.b[1] = -1e4, -1e4
+    counts, _ = net.seen([1])
+    assert counts["blind"] == 1
+
+
+def test_every_block_of_a_cache_has_a_number():
+    from state_recurrence import words_of_blocks
+
+    pages = torch.randn(6, 100)
+    state = pages[:, 20:68].unflatten(1, (3, 4, 4))
+    before = words_of_blocks(state)
+    pages[2, 50] += 1.0
+    pages[4, 5] += 1.0  # beside the states
+    assert (words_of_blocks(state) != before).nonzero().flatten().tolist() == [2]
