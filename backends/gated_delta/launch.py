@@ -28,15 +28,17 @@ class Tile:
 
     Attributes:
         values: rows of a head's state, a power of two.
-        warps: of 32 threads each.
+        warps: of 32 threads each. In one warp, the verify kernel moves nothing between threads.
+        tiles: tiles that a verify program takes, one after another; a power of two.
     """
 
     values: int
-    warps: int
+    warps: int = 1
+    tiles: int = 1
 
 
 #: By dtype of the states.
-VERIFY: Final = {torch.float32: Tile(32, 2), torch.bfloat16: Tile(64, 2)}
+VERIFY: Final = {torch.float32: Tile(16), torch.bfloat16: Tile(32)}
 ADVANCE: Final = {torch.float32: Tile(32, 4), torch.bfloat16: Tile(64, 4)}
 
 
@@ -81,7 +83,8 @@ def launch_verify(
         *(part.stride(0) % run == 0 for part in (query, key)),
     )
     values = min(tile.values, max(16, _power(value_size)))
-    grid = triton.cdiv(value_size, values) * heads, sources.shape[0]
+    tiles = min(tile.tiles, triton.cdiv(value_size, values))
+    grid = triton.cdiv(value_size, values * tiles) * heads, sources.shape[0]
     verify_rows[grid](
         *given,
         state,
@@ -105,6 +108,7 @@ def launch_verify(
         RUN=run,
         ALIGNED=all(runs),
         NORMALISE=normalise,
+        TILES=tiles,
         num_warps=tile.warps,
     )
 

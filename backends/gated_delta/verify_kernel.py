@@ -39,14 +39,14 @@ def truncated(numbers: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 def keys_in_threads(
     numbers: tl.tensor, ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr
 ) -> tl.tensor:
-    """Turn ``[KEYS / (4 * RUN), ROWS, 4 * RUN]`` into ``[ROWS, KEYS]`` as tensor cores hold it.
+    """Turn ``[ROWS, KEYS / (4 * RUN), 4 * RUN]`` into ``[ROWS, KEYS]`` as tensor cores hold it.
 
     Of each 16 columns of an operand, a thread has two pairs, 8 columns apart, and four threads
     share a row. So the run of a thread becomes such pairs.
     """
     pieces: tl.constexpr = KEYS // (4 * RUN)
-    apart = tl.reshape(numbers, [pieces, ROWS, 4, RUN // 4, 2, 2])
-    return tl.reshape(tl.permute(apart, [1, 0, 3, 4, 2, 5]), [ROWS, KEYS])
+    apart = tl.reshape(numbers, [ROWS, pieces, 4, RUN // 4, 2, 2])
+    return tl.reshape(tl.permute(apart, [0, 1, 3, 4, 2, 5]), [ROWS, KEYS])
 
 
 @triton.jit
@@ -63,8 +63,8 @@ def product(
     """Multiply ``left`` by ``right`` transposed, with float32's precision.
 
     Args:
-        left: ``[KEYS / (4 * RUN), LEFT, 4 * RUN]``.
-        right: ``[KEYS / (4 * RUN), RIGHT, 4 * RUN]``.
+        left: ``[LEFT, KEYS / (4 * RUN), 4 * RUN]``.
+        right: ``[RIGHT, KEYS / (4 * RUN), 4 * RUN]``.
         LEFT: rows of ``left``.
         RIGHT: rows of ``right``.
         KEYS: columns of both.
@@ -117,6 +117,79 @@ def runs(
     return pointers
 
 
+@triton.jit
+def tile_of(
+    begin: tl.tensor,
+    values: tl.tensor,
+    keys: tl.tensor,
+    some_keys: tl.tensor,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    RUN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+) -> tl.tensor:
+    """Load the rows ``values`` of a head's state that begins at ``begin``."""
+    where = runs(begin, values[:, None, None] * KEY_SIZE + keys, RUN, ALIGNED)
+    if KEY_SIZE == KEYS and VALUE_SIZE % VALUES == 0:
+        numbers = tl.load(where)
+    else:
+        inside = (values < VALUE_SIZE)[:, None, None] & some_keys
+        numbers = tl.load(where, mask=inside, other=0.0)
+    return numbers
+
+
+@triton.jit
+def values_of(
+    given: tl.tensor, values: tl.tensor, live: tl.tensor, VALUE_SIZE: tl.constexpr
+) -> tl.tensor:
+    """Load the elements ``values`` of the rows' values as ``[VALUES, 2 * COLUMNS]``."""
+    inside = live[None, :] & (values < VALUE_SIZE)[:, None]
+    return tl.load(given + values[:, None], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rows_of(
+    seen: tl.tensor,
+    wanted: tl.tensor,
+    among: tl.tensor,
+    decay: tl.tensor,
+    strength: tl.tensor,
+    VALUES: tl.constexpr,
+    LONGEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Take one row after another in, on the products alone.
+
+    Args:
+        seen: ``[VALUES, 2 * COLUMNS]``, the state times keys and queries.
+        wanted: likewise, the values of the rows.
+        among: ``[2 * COLUMNS, 2 * COLUMNS]``, keys times keys and queries.
+        decay: ``[2 * COLUMNS]``.
+        strength: ``[2 * COLUMNS]``.
+        VALUES: rows of a tile.
+        LONGEST: the most rows of a request.
+        COLUMNS: columns of keys.
+
+    Returns:
+        Corrected values in the columns of keys, and outputs in those of queries.
+    """
+    columns = tl.arange(0, 2 * COLUMNS)
+    corrected = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
+    outputs = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
+    for turn in tl.static_range(LONGEST):
+        this = columns == turn
+        seen = seen * tl.sum(tl.where(this, decay, 0.0), axis=0)
+        fresh = tl.sum(tl.where(this[None, :], wanted - seen, 0.0), axis=1)
+        fresh = fresh * tl.sum(tl.where(this, strength, 0.0), axis=0)
+        with_key = tl.sum(tl.where(this[:, None], among, 0.0), axis=0)
+        seen = seen + fresh[:, None] * with_key[None, :]
+        corrected = tl.where(this[None, :], fresh[:, None], corrected)
+        outputs = tl.where((columns == COLUMNS + turn)[None, :], seen, outputs)
+    return corrected, outputs
+
+
 @triton.jit(do_not_specialize=["source_stride"])
 def verify_rows(
     query: tl.tensor,
@@ -153,10 +226,11 @@ def verify_rows(
     RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
     NORMALISE: tl.constexpr,
+    TILES: tl.constexpr,
 ) -> None:
     """Compute outputs, and stage keys, corrected values and decays.
 
-    Grid: (tiles of a head * HEADS, requests).
+    Grid: (programs of a head * HEADS, requests).
 
     Args:
         query: ``[num_rows, KEY_HEADS, KEY_SIZE]``, a row contiguous, as are all rows here.
@@ -195,10 +269,11 @@ def verify_rows(
         ALIGNED: each run of keys begins on 16 bytes in the state, and on a multiple of its size in
             queries and keys.
         NORMALISE: divide queries and keys by their length.
+        TILES: tiles of a program, one after another.
     """
-    tiles: tl.constexpr = (VALUE_SIZE + VALUES - 1) // VALUES
-    tile = tl.program_id(0) % tiles
-    head = tl.program_id(0) // tiles
+    parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
+    part = tl.program_id(0) % parts
+    head = tl.program_id(0) // parts
     number = tl.program_id(1)
     slot = tl.load(sources + number * source_stride).to(tl.int64)
     first = tl.load(starts + number)
@@ -209,32 +284,26 @@ def verify_rows(
 
     # The state, and the keys and queries as COLUMNS rows each.
     pieces = tl.arange(0, KEYS // (4 * RUN))
-    keys = pieces[:, None, None] * (4 * RUN) + tl.arange(0, 4 * RUN)[None, None, :]
-    values = tile * VALUES + tl.arange(0, VALUES)
+    keys = pieces[None, :, None] * (4 * RUN) + tl.arange(0, 4 * RUN)[None, None, :]
+    values = part * (VALUES * TILES) + tl.arange(0, VALUES)
     begin = state + slot * slot_stride + head * VALUE_SIZE * KEY_SIZE
-    where = runs(begin, values[None, :, None] * KEY_SIZE + keys, RUN, ALIGNED)
-    some_values = values < VALUE_SIZE
     some_keys = keys // RUN < KEY_SIZE // RUN if ALIGNED else keys < KEY_SIZE
-    if KEY_SIZE == KEYS and VALUE_SIZE % VALUES == 0:
-        now = tl.load(where)
-    else:
-        now = tl.load(where, mask=some_values[None, :, None] & some_keys, other=0.0)
+    now = tile_of(begin, values, keys, some_keys, KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED)
     columns = tl.arange(0, 2 * COLUMNS)
     turn = columns % COLUMNS
     asks = columns >= COLUMNS
     live = (turn < length) & (turn < LONGEST)
     row = first.to(tl.int64) + turn
     pointers = tl.where(asks, query + row * query_stride, key + row * key_stride)
-    pointers = runs((pointers + key_head * KEY_SIZE)[None, :, None], keys, RUN, ALIGNED)
-    mask = live[None, :, None]
+    pointers = runs((pointers + key_head * KEY_SIZE)[:, None, None], keys, RUN, ALIGNED)
+    mask = live[:, None, None]
     if KEY_SIZE != KEYS:
         mask = mask & some_keys
     pairs = tl.load(pointers, mask=mask, other=0.0)
     x = tl.load(a + row * a_stride + head, mask=live, other=0.0).to(tl.float32)
     strength = tl.load(b + row * b_stride + head, mask=live, other=0.0).to(tl.float32)
-    given = value + (row * value_stride + head * VALUE_SIZE)[None, :] + values[:, None]
-    inside = live[None, :] & some_values[:, None]
-    wanted = tl.load(given, mask=inside, other=0.0).to(tl.float32)
+    given = value + (row * value_stride + head * VALUE_SIZE)[None, :]
+    wanted = values_of(given, values, live, VALUE_SIZE)
 
     # Decay and strength of each row.
     x += tl.load(dt_bias + head).to(tl.float32)
@@ -253,32 +322,33 @@ def verify_rows(
     among = among * factor[None, :]
 
     kept = live & (columns < COLUMNS)
-    if tile == 0:
+    if part == 0:
         tl.store(kept_decay + row * HEADS + head, decay, mask=kept)
         if head % (HEADS // KEY_HEADS) == 0:
             unit = pairs.to(tl.float32)
             if NORMALISE:
-                total = tl.sum(tl.sum(unit * unit, axis=2), axis=0)
-                unit = unit * tl.rsqrt(total + 1e-6)[None, :, None]
-            staged = ((row * KEY_HEADS + key_head) * KEY_SIZE)[None, :, None] + keys
-            tl.store(kept_key + staged, unit, mask=kept[None, :, None] & some_keys)
+                total = tl.sum(tl.sum(unit * unit, axis=2), axis=1)
+                unit = unit * tl.rsqrt(total + 1e-6)[:, None, None]
+            staged = ((row * KEY_HEADS + key_head) * KEY_SIZE)[:, None, None] + keys
+            tl.store(kept_key + staged, unit, mask=kept[:, None, None] & some_keys)
 
-    # One row after another, on the products alone.
+    made = out + (row * out_stride + head * VALUE_SIZE)[None, :]
+    staged = kept_value + ((row * HEADS + head) * VALUE_SIZE)[None, :]
     split_state: tl.constexpr = now.dtype != tl.bfloat16
-    seen = product(now, pairs, VALUES, 2 * COLUMNS, KEYS, RUN, split_state, split)
-    seen = seen * factor[None, :]
-    corrected = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
-    outputs = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
-    for turn_now in tl.static_range(LONGEST):
-        this = columns == turn_now
-        seen = seen * tl.sum(tl.where(this, decay, 0.0), axis=0)
-        fresh = tl.sum(tl.where(this[None, :], wanted - seen, 0.0), axis=1)
-        fresh = fresh * tl.sum(tl.where(this, strength, 0.0), axis=0)
-        with_key = tl.sum(tl.where(this[:, None], among, 0.0), axis=0)
-        seen = seen + fresh[:, None] * with_key[None, :]
-        corrected = tl.where(this[None, :], fresh[:, None], corrected)
-        outputs = tl.where((columns == COLUMNS + turn_now)[None, :], seen, outputs)
-    made = out + (row * out_stride + head * VALUE_SIZE)[None, :] + values[:, None]
-    tl.store(made, outputs.to(out.dtype.element_ty), mask=inside & asks[None, :])
-    staged = (row * HEADS + head) * VALUE_SIZE
-    tl.store(kept_value + staged[None, :] + values[:, None], corrected, mask=inside & kept[None, :])
+    for turn_of_tile in tl.static_range(TILES):
+        later, wanted_later, values_later = now, wanted, values + VALUES
+        if turn_of_tile + 1 < TILES:
+            later = tile_of(
+                begin, values_later, keys, some_keys,
+                KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED,
+            )  # fmt: skip
+            wanted_later = values_of(given, values_later, live, VALUE_SIZE)
+        seen = product(now, pairs, VALUES, 2 * COLUMNS, KEYS, RUN, split_state, split)
+        corrected, outputs = rows_of(
+            seen * factor[None, :], wanted, among, decay, strength, VALUES, LONGEST, COLUMNS
+        )
+        inside = live[None, :] & (values < VALUE_SIZE)[:, None]
+        asked = inside & asks[None, :]
+        tl.store(made + values[:, None], outputs.to(out.dtype.element_ty), mask=asked)
+        tl.store(staged + values[:, None], corrected, mask=inside & kept[None, :])
+        now, wanted, values = later, wanted_later, values_later

@@ -71,11 +71,11 @@ def test_verify_is_as_specified(state, rows, sizes):
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     seed=st.integers(0, 2**20),
     normalise=st.booleans(),
-    values=st.sampled_from([16, 32]),
+    tile=st.sampled_from([Tile(16), Tile(32, 2), Tile(16, 1, 2)]),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 4)]),
 )
 @settings(max_examples=15, deadline=None)
-def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, normalise, values, heads):
+def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, normalise, tile, heads):
     """Outputs of all rows, and the state after any number of kept rows."""
     key_heads, value_heads = heads
     sources = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[: len(lengths)] + 1
@@ -84,13 +84,14 @@ def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, normalise, valu
         device=DEVICE,
         key_heads=key_heads,
         heads=value_heads,
+        value_size=32,
         rows_dtype=torch.float32,
         seed=seed,
     )
     if not normalise:
         case.given["key"].mul_(0.2)  # else the state grows without bound
     before = case.given["state"].clone()
-    verify(case, longest=9, normalise=normalise, tile=Tile(values, 1))
+    verify(case, longest=9, normalise=normalise, tile=tile)
     layers = DeltaLayers.build([case.given["state"]], [case.kept])
     count = torch.randint(0, 10, (len(lengths),), generator=torch.Generator().manual_seed(seed + 1))
     expected = before.double().cpu()
@@ -104,7 +105,7 @@ def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, normalise, valu
             expected[int(sources[number])] = exact_step(case, number, rows, normalise=normalise)[1]
     on_device = count.to(DEVICE, torch.int32)
     where = case.given["sources"][None], on_device, case.given["starts"]
-    launch_advance(layers, *where, None, None, longest=9, tile=Tile(values, 1))
+    launch_advance(layers, *where, None, None, longest=9, tile=tile)
     assert_near(case.given["state"].cpu(), expected, 1e-5)
     untouched = torch.ones(9, dtype=torch.bool)
     untouched[sources] = torch.minimum(count, torch.tensor(lengths)) == 0
