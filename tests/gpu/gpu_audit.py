@@ -25,6 +25,7 @@ sys.path[:0] = [str(HERE.parent), *(str(HERE.parent / folder) for folder in FOLD
 
 import gpu_jobs  # noqa: E402
 import gpu_planted  # noqa: E402
+from connected_jobs import EXAMPLE, OFFLOAD, SIMPLE, WHOLE  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
 from gpu_jobs import TIMED, V1, drafter  # noqa: E402
@@ -69,8 +70,19 @@ def engine(model: str, attention: str | None, asked: dict[str, Any], **more: Any
 
 
 FA: Final = "FLASH_ATTN"
+COME_BACK: Final = ["come_back", "preempted"]
+
+
+def connected(*connectors: Any, **more: Any) -> dict[str, Any]:
+    """One engine with connectors."""
+    given = {"asked": LEDGER, "scenarios": COME_BACK, **more}
+    return engine("llama", FA, connectors=[*connectors], **given)
+
+
 EAGLE: Final = drafter("eagle", "eagle")
 MTP: Final = drafter("mtp")
+
+TRANSFERS: Final = ["loaded_into_another_block", "another_block_stored", "stored_too_early"]
 
 #: By what an engine's log says: the reason why vLLM itself, without the audit, cannot run it here.
 LACKING: Final = {
@@ -155,6 +167,21 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         options={"pipeline_parallel_size": 2},
         gpus=2,
     ),
+    # Rows leave through a connector, and come back.
+    "offload": connected(OFFLOAD, scenarios=[*COME_BACK, "full_blocks"]),
+    "offload-undo": connected(OFFLOAD, asked=LEDGER | UNDO),
+    "offload-bytes": connected(OFFLOAD, asked=BYTES, scenarios=["come_back"]),
+    "simple": connected(SIMPLE),
+    "example": connected(EXAMPLE, scenarios=["come_back"], options=WHOLE),
+    "example-deferred": connected(
+        EXAMPLE, asked=LEDGER | DEFERRED, scenarios=["come_back"], options=WHOLE
+    ),
+    "several": connected(SIMPLE, EXAMPLE, scenarios=["come_back"], options=WHOLE),
+    "v1-offload": connected(OFFLOAD, scenarios=[*COME_BACK, "full_blocks"], environment=V1),
+    "v1-simple": connected(SIMPLE, environment=V1),
+    "planted-offload": connected(
+        OFFLOAD, scenarios=["come_back"], options=STEADY, faults=TRANSFERS
+    ),
     # As much as these engines hold, for minutes; nothing is planted.
     "long": engine("llama", FA, LEDGER, scenarios=["eight"], options=LARGE, long=LONG),
     "long-bytes": engine("llama", FA, BYTES, scenarios=["eight"], options=LARGE, long=LONG),
@@ -225,6 +252,8 @@ def wrong(job: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
                 yield f"{name}: rank {rank}: {each}"
         if job["asked"].get("audit") == "bytes" and not cell["facts"].get("compared"):
             yield f"{name}: no bytes were compared"
+        if job.get("connectors") and name in COME_BACK[:1] and not cell["facts"].get("brought"):
+            yield f"{name}: the connector brought no rows"
         timed = cell["facts"]["ahead"] and name in TIMED
         if not cell["exact"] and not timed and name not in DRAWN:
             yield f"{name}: {cell['same']} texts are the same"
@@ -280,7 +309,8 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['seconds']} s, graphs {facts['graphs']}, ahead {facts['ahead']}, groups "
         f"{facts['groups']}, published {facts.get('published')}, windows {facts['windows']}, "
         f"ledger {facts.get('bytes', 0) >> 10} KiB, same {same}, time {report.get('time')}, "
-        f"long {report.get('long')}"
+        f"long {report.get('long')}, "
+        f"brought {[c.get('facts', {}).get('brought', 0) for c in report['healthy'].values()]}"
     )
 
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import connector_scenarios
 import gpu_oracle
 import gpu_planted
 import long_life
+import planted_transfers
 import scenarios
 import torch
+from connected_jobs import transfer
 from gpu_models import write
 from planted_engines import work
 from planting import Rig
@@ -35,8 +38,24 @@ class AuditWorker(gpu_oracle.Watch):
             return False
         if on:
             watch.begin()
+            self.audit_brought = 0
+            self._count_imports(watch.ledger)
         watch.begun = on
         return True
+
+    def _count_imports(self, ledger: Any) -> None:
+        """Count the rows that a connector brings, once for each ledger."""
+        if "import_rows" in vars(ledger):
+            return
+        real = ledger.import_rows
+
+        def import_rows(
+            request: str, group: str, table: Any, first: int, end: int, *by: Any
+        ) -> Any:
+            self.audit_brought += end - first
+            return real(request, group, table, first, end, *by)
+
+        ledger.import_rows = import_rows
 
     def audit_compare_all(self) -> bool:
         """Compare each row at each read, where bytes are compared."""
@@ -63,6 +82,7 @@ class AuditWorker(gpu_oracle.Watch):
             "memory": torch.cuda.mem_get_info()[1],
         }
         if watch is not None:
+            found["brought"] = getattr(self, "audit_brought", 0)
             found["watched"] = {name: str(group) for name, group in watch.groups.items()}
             found["published"] = [group.name for group, _ in getattr(watch, "_published", ())]
             found["bytes"] = watch.ledger.books.num_bytes
@@ -136,6 +156,8 @@ def build(job: dict[str, Any], folder: Path) -> Any:
     }
     if job.get("attention"):
         options["attention_config"] = {"backend": job["attention"]}
+    if job.get("connectors"):
+        options["kv_transfer_config"] = transfer(job["connectors"], folder / "store")
     return LLM(
         model=write(job["model"], folder),
         load_format="dummy" if job.get("random") else "auto",
@@ -154,7 +176,8 @@ def say(llm: Any, name: str) -> Any:
     """Run one scenario; returns its tokens."""
     llm.reset_prefix_cache()
     llm.collective_rpc("oracle_seed", args=(0,))
-    return (scenarios.SCENARIOS | {"aborted": aborted})[name](Engine(llm))
+    known = connector_scenarios.SCENARIOS | scenarios.SCENARIOS | {"aborted": aborted}
+    return known[name](Engine(llm))
 
 
 def aborted(engine: Engine) -> Any:
@@ -232,7 +255,7 @@ def planted(llm: Any, names: list[str]) -> dict[str, Any]:
     faults = {
         fault.__name__: fault
         for fault in (*gpu_planted.V2, *gpu_planted.V1, *gpu_planted.BYTES, *gpu_planted.DRAFTERS)
-    }
+    } | {fault.__name__: fault for fault in planted_transfers.FAULTS}
     if hasattr(rig.runner, "prepare_attn"):
         faults |= {fault.__name__: fault for fault in gpu_planted.V2}
     for name in names:

@@ -1,5 +1,8 @@
 """``DeviceWatch``: a watch whose tensors are on a GPU; no call in a step waits for the device.
 
+A KV connector is the exception: a step in which it stores or loads blocks waits for the hashes of
+their bytes.
+
 The device knows how many drafts were accepted, and so where each request stands, before the host
 does. So positions and counts stay there, and the host looks at a copy of the counters that arrived
 from an earlier step.
@@ -97,6 +100,8 @@ class DeviceWatch(Watch):
         try:
             self._warm_up()
             self.ledger.restart()
+            if self.transfers is not None:
+                self.transfers.restart()
         except Exception as error:
             self.stop(error)
 
@@ -162,6 +167,8 @@ class DeviceWatch(Watch):
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
         step = self._step_of(rows, self._lines(rows.names, returning), states)
+        if self.transfers is not None:
+            self.transfers.forward()
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0

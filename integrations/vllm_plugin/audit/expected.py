@@ -6,16 +6,13 @@ from ..policy import supported
 from ..policy.engine import EngineFacts
 
 
-def cannot_watch(
-    device: str, runner: str, context_parallel: int, connector: str | None = None
-) -> str | None:
+def cannot_watch(device: str, runner: str, context_parallel: int) -> str | None:
     """Say why the ledger cannot watch an engine; None if it can.
 
     Args:
         device: the type of the engine's device.
         runner: ``"v1"`` or ``"v2"``, vLLM's model runner.
         context_parallel: the ranks that share a request's context.
-        connector: name of the KV connector; None without one.
     """
     if device not in ("cpu", "cuda"):
         return "the ledger watches engines on CPUs and on CUDA GPUs only"
@@ -23,8 +20,6 @@ def cannot_watch(
         return "on a CPU the ledger watches the V1 model runner only"
     if context_parallel > 1:
         return "context parallelism spreads a request's rows over ranks"
-    if device == "cuda" and connector is not None:
-        return "on a GPU the ledger does not follow the rows that a KV connector stores and loads"
     return None
 
 
@@ -62,8 +57,7 @@ def in_words(facts: EngineFacts) -> str:
     """Say for the doctor whether the ledger can watch an engine, and why not if it cannot."""
     if facts.version not in supported.releases_for(facts.device):
         return "not known of this release; kvtxn.audit_active or kvtxn.audit_inactive says it"
-    connector = next(iter(facts.connectors), None)
-    why = cannot_watch(facts.device, facts.runner, facts.context_parallel, connector)
+    why = cannot_watch(facts.device, facts.runner, facts.context_parallel)
     if why is not None:
         return f"the ledger cannot watch this engine: {why}"
     return 'the ledger can watch this engine; "audit": "ledger" asks for it'

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ....audit import Key, Scrub
 from ....log import get_logger
-from ..attach import hook_runner, stay_out
-from ..internals import Foreign, audited, audited_v2, config, ranks, workers
+from ..attach import hook_runner, restore_class, stay_out, swap_class
+from ..internals import Foreign, audited, audited_v2, config, connectors, ranks, workers
 from ..internals import layers as attention_layers
 from ..policy.engine import EngineFacts
 from ..settings import PluginSettings
@@ -23,6 +23,14 @@ from .device_watch import DeviceWatch
 from .expected import last_stage_only, no_bytes
 from .memory import rest
 from .runner import AuditedRunner, AuditedRunnerV1
+from .transfers import (
+    TellingConnector,
+    TransferWatch,
+    WatchedConnector,
+    WatchedConnectorV1,
+    WatchedConnectorV2,
+    watch_transfers,
+)
 from .watch import Watch
 
 log = get_logger()
@@ -33,28 +41,54 @@ class AuditedGpuRunnerV2(AuditedRunner):
 
     Attributes:
         kvtxn_reader: reads the runner's steps.
+        kvtxn_requests: the runner's requests, which a connector's metadata do not name; kept with
+            a connector alone.
+        kvtxn_prepared: the step whose transfers have not begun; None between steps.
     """
 
     kvtxn_audit: DeviceWatch | None
     kvtxn_reader: audited_v2.StepReader
+    kvtxn_requests: dict[str, audited_v2.Told]
+    kvtxn_prepared: tuple[Any, Any] | None = None
 
     def kvtxn_open_watch(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
-        watch = open_device_watch(self, audited_v2.lacking(self), audited_v2.lines(self))
+        self.kvtxn_requests = {}
+        self.kvtxn_prepared = None
+        # With a connector, the ledger remembers requests that ended until it needs their lines.
+        lines = audited_v2.lines(self) if connectors.connector() is None else None
+        watch = open_device_watch(self, audited_v2.lacking(self), lines, WatchedConnectorV2)
         if watch is not None:
             self.kvtxn_reader = audited_v2.StepReader(self, watch.groups)
+            if watch.transfers is not None:
+                telling: Any = connectors.of_runner(self)
+                swap_class(telling, TellingConnector)
+                telling.kvtxn_begun = self.kvtxn_transfers_begun
+                self.kvtxn_undo.callback(restore_class, telling)
         return watch
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""
+        watch = self.kvtxn_audit
+        if watch is not None and watch.transfers is not None:
+            watch.transfers.tell(partial(_leave_v2, self, scheduler_output, watch.transfers))
         super().update_requests(scheduler_output)  # type: ignore[misc]
         self.kvtxn_tell(lambda watch: watch.change(audited_v2.changes(self, scheduler_output)))
 
     def prepare_attn(self, input_batch: Any) -> Any:
-        """Tell the ledger which rows the forward writes and reads."""
+        """Tell the ledger which rows the forward writes and reads; not yet with a connector."""
         prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
-        self.kvtxn_tell(partial(_step_v2, self, input_batch, prepared))
+        if self.kvtxn_audit is not None and self.kvtxn_audit.transfers is not None:
+            self.kvtxn_prepared = input_batch, prepared
+        else:
+            self.kvtxn_tell(partial(_step_v2, self, input_batch, prepared))
         return prepared
+
+    def kvtxn_transfers_begun(self) -> None:
+        """Tell the ledger which rows the forward writes and reads: those that came are there."""
+        prepared, self.kvtxn_prepared = self.kvtxn_prepared, None
+        if prepared is not None:
+            self.kvtxn_tell(partial(_step_v2, self, *prepared))
 
     def postprocess_sampled(
         self,
@@ -74,6 +108,14 @@ class AuditedGpuRunnerV2(AuditedRunner):
         )
         if self.kvtxn_audit is not None and audited_v2.samples(self):
             self.kvtxn_tell(partial(_sampled_v2, sampled_tokens, num_sampled))
+
+
+def _leave_v2(
+    runner: AuditedGpuRunnerV2, scheduler_output: Foreign, transfers: TransferWatch
+) -> None:
+    """Note the blocks that a connector takes before a step hands them to others."""
+    transfers.flush(connectors.metadata_of(scheduler_output))
+    audited_v2.note_requests(runner.kvtxn_requests, scheduler_output)
 
 
 def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
@@ -174,7 +216,10 @@ def reserve_memory(wrapper: Foreign, settings: PluginSettings) -> None:
 
 
 def open_device_watch(
-    runner: AuditedRunner, lacking: str | None, lines: int | None
+    runner: AuditedRunner,
+    lacking: str | None,
+    lines: int | None,
+    mixin: type[WatchedConnector] = WatchedConnectorV1,
 ) -> DeviceWatch | None:
     """Open a ledger over a runner's new caches on a GPU.
 
@@ -182,6 +227,7 @@ def open_device_watch(
         runner: the runner.
         lacking: the reason why this runner cannot be watched; None if it can.
         lines: as for ``Watch``.
+        mixin: for the class of a KV connector.
 
     Returns:
         The watch; None if that is impossible on some rank, and then the reason is logged.
@@ -213,6 +259,7 @@ def open_device_watch(
         return None
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch, facts)
+    watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop, mixin)
     left_out = audited.groups_left_out(runner, groups)
     if left_out:
         effect = f"{', '.join(left_out)}: rows or states there are not compared on a GPU"

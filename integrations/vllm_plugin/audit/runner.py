@@ -16,21 +16,20 @@ from torch import Tensor
 from ....audit import Key, Scrub
 from ....errors import KVTxnError
 from ....log import get_logger
-from ..attach import hook_runner, restore_class, stay_out, swap_class
+from ..attach import hook_runner, stay_out
 from ..cpu import cache_layout
 from ..internals import (
     Foreign,
     audited,
     audited_cpu,
     audited_states,
-    connectors,
     ranks,
     scheduling,
     workers,
 )
 from ..internals import layers as attention_layers
 from ..settings import PluginSettings
-from .transfers import TransferWatch, WatchedConnector
+from .transfers import watch_transfers
 from .watch import AuditError, Watch
 
 log = get_logger()
@@ -239,12 +238,7 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
         return None
     if wanted.audit == "bytes":
         _compare_bytes(runner, watch)
-    connector = connectors.connector()
-    if connector is not None:
-        watch.transfers = TransferWatch(runner, watch.ledger, groups, watch.stop)
-        swap_class(connector, WatchedConnector)
-        connector.kvtxn_transfers = watch.transfers
-        runner.kvtxn_undo.callback(restore_class, connector)
+    watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop)
     log.info(
         "kvtxn.audit_active",
         rank=rank,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup
+from ..attach import restore_class, swap_class
 from ..internals import Foreign, connectors
 from ..internals.audited import Arrival
 from ..internals.connectors import Handed
@@ -51,7 +52,7 @@ class TransferWatch:
         stop: Callable[[Exception], None],
     ) -> None:
         self._read: Final = partial(connectors.transfers, runner)
-        self._bytes: Final = partial(connectors.block_hash, runner)
+        self._bytes: Final = partial(connectors.block_hashes, runner, ledger.books.key)
         self._ledger: Final = ledger
         self._groups: Final = groups
         self._stop: Final = stop
@@ -62,6 +63,15 @@ class TransferWatch:
         self._arrivals: Sequence[Arrival] = ()
         self._before: dict[Place, bytes] = {}
         self._received: set[str] = set()
+
+    def restart(self) -> None:
+        """Forget every transfer; the ledger has forgotten the rows."""
+        self._left.clear()
+        self._stored.clear()
+        self._loads.clear()
+        self._before.clear()
+        self._received.clear()
+        self._stores, self._arrivals = [], ()
 
     # -- told by the connector ---------------------------------------------------------------
 
@@ -84,11 +94,8 @@ class TransferWatch:
             for block, key in zip(each.blocks, each.keys or repeat(None), strict=False):
                 self._loads[each.group, block] = each.request, key
         if found.opaque:
-            self._before = {
-                place: self._bytes(*place)
-                for arrival in self._arrivals
-                for place, *_ in self._computed(arrival)
-            }
+            coming = (each for arrival in self._arrivals for each in self._computed(arrival))
+            self._before = self._hashes(place for place, *_ in coming)
 
     def end(self) -> None:
         """Note the blocks that the connector stores now that the step's forward is over."""
@@ -101,6 +108,7 @@ class TransferWatch:
 
     def _export(self, stores: Iterable[Handed]) -> None:
         """Compare the rows of blocks with what they are stored under, and remember their bytes."""
+        taken: dict[str, list[tuple[int, Tensor]]] = {}
         for each in stores:
             group = self._groups.get(each.group)
             if group is None or each.request not in self._ledger:
@@ -116,9 +124,16 @@ class TransferWatch:
             )
             if other is not None:
                 self._ledger.release(name)
-            for block, rows in zip(each.blocks, words.view(-1, size), strict=True):
-                self._left[each.group, self._bytes(each.group, block)] = rows.clone()
+            taken.setdefault(each.group, []).extend(
+                zip(each.blocks, words.view(-1, size), strict=True)
+            )
             self._stored.update(dict.fromkeys((each.group, key) for key in each.keys or ()))
+        for name, found in taken.items():
+            blocks, rows = zip(*found, strict=True)
+            for content, words in zip(
+                self._bytes(name, blocks), torch.stack(rows).cpu(), strict=True
+            ):
+                self._left[name, content] = words
         while len(self._left) > _REMEMBERED:
             self._left.popitem(last=False)
             self._stored.clear()  # or else bytes that were forgotten would count as wrong
@@ -133,34 +148,42 @@ class TransferWatch:
 
     def forward(self) -> None:
         """Record the rows that a connector loaded for requests that begin in the coming step."""
-        for arrival in self._arrivals:
-            received = arrival.name in self._received
-            self._received.discard(arrival.name)
-            for place, blocks, first, end in self._computed(arrival):
-                if not (received or self._is_loaded(place)):
-                    continue
-                words = self._rows_of(place)
+        coming = [(each.name, *at) for each in self._arrivals for at in self._computed(each)]
+        now = self._hashes(
+            place
+            for name, place, *_ in coming
+            if name in self._received or place in self._loads or place in self._before
+        )
+        for name, place, blocks, first, end in coming:
+            filled = place in self._before and self._before[place] != now[place]
+            if name in self._received or place in self._loads or filled:
+                words = self._rows_of(place, now[place])
                 words = None if words is None else words[: end - first]
-                self._ledger.import_rows(arrival.name, place[0], blocks, first, end, words)
+                self._ledger.import_rows(name, place[0], blocks, first, end, words)
         came = {arrival.name for arrival in self._arrivals}
+        self._received -= came
         self._loads = {place: load for place, load in self._loads.items() if load[0] not in came}
         self._arrivals, self._before = (), {}
 
-    def _rows_of(self, place: Place) -> Tensor | None:
+    def _hashes(self, places: Iterable[Place]) -> dict[Place, bytes]:
+        """Return a hash of the bytes of each block."""
+        blocks: dict[str, dict[int, None]] = {}
+        for group, block in places:
+            blocks.setdefault(group, {})[block] = None
+        return {
+            (group, block): content
+            for group, own in blocks.items()
+            for block, content in zip(own, self._bytes(group, [*own]), strict=True)
+        }
+
+    def _rows_of(self, place: Place, content: bytes) -> Tensor | None:
         """Return the digests of the rows that a block holds by its bytes; None if not known."""
-        group, block = place
-        known = self._left.get((group, self._bytes(group, block)))
+        group, _ = place
+        known = self._left.get((group, content))
         _, key = self._loads.get(place, ("", None))
         if known is None and key is not None and (group, key) in self._stored:
             return torch.zeros(self._groups[group].block_size, dtype=torch.int64)  # unwritten
         return known
-
-    def _is_loaded(self, place: Place) -> bool:
-        """Tell whether a block was filled from outside."""
-        if place in self._loads:
-            return True
-        before = self._before.get(place)
-        return before is not None and self._bytes(*place) != before
 
     def _computed(self, arrival: Arrival) -> Iterator[tuple[Place, Sequence[int], int, int]]:
         """Yield the blocks that a request comes with, their table, and their positions."""
@@ -183,12 +206,6 @@ class WatchedConnector:
 
     kvtxn_transfers: TransferWatch
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> Any:
-        """Note the blocks that are stored before others get them."""
-        watch = self.kvtxn_transfers
-        watch.tell(partial(watch.flush, kv_connector_metadata))
-        return super().handle_preemptions(kv_connector_metadata)  # type: ignore[misc]
-
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Note the step's stores and loads."""
         watch = self.kvtxn_transfers
@@ -206,3 +223,71 @@ class WatchedConnector:
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.received, received))
         return sent, received
+
+
+class WatchedConnectorV1(WatchedConnector):
+    """A mixin for the V1 runner, which hands blocks over before it changes anything."""
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> Any:
+        """Note the blocks that are stored before others get them."""
+        watch = self.kvtxn_transfers
+        watch.tell(partial(watch.flush, kv_connector_metadata))
+        return super().handle_preemptions(kv_connector_metadata)  # type: ignore[misc]
+
+
+class WatchedConnectorV2(WatchedConnector):
+    """A mixin for the V2 runner, whose ``update_requests`` tells of blocks that others get."""
+
+    def get_transfer_results(self, finished_req_ids: Any) -> Any:
+        """Note the requests whose rows have come."""
+        results = super().get_transfer_results(finished_req_ids)  # type: ignore[misc]
+        watch = self.kvtxn_transfers
+        watch.tell(partial(watch.received, connectors.came(results)))
+        return results
+
+
+class TellingConnector:
+    """A mixin of the object by which the V2 runner calls its connector.
+
+    The rows that a connector brings within a step are in their blocks once this has begun, so the
+    audit compares what the step reads only then.
+
+    Attributes:
+        kvtxn_begun: called when the rows are there.
+    """
+
+    kvtxn_begun: Callable[[], None]
+
+    def pre_forward(self, *args: Any, **kwargs: Any) -> None:
+        """Begin the step's transfers, then tell the audit."""
+        super().pre_forward(*args, **kwargs)  # type: ignore[misc]
+        self.kvtxn_begun()
+
+
+def watch_transfers(
+    runner: Any,
+    ledger: Ledger,
+    groups: Mapping[str, RowGroup],
+    stop: Callable[[Exception], None],
+    mixin: type[WatchedConnector] = WatchedConnectorV1,
+) -> TransferWatch | None:
+    """Follow the rows of an engine's KV connector until ``kvtxn_undo`` of its runner is closed.
+
+    Args:
+        runner: the worker's model runner.
+        ledger: as for ``TransferWatch``.
+        groups: as for ``TransferWatch``.
+        stop: as for ``TransferWatch``.
+        mixin: for the connector's class.
+
+    Returns:
+        What follows them; None without a connector.
+    """
+    connector: Any = connectors.connector()
+    if connector is None:
+        return None
+    watch = TransferWatch(runner, ledger, groups, stop)
+    swap_class(connector, mixin)
+    connector.kvtxn_transfers = watch
+    runner.kvtxn_undo.callback(restore_class, connector)
+    return watch

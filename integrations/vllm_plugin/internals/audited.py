@@ -113,8 +113,7 @@ def unwatched(config: Any) -> str | None:
     parallel = config.parallel_config
     context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     runner = "v2" if config.use_v2_model_runner else "v1"
-    connector = getattr(config.kv_transfer_config, "kv_connector", None)
-    return cannot_watch(config.device_config.device_type, runner, context, connector)
+    return cannot_watch(config.device_config.device_type, runner, context)
 
 
 def uncontained(config: Any) -> str | None:
@@ -220,6 +219,17 @@ def tokens_of(new: Any) -> list[int]:
     """Return a new request's token ids, with zeros for positions that have vectors instead."""
     tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
     return [0] * len(new.prompt_embeds) if tokens is None else list(tokens)
+
+
+def known_tokens(state: Any) -> list[int]:
+    """Return the token ids that vLLM has of a request, placeholders included.
+
+    Args:
+        state: the V1 runner's state of the request, or what the scheduler said when it came.
+    """
+    if hasattr(state, "output_token_ids"):
+        return [*(state.prompt_token_ids or ()), *state.output_token_ids]
+    return tokens_of(state)
 
 
 def own_tokens(runner: Any, name: str) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from operator import is_not
 from typing import Any, Final
 
+import attrs
 import numpy
 import torch
 from torch import Tensor
@@ -56,6 +57,37 @@ def _arrival(runner: Any, new: Any) -> Arrival:
     return audited.arrival_of(
         *(runner, new, new.req_id, audited.tokens_of(new), new.num_computed_tokens, new.block_ids)
     )
+
+
+@attrs.frozen(eq=False)
+class Told:
+    """A request as the scheduler told the V2 runner of it.
+
+    Attributes:
+        state: what it said when the request came.
+        tables: the request's blocks by KV-cache group.
+    """
+
+    state: Any
+    tables: list[list[int]]
+
+
+def note_requests(known: dict[str, Told], scheduler_output: Any) -> None:
+    """Bring up to date which requests a runner has, and their blocks; it keeps no such list.
+
+    Args:
+        known: requests by name, as this function left them after the step before.
+        scheduler_output: what the step changes.
+    """
+    told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    for name in (*told.finished_req_ids, *(told.preempted_req_ids or ())):
+        known.pop(name, None)
+    for new in told.scheduled_new_reqs:
+        known[new.req_id] = Told(new, [list(blocks) for blocks in new.block_ids])
+    for name, grown in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if name in known and grown is not None:
+            for own, more in zip(known[name].tables, grown, strict=True):
+                own += more
 
 
 def samples(runner: Any) -> bool:

@@ -6,7 +6,6 @@ at every step; the kinds of metadata that name blocks are told apart by their fi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -15,8 +14,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from ....audit import Key
+from ....audit.checksum import checksum
+from ....host_values import to_device
 from . import Foreign
-from .audited import Arrival, arrival_of
+from .audited import Arrival, arrival_of, known_tokens
 
 #: Modules of the objects that the worker's half of a connector consists of.
 _HOLDERS: Final = (
@@ -24,6 +26,9 @@ _HOLDERS: Final = (
     "vllm.v1.kv_offload",
     "vllm.v1.simple_kv_offload",
 )
+
+#: Blocks whose bytes are gathered at a time, to take little of the device's memory.
+_AT_ONCE: Final = 16
 
 #: How the scheduler's half of OffloadingConnector bounds what it stores of a request.
 OFFLOADING_METHODS: Final = {
@@ -222,8 +227,8 @@ def _job(runner: Any, part: int, job: Any, spec: Any, store: Any) -> Iterator[Ha
 def _loose(runner: Any, blocks: Sequence[int]) -> Iterator[Handed]:
     """Find the requests whose blocks these are; blocks of requests that ended are left out."""
     wanted = {int(block) for block in blocks}
-    for name, state in runner.requests.items():
-        for number, own in enumerate(state.block_ids):
+    for name, tables, _ in _running(runner):
+        for number, own in enumerate(tables):
             for begin, block in enumerate(own):
                 if block in wanted:
                     yield Handed(f"group.{number}", [block], begin, name)
@@ -234,24 +239,69 @@ def _slots(runner: Any, part: int, each: Any) -> Iterator[Handed]:
     size = int(runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
     blocks = [int(slot) // size for slot in each.slot_mapping[::size]]
     tokens = [int(token) for token in each.token_ids]
-    for name, state in runner.requests.items():
-        if blocks and list(state.block_ids[0][: len(blocks)]) == blocks:
-            own = list(state.prompt_token_ids or ()) + list(state.output_token_ids)
-            same = own[: len(tokens)] == tokens
+    for name, tables, state in _running(runner):
+        if blocks and list(tables[0][: len(blocks)]) == blocks:
+            same = known_tokens(state)[: len(tokens)] == tokens
             keys = [(part, tuple(tokens), begin) for begin in range(len(blocks))]
             other = None if same else arrival_of(runner, state, name, tokens, 0, ())
             yield Handed("group.0", blocks, 0, name, other, keys)
             return
 
 
-def block_hash(runner: Any, group: str, block: int) -> bytes:
-    """Return a hash of the bytes of a block, in all layers of a group."""
-    config, total = runner.kv_cache_config, hashlib.blake2b(digest_size=16)
+def _running(runner: Any) -> Iterator[tuple[str, Sequence[Sequence[int]], Any]]:
+    """Yield each request that a runner knows, its blocks by group, and what vLLM says of it.
+
+    The V1 runner keeps this; what the V2 runner was told is in ``kvtxn_requests``.
+    """
+    told = getattr(runner, "kvtxn_requests", None)
+    if told is None:
+        for name, state in runner.requests.items():
+            yield name, state.block_ids, state
+    else:
+        for name, each in told.items():
+            yield name, each.tables, each.state
+
+
+def metadata_of(scheduler_output: Any) -> Foreign:
+    """Return what the scheduler's half of the connector tells the worker's half in a step."""
+    return scheduler_output.kv_connector_metadata
+
+
+def came(results: Any) -> set[str]:
+    """Return the requests whose rows have come, from what a connector says at the end of a step."""
+    return set(results.finished_recving)
+
+
+def of_runner(runner: Any) -> Foreign:
+    """Return the object through which the V2 runner calls its connector."""
+    return runner.kv_connector
+
+
+def block_hashes(runner: Any, key: Key, group: str, blocks: Sequence[int]) -> list[bytes]:
+    """Return a hash of the bytes of each block, in all layers of a group; waits for the device.
+
+    Args:
+        runner: the runner.
+        key: the audit's key.
+        group: name of the KV-cache group.
+        blocks: numbers of blocks.
+
+    Returns:
+        128 bits for each block, of a keyed sum; see ``kvtxn.audit.checksum``.
+    """
+    config, hashes = runner.kv_cache_config, []
     layers = runner.compilation_config.static_forward_context
+    caches: list[Tensor] = []
     for name in config.kv_cache_groups[int(group.partition(".")[2])].layer_names:
         cache = layers[name].kv_cache
-        for tensor in [cache] if isinstance(cache, Tensor) else cache:
+        caches.extend([cache] if isinstance(cache, Tensor) else cache)
+    for at in range(0, len(blocks), _AT_ONCE):
+        some = to_device(blocks[at : at + _AT_ONCE], caches[0].device, torch.int64)
+        pages = []
+        for tensor in caches:
             along = 0 if tensor.shape[0] == config.num_blocks else 1
-            page = tensor.select(along, block).contiguous()
-            total.update(page.view(torch.uint8).numpy().tobytes())
-    return total.digest()
+            taken = tensor.index_select(along, some).movedim(along, 0)
+            pages.append(taken.reshape(len(some), -1).view(torch.uint8))
+        whole = torch.cat(pages, dim=1)
+        hashes.append(torch.stack([checksum(key, whole, part) for part in range(2)], dim=1).cpu())
+    return [each.numpy().tobytes() for each in torch.cat(hashes)] if hashes else []

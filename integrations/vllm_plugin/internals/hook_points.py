@@ -87,6 +87,13 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             f"{_CONNECTORS}.kv_connector.v1.offloading.scheduler.OffloadingConnectorScheduler",
             connectors.OFFLOADING_METHODS,
         ),
+        *_of(
+            f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1",
+            (
+                *("bind_connector_metadata", "wait_for_save"),
+                *("handle_preemptions", "get_finished"),
+            ),
+        ),
     ),
     "cpu": (
         *_of(_V1_CPU, (*batches.V1_METHODS, *audited.AUDITED_METHODS, *_STEP)),
@@ -99,13 +106,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_of(f"{_MLA}.amx_mla.AMXMLAImpl", layers.LATENT_METHODS),
         f"{_LAYERS}.attention.mla_attention.MLACommonMetadata",
         f"{_CONNECTORS}.kv_connector.v1.offloading.config.get_offloading_group_ids",
-        *_of(
-            f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1",
-            (
-                *("bind_connector_metadata", "wait_for_save"),
-                *("handle_preemptions", "get_finished"),
-            ),
-        ),
         f"{_KV}.SlidingWindowSpec",
         f"{_KV}.ChunkedLocalAttentionSpec",
         f"{_KV}.EncoderOnlyAttentionSpec",
@@ -168,6 +168,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             f"{_CONNECTORS}.kv_connector.v1.example_connector.ExampleConnector",
             ("start_load_kv", "save_kv_layer", "build_connector_meta"),
         ),
+        f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1.get_transfer_results",
         "vllm.v1.attention.backends.registry.AttentionBackendEnum.get_path",
         "vllm.v1.attention.backends.registry.register_backend",
     ),

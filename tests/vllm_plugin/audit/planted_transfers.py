@@ -92,7 +92,7 @@ def another_block_stored(rig: Rig) -> Any:
         if not wrong:
             wrong.append(int(target.block_ids[0]))
             source.block_ids = source.block_ids.copy()
-            source.block_ids[0] = source.block_ids[0] % (len(worker._caches[0]) - 1) + 1
+            source.block_ids[0] = source.block_ids[0] % (rig.pool.num_gpu_blocks - 1) + 1
 
     def loading(source: Any, target: Any) -> None:
         if wrong and rig.struck is None and wrong[0] in source.block_ids:

@@ -34,7 +34,7 @@ def rig(monkeypatch):
     states = {"a": state_of([1, 2, 3], TOKENS[:9])}
     runner = SimpleNamespace(kv_cache_config=config, requests=states, model_config=model)
     cache = {block: b"%d" % block for block in range(12)}
-    monkeypatch.setattr(connectors, "block_hash", lambda _, group, block: cache[block])
+    monkeypatch.setattr(connectors, "block_hashes", lambda *at: [cache[block] for block in at[-1]])
     stopped = []
     watch = TransferWatch(runner, ledger, {"group.0": GROUP}, stopped.append)
     ledger.admit("a", TOKENS[:9])

@@ -93,7 +93,7 @@ def config(**changes):
         ({"device": "cuda", "v2": True}, None),
         ({"v2": True}, "V1 model runner only"),
         ({"connector": connector()}, None),
-        ({"device": "cuda", "connector": connector()}, "that a KV connector stores"),
+        ({"device": "cuda", "v2": True, "connector": connector()}, None),
         ({"parallel": {"pipeline_parallel_size": 2}}, None),
         ({"parallel": {"decode_context_parallel_size": 2}}, "context parallelism"),
     ],

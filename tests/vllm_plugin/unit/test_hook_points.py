@@ -96,6 +96,8 @@ def test_a_release_is_recorded_with_the_hooks_that_it_needs(release):
         "vllm.v1.attention.backends.mla.amx_mla.AMXMLAImpl.do_kv_cache_update",  # since 0.29
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config.get_offloading_group_ids",
         "vllm.v1.worker.gpu.kv_connector.ActiveKVConnector.finalize_step",  # since 0.33
+        # since 0.30
+        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.get_transfer_results",
         "vllm.outputs.RequestError",  # since 0.32
     }
     assert lacks <= known
