@@ -25,6 +25,7 @@ sys.path[:0] = [str(HERE.parent), *(str(HERE.parent / folder) for folder in FOLD
 
 import gpu_jobs  # noqa: E402
 import gpu_planted  # noqa: E402
+import planted_states  # noqa: E402
 from connected_jobs import EXAMPLE, OFFLOAD, SIMPLE, WHOLE  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
@@ -71,6 +72,23 @@ def engine(model: str, attention: str | None, asked: dict[str, Any], **more: Any
 
 FA: Final = "FLASH_ATTN"
 COME_BACK: Final = ["come_back", "preempted"]
+
+
+#: Pages of recurrent layers are large, and vLLM chooses the size of blocks.
+RECURRENT: Final = {
+    "block_size": None,
+    "num_gpu_blocks_override": None,
+    "kv_cache_memory_bytes": 512 << 20,
+    "enable_prefix_caching": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "gdn_prefill_backend": "triton",
+}
+
+
+def recurrent(model: str, **more: Any) -> dict[str, Any]:
+    """One engine of a small hybrid with random weights."""
+    given = {"scenarios": ["eight", "chunked"], "options": RECURRENT, "states": True, **more}
+    return engine(model, None, LEDGER, random=True, **given)
 
 
 def connected(*connectors: Any, **more: Any) -> dict[str, Any]:
@@ -120,14 +138,22 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         *("qwen3next", None, LEDGER),
         scenarios=["eight", "chunked"],
         options={"block_size": None, "num_gpu_blocks_override": None},
+        states=True,
     ),
     "mamba2": engine(
         *("mamba2", None, LEDGER),
         scenarios=["eight"],
         speculation=None,
         options={"block_size": None, "num_gpu_blocks_override": None},
-        nothing_to_watch=True,
+        no_rows=True,
+        states=True,
     ),
+    "qwen35": recurrent("qwen3_5"),
+    "qwen35-eager": recurrent("qwen3_5", options=RECURRENT | {"enforce_eager": True}),
+    "qwen35-plain": recurrent("qwen3_5", speculation=None),
+    "nemotron": recurrent("nemotron_h"),
+    "v1-qwen35": recurrent("qwen3_5", environment=V1),
+    "v1-nemotron": recurrent("nemotron_h", environment=V1),
     "v1-llama": engine("llama", FA, BYTES, scenarios=MORE, environment=V1, time="eight"),
     "v1-llama-ledger": engine("llama", FA, LEDGER, environment=V1, time="eight"),
     "v1-llama-undo": engine("llama", FA, BYTES | UNDO, environment=V1),
@@ -142,6 +168,7 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         scenarios=["eight", "chunked"],
         environment=V1,
         options={"block_size": None, "num_gpu_blocks_override": None},
+        states=True,
     ),
     "apart": engine(
         *("llama", FA, BYTES), scenarios=MORE, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -217,6 +244,9 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "planted-v1": engine(
         *("llama", FA, LEDGER), options=STEADY, environment=V1, faults=names(gpu_planted.V1)
     ),
+    "planted-states": recurrent(
+        "qwen3_5", options=RECURRENT | STEADY, environment=V1, faults=names(planted_states.FAULTS)
+    ),
     "planted-v1-bytes": engine(
         *("llama", FA, BYTES), options=STEADY, environment=V1, faults=names(gpu_planted.BYTES)
     ),
@@ -235,14 +265,16 @@ def wrong(job: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
             continue
         for rank, counts in enumerate(cell["counters"]):
             active = bool(counts.get("kvtxn_audit_active"))
-            if job.get("nothing_to_watch") or rank in left_out:
+            if rank in left_out:
                 if active:
                     yield f"{name}: rank {rank} is watched"
                 continue
             if not active:
                 yield f"{name}: rank {rank} is not watched"
-            if not counts.get("kvtxn_audit_rows_checked_total"):
+            if not counts.get("kvtxn_audit_rows_checked_total") and not job.get("no_rows"):
                 yield f"{name}: rank {rank} has read no row"
+            if job.get("states") and not counts.get("kvtxn_audit_states_checked_total"):
+                yield f"{name}: rank {rank} has compared no state"
             if counts.get("kvtxn_audit_unjudged_total"):
                 yield f"{name}: rank {rank} could not judge {counts}"
             if counts.get("kvtxn_audit_violations_total"):

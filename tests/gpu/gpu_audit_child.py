@@ -15,6 +15,7 @@ import connector_scenarios
 import gpu_oracle
 import gpu_planted
 import long_life
+import planted_states
 import planted_transfers
 import scenarios
 import torch
@@ -255,7 +256,9 @@ def planted(llm: Any, names: list[str]) -> dict[str, Any]:
     faults = {
         fault.__name__: fault
         for fault in (*gpu_planted.V2, *gpu_planted.V1, *gpu_planted.BYTES, *gpu_planted.DRAFTERS)
-    } | {fault.__name__: fault for fault in planted_transfers.FAULTS}
+    }
+    more = (*planted_transfers.FAULTS, *planted_states.FAULTS)
+    faults |= {fault.__name__: fault for fault in more}
     if hasattr(rig.runner, "prepare_attn"):
         faults |= {fault.__name__: fault for fault in gpu_planted.V2}
     for name in names:

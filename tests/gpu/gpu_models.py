@@ -9,6 +9,7 @@ from unittest import mock
 
 import kvtxn.integrations.demo
 import model_files
+import state_models
 
 #: A small trained model, and prompts for it.
 DEMO = Path(kvtxn.integrations.demo.__file__).parent
@@ -60,6 +61,10 @@ def write(name: str, folder: Path) -> str:
         config = hf.DeepseekV3Config(**LATENT, num_nextn_predict_layers=1)
         config.architectures = ["DeepseekV3ForCausalLM"]
         config.save_pretrained(path)
+    elif name in state_models.CONFIGS:
+        path.mkdir(parents=True, exist_ok=True)
+        config = state_models.CONFIGS[name]
+        (path / "config.json").write_text(json.dumps(config, indent=1))
     elif name in ("eagle", "eagle3"):
         config = hf.LlamaConfig(**model_files.COMMON | {"head_dim": 64}, num_hidden_layers=1)
         config.architectures = ["LlamaForCausalLM"]

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ....audit import Key, RowGroup, Step, Stretch
+from ....audit import Key, RowGroup, StateGroup, Step, Stretch
 from ....audit.glance import Glance
 from ....host_values import to_device
 from ..internals import ranks
@@ -43,6 +43,7 @@ class DeviceWatch(Watch):
         on_violation: as for ``Watch``.
         device: the runner's.
         drafts: the most drafts of a request in one step.
+        states: as for ``Watch``.
         lines: as for ``Watch``.
         record: as for ``Watch``; it makes each step wait.
         key: as for ``Watch``.
@@ -59,12 +60,14 @@ class DeviceWatch(Watch):
         *,
         device: torch.device,
         drafts: int,
+        states: Mapping[str, StateGroup] | None = None,
         lines: int | None = None,
         record: bool = False,
         key: Key | None = None,
     ) -> None:
         super().__init__(
             *(groups, room, rank, on_violation),
+            states=states,
             record=record,
             key=key,
             device=device,
@@ -113,10 +116,13 @@ class DeviceWatch(Watch):
             starts = torch.zeros(2, dtype=torch.int32, device=device)
             tokens = torch.zeros(1, dtype=torch.int32, device=device)
             tables = dict.fromkeys(self.groups, tokens[None])
-            slots = dict.fromkeys(self.groups, one - 1)
+            slots = dict.fromkeys((*self.groups, *self.states), one - 1)
+            sources = dict.fromkeys(self.states, one - 1)
+            told = one - 1 if self.states else None
             for drafts in (None, tokens):
                 step = Step(
-                    *(one - 1, starts, one.clone(), tokens, slots, tables, drafts), positions=one
+                    *(one - 1, starts, one.clone(), tokens, slots, tables, drafts, sources, told),
+                    positions=one,
                 )
                 if self.scrub is not None:
                     self.scrub.compare(step)
@@ -144,18 +150,23 @@ class DeviceWatch(Watch):
 
     # -- a forward ---------------------------------------------------------------------------
 
-    def step(self, read: Callable[[], Rows], returning: Callable[[str], Arrival]) -> None:
+    def step(
+        self,
+        read: Callable[[], tuple[Rows, States | None]],
+        returning: Callable[[str], Arrival],
+    ) -> None:
         """Note what a forward writes, and compare what it reads.
 
         Args:
-            read: reads the batch's rows. It is called here, so that steps are counted alike on all
-                ranks, whatever fails on one of them.
+            read: reads the batch's rows, and its states if any are watched. It is called here, so
+                that steps are counted alike on all ranks, whatever fails on one of them.
             returning: describes a request, given its name, that the ledger has forgotten.
         """
         self._steps += 1
         if not self._stopped:
             try:
-                self._forward(read(), returning, None)
+                rows, states = read()
+                self._forward(rows, returning, states)
             except AuditError:
                 raise
             except Exception as error:

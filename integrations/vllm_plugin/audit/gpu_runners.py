@@ -15,16 +15,28 @@ from torch import Tensor
 from ....audit import Key, Scrub
 from ....log import get_logger
 from ..attach import hook_runner, restore_class, stay_out, swap_class
-from ..internals import Foreign, audited, audited_v2, config, connectors, ranks, workers
+from ..internals import (
+    Foreign,
+    audited,
+    audited_states,
+    audited_v2,
+    config,
+    connectors,
+    held_states,
+    ranks,
+    workers,
+)
 from ..internals import layers as attention_layers
+from ..internals.audited import Rows
+from ..internals.audited_states import States
 from ..policy.engine import EngineFacts
 from ..settings import PluginSettings
 from .device_watch import DeviceWatch
 from .expected import last_stage_only, no_bytes
+from .gpu_telling import TellingConnector, TellingModelState
 from .memory import rest
 from .runner import AuditedRunner, AuditedRunnerV1
 from .transfers import (
-    TellingConnector,
     TransferWatch,
     WatchedConnector,
     WatchedConnectorV1,
@@ -43,29 +55,42 @@ class AuditedGpuRunnerV2(AuditedRunner):
         kvtxn_reader: reads the runner's steps.
         kvtxn_requests: the runner's requests, which a connector's metadata do not name; kept with
             a connector alone.
-        kvtxn_prepared: the step whose transfers have not begun; None between steps.
+        kvtxn_prepared: the step that the ledger was not told of yet; None between steps.
+        kvtxn_metadata: the step's attention metadata, once they are made, if states are watched.
+        kvtxn_waits: the ledger is told later in a step than when tables and slots are in place.
+        kvtxn_state_reader: reads the states of the runner's steps.
     """
 
     kvtxn_audit: DeviceWatch | None
     kvtxn_reader: audited_v2.StepReader
     kvtxn_requests: dict[str, audited_v2.Told]
     kvtxn_prepared: tuple[Any, Any] | None = None
+    kvtxn_metadata: Any = None
+    kvtxn_waits: bool = False
+    kvtxn_state_reader: audited_states.DeviceStateReader
 
     def kvtxn_open_watch(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         self.kvtxn_requests = {}
-        self.kvtxn_prepared = None
+        self.kvtxn_prepared = self.kvtxn_metadata = None
         # With a connector, the ledger remembers requests that ended until it needs their lines.
         lines = audited_v2.lines(self) if connectors.connector() is None else None
         watch = open_device_watch(self, audited_v2.lacking(self), lines, WatchedConnectorV2)
         if watch is not None:
             self.kvtxn_reader = audited_v2.StepReader(self, watch.groups)
+            self.kvtxn_waits = watch.transfers is not None or bool(watch.states)
+            if watch.states:
+                self.kvtxn_state_reader = new_state_reader(self, watch)
+                self.kvtxn_hook(held_states.model_state(self), TellingModelState)
             if watch.transfers is not None:
-                telling: Any = connectors.of_runner(self)
-                swap_class(telling, TellingConnector)
-                telling.kvtxn_begun = self.kvtxn_transfers_begun
-                self.kvtxn_undo.callback(restore_class, telling)
+                self.kvtxn_hook(connectors.of_runner(self), TellingConnector)
         return watch
+
+    def kvtxn_hook(self, own: Any, mixin: type) -> None:
+        """Let an object of the runner's tell it of a step, until ``kvtxn_undo`` is closed."""
+        swap_class(own, mixin)
+        own.kvtxn_runner = self
+        self.kvtxn_undo.callback(restore_class, own)
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""
@@ -76,19 +101,19 @@ class AuditedGpuRunnerV2(AuditedRunner):
         self.kvtxn_tell(lambda watch: watch.change(audited_v2.changes(self, scheduler_output)))
 
     def prepare_attn(self, input_batch: Any) -> Any:
-        """Tell the ledger which rows the forward writes and reads; not yet with a connector."""
+        """Tell the ledger which rows the forward writes and reads, if nothing else is awaited."""
         prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
-        if self.kvtxn_audit is not None and self.kvtxn_audit.transfers is not None:
-            self.kvtxn_prepared = input_batch, prepared
-        else:
-            self.kvtxn_tell(partial(_step_v2, self, input_batch, prepared))
+        self.kvtxn_prepared = input_batch, prepared
+        if not self.kvtxn_waits:
+            self.kvtxn_step_is_ready()
         return prepared
 
-    def kvtxn_transfers_begun(self) -> None:
-        """Tell the ledger which rows the forward writes and reads: those that came are there."""
+    def kvtxn_step_is_ready(self) -> None:
+        """Tell the ledger which rows and states the forward writes and reads."""
         prepared, self.kvtxn_prepared = self.kvtxn_prepared, None
         if prepared is not None:
             self.kvtxn_tell(partial(_step_v2, self, *prepared))
+        self.kvtxn_metadata = None
 
     def postprocess_sampled(
         self,
@@ -119,9 +144,22 @@ def _leave_v2(
 
 
 def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
-    """Tell a watch of the step whose slots and tables are in place."""
+    """Tell a watch of the step that is about to run."""
     assert isinstance(watch, DeviceWatch)
-    watch.step(partial(runner.kvtxn_reader.rows, batch, prepared), _unknown)
+
+    def read() -> tuple[Rows, States | None]:
+        rows = runner.kvtxn_reader.rows(batch, prepared)
+        if not watch.states:
+            return rows, None
+        total = audited_v2.num_rows(batch)
+        return rows, runner.kvtxn_state_reader.read(runner.kvtxn_metadata, rows, total)
+
+    watch.step(read, _unknown)
+
+
+def new_state_reader(runner: Any, watch: DeviceWatch) -> audited_states.DeviceStateReader:
+    """Make a reader of the states that a watch compares."""
+    return audited_states.DeviceStateReader(runner, watch.states, watch.ledger.device)
 
 
 def _sampled_v2(ids: Tensor, num_sampled: Tensor, watch: Watch) -> None:
@@ -143,10 +181,14 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
     """A mixin of the V1 runner on a GPU."""
 
     kvtxn_audit: DeviceWatch | None
+    kvtxn_state_reader: audited_states.DeviceStateReader
 
     def kvtxn_open_watch(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
-        return open_device_watch(self, None, None)
+        watch = open_device_watch(self, None, None)
+        if watch is not None and watch.states:
+            self.kvtxn_state_reader = new_state_reader(self, watch)
+        return watch
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Tell the ledger which rows the forward writes and reads, then run the forward."""
@@ -170,7 +212,14 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
 def _step_v1(runner: AuditedGpuRunnerV1, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that ``_prepare_inputs`` has prepared."""
     assert isinstance(watch, DeviceWatch)
-    read = partial(audited_v2.rows_v1, runner, prepared, watch.groups)
+
+    def read() -> tuple[Rows, States | None]:
+        rows = audited_v2.rows_v1(runner, prepared, watch.groups)
+        if not watch.states:
+            return rows, None
+        metadata, total = audited_states.forward_metadata(), audited_v2.num_rows_v1(runner)
+        return rows, runner.kvtxn_state_reader.read(metadata, rows, total)
+
     watch.step(read, partial(audited.returning, runner))
 
 
@@ -237,19 +286,20 @@ def open_device_watch(
     """
     rank, required = runner.kvtxn_rank, runner.kvtxn_required
     facts = config.runner_facts(runner)
-    groups = audited.row_groups(runner)
+    groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
     late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
     if late is not None:  # the last stage is watched: there, the engine has its audit
         stay_out(late, rank)
         return None
     why, error = lacking, None
-    if not groups:
-        why = "there is nothing to audit: no layer of this model keeps rows that the ledger knows"
+    if not groups and not states:
+        why = "no layer of this model keeps rows or states that the ledger knows"
+        why = f"there is nothing to audit: {why}"
     watch = None
     key = ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
     if why is None:
         try:
-            watch = _new_watch(runner, groups, lines, key)
+            watch = _new_watch(runner, groups, states, lines, key)
         except Exception as failed:
             why, error = f"the ledger cannot be made: {failed}", failed
     if key is not None and not all(ranks.of_all(watch is not None)):
@@ -260,22 +310,24 @@ def open_device_watch(
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch, facts)
     watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop, mixin)
-    left_out = audited.groups_left_out(runner, groups)
+    left_out = audited.groups_left_out(runner, [*groups, *states])
     if left_out:
         effect = f"{', '.join(left_out)}: rows or states there are not compared on a GPU"
         log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
     log.info(
         "kvtxn.audit_active",
         rank=rank,
-        groups=len(groups),
+        groups=len(groups) + len(states),
         bytes=watch.ledger.books.num_bytes,
         vllm=workers.version(),
     )
     return watch
 
 
-def _new_watch(runner: Any, groups: Any, lines: int | None, key: Key | None) -> DeviceWatch:
-    """Make a watch over a runner's groups."""
+def _new_watch(
+    runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None
+) -> DeviceWatch:
+    """Make a watch over a runner's groups of rows, and of states."""
     wanted = runner.kvtxn_settings
     return DeviceWatch(
         groups,
@@ -284,6 +336,7 @@ def _new_watch(runner: Any, groups: Any, lines: int | None, key: Key | None) -> 
         wanted.on_violation,
         device=audited_v2.runner_device(runner),
         drafts=audited.most_drafts(runner),
+        states=states,
         lines=lines,
         record=wanted.record,
         key=key,

@@ -246,24 +246,6 @@ class WatchedConnectorV2(WatchedConnector):
         return results
 
 
-class TellingConnector:
-    """A mixin of the object by which the V2 runner calls its connector.
-
-    The rows that a connector brings within a step are in their blocks once this has begun, so the
-    audit compares what the step reads only then.
-
-    Attributes:
-        kvtxn_begun: called when the rows are there.
-    """
-
-    kvtxn_begun: Callable[[], None]
-
-    def pre_forward(self, *args: Any, **kwargs: Any) -> None:
-        """Begin the step's transfers, then tell the audit."""
-        super().pre_forward(*args, **kwargs)  # type: ignore[misc]
-        self.kvtxn_begun()
-
-
 def watch_transfers(
     runner: Any,
     ledger: Ledger,

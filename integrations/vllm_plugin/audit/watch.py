@@ -124,7 +124,7 @@ class Watch:
         self.on_violation = on_violation
         self._known: OrderedDict[str, None] = OrderedDict()  # by the last batch of each
         self._batch: tuple[list[str], Tensor] | None = None
-        self._forms: dict[int, tuple[object, Step, Copies]] = {}
+        self._forms: dict[tuple[int, int], tuple[object, Step, Copies]] = {}
         number = self.ledger.books.sizes.max_requests
         with torch.inference_mode(False):
             self._all_lines: Final = torch.zeros(number, dtype=torch.int64, device=device)
@@ -231,14 +231,15 @@ class Watch:
 
     def _step_of(self, rows: Rows, lines: Tensor, states: States | None) -> Step:
         """Describe a forward; one of the same buffers is the same ``Step``, checked at first."""
-        recurs = rows.buffers is not None and states is None
-        known = self._forms.get(id(rows.buffers)) if recurs else None
+        recurs = rows.buffers is not None and (states is None or states.buffers is not None)
+        key = id(rows.buffers), id(states and states.buffers)
+        known = self._forms.get(key) if recurs else None
         if known is None:
-            known = rows.buffers, *self._form(rows, lines, states)
+            known = (rows.buffers, states and states.buffers), *self._form(rows, lines, states)
             if recurs:
                 if len(self._forms) >= _MAX_REMEMBERED:
                     self._forms.clear()
-                self._forms[id(rows.buffers)] = known
+                self._forms[key] = known
         for theirs, own in known[2]:
             own.copy_(theirs)
         return known[1]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....audit import StateGroup
 from ....layers import LayerRef
+from .audited import Rows
 
 #: vLLM's block that belongs to nobody; a state with this block is not kept.
 _NULL_BLOCK: Final = 0
@@ -32,11 +33,13 @@ class States:
             -1 for a request that begins without a state.
         told: int64 ``[num_requests]``, the number of drafts that the kernels take for accepted in
             the step before; -1 where they do not use it. None without any group of states.
+        buffers: as for ``Rows``.
     """
 
     slots: dict[str, Tensor]
     sources: dict[str, Tensor]
     told: Tensor | None
+    buffers: object | None = None
 
 
 def state_groups(runner: Any) -> dict[str, StateGroup]:
@@ -75,15 +78,83 @@ def states(runner: Any, groups: Iterable[str], starts: Tensor, first: Tensor) ->
     """Read the states of the forward that is about to run.
 
     Args:
-        runner: a V1 runner, in its forward context.
+        runner: a V1 runner on a CPU, in its forward context.
         groups: names of the groups to read.
         starts: int ``[num_requests + 1]``, each request's first row, and the end.
         first: int64 ``[num_requests]``, the position of each request's first row.
     """
+    return _read(runner, groups, forward_metadata(), starts, first, int(starts[-1]))
+
+
+def forward_metadata() -> Any:
+    """Return the attention metadata of the forward that is about to run, by layer."""
     from vllm.forward_context import get_forward_context
 
+    return get_forward_context().attn_metadata
+
+
+class DeviceStateReader:
+    """Reads the states of a GPU's steps into buffers of its own, without waiting for the device.
+
+    Args:
+        runner: the runner, with its KV cache.
+        groups: names of the groups to read.
+        device: of the runner's tensors.
+    """
+
+    def __init__(self, runner: Any, groups: Iterable[str], device: torch.device) -> None:
+        self._runner: Final = runner
+        self._groups: Final = tuple(groups)
+        requests, rows = int(runner.max_num_reqs), int(runner.max_num_tokens)
+        with torch.inference_mode(False):  # steps write into them in inference mode or not
+
+            def zeros(length: int) -> Tensor:
+                return torch.zeros(length, dtype=torch.int64, device=device)
+
+            self._slots: Final = {name: zeros(rows) for name in self._groups}
+            self._sources: Final = {name: zeros(requests) for name in self._groups}
+            self._told: Final = zeros(requests)
+        self._known: dict[tuple[object, ...], States] = {}
+
+    def read(self, metadata: Any, rows: Rows, total: int) -> States:
+        """Read the states of a forward.
+
+        Args:
+            metadata: the attention metadata by layer.
+            rows: the rows of the forward.
+            total: the number of rows.
+        """
+        count = len(rows.names)
+        starts = rows.starts[: count + 1]
+        assert rows.positions is not None  # the device alone knows positions
+        first = rows.positions.index_select(0, starts[:-1].long()).long()
+        found = _read(self._runner, self._groups, metadata, starts, first, total)
+        for name, slots in found.slots.items():
+            self._slots[name][:total].copy_(slots)
+            self._sources[name][:count].copy_(found.sources[name])
+        if found.told is not None:
+            self._told[:count].copy_(found.told)
+        key = (count, found.told is None, *found.slots)
+        if key not in self._known:
+            self._known[key] = States(
+                {name: self._slots[name] for name in found.slots},
+                {name: self._sources[name][:count] for name in found.sources},
+                None if found.told is None else self._told[:count],
+                buffers=key,
+            )
+        return self._known[key]
+
+
+def _read(
+    runner: Any,
+    groups: Iterable[str],
+    metadata_of: Any,
+    starts: Tensor,
+    first: Tensor,
+    total: int,
+) -> States:
+    """Read the states of a forward from its attention metadata, without waiting for a device."""
     slots, sources, told = {}, {}, None
-    metadata_of: Any = get_forward_context().attn_metadata
     for name in groups:
         layers = runner.kv_cache_config.kv_cache_groups[int(name.partition(".")[2])].layer_names
         metadata = metadata_of.get(layers[0]) if isinstance(metadata_of, Mapping) else None
@@ -93,16 +164,16 @@ def states(runner: Any, groups: Iterable[str], starts: Tensor, first: Tensor) ->
         columns, accepted = found
         source = columns.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
         sources[name] = torch.where(first > 0, source, -1)
-        slots[name] = _kept(columns, accepted > 0, starts.long())
+        slots[name] = _kept(columns, accepted > 0, starts.long(), total)
         told = accepted - 1  # all groups share one count
     return States(slots, sources, told)
 
 
-def _kept(columns: Tensor, speculates: Tensor, starts: Tensor) -> Tensor:
-    """Return the block that gets the state after each row, int64 ``[num_rows]``; -1 for none."""
-    lengths = starts.diff()
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
-    within = torch.arange(len(owner)) - (starts[:-1] - starts[0])[owner]
+def _kept(columns: Tensor, speculates: Tensor, starts: Tensor, total: int) -> Tensor:
+    """Return the block that gets the state after each row, int64 ``[total]``; -1 for none."""
+    row = torch.arange(total, device=starts.device)
+    owner = torch.searchsorted(starts[1:], row, right=True).clamp(max=len(starts) - 2)
+    within, lengths = row - starts[owner], starts.diff()
     column = torch.where(speculates[owner], within, 0)
     block = columns[owner, column.clamp(max=columns.shape[1] - 1)]
     kept = (block != _NULL_BLOCK) & (column < columns.shape[1])
@@ -130,25 +201,31 @@ def _gated_delta(metadata: Any, count: int) -> tuple[Tensor, Tensor]:
     """Read the metadata of a gated delta net, whose requests with drafts are masked."""
     mask, others = metadata.spec_sequence_masks, metadata.non_spec_state_indices_tensor
     if mask is None:
-        return others[:count, None].long(), torch.zeros(count, dtype=torch.int64)
+        table = others[:count, None].long()
+        return table, table.new_zeros(count)
     mask = mask[:count].bool()
-    number = int(mask.sum())
-    table = metadata.spec_state_indices_tensor[:number].long()
-    columns = torch.full((count, table.shape[1]), _NULL_BLOCK, dtype=torch.int64)
-    accepted = torch.zeros(count, dtype=torch.int64)
-    columns[mask] = table
-    accepted[mask] = metadata.num_accepted_tokens[:number].long()
-    if number < count:
-        columns[~mask, 0] = others[: count - number].long()
-    return columns, accepted
+    table = metadata.spec_state_indices_tensor.long()
+    columns, accepted = _spread(mask, table), _spread(mask, metadata.num_accepted_tokens.long())
+    if others is None or not len(others):
+        return columns, torch.where(mask, accepted, 0)
+    plain = torch.full_like(columns, _NULL_BLOCK)
+    plain[:, 0] = _spread(~mask, others.long())
+    return torch.where(mask[:, None], columns, plain), torch.where(mask, accepted, 0)
+
+
+def _spread(mask: Tensor, values: Tensor) -> Tensor:
+    """Return values that stand one after the other at the places where a mask is set."""
+    number = (mask.cumsum(0) - 1).clamp(0, len(values) - 1)
+    return values.index_select(0, number)
 
 
 def _selective(metadata: Any, count: int) -> tuple[Tensor, Tensor]:
     """Read the metadata of Mamba or a short convolution: decodes come first, then prompts."""
     decodes, table = int(metadata.num_decodes), metadata.state_indices_tensor_d
     width = 1 if table is None else table.shape[1]
-    columns = torch.full((count, width), _NULL_BLOCK, dtype=torch.int64)
-    accepted = torch.zeros(count, dtype=torch.int64)
+    some = metadata.state_indices_tensor_p if table is None else table
+    columns = torch.full((count, width), _NULL_BLOCK, dtype=torch.int64, device=some.device)
+    accepted = torch.zeros(count, dtype=torch.int64, device=some.device)
     if decodes:
         columns[:decodes] = table[:decodes].long()
         if metadata.num_accepted_tokens is not None:

@@ -90,6 +90,16 @@ def note_requests(known: dict[str, Told], scheduler_output: Any) -> None:
                 own += more
 
 
+def num_rows(batch: Any) -> int:
+    """Return the rows of a V2 runner's step, without padding."""
+    return int(batch.num_tokens)
+
+
+def num_rows_v1(runner: Any) -> int:
+    """Return the rows of the step that a V1 runner has prepared."""
+    return int(runner.query_start_loc.np[len(runner.input_batch.req_ids)])
+
+
 def samples(runner: Any) -> bool:
     """Tell whether the runner samples: the stage is the last one, or the only one."""
     return bool(runner.is_last_pp_rank)

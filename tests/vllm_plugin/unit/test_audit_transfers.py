@@ -7,10 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
-from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, connectors
+from kvtxn.integrations.vllm_plugin.internals import (
+    audited,
+    audited_states,
+    audited_v2,
+    connectors,
+)
 from kvtxn.integrations.vllm_plugin.internals.audited import Arrival
 
-from kvtxn.audit import Ledger, RowGroup, Step
+from kvtxn.audit import Key, Ledger, RowGroup, Step
 
 GROUP = RowGroup("group.0", 4, 12, pool="blocks")
 TOKENS = list(range(20, 32))
@@ -213,8 +218,98 @@ def test_columns_of_a_gated_delta_net():
     columns, accepted = audited_states._columns(metadata, 2)
     assert columns.tolist() == [[7, 8, 9], [4, 0, 0]]
     assert accepted.tolist() == [2, 0]
-    kept = audited_states._kept(columns, accepted > 0, torch.tensor([0, 3, 5]))
+    kept = audited_states._kept(columns, accepted > 0, torch.tensor([0, 3, 5]), 5)
     assert kept.tolist() == [7, 8, 9, -1, 4]
+
+
+def metadata_of_two():
+    """A prompt's last three rows, and a request with two drafts, of a gated delta net."""
+    return SimpleNamespace(
+        spec_sequence_masks=torch.tensor([False, True]),
+        spec_state_indices_tensor=torch.tensor([[7, 8, 9]]),
+        num_accepted_tokens=torch.tensor([2]),
+        non_spec_state_indices_tensor=torch.tensor([4]),
+    )
+
+
+def device_reader():
+    group = SimpleNamespace(layer_names=["layer"])
+    config = SimpleNamespace(kv_cache_groups=[group])
+    runner = SimpleNamespace(kv_cache_config=config, max_num_reqs=4, max_num_tokens=16)
+    return audited_states.DeviceStateReader(runner, ["group.0"], torch.device("cpu"))
+
+
+def rows_of(starts, positions):
+    starts, positions = torch.tensor(starts), torch.tensor(positions)
+    names = [str(number) for number in range(len(starts) - 1)]
+    return audited.Rows(names, starts, None, None, None, {}, {}, positions)
+
+
+def test_states_of_a_device_are_read_into_the_same_buffers():
+    """So a step of the same form is the same ``Step``; the numbers are those of a CPU's reader."""
+    reader = device_reader()
+    rows = rows_of([0, 3, 6], [0, 1, 2, 40, 41, 42])
+    found = reader.read({"layer": metadata_of_two()}, rows, 6)
+    assert found.sources["group.0"].tolist() == [-1, 8]
+    assert found.slots["group.0"][:6].tolist() == [-1, -1, 4, 7, 8, 9]
+    assert found.told.tolist() == [-1, 1]
+    other = metadata_of_two()
+    other.spec_state_indices_tensor += 1
+    again = reader.read({"layer": other}, rows_of([0, 2, 5], [3, 4, 41, 42, 43]), 5)
+    assert again is found
+    assert found.sources["group.0"].tolist() == [4, 9]
+    assert found.slots["group.0"][:5].tolist() == [-1, 4, 8, 9, 10]
+
+
+def test_states_of_an_unknown_layer_are_not_read():
+    found = device_reader().read({"layer": SimpleNamespace()}, rows_of([0, 1], [5]), 1)
+    assert (found.slots, found.sources, found.told) == ({}, {}, None)
+
+
+def scheduled(new=(), grown=(), gone=(), preempted=None):
+    """What the scheduler tells the V2 runner of a step."""
+    cached = SimpleNamespace(
+        req_ids=[name for name, _ in grown], new_block_ids=[blocks for _, blocks in grown]
+    )
+    return SimpleNamespace(
+        finished_req_ids=set(gone),
+        preempted_req_ids=preempted,
+        scheduled_new_reqs=[SimpleNamespace(req_id=n, block_ids=b) for n, b in new],
+        scheduled_cached_reqs=cached,
+    )
+
+
+def test_requests_of_the_v2_runner_are_those_that_the_scheduler_told_it_of():
+    known = {}
+    audited_v2.note_requests(known, scheduled(new=[("a", ([1, 2],)), ("b", ([3],))]))
+    audited_v2.note_requests(known, scheduled(grown=[("a", ([4],)), ("b", None)]))
+    assert {name: each.tables for name, each in known.items()} == {"a": [[1, 2, 4]], "b": [[3]]}
+    audited_v2.note_requests(known, scheduled(gone=["a"], preempted={"b"}))
+    assert known == {}
+    audited_v2.note_requests(known, scheduled(new=[("b", ([5],))]))
+    assert known["b"].tables == [[5]]
+
+
+def test_blocks_are_told_apart_by_all_their_bytes():
+    """Each layer counts, whichever dimension its blocks lie in."""
+    first = torch.arange(4 * 2 * 3, dtype=torch.float32).view(4, 2, 3)
+    second = torch.arange(2 * 4 * 6, dtype=torch.float16).view(2, 4, 6)
+    layers = {"x": SimpleNamespace(kv_cache=first), "y": SimpleNamespace(kv_cache=second)}
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(
+            num_blocks=4, kv_cache_groups=[SimpleNamespace(layer_names=["x", "y"])]
+        ),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+    hashes = connectors.block_hashes(runner, Key.new(), "group.0", [0, 1, 2, 3])
+    assert len({*hashes}) == 4
+    assert {len(each) for each in hashes} == {16}
+    key = Key.new()
+    before = connectors.block_hashes(runner, key, "group.0", [2, 1])
+    second[1, 1, 5] += 1
+    after = connectors.block_hashes(runner, key, "group.0", [2, 1])
+    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+    assert connectors.block_hashes(runner, key, "group.0", []) == []
 
 
 def test_columns_of_mamba():
