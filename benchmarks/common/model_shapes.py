@@ -11,8 +11,29 @@ BLOCK_SIZE: Final = 16
 
 
 @attrs.frozen
+class States:
+    """The recurrent states that a hybrid model keeps for each request on one GPU.
+
+    Attributes:
+        kind: ``"gated_delta"`` or ``"mamba2"``.
+        layers: layers that have a state.
+        heads: heads of a state.
+        key_heads: heads of keys and queries; of Mamba-2, groups that share B and C.
+        value_size: values of a head; of Mamba-2, the size of a head.
+        key_size: keys of a value; of Mamba-2, the size of a value's state.
+    """
+
+    kind: str
+    layers: int
+    heads: int
+    key_heads: int
+    value_size: int
+    key_size: int
+
+
+@attrs.frozen
 class Shape:
-    """A model's size: a Llama's, or one with DeepSeek's latent attention and dense layers.
+    """A model's size: a Llama's, a hybrid's, or one with DeepSeek's latent attention.
 
     Attributes:
         layers: number of layers.
@@ -22,6 +43,8 @@ class Shape:
         kv_heads: KV heads.
         vocab: number of tokens.
         latent: width of a latent, without its rotary part; 0 in a Llama.
+        states: the recurrent states of a hybrid, whose other layers have attention.
+        head_size: width of a head; 0 for that part of ``hidden``.
     """
 
     layers: int
@@ -31,22 +54,37 @@ class Shape:
     kv_heads: int
     vocab: int
     latent: int = 0
+    states: States | None = None
+    head_size: int = 0
+
+    @property
+    def head(self) -> int:
+        """Width of a head."""
+        return self.head_size or self.hidden // self.heads
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a token in a layer's cache, in bf16."""
         if self.latent:
             return 2 * (self.latent + ROTARY)
-        return 4 * self.kv_heads * (self.hidden // self.heads)
+        return 4 * self.kv_heads * self.head
 
     @property
     def rows(self) -> Rows:
         """Rows of a Llama on one GPU."""
-        return Rows(self.layers, self.kv_heads, self.hidden // self.heads, self.heads)
+        return Rows(self.layers, self.kv_heads, self.head, self.heads)
 
 
 #: Width of a head's rotary part, where attention is latent; that of the rest of a head is twice.
 ROTARY: Final = 64
+
+#: By name; shapes from the models' configurations.
+STATES: Final[Mapping[str, States]] = {
+    "qwen3.5-9b": States("gated_delta", 24, 32, 16, 128, 128),
+    "nemotron-h-8b": States("mamba2", 24, 128, 8, 64, 128),
+    "tiny-gated-delta": States("gated_delta", 2, 4, 2, 16, 16),
+    "tiny-mamba2": States("mamba2", 2, 4, 2, 16, 16),
+}
 
 #: By name; engines serve them with random weights.
 SHAPES: Final[Mapping[str, Shape]] = {
@@ -55,6 +93,8 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "latent-2b": Shape(27, 2048, 10944, 16, 16, 102400, latent=512),
     "tiny": Shape(2, 128, 256, 4, 2, 512),
     "tiny-latent": Shape(2, 128, 256, 16, 16, 512, latent=512),
+    # Its vocabulary is cut, so that dummy weights and logits take less.
+    "qwen3.5-9b": Shape(32, 4096, 12288, 16, 4, 32000, states=STATES["qwen3.5-9b"], head_size=256),
 }
 
 
@@ -113,36 +153,6 @@ class Case:
     def rows(self) -> int:
         """Rows of the window."""
         return self.requests * (self.drafts + 1)
-
-
-@attrs.frozen
-class States:
-    """The recurrent states that a hybrid model keeps for each request on one GPU.
-
-    Attributes:
-        kind: ``"gated_delta"`` or ``"mamba2"``.
-        layers: layers that have a state.
-        heads: heads of a state.
-        key_heads: heads of keys and queries; of Mamba-2, groups that share B and C.
-        value_size: values of a head; of Mamba-2, the size of a head.
-        key_size: keys of a value; of Mamba-2, the size of a value's state.
-    """
-
-    kind: str
-    layers: int
-    heads: int
-    key_heads: int
-    value_size: int
-    key_size: int
-
-
-#: By name; shapes from the models' configurations.
-STATES: Final[Mapping[str, States]] = {
-    "qwen3.5-9b": States("gated_delta", 24, 32, 16, 128, 128),
-    "nemotron-h-8b": States("mamba2", 24, 128, 8, 64, 128),
-    "tiny-gated-delta": States("gated_delta", 2, 4, 2, 16, 16),
-    "tiny-mamba2": States("mamba2", 2, 4, 2, 16, 16),
-}
 
 
 @attrs.frozen

@@ -25,6 +25,7 @@ from ...cli import require
 from ...errors import KVTxnError
 from ..common import machine
 from . import files as vllm_files
+from . import hybrids
 from . import options as vllm_options
 from .audits import AUDITS, complaints
 from .cell import Takes, measure
@@ -160,7 +161,7 @@ def specs(args: argparse.Namespace, arguments: Mapping[str, Any]) -> list[Engine
             found.append(
                 EngineSpec(
                     policy=policy,
-                    arguments=arguments,
+                    arguments={**arguments, **_cache(args, policy), **args.engine_args},
                     settings={} if mode is None else {"acceptance": mode},
                     environment=_environment(),
                     timeout=args.timeout,
@@ -183,6 +184,20 @@ def _environment() -> dict[str, str]:
         "NUMBA_NUM_THREADS": "1",
     }
     return {name: os.environ.get(name, value) for name, value in ours.items()}
+
+
+def _cache(args: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """Choose the size of a hybrid's cache: all requests fit, in every engine."""
+    shape = MODELS[args.model].shape
+    if shape.states is None or not torch.cuda.is_available():
+        return {}
+    sizes = [
+        hybrids.cache_bytes(
+            shape, each.requests, each.context + each.tokens + args.drafts, args.drafts, policy
+        )
+        for each in vllm_options.points(args)
+    ]
+    return {"kv_cache_memory_bytes": max(sizes) + (256 << 20)}
 
 
 def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, Any]:
@@ -220,5 +235,6 @@ def engine_arguments(args: argparse.Namespace, model: Model, folder: Path) -> di
         "speculative_config": speculation,
         "seed": 0,
         **settings,
+        **(hybrids.arguments() if model.shape.states is not None else {}),
         **args.engine_args,
     }

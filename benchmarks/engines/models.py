@@ -16,6 +16,7 @@ import attrs
 from ...errors import ConfigError
 from ...integrations import demo
 from ..common.model_shapes import ROTARY, SHAPES, Shape
+from . import hybrids
 
 _DEMO: Final = Path(demo.__file__).parent
 
@@ -43,6 +44,7 @@ class Model:
     def about(self) -> str:
         """A line that describes the model's size and weights."""
         kind = "latent attention, " if self.shape.latent else ""
+        kind = "recurrent states, " if self.shape.states else kind
         weights = "random weights" if self.folder is None else "trained: real text and acceptance"
         return f"{self.shape.layers} layers of {self.shape.hidden}, {kind}{weights}"
 
@@ -83,7 +85,7 @@ def _ngram(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
 
 def _one_layer(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
     """Drafts from one layer of the model's own width, with random weights."""
-    if model.shape.latent:
+    if model.shape.latent or model.shape.states:
         raise _refused(f"{model.name!r} has no drafter of its own but its last layer", "mtp")
     if model.folder is not None:
         raise _refused(f"nobody trained a drafter for {model.name!r}", "ngram")
@@ -92,7 +94,7 @@ def _one_layer(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
 
 def _mtp(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
     """Drafts from the model's own extra layer."""
-    if not model.shape.latent:
+    if not model.shape.latent and not model.shape.states:
         raise _refused(f"{model.name!r} predicts one token at a time", "eagle or draft_model")
     return {}
 
@@ -143,6 +145,8 @@ def _write(folder: Path, shape: Shape, layers: int, max_length: int) -> Path:
             "first_k_dense_replace": layers + 1,  # no experts, in the extra layer either
             "num_nextn_predict_layers": 1,
         }
+    if shape.states is not None:
+        settings |= {**hybrids.configuration(shape), "mtp_num_hidden_layers": 1}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
     return folder

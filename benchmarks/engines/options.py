@@ -16,6 +16,7 @@ from ...config import ACCEPTANCE_MODES, POLICIES
 from ...errors import ConfigError
 from ..common import machine
 from .audits import AUDITS
+from .hybrids import RECURRENT
 from .load import SCENARIOS, Point
 from .models import DRAFTERS, MODELS
 
@@ -53,11 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--policies",
         nargs="+",
-        choices=["stock", *POLICIES, *AUDITS],
+        choices=["stock", *POLICIES, *AUDITS, *RECURRENT],
         default=["stock", "deferred", "undo"],
         metavar="POLICY",
-        help="'stock', kvtxn's policies, and its audits 'ledger' and 'bytes'; default: stock "
-        "deferred undo. A policy named twice, as in 'stock stock deferred', shows what is noise",
+        help="'stock', kvtxn's policies, its audits 'ledger' and 'bytes', and, for hybrids, how "
+        "their states are held: 'exact' or 'fast'; default: stock deferred undo. A policy named "
+        "twice, as in 'stock stock deferred', shows what is noise",
     )
     what.add_argument(
         "--mask-modes",
@@ -145,6 +147,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Refuse what would have no effect, before an engine starts."""
     loads = points(args)
+    hybrid, policies = MODELS[args.model].shape.states is not None, set(args.policies)
+    if policies - {"stock", *RECURRENT} if hybrid else policies & set(RECURRENT):
+        raise ConfigError(
+            "bench vllm",
+            "policies do not fit the model",
+            expected=f"stock, {' and '.join(RECURRENT)} for models with recurrent states alone",
+            got=f"{' '.join(args.policies)} for {args.model}",
+        )
     if args.arrivals is not None and not any(SCENARIOS[load.scenario].mixed for load in loads):
         raise ConfigError(
             "bench vllm",

@@ -21,6 +21,7 @@ from ...integrations.serving.engine_process import (
 )
 from .audits import AUDITS, Audited
 from .child import Measured
+from .hybrids import RECURRENT
 from .load import Work
 
 __all__ = ["Engine", "EngineError", "EngineSpec", "Switched", "running"]
@@ -35,7 +36,8 @@ class EngineSpec:
     """An engine to start.
 
     Attributes:
-        policy: a kvtxn policy; ``"stock"``; or of ``AUDITS``: stock with the audit alone.
+        policy: a kvtxn policy; ``"stock"``; of ``AUDITS``: stock with the audit alone; or of
+            ``RECURRENT``: how a hybrid's states are held, under policy "auto".
         arguments: arguments of ``vllm.LLM``.
         settings: further settings of kvtxn.
         environment: variables that the process has before it imports vLLM.
@@ -62,6 +64,8 @@ class EngineSpec:
             return {}
         if self.audited:
             return {"kvtxn": {"audit": self.policy, **self.settings}}
+        if self.policy in RECURRENT:
+            return {"kvtxn": {"policy": "auto", "recurrent": self.policy, **self.settings}}
         return {"kvtxn": {"policy": self.policy, **self.settings}}
 
 

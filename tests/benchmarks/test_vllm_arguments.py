@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from kvtxn.benchmarks.engines import options as vllm_options
 from kvtxn.benchmarks.engines.models import DRAFTERS, MODELS
 
 from kvtxn.cli import main
+from kvtxn.errors import ConfigError
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -176,3 +178,35 @@ def test_what_would_have_no_effect_is_refused(arguments, on_gpu, message, capsys
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
     assert main(["bench", "vllm", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_engines_of_a_hybrid_hold_their_states_by_name(tmp_path, monkeypatch):
+    """Each with a cache in which all requests fit; stock has a state for each draft as well."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = ("--model", "qwen3.5-9b", "--policies", "stock", "exact", "fast", "--requests", "32")
+    args = parse(*given, "--acceptance", "0.5")
+    vllm_options.check(args)
+    arguments = vllm_bench.engine_arguments(args, MODELS[args.model], tmp_path)
+    assert arguments["mamba_ssm_cache_dtype"] == "float32"
+    config = json.loads((tmp_path / "qwen3.5-9b" / "config.json").read_text())
+    assert config["layer_types"].count("linear_attention") == 24
+    stock, *others = vllm_bench.specs(args, arguments)
+    assert stock.config == {}
+    assert [each.config["kvtxn"] for each in others] == [
+        {"policy": "auto", "recurrent": how} for how in ("exact", "fast")
+    ]
+    caches = [each.arguments["kv_cache_memory_bytes"] for each in (stock, *others)]
+    state = 24 * 32 * 128 * 128 * 4
+    assert caches[0] - caches[1] >= 32 * 4 * state
+    assert caches[1] == caches[2] >= 32 * state
+    own = parse(*given, "--engine-args", '{"kv_cache_memory_bytes": 5}')
+    assert vllm_bench.specs(own, arguments)[0].arguments["kv_cache_memory_bytes"] == 5
+
+
+@pytest.mark.parametrize(("model", "policy"), [("qwen3.5-9b", "undo"), ("tiny", "fast")])
+def test_policies_that_do_not_fit_the_model_are_refused(model, policy):
+    args = parse("--model", model, "--policies", "stock", policy)
+    with pytest.raises(
+        ConfigError, match=f"stock, exact and fast .*got stock {policy} for {model}"
+    ):
+        vllm_options.check(args)
