@@ -39,14 +39,14 @@ def truncated(numbers: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 def keys_in_threads(
     numbers: tl.tensor, ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr
 ) -> tl.tensor:
-    """Turn ``[ROWS, KEYS / (4 * RUN), 4 * RUN]`` into ``[ROWS, KEYS]`` as tensor cores hold it.
+    """Turn lines of runs, as ``runs`` loads them, into ``[ROWS, KEYS]`` as tensor cores hold it.
 
     Of each 16 columns of an operand, a thread has two pairs, 8 columns apart, and four threads
     share a row. So the run of a thread becomes such pairs.
     """
     pieces: tl.constexpr = KEYS // (4 * RUN)
-    apart = tl.reshape(numbers, [ROWS, pieces, 4, RUN // 4, 2, 2])
-    return tl.reshape(tl.permute(apart, [0, 1, 3, 4, 2, 5]), [ROWS, KEYS])
+    apart = tl.reshape(numbers, [pieces, ROWS, 4, RUN // 4, 2, 2])
+    return tl.reshape(tl.permute(apart, [1, 0, 3, 4, 2, 5]), [ROWS, KEYS])
 
 
 @triton.jit
@@ -63,8 +63,8 @@ def product(
     """Multiply ``left`` by ``right`` transposed, with float32's precision.
 
     Args:
-        left: ``[LEFT, KEYS / (4 * RUN), 4 * RUN]``.
-        right: ``[RIGHT, KEYS / (4 * RUN), 4 * RUN]``.
+        left: lines of runs, ``[LEFT * KEYS / (4 * RUN), 4 * RUN]``.
+        right: lines of runs, ``[RIGHT * KEYS / (4 * RUN), 4 * RUN]``.
         LEFT: rows of ``left``.
         RIGHT: rows of ``right``.
         KEYS: columns of both.
@@ -107,22 +107,52 @@ def product(
 
 @triton.jit
 def runs(
-    base: tl.tensor, offsets: tl.tensor, RUN: tl.constexpr, ALIGNED: tl.constexpr
+    rows: tl.tensor,
+    inside: tl.tensor,
+    ROWS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    RUN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ) -> tl.tensor:
-    """Return pointers, ``RUN`` of which a thread loads at once; no more, so threads hold alike."""
-    pointers = base + offsets  # the compiler forgets what it is told of an argument
+    """Load rows of ``KEY_SIZE`` numbers, four threads to a line of ``4 * RUN``.
+
+    First come the first lines of all rows, then the second ones, and so on: so a compiler gives
+    neighbouring lines, which are those of different rows, to different threads.
+
+    Args:
+        rows: pointers ``[lines]`` to the row of each line.
+        inside: bool ``[lines]``; numbers of other rows are 0.
+        ROWS: number of rows.
+        KEY_SIZE: as for ``verify_rows``, like those that follow.
+        KEYS: a power of two.
+        RUN: numbers that a thread loads at once; no more, so that threads hold alike.
+        ALIGNED: each run begins on a multiple of its size.
+        WHOLE: every row is inside.
+    """
+    lines = tl.arange(0, ROWS * KEYS // (4 * RUN))
+    keys = (lines // ROWS * (4 * RUN))[:, None] + tl.arange(0, 4 * RUN)[None, :]
+    pointers = rows[:, None] + keys
     if ALIGNED:
-        bytes: tl.constexpr = base.dtype.scalar.element_ty.primitive_bitwidth // 8 * RUN
-        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 1, bytes)), (1, 1, RUN))
-    return pointers
+        bytes: tl.constexpr = rows.dtype.scalar.element_ty.primitive_bitwidth // 8 * RUN
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, bytes)), (1, RUN))
+    if WHOLE and KEY_SIZE == KEYS:
+        numbers = tl.load(pointers)
+    elif KEY_SIZE == KEYS:
+        numbers = tl.load(pointers, mask=inside[:, None], other=0.0)
+    elif ALIGNED:
+        some = keys // RUN < KEY_SIZE // RUN
+        numbers = tl.load(pointers, mask=inside[:, None] & some, other=0.0)
+    else:
+        numbers = tl.load(pointers, mask=inside[:, None] & (keys < KEY_SIZE), other=0.0)
+    return numbers
 
 
 @triton.jit
-def tile_of(
+def state_of(
     begin: tl.tensor,
-    values: tl.tensor,
-    keys: tl.tensor,
-    some_keys: tl.tensor,
+    first: tl.tensor,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
@@ -130,14 +160,12 @@ def tile_of(
     RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Load the rows ``values`` of a head's state that begins at ``begin``."""
-    where = runs(begin, values[:, None, None] * KEY_SIZE + keys, RUN, ALIGNED)
-    if KEY_SIZE == KEYS and VALUE_SIZE % VALUES == 0:
-        numbers = tl.load(where)
-    else:
-        inside = (values < VALUE_SIZE)[:, None, None] & some_keys
-        numbers = tl.load(where, mask=inside, other=0.0)
-    return numbers
+    """Load ``VALUES`` rows of a head's state that begins at ``begin``, from ``first`` on."""
+    values = first + tl.arange(0, VALUES * KEYS // (4 * RUN)) % VALUES
+    return runs(
+        begin + values * KEY_SIZE, values < VALUE_SIZE,
+        VALUES, KEY_SIZE, KEYS, RUN, ALIGNED, VALUE_SIZE % VALUES == 0,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -283,26 +311,28 @@ def verify_rows(
     key_head = head // (HEADS // KEY_HEADS)
 
     # The state, and the keys and queries as COLUMNS rows each.
-    pieces = tl.arange(0, KEYS // (4 * RUN))
-    keys = pieces[None, :, None] * (4 * RUN) + tl.arange(0, 4 * RUN)[None, None, :]
-    values = part * (VALUES * TILES) + tl.arange(0, VALUES)
+    first_value = part * (VALUES * TILES)
     begin = state + slot * slot_stride + head * VALUE_SIZE * KEY_SIZE
-    some_keys = keys // RUN < KEY_SIZE // RUN if ALIGNED else keys < KEY_SIZE
-    now = tile_of(begin, values, keys, some_keys, KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED)
+    now = state_of(begin, first_value, KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED)
+    lines = tl.arange(0, 2 * COLUMNS * KEYS // (4 * RUN))
+    turns = lines % COLUMNS
+    rows = first.to(tl.int64) + turns
+    asked = lines % (2 * COLUMNS) >= COLUMNS
+    pointers = tl.where(asked, query + rows * query_stride, key + rows * key_stride)
+    some = (turns < length) & (turns < LONGEST)
+    pairs = runs(
+        pointers + key_head * KEY_SIZE, some,
+        2 * COLUMNS, KEY_SIZE, KEYS, RUN, ALIGNED, False,
+    )  # fmt: skip
     columns = tl.arange(0, 2 * COLUMNS)
     turn = columns % COLUMNS
     asks = columns >= COLUMNS
     live = (turn < length) & (turn < LONGEST)
     row = first.to(tl.int64) + turn
-    pointers = tl.where(asks, query + row * query_stride, key + row * key_stride)
-    pointers = runs((pointers + key_head * KEY_SIZE)[:, None, None], keys, RUN, ALIGNED)
-    mask = live[:, None, None]
-    if KEY_SIZE != KEYS:
-        mask = mask & some_keys
-    pairs = tl.load(pointers, mask=mask, other=0.0)
     x = tl.load(a + row * a_stride + head, mask=live, other=0.0).to(tl.float32)
     strength = tl.load(b + row * b_stride + head, mask=live, other=0.0).to(tl.float32)
     given = value + (row * value_stride + head * VALUE_SIZE)[None, :]
+    values = first_value + tl.arange(0, VALUES)
     wanted = values_of(given, values, live, VALUE_SIZE)
 
     # Decay and strength of each row.
@@ -327,10 +357,13 @@ def verify_rows(
         if head % (HEADS // KEY_HEADS) == 0:
             unit = pairs.to(tl.float32)
             if NORMALISE:
-                total = tl.sum(tl.sum(unit * unit, axis=2), axis=1)
-                unit = unit * tl.rsqrt(total + 1e-6)[:, None, None]
-            staged = ((row * KEY_HEADS + key_head) * KEY_SIZE)[:, None, None] + keys
-            tl.store(kept_key + staged, unit, mask=kept[:, None, None] & some_keys)
+                pieces: tl.constexpr = KEYS // (4 * RUN)
+                total = tl.reshape(tl.sum(unit * unit, axis=1), [pieces, 2 * COLUMNS])
+                total = tl.broadcast_to(tl.sum(total, axis=0)[None, :], [pieces, 2 * COLUMNS])
+                unit = unit * tl.rsqrt(tl.reshape(total, lines.shape) + 1e-6)[:, None]
+            keys = (lines // (2 * COLUMNS) * (4 * RUN))[:, None] + tl.arange(0, 4 * RUN)[None, :]
+            staged = kept_key + ((rows * KEY_HEADS + key_head) * KEY_SIZE)[:, None] + keys
+            tl.store(staged, unit, mask=(some & (asked == 0))[:, None] & (keys < KEY_SIZE))
 
     made = out + (row * out_stride + head * VALUE_SIZE)[None, :]
     staged = kept_value + ((row * HEADS + head) * VALUE_SIZE)[None, :]
@@ -338,8 +371,8 @@ def verify_rows(
     for turn_of_tile in tl.static_range(TILES):
         later, wanted_later, values_later = now, wanted, values + VALUES
         if turn_of_tile + 1 < TILES:
-            later = tile_of(
-                begin, values_later, keys, some_keys,
+            later = state_of(
+                begin, first_value + (turn_of_tile + 1) * VALUES,
                 KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED,
             )  # fmt: skip
             wanted_later = values_of(given, values_later, live, VALUE_SIZE)
@@ -348,7 +381,7 @@ def verify_rows(
             seen * factor[None, :], wanted, among, decay, strength, VALUES, LONGEST, COLUMNS
         )
         inside = live[None, :] & (values < VALUE_SIZE)[:, None]
-        asked = inside & asks[None, :]
-        tl.store(made + values[:, None], outputs.to(out.dtype.element_ty), mask=asked)
+        made_here = inside & asks[None, :]
+        tl.store(made + values[:, None], outputs.to(out.dtype.element_ty), mask=made_here)
         tl.store(staged + values[:, None], corrected, mask=inside & kept[None, :])
         now, wanted, values = later, wanted_later, values_later

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-triton = pytest.importorskip("triton.backends")
+from compiled_elsewhere import compiled_facts
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict[str, dict[str, int]]:
-    """Facts by variant; in a process of its own, since kernels are interpreted in this one."""
-    if "nvidia" not in triton.backends:
-        pytest.skip("this Triton does not compile for NVIDIA's GPUs")
-    script = Path(__file__).parent / "compiled_kernel.py"
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """Facts by variant."""
+    return compiled_facts("compiled_kernel.py", tmp_path_factory.mktemp("triton"))
 
 
 def test_it_rounds_products_and_sums_apart(compiled):
