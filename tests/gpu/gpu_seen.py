@@ -1,6 +1,7 @@
 """The record of recurrent states, the audit and KV connectors on GPUs, and the page drawn from it.
 
 python tests/gpu/gpu_seen.py states REPORTS.json COMMIT      what ``try_states.py`` left
+python tests/gpu/gpu_seen.py fast REPORTS.json COMMIT        the same: engines named fast
 python tests/gpu/gpu_seen.py audit FOLDER COMMIT             what ``gpu_audit.py`` left
 python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k connectors`` left
 python tests/gpu/gpu_seen.py                                 draws again
@@ -22,6 +23,9 @@ for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/
 
 from kvtxn.benchmarks.common.markdown import table  # noqa: E402
 
+#: How far a state may be off, see ``state_recurrence.TOLERANCE``.
+STATES_OFF: Final = "2^-18 for float32 states, and 2^-8 more for bfloat16 ones"
+
 RECORD: Final = HERE / "seen.json"
 PAGE: Final = HERE / "SEEN.md"
 
@@ -37,6 +41,19 @@ drafts accepted by lot. *States* are compared request by request after every ste
 the digest of their bytes; *blocks* is how many state blocks a request has. *Requests at once* is
 what vLLM says fits into the same memory. *After a fault*: launches of commits that were made to
 fail were repeated, and the tokens are stock's.
+"""
+FAST: Final = """## Recurrent states by kvtxn's own kernels
+
+`python tests/gpu/try_states.py`: `recurrent="fast"`, gated delta nets. Tokens may part from stock's
+at near-ties: *gap* is the most by which stock's best logit leads that of the token which the other
+engine took, *noise* the most that a logit differs by after the same tokens, both in steps of
+bfloat16 (at most {near} and {noise}); the last rows are stock by one of vLLM's kernels beside stock
+by the other. *States* were compared, request by request and layer by layer after each commit, with
+a recurrence in float64 over the kept rows: *off* is how many were further from it than
+{tolerance}, and *worst* the largest difference, both of the state's largest number. *Elsewhere*
+counts blocks of other requests that changed. *After a fault*: launches of commits that were made to
+fail were repeated, and the engine gave the same tokens again. *Wrong counts*: commits took in one
+row more or less than was accepted; so many states were off then, of so many.
 """
 AUDIT: Final = """## The audit
 
@@ -64,7 +81,7 @@ def states(reports: Mapping[str, Any]) -> dict[str, Any]:
     for name, ours in reports.items():
         kind, _, policy = name.rpartition(".")
         stock = reports.get(f"{kind}.stock", {"error": "not run"})
-        if policy in ("stock", "again") or "error" in stock or "error" in ours:
+        if policy in ("stock", "again", "fast") or "error" in stock or "error" in ours:
             continue
         played = [
             each for each in stock if isinstance(stock[each], dict) and "digests" in stock[each]
@@ -88,6 +105,59 @@ def states(reports: Mapping[str, Any]) -> dict[str, Any]:
             "at_once": [stock["concurrency"], ours["concurrency"]],
             "machine": ours["machine"],
         }
+    return found
+
+
+def fast(reports: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce reports of ``try_states``: engines with kvtxn's kernels, and stock's two kernels."""
+    from gpu_ties import compare
+    from try_states import SCENARIOS
+
+    def ties(ours: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
+        pairs = [compare(dict(ours[each]), dict(stock[each])) for each in SCENARIOS]
+        tokens = [
+            both
+            for each in SCENARIOS
+            for both in zip(stock[each]["tokens"], ours[each]["tokens"], strict=True)
+        ]
+        return {
+            "graphs": ours["graphs"],
+            "runner": ours["runner"],
+            "requests": len(tokens),
+            "same": sum(a == b for a, b in tokens),
+            "gap": max(each["gap"] for each in pairs),
+            "noise": max(each["noise"] for each in pairs),
+            "by_lot": sum(each["by_lot"] for each in pairs),
+            "machine": ours["machine"],
+        }
+
+    found = {}
+    done = {name: each for name, each in reports.items() if "error" not in each}
+    for name, ours in done.items():
+        stock = done.get(f"{name.rpartition('.')[0]}.stock")
+        if not name.endswith(".fast") or stock is None:
+            continue
+        seen = [ours[each]["recurred"] for each in (*SCENARIOS, "fault")]
+        played = [ours[each] for each in SCENARIOS]
+        found[name] = ties(ours, stock) | {
+            **{
+                key: sum(each.get(key, 0) for each in seen)
+                for key in ("states", "off", "blind", "other_blocks")
+            },
+            "worst": max(each.get("worst", 0.0) for each in seen),
+            "strays": sum(v for each in played for k, v in each["counts"].items() if "stray" in k),
+            "replays": sum(each["counts"].get("graphs", 0) for each in played),
+            "repeated": ours["commits_repeated"].get("failed", 0),
+            "fault": ours["fault"]["tokens"] == ours["eight"]["tokens"],
+            "given_wrong": ours["given_wrong_counts"],
+            "seen_wrong": ours["miscounted"]["recurred"]["off"],
+            "blocks": [stock["state_blocks"], ours["state_blocks"]],
+            "at_once": [stock["concurrency"], ours["concurrency"]],
+        }
+    for mode in ("eager", "graphs"):
+        names = [f"{kind}_float32.{mode}.stock" for kind in ("fused", "triton")]
+        if all(name in done for name in names):
+            found[f"vLLM's two kernels.{mode}"] = ties(*(done[name] for name in reversed(names)))
     return found
 
 
@@ -154,6 +224,7 @@ def draw(record: Mapping[str, Any]) -> str:
     parts = [HEAD.format(machine=machine)]
     for kind, head, body in (
         ("states", STATES, _states),
+        ("fast", fast_head(), _fast),
         ("audit", AUDIT, _audit),
         ("connectors", CONNECTORS, _connectors),
     ):
@@ -178,6 +249,34 @@ def _states(engines: Mapping[str, Any]) -> str:
     ]
     header = ["engine", "graphs", "same tokens", "equal states", "same counts", "strays"]
     header += ["after a fault", "blocks", "requests at once"]
+    return table(header, rows) + _commits(engines.values())
+
+
+def fast_head() -> str:
+    """Say what the columns are, and what is allowed."""
+    from gpu_ties import NEAR, NOISE
+
+    return FAST.format(near=NEAR, noise=NOISE, tolerance=STATES_OFF)
+
+
+def _fast(engines: Mapping[str, Any]) -> str:
+    rows = []
+    for name, each in engines.items():
+        row = [name, each["graphs"], f"{each['same']} / {each['requests']}"]
+        row += [f"{each['gap']:.1f}", f"{each['noise']:.1f}"]
+        if "states" in each:
+            row += [f"{each['off']} / {each['states']}", f"{each['worst']:.1e}"]
+            row += [
+                str(each["strays"] + each["other_blocks"]),
+                "yes" if each["fault"] else "**no**",
+            ]
+            row += [f"{each['seen_wrong']} / {each['given_wrong']}"]
+            row += [" -> ".join(f"{number:.0f}" for number in each["at_once"])]
+        else:
+            row += ["-"] * 6
+        rows.append(row)
+    header = ["engine", "graphs", "same tokens", "gap", "noise", "off", "worst", "elsewhere"]
+    header += ["after a fault", "wrong counts", "requests at once"]
     return table(header, rows) + _commits(engines.values())
 
 
@@ -227,7 +326,8 @@ def main() -> None:
         if kind == "audit":
             new = audit(path)
         else:
-            new = {"states": states, "connectors": connectors}[kind](json.loads(path.read_text()))
+            reduce = {"states": states, "fast": fast, "connectors": connectors}[kind]
+            new = reduce(json.loads(path.read_text()))
         known = record.setdefault(kind, {})
         known |= {name: {"commit": commit, **found} for name, found in new.items()}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
