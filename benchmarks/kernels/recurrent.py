@@ -6,10 +6,12 @@ Everything is measured in one run, by graph replays in turn, each of which finds
 - ``stage``, ``read``, ``commit``: what ``exact`` does in its place: keep the rows, verify without
   writing a state, and write one state per request, of all layers each; ``together`` is the commit
   as captured graphs have it, several layers side by side;
-- ``replay``: kvtxn's own commit, one launch, and ``floor``: a plain copy of as many bytes as the
-  states have, one read and one written.
+- ``fast``: what ``recurrent="fast"`` does in its place, over gated delta nets: verify and commit by
+  kvtxn's own kernels;
+- ``replay``: the library's commit of a replayed layer, one launch, and ``floor``: a plain copy of
+  as many bytes as the states have, one read and one written.
 
-No case is timed before ``exact`` left stock's states and the replay those of its reference.
+No case is timed before ``exact`` left stock's states, and the others those of their references.
 """
 
 from __future__ import annotations
@@ -109,6 +111,7 @@ def measure(
     Raises:
         AssertionError: a commit left other bytes than it should have; nothing is timed then.
     """
+    from .fast_states import FastStates
     from .state_workload import Replay, StateWorkload
     from .vllm_state_ops import operators
 
@@ -118,6 +121,11 @@ def measure(
     kernels: dict[str, Any] = {}
     candidates: dict[str, Sequence[Step]] = {"replay": replay.steps(), "floor": load.copies()}
     eager: dict[str, Sequence[Step]] = {"replay": replay.eager()}
+    fast = FastStates(load) if case.shape.kind == "gated_delta" else None
+    if fast is not None:
+        fast.check()
+        candidates |= fast.steps()
+        eager["fast"] = fast.steps()["fast: commit"]
     for ops in operators(load):
         check_exact(load, ops, _PARTS)
         check_exact(load, ops, _CAPTURED)
@@ -150,6 +158,29 @@ def measure(
             "buffer_bytes": replay.nbytes,
             "host_us": host["replay"],
         },
+        "fast": None if fast is None else of_fast(times, kernels, fast.nbytes, host["fast"]),
+    }
+
+
+def of_fast(
+    times: Mapping[str, Sequence[float]], kernels: Sequence[str], nbytes: int, host: float
+) -> dict[str, Any]:
+    """Put the medians of the fast kernels together, and their shares of stock's and the floor's.
+
+    Args:
+        times: of all candidates, in each round.
+        kernels: names of stock's kernels.
+        nbytes: bytes of the staged rows.
+        host: microseconds of the host per commit.
+    """
+    parts = [times[f"fast: {part}"] for part in ("verify", "commit")]
+    both = [sum(pair) for pair in zip(*parts, strict=True)]
+    return {
+        "us": {"verify": _median(parts[0]), "commit": _median(parts[1]), "fast": _median(both)},
+        "of_stock": {name: _ratios(both, times[f"{name}: stock"]) for name in kernels},
+        "of_floor": _ratios(parts[1], times["floor"]),
+        "buffer_bytes": nbytes,
+        "host_us": host,
     }
 
 
@@ -232,6 +263,11 @@ def lines(row: Mapping[str, Any]) -> list[str]:
     for name, kernel in row["kernels"].items():
         us = "  ".join(f"{part} {value:.1f}" for part, value in kernel["us"].items())
         found.append(f"{where}, {name}: {us}  exact/stock {_interval(kernel['of_stock'])}")
+    if row.get("fast"):
+        fast = row["fast"]
+        us = "  ".join(f"{part} {value:.1f}" for part, value in fast["us"].items())
+        shares = "  ".join(f"of {name} {_interval(of)}" for name, of in fast["of_stock"].items())
+        found.append(f"{where}, fast: {us}  {shares}  commit/floor {_interval(fast['of_floor'])}")
     replay = row["replay"]
     us = "  ".join(f"{part} {value:.1f}" for part, value in replay["us"].items())
     return [*found, f"{where}: {us}  replay/floor {_interval(replay['of_floor'])}"]
@@ -262,4 +298,21 @@ def report(found: Mapping[str, Any]) -> str:
     header += ["host, commit", "host, captured", "replay", "of a copy"]
     memory = ["states, kernel", "k", "requests", "MiB by formula", "allocated", "freed", "share"]
     parts = [table(header, rows), "Microseconds, all layers.", table(memory, sizes)]
+    parts += fast_table(found["rows"])
     return "\n\n".join([*parts, f"{machine_line(found['machine'])}."])
+
+
+def fast_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tabulate the fast kernels against each of stock's; nothing if no row has them."""
+    lines = []
+    for row in rows:
+        fast = row.get("fast")
+        for name, of in fast["of_stock"].items() if fast else ():
+            us = [row["kernels"][name]["us"]["stock"], fast["us"]["verify"], fast["us"]["commit"]]
+            where = ", ".join([row["model"], row["dtype"], name]), row["drafts"], row["requests"]
+            cells = [*map(str, where), *(f"{each:.0f}" for each in us), _interval(of)]
+            cells += [_interval(fast["of_floor"]), f"{fast['buffer_bytes'] / 2**20:.1f}"]
+            lines.append([*cells, f"{fast['host_us']:.0f}"])
+    header = ["states, kernel of stock", "k", "requests", "stock", "fast: verify", "fast: commit"]
+    header += ["verify + commit of stock", "commit of a copy", "MiB staged", "host, commit"]
+    return [table(header, lines)] if lines else []

@@ -12,7 +12,7 @@ from kvtxn.benchmarks.common.model_shapes import STATES, StateCase
 from kvtxn.benchmarks.kernels import recurrent
 
 with importing_kernels():
-    from kvtxn.benchmarks.kernels import state_workload, vllm_state_ops
+    from kvtxn.benchmarks.kernels import fast_states, state_workload, vllm_state_ops
 
 TINY = [name for name in STATES if name.startswith("tiny")]
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -54,13 +54,22 @@ def test_a_case_is_checked_and_timed(operators, model, dtype):
     assert name.startswith(operators)
     assert row["replay"]["us"] == {"replay": 10.0, "floor": 20.0}
     assert row["replay"]["of_floor"]["median"] == 0.5
+    late = 20.0 if row["fast"] else 0.0  # two candidates more before these
     us = kernel["us"]
     assert us == {
-        **{"stock": 30.0, "stage": 40.0, "read": 50.0, "commit": 60.0, "together": 70.0},
-        **{"added": 110.0, "exact": 160.0},
+        **{"stock": 30.0 + late, "stage": 40.0 + late, "read": 50.0 + late},
+        **{"commit": 60.0 + late, "together": 70.0 + late},
+        **{"added": 110.0 + 2 * late, "exact": 160.0 + 3 * late},
     }
-    assert kernel["of_stock_layer_by_layer"]["median"] == 5.0
-    assert (kernel["of_stock"]["median"], kernel["of_stock"]["rounds"]) == (5.3333, 6)
+    layer_by_layer = (150.0 + 3 * late) / (30.0 + late)
+    assert kernel["of_stock_layer_by_layer"]["median"] == pytest.approx(layer_by_layer, abs=1e-4)
+    assert kernel["of_stock"]["median"] == pytest.approx(us["exact"] / us["stock"], abs=1e-4)
+    assert kernel["of_stock"]["rounds"] == 6
+    if row["fast"]:
+        assert row["fast"]["us"] == {"verify": 30.0, "commit": 40.0, "fast": 70.0}
+        assert row["fast"]["of_stock"][name]["median"] == 1.4
+        assert row["fast"]["of_floor"]["median"] == 2.0
+        assert row["fast"]["buffer_bytes"] == 9 * 2 * 4 * (2 * 16 + 4 * (16 + 1))
     shape = case.shape
     size = {"float32": 4, "bfloat16": 2}[dtype]
     state = shape.heads * shape.value_size * shape.key_size * size
@@ -70,8 +79,9 @@ def test_a_case_is_checked_and_timed(operators, model, dtype):
     text = recurrent.report(
         {"rows": [row], "machine": {"torch": "2", "commit": "0", "command": "c", "gpu": "g"}}
     )
-    assert f"{model}, {dtype}, {name}" in text
-    assert len(recurrent.lines(row)) == 2
+    shown = text.count(f"{model}, {dtype}, {name}")
+    assert shown == (0 if operators == "stand-in" else 1) + (2 if row["fast"] else 1)
+    assert len(recurrent.lines(row)) == (3 if row["fast"] else 2)
 
 
 @pytest.mark.parametrize("spoiled", ["stock", "commit", "another"])
@@ -108,6 +118,26 @@ def test_a_wrong_replay_is_found(monkeypatch):
     monkeypatch.setattr(replay, "steps", lambda: [wrong])
     with pytest.raises(AssertionError, match="differs from the reference"):
         replay.check()
+
+
+@pytest.mark.parametrize("spoiled", ["verify", "commit", "another"])
+def test_a_wrong_fast_kernel_is_found(monkeypatch, spoiled):
+    """By the reference: wrong staged rows, a wrong state, and a state that nobody asked for."""
+    load = state_workload.StateWorkload(StateCase(TINY[0], "float32", 2, 2), DEVICE, 1)
+    fast = fast_states.FastStates(load)
+    fast.check()
+    right = getattr(fast, "verify" if spoiled == "verify" else "commit")
+
+    def wrong(turn):
+        right(turn)
+        if spoiled == "verify":
+            fast.kept[-1].corrected[0, 0, 0] += 1
+        else:
+            load.states[-1][turn.table[0, int(spoiled == "another")].long(), 0, 0, 0] += 1
+
+    monkeypatch.setattr(fast, "verify" if spoiled == "verify" else "commit", wrong)
+    with pytest.raises(AssertionError, match="differs from the reference"):
+        fast.check()
 
 
 def test_copies_are_of_the_states_bytes():

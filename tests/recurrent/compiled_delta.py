@@ -1,4 +1,4 @@
-"""Compile the kernels of gated delta nets for an H100 or H200, without one; prints facts as JSON."""
+"""Compile kernels of gated delta nets for an H100 or H200, without one; prints facts as JSON."""
 
 from __future__ import annotations
 

@@ -1,0 +1,113 @@
+"""Verify steps of gated delta nets with ``recurrent="fast"``: kvtxn's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...backends.gated_delta import DeltaLayers, DeltaRows, reference
+from ...backends.gated_delta.launch import launch_advance, launch_verify
+from .state_workload import StateWorkload, Step, Turn
+
+#: How far states may be from the reference's, as a share of the largest number, by dtype of states.
+_NEAR: Final = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+class FastStates:
+    """Steps of all layers: verify layer after layer, and commit in one launch.
+
+    Args:
+        load: the states and steps, of a model with gated delta nets.
+
+    Attributes:
+        kept: the staged rows of each layer.
+    """
+
+    def __init__(self, load: StateWorkload) -> None:
+        case, shape, self._load = load.case, load.case.shape, load
+        sizes = shape.key_heads, shape.heads, shape.key_size, shape.value_size
+        self.kept = [DeltaRows.build(case.rows, *sizes, load.device) for _ in load.states]
+        self._layers = DeltaLayers.build(list(load.states), self.kept)
+        self._given = [self._rows() for _ in load.states]
+        self._out = torch.zeros(
+            case.rows, *sizes[1::2], dtype=torch.bfloat16, device=load.device
+        )  # as an engine's next operator takes it
+
+    def _rows(self) -> tuple[Tensor, ...]:
+        """Make a layer's rows: query, key and value in one tensor, as a convolution leaves them."""
+        load, shape, rows = self._load, self._load.case.shape, self._load.case.rows
+        keys, values = shape.key_heads * shape.key_size, shape.heads * shape.value_size
+        mixed = load.random(rows, 2 * keys + values).split([keys, keys, values], dim=1)
+        sizes = (shape.key_size, shape.key_size, shape.value_size)
+        parts = [part.unflatten(1, (-1, size)) for part, size in zip(mixed, sizes, strict=True)]
+        gates = [load.random(rows, shape.heads) for _ in range(2)]
+        return (
+            *parts,
+            *gates,
+            torch.zeros(shape.heads, device=load.device),
+            load.random(shape.heads),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the staged rows of all layers."""
+        parts = [part for rows in self.kept for part in (rows.key, rows.corrected, rows.decay)]
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def verify(self, turn: Turn) -> None:
+        """Compute the outputs of all layers, and stage their rows."""
+        case, load = self._load.case, self._load
+        for given, state, kept in zip(self._given, load.states, self.kept, strict=True):
+            where = state, turn.table[:, 0], load.starts, self._out, kept
+            scale, longest = case.shape.key_size**-0.5, case.drafts + 1
+            launch_verify(given, *where, scale=scale, normalise=True, longest=longest)
+
+    def commit(self, turn: Turn) -> None:
+        """Write one state per request and layer."""
+        where = turn.table[:, 0][None], turn.sampled, self._load.starts
+        launch_advance(self._layers, *where, None, None, longest=self._load.case.drafts + 1)
+
+    def steps(self) -> dict[str, Sequence[Step]]:
+        """Return the steps of each part, one per turn."""
+        parts = {"fast: verify": self.verify, "fast: commit": self.commit}
+        return {
+            name: [lambda part=part, turn=turn: part(turn) for turn in self._load.turns]  # type: ignore[misc]
+            for name, part in parts.items()
+        }
+
+    def check(self) -> None:
+        """Compare the first and the last layer after one step with the reference; then undo it.
+
+        Raises:
+            AssertionError: numbers are not near enough, or another state changed.
+        """
+        load, turn = self._load, self._load.turns[0]
+        blocks = turn.table.long()
+        ends = [0, len(load.states) - 1]
+        before = [load.states[end][blocks] for end in ends]
+        self.verify(turn)
+        self.commit(turn)
+        found = [load.states[end][blocks] for end in ends]
+        for end, was in zip(ends, before, strict=True):
+            load.states[end][blocks] = was
+        for end, was, state in zip(ends, before, found, strict=True):
+            expected = self._reference(end, turn, was[:, 0])
+            off = (state[:, 0] - expected).abs().max() / expected.abs().max()
+            if off > _NEAR[state.dtype] or not torch.equal(state[:, 1:], was[:, 1:]):
+                raise AssertionError(f"a fast commit differs from the reference: {load.case}")
+
+    def _reference(self, layer: int, turn: Turn, states: Tensor) -> Tensor:
+        """Return the states of one layer after a step, from those before it."""
+        load, shape = self._load, self._load.case.shape
+        slots = torch.cat([states[:1], states])  # the first one is nobody's
+        sources = torch.arange(1, len(slots), device=load.device, dtype=torch.int32)
+        sizes = shape.key_heads, shape.heads, shape.key_size, shape.value_size
+        kept = DeltaRows.build(load.case.rows, *sizes, load.device)
+        where = slots, sources, load.starts, torch.empty_like(self._out), kept
+        reference.verify_gated_delta(*self._given[layer], *where, scale=shape.key_size**-0.5)
+        layers = DeltaLayers.build([slots], [kept])
+        reference.advance_gated_delta(layers, sources[None], turn.sampled, load.starts)
+        return slots[1:]
