@@ -106,8 +106,12 @@ class FastStates:
         sources = torch.arange(1, len(slots), device=load.device, dtype=torch.int32)
         sizes = shape.key_heads, shape.heads, shape.key_size, shape.value_size
         kept = DeltaRows.build(load.case.rows, *sizes, load.device)
-        where = slots, sources, load.starts, torch.empty_like(self._out), kept
-        reference.verify_gated_delta(*self._given[layer], *where, scale=shape.key_size**-0.5)
+        query, key, value, *gates = self._given[layer]
+        reference.verify_gated_delta(
+            *(query, key, value, gates[0], gates[1], gates[2], gates[3]),
+            *(slots, sources, load.starts, torch.empty_like(self._out), kept),
+            scale=shape.key_size**-0.5,
+        )
         layers = DeltaLayers.build([slots], [kept])
         reference.advance_gated_delta(layers, sources[None], turn.sampled, load.starts)
         return slots[1:]

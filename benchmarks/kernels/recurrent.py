@@ -158,7 +158,7 @@ def measure(
             "buffer_bytes": replay.nbytes,
             "host_us": host["replay"],
         },
-        "fast": None if fast is None else of_fast(times, kernels, fast.nbytes, host["fast"]),
+        "fast": None if fast is None else of_fast(times, [*kernels], fast.nbytes, host["fast"]),
     }
 
 
@@ -306,8 +306,8 @@ def fast_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Tabulate the fast kernels against each of stock's; nothing if no row has them."""
     lines = []
     for row in rows:
-        fast = row.get("fast")
-        for name, of in fast["of_stock"].items() if fast else ():
+        fast = row.get("fast") or {"of_stock": {}}
+        for name, of in fast["of_stock"].items():
             us = [row["kernels"][name]["us"]["stock"], fast["us"]["verify"], fast["us"]["commit"]]
             where = ", ".join([row["model"], row["dtype"], name]), row["drafts"], row["requests"]
             cells = [*map(str, where), *(f"{each:.0f}" for each in us), _interval(of)]
