@@ -42,10 +42,11 @@ class TorchExecutor(Executor):
 
     def commit(self, txn: Txn, accepted: Tensor) -> None:
         """Put back the bytes under rejected rows, write kept rows that wait or move, and count."""
-        kept = txn.kept(accepted)
+        kept = txn.layout.kept(accepted)
         if txn.policy == "undo":
-            rejected = txn.permit(txn.layout.is_draft) & ~kept
+            rejected = txn.permit(txn.layout.is_draft & ~kept)
             write_layers(self.layers, txn.saved, txn.slots, rejected)
+        kept = txn.permit(kept)
         if txn.holds_rows:
             rows = {name: layer.rows for name, layer in txn.staged.items()}
             sources = None if txn.layout.tree is None else txn.sources(accepted)
