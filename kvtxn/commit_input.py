@@ -109,7 +109,7 @@ def _host_counts(accepted: object, layout: RowLayout) -> Tensor:
         host = torch.as_tensor(accepted, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         host = None
-    if host is None or isinstance(accepted, (bool, str)) or (tensor and not _is_plain(host)):
+    if host is None or isinstance(accepted, (bool, str)) or (tensor and not is_plain(host)):
         raise AcceptanceError(
             "commit",
             "accepted is not valid",
@@ -143,7 +143,7 @@ def _without_array(accepted: object) -> Any:
     return accepted.tolist() if hasattr(accepted, "tolist") else accepted
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Tell a tensor whose numbers lie in memory from sparse, nested and quantised ones."""
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
@@ -163,7 +163,7 @@ def _check_shape(accepted: Tensor, layout: RowLayout) -> None:
 
 def _check_on_device(accepted: Tensor, layout: RowLayout, device: torch.device) -> None:
     """Refuse counts or a mask on a device that do not fit, or that torch cannot compare there."""
-    plain = _is_plain(accepted)
+    plain = is_plain(accepted)
     if not plain or accepted.dtype in (torch.uint16, torch.uint32, torch.uint64):
         raise AcceptanceError(
             "commit",
@@ -201,7 +201,7 @@ def _as_path(accepted: object, layout: RowLayout, device: torch.device) -> Tenso
         _refuse_path(layout, "SampledIds")
     accepted = _without_array(accepted)
     if isinstance(accepted, Tensor):
-        plain = _is_plain(accepted)
+        plain = is_plain(accepted)
         fits = plain and accepted.ndim == 2 and accepted.shape[0] == layout.num_requests
         if not fits or accepted.dtype not in SIGNED:
             _refuse_path(layout, f"{accepted.dtype} {list(accepted.shape) if plain else ''}")
@@ -275,22 +275,22 @@ def _checked_ids(sampled: SampledIds, layout: RowLayout, device: torch.device) -
 
 def check_ids(operation: str, ids: Tensor) -> None:
     """Refuse, with an AcceptanceError, token ids that are not signed ints in two dimensions."""
-    shaped = isinstance(ids, Tensor) and _is_plain(ids) and ids.ndim == 2
+    shaped = isinstance(ids, Tensor) and is_plain(ids) and ids.ndim == 2
     if not shaped or ids.dtype not in SIGNED:
         raise AcceptanceError(
             operation,
             "token ids are malformed",
             expected="signed int [num_requests, num_columns]",
-            got=_described(ids),
+            got=described(ids),
             hint="add the request dimension, or pass counts to commit() directly",
         )
 
 
-def _described(ids: object) -> str:
+def described(ids: object) -> str:
     """Return dtype and shape of a tensor, or the type of anything else, for a message."""
     if not isinstance(ids, Tensor):
         return type(ids).__name__
-    return f"{ids.dtype} {list(ids.shape) if _is_plain(ids) else ids.layout}"
+    return f"{ids.dtype} {list(ids.shape) if is_plain(ids) else ids.layout}"
 
 
 def check_settings(operation: str, placeholder: object, vocab_size: object) -> None:

@@ -98,15 +98,25 @@ class IncompleteWindowError(WindowStateError):
     """Commit was asked for while layers are still missing; nothing was written."""
 
 
-def incomplete(state: str, missing: list[str], total: int) -> IncompleteWindowError:
-    """Build the error for a commit while ``missing`` of ``total`` layers are not staged."""
+def incomplete(
+    operation: str, state: str, missing: list[str], total: int, to_stage: str
+) -> IncompleteWindowError:
+    """Build the error for a commit while ``missing`` of ``total`` layers are not staged.
+
+    Args:
+        operation: the call.
+        state: the name of the window's state.
+        missing: names of the layers that are missing.
+        total: the number of the manager's layers.
+        to_stage: the call that stages a layer in a window of this kind.
+    """
     return IncompleteWindowError(
-        "commit",
+        operation,
         f"{len(missing)} of {total} layers are missing in state {state}, first {missing[0]!r}",
         expected=f"{total} layers",
         got=total - len(missing),
         state=state,
-        hint="stage every layer, or abort; nothing was written",
+        hint=f"{to_stage}, or abort; nothing was written",
     )
 
 

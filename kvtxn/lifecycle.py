@@ -15,7 +15,7 @@ from torch import Tensor
 from . import recovery
 from .commit_input import SampledIds, as_counts
 from .context import WindowContext
-from .errors import not_allowed
+from .errors import incomplete, not_allowed
 from .executor import StagedLayer, Txn
 from .hooks import Moment, ended
 from .log import DEBUG, get_logger, shown, shows
@@ -59,6 +59,18 @@ class Lifecycle:
         """Raise the WindowStateError for an event that the state table does not allow."""
         wanted = " or ".join(state.name for state in WindowState if allowed(state, event))
         raise not_allowed(operation, self.state.name, wanted, self.state.is_final, detail)
+
+    def refuse_commit(self, operation: str, to_stage: str) -> NoReturn:
+        """Raise the error for a commit that is not allowed now.
+
+        Args:
+            operation: the call.
+            to_stage: the next step if a layer is missing.
+        """
+        if self.missing and not self.state.is_final:
+            total = len(self.context.layers)
+            raise incomplete(operation, self.state.name, list(self.missing), total, to_stage)
+        self.refuse(operation, Event.COMMIT)
 
     # -- failures ------------------------------------------------------------------
 

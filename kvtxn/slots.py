@@ -41,7 +41,7 @@ def count_of(slots: object) -> int | None:
     shape = getattr(slots, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) == 1 else None
-    return len(slots) if isinstance(slots, Sequence) else None
+    return len(slots) if isinstance(slots, Sequence) and not isinstance(slots, str) else None
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -98,6 +98,7 @@ class SlotMappings:
             no slot had to be checked on the device.
         failure: the error that ``keep`` raised; None if it raised none.
         crossings: by group, the boundaries that requests may cross, where any were given.
+        operation: the call that brings slots now, ``"window"`` or ``"stage"``, for messages.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class SlotMappings:
         self.in_range: Tensor | None = None
         self.failure: Exception | None = None
         self.crossings: dict[str, Crossings] = {}
+        self.operation = "window"
         for lengths in (self._draft_len, self._settled):
             if isinstance(lengths, tuple):
                 self._layout = self._resolve(len(lengths))
@@ -131,7 +133,7 @@ class SlotMappings:
         rows = sum(draft_len) + sum(settled)
         if rows > self._rules.max_rows:
             raise CapacityError(
-                "window",
+                self.operation,
                 "more rows than the manager has room for",
                 expected=f"at most max_rows={self._rules.max_rows}",
                 got=rows,
@@ -161,7 +163,7 @@ class SlotMappings:
             return slots
         if len(self._rules.limits) > 1:
             raise SlotMappingError(
-                "window",
+                self.operation,
                 "one slot mapping for several groups",
                 expected=f"a mapping with {', '.join(map(repr, self._rules.limits))}",
                 got="a single tensor",
@@ -180,7 +182,7 @@ class SlotMappings:
         """
         if group not in self._rules.limits:
             raise SlotMappingError(
-                "window",
+                self.operation,
                 f"no layer is in group {group!r}",
                 expected=f"one of {', '.join(map(repr, self._rules.limits))}",
                 got=repr(group),
@@ -228,7 +230,7 @@ class SlotMappings:
             per = "requests" if kind.per_request else "rows (draft_len + settled per request)"
             one = "request" if kind.per_request else "row"
             raise SlotMappingError(
-                "window",
+                self.operation,
                 f"slots of group {group!r} do not fit the rows of the window",
                 expected=f"{expected} {per}",
                 got=count,
@@ -237,7 +239,7 @@ class SlotMappings:
         longest = max((b - a for a, b in pairwise(layout.starts)), default=0)
         if kind.overwrites and not self._rules.may_share and longest > kind.reuse:
             raise CapacityError(
-                "window",
+                self.operation,
                 f"a request has more rows than its ring in group {group!r} has slots",
                 expected=f"at most {kind.reuse} rows under policy 'undo'",
                 got=longest,
@@ -256,7 +258,7 @@ class SlotMappings:
         if isinstance(slots, StateSlots):
             if group not in self._rules.replayed:
                 raise SlotMappingError(
-                    "window",
+                    self.operation,
                     f"layers of group {group!r} do not replay rows",
                     expected="int [num_rows], or [num_requests] for states that are selected",
                     got="StateSlots",
@@ -266,7 +268,7 @@ class SlotMappings:
             tensor = slots if isinstance(slots, Tensor) else torch.as_tensor(slots, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise SlotMappingError(
-                "window",
+                self.operation,
                 f"slots of group {group!r} are malformed",
                 expected="int32 or int64 [num_rows]",
                 got=type(slots).__name__,
@@ -275,14 +277,14 @@ class SlotMappings:
             tensor = tensor.to(torch.int64)  # torch's guess for an empty list is a float
         if tensor.ndim != 1 or tensor.dtype not in (torch.int64, torch.int32):
             raise SlotMappingError(
-                "window",
+                self.operation,
                 f"slots of group {group!r} are malformed",
                 expected="int32 or int64 [num_rows]",
                 got=f"{tensor.dtype} {list(tensor.shape)}",
             )
         if not tensor.is_cpu and tensor.device != self._rules.device:
             raise SlotMappingError(
-                "window",
+                self.operation,
                 f"slots of group {group!r} are on another device",
                 expected=f"{self._rules.device} or the host",
                 got=tensor.device,
@@ -297,7 +299,7 @@ class SlotMappings:
         per_request = draft_len + settled
         if (num_rows % per_request if per_request else num_rows) != 0:
             raise SlotMappingError(
-                "window",
+                self.operation,
                 "the number of slots is not a whole number of requests",
                 expected=f"a multiple of {per_request} (draft_len {draft_len} + settled {settled})",
                 got=num_rows,
@@ -311,7 +313,7 @@ class SlotMappings:
         if used and (min(used) < 0 or max(used) >= limit):
             bad = next(slot for slot in used if not 0 <= slot < limit)
             raise SlotMappingError(
-                "window",
+                self.operation,
                 f"a slot of group {group!r} is outside its cache",
                 expected=f"-1 (padding) or 0 to {limit - 1}",
                 got=bad,
@@ -321,7 +323,7 @@ class SlotMappings:
         ):
             twice, times = Counter(used).most_common(1)[0]
             raise SlotMappingError(
-                "window",
+                self.operation,
                 f"group {group!r} maps two rows to one slot",
                 expected="distinct slots",
                 got=f"slot {twice} {times} times",
@@ -353,10 +355,14 @@ class SlotMappings:
                 hint="put layers with block tables of their own into a group of their own",
             )
 
-    def missing(self, group: str) -> SlotMappingError:
-        """Build the error for a group without slots."""
+    def missing(self, group: str, *, staged: bool = True) -> SlotMappingError:
+        """Build the error for a group without slots; ``staged`` is False if no layer is staged."""
+        hint = "give slots to window(), or to the first stage() of the group"
         return SlotMappingError(
-            "stage",
+            self.operation,
             f"group {group!r} has no slot mapping",
-            hint="give slots to window(), or to the first stage() of the group",
+            hint=hint
+            if staged
+            else "give slots to window(): where the caller writes the rows, no "
+            "other call takes slots",
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from . import attention, recovery
 from .commit_input import Accepted, SampledIds, as_accepted, as_counts
 from .compile_guard import never_compiled, outside_graphs
 from .context import WindowContext
-from .errors import LayerError, UnresolvedWindowError, WindowStateError, incomplete
+from .errors import LayerError, UnresolvedWindowError, WindowStateError
 from .executor import StagedLayer, Txn
 from .layers import LayerRef
 from .lifecycle import Lifecycle
@@ -35,6 +35,9 @@ class Window:
     Attributes:
         number: the window's number, counted from 0 for each manager.
     """
+
+    #: The next step if a layer is missing at the commit.
+    _to_stage: ClassVar[str] = "stage every layer"
 
     def __init__(
         self, context: WindowContext, number: int, mappings: SlotMappings, written_by: WrittenBy
@@ -80,10 +83,11 @@ class Window:
         if self._written_by == "caller":
             unmapped = [g for g in self._context.groups if g not in self._mappings]
             if unmapped:
-                raise self._mappings.missing(unmapped[0])
+                raise self._mappings.missing(unmapped[0], staged=False)
             life.missing.clear()
             if life.state is WindowState.OPEN:
                 life.go(Event.STAGE_LAST)
+        self._mappings.operation = "stage"
 
     def _map(self, group: str, slots: OneMapping) -> None:
         """Give a group its slots; under ``undo`` save the rows that they hold."""
@@ -280,10 +284,8 @@ class Window:
             return
         context, life = self._context, self._life
         txn = life.txn
-        if life.missing and not life.state.is_final:
-            raise incomplete(life.state.name, list(life.missing), len(context.layers))
-        if (life.state, Event.COMMIT) not in TRANSITIONS:
-            life.refuse("commit", Event.COMMIT)
+        if life.missing or (life.state, Event.COMMIT) not in TRANSITIONS:
+            life.refuse_commit("commit", self._to_stage)
         assert txn is not None  # every layer is staged, so some group has slots
         given = as_accepted(accepted, txn.layout, context.device)
         if isinstance(given, SampledIds):

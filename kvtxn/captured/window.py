@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import recovery
-from ..commit_input import SIGNED, Accepted, as_accepted
+from ..commit_input import SIGNED, Accepted, as_accepted, described, is_plain
+from ..compile_guard import never_compiled
 from ..context import WindowContext
 from ..errors import AcceptanceError, WindowStateError
 from ..layers import LayerRef
@@ -47,6 +48,7 @@ class CapturedWindow(Window):
 
     # The class attributes below replace ``Window.__init__``, so that a usual step sets no more.
     _written_by = "caller"
+    _to_stage = "call note_staged for every layer, or fall_back"
     _only_holds = False
     _noted: dict[str, LayerRef] | None = None
 
@@ -120,6 +122,8 @@ class CapturedWindow(Window):
         Raises:
             WindowStateError: always.
         """
+        if self.state.is_final:
+            self._life.refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
         raise WindowStateError(
             "stage",
             f"the captured forward stages the rows of {getattr(ref, 'name', ref)!r}",
@@ -199,6 +203,9 @@ class CapturedWindow(Window):
         """Commit without prepared launches, or refuse to."""
         if self._noted is None and self.state is OPEN:
             self._take_the_rest()
+        life = self._life
+        if life.missing or (life.state, Event.COMMIT) not in TRANSITIONS:
+            life.refuse_commit("commit_sampled", self._to_stage)
         super().commit(self._counts(sampled))
         return self.state
 
@@ -211,16 +218,16 @@ class CapturedWindow(Window):
         if (
             isinstance(sampled, Tensor)
             and sampled.dtype in SIGNED
+            and is_plain(sampled)  # asked first: a nested tensor has no shape
             and sampled.ndim == 1
-            and sampled.layout is torch.strided
             and sampled.shape[0] >= self._plan.num_requests
             and sampled.get_device() == self._shared.device
             and sampled.is_cpu == self._shared.on_host
         ):
             return
-        got = type(sampled).__name__
+        got = described(sampled)
         if isinstance(sampled, Tensor):
-            got = f"{sampled.dtype} {list(sampled.shape)} on {sampled.device}"
+            got += f" on {sampled.device}"
         raise AcceptanceError(
             "commit_sampled",
             "sampled does not fit the window",
@@ -246,6 +253,23 @@ class CapturedWindow(Window):
         if whole and self.state is OPEN:
             self._take_the_rest()
         super().fall_back(operation, error)
+
+    @never_compiled
+    def abort(self, *, replayed: bool | None = None) -> None:
+        """Take every draft row back; see ``Window.abort``.
+
+        Args:
+            replayed: says whether the forward wrote its settled rows, which ``on_abort`` hooks are
+                told of. Pass False if the forward did not come to its end: the hooks are told of no
+                row. None takes False if some layers were noted and some were not, and True
+                otherwise; a commit decides alike.
+        """
+        if not self.state.is_final:
+            if replayed is not False and not self._noted:
+                self._take_the_rest()
+            elif replayed is False and self.state is STAGED and not self._noted:
+                self._life.missing.update(self._context.unstaged)  # no layer's rows are there
+        super().abort()
 
     def _commit_by_reference(self, sampled: Tensor, error: Exception) -> None:
         """Commit by the reference after a failed launch, or restore the caches and raise."""

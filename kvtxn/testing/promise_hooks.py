@@ -35,11 +35,12 @@ class Offloader:
         self.aborted: list[int] = []
         self._copies: list[tuple[str, list[int], list[list[list[int]]]]] = []
         rig.manager.on_commit(self.store)
-        rig.manager.on_abort(lambda window: self.aborted.append(window.number))
+        rig.manager.on_abort(self.store)
 
     def store(self, window: EndedWindow) -> None:
-        """Copy the durable rows from the caches."""
-        self.committed.append(window.number)
+        """Copy the durable rows from the caches; after an abort these are settled rows alone."""
+        aborted = window.state is WindowState.ABORTED
+        (self.aborted if aborted else self.committed).append(window.number)
         for ref in self._rig.refs:
             slots = window.stored(ref.group)
             parts = [read(plane, slots).flatten(1) for plane in ref.planes]
@@ -64,7 +65,13 @@ class Offloader:
 
 
 def durable(rig: Rig, batch: Batch, kept: Sequence[bool]) -> dict[tuple[str, int], Row]:
-    """Return the rows that an offloader must have copied of a committed window."""
+    """Return the rows that an offloader must have copied of a window that ended.
+
+    Args:
+        rig: the window's rig.
+        batch: the window's rows; every layer was staged.
+        kept: bool per row, True for accepted drafts; all False after an abort.
+    """
     return {
         (cache.name, slot): batch.rows[cache.name][row]
         for cache in rig.caches
@@ -92,7 +99,7 @@ class Hooks(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_it_is_told_of_nothing_before_commit(self, kit: Kit, policy: str) -> None:
-        """No hook is called at begin or at staging; an abort calls ``on_abort`` alone."""
+        """No hook is called at begin or at staging; ``on_abort`` is told of settled rows alone."""
         rig = kit.rig(policy)
         offloader = Offloader(rig)
         for end in ("commit", "abort"):
@@ -105,9 +112,21 @@ class Hooks(KitBase):
                     window.commit(rig.accepted([2, 1]))
                 else:
                     window.abort()
-            expected = durable(rig, batch, batch.kept([2, 1])) if end == "commit" else {}
-            assert offloader.seen() == expected
+            counts = [2, 1] if end == "commit" else [0, 0]
+            assert offloader.seen() == durable(rig, batch, batch.kept(counts))
         assert (offloader.committed, offloader.aborted) == ([0], [1])
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_an_abort_between_layers(self, kit: Kit, policy: str) -> None:
+        """If a layer is missing, no row is in every layer, and ``on_abort`` is told of none."""
+        rig = kit.rig(policy)
+        offloader = Offloader(rig)
+        batch = rig.batch()
+        with rig.open(batch) as window:
+            rig.stage(window, batch, range(len(rig.refs) - 1))
+            window.abort()
+        assert offloader.seen() == {}
+        assert offloader.aborted == [0]
 
     @pytest.mark.parametrize("at", OPERATIONS)
     @pytest.mark.parametrize("policy", POLICIES)

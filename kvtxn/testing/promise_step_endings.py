@@ -149,7 +149,7 @@ class StepEndings(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_hooks_are_told_of_accepted_rows_alone(self, kit: Kit, policy: str) -> None:
-        """A commit calls hooks after its work is enqueued; an abort calls ``on_abort`` alone."""
+        """Hooks are called after the work is enqueued; ``on_abort`` is told of settled rows."""
         rig = kit.rig(policy)
         forward, offloader = CapturedForward(rig), Offloader(rig)
         numbers: dict[str, list[int]] = {"commit": [], "abort": []}
@@ -158,15 +158,29 @@ class StepEndings(KitBase):
             window = forward.begin(batch)
             forward.run()
             assert offloader.seen() == {}
-            expected = {}
             if end == "commit":
                 window.commit_sampled(forward.sampled(COUNTS))
-                expected = durable(rig, batch, batch.kept(COUNTS))
             else:
                 window.abort()
-            assert offloader.seen() == expected
+            kept = batch.kept(COUNTS if end == "commit" else [0] * len(COUNTS))
+            assert offloader.seen() == durable(rig, batch, kept)
             numbers[end].append(window.number)
         assert (offloader.committed, offloader.aborted) == (numbers["commit"], numbers["abort"])
+
+    @pytest.mark.parametrize("ran", ["whole", "some", "none"])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_an_abort_tells_how_far_the_forward_came(self, kit: Kit, policy: str, ran: str) -> None:
+        """``on_abort`` is told of settled rows only if the whole forward ran."""
+        rig = kit.rig(policy)
+        forward, offloader = CapturedForward(rig), Offloader(rig)
+        batch = rig.batch(SHAPE)
+        window = forward.begin(batch)
+        layers = {"whole": len(rig.refs), "some": len(rig.refs) - 1, "none": 0}[ran]
+        forward.run_eagerly(window, range(layers))
+        window.abort(replayed=ran == "whole")
+        durably = durable(rig, batch, [False] * batch.num_rows) if ran == "whole" else {}
+        assert offloader.seen() == durably
+        assert offloader.aborted == [window.number]
 
     @pytest.mark.parametrize("at", _FAILURES)
     @pytest.mark.parametrize("policy", POLICIES)

@@ -15,7 +15,7 @@ import torch
 from kvtxn.backends.torch_executor import TorchExecutor
 from torch import Tensor
 
-from kvtxn import recovery
+from kvtxn import lifecycle, recovery
 from kvtxn.captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
 from kvtxn.captured.shared import SharedPlaces
 from kvtxn.captured.window import CapturedWindow
@@ -23,6 +23,7 @@ from kvtxn.captured.windows import CapturedWindows
 from kvtxn.executor import Executor, StagedLayer, Txn
 from kvtxn.layout import RowLayout
 from kvtxn.row_io import read_layers, write_layers
+from kvtxn.window import Window
 
 
 class Layout(LayoutLaunches):
@@ -324,6 +325,35 @@ def tells_nobody() -> Any:
     return mock.patch.object(CapturedWindows, "begin", begin)
 
 
+def hides_what_a_replay_wrote() -> Any:
+    """An abort takes a replayed graph for a forward that did not run, and tells of no row."""
+
+    def abort(self: CapturedWindow, *, replayed: bool | None = None) -> None:
+        Window.abort(self)
+
+    return mock.patch.object(CapturedWindow, "abort", abort)
+
+
+def tells_of_rows_that_were_not_written() -> Any:
+    """An abort tells of the settled rows of a forward that did not come to its end."""
+
+    def told(*args: Any, complete: bool) -> Any:
+        return real(*args, complete=True)
+
+    real = lifecycle.ended
+    return mock.patch.object(lifecycle, "ended", told)
+
+
+def hides_settled_rows_at_an_abort() -> Any:
+    """An abort tells of no row, though settled rows stay in the caches."""
+
+    def told(number: int, state: Any, txn: Txn, accepted: Any, *, complete: bool) -> Any:
+        return real(number, state, txn, accepted, complete=complete and accepted is not None)
+
+    real = lifecycle.ended
+    return mock.patch.object(lifecycle, "ended", told)
+
+
 def writes_settled_rows_again() -> Any:
     """After a fallback it also writes the rows that the forward wrote, from places never filled."""
 
@@ -361,6 +391,9 @@ CORE_CAUGHT_BY: dict[Callable[[], Any], str] = {
     takes_some_for_all: "test_a_layer_that_is_missing",
     commits_twice: "test_the_states_are_those_of_the_table",
     tells_nobody: "test_hooks_are_told_of_accepted_rows_alone",
+    hides_what_a_replay_wrote: "test_hooks_are_told_of_accepted_rows_alone",
+    hides_settled_rows_at_an_abort: "test_it_is_told_of_nothing_before_commit",
+    tells_of_rows_that_were_not_written: "test_an_abort_between_layers",
     writes_settled_rows_again: "test_a_failing_step_loses_nothing",
     puts_back_rows_that_were_not_saved: "test_a_failing_step_restores_and_raises",
 }
