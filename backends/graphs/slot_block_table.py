@@ -26,7 +26,7 @@ _PROGRAMS: Final = 264
 
 
 @triton.jit(
-    do_not_specialize=["b_row", "t_row", "num_rows", "max_rows", "spare", "requests"],
+    do_not_specialize=["b_row", "t_row", "num_rows", "max_rows", "spare", "requests", "lines"],
     do_not_specialize_on_alignment=["starts", "seq_lens", "blocks", "slots", "table", "written"],
 )
 def fill_tables(
@@ -43,8 +43,8 @@ def fill_tables(
     max_rows: tl.int32,
     spare: tl.int32,
     requests: tl.int32,
+    lines: tl.int32,
     BLOCK_SIZE: tl.constexpr,
-    LINES: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
     """Fill in the slot of each row that a request reads, and of each row that the batch writes.
@@ -59,7 +59,7 @@ def fill_tables(
         blocks: int32 ``[requests, b_row]``, the engine's block table.
         slots: int64 ``[num_rows]``, where the engine writes; -1 is padding and stays -1.
         position: int64 ``[max_rows]``, -1 for rows that do not wait; rows beyond do not wait.
-        table: int32 ``[requests * LINES, t_row]``, filled as far as each request's length, at most
+        table: int32 ``[requests * lines, t_row]``, filled as far as each request's length, at most
             to the end of its line.
         written: int64 ``[num_rows]``, filled with ``slots``, or for rows that wait ``spare`` + row.
         b_row: entries between the lines of ``blocks``.
@@ -68,8 +68,8 @@ def fill_tables(
         max_rows: rows that may wait.
         spare: first of ``max_rows`` slots that no block table names.
         requests: of the batch.
+        lines: equal lines of each request.
         BLOCK_SIZE: slots per block.
-        LINES: equal lines of each request.
         STEP: places per step of a program.
     """
     owner = tl.program_id(0)
@@ -95,8 +95,8 @@ def fill_tables(
             waits = tl.load(position + row, mask=fresh, other=-1) >= 0
             block = tl.load(blocks + owner * b_row + place // BLOCK_SIZE, mask=inside, other=0)
             slot = tl.where(waits, spare + row, block * BLOCK_SIZE + place % BLOCK_SIZE)
-            for line in tl.static_range(LINES):
-                tl.store(table + (owner * LINES + line) * t_row + place, slot, mask=inside)
+            for line in range(lines):
+                tl.store(table + (owner * lines + line) * t_row + place, slot, mask=inside)
 
 
 def slot_tables(
@@ -144,9 +144,8 @@ def slot_tables(
     programs = max(1, min(-(-line // _STEP), _PROGRAMS // (requests + 1)))
     fill_tables[(requests + 1, programs)](
         *(starts, seq_lens, blocks, slots, position, table, written),
-        *(blocks.stride(0), line, slots.shape[0], position.shape[0], spare, requests),
+        *(blocks.stride(0), line, slots.shape[0], position.shape[0], spare, requests, lines),
         BLOCK_SIZE=block_size,
-        LINES=lines,
         STEP=_STEP,
     )
     return table, written

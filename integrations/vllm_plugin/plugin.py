@@ -12,7 +12,7 @@ and in the latter case the engine runs as if kvtxn were not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -40,8 +40,15 @@ __all__ = ["audit_report", "last_snapshots", "register", "snapshots", "unregiste
 
 log = get_logger()
 
-#: The attention that vLLM finds under the name FLASH_ATTN where drafts wait in spare blocks.
-FLASH_ATTENTION: Final = "kvtxn.integrations.vllm_plugin.gpu.flash_backend.WindowFlashBackend"
+_GPU: Final = "kvtxn.integrations.vllm_plugin.gpu"
+
+#: By vLLM's name: the attention that vLLM finds where drafts wait in spare blocks.
+WINDOW_ATTENTION: Final[Mapping[str, str]] = {
+    "FLASH_ATTN": f"{_GPU}.flash_backend.WindowFlashBackend",
+    "TRITON_ATTN": f"{_GPU}.triton_backend.WindowTritonBackend",
+    "TRITON_MLA": f"{_GPU}.triton_latent_backend.WindowTritonLatentBackend",
+    "FLASH_ATTN_MLA": f"{_GPU}.flash_latent_backend.WindowFlashLatentBackend",
+}
 
 #: Undo the hooks of ``register``, and those that engines of this process brought along.
 _undo: list[Callable[[], None]] = []
@@ -258,7 +265,7 @@ def _attach(
     wrapper: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
 ) -> None:
     """Attach to the worker's runner, and install the other hooks that the policy needs."""
-    from .internals import flash, workers
+    from .internals import workers
 
     if facts.recurrent is not None and facts.device == "cpu":
         from .cpu.runner_states import attach
@@ -287,11 +294,21 @@ def _attach(
 
         gpu_runners.reserve_memory(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
+        _register_attention(rank)
+
+
+def _register_attention(rank: int) -> None:
+    """Let vLLM find the attention that reads windows; somebody else's stays, with a log line."""
+    from .internals import backends
+
+    for name, path in WINDOW_ATTENTION.items():
         try:
-            _undo_engines.append(flash.register(FLASH_ATTENTION))
+            _undo_engines.append(backends.register(name, path))
         except KVTxnError as error:
             effect = "drafts cannot wait: 'auto' takes 'undo', 'deferred' leaves kvtxn inactive"
-            log.warning("kvtxn.flash_attention_taken", rank=rank, why=str(error), effect=effect)
+            log.warning(
+                "kvtxn.attention_taken", rank=rank, backend=name, why=str(error), effect=effect
+            )
 
 
 def _after_warm_up(wrapper: Foreign, facts: EngineFacts) -> None:

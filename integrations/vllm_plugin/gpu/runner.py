@@ -7,7 +7,7 @@ caches exist, the steps take it. Each runner's own mixin says when a step begins
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -20,6 +20,7 @@ from ....row_io import LayerRows
 from ...serving.graph_steps import GraphSteps
 from ..internals import (
     Foreign,
+    backends,
     batches,
     config,
     connectors,
@@ -39,6 +40,10 @@ from .spare_blocks import (
     waiting_rows,
     with_spare_blocks,
 )
+
+if TYPE_CHECKING:
+    from .flash_backend import FlashHook  # their modules make classes of vLLM's for GPUs
+    from .slot_reading import SlotHook
 
 log = get_logger()
 
@@ -88,7 +93,8 @@ class GpuRunnerMixin(WindowedRunnerMixin):
     def kvtxn_facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
         """Add the fact ``spare_blocks``: True if every layer's attention can read spare blocks."""
         waits = all(
-            flash.takes_slots(layer.impl) and by_rows(layer.cache) is not None for layer in layers
+            backends.takes_slots(layer.impl) and by_rows(layer.cache) is not None
+            for layer in layers
         )
         return attrs.evolve(facts, spare_blocks=waits and self.kvtxn_spare is not None)
 
@@ -202,18 +208,31 @@ def hook_attention(
         spare: for each group, the first slot in which its drafts wait.
         builders: vLLM's builders of these layers' attention metadata.
     """
-    from .flash_backend import FlashHook, warm_up
+    from .slot_reading import SlotHook, warm_up
 
     for layer, ref in zip(layers, steps.layers, strict=True):
         rows = by_rows(layer.cache)
         assert rows is not None  # else the policy is another one
-        caches = keys_and_values(layer.cache, layer.row_shape[-1])
-        fixed = flash.fixed_arguments(layer.impl, *keys_and_values(rows, layer.row_shape[-1]))
-        hook = FlashHook(steps, ref, spare[ref.group], caches, rows, fixed)
-        layer.impl.kvtxn = hook
+        hook = SlotHook(steps, ref, spare[ref.group], rows, layer.module)
+        own_calls = not layer.latent and flash.version_of(layer.impl) is not None
+        layer.impl.kvtxn = flash_hook(layer, hook) if own_calls else hook
     for builder in builders:
         builder.kvtxn = steps
     warm_up({ref.planes[0].block_size for ref in steps.layers}, steps.windows.position)
+
+
+def flash_hook(layer: TargetLayer, hook: SlotHook) -> FlashHook:
+    """Add to the hook of a layer with FLASH_ATTN what kvtxn's calls of FlashAttention need.
+
+    Args:
+        layer: the layer over its whole cache.
+        hook: its hook.
+    """
+    from .flash_backend import FlashHook
+
+    size, facts = layer.row_shape[-1], (hook.steps, hook.ref, hook.spare, hook.rows, hook.module)
+    fixed = flash.fixed_arguments(layer.impl, *keys_and_values(hook.rows, size))
+    return FlashHook(*facts, keys_and_values(layer.cache, size), fixed)
 
 
 def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign]) -> None:

@@ -58,16 +58,18 @@ def by_rows(cache: Tensor) -> Tensor | None:
     """View a layer's cache as blocks of one row; None where rows do not follow each other evenly.
 
     Args:
-        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; of latent rows
+            ``[num_blocks, block_size, latent_size]``.
 
     Returns:
-        ``[num_blocks * block_size, num_kv_heads, 1, 2 * head_size]``, by slot.
+        ``[num_blocks * block_size, num_kv_heads, 1, 2 * head_size]``, by slot; of latent rows
+        ``[num_blocks * block_size, 1, latent_size]``.
     """
-    if cache.dim() != 4 or cache.stride(0) != cache.shape[2] * cache.stride(2):
+    if cache.dim() not in (3, 4) or cache.stride(0) != cache.shape[-2] * cache.stride(-2):
         return None
-    blocks, heads, size, width = cache.shape
-    _, head, row, each = cache.stride()
-    return cache.as_strided((blocks * size, heads, 1, width), (row, head, row, each))
+    blocks, *heads, size, width = cache.shape
+    _, *head, row, each = cache.stride()
+    return cache.as_strided((blocks * size, *heads, 1, width), (row, *head, row, each))
 
 
 def keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:

@@ -86,9 +86,19 @@ def config_facts(config: Any) -> EngineFacts:
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
         cascade=releases.number(number) < (0, 32)
         and not getattr(model, "disable_cascade_attn", True),
-        graph_writes=on_gpu
-        and bool(getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False))
-        | bool(config.compilation_config.use_inductor_graph_partition),
+        graph_writes=on_gpu and _writes_elsewhere(config, mla=model.use_mla),
+    )
+
+
+def _writes_elsewhere(config: Any, *, mla: bool) -> bool:
+    """Tell whether rows are written where kvtxn cannot give them other slots."""
+    from vllm import envs
+
+    compilation = config.compilation_config
+    return (
+        bool(getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False))
+        or bool(compilation.use_inductor_graph_partition)
+        or (mla and bool(getattr(compilation.pass_config, "fuse_rope_kvcache_cat_mla", False)))
     )
 
 
@@ -175,14 +185,14 @@ def expected_facts(config: Any) -> EngineFacts:
         changes["attention"] = named and named.name
         if changes["attention"] in (None, "FLASH_ATTN") and not facts.mla:
             changes["flash"] = flash.version(config.attention_config.flash_attn_version)
-            changes["spare_blocks"] = _rows_in_line(config)
+        changes["spare_blocks"] = _rows_in_line(config)
     return attrs.evolve(facts, **changes)
 
 
 def _rows_in_line(config: Any) -> bool:
     """Tell whether row will follow row in the caches; ``kv_cache.has_rows_in_line`` reads them.
 
-    They do in the layout that vLLM chooses for FlashAttention, but the user's environment or a KV
+    They do in the layout that vLLM chooses by itself, but the user's environment or a KV
     connector may ask for another one.
     """
     from vllm import envs

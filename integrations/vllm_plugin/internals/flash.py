@@ -1,17 +1,12 @@
-"""vLLM's FlashAttention backend: its classes, its calls, and its metadata."""
+"""vLLM's FlashAttention backend: its classes, its calls, and their arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
 from functools import cache
 from typing import Any
 
 import attrs
 from torch import Tensor
-
-from ....errors import KVTxnError
-from . import Foreign
 
 
 @cache
@@ -38,44 +33,9 @@ def version(named: int | None = None) -> int | None:
     return found
 
 
-def register(path: str) -> Callable[[], None]:
-    """Let vLLM find the class at ``path`` under the name FLASH_ATTN.
-
-    Returns:
-        A function that undoes it.
-
-    Raises:
-        KVTxnError: somebody else's class is registered under that name.
-    """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    backend = AttentionBackendEnum.FLASH_ATTN
-    if backend.is_overridden():
-        found = backend.get_path()
-        if found != path:
-            raise KVTxnError(
-                "register_flash_attention",
-                "vLLM's attention backend FLASH_ATTN is replaced already",
-                expected="vLLM's own",
-                got=found,
-                hint="use policy 'undo', or switch the other plug-in off",
-            )
-        return lambda: None  # an earlier engine of this process registered it, and undoes it
-    register_backend(backend, path)
-
-    def undo() -> None:
-        backend.clear_override()
-
-    return undo
-
-
-def takes_slots(impl: object) -> bool:
-    """Tell whether a layer's attention is kvtxn's over FlashAttention 3, which reads by slot.
-
-    It is vLLM's own class if a model names that class, or if vLLM remembers the class from an
-    earlier engine of this process.
-    """
-    return hasattr(impl, "kvtxn") and getattr(impl, "vllm_flash_attn_version", None) == 3
+def version_of(impl: object) -> int | None:
+    """Return the version of FlashAttention of a layer's attention; None if it is another one."""
+    return getattr(impl, "vllm_flash_attn_version", None)
 
 
 # -- metadata -------------------------------------------------------------------------
@@ -89,54 +49,6 @@ def has_schedule(metadata: Any) -> bool:
 def drop_schedule(metadata: Any) -> None:
     """Remove vLLM's schedule from the metadata, so that FlashAttention makes one itself."""
     metadata.scheduler_metadata = None
-
-
-def table_arguments(metadata: Any) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return requests' first rows, requests' lengths, the block table, and the longest length."""
-    return (
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.block_table,
-        metadata.max_seq_len,
-    )
-
-
-def by_slot(metadata: Any, table: Tensor, builder: Any, *, schedules: bool) -> Foreign:
-    """Copy a batch's metadata for blocks of one row.
-
-    Args:
-        metadata: vLLM's metadata of the batch.
-        table: the block table by slot, int32 ``[num_requests, max_seq_len]``.
-        builder: the builder of the metadata.
-        schedules: True if vLLM makes a schedule for such a batch; the copy then gets one, too.
-    """
-    found = copy(metadata)
-    found.block_table = table
-    if schedules:
-        found.scheduler_metadata = _schedule(builder, metadata)
-    return found
-
-
-def _schedule(builder: Any, metadata: Any) -> Any:
-    """Make FlashAttention's schedule of a batch over blocks of one row, in one launch.
-
-    vLLM's metadata builder makes schedules for blocks of its own size only; of large blocks
-    FlashAttention reads otherwise, and may divide the work differently.
-    """
-    size, builder.block_size = builder.block_size, 1
-    try:
-        return builder._get_scheduler_metadata(
-            aot_schedule=True,
-            batch_size=metadata.seq_lens.shape[0],
-            cu_query_lens=metadata.query_start_loc,
-            max_query_len=metadata.max_query_len,
-            seqlens=metadata.seq_lens,
-            max_seq_len=metadata.max_seq_len,
-            causal=metadata.causal,
-            max_num_splits=metadata.max_num_splits,
-        )
-    finally:
-        builder.block_size = size
 
 
 # -- calls ------------------------------------------------------------------------------

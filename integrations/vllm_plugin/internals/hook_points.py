@@ -38,10 +38,17 @@ _V2: Final = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 _FLASH: Final = "vllm.v1.attention.backends.flash_attn"
 _LAYERS: Final = "vllm.model_executor.layers"
 _MLA: Final = "vllm.v1.attention.backends.mla"
+_LATENT: Final = f"{_LAYERS}.attention.mla_attention"
+_TRITON: Final = "vllm.v1.attention.backends.triton_attn"
+_OPS: Final = "vllm.v1.attention.ops"
 _CONNECTORS: Final = "vllm.distributed.kv_transfer"
 
 #: Methods of the runners that are not replaced, but say in which order the replaced ones run.
 _STEP: Final = ("execute_model", "sample_tokens")
+
+#: Methods of attention backends and of their builders of metadata.
+_GIVES: Final = ("get_impl_cls", "get_builder_cls")
+_BUILDS: Final = ("build", "build_for_cudagraph_capture")
 
 
 def _of(owner: str, methods: Iterable[str]) -> tuple[str, ...]:
@@ -69,7 +76,8 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_CONNECTORS}.kv_transfer_state.get_kv_transfer_group",
         f"{_CONNECTORS}.kv_transfer_state.has_kv_transfer_group",
         f"{_LAYERS}.attention.attention.Attention.__init__",
-        f"{_LAYERS}.attention.mla_attention.MLAAttention.__init__",
+        f"{_LATENT}.MLAAttention.__init__",
+        f"{_LATENT}.MLACommonMetadata",
         "vllm.v1.attention.backend.AttentionType",
         f"{_SCHED}.output.SchedulerOutput",
         f"{_SCHED}.output.NewRequestData",
@@ -104,7 +112,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadata",
         *_of(f"{_MLA}.cpu_mla.CPUMLAImpl", layers.LATENT_METHODS),
         *_of(f"{_MLA}.amx_mla.AMXMLAImpl", layers.LATENT_METHODS),
-        f"{_LAYERS}.attention.mla_attention.MLACommonMetadata",
         f"{_CONNECTORS}.kv_connector.v1.offloading.config.get_offloading_group_ids",
         f"{_KV}.SlidingWindowSpec",
         f"{_KV}.ChunkedLocalAttentionSpec",
@@ -144,6 +151,22 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_of(f"{_FLASH}.FlashAttentionImpl", ("__init__", *layers.ATTENTION_METHODS)),
         *_of(f"{_FLASH}.FlashAttentionBackend", ("get_impl_cls", "get_builder_cls")),
         f"{_FLASH}.FlashAttentionMetadata",
+        *_of(f"{_TRITON}.TritonAttentionMetadataBuilder", _BUILDS),
+        *_of(f"{_TRITON}.TritonAttentionImpl", layers.ATTENTION_METHODS),
+        *_of(f"{_TRITON}.TritonAttentionBackend", _GIVES),
+        f"{_TRITON}.TritonAttentionMetadata",
+        f"{_OPS}.triton_unified_attention.unified_attention",
+        *_of(f"{_LATENT}.MLACommonMetadataBuilder", _BUILDS),
+        f"{_LATENT}.MLACommonDecodeMetadata",
+        f"{_LATENT}.MLAAttention.update_kv_cache",
+        "vllm.v1.attention.backend.MLAAttentionImpl.do_kv_cache_update",
+        *_of(f"{_MLA}.triton_mla.TritonMLABackend", _GIVES),
+        f"{_MLA}.triton_mla.TritonMLAImpl.forward_mqa",
+        f"{_OPS}.triton_decode_attention.decode_attention_fwd",
+        *_of(f"{_MLA}.flashattn_mla.FlashAttnMLABackend", _GIVES),
+        f"{_MLA}.flashattn_mla.FlashAttnMLAMetadataBuilder._schedule_decode",
+        f"{_MLA}.flashattn_mla.FlashAttnMLADecodeMetadata",
+        f"{_MLA}.flashattn_mla.FlashAttnMLAImpl.forward_mqa",
         f"{_FLASH}.canonicalize_singleton_dim_strides",
         f"{_FLASH}.get_flash_attn_version",
         "vllm._custom_ops.reshape_and_cache_flash",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....errors import LayerError
 from . import Foreign, batches, state_layers
-from .layers import draft_layers
+from .layers import draft_layers, lines_by_row
 
 
 def bytes_of_rows(runner: Any, rows: int) -> int:
@@ -36,7 +36,8 @@ def bytes_of_tables(runner: Any) -> int:
     mixed = compilation.cudagraph_mode.mixed_mode().name == "FULL"
     most = rows if mixed else rows // batches.query_len(runner)
     requests = min(most, int(runner.max_num_reqs))
-    return 4 * groups * requests * int(runner.max_model_len)
+    lines = requests * (batches.query_len(runner) if lines_by_row(runner) else 1)
+    return 4 * groups * lines * int(runner.max_model_len)
 
 
 def room(runner: Any, size: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..policy.engine import EngineFacts
 from ..policy.supported import ATTENTION
-from . import Foreign, flash, state_layers
+from . import Foreign, backends, state_layers
 from .config import runner_facts
 
 #: Methods of attention classes that kvtxn overrides or calls, with the parameters they must have.
@@ -142,11 +142,19 @@ def _layer(name: str, group: int, module: Any, dtype: torch.dtype) -> TargetLaye
 
 
 def all_take_slots(runner: Any) -> bool:
-    """Tell whether ``flash.takes_slots`` holds for every target layer of a loaded model."""
+    """Tell whether ``backends.takes_slots`` holds for every target layer of a loaded model."""
     others = draft_layers(runner) | set(state_layers.modules_of(runner))
     modules = runner.compilation_config.static_forward_context
     impls = (getattr(modules[name], "impl", None) for name in modules if name not in others)
-    return all(flash.takes_slots(impl) for impl in impls)
+    return all(backends.takes_slots(impl) for impl in impls)
+
+
+def lines_by_row(runner: Any) -> bool:
+    """Tell whether some target layers' attention wants a line of the table for each row."""
+    others = draft_layers(runner) | set(state_layers.modules_of(runner))
+    modules = runner.compilation_config.static_forward_context
+    impls = (getattr(modules[name], "impl", None) for name in modules if name not in others)
+    return any(getattr(impl, "kvtxn_line_per_row", False) for impl in impls)
 
 
 # -- rows and scores ------------------------------------------------------------------

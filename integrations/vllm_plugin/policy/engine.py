@@ -46,8 +46,8 @@ class EngineFacts:
         batch_invariant: a request's sums must not depend on the other requests in its batch.
         cascade: vLLM may attend over a prefix that requests share separately (up to 0.31, if
             asked to).
-        graph_writes: vLLM's piecewise CUDA graphs contain the KV-cache write, so kvtxn cannot
-            redirect it.
+        graph_writes: vLLM's piecewise CUDA graphs contain the KV-cache write, or it is fused with
+            the rotary embedding, so kvtxn cannot redirect it.
         attention: attention backend of the target's layers, such as ``"CPU_ATTN"``; None before
             the model is loaded. If the layers differ and one backend is not supported, that one.
         last_stage: the worker has the last pipeline stage.

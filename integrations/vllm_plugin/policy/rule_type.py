@@ -30,7 +30,8 @@ class Rule:
             stock's tokens, does not choose it.
         applies: tells whether the rule concerns an engine.
         reason: one sentence; ``{names}`` are facts, ``{lacking}`` is the result of ``lacking``,
-            ``{connector}`` that of ``connector``, and ``{state_releases}`` are the releases whose
+            ``{connector}`` that of ``connector``, ``{no_rows}`` says why the attention does not
+            read blocks of one row, and ``{state_releases}`` are the releases whose
             recurrent layers were checked on the engine's device. States of no known dtype, before
             the model is loaded, are "recurrent".
         example: facts of an engine that the rule concerns; all its other facts are the defaults of
@@ -49,6 +50,7 @@ class Rule:
             "lacking": lacking(facts),
             "connector": connector(facts),
             "state_releases": ", ".join(supported.state_releases_for(facts.device)),
+            "no_rows": supported.reads_no_rows(facts.attention, facts.flash),
             "state_dtype": facts.state_dtype or "recurrent",
         }
         return self.reason.format_map(attrs.asdict(facts) | found)

@@ -56,8 +56,40 @@ ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 
-#: Versions of FlashAttention that were seen reading blocks of one row.
+# -- attention that reads blocks of one row -------------------------------------------
+# By such blocks drafts can wait in spare slots. A backend is taken in if its sums are then stock's
+# to the last bit and its time is at most 1.01 of stock's: ``kvtxn bench backends`` measures both.
+
+#: Attention backends on a GPU that are taken in.
+READ_ROWS: Final = ("FLASH_ATTN", "TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN_MLA")
+
+#: By attention backend: why it is not taken in; read from the kernels of 0.32.0.
+NO_ROWS: Final[Mapping[str, str]] = {
+    "FLASHMLA": "its kernel takes blocks of 64 rows alone",
+    "FLASHINFER": "its kernels take blocks of 16, 32 or 64 rows, or divide their sums by blocks",
+    "FLEX_ATTENTION": "its kernel takes tiles of at least 16 rows of one block",
+}
+
+#: Versions of FlashAttention that are taken in.
 FLASH_VERSIONS: Final = (3,)
+
+#: By version of FlashAttention: why it is not taken in.
+NO_FLASH_ROWS: Final[Mapping[int, str]] = {
+    2: "its kernel takes blocks of a multiple of 16 rows",
+    4: "neither its sums nor its time were measured",
+}
+
+
+def reads_no_rows(attention: str | None, flash: int | None) -> str:
+    """Say why an attention backend does not read blocks of one row; "" if nothing is known.
+
+    Args:
+        attention: the backend's name; None if it is not known yet.
+        flash: the version of FlashAttention; None if it is not FlashAttention.
+    """
+    says = NO_ROWS.get(attention or "") or NO_FLASH_ROWS.get(flash or 0, "")
+    return f": {says}" if says else ""
+
 
 #: Formats of the KV cache whose rows can be addressed, per device. Formats with scales per row are
 #: not among them: vLLM keeps such scales between the rows, on GPUs only, and kvtxn does not read

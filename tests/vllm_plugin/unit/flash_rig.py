@@ -16,7 +16,7 @@ from step_rig import DEVICE
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
     from kvtxn.integrations.vllm_plugin.gpu.flash_backend import (
-        Reading,
+        FlashReading,
         WindowFlashBuilder,
         WindowFlashImpl,
     )
@@ -137,7 +137,7 @@ class Batch:
         window = self.steps.waits
         found = self.plain_metadata()
         if window:
-            found.kvtxn = Reading(self.steps, False, self.builder)
+            found.kvtxn = FlashReading(self.steps, False, self.builder)
         self.metadata = {layer.name: found for layer in self.layers}
 
     def plain_metadata(self):

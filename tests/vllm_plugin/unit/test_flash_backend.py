@@ -21,9 +21,9 @@ from flash_rig import BLOCK, Batch, Flash
 from kernels_here import importing_kernels
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu import flash_backend as vllm_flash
+    from kvtxn.integrations.vllm_plugin.gpu import slot_reading
     from kvtxn.integrations.vllm_plugin.gpu.flash_backend import (
-        Reading,
+        FlashReading,
         WindowFlashBuilder,
         WindowFlashImpl,
     )
@@ -73,7 +73,7 @@ def test_a_captured_forward(flash, monkeypatch, shown):
         batch.steps.windows.mark(None)
     batch.steps.window = None  # a graph is not told
     found = batch.plain_metadata()
-    found.kvtxn = Reading(batch.steps, True, batch.builder)
+    found.kvtxn = FlashReading(batch.steps, True, batch.builder)
     batch.metadata = dict.fromkeys(batch.metadata, found)
     for number in range(2):
         batch.check(number, left_out={1, 2, 3, 5, 6, 7} if shown else ())
@@ -201,7 +201,7 @@ def test_errors_can_be_asked_for(flash, monkeypatch):
     """With ``on_error="raise"`` an operator's error reaches the caller."""
     batch = Batch(monkeypatch, [3], [3], on_error="raise")
     batch.begin([2])
-    monkeypatch.setattr(vllm_flash, "slot_tables", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(slot_reading, "slot_tables", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         batch.run(0)
 

@@ -89,6 +89,11 @@ def test_auto_defers_only_where_tokens_stay_stocks():
         {"batch_invariant": True},
         {"tensor_parallel": 2},
         {"attention": "FLASH_ATTN", "flash": 3},
+        {"attention": "TRITON_ATTN"},
+        {"attention": "TRITON_ATTN", "alibi": True},
+        {"mla": True},
+        {"mla": True, "attention": "TRITON_MLA"},
+        {"mla": True, "attention": "FLASH_ATTN_MLA"},
     ],
 )
 def test_on_gpus_sums_are_stocks_so_auto_defers(asked, runner, changes):
@@ -145,12 +150,12 @@ def test_connectors_are_named_with_what_is_special_about_them(transfer, names):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"attention": "FLASH_ATTN", "flash": 2}, "not checked with FlashAttention 2"),
-        ({"attention": "FLASH_ATTN", "flash": 4}, "not checked with FlashAttention 4"),
+        ({"attention": "FLASH_ATTN", "flash": 2}, "blocks of a multiple of 16 rows"),
+        ({"attention": "FLASH_ATTN", "flash": 4}, "FlashAttention 4 cannot read"),
         ({"alibi": True}, "for ALiBi vLLM takes FlashAttention 2"),
         ({"spare_blocks": False}, "no spare KV-cache blocks could be added"),
         # The first rule that applies gives the reason; these engines have no spare blocks either.
-        ({"attention": "TRITON_ATTN", "spare_blocks": False}, "TRITON_ATTN cannot read"),
+        ({"attention": "FLASHINFER", "spare_blocks": False}, "FLASHINFER cannot read"),
         ({"attention": "FLASH_ATTN", "flash": 2, "spare_blocks": False}, "FlashAttention 2"),
     ],
 )

@@ -167,8 +167,15 @@ def test_what_is_even_depends_on_strides_alone(groups, layout, even):
     assert {inside.by_rows(cache) is not None for cache in caches.values()} == {even}
 
 
-def test_latent_rows_are_no_blocks_of_one_row():
-    assert inside.by_rows(torch.empty(4, 16, 24)) is None
+def test_latent_rows_are_blocks_of_one_row():
+    """Where they follow each other evenly; in memory that several layers share they do not."""
+    whole = torch.arange(4 * 2 * 16 * 24).view(4, 2, 16, 24)
+    even, uneven = whole.view(8, 16, 24), whole[:, 0]
+    rows = inside.by_rows(even)
+    assert rows is not None
+    assert rows.equal(even.reshape(128, 1, 24))
+    assert rows.data_ptr() == even.data_ptr()
+    assert inside.by_rows(uneven) is None
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_on_a_gpu_states_go_with_every_policy():
     for asked, policy in (("auto", "deferred"), ("undo", "undo"), ("deferred", "deferred")):
         assert decide(asked, engine).policy == policy
         assert decide(asked, attrs.evolve(engine, states="fast")).policy == policy
-    other = attrs.evolve(engine, attention="TRITON_ATTN", flash=None)
+    other = attrs.evolve(engine, attention="FLASHINFER", flash=None)
     assert decide("auto", other).policy == "undo"
 
 

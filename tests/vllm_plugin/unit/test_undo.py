@@ -25,13 +25,13 @@ with importing_kernels():
 from kvtxn.integrations.vllm_plugin import plugin
 from kvtxn.integrations.vllm_plugin.attach import is_swapped, show_log, unhook_runner
 from kvtxn.integrations.vllm_plugin.cpu import attention
-from kvtxn.integrations.vllm_plugin.internals import flash, frontend, workers
+from kvtxn.integrations.vllm_plugin.internals import backends, frontend, workers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
 from kvtxn.integrations.vllm_plugin.metrics import snapshots
 
 from kvtxn import KVTxnError, LayerError
 
-PATH = plugin.FLASH_ATTENTION
+PATH = plugin.WINDOW_ATTENTION["FLASH_ATTN"]
 
 
 def vllms_own() -> dict[str, dict[str, int]]:
@@ -79,7 +79,7 @@ def test_unregister_leaves_vllm_as_it_was(clean):
     """Workers, engines, schedulers, the attention backend; the comparison sees each of them."""
     before = vllms_own()
     plugin.register()
-    plugin._undo_engines.append(flash.register(PATH))
+    plugin._undo_engines.append(backends.register("FLASH_ATTN", PATH))
     assert changes(before, vllms_own()) == [
         "overrides",
         "vllm.v1.core.sched.scheduler.Scheduler",
@@ -111,12 +111,12 @@ def test_nothing_is_hooked_twice(clean):
 
 def test_an_attention_backend_of_somebody_elses_stays(clean):
     """Another plug-in's backend is neither replaced nor removed; kvtxn's is registered once."""
-    undo = flash.register("somebody.elses.Backend")
+    undo = backends.register("FLASH_ATTN", "somebody.elses.Backend")
     with pytest.raises(KVTxnError, match=r"replaced already.*somebody\.elses\.Backend"):
-        flash.register(PATH)
+        backends.register("FLASH_ATTN", PATH)
     undo()
-    undo = flash.register(PATH)
-    flash.register(PATH)()  # an engine later, whose undo leaves it to the first
+    undo = backends.register("FLASH_ATTN", PATH)
+    backends.register("FLASH_ATTN", PATH)()  # an engine later, whose undo leaves it to the first
     assert vllms_own()["overrides"] == {"FLASH_ATTN": 1}
     undo()
     assert vllms_own()["overrides"] == {}
@@ -187,7 +187,7 @@ def test_a_worker_of_a_running_engine_is_given_back(clean, monkeypatch):
     plugin._on_worker(worker.wrapper)  # once is enough
     assert isinstance(runner, GpuRunnerV2)
     assert "compile_or_warm_up_model" in vars(worker)
-    assert vllms_own()["overrides"] == {"FLASH_ATTN": 1}
+    assert vllms_own()["overrides"] == dict.fromkeys(plugin.WINDOW_ATTENTION, 1)
     plugin.unregister()
     assert type(runner) is Runner
     assert (dict(vars(worker)), dict(vars(runner)), vllms_own(), list(ours.handlers)) == before

@@ -1,0 +1,34 @@
+"""vLLM's FLASH_ATTN_MLA, reading windows whose drafts wait in spare slots."""
+
+from __future__ import annotations
+
+from ..internals import backends
+from ..internals.slot_metadata import FlashLatentTables
+from .latent_attention import WindowLatentImpl
+from .slot_reading import SlotBuilder
+
+_BUILDER, _IMPL, _BACKEND = backends.flash_latent()
+
+
+class WindowFlashLatentBuilder(SlotBuilder, _BUILDER):  # type: ignore[misc, valid-type]
+    """vLLM's builder of FLASH_ATTN_MLA's metadata, which also marks forwards with a window."""
+
+    kvtxn_tables = FlashLatentTables()
+
+
+class WindowFlashLatentImpl(WindowLatentImpl, _IMPL):  # type: ignore[misc, valid-type]
+    """vLLM's attention of a layer with FLASH_ATTN_MLA, which is FlashAttention 3."""
+
+
+class WindowFlashLatentBackend(_BACKEND):  # type: ignore[misc, valid-type]
+    """kvtxn's attention backend, which vLLM finds under the name FLASH_ATTN_MLA."""
+
+    @staticmethod
+    def get_impl_cls() -> type[WindowFlashLatentImpl]:
+        """Return the class of the layers' attention."""
+        return WindowFlashLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowFlashLatentBuilder]:
+        """Return the class of the metadata builders."""
+        return WindowFlashLatentBuilder

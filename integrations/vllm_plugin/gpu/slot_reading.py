@@ -1,0 +1,247 @@
+"""vLLM's attention over windows whose drafts wait in spare slots of the cache.
+
+What all attention backends share. kvtxn's classes are registered under vLLM's own names for the
+backends, so models and captured graphs use them as they are. Without a window, and in layers that
+are not the target's, they run vLLM's own code. With a window they call vLLM's own writer, but
+drafts go to spare slots behind the last block; and they make vLLM's own call of the attention, but
+with blocks of one row, so that the block table leads to those slots. Backends are taken in if their
+sums are then stock's to the last bit.
+
+A fixed buffer says where drafts go and is read as the forward runs, so one captured graph serves
+windows, bypassed steps and fallbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from ....backends.graphs.slot_block_table import slot_tables
+from ....layers import LayerRef
+from ...serving.graph_steps import GraphSteps
+from ..internals import Foreign, batches
+from ..internals.slot_metadata import Tables
+
+
+@attrs.frozen(eq=False)
+class SlotHook:
+    """The steps of a target layer, and its cache.
+
+    Attributes:
+        steps: the runner's steps.
+        ref: the layer, as the steps' manager knows it.
+        spare: the first slot in which drafts of the layer's group wait.
+        rows: the cache as blocks of one row, spare blocks included.
+        module: vLLM's layer.
+    """
+
+    steps: GraphSteps
+    ref: LayerRef
+    spare: int
+    rows: Tensor
+    module: Foreign
+
+
+@attrs.define(eq=False)
+class Reading:
+    """The slots and tables by which one forward reads its window.
+
+    It is the attribute ``kvtxn`` of some layers' attention metadata.
+
+    Attributes:
+        steps: the runner's steps.
+        captured: the forward is being captured in a graph, which will serve steps of any kind.
+        builder: the builder of the metadata.
+        slots: the slots of the batch's rows, spare ones for drafts.
+        metadata: vLLM's metadata with a block table by slot; None before the first layer wrote.
+    """
+
+    steps: GraphSteps
+    captured: bool
+    builder: SlotBuilder
+    slots: Tensor | None = None
+    metadata: Foreign = None
+
+    @property
+    def stopped(self) -> bool:
+        """Tell whether an earlier layer failed, so that the other layers run vLLM's own code."""
+        return not (self.captured or self.steps.waits)
+
+    def prepare(self, hook: SlotHook, metadata: Foreign, slots: Tensor) -> Tensor:
+        """Make, at the first layer, everything that all layers share; a graph captures this, too.
+
+        Args:
+            hook: the first layer's hook.
+            metadata: vLLM's metadata of the batch.
+            slots: vLLM's slots of the batch, int64 ``[num_rows]``.
+
+        Returns:
+            The slots of the batch's rows, spare ones for drafts.
+        """
+        tables = self.builder.kvtxn_tables
+        given = tables.arguments(metadata)
+        table, self.slots = slot_tables(
+            *(given.starts, given.seq_lens, given.blocks, slots),
+            self.steps.windows.position,
+            spare=hook.spare,
+            block_size=hook.ref.planes[0].block_size,
+            longest=given.longest,
+            lines=given.lines,
+        )
+        self.metadata = tables.by_slot(metadata, table, self.builder)
+        # Break the reference cycle, so the block table is freed at the end of the step.
+        self.metadata.kvtxn = None
+        self.complete()
+        return self.slots
+
+    def complete(self) -> None:
+        """Make what else the layers of a backend share; nothing by default."""
+
+    def read(self) -> Foreign:
+        """Return the metadata by which rows are found where ``do_kv_cache_update`` put them.
+
+        Raises:
+            RuntimeError: something else wrote the rows, and to other slots.
+        """
+        if self.metadata is None:
+            raise RuntimeError("kvtxn: a layer's rows were not written by do_kv_cache_update")
+        return self.metadata
+
+
+def warm_up(block_sizes: Iterable[int], position: Tensor) -> None:
+    """Launch each kernel of a step once, so that nothing compiles later.
+
+    Args:
+        block_sizes: rows per block of each group.
+        position: the window's buffer that marks draft rows.
+    """
+    none = torch.zeros(2, 1, dtype=torch.int32, device=position.device)
+    slots = torch.full((1,), -1, device=position.device)
+    for size in block_sizes:
+        slot_tables(
+            none[:, 0], none[:1, 0], none[:1], slots, position, spare=0, block_size=size, longest=1
+        )
+
+
+class SlotBuilder:
+    """A mixin of vLLM's builders of metadata, which also marks forwards that have a window.
+
+    Attributes:
+        kvtxn: the runner's steps; None for layers that are not the target's.
+        kvtxn_tables: how this backend's metadata names blocks.
+        kvtxn_reading: the class of the marks.
+        kvtxn_capturing: the metadata is for a graph that will serve every step of its shape.
+    """
+
+    kvtxn: GraphSteps | None = None
+    kvtxn_tables: ClassVar[Tables]
+    kvtxn_reading: ClassVar[type[Reading]] = Reading
+    kvtxn_capturing = False
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Foreign) -> Foreign:
+        """Build metadata for a graph that will serve every step of its shape."""
+        self.kvtxn_capturing = True
+        try:
+            return super().build_for_cudagraph_capture(  # type: ignore[misc]
+                common_attn_metadata
+            )
+        finally:
+            self.kvtxn_capturing = False
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Foreign, fast_build: bool = False
+    ) -> Foreign:
+        """Build metadata for one step; a drafter asks for a fast build of its own."""
+        steps, capturing = self.kvtxn, self.kvtxn_capturing
+        window = steps is not None and steps.waits and not (fast_build or capturing)
+        metadata = self.kvtxn_make(common_prefix_len, common_attn_metadata, fast_build, window)
+        if steps is not None and (window or capturing):
+            metadata.kvtxn = self.kvtxn_reading(steps, capturing, self)
+        return metadata
+
+    def kvtxn_make(self, prefix: int, common: Foreign, fast: bool, window: bool) -> Foreign:
+        """Let vLLM build a step's metadata.
+
+        Args:
+            prefix: vLLM's ``common_prefix_len``.
+            common: vLLM's ``common_attn_metadata``.
+            fast: vLLM's ``fast_build``.
+            window: the step has a window, which will read by slot.
+        """
+        return super().build(prefix, common, fast)  # type: ignore[misc]
+
+    def update_block_table(
+        self, metadata: Foreign, blk_table: Tensor, slot_mapping: Tensor
+    ) -> Foreign:
+        """Give another KV-cache group's copy of the metadata a ``Reading`` of its own.
+
+        vLLM's V1 runner copies an earlier group's metadata; its ``Reading`` must not be shared,
+        since block table and slots differ by group.
+        """
+        updated = super().update_block_table(  # type: ignore[misc]
+            metadata, blk_table, slot_mapping
+        )
+        reading = getattr(metadata, "kvtxn", None)
+        if reading is not None:
+            updated.kvtxn = self.kvtxn_reading(reading.steps, reading.captured, reading.builder)
+        return updated
+
+
+def reading_of(hook: SlotHook | None, metadata: Foreign) -> Reading | None:
+    """Return how a layer's forward reads its window; None if vLLM's own code runs as it is."""
+    reading: Reading | None = None if hook is None else getattr(metadata, "kvtxn", None)
+    return None if reading is None or reading.stopped else reading
+
+
+def write(hook: SlotHook | None, write_to: Callable[[Tensor], None], slots: Tensor) -> None:
+    """Write the batch's rows: the window's drafts to spare slots, all others to their own.
+
+    Args:
+        hook: the layer's; None for a layer that is not the target's.
+        write_to: vLLM's own writer, given the slots.
+        slots: vLLM's slots of the batch, int64 ``[num_rows]``.
+    """
+    metadata = None if hook is None else batches.metadata_of(hook.module)
+    reading = reading_of(hook, metadata)
+    if hook is None or reading is None:
+        write_to(slots)
+        return
+    try:
+        led = reading.slots
+        write_to(reading.prepare(hook, metadata, slots) if led is None else led)
+        if not reading.captured:
+            hook.steps.note_staged(hook.ref)
+    except Exception as error:
+        if reading.captured:
+            raise
+        hook.steps.fall_back(error)
+        write_to(slots)
+
+
+def attend(
+    hook: SlotHook | None, call: Callable[[Tensor, Foreign], Any], cache: Tensor, metadata: Foreign
+) -> Any:
+    """Attend over cache and window; without a window run vLLM's own attention.
+
+    Args:
+        hook: the layer's; None for a layer that is not the target's.
+        call: vLLM's own attention, given the cache and the metadata.
+        cache: the layer's cache, as vLLM passes it.
+        metadata: vLLM's metadata of the batch.
+
+    Returns:
+        What ``call`` returns.
+    """
+    reading = reading_of(hook, metadata)
+    if hook is not None and reading is not None:
+        try:
+            return call(hook.rows.view(cache.dtype), reading.read())
+        except Exception as error:
+            if reading.captured:
+                raise
+            hook.steps.fall_back(error)
+    return call(cache, metadata)

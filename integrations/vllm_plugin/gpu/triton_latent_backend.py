@@ -1,0 +1,40 @@
+"""vLLM's TRITON_MLA, reading windows whose drafts wait in spare slots."""
+
+from __future__ import annotations
+
+from ..internals import backends
+from ..internals.slot_metadata import TritonLatentTables
+from .latent_attention import WindowLatentImpl
+from .slot_reading import SlotBuilder
+
+_BUILDER, _IMPL, _BACKEND = backends.triton_latent()
+
+
+class WindowTritonLatentBuilder(SlotBuilder, _BUILDER):  # type: ignore[misc, valid-type]
+    """vLLM's builder of TRITON_MLA's metadata, which also marks forwards that have a window."""
+
+    kvtxn_tables = TritonLatentTables()
+
+
+class WindowTritonLatentImpl(WindowLatentImpl, _IMPL):  # type: ignore[misc, valid-type]
+    """vLLM's attention of a layer with TRITON_MLA; its kernel takes tiles of one size.
+
+    Attributes:
+        kvtxn_line_per_row: each decoding row has a line of the table, see ``TritonLatentTables``.
+    """
+
+    kvtxn_line_per_row = True
+
+
+class WindowTritonLatentBackend(_BACKEND):  # type: ignore[misc, valid-type]
+    """kvtxn's attention backend, which vLLM finds under the name TRITON_MLA."""
+
+    @staticmethod
+    def get_impl_cls() -> type[WindowTritonLatentImpl]:
+        """Return the class of the layers' attention."""
+        return WindowTritonLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowTritonLatentBuilder]:
+        """Return the class of the metadata builders."""
+        return WindowTritonLatentBuilder

@@ -1,0 +1,373 @@
+"""vLLM's other attention backends over windows whose drafts wait: TRITON_ATTN, TRITON_MLA.
+
+vLLM's own code and kernels attend, through Triton's interpreter; ``test_flash_backend`` has what
+all backends share.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Made
+
+import numpy
+import pytest
+import torch
+from engine_jobs import missing
+from step_rig import DEVICE, anywhere  # noqa: F401
+
+if reason := missing():
+    pytest.skip(reason, allow_module_level=True)
+
+import triton
+from failing_stage import failing_stage
+from interpreted import load
+from kernels_here import ON_GPU, importing_kernels
+
+with importing_kernels():
+    from kvtxn.integrations.serving.graph_steps import GraphSteps
+    from kvtxn.integrations.vllm_plugin.gpu.runner import hook_attention, layer_refs
+    from kvtxn.integrations.vllm_plugin.gpu.slot_reading import Reading
+    from kvtxn.integrations.vllm_plugin.gpu.spare_blocks import waiting_rows
+    from kvtxn.integrations.vllm_plugin.gpu.triton_backend import (
+        WindowTritonBuilder,
+        WindowTritonImpl,
+    )
+    from kvtxn.integrations.vllm_plugin.gpu.triton_latent_backend import (
+        WindowTritonLatentBuilder,
+        WindowTritonLatentImpl,
+    )
+    from kvtxn.integrations.vllm_plugin.internals import batches
+    from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
+    from kvtxn.integrations.vllm_plugin.internals.slot_metadata import FlashLatentTables
+
+from kvtxn import TransactionManager, TxnConfig, WindowState
+
+if ON_GPU:
+    pytest.skip("the grid runs these backends there", allow_module_level=True)
+
+OPS = "v1/attention/ops/"
+BLOCK, OWN, SPARE, MAX_ROWS = 16, 12, 1, 16
+HEADS, KV_HEADS, SIZE = 4, 2, 32
+LATENT, ROTARY = 32, 16
+
+
+def write(key, value, key_cache, value_cache, slots, *_):
+    """vLLM's writer of rows; it asks for the GPU."""
+    for row, cache in ((key, key_cache), (value, value_cache)):
+        there = slots >= 0
+        cache[slots[there] // BLOCK, slots[there] % BLOCK] = row[there]
+
+
+def write_latents(latents, rotary, cache, slots, **_):
+    """vLLM's writer of latents, which has no CPU operator."""
+    there = slots >= 0
+    rows = torch.cat((latents, rotary), 1)
+    cache[slots[there] // BLOCK, slots[there] % BLOCK] = rows[there]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """vLLM's kernels through Triton's interpreter."""
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.mla import triton_mla
+
+    helpers = (f"{OPS}triton_attention_helpers.py",)
+    attend = load(f"{OPS}triton_unified_attention.py", helpers).unified_attention
+    decode = load(f"{OPS}triton_decode_attention.py").decode_attention_fwd
+    monkeypatch.setattr(triton_attn, "unified_attention", attend)
+    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write)
+    monkeypatch.setattr(triton_mla, "triton", triton)
+    monkeypatch.setattr(triton_mla, "decode_attention_fwd", decode)
+    monkeypatch.setattr(_custom_ops, "concat_and_cache_mla", write_latents)
+
+
+class Batch:
+    """Requests of a step over two layers of one backend; each request has three blocks."""
+
+    builder: object
+    row_shape: tuple[int, ...]
+
+    def __init__(self, monkeypatch, before, lengths, on_error="fallback") -> None:
+        torch.manual_seed(3)
+        self.before, self.lengths = before, lengths
+        self.starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
+        self.rows = self.starts[-1]
+        whole = [self.cache() for _ in range(2)]
+        self.caches = [cache[:OWN] for cache in whole]
+        self.stock = [cache.clone() for cache in whole]
+        self.layers = [
+            TargetLayer(f"layer.{n}", "group.0", *self.layer(n), cache, self.row_shape, cache.dtype)
+            for n, cache in enumerate(whole)
+        ]
+        own = [
+            TargetLayer(x.name, x.group, x.module, x.impl, cache, x.row_shape, x.dtype)
+            for x, cache in zip(self.layers, self.caches, strict=True)
+        ]
+        config = TxnConfig(
+            policy="deferred", backend="triton", max_rows=MAX_ROWS, on_error=on_error
+        )
+        manager = TransactionManager(layer_refs(own, "auto"), config)
+        self.slots = torch.full((1, 32), -1, dtype=torch.int64, device=DEVICE)
+        refs, first = layer_refs(self.layers, "auto"), {"group.0": OWN * BLOCK}
+        waiting = {ref.name: waiting_rows(ref, OWN * BLOCK, MAX_ROWS) for ref in refs}
+        self.steps = GraphSteps(manager, self.slots, query_len=4, rows=waiting)
+        hook_attention(self.steps, self.layers, first, [self.builder])
+        count = len(lengths)
+        self.blocks = torch.randperm(OWN).int()[: 3 * count].view(count, 3)
+        self.own_slots = torch.tensor(
+            [
+                int(self.blocks[r, place // BLOCK]) * BLOCK + place % BLOCK
+                for r, (old, length) in enumerate(zip(before, lengths, strict=True))
+                for place in range(old, old + length)
+            ]
+        )
+        self.slots[0, : self.rows] = self.own_slots
+        self.inputs = [self.random_inputs() for _ in range(2)]
+        self.metadata: dict[str, object] = {}
+        monkeypatch.setattr(batches, "metadata_of", lambda layer: self.metadata[layer.layer_name])
+
+    def begin(self, drafts, *, captured=False) -> None:
+        """A step with these drafts; a captured forward is not told whether it has any."""
+        lengths = numpy.array(self.lengths)
+        self.steps.begin(numpy.array(drafts), lengths, numpy.zeros(len(lengths), dtype=bool))
+        found = self.plain()
+        if captured:
+            self.steps.window = None
+        if captured or self.steps.waits:
+            found.kvtxn = Reading(self.steps, captured, self.builder)
+        self.metadata = {layer.name: found for layer in self.layers}
+
+    def totals(self):
+        return [a + b for a, b in zip(self.before, self.lengths, strict=True)]
+
+    def check(self, number, left_out=()) -> None:
+        """Stock's very sums, and in vLLM's blocks all rows but those left out."""
+        layer = self.layers[number]
+        output = self.run(layer, layer.cache, self.metadata[layer.name])
+        hook, layer.impl.kvtxn = layer.impl.kvtxn, None
+        before = self.stock[number].clone()
+        assert output.equal(self.run(layer, self.stock[number], self.plain()))
+        layer.impl.kvtxn = hook
+        rows, old = self.by_place(self.stock[number]), self.by_place(before)
+        for row in left_out:
+            rows[self.own_slots[row]] = old[self.own_slots[row]]
+        mine = self.by_place(layer.cache)
+        assert mine[: OWN * BLOCK].equal(rows[: OWN * BLOCK])
+
+
+class Attention(Batch):
+    """TRITON_ATTN."""
+
+    row_shape = (KV_HEADS, SIZE)
+
+    def __init__(self, *args, **named) -> None:
+        self.builder = object.__new__(WindowTritonBuilder)
+        super().__init__(*args, **named)
+
+    def cache(self):
+        return torch.randn(OWN + SPARE, BLOCK, KV_HEADS, 2 * SIZE).transpose(1, 2)
+
+    def by_place(self, cache):
+        return cache.transpose(1, 2).reshape(-1, KV_HEADS, 2 * SIZE)
+
+    def layer(self, number):
+        impl = WindowTritonImpl(HEADS, SIZE, 0.2, KV_HEADS, None, None, "auto")
+        one = torch.ones(1)
+        return Made(layer_name=f"layer.{number}", impl=impl, _k_scale=one, _v_scale=one), impl
+
+    def random_inputs(self):
+        key, value = torch.randn(2, self.rows, KV_HEADS, SIZE)
+        return torch.randn(self.rows, HEADS, SIZE), key, value
+
+    def plain(self):
+        none = torch.empty(0)
+        return Made(
+            num_actual_tokens=self.rows,
+            max_query_len=max(self.lengths),
+            query_start_loc=torch.tensor(self.starts, dtype=torch.int32),
+            max_seq_len=max(self.totals()),
+            seq_lens=torch.tensor(self.totals(), dtype=torch.int32),
+            block_table=self.blocks,
+            seq_threshold_3D=0,  # the kernel of prompts and drafts for all
+            num_par_softmax_segments=16,
+            softmax_segm_output=none,
+            softmax_segm_max=none,
+            softmax_segm_expsum=none,
+            causal=True,
+            mm_prefix_range_tensor=None,
+            rswa_prefix_lens=None,
+            rswa_window=None,
+        )
+
+    def run(self, layer, cache, metadata):
+        query, key, value = self.inputs[int(layer.name[-1])]
+        layer.impl.do_kv_cache_update(layer.module, key, value, cache, self.slots[0, : self.rows])
+        output = torch.full_like(query, 7.0)
+        return layer.impl.forward(layer.module, query, key, value, cache, metadata, output)
+
+
+class Latents(Batch):
+    """TRITON_MLA; the last request, if longer than the others, is what vLLM calls a prompt."""
+
+    row_shape = (LATENT + ROTARY,)
+
+    def __init__(self, *args, **named) -> None:
+        self.builder = object.__new__(WindowTritonLatentBuilder)
+        super().__init__(*args, **named)
+
+    def cache(self):
+        return torch.randn(OWN + SPARE, BLOCK, LATENT + ROTARY)
+
+    def by_place(self, cache):
+        return cache.view(-1, LATENT + ROTARY)
+
+    def layer(self, number):
+        impl = object.__new__(WindowTritonLatentImpl)
+        impl.__dict__ |= {"kv_lora_rank": LATENT, "scale": 0.2, "_sm_count": 4, "dcp_world_size": 1}
+        module = Made(layer_name=f"layer.{number}", impl=impl, _k_scale=torch.ones(1))
+        return module, impl
+
+    def random_inputs(self):
+        query = torch.randn(self.rows, HEADS, LATENT + ROTARY)
+        return query, torch.randn(self.rows, LATENT), torch.randn(self.rows, 1, ROTARY)
+
+    def plain(self):
+        count = sum(length == self.lengths[0] for length in self.lengths)
+        lengths = torch.tensor(self.totals()[:count], dtype=torch.int32)
+        return Made(
+            query_start_loc=torch.tensor(self.starts, dtype=torch.int32),
+            max_seq_len=max(self.totals()),
+            num_decode_tokens=self.starts[count],
+            causal=True,
+            decode=Made(block_table=self.blocks[:count], seq_lens=lengths),
+        )
+
+    def run(self, layer, cache, metadata):
+        query, latents, rotary = self.inputs[int(layer.name[-1])]
+        slots, scale = self.slots[0, : self.rows], layer.module._k_scale
+        layer.impl.do_kv_cache_update(latents, rotary, cache, slots, "auto", scale)
+        decoding = query[: metadata.num_decode_tokens]
+        return layer.impl.forward_mqa(decoding, cache, metadata, layer.module)[0]
+
+
+BOTH = pytest.mark.parametrize("kind", [Attention, Latents])
+
+
+@BOTH
+def test_a_mixed_batch(monkeypatch, kind):
+    """Drafts are read and left out of the blocks; a prompt is written; the commit keeps some."""
+    batch = kind(monkeypatch, [20, 33, 0], [3, 3, 5])
+    batch.begin([2, 2, 0])
+    for number in range(2):
+        batch.check(number, left_out={1, 2, 4, 5})
+    assert batch.steps.window.state is WindowState.STAGED
+    batch.steps.commit(torch.tensor([2, 3, 1], dtype=torch.int32))
+    for number in range(2):
+        layer, stock = batch.layers[number], batch.stock[number].clone()
+        layer.impl.kvtxn = None
+        batch.run(layer, stock, batch.plain())  # all rows
+        rejected = batch.own_slots[2]  # of the first request's drafts
+        batch.by_place(stock)[rejected] = batch.by_place(batch.stock[number])[rejected]
+        assert batch.caches[number].equal(stock[:OWN])
+
+
+@BOTH
+def test_a_step_without_a_window_is_vllms_own(monkeypatch, kind):
+    """One row per request."""
+    batch = kind(monkeypatch, [20, 33], [1, 1])
+    batch.begin([0, 0])
+    batch.check(0)
+    assert not batch.steps.waits
+
+
+@BOTH
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_captured_forward(monkeypatch, kind, shown):
+    """A captured forward serves steps with a window, whose drafts wait, and steps without."""
+    batch = kind(monkeypatch, [20, 33], [4, 4])
+    batch.begin([3, 3], captured=True)
+    if not shown:
+        batch.steps.windows.mark(None)
+    for number in range(2):
+        batch.check(number, left_out={1, 2, 3, 5, 6, 7} if shown else ())
+
+
+@BOTH
+def test_a_layer_that_fails(monkeypatch, kind):
+    """Rows that waited are written, and the rest of the forward is vLLM's own: nothing is lost."""
+    batch = kind(monkeypatch, [20, 33, 0], [3, 3, 5])
+    batch.begin([2, 2, 0])
+    with failing_stage(batch.steps, "attend", 1):
+        for layer in batch.layers:
+            batch.run(layer, layer.cache, batch.metadata[layer.name])
+    assert batch.steps.window.state is WindowState.DIRECT
+    for number, layer in enumerate(batch.layers):
+        layer.impl.kvtxn = None
+        batch.run(layer, batch.stock[number], batch.plain())
+        assert batch.caches[number].equal(batch.stock[number][:OWN])
+    assert batch.steps.manager.snapshot()["kvtxn_fallbacks_total_attend"] == 1
+
+
+def test_latents_of_prompts_alone(monkeypatch):
+    """No request decodes, so there is no table; rows are written where they belong."""
+    batch = Latents(monkeypatch, [20, 33], [3, 3])
+    batch.begin([2, 2])
+    found = batch.metadata["layer.0"]
+    found.decode, found.num_decode_tokens = None, 0
+    layer = batch.layers[0]
+    _, latents, rotary = batch.inputs[0]
+    before = batch.by_place(layer.cache).clone()
+    slots = batch.slots[0, : batch.rows]
+    layer.impl.do_kv_cache_update(latents, rotary, layer.cache, slots, "auto", None)
+    changed = (batch.by_place(layer.cache) != before).any(1).nonzero().flatten().tolist()
+    spare = [OWN * BLOCK + row for row in (1, 2, 4, 5)]
+    assert changed == sorted([*batch.own_slots[[0, 3]].tolist(), *spare])
+    assert found.kvtxn.read().decode is None
+
+
+def test_requests_of_one_row_have_one_line(monkeypatch):
+    """Where vLLM's own code repeats no line, none is repeated here; nor without a causal order."""
+    batch = Latents(monkeypatch, [20, 33], [3, 3])
+    tables, found = batch.builder.kvtxn_tables, batch.plain()
+    assert tables.arguments(found).lines == 3
+    found.causal = False
+    assert tables.arguments(found).lines == 1
+    found.causal, found.num_decode_tokens = True, 2
+    assert tables.arguments(found).lines == 1
+    lengths = found.decode.seq_lens
+    assert tables.by_slot(found, batch.blocks, None).decode.seq_lens is lengths
+
+
+@pytest.mark.parametrize("makes", [True, False])
+def test_the_schedule_of_latents_is_made_as_vllm_makes_it(makes):
+    """For blocks of one row, and only where vLLM makes one."""
+    asked = []
+
+    class Builder:
+        page_size = 64
+
+        def _schedule_decode(self, **given):
+            asked.append(given | {"page_size": self.page_size})
+            return "a schedule"
+
+    builder, lengths = Builder(), torch.tensor([24, 36], dtype=torch.int32)
+    starts = torch.tensor([0, 4, 8], dtype=torch.int32)
+    decode = Made(
+        block_table="vLLM's",
+        seq_lens=lengths,
+        query_start_loc=starts,
+        max_query_len=4,
+        max_seq_len=36,
+        scheduler_metadata="vLLM's" if makes else None,
+        max_num_splits=32,
+    )
+    metadata = Made(decode=decode, query_start_loc=starts, max_seq_len=36)
+    tables = FlashLatentTables()
+    assert tables.arguments(metadata).longest == 36
+    found = tables.by_slot(metadata, "by slot", builder)
+    assert (found.decode.block_table, decode.block_table) == ("by slot", "vLLM's")
+    assert found.decode.scheduler_metadata == ("a schedule" if makes else None)
+    wanted = {"num_reqs": 2, "max_query_len": 4, "max_seq_len": 36, "causal": True}
+    tensors = {"cu_query_lens": starts, "seqlens": lengths}
+    assert asked == ([wanted | tensors | {"max_num_splits": 32, "page_size": 1}] if makes else [])
+    assert builder.page_size == 64
