@@ -11,7 +11,7 @@ from torch import Tensor
 from ...audit.step import Step
 
 #: Triton compiles a kernel for addresses that are multiples of this, and one for others.
-_ALIGNED: Final = 16
+ALIGNED: Final = 16
 
 
 class Launches:
@@ -81,7 +81,7 @@ class _Launch:
     """A launch that recurs; it holds every tensor whose address is noted down."""
 
     def __init__(self, run: Any, arguments: Sequence[Any], at: int, varying: int) -> None:
-        fixed = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+        fixed = [*map(address_of, arguments)]
         self._run: Final = run
         self._before: Final = tuple(fixed[:at])
         self._after: Final = tuple(fixed[at + varying :])
@@ -92,6 +92,11 @@ class _Launch:
         self._run(*self._before, *[each.data_ptr() for each in given], *self._after)
 
 
+def address_of(argument: Any) -> Any:
+    """Return the address of a tensor, and anything else as it is."""
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument
+
+
 def _form(given: Tensor) -> Hashable:
     """Return all of a tensor that the compiled kernel and its other arguments depend on."""
-    return given.dtype, given.shape[-1], given.data_ptr() % _ALIGNED
+    return given.dtype, given.shape[-1], given.data_ptr() % ALIGNED

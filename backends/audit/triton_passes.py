@@ -7,11 +7,12 @@ they are written over.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from ...audit.beginning import Beginning
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
 from ...audit.digest import REJECTED
@@ -19,11 +20,13 @@ from ...audit.group_lines import group_lines
 from ...audit.passes import Passes, Stretch
 from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
-from . import compare_kernel, write_kernel
+from . import begin_kernel, compare_kernel, write_kernel
 from .byte_passes import TritonBytePasses
-from .launches import Launches
+from .launches import ALIGNED, Launches, address_of
 from .plan import Addresses, contiguous
 
+#: Tokens of a request that begins, at a time.
+_TOKENS: Final = 512
 #: Rows that a program writes at a time.
 _ROWS: Final = 128
 #: Draft rows that a program marks at a time.
@@ -63,6 +66,7 @@ class TritonPasses(Passes):
         self._num_groups: Final = len(books.layout.places)
         self._addresses: Final = {what: Addresses(books) for what in ("slots", "tables", "sources")}
         self._held: dict[str, dict[str, Tensor]] = {}
+        self._begins: Any = None  # what Triton compiled for an aligned address; not interpreted
         self._writing: Final = Launches(write_kernel.write_rows)
         self._checking: Final = Launches(compare_kernel.compare_rows)
         self._resolving: Final = Launches(write_kernel.resolve_rows)
@@ -73,6 +77,21 @@ class TritonPasses(Passes):
         padding = torch.full((1,), -1, device=device)
         nothing = torch.zeros(2, dtype=torch.int64, device=device)
         self._padding: Final = Step(padding, nothing, nothing[:1], nothing[:0], {})
+
+    def begin(self, beginning: Beginning) -> None:
+        """Begin requests, as ``Passes.begin`` describes."""
+        books, grid = self.books, (beginning.num_requests, 1, 1)
+        columns, lines = self._sizes()[:2]
+        arguments = (
+            beginning.packed, self._key, books.own, books.facts, beginning.num_tokens, columns,
+            lines, _TOKENS,
+        )  # fmt: skip
+        if beginning.packed.data_ptr() % ALIGNED:
+            begin_kernel.begin_requests[grid](*arguments)
+        elif self._begins is None:
+            self._begins = begin_kernel.begin_requests[grid](*arguments)
+        else:  # without Triton's look at every argument
+            self._begins[grid](*map(address_of, arguments))
 
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""

@@ -7,14 +7,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 from weakref import WeakSet
 
+import attrs
 import torch
 from torch import Tensor
 
 from ..errors import WindowStateError
 from . import arguments, checks
 from . import books as book
-from .admission import Admission, Beginning, own_words
+from .admission import Admission, own_words
 from .backends import choose
+from .beginning import Beginning
 from .books import Sizes
 from .digest import UNWRITTEN, Key
 from .exchange import Exchange
@@ -149,8 +151,8 @@ class Ledger(Exchange):
         lines = [line for line, _ in entries]
         if self._open is not None:
             self._later += [line for line, known in zip(lines, again, strict=True) if not known]
-        beginning = Beginning.of(self.books, entries, owns, again)
-        beginning.write(self.books, self._upload(beginning.packed))
+        beginning = Beginning.of(entries, owns, again)
+        self.passes.begin(attrs.evolve(beginning, packed=self._upload(beginning.packed)))
         return lines
 
     def __contains__(self, request: object) -> bool:

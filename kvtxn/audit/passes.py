@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from .beginning import Beginning
 from .books import Books
 from .byte_books import ByteBooks
 from .byte_passes import BytePasses, TorchBytePasses
@@ -90,6 +91,18 @@ class Passes(ABC):
             then, as ``checks`` does.
         """
         return False
+
+    @abstractmethod
+    def begin(self, beginning: Beginning) -> None:
+        """Begin requests: put the digests of their first 0 to n tokens, and their facts, in place.
+
+        ``KNOWN`` is the number of tokens. ``DURABLE`` is the same, or what it was if that is less
+        and the request was admitted before: rows do not become drafts, nor drafts durable, because
+        tokens are given anew. Of what was kept nothing is known.
+
+        Args:
+            beginning: at least one request, on the device of the books, no line twice.
+        """
 
     @abstractmethod
     def write(self, step: Step) -> None:

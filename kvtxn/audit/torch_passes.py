@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import books as book
+from .beginning import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, Beginning
 from .digest import EMBEDDED, REJECTED, REPORTED, UNWRITTEN, as_word
 from .groups import Place
 from .notes import note
@@ -45,6 +46,21 @@ class TorchPasses(Passes):
         return None
 
     # -- writing -----------------------------------------------------------------------------
+
+    def begin(self, beginning: Beginning) -> None:
+        """Do what ``Passes.begin`` says."""
+        books, tokens = self.books, beginning.tokens
+        fields = beginning.fields.unbind(1)
+        lines, begins, counts, seeds = (fields[at] for at in (LINE, BEGIN, COUNT, SEED))
+        whose, within = ragged(counts)
+        sums = torch.cat([tokens.new_zeros(1), books.key.terms(tokens, within).cumsum(0)])
+        books.own[lines, 0] = seeds
+        books.own[lines[whose], within + 1] = sums[1:] + (seeds - sums[begins])[whose]
+        before = books.facts[book.DURABLE][lines].minimum(counts)
+        facts = books.facts.new_full((book.NUM_FACTS, beginning.num_requests), -1)
+        facts[book.SERIAL], facts[book.OUTSIDE], facts[book.KNOWN] = fields[SERIAL], 0, counts
+        facts[book.DURABLE] = torch.where(fields[AGAIN] != 0, before, counts)
+        books.facts[:, lines] = facts
 
     def write(self, step: Step) -> None:
         """Do what ``Passes.write`` says."""

@@ -112,6 +112,7 @@ class DeviceWatch(Watch):
         """Launch every pass once, over a step of padding."""
         device = self.ledger.device
         with torch.inference_mode():
+            self.ledger.admit("of the warm-up", [0])
             one = torch.zeros(1, dtype=torch.int64, device=device)
             starts = torch.zeros(2, dtype=torch.int32, device=device)
             tokens = torch.zeros(1, dtype=torch.int32, device=device)

@@ -178,7 +178,10 @@ class Watch:
 
     def admit(self, arrivals: Iterable[Arrival]) -> None:
         """Begin requests or renew their tokens; a full ledger forgets requests that wait."""
-        named, self._batch = {each.name: each for each in arrivals}, None
+        named = {each.name: each for each in arrivals}
+        if not named:
+            return
+        self._batch = None
         for name in named:
             if name not in self.ledger and len(self._known) >= self._most:
                 self._forget(next(iter(self._known)))

@@ -10,7 +10,7 @@ from typing import Any
 import contained_engines
 import planted_bytes
 import planted_engines
-import state_models
+import recurrent_models
 from engine_jobs import two_cores
 from engine_options import connector, options
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
@@ -228,7 +228,7 @@ def build(engine: dict[str, Any], folder: Path) -> Any:
     """Make an engine whose pool is small enough to preempt."""
     from vllm import LLM
 
-    makes = state_models.write if engine.get("states") else write
+    makes = recurrent_models.write if engine.get("states") else write
     more = dict(engine.get("options", {}))
     if "draft" in engine:
         path = write(engine["draft"], folder)
