@@ -113,11 +113,14 @@ def fast(reports: Mapping[str, Any]) -> dict[str, Any]:
     from gpu_ties import compare
     from try_states import SCENARIOS
 
+    def played(report: Mapping[str, Any]) -> list[str]:
+        return [each for each in SCENARIOS if each in report]
+
     def ties(ours: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
-        pairs = [compare(dict(ours[each]), dict(stock[each])) for each in SCENARIOS]
+        pairs = [compare(dict(ours[each]), dict(stock[each])) for each in played(ours)]
         tokens = [
             both
-            for each in SCENARIOS
+            for each in played(ours)
             for both in zip(stock[each]["tokens"], ours[each]["tokens"], strict=True)
         ]
         return {
@@ -137,16 +140,18 @@ def fast(reports: Mapping[str, Any]) -> dict[str, Any]:
         stock = done.get(f"{name.rpartition('.')[0]}.stock")
         if not name.endswith(".fast") or stock is None:
             continue
-        seen = [ours[each]["recurred"] for each in (*SCENARIOS, "fault")]
-        played = [ours[each] for each in SCENARIOS]
+        seen = [ours[each]["recurred"] for each in (*played(ours), "fault")]
+        found_in = [ours[each] for each in played(ours)]
         found[name] = ties(ours, stock) | {
             **{
                 key: sum(each.get(key, 0) for each in seen)
                 for key in ("states", "off", "blind", "other_blocks")
             },
             "worst": max(each.get("worst", 0.0) for each in seen),
-            "strays": sum(v for each in played for k, v in each["counts"].items() if "stray" in k),
-            "replays": sum(each["counts"].get("graphs", 0) for each in played),
+            "strays": sum(
+                v for each in found_in for k, v in each["counts"].items() if "stray" in k
+            ),
+            "replays": sum(each["counts"].get("graphs", 0) for each in found_in),
             "repeated": ours["commits_repeated"].get("failed", 0),
             "fault": ours["fault"]["tokens"] == ours["eight"]["tokens"],
             "given_wrong": ours["given_wrong_counts"],

@@ -158,7 +158,9 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "few": ("qwen3_5", {**_TRITON, "blocks": True}, ("auto", "fast")),
     "experts": ("qwen3_next", {**_TRITON, **_32}, ("auto", "fast")),
 }
-_MODES: Final = {"graphs": {}, "eager": {"enforce_eager": True}}
+#: Graphs of few sizes, so that engines start sooner.
+_SIZES: Final = {"cudagraph_capture_sizes": [(DRAFTS + 1) * count for count in (1, 2, 4, 8, 16)]}
+_MODES: Final = {"graphs": {"compilation_config": _SIZES}, "eager": {"enforce_eager": True}}
 #: Kinds that run with graphs alone.
 _GRAPHS: Final = ("ahead", "mtp", "few", "experts")
 

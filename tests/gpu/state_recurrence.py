@@ -8,7 +8,6 @@ not be mistaken for any other.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, Final
 
 import attrs
@@ -87,10 +86,14 @@ def states_after(before: Tensor, given: Given, module: Any, rows: Tensor) -> Ten
     return torch.stack(found)
 
 
+#: What ``compare`` counts.
+COUNTS: Final = ("states", "off", "mistaken", "blind")
+
+
 def compare(
-    layer: Any, before: Tensor, now: Tensor, starts: Tensor, kept: Tensor, counts: Counter[str]
-) -> float:
-    """Compare the states of one layer after a commit.
+    layer: Any, before: Tensor, now: Tensor, starts: Tensor, kept: Tensor, most: int
+) -> Tensor:
+    """Compare the states of one layer after a commit, without waiting for the device.
 
     Args:
         layer: the ``ReplayedLayer``.
@@ -98,16 +101,16 @@ def compare(
         now: after the commit, likewise.
         starts: int64 ``[num_requests + 1]``.
         kept: int64 ``[num_requests]``.
-        counts: gets ``states`` that were compared, those that are ``off``, those ``mistaken``: off,
-            and right for another count; and ``blind``: two counts have states that are alike.
+        most: rows of the longest request.
 
     Returns:
-        The largest difference of a state that is right.
+        float64 ``[5]``: the states that were compared; those that are off; those that are off, and
+        right for another count; those for which two counts have states alike; and the largest
+        difference of a state that is right.
     """
     lengths = starts.diff()
-    most = int(lengths.max())
     turns = torch.arange(most, device=now.device)
-    rows = (starts[:-1, None] + turns).clamp(max=int(starts[-1]) - 1)
+    rows = (starts[:-1, None] + turns).minimum(starts[-1] - 1)
     every = states_after(before, GIVEN[id(layer)], layer.module, rows)
     size = every.abs().amax((2, 3, 4)).clamp(min=1e-9)
     off = (every - now.double()).abs().amax((2, 3, 4)) / size
@@ -116,14 +119,18 @@ def compare(
     there = torch.arange(most + 1, device=now.device)[:, None]
     others = (there != right) & (there <= lengths)
     mine = off.gather(0, right)[0]
-    apart = (every - every.gather(0, right[..., None, None, None].expand_as(every[:1]))).abs()
-    close = apart.amax((2, 3, 4)) / size <= APART * near
+    kept_state = every.gather(0, right[..., None, None, None].expand_as(every[:1]))
+    close = (every - kept_state).abs().amax((2, 3, 4)) / size <= APART * near
     wrong = mine > near
-    counts["states"] += int(wrong.numel())
-    counts["off"] += int(wrong.sum())
-    counts["mistaken"] += int((wrong & ((off <= near) & others).any(0)).sum())
-    counts["blind"] += int((close & others).any(0).sum())
-    return float(mine[~wrong].max()) if bool((~wrong).any()) else 0.0
+    mistaken = wrong & ((off <= near) & others).any(0)
+    parts = torch.ones_like(wrong), wrong, mistaken, (close & others).any(0)
+    counts = torch.stack(parts).sum(1).double()
+    return torch.cat([counts, mine.where(~wrong, 0.0).max()[None]])
+
+
+def added(sums: Tensor, found: Tensor) -> Tensor:
+    """Add up what ``compare`` returned; of differences the largest is kept."""
+    return torch.cat([sums[:-1] + found[:-1], sums[-1:].maximum(found[-1:])])
 
 
 def words_of_blocks(state: Tensor) -> Tensor:

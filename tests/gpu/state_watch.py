@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import state_recurrence
@@ -114,7 +115,8 @@ class Watch(Base):
         self.oracle_seed(seed)
         self.counts = Counter[str]()
         self.accepted = Counter[int]()
-        self.recurred, self.worst = Counter[str](), 0.0
+        self.recurred = torch.zeros(5, dtype=torch.float64, device="cuda")
+        self.elsewhere = torch.zeros((), dtype=torch.int64, device="cuda")
         self.digests: dict[str, list[int]] = {}
         self.names: dict[str, str] = {}
         self.first: int | None = None
@@ -155,25 +157,20 @@ class Watch(Base):
         pairs = [(n, at) for n, at in enumerate(places) if at < count and known[n + 1] > known[n]]
         if not pairs:
             return
-        number, last = len(pairs), pairs[-1][0] + 1
-        device = num_sampled.device
+        assert pairs[-1][0] == len(pairs) - 1, "requests without rows come last"
+        device, ends = num_sampled.device, known[: len(pairs) + 1]
         whose = torch.tensor([at for _, at in pairs], device=device)
-        starts = torch.tensor(known[: number + 1], device=device)
-        assert last == number, "requests without rows come last"
+        starts = torch.tensor(ends, device=device)
+        most = max(end - start for start, end in pairwise(ends))
         kept = num_sampled[whose].long()
-        self.recurred["rows"] += int(starts[-1])
-        after = self.states_now()
-        parts = zip(self.replayed, self.before, after, strict=True)
-        for layer, was, now in parts:
-            off = state_recurrence.compare(
-                layer, was[whose], now[whose], starts, kept, self.recurred
-            )
-            self.worst = max(self.worst, off)
+        for layer, was, now in zip(self.replayed, self.before, self.states_now(), strict=True):
+            found = state_recurrence.compare(layer, was[whose], now[whose], starts, kept, most)
+            self.recurred = state_recurrence.added(self.recurred, found)
         mine = [self.tables(each) for each in self.found if each.state is not None]
         for was, now, table in zip(self.blocks, self.blocks_now(), mine, strict=True):
             changed = now != was
             changed[table.flatten()] = False
-            self.recurred["other_blocks"] += int(changed.sum())
+            self.elsewhere += changed.sum()
 
     def note(self, num_sampled: torch.Tensor, idx_mapping: torch.Tensor) -> None:
         """Digest the state of each request of the batch."""
@@ -218,8 +215,14 @@ class Watch(Base):
             "counts": dict(self.counts),
             "accepted": {str(k): v for k, v in sorted(self.accepted.items())},
             "digests": self.digests,
-            "recurred": {**self.recurred, "worst": self.worst} if self.replayed else {},
+            "recurred": self.seen_states() if self.replayed else {},
         }
+
+    def seen_states(self) -> dict[str, float]:
+        """What the comparisons with the recurrence found."""
+        *counts, worst = self.recurred.tolist()
+        found = dict(zip(state_recurrence.COUNTS, map(int, counts), strict=True))
+        return {**found, "worst": worst, "other_blocks": int(self.elsewhere)}
 
     # -- faults -----------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -54,13 +53,15 @@ class Net:
             delta, sources, self.tables.counts[: len(counts)], self.starts.int(), longest=WIDTH
         )
 
-    def seen(self, kept: list[int]) -> tuple[Counter[str], float]:
+    def seen(self, kept: list[int]) -> tuple[dict[str, int], float]:
         """Compare with the states after these counts."""
-        counts, now = Counter[str](), self.module.kv_cache[1][1 : len(kept) + 1]
-        worst = self.compare(
-            *(self.layer, self.before, now, self.starts, torch.tensor(kept), counts)
-        )
-        return counts, worst
+        from state_recurrence import COUNTS, added
+
+        now = self.module.kv_cache[1][1 : len(kept) + 1]
+        most = int(self.starts.diff().max())
+        found = self.compare(*(self.layer, self.before, now, self.starts, torch.tensor(kept), most))
+        *counts, worst = added(torch.zeros(5, dtype=torch.float64), found).tolist()
+        return dict(zip(COUNTS, map(int, counts), strict=True)), worst
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,3 +113,10 @@ def test_every_block_of_a_cache_has_a_number():
     pages[2, 50] += 1.0
     pages[4, 5] += 1.0  # beside the states
     assert (words_of_blocks(state) != before).nonzero().flatten().tolist() == [2]
+
+
+def test_counts_add_up_and_the_largest_difference_stays():
+    from state_recurrence import added
+
+    first, second = (torch.tensor(each).double() for each in ([4, 1, 0, 0, 0.2], [3, 0, 1, 2, 0.1]))
+    assert added(first, second).tolist() == [7, 1, 1, 2, first[-1].item()]
