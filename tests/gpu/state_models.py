@@ -160,7 +160,13 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
 }
 #: Graphs of few sizes, so that engines start sooner.
 _SIZES: Final = {"cudagraph_capture_sizes": [(DRAFTS + 1) * count for count in (1, 2, 4, 8, 16)]}
-_MODES: Final = {"graphs": {"compilation_config": _SIZES}, "eager": {"enforce_eager": True}}
+_FULL: Final = {**_SIZES, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+#: "full" compiles nothing, and captures whole verify steps alone: such engines start soonest.
+_MODES: Final = {
+    "graphs": {"compilation_config": _SIZES},
+    "eager": {"enforce_eager": True},
+    "full": {"compilation_config": _FULL},
+}
 #: Kinds that run with graphs alone.
 _GRAPHS: Final = ("ahead", "mtp", "few", "experts")
 
@@ -176,12 +182,14 @@ def write(name: str, folder: Path) -> str:
 def engines() -> dict[str, dict[str, Any]]:
     """The engines by name, the most telling ones first."""
     found: dict[str, dict[str, Any]] = {}
-    for mode in ("eager", "graphs"):
+    for mode in ("eager", "graphs", "full"):
         for kind, (model, options, others) in KINDS.items():
             if mode == "eager" and kind in _GRAPHS:
                 continue
             for who in ("stock", *others):
-                if mode == "eager" and who == "again":
+                if (mode == "eager" and who == "again") or (
+                    mode == "full" and "fast" not in others
+                ):
                     continue
                 policy = "undo" if who == "undo" else "auto"
                 how = "fast" if who == "fast" else "exact"
