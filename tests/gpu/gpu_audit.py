@@ -24,234 +24,10 @@ FOLDERS: Final = ("serving", "vllm_plugin/grid", "vllm_plugin/audit", "vllm_plug
 sys.path[:0] = [str(HERE.parent), *(str(HERE.parent / folder) for folder in FOLDERS)]
 
 import gpu_jobs  # noqa: E402
-import gpu_planted  # noqa: E402
-import planted_states  # noqa: E402
-from connected_jobs import EXAMPLE, OFFLOAD, SIMPLE, WHOLE  # noqa: E402
+from audit_jobs import COME_BACK, DRAWN, ENGINES, LACKING, SHARE  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from folders import python_path  # noqa: E402
-from gpu_jobs import TIMED, V1, drafter  # noqa: E402
-
-LEDGER: Final = {"audit": "ledger"}
-BYTES: Final = {"audit": "bytes"}
-UNDO: Final = {"policy": "undo", "on_error": "raise"}
-DEFERRED: Final = {"policy": "deferred", "on_error": "raise"}
-
-FULL: Final = ["eight", "chunked", "prefix", "preempted", "same_step"]
-MORE: Final = [*FULL, "reused", "aborted", "sampled", "n2"]
-#: Here tokens are drawn by lot.
-DRAWN: Final = ("sampled", "n2")
-STEADY: Final = {"async_scheduling": False}
-FULL_GRAPHS: Final = {"compilation_config": {"cudagraph_mode": "FULL"}}
-DRAFT: Final = {"method": "draft_model", "num_speculative_tokens": 3}
-GEMMA: Final = {"prefix_cache_retention_interval": None}
-SHARE: Final = 0.1
-NO_LIMIT: Final = {"max_model_len": 288, "num_gpu_blocks_override": None}
-#: Fewer blocks than the requests of a round fill.
-LARGE: Final = {
-    "max_model_len": 1024,
-    "max_num_seqs": 512,
-    "max_num_batched_tokens": 8192,
-    "num_gpu_blocks_override": 8000,
-    "kv_cache_memory_bytes": 1 << 30,
-}
-LONG: Final = {
-    **{"rows": 10**9, "seconds": 150.0},
-    **{"requests": 768, "longest": 900, "outputs": 100},
-}
-
-
-def names(faults: Any) -> list[str]:
-    """The names of faults."""
-    return [fault.__name__ for fault in faults]
-
-
-def engine(model: str, attention: str | None, asked: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """One engine; see ``gpu_audit_child``."""
-    return {"model": model, "attention": attention, "asked": asked, "scenarios": FULL, **more}
-
-
-FA: Final = "FLASH_ATTN"
-COME_BACK: Final = ["come_back", "preempted"]
-
-
-#: Pages of recurrent layers are large, and vLLM chooses the size of blocks.
-RECURRENT: Final = {
-    "block_size": None,
-    "num_gpu_blocks_override": None,
-    "kv_cache_memory_bytes": 512 << 20,
-    "enable_prefix_caching": False,
-    "mamba_ssm_cache_dtype": "float32",
-    "gdn_prefill_backend": "triton",
-}
-
-
-def recurrent(model: str, **more: Any) -> dict[str, Any]:
-    """One engine of a small hybrid with random weights."""
-    given = {"scenarios": ["eight", "chunked"], "options": RECURRENT, "states": True, **more}
-    return engine(model, None, LEDGER, random=True, **given)
-
-
-def connected(*connectors: Any, **more: Any) -> dict[str, Any]:
-    """One engine with connectors."""
-    given = {"asked": LEDGER, "scenarios": COME_BACK, **more}
-    return engine("llama", FA, connectors=[*connectors], **given)
-
-
-EAGLE: Final = drafter("eagle", "eagle")
-MTP: Final = drafter("mtp")
-
-TRANSFERS: Final = ["loaded_into_another_block", "another_block_stored", "stored_too_early"]
-
-#: By what an engine's log says: the reason why vLLM itself, without the audit, cannot run it here.
-LACKING: Final = {
-    "'_moe_C' object has no attribute": "this vLLM was built without its kernels for experts",
-}
-
-#: By name.
-ENGINES: Final[dict[str, dict[str, Any]]] = {
-    "llama-ledger": engine("llama", FA, LEDGER, scenarios=MORE, time="eight"),
-    "llama-bytes": engine("llama", FA, BYTES, scenarios=MORE, time="eight"),
-    "llama-plain": engine("llama", FA, LEDGER, scenarios=MORE, speculation=None, time="eight"),
-    "llama-ngram-gpu": engine("llama", FA, BYTES, scenarios=MORE, speculation=gpu_jobs.ON_GPU),
-    "llama-full": engine("llama", FA, BYTES, options=FULL_GRAPHS),
-    "llama-eager": engine("llama", FA, LEDGER, options={"enforce_eager": True}),
-    "llama-undo": engine("llama", FA, BYTES | UNDO, scenarios=MORE),
-    "llama-undo-ledger": engine("llama", FA, LEDGER | UNDO),
-    "llama-deferred": engine("llama", FA, BYTES | DEFERRED, scenarios=MORE),
-    "llama-deferred-full": engine("llama", FA, BYTES | DEFERRED, options=FULL_GRAPHS),
-    "llama-triton": engine("llama", "TRITON_ATTN", BYTES),
-    "llama-fp8": engine("llama", FA, BYTES | DEFERRED, options=gpu_jobs.FP8),
-    "llama-blocks-16": engine("llama", FA, BYTES, options={"block_size": 16}),
-    "gemma3": engine("gemma3", FA, BYTES, scenarios=MORE, options=GEMMA),
-    "gemma3-deferred": engine("gemma3", FA, BYTES | DEFERRED, options=GEMMA),
-    "mla": engine("deepseek", "TRITON_MLA", BYTES, scenarios=MORE),
-    "mla-undo": engine("deepseek", "TRITON_MLA", BYTES | UNDO),
-    "mla-fp8": engine("deepseek", "TRITON_MLA", BYTES, options=gpu_jobs.FP8),
-    "eagle": engine("llama", FA, BYTES, **EAGLE, time="eight"),
-    "eagle-ledger": engine("llama", FA, LEDGER, scenarios=MORE, **EAGLE, time="eight"),
-    "eagle-deferred": engine("llama", FA, BYTES | DEFERRED, **EAGLE),
-    "eagle3": engine("llama", FA, BYTES, **drafter("eagle3", "eagle3")),
-    "mtp": engine("deepseek_mtp", "TRITON_MLA", BYTES, **MTP),
-    "draft": engine("llama", FA, BYTES, draft="draft", speculation=DRAFT),
-    "draft-deferred": engine("llama", FA, BYTES | DEFERRED, draft="draft", speculation=DRAFT),
-    "qwen3next": engine(
-        *("qwen3next", None, LEDGER),
-        scenarios=["eight", "chunked"],
-        options={"block_size": None, "num_gpu_blocks_override": None},
-        states=True,
-    ),
-    "mamba2": engine(
-        *("mamba2", None, LEDGER),
-        scenarios=["eight"],
-        speculation=None,
-        options={"block_size": None, "num_gpu_blocks_override": None},
-        no_rows=True,
-        states=True,
-    ),
-    "qwen35": recurrent("qwen3_5"),
-    "qwen35-eager": recurrent("qwen3_5", options=RECURRENT | {"enforce_eager": True}),
-    "qwen35-plain": recurrent("qwen3_5", speculation=None),
-    "nemotron": recurrent("nemotron_h"),
-    "v1-qwen35": recurrent("qwen3_5", environment=V1),
-    "v1-nemotron": recurrent("nemotron_h", environment=V1),
-    "v1-llama": engine("llama", FA, BYTES, scenarios=MORE, environment=V1, time="eight"),
-    "v1-llama-ledger": engine("llama", FA, LEDGER, environment=V1, time="eight"),
-    "v1-llama-undo": engine("llama", FA, BYTES | UNDO, environment=V1),
-    "v1-llama-deferred": engine("llama", FA, BYTES | DEFERRED, environment=V1),
-    "v1-gemma3": engine("gemma3", FA, BYTES, environment=V1, options=GEMMA),
-    "v1-mla": engine("deepseek", "TRITON_MLA", BYTES, environment=V1),
-    "v1-eagle": engine("llama", FA, BYTES, environment=V1, **EAGLE),
-    "v1-draft": engine("llama", FA, BYTES, environment=V1, draft="draft", speculation=DRAFT),
-    "v1-mtp": engine("deepseek_mtp", "TRITON_MLA", BYTES, environment=V1, **MTP),
-    "v1-qwen3next": engine(
-        *("qwen3next", None, LEDGER),
-        scenarios=["eight", "chunked"],
-        environment=V1,
-        options={"block_size": None, "num_gpu_blocks_override": None},
-        states=True,
-    ),
-    "apart": engine(
-        *("llama", FA, BYTES), scenarios=MORE, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    ),
-    "tp2": engine(
-        *("demo", FA, BYTES),
-        scenarios=["eight", "prefix"],
-        options={"tensor_parallel_size": 2, "disable_custom_all_reduce": True} | NO_LIMIT,
-        gpus=2,
-    ),
-    "pp2": engine(
-        *("llama", FA, LEDGER),
-        scenarios=["eight", "prefix"],
-        speculation=gpu_jobs.ON_GPU,
-        options={"pipeline_parallel_size": 2},
-        gpus=2,
-        unwatched_ranks=[0],
-    ),
-    "pp2-plain": engine(
-        *("llama", FA, BYTES),
-        scenarios=["eight", "prefix"],
-        speculation=None,
-        options={"pipeline_parallel_size": 2},
-        gpus=2,
-    ),
-    # Rows leave through a connector, and come back.
-    "offload": connected(OFFLOAD, scenarios=[*COME_BACK, "full_blocks"]),
-    "offload-undo": connected(OFFLOAD, asked=LEDGER | UNDO),
-    "offload-bytes": connected(OFFLOAD, asked=BYTES, scenarios=["come_back"]),
-    "simple": connected(SIMPLE),
-    "example": connected(EXAMPLE, scenarios=["come_back"], options=WHOLE),
-    "example-deferred": connected(
-        EXAMPLE, asked=LEDGER | DEFERRED, scenarios=["come_back"], options=WHOLE
-    ),
-    "several": connected(SIMPLE, EXAMPLE, scenarios=["come_back"], options=WHOLE),
-    "v1-offload": connected(OFFLOAD, scenarios=[*COME_BACK, "full_blocks"], environment=V1),
-    "v1-simple": connected(SIMPLE, environment=V1),
-    "planted-offload": connected(
-        OFFLOAD, scenarios=["come_back"], options=STEADY, faults=TRANSFERS
-    ),
-    # As much as these engines hold, for minutes; nothing is planted.
-    "long": engine("llama", FA, LEDGER, scenarios=["eight"], options=LARGE, long=LONG),
-    "long-bytes": engine("llama", FA, BYTES, scenarios=["eight"], options=LARGE, long=LONG),
-    "long-v1": engine(
-        *("llama", FA, LEDGER), scenarios=["eight"], options=LARGE, long=LONG, environment=V1
-    ),
-    # vLLM sizes the cache by what is free, beside the ledger.
-    "memory": engine(
-        *("llama", FA, BYTES),
-        scenarios=["eight"],
-        options=NO_LIMIT | {"kv_cache_memory_bytes": None, "gpu_memory_utilization": SHARE},
-        alone=True,
-    ),
-    # Faults: nothing is scheduled ahead, so that it is known which step reads what.
-    "planted": engine("llama", FA, LEDGER, options=STEADY, faults=names(gpu_planted.V2)),
-    "planted-bytes": engine("llama", FA, BYTES, options=STEADY, faults=names(gpu_planted.BYTES)),
-    "planted-mla": engine(
-        *("deepseek", "TRITON_MLA", BYTES),
-        options=STEADY,
-        faults=[*names(gpu_planted.BYTES), "lost_write", "anothers_table"],
-    ),
-    "planted-deferred": engine(
-        *("llama", FA, BYTES | DEFERRED),
-        options=STEADY,
-        faults=[*names(gpu_planted.BYTES), "accepted_one_too_many", "anothers_table"],
-    ),
-    "planted-eagle": engine(
-        *("llama", FA, BYTES),
-        **EAGLE,
-        options=STEADY,
-        faults=[*names(gpu_planted.DRAFTERS), "flipped_bit", "accepted_one_too_many"],
-    ),
-    "planted-v1": engine(
-        *("llama", FA, LEDGER), options=STEADY, environment=V1, faults=names(gpu_planted.V1)
-    ),
-    "planted-states": recurrent(
-        "qwen3_5", options=RECURRENT | STEADY, environment=V1, faults=names(planted_states.FAULTS)
-    ),
-    "planted-v1-bytes": engine(
-        *("llama", FA, BYTES), options=STEADY, environment=V1, faults=names(gpu_planted.BYTES)
-    ),
-}
-
+from gpu_jobs import TIMED  # noqa: E402
 
 # -- judging --------------------------------------------------------------------------------
 
@@ -295,6 +71,8 @@ def wrong(job: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
         f"long: {long[name]} {name}" for name in ("violations", "unjudged") if long.get(name)
     )
     yield from unfound(report.get("planted"))
+    if job.get("contains"):
+        yield from unhealed(report["contained"])
     facts = report["facts"][-1]
     if job.get("alone") and facts["reserved"] > facts["memory"] * SHARE + (300 << 20):
         yield f"memory: {facts['reserved'] >> 20} MiB of {facts['memory'] >> 20} are taken"
@@ -322,6 +100,21 @@ def unfound(report: dict[str, Any] | None) -> Iterator[str]:
                 yield f"fault {name}: {struck}, found {violations[:3]}"
     if not isinstance(report["again"], list) or report["again"][1]:
         yield f"after faults: {report['again']}"
+
+
+def unhealed(report: dict[str, Any]) -> Iterator[str]:
+    """Say which faults were not contained, or left a text that is another one without the fault."""
+    if len(report["healed"]) < 8:
+        yield f"contained: only {len(report['healed'])} faults were planted"
+    for name, found in report["healed"].items():
+        if not found["violations"] or not found["contained"]:
+            yield f"contained {name}: {found['violations']} found, {found['contained']} again"
+        pairs = zip(found["texts"], report["stock"], strict=True)
+        other = [index for index, (text, right) in enumerate(pairs) if text != right]
+        if other:
+            yield f"contained {name}: texts {other} are other ones"
+    if all(texts == report["stock"] for texts in report["logged"].values()):
+        yield "contained: the faults change no text where they are logged alone"
 
 
 def summary(report: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import connector_scenarios
 import gpu_oracle
 import gpu_planted
 import long_life
+import planted_engines
 import planted_states
 import planted_transfers
 import scenarios
@@ -301,6 +302,12 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         report["long"] = long_life.live(llm, **job["long"])
     if job.get("time"):
         report["time"] = timing(llm, job["time"])
+    if job.get("contains"):
+        llm.reset_prefix_cache()
+        llm.collective_rpc("audit_switch", args=(True,))
+        known = {fault.__name__ for fault in gpu_planted.V2}
+        faults = [fault for fault in planted_engines.HEALED if fault.__name__ in known]
+        report["contained"] = planted_engines.contain(llm, job, folder, faults)
     if job.get("faults"):
         report["planted"] = planted(llm, job["faults"])
     report["seconds"] = [round(started - begin), round(time.monotonic() - started)]

@@ -92,11 +92,13 @@ def _note(names: list[str], found: set[str], *args: Any) -> None:
     names.extend(found)
 
 
-def contain(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+def contain(
+    llm: Any, engine: dict[str, Any], folder: Path, faults: Iterable[Fault] = HEALED
+) -> dict[str, Any]:
     """Compare the texts of an engine with faults with those of the same engine without."""
     rig = Rig(llm)
     report: dict[str, Any] = {"stock": work(rig), "healed": {}, "logged": {}}
-    for fault in HEALED:
+    for fault in faults:
         rig.clear()
         again: list[str] = []
         note = partial(_note, again)
@@ -108,7 +110,7 @@ def contain(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
             "contained": len(again),
         }
     rig.watch.on_violation = "log"
-    for fault in HEALED:
+    for fault in faults:
         rig.clear()
         with fault(rig):
             report["logged"][fault.__name__] = work(rig)
