@@ -19,7 +19,7 @@ from .engines import audit_report, exactness_tables
 from .engines import report as vllm_report
 from .host import engine_step
 from .host import metrics_reading as readings
-from .kernels import recurrent
+from .kernels import backends, recurrent
 
 
 def load(name: str) -> dict[str, Any]:
@@ -245,6 +245,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-attention": lambda: exactness_tables.attention(load("h200-vllm-exactness")),
     "readings": lambda: readings.report(load("cpu-readings")),
     "steps": lambda: engine_step.report(load("h200-steps-against")),
+    "backends": lambda: backends.report(load("h200-backends")),
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
     "vllm-gpu-audit": lambda: vllm_gpu("h200-vllm-llama3-8b-audit"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
