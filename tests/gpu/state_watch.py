@@ -115,8 +115,9 @@ class Watch(Base):
         self.oracle_seed(seed)
         self.counts = Counter[str]()
         self.accepted = Counter[int]()
-        self.recurred = torch.zeros(5, dtype=torch.float64, device="cuda")
-        self.elsewhere = torch.zeros((), dtype=torch.int64, device="cuda")
+        device = self.found[0].past.device
+        self.recurred = torch.zeros(5, dtype=torch.float64, device=device)
+        self.elsewhere = torch.zeros((), dtype=torch.int64, device=device)
         self.digests: dict[str, list[int]] = {}
         self.names: dict[str, str] = {}
         self.first: int | None = None

@@ -1,0 +1,102 @@
+"""What the GPU's engines are watched by sees states that are right, and commits of wrong counts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import test_held_states as held
+import test_replayed_rows
+import torch
+from engine_jobs import missing
+from kvtxn.integrations.vllm_plugin.internals.replayed_rows import ReplayedLayer
+from kvtxn.integrations.vllm_plugin.internals.state_layers import StateLayer
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+GPU = str(Path(__file__).parents[2] / "gpu")
+
+
+class Watched:
+    """One layer whose steps are watched as those of an engine on a GPU."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.syspath_prepend(GPU)
+        monkeypatch.setattr(ReplayedLayer, "launch", ReplayedLayer.launch)  # given back in the end
+        with mock.patch.dict(sys.modules):
+            import state_watch
+        self.rig = test_replayed_rows.Rig(GATED_DELTA, torch.float32, monkeypatch)
+        self.rig.states.warm_up()
+        self.rig.states.hook()
+        self.ours = self.rig.sides[1]
+        layer = self.ours.layer
+        self.watch = watch = state_watch.Watch()
+        watch.found = [StateLayer("it", "group.0", GATED_DELTA, layer, *layer.kv_cache)]
+        watch.replayed, watch.held = self.rig.states._replayed.layers, True
+        watch.model_runner = SimpleNamespace(kvtxn_states=self.rig.states)
+        watch.tables = lambda _: self.ours.table[: watch.batch.num_reqs].long()
+        watch.begin(0)
+
+    def step(self, lengths, sampled):
+        """Verify, commit, and look."""
+        layer, watch, rig = self.ours.layer, self.watch, self.rig
+        rows = torch.randn(sum(lengths), layer.channels).to(rig.dtype)
+        more = torch.randn(sum(lengths), 2, held.HEADS).to(rig.dtype)
+        watch.batch = SimpleNamespace(num_reqs=len(lengths))
+        watch.before, watch.blocks = watch.states_now(), watch.blocks_now()
+        rig.forward(self.ours, lengths, rows, more)
+        step, counts = rig.states._step, torch.tensor(sampled, dtype=torch.int32)
+        rig.states.commit(counts)
+        watch.recur(step, counts)
+        rig.accepted[: len(lengths)] = counts.clamp(min=1)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    return Watched(monkeypatch)
+
+
+def test_right_states_are_right(watched):
+    watched.step([4, 4, 4, 4], [1, 2, 3, 4])
+    watched.step([4, 1, 3], [2, 1, 3])
+    seen = watched.watch.seen_states()
+    assert 0 < seen.pop("worst") < 2**-18
+    assert seen == {"states": 7, "off": 0, "mistaken": 0, "blind": 0, "other_blocks": 0}
+
+
+def test_wrong_counts_are_seen_each(watched):
+    """Of the fifth step the two requests that can have another count; the others are right."""
+    watched.watch.miscount()
+    for _ in range(5):
+        watched.step([4, 4, 1], [4, 1, 1])
+    given, seen = watched.watch.count_again(), watched.watch.seen_states()
+    assert (given, seen["off"], seen["mistaken"], seen["states"]) == (2, 2, 2, 15)
+    watched.step([4, 4, 1], [4, 1, 1])
+    assert watched.watch.seen_states()["off"] == 2
+
+
+def test_another_block_that_changes_is_seen(watched):
+    watched.step([4, 4], [1, 2])
+    watched.watch.batch = SimpleNamespace(num_reqs=2)
+    advance = test_replayed_rows.replayed_rows.advance_gated_delta
+
+    def stray(layers, *given, **named):
+        advance(layers, *given, **named)
+        layers.states[0][7, 0, 0, 0] += 1
+
+    with mock.patch.object(test_replayed_rows.replayed_rows, "advance_gated_delta", stray):
+        watched.step([4, 4], [3, 1])
+    assert watched.watch.seen_states()["other_blocks"] == 1
+
+
+def test_commits_that_fail_are_repeated(watched):
+    watched.watch.fail_once()
+    for _ in range(8):
+        watched.step([4, 4, 1], [4, 1, 1])
+    assert watched.watch.repair() == {"failed": 1}
+    assert len(watched.rig.errors) == 1
+    assert watched.watch.seen_states()["off"] == 0
