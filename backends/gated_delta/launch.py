@@ -29,17 +29,22 @@ class Tile:
     Attributes:
         values: rows of a head's state, a power of two.
         warps: of 32 threads each. In one warp, the verify kernel moves nothing between threads.
-        tiles: tiles that a verify program takes, one after another; a power of two.
+        tiles: tiles that a program takes, one after another; a power of two.
+        stages: tiles that are loaded before they are needed, and one more.
+        registers: the most registers of a thread; None lets the compiler choose.
     """
 
     values: int
     warps: int = 1
     tiles: int = 1
+    stages: int = 1
+    registers: int | None = None
+    branch: bool = True
 
 
 #: By dtype of the states.
-VERIFY: Final = {torch.float32: Tile(16), torch.bfloat16: Tile(32)}
-ADVANCE: Final = {torch.float32: Tile(32, 4), torch.bfloat16: Tile(64, 4)}
+VERIFY: Final = {torch.float32: Tile(32), torch.bfloat16: Tile(64)}
+ADVANCE: Final = {torch.float32: Tile(8), torch.bfloat16: Tile(32, 4)}
 
 
 def launch_verify(
@@ -109,7 +114,9 @@ def launch_verify(
         ALIGNED=all(runs),
         NORMALISE=normalise,
         TILES=tiles,
+        STAGES=tile.stages,
         num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
 
 
@@ -145,7 +152,9 @@ def launch_advance(
     tile = tile or ADVANCE[state.dtype]
     run = 16 // state.dtype.itemsize
     values = min(tile.values, _power(value_size))
-    grid = triton.cdiv(value_size, values) * heads, sources.shape[1], len(layers.states)
+    tiles = min(tile.tiles, triton.cdiv(value_size, values))
+    programs = triton.cdiv(value_size, values * tiles) * heads
+    grid = programs, sources.shape[1], len(layers.states)
     advance_rows[grid](
         layers.table,
         sources,
@@ -165,7 +174,11 @@ def launch_advance(
         LONGEST=longest,
         RUN=1 if key_size % run else run,
         CROSSES=beyond is not None,
+        TILES=tiles,
+        STAGES=tile.stages,
+        BRANCH=tile.branch,
         num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
 
 
