@@ -51,7 +51,7 @@ def choose_policy(
                 got=repr(wanted),
                 hint="choose another backend, or policy='auto'",
             )
-        return wanted, "asked for"
+        return wanted, "TxnConfig names it"
     if "deferred" in capabilities.policies:
         if set(kinds) <= {"recurrent", "replayed"}:
             return "deferred", "no layer has attention, and states wait for the commit"

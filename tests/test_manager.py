@@ -33,6 +33,9 @@ def test_auto_defers_where_attention_reads_the_window(layers):
     assert manager.policy == "deferred"
     assert "attention can read" in manager.policy_reason
     assert manager.executor.name == "torch"
+    # vLLM's plug-in logs its own reason beside this one, whoever chose the policy.
+    named = TransactionManager(make_layers(), TxnConfig(policy="deferred"))
+    assert named.policy_reason == "TxnConfig names it"
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 from kvtxn.benchmarks import documents as tables
+from kvtxn.integrations.vllm_plugin.settings import PluginSettings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -103,3 +105,13 @@ def test_folders_exist():
     """The table of folders names what is there."""
     for folder in re.findall(r"^\| `([\w/]+)/` \|", README, re.MULTILINE):
         assert (ROOT / folder).is_dir()
+
+
+@pytest.mark.parametrize("page", ["README.md", "integrations/README.md"])
+def test_every_setting_of_the_plug_in_is_named(page):
+    """Where the page lists the keys of ``additional_config={"kvtxn": {...}}``."""
+    derived = {"txn", "windows"}
+    keys = {field.name for field in attrs.fields(PluginSettings)} - derived
+    text = (ROOT / page).read_text()
+    listed = next(part for part in re.split(r"\n\n|\n- ", text) if "of `TxnConfig`, " in part)
+    assert keys <= set(re.findall(r"`(\w+)`", listed))

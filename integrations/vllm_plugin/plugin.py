@@ -33,7 +33,7 @@ from .metrics.snapshots import (
     unhook_clients,
 )
 from .policy.engine import EngineFacts
-from .policy.rules import check_states, decide
+from .policy.rules import decide
 from .settings import PluginSettings, is_asked, is_audited, settings, wants
 
 __all__ = ["audit_report", "last_snapshots", "register", "snapshots", "unregister"]
@@ -169,13 +169,14 @@ def _before_engine(config: Foreign) -> None:
             it out; it stops the start, in the user's own process.
     """
     from .internals import config as engine_config
+    from .policy.fitting import check_fit
 
     try:
         asked = engine_config.additional_config(config)
         if is_asked(asked):
             facts = engine_config.config_facts(config)
             wanted = settings(asked, 1, facts.device)
-            check_states(wanted, facts)
+            check_fit(wanted, facts, config)
             if wanted is not None and wanted.required:
                 policy, why = decide(wanted.txn.policy, facts)
                 if policy == "off" and wanted.windows:
@@ -201,6 +202,7 @@ def _on_worker(wrapper: Foreign) -> None:
     from .audit import runner as audit
     from .internals import config as engine_config
     from .internals import workers
+    from .policy.fitting import bounded, check_fit
 
     config = workers.engine_config(wrapper)
     asked = engine_config.additional_config(config)
@@ -212,14 +214,14 @@ def _on_worker(wrapper: Foreign) -> None:
         facts = engine_config.config_facts(config)
         wanted = settings(asked, _most_rows(config, facts), facts.device)
         assert wanted is not None  # it is asked for
-        check_states(wanted, facts)
+        check_fit(wanted, facts, config)
         wanted = _audited(config, wanted, rank)
         policy, why = decide(wanted.txn.policy, facts)
         gone = unchecked.hook_gone(facts) if policy != "off" else None
         if gone is not None:
             policy, why = "off", gone
         if wanted.windows and policy != "off":
-            _attach(wrapper, wanted, rank, facts, policy)
+            _attach(wrapper, bounded(wanted, config), rank, facts, policy)
             return
         if wanted.windows:
             stay_out(why, rank, required=wanted.required)

@@ -7,14 +7,19 @@ stops vLLM's start. An engine that kvtxn cannot serve is none: it runs stock, un
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Final, TypeGuard
 
 import attrs
+import torch
 
+from ... import registry
+from ...acceptance import Acceptance
 from ...config import POLICIES, TxnConfig
 from ...errors import ConfigError, KVTxnError
+from ...policy import choose_policy
 from ..serving import graph_steps
 
 _WHERE: Final = "additional_config['kvtxn']"
@@ -65,7 +70,7 @@ class PluginSettings:
 
 def is_asked(additional_config: object) -> TypeGuard[Mapping[str, Any]]:
     """Tell whether ``additional_config`` has settings of kvtxn."""
-    return isinstance(additional_config, Mapping) and additional_config.get("kvtxn") is not None
+    return isinstance(additional_config, Mapping) and "kvtxn" in additional_config
 
 
 def is_audited(additional_config: object) -> bool:
@@ -76,6 +81,11 @@ def is_audited(additional_config: object) -> bool:
 def asked_states(additional_config: object) -> str:
     """Return the user's setting ``recurrent``, or "off"."""
     return next((each for each in RECURRENT if wants(additional_config, "recurrent", each)), "off")
+
+
+def asked_rows(additional_config: object) -> int | None:
+    """Return the user's setting ``max_rows``, which ``settings`` has checked; None without it."""
+    return additional_config["kvtxn"].get("max_rows") if is_asked(additional_config) else None
 
 
 def wants(additional_config: object, name: str, value: object) -> bool:
@@ -98,7 +108,8 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     Raises:
         ConfigError: a setting does not exist, has no effect on this device, or cannot take its
             value.
-        BackendUnavailableError: no backend of that name is registered.
+        BackendUnavailableError: no backend of that name is registered, or the backend or the way
+            to count accepted drafts cannot work on this device.
     """
     if not is_asked(additional_config):
         return None
@@ -109,7 +120,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             "the settings are not valid",
             expected="a dict",
             got=repr(given),
-            hint="""write {"kvtxn": {"policy": "auto"}}""",
+            hint="""write {"kvtxn": {"policy": "auto"}}, or leave kvtxn out to run stock""",
         )
     derived = ("txn", "windows")
     ours = [field.name for field in attrs.fields(PluginSettings) if field.name not in derived]
@@ -156,6 +167,8 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     if recurrent != "off":
         _check_recurrent(recurrent, device, windows=windows)
     txn = _txn_config(given, max_rows, ours if windows else [*ours, "policy"])
+    if windows:
+        _check_backend(txn, device)
     return PluginSettings(txn, required, windows, recurrent, audit, on_violation, record, unchecked)
 
 
@@ -236,8 +249,29 @@ def _check_names(given: Mapping[str, Any], known: list[str]) -> None:
 def _txn_config(given: Mapping[str, Any], max_rows: int, ours: list[str]) -> TxnConfig:
     """Build the ``TxnConfig``; error messages name the place of the setting in the user's dict."""
     values = {name: value for name, value in given.items() if name not in ours}
-    try:
+    with _in_the_users_words():
         return TxnConfig(**{"max_rows": max_rows, **values})
+
+
+def _check_backend(txn: TxnConfig, device: str) -> None:
+    """Raise what the library would raise in a worker that has come a long way by then.
+
+    A backend may ask CUDA about the device. That would initialise CUDA, which a process must not do
+    before vLLM forks its workers from it; so on a GPU only a process that uses CUDA anyway asks.
+    """
+    if device == "cpu" or (device == "cuda" and torch.cuda.is_initialized()):
+        where = torch.device(device)
+        with _in_the_users_words():
+            backend = registry.resolve(txn.backend, where)
+            choose_policy(txn.policy, backend.capabilities)
+            Acceptance(txn.acceptance, where)
+
+
+@contextmanager
+def _in_the_users_words() -> Iterator[None]:
+    """Let errors of the library name the place of the setting in the user's dict."""
+    try:
+        yield
     except KVTxnError as error:
         raise type(error)(
             _WHERE, error.problem, expected=error.expected, got=error.got, hint=error.hint

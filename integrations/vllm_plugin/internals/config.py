@@ -29,11 +29,15 @@ def additional_config(config: Any) -> object:
 # -- sizes --------------------------------------------------------------------------
 
 
+def drafts(config: Any) -> int:
+    """Return the most drafts that a request has in one step; 0 if the engine does not speculate."""
+    speculation = config.speculative_config
+    return int(speculation.num_speculative_tokens) if speculation is not None else 0
+
+
 def most_window_rows(config: Any) -> int:
     """Return the most rows that requests with drafts can have in one step."""
-    speculation = config.speculative_config
-    drafts = int(speculation.num_speculative_tokens) if speculation is not None else 0
-    return (drafts + 1) * int(config.scheduler_config.max_num_seqs)
+    return (drafts(config) + 1) * int(config.scheduler_config.max_num_seqs)
 
 
 def window_rows(config: Any) -> int:
@@ -41,11 +45,12 @@ def window_rows(config: Any) -> int:
 
     That is the most rows that requests with drafts can have in one step. Where it is far more than
     the largest captured graph has, buffers would be out of proportion; so rows and tables together
-    take no more memory than the rows of two such graphs.
+    take no more memory than the rows of two such graphs; but one request always has room.
     """
     most = most_window_rows(config)
     captured = int(config.compilation_config.max_cudagraph_capture_size or 0)
-    return min(most, captured * 15 // 8) if captured else most  # 1/8 is left for the tables
+    room = max(captured * 15 // 8, drafts(config) + 1)  # 1/8 is left for the tables
+    return min(most, room) if captured else most
 
 
 # -- facts --------------------------------------------------------------------------

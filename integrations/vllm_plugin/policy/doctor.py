@@ -15,9 +15,10 @@ from ..internals import config as engine_config
 from ..settings import PluginSettings, settings
 from . import supported
 from .engine import EngineFacts
+from .fitting import check_fit
 from .matrix import matrix
 from .moved import compare, is_checked
-from .rules import check_states, decide
+from .rules import decide
 from .state_rules import PROMISES, without_fast_form
 
 #: Printed with every decision about an engine that does not run yet.
@@ -59,7 +60,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         wanted = settings(engine_args.get("additional_config"), 1, workers.device_type())
         config = engine_config.config_from(engine_args)
         facts = engine_config.expected_facts(config)
-        check_states(wanted, facts)
+        check_fit(wanted, facts, config)
         asked = {"asked": _asked(wanted, facts, config)}
     plain = attrs.asdict(EngineFacts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from ....errors import ConfigError
-from ..settings import PluginSettings
 from . import supported
 from .engine import EngineFacts
 from .rule_type import Decision, Rule, connector, lacking
-from .state_rules import NO_FAST_FORM, STATE_RULES, without_fast_form
+from .state_rules import STATE_RULES
 
 
 def _attends(facts: EngineFacts) -> bool:
@@ -324,30 +322,3 @@ def decide(asked: str, facts: EngineFacts) -> Decision:
         return Decision("deferred", "asked for")
     why = "the attention can read rows that wait" if alone is None else alone.says(facts)
     return Decision("deferred", why)
-
-
-def check_states(wanted: PluginSettings | None, facts: EngineFacts) -> None:
-    """Refuse the setting ``recurrent`` for a model whose layers it does not concern.
-
-    Args:
-        wanted: the user's settings; None without any.
-        facts: the facts of the engine.
-
-    Raises:
-        ConfigError: the model has no recurrent layers, or none with a fast form.
-    """
-    known = supported.is_listed(facts.version) or facts.unchecked
-    if wanted is not None and wanted.recurrent != "off" and known and facts.recurrent is None:
-        raise ConfigError(
-            "additional_config['kvtxn']",
-            "recurrent has no effect: the model has no recurrent layers",
-            got=repr(wanted.recurrent),
-            hint="leave recurrent out",
-        )
-    if wanted is not None and wanted.recurrent == "fast" and without_fast_form(facts):
-        raise ConfigError(
-            "additional_config['kvtxn']",
-            f"recurrent has no effect: {NO_FAST_FORM.format(recurrent=facts.recurrent)}",
-            got=repr(wanted.recurrent),
-            hint='use "exact"',
-        )

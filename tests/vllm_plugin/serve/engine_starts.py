@@ -20,6 +20,8 @@ STARTS: dict[str, tuple[dict[str, Any], bool]] = {
     "wrong type": ({"policy": "undo", "max_rows": "64"}, True),
     "no such backend": ({"policy": "undo", "backend": "abacus"}, True),
     "not on this device": ({"policy": "undo", "backend": "cudagraph"}, True),
+    "no graphs here": ({"policy": "undo", "acceptance": "graph"}, True),
+    "no room": ({"policy": "auto", "max_rows": 1, "required": True}, True),
     "required": ({"policy": "undo", "required": True}, False),
     "stock": ({"policy": "undo"}, False),
 }

@@ -16,6 +16,9 @@ SAYS = {
     "bad value": ("ConfigError", "policy is not valid; expected one of 'auto', 'deferred', "),
     "wrong type": ("ConfigError", "max_rows is not valid; expected a positive int of at most "),
     "no such backend": ("BackendUnavailableError", "no backend is registered as 'abacus'"),
+    "not on this device": ("BackendUnavailableError", "'cudagraph' cannot run on cpu: "),
+    "no graphs here": ("BackendUnavailableError", "acceptance='graph' needs a CUDA device, not "),
+    "no room": ("ConfigError", "max_rows=1 leaves no room for one request, so no window could "),
 }
 
 
@@ -32,7 +35,12 @@ def log_of(printed, name, where):
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [*((name, "one process") for name in SAYS), ("misspelled", "processes")]
+    ("name", "where"),
+    [
+        *((name, "one process") for name in SAYS),
+        ("misspelled", "processes"),
+        ("not on this device", "processes"),
+    ],
 )
 def test_a_mistake_reaches_the_user_as_one_sentence(run, name, where):
     """``LLM(...)`` itself raises the user's mistake, before any worker starts."""
@@ -46,18 +54,6 @@ def test_a_mistake_reaches_the_user_as_one_sentence(run, name, where):
 def test_a_misspelled_setting_comes_with_the_nearest_one(run, where):
     found = run[0][where]["misspelled"]["says"]
     assert found.endswith(", got 'polcy'; did you mean 'policy'?")
-
-
-@pytest.mark.parametrize("where", ["one process", "processes"])
-def test_a_backend_that_cannot_run_here_stops_the_start(run, where):
-    """Only a worker knows; in processes of its own, vLLM prints the worker's error."""
-    report, printed = run
-    found = report[where]["not on this device"]
-    assert found["type"] is not None
-    place = "processes" if where == "processes" else "this process"
-    said = found["says"] + log_of(printed, "not on this device", place)
-    assert "BackendUnavailableError" in found["type"] + said
-    assert "'cudagraph' cannot run on cpu" in said
 
 
 @pytest.mark.parametrize("where", ["one process", "processes"])

@@ -172,7 +172,7 @@ def test_spare_blocks_are_a_matter_of_gpus():
     assert decide("auto", EngineFacts(spare_blocks=False)).policy == "deferred"
 
 
-@pytest.mark.parametrize("given", [{}, None, {"other": 1}, {"kvtxn": None}, "text"])
+@pytest.mark.parametrize("given", [{}, None, {"other": 1}, "text"])
 def test_inactive_unless_asked_for(given):
     assert settings(given, 8, "cpu") is None
 
@@ -197,6 +197,7 @@ def test_settings_are_those_of_the_config():
     ("given", "error", "text"),
     [
         ("undo", ConfigError, "expected a dict, got 'undo'"),
+        (None, ConfigError, "expected a dict, got None"),
         ({"polcy": "undo"}, ConfigError, "there is no setting 'polcy'"),
         ({"polcy": "undo"}, ConfigError, "did you mean 'policy'?"),
         ({"polcy": "undo"}, ConfigError, "one of policy, backend, max_rows, "),

@@ -27,6 +27,7 @@ from kvtxn import TxnConfig
         (1024, 4, 512, 960),  # buffers at most twice the largest graph's rows, tables included
         (1024, 4, 0, 5120),  # no graphs: nothing to compare with
         (8, 0, 512, 8),
+        (64, 4, 1, 5),  # one request always has room
     ],
 )
 def test_rows_of_a_window(requests, drafts, captured, rows):

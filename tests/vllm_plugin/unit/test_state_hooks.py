@@ -24,11 +24,10 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
     MAMBA2,
     OTHER_STATES,
-    SHORT_CONV,
     EngineFacts,
 )
 from kvtxn.integrations.vllm_plugin.policy.matrix import matrix
-from kvtxn.integrations.vllm_plugin.policy.rules import check_states, decide
+from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.settings import asked_states, settings
 
 from kvtxn import ConfigError, KVTxnError, LayerError, LayerRef, TransactionManager, TxnConfig
@@ -67,28 +66,6 @@ def test_the_setting_is_off_unless_it_is_given():
 def test_a_value_without_effect_is_refused(given, device, says):
     with pytest.raises(ConfigError, match=says):
         settings({"kvtxn": given}, 8, device)
-
-
-def test_a_model_without_states_refuses_the_setting():
-    wanted = settings(EXACT, 8, "cpu")
-    with pytest.raises(ConfigError, match="the model has no recurrent layers; got 'exact'"):
-        check_states(wanted, EngineFacts())
-    check_states(wanted, ENGINE)
-    check_states(None, EngineFacts())
-    check_states(wanted, EngineFacts(version="0.1.0"))  # nothing is known of its models
-
-
-@pytest.mark.parametrize("kind", [MAMBA2, SHORT_CONV])
-def test_layers_without_fast_kernels_refuse_fast(kind):
-    """In a sentence that names them; gated delta nets take it."""
-    wanted = settings(FAST, 8, "cuda")
-    engine = attrs.evolve(ENGINE, **ON_GPU, states="fast")
-    check_states(wanted, engine)
-    with pytest.raises(ConfigError, match=f"none for {kind}; got 'fast'; use \"exact\""):
-        check_states(wanted, attrs.evolve(engine, recurrent=kind))
-    off = decide("auto", attrs.evolve(engine, recurrent=kind))
-    assert off.policy == "off"
-    assert f"none for {kind}" in off.reason
 
 
 def test_states_are_held_under_deferred_alone():
