@@ -69,11 +69,27 @@ class ReplayedLayer:
         core_attn_out: Tensor,
         attn_metadata: Any,
     ) -> None:
-        """Verify in place of vLLM's fused kernel, then apply the layer's own gated norm."""
+        """Verify in place of vLLM's fused kernel, then apply the layer's gated norm."""
         query, key, value = self.split(mixed_qkv)
         starts = attn_metadata.spec_query_start_loc[: attn_metadata.num_spec_decodes + 1]
         self.launch(query, key, value, a, b, starts, core_attn_out)
-        self.module._rms_norm_gated_cuda(core_attn_out, output_gate, core_attn_out)
+        self.norm(core_attn_out, output_gate)
+
+    def norm(self, out: Tensor, gate: Tensor) -> None:
+        """Apply the layer's gated norm in place; in one launch, if it is one that is known."""
+        norm = self.module.norm
+        known = (
+            norm.norm_before_gate
+            and norm.bias is None
+            and norm.group_size in (None, out.shape[-1])
+            and norm.activation in ("silu", "swish", "sigmoid")
+        )
+        if not (known and out.is_cuda):
+            self.module._rms_norm_gated_cuda(out, gate, out)
+            return
+        from ....backends.recurrent.gated_norm import gated_norm
+
+        gated_norm(out, gate, norm.weight, norm.eps, sigmoid=norm.activation == "sigmoid")
 
     def split(self, mixed_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of rows that have query, key and value in one piece."""
@@ -174,6 +190,9 @@ class ReplayedRows:
         query, key, value = layer.split(mixed)
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         layer.launch(query, key, value, a, b, starts, out)
+        if getattr(layer.module, "enable_fused_gdn_spec_decode", False):
+            gate = out.new_zeros(layer.longest, 2 * values)[:, :values]
+            layer.norm(out, gate.unflatten(1, (heads, -1)))
         query, key, value, a, b = (part.contiguous() for part in (query, key, value, a, b))
         layer.launch(query, key, value, a, b, starts, out)
 

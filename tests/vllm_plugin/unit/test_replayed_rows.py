@@ -185,6 +185,7 @@ def test_the_fused_path_verifies_the_same_way(monkeypatch):
     ours = rig.sides[1].layer
     ours.enable_fused_gdn_spec_decode = True
     ours._rms_norm_gated_cuda = gated_norm
+    ours.norm = SimpleNamespace(norm_before_gate=True, bias=None, group_size=None, activation="")
     rig.states.hook()
     lengths = [4, 1, 3, 4]
     total = sum(lengths)
