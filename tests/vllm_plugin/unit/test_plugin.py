@@ -67,6 +67,11 @@ def test_graphs_that_write_rows(lines, device, counts):
     compilation.use_inductor_graph_partition = True
     assert engine_config.config_facts(config).graph_writes == counts
     compilation.use_inductor_graph_partition = False
+    compilation.pass_config = SimpleNamespace(fuse_rope_kvcache_cat_mla=True)
+    config.model_config.use_mla = True  # latents are written by the kernel that rotates them
+    assert engine_config.config_facts(config).graph_writes == counts
+    config.model_config.use_mla = False
+    assert not engine_config.config_facts(config).graph_writes
     sys.modules["vllm"].envs.VLLM_USE_BREAKABLE_CUDAGRAPH = True
     assert engine_config.config_facts(config).graph_writes == counts
 

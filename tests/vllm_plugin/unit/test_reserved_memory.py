@@ -89,6 +89,9 @@ def test_room_for_tables_where_rows_may_wait(monkeypatch, mixed, requests):
     made.kvtxn_config = TxnConfig(policy="auto", max_rows=10)
     hold_room(made)
     assert made.kvtxn_room.nbytes == 10 * 3 * 96 + 4 * requests * 100 * 4
+    layer.impl.kvtxn_line_per_row = True  # and of each row, where the kernel wants it so
+    hold_room(made)
+    assert made.kvtxn_room.nbytes == 10 * 3 * 96 + 4 * requests * 5 * 100 * 4
     layer.impl.vllm_flash_attn_version = 2
     hold_room(made)
     assert made.kvtxn_room.nbytes == 10 * 3 * 96

@@ -122,6 +122,18 @@ def test_an_attention_backend_of_somebody_elses_stays(clean):
     assert vllms_own()["overrides"] == {}
 
 
+def test_a_backend_that_somebody_else_replaced_is_named(clean, caplog, monkeypatch):
+    """The others are kvtxn's all the same."""
+    monkeypatch.setattr(logging.getLogger("kvtxn"), "propagate", True)
+    undo = backends.register("TRITON_MLA", "somebody.elses.Backend")
+    plugin._register_attention(0)
+    assert "kvtxn.attention_taken" in caplog.text
+    assert "backend='TRITON_MLA'" in caplog.text
+    assert caplog.text.count("somebody.elses.Backend") == 1
+    assert vllms_own()["overrides"] == dict.fromkeys(plugin.WINDOW_ATTENTION, 1)
+    undo()
+
+
 def test_the_log_is_given_back(monkeypatch):
     """Handlers, level, propagation; handlers that the user set up stay."""
     ours, theirs = logging.getLogger("kvtxn"), logging.getLogger("vllm")
