@@ -126,7 +126,8 @@ def take_in(
             decays = appended(decays, tl.load(decay, mask=of_keys, other=0.0))
         for turn in tl.static_range(AT_ONCE):
             if taking[turn] > 0:
-                k, v = new_keys[turn].to(tl.float32), new_values[turn]
+                k: tl.tensor = new_keys[turn].to(tl.float32)
+                v: tl.tensor = new_values[turn]
                 state = state * decays[turn][None, :] + v[:, None] * k[None, :]
                 if CROSSES:
                     taken += 1
