@@ -21,6 +21,9 @@ METHODS: Final = {
     "_can_use_fused_gdn_mtp_decode": ("attn_metadata",),
 }
 
+#: The method that splits rows for the Triton kernel, into copies; with its parameters.
+SPLIT: Final = {"rearrange_mixed_qkv": ("mixed_qkv",)}
+
 #: The method that applies the gated norm where the Triton kernel ran, with its parameters.
 NORM: Final = {"_rms_norm_gated_cuda": ("x", "output_gate", "out")}
 
@@ -35,7 +38,10 @@ def with_globals(function: Any, **own: object) -> Any:
 
 
 def hook_kernels(
-    module: Any, triton: Callable[..., Any], fused: Callable[..., None] | None
+    module: Any,
+    triton: Callable[..., Any],
+    fused: Callable[..., None] | None,
+    split: Callable[..., Any] | None = None,
 ) -> None:
     """Let other functions run in place of a layer's kernels.
 
@@ -44,6 +50,7 @@ def hook_kernels(
         triton: called with vLLM's Triton kernel, and with all that this kernel is given; in steps
             that verify no drafts, too.
         fused: called with the arguments of the method ``FUSED``; None leaves that method alone.
+        split: in place of the method of ``SPLIT``; None leaves it alone.
     """
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
 
@@ -55,9 +62,11 @@ def hook_kernels(
     module._forward_core = MethodType(forward, module)
     if fused is not None:
         setattr(module, FUSED, fused)
+    for name in SPLIT if split is not None else ():
+        setattr(module, name, split)
 
 
 def unhook_kernels(module: Any) -> None:
     """Give a layer its own methods back."""
-    for name in ("_forward_core", FUSED):
+    for name in ("_forward_core", FUSED, *SPLIT):
         vars(module).pop(name, None)

@@ -74,8 +74,9 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     for module, kind in found_kinds(modules).values():
         replayed = fast and kind == GATED_DELTA
         fused = getattr(module, "enable_fused_gdn_spec_decode", False)
+        split = gated_delta_hooks.SPLIT if replayed else {}
         norm = gated_delta_hooks.NORM if replayed and fused else {}
-        wrong = check_methods(type(module), {**LAUNCHES[kind], **norm})
+        wrong = check_methods(type(module), {**LAUNCHES[kind], **split, **norm})
         if wrong is not None:
             return wrong
         if kind == MAMBA2 and runner.vllm_config.mamba_config.backend.value != "triton":

@@ -54,9 +54,10 @@ class ReplayedLayer:
     def verify(self, kernel: Callable[..., Any], **given: Any) -> Any:
         """Verify in place of vLLM's Triton kernel; elsewhere launch that kernel."""
         if given.get("num_accepted_tokens") is None:
-            return kernel(**given)
+            return kernel(**given | {name: given[name].contiguous() for name in ("q", "k", "v")})
         query, key, value = (given[name][0] for name in ("q", "k", "v"))
-        out, starts = torch.empty_like(given["v"]), given["cu_seqlens"]
+        out = torch.empty_like(given["v"], memory_format=torch.contiguous_format)
+        starts = given["cu_seqlens"]
         self.launch(query, key, value, given["a"], given["b"], starts, out[0])
         return out, given["initial_state"]
 
@@ -98,6 +99,15 @@ class ReplayedLayer:
         query, key, value = mixed_qkv.split(widths, dim=-1)
         keys = key_heads, key_size
         return query.unflatten(1, keys), key.unflatten(1, keys), value.unflatten(1, (heads, -1))
+
+    def views(self, mixed_qkv: Tensor | None) -> Any:
+        """Split rows as the layer's own method does, without copies, which kvtxn's kernel spares.
+
+        vLLM's kernel wants them; ``verify`` makes them where it launches that one.
+        """
+        if mixed_qkv is None:
+            return None, None, None
+        return tuple(part.unsqueeze(0) for part in self.split(mixed_qkv))
 
     def launch(
         self,
@@ -168,7 +178,8 @@ class ReplayedRows:
         for layer in self.layers:
             fused = getattr(layer.module, "enable_fused_gdn_spec_decode", False)
             gated_delta_hooks.hook_kernels(
-                layer.module, layer.verify, layer.verify_fused if fused else None
+                *(layer.module, layer.verify, layer.verify_fused if fused else None),
+                split=layer.views,
             )
 
     def unhook(self) -> None:

@@ -148,16 +148,25 @@ def test_requests_that_verify_are_found_among_prompts(rig):
 
 
 def test_steps_without_drafts_run_vllms_kernel(rig):
-    """Prompts' rows and single rows: what is given is passed on."""
+    """What is given is passed on, and rows are contiguous, as that kernel wants them."""
     [layer] = rig.states._verified[0].layers
-    seen = []
-    layer.verify(lambda **given: seen.append(given), q=1, k=2)
-    assert seen == [{"q": 1, "k": 2}]
+    own = type(rig.sides[1].layer).rearrange_mixed_qkv
+    rows, seen = torch.randn(3, rig.sides[1].layer.channels).to(rig.dtype), []
+    parts = dict(zip("qkv", layer.views(rows), strict=True))
+    layer.verify(lambda **given: seen.append(given), a=1, **parts)
+    expected = dict(zip("qkv", own(layer.module, rows), strict=True))
+    assert seen[0].pop("a") == 1
+    for name, part in seen[0].items():
+        assert part.is_contiguous()
+        assert torch.equal(part, expected[name])
+    assert seen[0].keys() == expected.keys()
+    assert layer.views(None) == own(layer.module, None)
 
 
 def test_unhooked_layers_have_their_own_methods(rig):
     layer = rig.sides[1].layer
-    assert [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
+    hooked = [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
+    assert hooked == ["_forward_core", "rearrange_mixed_qkv"]
     rig.states.unhook()
     assert not [name for name, each in vars(layer).items() if isinstance(each, MethodType)]
 
