@@ -6,6 +6,8 @@ Memory contract of ``compare_rows`` and ``compare_states``:
   ``REPORTED``. Who puts that word there reports; so of several programs that see one wrong row at
   one time, one does. Where two requests read the same wrong rows in one step, both may be named,
   for different rows of a run.
+- ``first_position`` is written by ``compare_states`` where positions are given, each request's by
+  its own program.
 - ``facts`` are read, but for ``OUTSIDE``, where bits are set atomically.
 - ``own`` and ``journal`` are read, ``found`` is written by ``reports.note`` alone.
 - ``counters`` are added to atomically.
@@ -31,7 +33,7 @@ from .reports import (
     STATE,
     note,
 )
-from .requests import rows_of
+from .requests import fill_first, rows_of
 from .words import REJECTED, REPORTED, UNWRITTEN, as_word
 
 STEP = tl.constexpr(book.STEP)
@@ -246,6 +248,7 @@ def compare_states(
     lines: tl.tensor,
     starts: tl.tensor,
     first_position: tl.tensor,
+    positions: tl.tensor,
     sources: tl.tensor,
     told: tl.tensor,
     groups: tl.tensor,
@@ -262,6 +265,7 @@ def compare_states(
     journal_size: tl.int64,
     capacity: tl.int64,
     TOLD: tl.constexpr,
+    POSITIONS: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -270,11 +274,15 @@ def compare_states(
     Arguments are those of ``compare_rows``, and:
         starts: int ``[num_requests + 1]``.
         first_position: int ``[num_requests]``.
+        positions: int ``[num_rows]``; unread unless ``POSITIONS``.
         sources: int64 ``[GROUPS, 3]`` of int64 ``[num_requests]``, as ``plan.Addresses`` makes it.
         told: int ``[num_requests]``; unread unless ``TOLD``.
         owners: int64 ``[num_states]``.
+        POSITIONS: ``first_position`` is filled from ``positions`` at first.
     """
     index = tl.program_id(0)
+    if POSITIONS:
+        fill_first(index, starts, first_position, positions, num_rows)
     line, _start, first, count, admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )

@@ -116,11 +116,11 @@ class TritonPasses(Passes):
     def _compare_states(self, step: Step) -> None:
         books, step = self.books, contiguous(step)
         compare_kernel.compare_states[(len(step.lines),)](
-            step.lines, step.starts, step.first,
+            step.lines, step.starts, step.first, self._or_unread(step.positions),
             self._table("sources", step.sources, torch.int64), self._or_unread(step.told),
             self._groups, books.words, books.owners, books.own, books.facts, books.journal,
             books.found, books.counters, step.num_rows, *self._sizes(), TOLD=step.told is not None,
-            GROUPS=self._num_groups, TILE=_ENTRIES,
+            POSITIONS=step.positions is not None, GROUPS=self._num_groups, TILE=_ENTRIES,
         )  # fmt: skip
 
     def check(self, step: Step) -> None:

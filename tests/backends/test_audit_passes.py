@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import attrs
 import pytest
 import torch
 from kernels_here import ON_GPU, importing_kernels
@@ -317,6 +318,26 @@ def test_a_line_that_another_request_gets_while_the_step_is_open(pair):
     assert [each.partition(":")[0] for each in one] == ["published"]
     assert_equal_books(*ledgers)
     assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
+
+
+def test_a_state_is_compared_at_the_position_that_the_step_gives(pair):
+    """What ``first`` was filled with in the step before is not read."""
+    for ledger in pair("states"):
+        prompt = [11, 12, 13, 14, 15, 16]
+        ledger.admit("a", [*prompt, 17, 18])
+        fill = (0, prompt, range(4, 10), [1, 2, 3], [-1] * 5 + [20], -1)
+        ledger.write(step_of(ledger, "a", *fill))
+        later = step_of(ledger, "a", 6, [17], [10], [1, 2, 3], [20], 20)
+        stale = attrs.evolve(
+            later, first=later.first * 0 + 3, positions=torch.tensor([6], device=DEVICE)
+        )
+        ledger.write(stale)
+        assert ledger.violations() == []
+        wrong = step_of(ledger, "a", 3, [18], [11], [1, 2, 3], [20], 20)
+        seven = torch.tensor([6], device=DEVICE)  # once more: that state has taken it in already
+        ledger.write(attrs.evolve(wrong, positions=seven))
+        assert [(v.kind, v.position) for v in ledger.violations()] == [("state", 5)]
+        assert ledger.counters()["kvtxn_audit_states_checked_total"] == 2
 
 
 def test_positions_and_counts_as_a_runner_on_a_gpu_has_them(pair):
