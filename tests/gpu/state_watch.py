@@ -73,6 +73,7 @@ class Watch(Base):
         """Digest states from now on."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         self.found = state_layers(runner)
+        self.num_blocks = int(runner.kv_cache_config.num_blocks)
         self.held = getattr(runner, "kvtxn_states", None) is not None
         replayed = getattr(getattr(runner, "kvtxn_states", None), "_replayed", None)
         self.replayed = () if replayed is None else replayed.layers
@@ -128,6 +129,12 @@ class Watch(Base):
         number = int(layer.group.partition(".")[2])
         return runner.block_tables.input_block_tables[number][: self.batch.num_reqs].long()
 
+    def all_tables(self) -> list[torch.Tensor]:
+        """The blocks of the batch's requests, of every group."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        tables = runner.block_tables.input_block_tables
+        return [table[: self.batch.num_reqs].long() for table in tables]
+
     def states_now(self) -> list[torch.Tensor]:
         """The first block of each request of the batch, of each layer with a state."""
         with_state = [layer for layer in self.found if layer.state is not None]
@@ -167,11 +174,12 @@ class Watch(Base):
         for layer, was, now in zip(self.replayed, self.before, self.states_now(), strict=True):
             found = state_recurrence.compare(layer, was[whose], now[whose], starts, kept, most)
             self.recurred = state_recurrence.added(self.recurred, found)
-        mine = [self.tables(each) for each in self.found if each.state is not None]
-        for was, now, table in zip(self.blocks, self.blocks_now(), mine, strict=True):
+        # Layers of other groups have their rows and states in the same pages.
+        mine = torch.cat([table.flatten() for table in self.all_tables()])
+        for was, now in zip(self.blocks, self.blocks_now(), strict=True):
             changed = now != was
-            changed[table.flatten()] = False
-            self.elsewhere += changed.sum()
+            changed[mine] = False
+            self.elsewhere += changed[1 : self.num_blocks].sum()
 
     def note(self, num_sampled: torch.Tensor, idx_mapping: torch.Tensor) -> None:
         """Digest the state of each request of the batch."""

@@ -39,6 +39,8 @@ class Watched:
         watch.replayed, watch.held = self.rig.states._replayed.layers, True
         watch.model_runner = SimpleNamespace(kvtxn_states=self.rig.states)
         watch.tables = lambda _: self.ours.table[: watch.batch.num_reqs].long()
+        watch.all_tables = lambda: [watch.tables(None)]
+        watch.num_blocks = held.BLOCKS
         watch.begin(0)
 
     def step(self, lengths, sampled):
