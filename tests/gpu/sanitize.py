@@ -58,6 +58,7 @@ FAMILIES: Final = {
     "bytes": "any_stride or test_checksums_of_any_layout or test_windows or _life and plain",
     "replay": "test_replayed_states or test_every_accepted_count or test_every_way_across",
     "replay-graphs": "test_replay_in_a_graph or test_sizes_of_states or test_device_slots_beyond",
+    "gated-delta": "test_verify_is_as_specified or test_a_commit_advances or are_the_recurrence",
 }
 
 #: Families without a class of the kit: tests of files of their own, on the Triton executor.
@@ -69,6 +70,7 @@ _OWN_FILES: Final = {
     "bytes": ("backends/test_audit_bytes.py",),
     "replay": ("recurrent/test_replay_triton.py",),
     "replay-graphs": ("recurrent/test_replay_triton.py",),
+    "gated-delta": ("recurrent/test_delta_kernels.py",),
 }
 
 TOOLS: Final = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -80,7 +82,10 @@ _VERDICT: Final = re.compile(
 
 #: This project's kernels, by name.
 _KERNELS: Final = "regex=move_rows|paged_|combine|_attention|fill_tables|" + "|".join(
-    ("write_rows", "resolve_rows", "compare_", "list_", "do_work", "find_nan", "advance_states")
+    (
+        *("write_rows", "resolve_rows", "compare_", "list_", "do_work", "find_nan"),
+        *("advance_states", "verify_rows", "advance_rows"),
+    )
 )
 
 _KIT: Final = """
