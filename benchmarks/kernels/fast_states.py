@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...backends.gated_delta import DeltaLayers, DeltaRows, reference
 from ...backends.gated_delta.launch import launch_advance, launch_verify
+from ...backends.recurrent.gated_norm import gated_norm
 from .state_workload import StateWorkload, Step, Turn
 
 #: How far states may be from the reference's, as a share of the largest number, by dtype of states.
@@ -32,9 +33,9 @@ class FastStates:
         self.kept = [DeltaRows.build(case.rows, *sizes, load.device) for _ in load.states]
         self._layers = DeltaLayers.build(list(load.states), self.kept)
         self._given = [self._rows() for _ in load.states]
-        self._out = torch.zeros(
-            case.rows, *sizes[1::2], dtype=torch.bfloat16, device=load.device
-        )  # as an engine's next operator takes it
+        self._gate = load.random(case.rows, shape.heads, shape.value_size)
+        self._weight = torch.ones_like(self._gate[0, 0])
+        self._out = torch.zeros_like(self._gate)
 
     def _rows(self) -> tuple[Tensor, ...]:
         """Make a layer's rows: query, key and value in one tensor, as a convolution leaves them."""
@@ -65,6 +66,11 @@ class FastStates:
             scale, longest = case.shape.key_size**-0.5, case.drafts + 1
             launch_verify(given, *where, scale=scale, normalise=True, longest=longest)
 
+    def norm(self, _: Turn) -> None:
+        """Apply the gated norm to the outputs of all layers, as stock's fused kernel does."""
+        for _layer in self.kept:
+            gated_norm(self._out, self._gate, self._weight, 1e-6, sigmoid=False)
+
     def commit(self, turn: Turn) -> None:
         """Write one state per request and layer."""
         where = turn.table[:, 0][None], turn.sampled, self._load.starts
@@ -72,9 +78,9 @@ class FastStates:
 
     def steps(self) -> dict[str, Sequence[Step]]:
         """Return the steps of each part, one per turn."""
-        parts = {"fast: verify": self.verify, "fast: commit": self.commit}
+        parts = {"verify": self.verify, "norm": self.norm, "commit": self.commit}
         return {
-            name: [lambda part=part, turn=turn: part(turn) for turn in self._load.turns]  # type: ignore[misc]
+            f"fast: {name}": [lambda part=part, turn=turn: part(turn) for turn in self._load.turns]  # type: ignore[misc]
             for name, part in parts.items()
         }
 

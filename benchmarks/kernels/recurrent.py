@@ -50,6 +50,9 @@ _PARTS: Final = ("stage", "read", "commit")
 _CAPTURED: Final = ("stage", "read", "together")
 _EVERY: Final = ("stock", *_PARTS, "together")
 
+#: Parts of a step with ``fast``; the norm is one of stock's fused kernel's, too.
+_FAST: Final = ("verify", "norm", "commit")
+
 #: Calls by which the host's time is measured.
 _HOST_CALLS: Final = 15
 
@@ -167,18 +170,26 @@ def of_fast(
 ) -> dict[str, Any]:
     """Put the medians of the fast kernels together, and their shares of stock's and the floor's.
 
+    Beside stock's fused kernel, which applies the gated norm, that norm is counted.
+
     Args:
         times: of all candidates, in each round.
         kernels: names of stock's kernels.
         nbytes: bytes of the staged rows.
         host: microseconds of the host per commit.
     """
-    parts = [times[f"fast: {part}"] for part in ("verify", "commit")]
-    both = [sum(pair) for pair in zip(*parts, strict=True)]
+    parts = {part: times[f"fast: {part}"] for part in _FAST}
+    both, whole = (
+        [sum(each) for each in zip(*(parts[name] for name in names), strict=True)]
+        for names in (("verify", "commit"), parts)
+    )
     return {
-        "us": {"verify": _median(parts[0]), "commit": _median(parts[1]), "fast": _median(both)},
-        "of_stock": {name: _ratios(both, times[f"{name}: stock"]) for name in kernels},
-        "of_floor": _ratios(parts[1], times["floor"]),
+        "us": {name: _median(found) for name, found in parts.items()} | {"fast": _median(both)},
+        "of_stock": {
+            name: _ratios(whole if "fused" in name else both, times[f"{name}: stock"])
+            for name in kernels
+        },
+        "of_floor": _ratios(parts["commit"], times["floor"]),
         "buffer_bytes": nbytes,
         "host_us": host,
     }
@@ -308,11 +319,11 @@ def fast_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         fast = row.get("fast") or {"of_stock": {}}
         for name, of in fast["of_stock"].items():
-            us = [row["kernels"][name]["us"]["stock"], fast["us"]["verify"], fast["us"]["commit"]]
+            us = [row["kernels"][name]["us"]["stock"], *map(fast["us"].get, _FAST)]
             where = ", ".join([row["model"], row["dtype"], name]), row["drafts"], row["requests"]
             cells = [*map(str, where), *(f"{each:.0f}" for each in us), _interval(of)]
             cells += [_interval(fast["of_floor"]), f"{fast['buffer_bytes'] / 2**20:.1f}"]
             lines.append([*cells, f"{fast['host_us']:.0f}"])
-    header = ["states, kernel of stock", "k", "requests", "stock", "fast: verify", "fast: commit"]
-    header += ["verify + commit of stock", "commit of a copy", "MiB staged", "host, commit"]
+    header = ["states, kernel of stock", "k", "requests", "stock", *_FAST]
+    header += ["fast of stock", "commit of a copy", "MiB staged", "host, commit"]
     return [table(header, lines)] if lines else []
