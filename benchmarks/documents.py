@@ -245,6 +245,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-attention": lambda: exactness_tables.attention(load("h200-vllm-exactness")),
     "readings": lambda: readings.report(load("cpu-readings")),
     "steps": lambda: engine_step.report(load("h200-steps-against")),
+    "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
     "backends": lambda: backends.report(load("h200-backends")),
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
     "vllm-gpu-audit": lambda: vllm_gpu("h200-vllm-llama3-8b-audit"),

@@ -43,8 +43,7 @@ def test_a_record_without_the_newer_columns_is_drawn():
 
 #: Engines, and policies of engines, that were added since the record was made.
 NEW: tuple[str, ...] = (
-    *("triton.deferred", "triton_mla.deferred", "flash_mla.deferred", "triton_fp8.deferred"),
-    *("mla_fp8.deferred", "v1_triton.deferred", "v1_mla.deferred", "mtp.deferred"),
+    "v1_mla.deferred",
     "v1_mtp.deferred",
 )
 

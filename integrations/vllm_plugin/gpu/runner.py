@@ -54,11 +54,13 @@ class GpuRunnerMixin(WindowedRunnerMixin):
     Attributes:
         kvtxn_spare: blocks behind vLLM's own, for drafts that wait; None without any.
         kvtxn_kept: steps that were unhooked; captured graphs still read their buffers.
+        kvtxn_keeps_order: vLLM's order of a batch must stay, since sums depend on it.
         kvtxn_connected: the engine has a KV connector, which may read rows once a step is over.
     """
 
     kvtxn_spare: SpareBlocks | None = None
     kvtxn_kept: GraphSteps | None = None
+    kvtxn_keeps_order: bool = False
     kvtxn_connected: bool = False
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
@@ -115,6 +117,7 @@ class GpuRunnerMixin(WindowedRunnerMixin):
         if settings.policy == "deferred":
             builders = batches.metadata_builders(self, {layer.name for layer in layers})
             self.kvtxn_undo.callback(unhook_attention, layers, builders)
+            self.kvtxn_keeps_order = attention_layers.keep_order(layers)
             hook_attention(steps, layers, spare.first, builders)
         steps.warm_up()
         return steps, {"buffer_bytes": steps.windows.nbytes, **self.kvtxn_hold_states(manager)}

@@ -21,9 +21,12 @@ class WindowTritonLatentImpl(WindowLatentImpl, _IMPL):  # type: ignore[misc, val
 
     Attributes:
         kvtxn_line_per_row: each decoding row has a line of the table, see ``TritonLatentTables``.
+        kvtxn_keeps_order: the order of a batch decides which kernel a request gets: it decodes if
+            it has as many rows as the first one, and counts among prompts otherwise.
     """
 
     kvtxn_line_per_row = True
+    kvtxn_keeps_order = True
 
 
 class WindowTritonLatentBackend(_BACKEND):  # type: ignore[misc, valid-type]

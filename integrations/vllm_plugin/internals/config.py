@@ -188,6 +188,7 @@ def expected_facts(config: Any) -> EngineFacts:
     if facts.device == "cuda" and (facts.version in supported.GPU_RELEASES or facts.unchecked):
         named = config.attention_config.backend
         changes["attention"] = named and named.name
+        changes["block_size"] = config.cache_config.block_size
         if changes["attention"] in (None, "FLASH_ATTN") and not facts.mla:
             changes["flash"] = flash.version(config.attention_config.flash_attn_version)
         changes["spare_blocks"] = _rows_in_line(config)

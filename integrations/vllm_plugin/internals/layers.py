@@ -104,6 +104,7 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
         sinks=any(getattr(impl, "sinks", None) is not None for impl in impls),
         alibi=any(getattr(impl, "alibi_slopes", None) is not None for impl in impls),
         flash=max(filter(None, versions), default=None),
+        block_size=max((int(layer.cache.shape[-2]) for layer in layers), default=None),
     )
     return layers, facts
 
@@ -155,6 +156,11 @@ def lines_by_row(runner: Any) -> bool:
     modules = runner.compilation_config.static_forward_context
     impls = (getattr(modules[name], "impl", None) for name in modules if name not in others)
     return any(getattr(impl, "kvtxn_line_per_row", False) for impl in impls)
+
+
+def keep_order(layers: Sequence[TargetLayer]) -> bool:
+    """Tell whether the sums of some layers' attention depend on the order of a batch."""
+    return any(getattr(layer.impl, "kvtxn_keeps_order", False) for layer in layers)
 
 
 # -- rows and scores ------------------------------------------------------------------

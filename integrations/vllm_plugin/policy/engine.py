@@ -57,6 +57,7 @@ class EngineFacts:
         sinks: some layers have attention sinks.
         alibi: some layers have ALiBi slopes.
         flash: version of FlashAttention; None if the layers do not use it.
+        block_size: rows of the blocks that the layers read; the most, if they differ.
         spare_blocks: on a GPU, the caches have blocks behind vLLM's own, in which draft rows wait.
     """
 
@@ -89,4 +90,5 @@ class EngineFacts:
     sinks: bool = False
     alibi: bool = False
     flash: int | None = None
+    block_size: int | None = None
     spare_blocks: bool = True

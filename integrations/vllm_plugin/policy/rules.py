@@ -227,6 +227,17 @@ RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "mla": True, "kv_cache_dtype": "fp8"},
     ),
     Rule(
+        "latents in large blocks",
+        "auto",
+        lambda f: f.attention == "FLASH_ATTN_MLA" and (f.block_size or 0) >= 64,
+        "FLASH_ATTN_MLA takes up to 1.04 times as long by blocks of one row as by blocks of "
+        "{block_size} rows",
+        {
+            **{"device": "cuda", "runner": "v2", "dtype": "bfloat16", "mla": True},
+            **{"attention": "FLASH_ATTN_MLA", "block_size": 64},
+        },
+    ),
+    Rule(
         # vLLM's own writer runs inside these graphs, so kvtxn cannot give it other slots.
         "writes in graphs",
         "deferred",

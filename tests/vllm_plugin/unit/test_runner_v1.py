@@ -127,13 +127,14 @@ def test_a_step_is_planned_and_committed():
     assert committed == ("commit", [[1, 2, -1], [3, -1, -1]])
 
 
-@pytest.mark.parametrize("deferred", [True, False])
-def test_the_batch_is_reordered_where_rows_wait(deferred):
-    """Under undo the rows may lie anywhere, and the batch stays vLLM's."""
+@pytest.mark.parametrize(("deferred", "keeps"), [(True, False), (False, False), (True, True)])
+def test_the_batch_is_reordered_where_rows_wait(deferred, keeps):
+    """Under undo the rows may lie anywhere, and the batch stays vLLM's; or sums would change."""
     runner = hooked(deferred=deferred)
+    runner.kvtxn_keeps_order = keeps
     runner._may_reorder_batch(SimpleNamespace(scheduled_spec_decode_tokens={"b": [1]}))
     assert runner.asked == ["reorder"]
-    assert runner.input_batch.req_ids == (["b", "a"] if deferred else ["a", "b"])
+    assert runner.input_batch.req_ids == (["b", "a"] if deferred and not keeps else ["a", "b"])
 
 
 def test_without_steps_it_is_vllms():
