@@ -155,3 +155,38 @@ def test_public_surface_is_a_list():
         "kv_window",
     ]
     assert all(hasattr(kvtxn, name) for name in kvtxn.__all__)
+
+
+KERNELS = [path for path in FILES if "triton.language" in path.read_text()]
+#: Tables whose columns have numbers for names: the factors of the audit's key.
+NUMBERED = {"key"}
+
+
+def bare_columns(source: str) -> list[str]:
+    """Loads and stores at ``table + 2`` or beyond: a column that is named by its number alone.
+
+    ``table + 1`` may be the neighbour of ``table``, and is let pass.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if called not in ("tl.load", "tl.store") or not isinstance(node.args[0], ast.BinOp):
+            continue
+        table, column = node.args[0].left, node.args[0].right
+        number = column.value if isinstance(column, ast.Constant) else 0
+        if number > 1 and ast.unparse(table) not in NUMBERED:
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_kernels_name_the_columns_of_their_tables(path):
+    """By a constant: ``tl.load(line + AT_GROUP)``."""
+    assert bare_columns(path.read_text()) == []
+
+
+def test_a_planted_column_is_found():
+    assert len(KERNELS) > 20
+    assert bare_columns("x = tl.load(line + AT_GROUP) + tl.load(key + 2) + tl.load(at + 1)") == []
+    for planted in ("tl.load(part + 4)", "tl.store(record + 7, code)", "tl.load(t + n * 3 + 2)"):
+        assert bare_columns(f"f({planted} + 1)") == [planted]

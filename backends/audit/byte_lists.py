@@ -15,6 +15,7 @@ from ...audit import books as book
 from ...audit import group_lines, passes
 from . import byte_plan
 from .compare_kernel import table_place
+from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
 from .requests import fill_first, rows_of
 
 STEP = tl.constexpr(book.STEP)
@@ -111,7 +112,7 @@ def list_reads(
 
     Grid: (requests, groups, SPLITS). Arguments are those of ``compare_rows``, and:
         positions: as for ``write_rows``, and so is ``POSITIONS``.
-        sources: int64 ``[GROUPS, 3]`` of int64 ``[num_requests]``, as ``plan.Addresses`` makes it.
+        sources: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of ``[num_requests]``; see ``plan.TENSOR``.
         watched: int64 ``[GROUPS, GROUP_FIELDS]``.
         seals: int64 ``[num_words]``.
         work: int64 ``[capacity, ENTRY]``.
@@ -130,8 +131,8 @@ def list_reads(
     line, _start, first, count, admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )
-    rows_at = tl.load(tables + number * 3)
-    state_at = tl.load(sources + number * 3)
+    rows_at = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
+    state_at = tl.load(sources + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
     wanted = admitted & (tl.load(watched + number * GROUP_FIELDS + WATCHED) != 0)
     end = tl.where(wanted & (count > 0), first, 0)
     window = tl.load(group + WINDOW)
@@ -144,8 +145,8 @@ def list_reads(
     low = tl.where(is_state, tl.maximum(first - 1, 0), low)
     address = tl.where(is_state, state_at, rows_at)
     end = tl.where(address != 0, end, 0)
-    width = tl.where(is_state, 1, tl.load(tables + number * 3 + 2))
-    stride = tl.load(tables + number * 3 + 1)
+    width = tl.where(is_state, 1, tl.load(tables + number * NUM_TENSOR_FIELDS + AT_COLUMNS))
+    stride = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_STRIDE)
     turn = tl.load(counters + STEP)
     size = tl.load(group + BLOCK_SIZE)
     blocks = tl.load(group + NUM_BLOCKS)
@@ -211,7 +212,7 @@ def list_written(
     line, start, _first, count, _admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )
-    address = tl.load(slots + number * 3)
+    address = tl.load(slots + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
     own = tl.load(watched + number * GROUP_FIELDS + SOURCE) == number
     wanted = own & (tl.load(watched + number * GROUP_FIELDS + WATCHED) != 0) & (address != 0)
     if wanted & (count > 0):

@@ -32,6 +32,7 @@ from .byte_lists import (
     SEAL,
     SLOT,
 )
+from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
 from .reports import note
 from .requests import rows_of
 from .words import REJECTED, REPORTED, RESERVED, permute
@@ -301,7 +302,7 @@ def find_nan(
         lines: int ``[num_requests]``.
         starts: int ``[num_requests + 1]``.
         first_position: int ``[num_requests]``.
-        tables: int64 ``[GROUPS, 3]`` of int32 tables, as ``plan.Addresses`` makes it.
+        tables: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of int32 tables; see ``plan.TENSOR``.
         groups: int64 ``[GROUPS, FIELDS]``.
         words: int64 ``[num_words]``.
         nans: int64 ``[num_lines]``, exchanged atomically.
@@ -342,13 +343,13 @@ def find_nan(
                     place_found = serial * 0 - 1
                     slot_found = serial * 0 - 1
                     for each in tl.static_range(GROUPS):
-                        address = tl.load(tables + each * 3)
+                        address = tl.load(tables + each * NUM_TENSOR_FIELDS + AT_ADDRESS)
                         if address != 0:
                             group = groups + each * FIELDS
                             size = tl.load(group + BLOCK_SIZE)
                             table = address.to(tl.pointer_type(tl.int32))
-                            table += index * tl.load(tables + each * 3 + 1)
-                            total = tl.load(tables + each * 3 + 2) * size
+                            table += index * tl.load(tables + each * NUM_TENSOR_FIELDS + AT_STRIDE)
+                            total = tl.load(tables + each * NUM_TENSOR_FIELDS + AT_COLUMNS) * size
                             for at in range(0, total, TILE):
                                 lane = at + tl.arange(0, TILE).to(tl.int64)
                                 inside = lane < total

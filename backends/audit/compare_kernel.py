@@ -23,6 +23,7 @@ import triton.language as tl
 
 from ...audit import books as book
 from ...audit import group_lines, passes
+from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
 from .reports import (
     IS_COUNT,
     IS_DRAFT,
@@ -146,7 +147,7 @@ def compare_rows(
             request's first row.
         high: int ``[num_requests]``, the position after a stretch; if ``STEPPING`` the ``starts``
             of a step, int ``[num_requests + 1]``.
-        tables: int64 ``[GROUPS, 3]`` of int32 tables, as ``plan.Addresses`` makes it.
+        tables: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of int32 tables; see ``plan.TENSOR``.
         groups: int64 ``[GROUPS, FIELDS]``.
         words: int64 ``[num_words]``.
         own: int64 ``[num_lines, own_stride]``.
@@ -169,7 +170,7 @@ def compare_rows(
     index = tl.program_id(0)
     number = tl.program_id(1)
     group = groups + number * FIELDS
-    address = tl.load(tables + number * 3)
+    address = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
     if STEPPING:
         line, _start, first, count, admitted, _skipped, _refused = rows_of(
             index, lines, high, low, facts, num_lines, own_stride, num_rows
@@ -189,8 +190,8 @@ def compare_rows(
         first = tl.maximum(tl.load(low + index).to(tl.int64), 0)
         end = tl.minimum(tl.load(high + index).to(tl.int64), own_stride - 1)
     end = tl.where(admitted & (address != 0), end, 0)
-    width = tl.load(tables + number * 3 + 2)
-    stride = tl.load(tables + number * 3 + 1)
+    width = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_COLUMNS)
+    stride = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_STRIDE)
     table = address.to(tl.pointer_type(tl.int32)) + index * stride
     digests = own + line * own_stride
     durable = own_stride + 0
@@ -275,7 +276,7 @@ def compare_states(
         starts: int ``[num_requests + 1]``.
         first_position: int ``[num_requests]``.
         positions: int ``[num_rows]``; unread unless ``POSITIONS``.
-        sources: int64 ``[GROUPS, 3]`` of int64 ``[num_requests]``, as ``plan.Addresses`` makes it.
+        sources: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of ``[num_requests]``; see ``plan.TENSOR``.
         told: int ``[num_requests]``; unread unless ``TOLD``.
         owners: int64 ``[num_states]``.
         POSITIONS: ``first_position`` is filled from ``positions`` at first.
@@ -291,7 +292,7 @@ def compare_states(
         serial = tl.load(facts + SERIAL * num_lines + line)
         nowhere = first * 0 - 1
         for number in tl.static_range(GROUPS):
-            address = tl.load(sources + number * 3)
+            address = tl.load(sources + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
             if address != 0:
                 group = groups + number * FIELDS
                 block = tl.load(address.to(tl.pointer_type(tl.int64)) + index)

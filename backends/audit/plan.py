@@ -7,6 +7,7 @@ from typing import Final
 
 import attrs
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from ...audit.books import Books
@@ -15,6 +16,13 @@ from ...audit.step import Step
 #: Sets of addresses that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 256
 
+
+#: Columns of a table of ``Addresses``, one line per group. The stride is in elements.
+TENSOR: Final = ("address", "stride", "columns")
+
+#: Columns per line, and where each stands, for kernels.
+NUM_TENSOR_FIELDS = tl.constexpr(len(TENSOR))
+AT_ADDRESS, AT_STRIDE, AT_COLUMNS = (tl.constexpr(column) for column in range(len(TENSOR)))
 
 #: The tensors of a step whose elements kernels count from the tensor's address.
 _COUNTED: Final = ("lines", "starts", "first", "tokens", "drafts", "told", "positions")
@@ -50,9 +58,7 @@ class Addresses:
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the table of a step's tensors, int64 ``[num_groups, 3]``.
-
-            Columns: the tensor's address, elements from line to line, number of columns.
+        """Return the table of a step's tensors, int64 ``[num_groups, len(TENSOR)]``.
 
         A group that has no tensor here has address 0.
         """
@@ -60,7 +66,7 @@ class Addresses:
         for name in self._names:
             tensor = tensors.get(name)
             if tensor is None:
-                flat += (0, 0, 0)
+                flat += (0,) * len(TENSOR)
             else:
                 stride = tensor.stride(0) if tensor.ndim == 2 else 0
                 flat += (tensor.data_ptr(), stride, tensor.shape[-1])
@@ -69,7 +75,7 @@ class Addresses:
         if table is None:
             if len(self._tables) >= _MAX_REMEMBERED:
                 self._tables.clear()
-            host = torch.tensor(flat, dtype=torch.int64).view(-1, 3)
+            host = torch.tensor(flat, dtype=torch.int64).view(-1, len(TENSOR))
             if self._device.type == "cuda":
                 host = host.pin_memory()
             table = self._tables[key] = host.to(self._device, non_blocking=True)

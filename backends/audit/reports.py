@@ -9,6 +9,11 @@ from ...audit import books as book
 from ...audit.violation import FIELD, FIELDS, FOUND_NUMBER, KIND_NUMBER, NOBODY
 
 NUM_FIELDS = tl.constexpr(len(FIELDS))
+#: Where the scalar arguments of ``note`` stand in a record.
+(AT_KIND, AT_STEP, AT_SERIAL, AT_GROUP, AT_POSITION, AT_PLACE, AT_SLOT, AT_FOUND) = (
+    tl.constexpr(FIELD[name])
+    for name in ("kind", "step", "serial", "group", "position", "place", "slot", "found")
+)
 WANTED = tl.constexpr(FIELD["wanted_0"])
 WRITER = tl.constexpr(FIELD["writer_step"])
 LAYER = tl.constexpr(FIELD["layer"])
@@ -99,14 +104,14 @@ def note(
     tl.atomic_add(counters + BY_KIND + kind, 1)
     if number < tl.load(counters + LIMIT):
         record = found + (number % capacity) * NUM_FIELDS
-        tl.store(record, kind)
-        tl.store(record + 1, step)
-        tl.store(record + 2, tl.load(facts + SERIAL * num_lines + line))
-        tl.store(record + 3, group)
-        tl.store(record + 4, position)
-        tl.store(record + 5, place)
-        tl.store(record + 6, slot)
-        tl.store(record + 7, code)
+        tl.store(record + AT_KIND, kind)
+        tl.store(record + AT_STEP, step)
+        tl.store(record + AT_SERIAL, tl.load(facts + SERIAL * num_lines + line))
+        tl.store(record + AT_GROUP, group)
+        tl.store(record + AT_POSITION, position)
+        tl.store(record + AT_PLACE, place)
+        tl.store(record + AT_SLOT, slot)
+        tl.store(record + AT_FOUND, code)
         for back in tl.static_range(3):
             at = own + line * own_stride + tl.maximum(position - back, 0)
             tl.store(record + WANTED + back, tl.load(at + 1) - tl.load(at))

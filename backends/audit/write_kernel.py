@@ -25,6 +25,7 @@ import triton.language as tl
 
 from ...audit import books as book
 from ...audit import group_lines, passes
+from .plan import AT_ADDRESS, NUM_TENSOR_FIELDS
 from .requests import fill_first, rows_of
 from .words import EMBEDDED, PLAIN, REPORTED, as_word, term, token_of
 
@@ -40,6 +41,9 @@ KNOWN = tl.constexpr(book.KNOWN)
 DURABLE = tl.constexpr(book.DURABLE)
 KEPT_BEFORE = tl.constexpr(book.KEPT_BEFORE)
 KEPT = tl.constexpr(book.KEPT)
+ENTRY_STEP = tl.constexpr(book.JOURNAL_STEP)
+ENTRY_SERIAL = tl.constexpr(book.JOURNAL_SERIAL)
+ENTRY_POSITION = tl.constexpr(book.JOURNAL_POSITION)
 TERMS = tl.constexpr(book.JOURNAL_TERMS)
 PLACES = tl.constexpr(book.JOURNAL_PLACES)
 FINGERPRINTS = tl.constexpr(book.FINGERPRINTS)
@@ -156,7 +160,7 @@ def write_rows(
         positions: int ``[num_rows]``; unread unless ``POSITIONS``.
         tokens: int ``[num_rows]``.
         drafts: int ``[num_requests]``; unread unless ``DRAFTS``.
-        slots: int64 ``[GROUPS, 3]``, as ``plan.Addresses`` makes it.
+        slots: int64 ``[GROUPS, NUM_TENSOR_FIELDS]``, as ``plan.Addresses`` makes it.
         groups: int64 ``[GROUPS, FIELDS]``.
         key: int64 ``[3]``.
         words: int64 ``[num_words]``.
@@ -213,16 +217,16 @@ def write_rows(
         written = tl.sum(tl.where(live, chain, 0), axis=0)
         entry = (journalled + row) % journal_size * (PLACES + GROUPS)
         kept = (within < count + skipped) & (row >= rows - journal_size)
-        tl.store(journal + entry, tl.where(live, now, -1), mask=kept)
-        tl.store(journal + entry + 1, tl.where(live, serial, -1), mask=kept)
-        tl.store(journal + entry + 2, tl.where(live, position, -1), mask=kept)
+        tl.store(journal + entry + ENTRY_STEP, tl.where(live, now, -1), mask=kept)
+        tl.store(journal + entry + ENTRY_SERIAL, tl.where(live, serial, -1), mask=kept)
+        tl.store(journal + entry + ENTRY_POSITION, tl.where(live, position, -1), mask=kept)
         tl.store(journal + entry + TERMS, each, mask=kept)
         for back in tl.static_range(1, 3):
             before = term_before(back, tokens, row, within, position, live, known, digests, key)
             tl.store(journal + entry + TERMS + back, before, mask=kept)
         for number in tl.static_range(GROUPS):
             group = groups + number * FIELDS
-            address = tl.load(slots + number * 3)
+            address = tl.load(slots + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
             place = tl.full([TILE], -1, dtype=tl.int64)
             if address != 0:
                 place = place_of(address, row, within, count, live, group)
@@ -327,7 +331,7 @@ def resolve_rows(
             within = at + tl.arange(0, TILE).to(tl.int64)
             live = within < count
             for number in tl.static_range(GROUPS):
-                address = tl.load(slots + number * 3)
+                address = tl.load(slots + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
                 if address != 0:
                     group = groups + number * FIELDS
                     place = place_of(address, start + within, within, count, live, group)

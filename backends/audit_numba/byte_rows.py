@@ -101,7 +101,28 @@ def slots_left(
     lines, starts, first, drafts, accepted, besides, slots, group, words, facts, columns, num_rows,
     seals, turn, every,
 ):  # fmt: skip
-    """Seal the slots that a step leaves, and return them, int64 ``[n]``."""
+    """Seal the slots that a step leaves, and return them, int64 ``[n]``.
+
+    A step leaves its settled rows and its accepted drafts: of rows that share a slot of a ring the
+    last one, and of states those whose turn has come and that no accepted draft followed.
+
+    Args:
+        lines: the step's, as for ``write_rows``; so are ``starts``, ``first`` and ``drafts``.
+        starts: see ``lines``.
+        first: see ``lines``.
+        drafts: see ``lines``.
+        accepted: int64 ``[num_requests]``, counts of accepted drafts and ``besides`` more each.
+        besides: 1 if the counts include the token sampled after the drafts; else 0.
+        slots: int64 ``[num_rows]``, the slots of the group that is sealed; -1: none.
+        group: int64 ``[FIELDS]``, that group.
+        words: int64 ``[num_words]``, the digests of all slots, as in ``Books``.
+        facts: int64 ``[NUM_FACTS, num_lines]``, as in ``Books``.
+        columns: columns of the requests' own digests.
+        num_rows: rows for which the step's tensors have room.
+        seals: int64 ``[num_words]``, written: the digest that each slot had when it was sealed.
+        turn: the number of the last step.
+        every: one state in so many has its turn in each step.
+    """
     found, number = numpy.empty(num_rows, numpy.int64), 0
     size, ring = group[BLOCK_SIZE], group[RING]
     for index in range(len(lines)):

@@ -18,6 +18,9 @@ from .layers import COLUMNS
 from .verify_kernel import appended
 
 _COLUMNS = tl.constexpr(len(COLUMNS))
+(_STATE, _SLOT_STRIDE, _KEY, _CORRECTED, _DECAY, _GROUP) = (
+    tl.constexpr(column) for column in range(len(COLUMNS))
+)
 
 
 @triton.jit
@@ -121,19 +124,19 @@ def advance_rows(
     line = table + tl.program_id(2) * _COLUMNS
     first = tl.load(starts + number)
     taken = tl.minimum(tl.load(count + number), tl.load(starts + number + 1) - first)
-    group = tl.load(line + 5)
+    group = tl.load(line + _GROUP)
     slot = tl.load(sources + group * group_stride + number * source_stride).to(tl.int64)
     if (slot <= 0) | (taken <= 0):
         return
-    slot_stride = tl.load(line + 1)
+    slot_stride = tl.load(line + _SLOT_STRIDE)
     keys = tl.arange(0, KEYS)
     # A 16-byte word is inside as a whole or not at all; so the compiler sees this.
     some_keys = keys // RUN < KEY_SIZE // RUN
-    begin = _column(line, 0, STATE)
+    begin = _column(line, _STATE, STATE)
     row = first.to(tl.int64)
-    key_at = _column(line, 2, tl.float32) + head // (HEADS // KEY_HEADS) * KEY_SIZE
-    value_at = _column(line, 3, tl.float32) + head * VALUE_SIZE
-    decay_at = _column(line, 4, tl.float32) + head
+    key_at = _column(line, _KEY, tl.float32) + head // (HEADS // KEY_HEADS) * KEY_SIZE
+    value_at = _column(line, _CORRECTED, tl.float32) + head * VALUE_SIZE
+    decay_at = _column(line, _DECAY, tl.float32) + head
     all_keys, decays = (), ()
     for turn in tl.static_range(LONGEST):
         from_row = key_at + (row + turn) * (KEY_HEADS * KEY_SIZE)

@@ -37,7 +37,15 @@ from ..move_rows.selection import (
     selected,
 )
 from .past import shift_in
-from .plan import AT_GROUP, AT_SHIFTS, NUM_FIELDS, NUM_PART_FIELDS
+from .plan import (
+    AT_GROUP,
+    AT_SHIFTS,
+    NUM_CROSSING_FIELDS,
+    NUM_FIELDS,
+    NUM_PART_FIELDS,
+    ROWS_UNTIL,
+    SLOT_BEYOND,
+)
 from .take_in import take_in
 
 
@@ -187,10 +195,10 @@ def advance_states(
         taken = tl.sum(chosen, axis=0)
         last_slot, boundary = slot, taken * 0 - 1
         if CROSSES:
-            at = parts + num_parts * NUM_PART_FIELDS + group * 2
-            there = tl.load(at) != 0
-            rows_until = (tl.load(at) + owner * 8).to(tl.pointer_type(tl.int64))
-            slot_beyond = (tl.load(at + 1) + owner * 8).to(tl.pointer_type(tl.int64))
+            at = parts + num_parts * NUM_PART_FIELDS + group * NUM_CROSSING_FIELDS
+            there = tl.load(at + ROWS_UNTIL) != 0
+            rows_until = (tl.load(at + ROWS_UNTIL) + owner * 8).to(tl.pointer_type(tl.int64))
+            slot_beyond = (tl.load(at + SLOT_BEYOND) + owner * 8).to(tl.pointer_type(tl.int64))
             until = tl.load(rows_until, mask=there, other=0)
             beyond = tl.load(slot_beyond, mask=there, other=-1)
             crosses = (beyond >= 0) & (taken > until)

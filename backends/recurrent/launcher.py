@@ -18,7 +18,7 @@ from ..move_rows.acceptance import AcceptanceArg, acceptance_arg
 from ..move_rows.address_upload import AddressBook
 from ..move_rows.launch import CachedLaunch, KernelCall
 from . import kernel
-from .plan import PART, StatePlan, build_plans, places_of
+from .plan import CROSSING, PART, StatePlan, build_plans, places_of
 
 #: Launches that are remembered; when there are more, all are forgotten.
 _MAX_RECURRING: Final = 64
@@ -94,7 +94,7 @@ class StateAdvancer:
         self._numbers, self._limits, self._programs = numbers, limits, programs
         self._device = limits.device
         parts = sum(len(ref.kept) for ref in layers)
-        self._book = AddressBook(len(PART) * parts + 2 * len(numbers), self._device)
+        self._book = AddressBook(len(PART) * parts + len(CROSSING) * len(numbers), self._device)
         self._plans: dict[tuple[str, ...], list[StatePlan]] = {}
         self._shapes: WeakKeyDictionary[RowLayout, _Shape] = WeakKeyDictionary()
         #: Launches captured in a caller's graphs, kept alive because replays read their tensors.

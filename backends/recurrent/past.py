@@ -14,6 +14,9 @@ from .plan import (
     AT_VALUE_STRIDE,
     AT_VALUES,
     NUM_PART_FIELDS,
+    PART_ADDRESS,
+    PART_ELEMENT_STRIDE,
+    PART_ROW_STRIDE,
 )
 
 
@@ -89,16 +92,17 @@ def shift_in(
         tl.load(line + AT_KEY_STRIDE),
     )
     part = parts + tl.load(line + AT_PART) * NUM_PART_FIELDS
-    fresh = tl.load(part) + channels * tl.load(part + 3)
+    fresh = tl.load(part + PART_ADDRESS) + channels * tl.load(part + PART_ELEMENT_STRIDE)
+    row_stride = tl.load(part + PART_ROW_STRIDE)
     every = tl.sum(chosen, axis=0)
     word = past_after(
-        every, column, step, fresh, tl.load(part + 1), chosen, source, taps, size, inside, WORD
+        every, column, step, fresh, row_stride, chosen, source, taps, size, inside, WORD
     )
     down = taps.to(tl.int64)[:, None] * step
     if CROSSES:
         early = inside & (taps * 0 + boundary > 0)[:, None]
         middle = past_after(
-            boundary, column, step, fresh, tl.load(part + 1), chosen, source, taps, size, early,
+            boundary, column, step, fresh, row_stride, chosen, source, taps, size, early,
             WORD,
         )  # fmt: skip
     tl.debug_barrier()  # a tap that one thread overwrites is another thread's to read

@@ -54,8 +54,17 @@ NUM_FIELDS = tl.constexpr(len(FIELDS))
 #: Columns of the table of parts, one line per part of the staged rows. Strides are in bytes.
 PART: Final = ("address", "row_stride", "head_stride", "element_stride")
 
-#: Columns per line of the table of parts, for kernels.
+#: Columns per line of the table of parts, and where each stands, for kernels.
 NUM_PART_FIELDS = tl.constexpr(len(PART))
+PART_ADDRESS, PART_ROW_STRIDE, PART_HEAD_STRIDE, PART_ELEMENT_STRIDE = (
+    tl.constexpr(column) for column in range(len(PART))
+)
+
+#: Columns behind the parts, one line per group: addresses of int64 ``[num_requests]``, 0 where no
+#: request of the group may cross a boundary.
+CROSSING: Final = ("rows_until", "slot_beyond")
+NUM_CROSSING_FIELDS = tl.constexpr(len(CROSSING))
+ROWS_UNTIL, SLOT_BEYOND = (tl.constexpr(column) for column in range(len(CROSSING)))
 
 #: Elements of a tile of a state with heads, and of a tile of a convolution's past.
 _TILE: Final = 4096

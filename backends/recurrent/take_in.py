@@ -17,6 +17,10 @@ from .plan import (
     AT_VALUE_STRIDE,
     AT_VALUES,
     NUM_PART_FIELDS,
+    PART_ADDRESS,
+    PART_ELEMENT_STRIDE,
+    PART_HEAD_STRIDE,
+    PART_ROW_STRIDE,
 )
 
 
@@ -98,14 +102,19 @@ def take_in(
     here = cells(places + slot * tl.load(line + AT_SLOT_STRIDE), STATE, VECTOR)
     state = tl.load(here, mask=inside, other=0.0).to(tl.float32)
 
-    part = parts + tl.load(line + AT_PART) * NUM_PART_FIELDS
-    key_at = tl.load(part) + (head // tl.load(line + AT_HEADS_PER_KEY)) * tl.load(part + 2)
-    value_at = tl.load(part + 4) + head * tl.load(part + 6)
-    decay_at = tl.load(part + 8) + head * tl.load(part + 10)
-    key_at = key_at + keys * tl.load(part + 3)
-    value_at = value_at + values * tl.load(part + 7)
-    decay_at = decay_at + keys * tl.load(part + 11)
-    key_step, value_step, decay_step = tl.load(part + 1), tl.load(part + 5), tl.load(part + 9)
+    key_line = parts + tl.load(line + AT_PART) * NUM_PART_FIELDS
+    value_line = key_line + NUM_PART_FIELDS
+    decay_line = value_line + NUM_PART_FIELDS
+    key_head = head // tl.load(line + AT_HEADS_PER_KEY)
+    key_at = tl.load(key_line + PART_ADDRESS) + key_head * tl.load(key_line + PART_HEAD_STRIDE)
+    value_at = tl.load(value_line + PART_ADDRESS) + head * tl.load(value_line + PART_HEAD_STRIDE)
+    decay_at = tl.load(decay_line + PART_ADDRESS) + head * tl.load(decay_line + PART_HEAD_STRIDE)
+    key_at = key_at + keys * tl.load(key_line + PART_ELEMENT_STRIDE)
+    value_at = value_at + values * tl.load(value_line + PART_ELEMENT_STRIDE)
+    decay_at = decay_at + keys * tl.load(decay_line + PART_ELEMENT_STRIDE)
+    key_step = tl.load(key_line + PART_ROW_STRIDE)
+    value_step = tl.load(value_line + PART_ROW_STRIDE)
+    decay_step = tl.load(decay_line + PART_ROW_STRIDE)
     last = tl.max(tl.where(chosen != 0, lanes + 1, 0), axis=0)
     taken = 0
     for first in range(0, last, AT_ONCE):

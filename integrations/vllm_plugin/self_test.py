@@ -83,7 +83,7 @@ def run(runner: Foreign) -> str | None:
     try:
         _test(_bench(runner))
     except SelfTestError as error:
-        why = f"the self-test failed: {error.problem}"
+        why = f"the self-test failed: {error.problem}; {error.hint}"
     except Exception as error:
         why = f"the self-test failed: {error!r}"
     if ranks.number_of_ranks() > 1:
@@ -171,8 +171,14 @@ def _test(bench: Bench) -> None:
             total = [a + b for a, b in zip(total, sums, strict=True)]
             known = {name: tokens[name] for name in known}
     if 0 in total:
-        kind = "accepted" if not total[0] else "rejected"
-        raise SelfTestError("self_test", f"no draft was {kind}, so nothing was seen of such rows")
+        untested = (
+            "accepted none of the test's drafts, so the test cannot tell whether windows write "
+            "accepted rows"
+            if not total[0]
+            else "rejected none of the test's drafts, so the test cannot tell whether windows keep "
+            "rejected rows out of the cache"
+        )
+        raise SelfTestError("self_test", f"the model {untested}")
 
 
 def _drafts(bench: Bench, known: Mapping[str, list[int]]) -> dict[str, list[int]]:

@@ -289,7 +289,3 @@ class DeviceWatch(Watch):
         if self.on_violation == "contain" and not self._stopped:
             self._take()
         return Watch.take_wrong(self)
-
-    def without_peers(self) -> None:
-        """Compare no ranks: another one has no ledger."""
-        self._has_peers = False

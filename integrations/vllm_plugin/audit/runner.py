@@ -215,26 +215,34 @@ def _nothing() -> None:
 
 
 def open_watch(runner: AuditedRunner) -> Watch | None:
-    """Open a ledger over a runner's new caches; if that is impossible, log why and return None."""
-    rank = runner.kvtxn_rank
+    """Open a ledger over a runner's new caches.
+
+    Returns:
+        The watch; None if that is impossible on some rank, and then the reason is logged.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    rank, wanted = runner.kvtxn_rank, runner.kvtxn_settings
     groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
+    why, error, watch = None, None, None
+    key = ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
     if not groups and not states:
         why = "no layer of this model keeps rows or states that the ledger knows"
-        stay_out(f"there is nothing to audit: {why}", rank, required=runner.kvtxn_required)
-        return None
-    try:
-        wanted = runner.kvtxn_settings
-        watch = Watch(
-            groups,
-            audited.room(runner),
-            rank,
-            wanted.on_violation,
-            states=states,
-            record=wanted.record,
-            key=ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None,
-        )
-    except KVTxnError as error:
-        stay_out(str(error), rank, required=runner.kvtxn_required, error=error)
+        why = f"there is nothing to audit: {why}"
+    else:
+        room, record = audited.room(runner), wanted.record
+        try:
+            watch = Watch(
+                groups, room, rank, wanted.on_violation, states=states, record=record, key=key
+            )
+        except KVTxnError as failed:
+            why, error = str(failed), failed
+    # Ranks compare what they wrote: a rank that is watched would wait for one that is not.
+    if key is not None and not all(ranks.of_all(watch is not None)):
+        why, watch = why or "another rank cannot be watched", None
+    if watch is None:
+        stay_out(str(why), rank, required=runner.kvtxn_required, error=error)
         return None
     if wanted.audit == "bytes":
         _compare_bytes(runner, watch)
