@@ -61,6 +61,8 @@ AUDIT: Final = """## The audit
 counts requests that say the same both times where nothing is drawn by lot and nothing depends on
 time; *wrong* is how many violations were reported though nothing was planted. *Faults* are planted
 one after the other: found means that the report names the request, the position and the slot.
+*Rows brought* came back through a KV connector. *Contained* counts faults after which every text,
+those of the requests that were computed again included, is the one without the fault.
 """
 CONNECTORS: Final = """## KV connectors
 
@@ -194,6 +196,8 @@ def audit(folder: Path) -> dict[str, Any]:
             "same": sum(int(a) for a, _ in told),
             "requests": sum(int(b) for _, b in told),
             "compared": sum(cell["facts"].get("compared") or 0 for cell in cells.values()),
+            "brought": sum(cell["facts"].get("brought", 0) for cell in cells.values()),
+            "healed": len((report.get("contained") or {"healed": ()})["healed"]),
             "faults": len(planted["found"]),
             "found": sum(bool(each.get("violations")) for each in planted["found"].values()),
             "missed": sorted(
@@ -290,7 +294,9 @@ def _audit(engines: Mapping[str, Any]) -> str:
         [
             *(name, each["runner"], each["audit"], each["windows"] or "-", str(each["rows"])),
             *(str(each["wrong"]), str(each["compared"]), f"{each['same']} / {each['requests']}"),
+            str(each.get("brought", 0) or "-"),
             f"{each['found']} / {each['faults']}" if each["faults"] else "-",
+            str(each.get("healed", 0) or "-"),
         ]
         for name, each in engines.items()
     ]
@@ -305,7 +311,8 @@ def _audit(engines: Mapping[str, Any]) -> str:
         + (f"; not found: {missed}." if missed else ".")
     )
     header = ["engine", "runner", "audit", "windows", "rows read", "wrong", "sums compared"]
-    return table([*header, "texts", "faults"], rows) + says + _commits(engines.values())
+    header += ["texts", "rows brought", "faults", "contained"]
+    return table(header, rows) + says + _commits(engines.values())
 
 
 def _connectors(engines: Mapping[str, Any]) -> str:

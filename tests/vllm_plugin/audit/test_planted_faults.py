@@ -21,6 +21,9 @@ FAULTS = [
         "planted-states": planted_engines.STATES,
         "planted-transfers": planted_engines.TRANSFERS,
         "planted-bytes": planted_engines.BYTES,
+        "device-rows": planted_engines.ROWS,
+        "device-states": planted_engines.STATES,
+        "device-transfers": planted_engines.TRANSFERS,
     }.items()
     for fault in faults
 ]
@@ -38,7 +41,7 @@ def test_it_is_found(reports, engine, fault):
         places = [(request, position, None) for request, position, _ in places]
     assert (struck["request"], struck["position"], struck["slot"]) in places
     assert violations[0]["step"] <= struck["step"] + 1
-    if engine == "planted-states":
+    if engine.endswith("-states"):
         assert violations[0]["kind"] == "state"
     if engine == "planted-bytes":
         nan = fault == "not_a_number"
@@ -51,8 +54,11 @@ def test_it_is_found(reports, engine, fault):
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param(f"planted-{kind}", marks=pytest.mark.engines(f"audit-planted-{kind}"))
-        for kind in ("rows", "blocks", "transfers", "bytes")
+        pytest.param(name, marks=pytest.mark.engines(f"audit-{name}"))
+        for name in (
+            *(f"planted-{kind}" for kind in ("rows", "blocks", "transfers", "bytes")),
+            *(f"device-{kind}" for kind in ("rows", "states", "transfers")),
+        )
     ],
 )
 def test_nothing_is_found_before_and_after(reports, engine):

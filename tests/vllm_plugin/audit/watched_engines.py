@@ -11,6 +11,7 @@ import contained_engines
 import planted_bytes
 import planted_engines
 import recurrent_models
+from device_on_cpu import watch_as_on_a_gpu
 from engine_jobs import two_cores
 from engine_options import connector, options
 from kvtxn.integrations.vllm_plugin import audit_report, snapshots
@@ -132,6 +133,21 @@ ENGINES |= {
     },
     "planted-transfers": {
         "model": "llama",
+        "connector": "offloading",
+        "faults": planted_engines.TRANSFERS,
+    },
+    # The same faults, found in the way of GPUs.
+    "device-rows": {"model": "llama", "as_on_a_gpu": True, "faults": planted_engines.ROWS},
+    "device-states": {
+        "model": "qwen3_next",
+        "as_on_a_gpu": True,
+        "states": True,
+        "faults": planted_engines.STATES,
+        "options": RECURRENT,
+    },
+    "device-transfers": {
+        "model": "llama",
+        "as_on_a_gpu": True,
         "connector": "offloading",
         "faults": planted_engines.TRANSFERS,
     },
@@ -268,6 +284,8 @@ def carry_out(engine: dict[str, Any], folder: Path) -> dict[str, Any]:
     os.environ.update(engine.get("environment", {}))
     if engine["model"] == "qwen3_next":
         take_ragged_steps()
+    if engine.get("as_on_a_gpu"):
+        watch_as_on_a_gpu()
     llm, chance = build(engine, folder), random.Random(0)
     if "faults" in engine:
         found: dict[str, Any] = engine.get("work", planted_engines.find)(llm, engine, folder)

@@ -1,0 +1,23 @@
+"""Engines on a CPU, watched in the way of GPUs: but for kernels and waiting, all is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtxn.integrations.vllm_plugin.audit import gpu_runners, runner
+
+
+class GpuWayRunnerV1(gpu_runners.AuditedGpuRunnerV1):
+    """The mixin of GPUs before the runner of a CPU."""
+
+    def kvtxn_open_watch(self) -> Any:
+        """Open the watch, and begin at once: a CPU's runner does not say when it has warmed up."""
+        watch = super().kvtxn_open_watch()
+        if watch is not None:
+            watch.begin()
+        return watch
+
+
+def watch_as_on_a_gpu() -> None:
+    """Let engines of this process that are built from now on be watched by a ``DeviceWatch``."""
+    runner.audit_mixins = lambda settings: (GpuWayRunnerV1,)
