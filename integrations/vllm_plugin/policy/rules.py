@@ -227,6 +227,14 @@ RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "mla": True, "kv_cache_dtype": "fp8"},
     ),
     Rule(
+        # By its order a batch of the V1 runner is divided into requests that decode and prompts.
+        "latents with the V1 runner",
+        "auto",
+        lambda f: f.device == "cuda" and f.mla and f.runner == "v1",
+        "kvtxn has not seen latent attention give stock's bits with model runner {runner}",
+        {"device": "cuda", "mla": True},
+    ),
+    Rule(
         "latents in large blocks",
         "auto",
         lambda f: f.attention == "FLASH_ATTN_MLA" and (f.block_size or 0) >= 64,

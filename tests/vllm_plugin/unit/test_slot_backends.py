@@ -7,6 +7,7 @@ all backends share.
 from __future__ import annotations
 
 from types import SimpleNamespace as Made
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -159,6 +160,9 @@ class Attention(Batch):
     """TRITON_ATTN."""
 
     row_shape = (KV_HEADS, SIZE)
+    sliding: int | None = None
+    alibi: ClassVar[list[float] | None] = None
+    more: ClassVar[dict[str, object]] = {}
 
     def __init__(self, *args, **named) -> None:
         self.builder = object.__new__(WindowTritonBuilder)
@@ -171,7 +175,8 @@ class Attention(Batch):
         return cache.transpose(1, 2).reshape(-1, KV_HEADS, 2 * SIZE)
 
     def layer(self, number):
-        impl = WindowTritonImpl(HEADS, SIZE, 0.2, KV_HEADS, None, None, "auto")
+        sides = HEADS, SIZE, 0.2, KV_HEADS
+        impl = WindowTritonImpl(*sides, self.alibi, self.sliding, "auto", **self.more)
         one = torch.ones(1)
         return Made(layer_name=f"layer.{number}", impl=impl, _k_scale=one, _v_scale=one), impl
 
@@ -250,10 +255,29 @@ class Latents(Batch):
         return layer.impl.forward_mqa(decoding, cache, metadata, layer.module)[0]
 
 
+class Sliding(Attention):
+    """Gemma's layers: sliding windows and a soft cap."""
+
+    sliding = 9
+    more: ClassVar = {"logits_soft_cap": 20.0}
+
+
+class Sinks(Attention):
+    """gpt-oss's."""
+
+    more: ClassVar = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+
+
+class Alibi(Attention):
+    """Bloom's."""
+
+    alibi: ClassVar = [0.5, 0.25, 0.125, 0.0625]
+
+
 BOTH = pytest.mark.parametrize("kind", [Attention, Latents])
 
 
-@BOTH
+@pytest.mark.parametrize("kind", [Attention, Sliding, Sinks, Alibi, Latents])
 def test_a_mixed_batch(monkeypatch, kind):
     """Drafts are read and left out of the blocks; a prompt is written; the commit keeps some."""
     batch = kind(monkeypatch, [20, 33, 0], [3, 3, 5])

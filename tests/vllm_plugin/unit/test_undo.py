@@ -181,7 +181,7 @@ class Worker:
         )
         self.model_runner = Runner()
         asked = {"kvtxn": {"policy": "deferred"}}
-        config = SimpleNamespace(additional_config=asked)
+        config = SimpleNamespace(additional_config=asked, speculative_config=None)
         self.wrapper = SimpleNamespace(vllm_config=config, worker=self, rpc_rank=0)
 
     def compile_or_warm_up_model(self):
