@@ -24,7 +24,7 @@ for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/
 from kvtxn.benchmarks.common.markdown import table  # noqa: E402
 
 #: How far a state may be off, see ``state_recurrence.TOLERANCE``.
-STATES_OFF: Final = "2^-18 for float32 states, and 2^-8 more for bfloat16 ones"
+STATES_OFF: Final = "2^-18 (float32) or 2^-8 (bfloat16)"
 
 RECORD: Final = HERE / "seen.json"
 PAGE: Final = HERE / "SEEN.md"
@@ -44,16 +44,17 @@ fail were repeated, and the tokens are stock's.
 """
 FAST: Final = """## Recurrent states by kvtxn's own kernels
 
-`python tests/gpu/try_states.py`: `recurrent="fast"`, gated delta nets. Tokens may part from stock's
-at near-ties: *gap* is the most by which stock's best logit leads that of the token which the other
-engine took, *noise* the most that a logit differs by after the same tokens, both in steps of
-bfloat16 (at most {near} and {noise}); the last rows are stock by one of vLLM's kernels beside stock
-by the other. *States* were compared, request by request and layer by layer after each commit, with
-a recurrence in float64 over the kept rows: *off* is how many were further from it than
-{tolerance}, and *worst* the largest difference, both of the state's largest number. *Elsewhere*
-counts blocks of other requests that changed. *After a fault*: launches of commits that were made to
-fail were repeated, and the engine gave the same tokens again. *Wrong counts*: commits took in one
-row more or less than was accepted; so many states were off then, of so many.
+`python tests/gpu/try_states.py`: `recurrent="fast"` beside stock, gated delta nets; in the last
+rows stock by one of vLLM's two kernels beside stock by the other. Tokens may part at near-ties:
+*gap* is the most by which stock's best logit leads that of the token which the other engine took,
+*noise* the most that a logit differs by after the same tokens, in steps of bfloat16, of at most
+{near} and {noise}. After each commit all states are compared with a recurrence in float64 over the
+kept rows: *off* counts those whose difference is more than {tolerance} of the
+state's largest number, and *worst* is the largest difference. *Strays* counts states that a forward
+changed, *elsewhere* blocks of other requests that a step changed; - was not watched. *After a
+fault*: launches of commits that were made to fail were repeated, and the engine gave the same
+tokens again. *Wrong counts*: commits took in one row more or less than was accepted; so many states
+were off, of so many.
 """
 AUDIT: Final = """## The audit
 
@@ -139,9 +140,14 @@ def fast(reports: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     done = {name: each for name, each in reports.items() if "error" not in each}
     for name, ours in done.items():
-        stock = done.get(f"{name.rpartition('.')[0]}.stock")
-        if not name.endswith(".fast") or stock is None:
+        if name.count(".") != 2:
             continue
+        kind, own, _ = name.split(".")
+        modes = (own, "eager", "graphs", "full")
+        beside = next((m for m in modes if f"{kind}.{m}.stock" in done), None)
+        if not name.endswith(".fast") or beside is None:
+            continue
+        stock = done[f"{kind}.{beside}.stock"]
         seen = [ours[each]["recurred"] for each in (*played(ours), "fault")]
         found_in = [ours[each] for each in played(ours)]
         found[name] = ties(ours, stock) | {
@@ -158,10 +164,11 @@ def fast(reports: Mapping[str, Any]) -> dict[str, Any]:
             "fault": ours["fault"]["tokens"] == ours["eight"]["tokens"],
             "given_wrong": ours["given_wrong_counts"],
             "seen_wrong": ours["miscounted"]["recurred"]["off"],
+            "beside": beside,
             "blocks": [stock["state_blocks"], ours["state_blocks"]],
             "at_once": [stock["concurrency"], ours["concurrency"]],
         }
-    for mode in ("eager", "graphs"):
+    for mode in ("eager", "graphs", "full"):
         names = [f"{kind}_float32.{mode}.stock" for kind in ("fused", "triton")]
         if all(name in done for name in names):
             found[f"vLLM's two kernels.{mode}"] = ties(*(done[name] for name in reversed(names)))
@@ -269,23 +276,21 @@ def fast_head() -> str:
 
 
 def _fast(engines: Mapping[str, Any]) -> str:
+    header = ["engine", "graphs", "same tokens", "gap", "noise", "off", "worst", "strays"]
+    header += ["elsewhere", "after a fault", "wrong counts", "requests at once"]
     rows = []
     for name, each in engines.items():
-        row = [name, each["graphs"], f"{each['same']} / {each['requests']}"]
-        row += [f"{each['gap']:.1f}", f"{each['noise']:.1f}"]
+        other = each.get("beside", name.split(".")[1])
+        beside = "" if other == name.split(".")[1] else f", beside stock ({other})"
+        row = [name + beside, each["graphs"], f"{each['same']} / {each['requests']}"]
+        row += [f"{each['gap']:.0f}", f"{each['noise']:.0f}"]
         if "states" in each:
             row += [f"{each['off']} / {each['states']}", f"{each['worst']:.1e}"]
-            row += [
-                str(each["strays"] + each["other_blocks"]),
-                "yes" if each["fault"] else "**no**",
-            ]
+            row += [str(each["strays"]), str(each.get("other_blocks", "-"))]
+            row += ["yes" if each["fault"] else "**no**"]
             row += [f"{each['seen_wrong']} / {each['given_wrong']}"]
             row += [" -> ".join(f"{number:.0f}" for number in each["at_once"])]
-        else:
-            row += ["-"] * 6
-        rows.append(row)
-    header = ["engine", "graphs", "same tokens", "gap", "noise", "off", "worst", "elsewhere"]
-    header += ["after a fault", "wrong counts", "requests at once"]
+        rows.append(row + ["-"] * (len(header) - len(row)))
     return table(header, rows) + _commits(engines.values())
 
 

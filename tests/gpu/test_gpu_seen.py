@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from gpu_seen import PAGE, RECORD, draw
+from gpu_ties import NEAR, NOISE
 from kvtxn.integrations.vllm_plugin.policy import matrix
 
 SEEN = json.loads(RECORD.read_text())
@@ -32,6 +33,25 @@ def test_states_are_those_of_stock(engine):
     assert found["at_once"][1] > found["at_once"][0]
 
 
+@pytest.mark.parametrize("engine", SEEN.get("fast", {}))
+def test_fast_states_are_those_of_the_kept_rows(engine):
+    """Tokens part at near-ties alone; wrong counts were seen, each of them."""
+    found = SEEN["fast"][engine]
+    assert found["gap"] <= NEAR
+    assert found["noise"] <= NOISE
+    if "states" not in found:  # stock beside stock
+        return
+    for wrong in ("off", "blind", "other_blocks", "strays"):
+        assert found.get(wrong, 0) == 0
+    assert found["states"] > 500
+    assert found["repeated"] > 0
+    assert found["fault"]
+    assert found["seen_wrong"] == found["given_wrong"] > 20
+    assert (found["replays"] > 0) == (found["graphs"] != "NONE")
+    stock, ours = found["blocks"]
+    assert sum(ours) < sum(stock)
+
+
 #: By the beginning of an engine's name: its model's family in the doctor's matrix, and its model.
 FAMILIES = {
     **dict.fromkeys(("triton", "fused", "ahead", "mtp", "few"), (matrix.STATES, "Qwen3.5")),
@@ -45,20 +65,25 @@ FAMILIES = {
 def test_the_matrix_says_which_hybrids_were_seen():
     """Under which policies, which models of a family, and where no graphs were captured."""
     seen, graphs = {}, {}
-    for engine, found in SEEN["states"].items():
+    engines = {**SEEN["states"], **SEEN.get("fast", {})}
+    for engine, found in engines.items():
+        if engine.startswith("vLLM"):
+            continue
         kind, _, policy = engine.rpartition(".")
         family, name = FAMILIES[kind.partition(".")[0].partition("_")[0]]
+        family = matrix.FAST if policy == "fast" else family
         where = ("cuda", found["runner"])
         # "auto" is "deferred" where FlashAttention 3 reads the rows, as it does on an H200.
         policies = seen.setdefault((where, family), set())
-        policies.add({"auto": "deferred"}.get(policy, policy))
+        policies.add({"auto": "deferred", "fast": "deferred"}.get(policy, policy))
         captured = graphs.setdefault((where, family), {})
         captured[name] = captured.get(name, False) or found["graphs"] != "NONE"
     said = {
         (where, kind[0]): set(policies)
         for where, kinds in matrix.SEEN.items()
         for kind, policies in kinds.items()
-        if where[0] == "cuda" and kind[0] in {family for family, _ in FAMILIES.values()}
+        if where[0] == "cuda"
+        and kind[0] in {family for family, _ in FAMILIES.values()} | {matrix.FAST}
     }
     assert seen == said
     only = {key: as_remark(captured) for key, captured in graphs.items()}

@@ -233,7 +233,7 @@ def summary(reports: dict[str, dict[str, Any]]) -> str:
                 fast = name.endswith(".fast")
                 lines += near_ties(stock, report) if fast else judge(stock, report)
     lines += ["vLLM's Triton kernel beside its fused one, both stock"]
-    for mode in ("eager", "graphs"):
+    for mode in ("eager", "graphs", "full"):
         pair = [reports.get(f"{kind}_float32.{mode}.stock", {}) for kind in ("fused", "triton")]
         if all("graphs" in each for each in pair):
             lines += [f"  {mode}", *near_ties(*pair)]

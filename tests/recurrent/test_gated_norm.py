@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiled_elsewhere import compiled_facts
 from kernels_here import ON_GPU, importing_kernels
 
 with importing_kernels():
@@ -38,3 +39,13 @@ def test_rows_are_normed_in_place(rows, heads, size, dtype, sigmoid):
 def test_nothing_is_launched_for_no_row():
     x = torch.zeros(0, 4, 16, device=DEVICE)
     gated_norm(x, x, torch.ones(16, device=DEVICE), 1e-6, sigmoid=True)
+
+
+def test_it_compiles_for_a_gpu_and_moves_rows_in_wide_words(tmp_path):
+    """Four heads of 128 are 16 numbers per thread, of each of two tensors, and the weights."""
+    found = compiled_facts("compiled_norm.py", tmp_path)
+    assert len(found) == 6
+    for name, each in found.items():
+        words = 4 if name.startswith("fp32") else 2
+        assert each["stores"] == words, name
+        assert each["loads"] <= 2 * words + 4

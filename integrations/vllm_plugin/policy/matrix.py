@@ -113,6 +113,7 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
         (LATENT, "FLASHMLA", "bfloat16", _ONE): _UNDO,
         (LATENT, "FLASH_ATTN_MLA", "bfloat16", _ONE): _BOTH,
         (STATES, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
+        (FAST, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (MIXED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (CONVOLVED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
     },
@@ -122,6 +123,7 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
 ONLY: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     ("cuda", "v2"): {
         STATES: "Qwen3.5",
+        FAST: "Qwen3.5",
         MIXED: "Nemotron-H and Granite 4",
     },
 }
