@@ -96,21 +96,24 @@ RULES: Final[tuple[Rule, ...]] = (
         "context",
         "windows",
         lambda f: f.context_parallel > 1,
-        "context parallelism is not supported yet",
+        "context parallelism spreads a request's rows over ranks: a window would have to know "
+        "which of its rows lie on its rank",
         {"context_parallel": 2},
     ),
     Rule(
         "microbatches",
         "windows",
         lambda f: f.microbatches,
-        "overlapping microbatches are not supported yet",
+        "overlapping microbatches compute two halves of a step at one time: each would need staged "
+        "rows and a commit of its own",
         {"microbatches": True},
     ),
     Rule(
         "adaptive",
         "windows",
         lambda f: f.adaptive,
-        "the number of drafts is decided during the step, so kvtxn cannot plan the step",
+        "the number of drafts is decided on the device within the step: kvtxn would have to plan "
+        "the step's rows there, too",
         {"adaptive": True},
     ),
     Rule(
