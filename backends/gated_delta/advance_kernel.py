@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from .layers import COLUMNS
-from .verify_kernel import appended
 
 _COLUMNS = tl.constexpr(len(COLUMNS))
 (_STATE, _SLOT_STRIDE, _KEY, _CORRECTED, _DECAY, _GROUP) = (
@@ -41,29 +40,6 @@ def _wide(base: tl.tensor, offsets: tl.tensor, RUN: tl.constexpr) -> tl.tensor:
     return pointers
 
 
-@triton.jit
-def _keys_of(
-    row: tl.tensor,
-    left: tl.tensor,
-    KEY_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    RUN: tl.constexpr,
-) -> tl.tensor:
-    """Load a key if rows are left; for threads with 8 neighbours of the state, in two pieces."""
-    if RUN == 8:
-        eighths = tl.arange(0, KEYS // 8)[:, None]
-        offsets = eighths * 8 + tl.arange(0, 4)[None, :]
-        inside = (eighths < KEY_SIZE // 8) & (left > 0 * offsets)
-        lower = tl.load(_wide(row, offsets, 4), mask=inside, other=0.0)
-        upper = tl.load(_wide(row + 4, offsets, 4), mask=inside, other=0.0)
-        key = tl.reshape(tl.permute(tl.join(lower, upper), [0, 2, 1]), [KEYS])
-    else:
-        keys = tl.arange(0, KEYS)
-        inside = (keys // RUN < KEY_SIZE // RUN) & (left > 0 * keys)
-        key = tl.load(_wide(row, keys, RUN), mask=inside, other=0.0)
-    return key
-
-
 @triton.jit(do_not_specialize=["source_stride", "group_stride"])
 def advance_rows(
     table: tl.tensor,
@@ -84,13 +60,10 @@ def advance_rows(
     LONGEST: tl.constexpr,
     RUN: tl.constexpr,
     CROSSES: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-    BRANCH: tl.constexpr,
 ) -> None:
     """Advance one tile of a state by its request's kept rows.
 
-    Grid: (programs of a head * HEADS, requests, layers).
+    Grid: (tiles of a head * HEADS, requests, layers).
 
     Args:
         table: int64 ``[layers, len(COLUMNS)]``, see ``layers``; addresses are multiples of 16, and
@@ -113,13 +86,11 @@ def advance_rows(
         LONGEST: the most rows of a request.
         RUN: numbers of the state in 16 bytes; 1 if its rows do not begin on 16 bytes.
         CROSSES: some request may cross a boundary.
-        TILES: tiles of a program, one after another.
-        STAGES: tiles that are loaded before they are needed, and one more.
-        BRANCH: skip the arithmetic of rows that are not kept.
     """
-    parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
-    part = tl.program_id(0) % parts
-    head = tl.program_id(0) // parts
+    tiles: tl.constexpr = (VALUE_SIZE + VALUES - 1) // VALUES
+    key_run: tl.constexpr = 4 if RUN > 1 else 1
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
     number = tl.program_id(1)
     line = table + tl.program_id(2) * _COLUMNS
     first = tl.load(starts + number)
@@ -130,50 +101,41 @@ def advance_rows(
         return
     slot_stride = tl.load(line + _SLOT_STRIDE)
     keys = tl.arange(0, KEYS)
+    values = tile * VALUES + tl.arange(0, VALUES)
     # A 16-byte word is inside as a whole or not at all; so the compiler sees this.
     some_keys = keys // RUN < KEY_SIZE // RUN
+    some_values = values < VALUE_SIZE
+    inside = some_values[:, None] & some_keys[None, :]
+    cell = (head * VALUE_SIZE + values)[:, None] * KEY_SIZE + keys[None, :]
     begin = _column(line, _STATE, STATE)
+    where = _wide(begin + slot * slot_stride, cell, RUN)
+    state = tl.load(where, mask=inside, other=0.0).to(tl.float32)
+
     row = first.to(tl.int64)
     key_at = _column(line, _KEY, tl.float32) + head // (HEADS // KEY_HEADS) * KEY_SIZE
-    value_at = _column(line, _CORRECTED, tl.float32) + head * VALUE_SIZE
+    value_at = _column(line, _CORRECTED, tl.float32) + head * VALUE_SIZE + values
     decay_at = _column(line, _DECAY, tl.float32) + head
-    all_keys, decays = (), ()
-    for turn in tl.static_range(LONGEST):
-        from_row = key_at + (row + turn) * (KEY_HEADS * KEY_SIZE)
-        key = _keys_of(from_row, taken - turn, KEY_SIZE, KEYS, RUN)
-        all_keys = appended(all_keys, key)
-        decay = tl.load(decay_at + (row + turn) * HEADS, mask=taken > turn, other=1.0)
-        decays = appended(decays, decay)
     if CROSSES:
         there = group * tl.num_programs(1) + number
         next_slot = tl.load(beyond + there).to(tl.int64)
         until = tl.load(boundary + there)
         crosses = (next_slot > 0) & (taken > until)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        values = (part * TILES + tile) * VALUES + tl.arange(0, VALUES)
-        some_values = values < VALUE_SIZE
-        inside = some_values[:, None] & some_keys[None, :]
-        cell = (head * VALUE_SIZE + values)[:, None] * KEY_SIZE + keys[None, :]
-        where = _wide(begin + slot * slot_stride, cell, RUN)
-        state = tl.load(where, mask=inside, other=0.0).to(tl.float32)
-        new_values = ()
-        for turn in tl.static_range(LONGEST):
-            value = tl.load(
-                value_at + (row + turn) * (HEADS * VALUE_SIZE) + values,
-                mask=some_values & (taken > turn + 0 * values),
-                other=0.0,
-            )
-            new_values = appended(new_values, value)
-        for turn in tl.static_range(LONGEST):
-            if CROSSES and crosses & (until == turn):
-                if turn > 0:
-                    tl.store(where, state.to(STATE), mask=inside)
-                where = _wide(begin + next_slot * slot_stride, cell, RUN)
-            if BRANCH:
-                if taken > turn:
-                    state = (
-                        state * decays[turn] + new_values[turn][:, None] * all_keys[turn][None, :]
-                    )
-            else:
-                state = state * decays[turn] + new_values[turn][:, None] * all_keys[turn][None, :]
-        tl.store(where, state.to(STATE), mask=inside)
+    for turn in tl.static_range(LONGEST):
+        if CROSSES and crosses & (until == turn):
+            if turn > 0:
+                tl.store(where, state.to(STATE), mask=inside)
+            where = _wide(begin + next_slot * slot_stride, cell, RUN)
+        now = row + turn
+        key = tl.load(
+            _wide(key_at + now * (KEY_HEADS * KEY_SIZE), keys, key_run),
+            mask=some_keys & (taken > turn + 0 * keys),
+            other=0.0,
+        )
+        value = tl.load(
+            value_at + now * (HEADS * VALUE_SIZE),
+            mask=some_values & (taken > turn + 0 * values),
+            other=0.0,
+        )
+        decay = tl.load(decay_at + now * HEADS, mask=taken > turn, other=1.0)
+        state = state * decay + value[:, None] * key[None, :]
+    tl.store(where, state.to(STATE), mask=inside)

@@ -28,12 +28,6 @@ import triton.language as tl
 
 
 @triton.jit
-def appended(items: tl.tuple, item: tl.tensor) -> tl.tuple:
-    """Return a tuple with one more item; compilers know no lists."""
-    return items + (item,)  # noqa: RUF005 - nor unpacking
-
-
-@triton.jit
 def truncated(numbers: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return the upper halves of float32 numbers as bfloat16, and the rest of them, exactly."""
     bits = numbers.to(tl.uint32, bitcast=True)
@@ -174,6 +168,56 @@ def state_of(
     )  # fmt: skip
 
 
+@triton.jit
+def values_of(
+    given: tl.tensor, values: tl.tensor, live: tl.tensor, VALUE_SIZE: tl.constexpr
+) -> tl.tensor:
+    """Load the elements ``values`` of the rows' values as ``[VALUES, 2 * COLUMNS]``."""
+    inside = live[None, :] & (values < VALUE_SIZE)[:, None]
+    return tl.load(given + values[:, None], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rows_of(
+    seen: tl.tensor,
+    wanted: tl.tensor,
+    among: tl.tensor,
+    decay: tl.tensor,
+    strength: tl.tensor,
+    VALUES: tl.constexpr,
+    LONGEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Take one row after another in, on the products alone.
+
+    Args:
+        seen: ``[VALUES, 2 * COLUMNS]``, the state times keys and queries.
+        wanted: likewise, the values of the rows.
+        among: ``[2 * COLUMNS, 2 * COLUMNS]``, keys times keys and queries.
+        decay: ``[2 * COLUMNS]``.
+        strength: ``[2 * COLUMNS]``.
+        VALUES: rows of a tile.
+        LONGEST: the most rows of a request.
+        COLUMNS: columns of keys.
+
+    Returns:
+        Corrected values in the columns of keys, and outputs in those of queries.
+    """
+    columns = tl.arange(0, 2 * COLUMNS)
+    corrected = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
+    outputs = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
+    for turn in tl.static_range(LONGEST):
+        this = columns == turn
+        seen = seen * tl.sum(tl.where(this, decay, 0.0), axis=0)
+        fresh = tl.sum(tl.where(this[None, :], wanted - seen, 0.0), axis=1)
+        fresh = fresh * tl.sum(tl.where(this, strength, 0.0), axis=0)
+        with_key = tl.sum(tl.where(this[:, None], among, 0.0), axis=0)
+        seen = seen + fresh[:, None] * with_key[None, :]
+        corrected = tl.where(this[None, :], fresh[:, None], corrected)
+        outputs = tl.where((columns == COLUMNS + turn)[None, :], seen, outputs)
+    return corrected, outputs
+
+
 @triton.jit(do_not_specialize=["source_stride"])
 def verify_rows(
     query: tl.tensor,
@@ -210,12 +254,10 @@ def verify_rows(
     RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
     NORMALISE: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
     """Compute outputs, and stage keys, corrected values and decays.
 
-    Grid: (programs of a head * HEADS, requests).
+    Grid: (tiles of a head * HEADS, requests).
 
     Args:
         query: ``[num_rows, KEY_HEADS, KEY_SIZE]``, a row contiguous, as are all rows here.
@@ -254,12 +296,10 @@ def verify_rows(
         ALIGNED: each run of keys begins on 16 bytes in the state, and on a multiple of its size in
             queries and keys.
         NORMALISE: divide queries and keys by their length.
-        TILES: tiles of a program, one after another.
-        STAGES: tiles that are loaded before they are needed, and one more.
     """
-    parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
-    part = tl.program_id(0) % parts
-    head = tl.program_id(0) // parts
+    tiles: tl.constexpr = (VALUE_SIZE + VALUES - 1) // VALUES
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
     number = tl.program_id(1)
     slot = tl.load(sources + number * source_stride).to(tl.int64)
     first = tl.load(starts + number)
@@ -269,9 +309,9 @@ def verify_rows(
     key_head = head // (HEADS // KEY_HEADS)
 
     # The state, and the keys and queries as COLUMNS rows each.
+    first_value = tile * VALUES
     begin = state + slot * slot_stride + head * VALUE_SIZE * KEY_SIZE
-    if TILES == 1:  # so that it comes while the keys are multiplied
-        only = state_of(begin, part * VALUES, KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED)
+    now = state_of(begin, first_value, KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED)
     lines = tl.arange(0, 2 * COLUMNS * KEYS // (4 * RUN))
     turns = lines % COLUMNS
     rows = first.to(tl.int64) + turns
@@ -290,6 +330,8 @@ def verify_rows(
     x = tl.load(a + row * a_stride + head, mask=live, other=0.0).to(tl.float32)
     strength = tl.load(b + row * b_stride + head, mask=live, other=0.0).to(tl.float32)
     given = value + (row * value_stride + head * VALUE_SIZE)[None, :]
+    values = first_value + tl.arange(0, VALUES)
+    wanted = values_of(given, values, live, VALUE_SIZE)
 
     # Decay and strength of each row.
     x += tl.load(dt_bias + head).to(tl.float32)
@@ -308,7 +350,7 @@ def verify_rows(
     among = among * factor[None, :]
 
     kept = live & (columns < COLUMNS)
-    if part == 0:
+    if tile == 0:
         tl.store(kept_decay + row * HEADS + head, decay, mask=kept)
         if head % (HEADS // KEY_HEADS) == 0:
             unit = pairs.to(tl.float32)
@@ -323,36 +365,12 @@ def verify_rows(
 
     made = out + (row * out_stride + head * VALUE_SIZE)[None, :]
     staged = kept_value + ((row * HEADS + head) * VALUE_SIZE)[None, :]
-    split_state: tl.constexpr = state.dtype.element_ty != tl.bfloat16
-    # What each row needs of the others, once for all tiles.
-    decays, strengths, with_keys = (), (), ()
-    for turn_now in tl.static_range(LONGEST):
-        this = columns == turn_now
-        decays = appended(decays, tl.sum(tl.where(this, decay, 0.0), axis=0))
-        strengths = appended(strengths, tl.sum(tl.where(this, strength, 0.0), axis=0))
-        with_keys = appended(with_keys, tl.sum(tl.where(this[:, None], among, 0.0), axis=0))
-
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        first_value = (part * TILES + tile) * VALUES
-        values = first_value + tl.arange(0, VALUES)
-        if TILES == 1:
-            now = only
-        else:
-            now = state_of(begin, first_value, KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED)
-        inside = live[None, :] & (values < VALUE_SIZE)[:, None]
-        wanted = tl.load(given + values[:, None], mask=inside, other=0.0).to(tl.float32)
-        seen = product(now, pairs, VALUES, 2 * COLUMNS, KEYS, RUN, split_state, split)
-        seen = seen * factor[None, :]
-        corrected = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
-        outputs = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
-        for turn_now in tl.static_range(LONGEST):  # one row after another, on products alone
-            this = columns == turn_now
-            seen = seen * decays[turn_now]
-            fresh = tl.sum(tl.where(this[None, :], wanted - seen, 0.0), axis=1)
-            fresh = fresh * strengths[turn_now]
-            seen = seen + fresh[:, None] * with_keys[turn_now][None, :]
-            corrected = tl.where(this[None, :], fresh[:, None], corrected)
-            outputs = tl.where((columns == COLUMNS + turn_now)[None, :], seen, outputs)
-        results = outputs.to(out.dtype.element_ty)
-        tl.store(made + values[:, None], results, mask=inside & asks[None, :])
-        tl.store(staged + values[:, None], corrected, mask=inside & kept[None, :])
+    split_state: tl.constexpr = now.dtype != tl.bfloat16
+    seen = product(now, pairs, VALUES, 2 * COLUMNS, KEYS, RUN, split_state, split)
+    corrected, outputs = rows_of(
+        seen * factor[None, :], wanted, among, decay, strength, VALUES, LONGEST, COLUMNS
+    )
+    inside = live[None, :] & (values < VALUE_SIZE)[:, None]
+    answered = inside & asks[None, :]
+    tl.store(made + values[:, None], outputs.to(out.dtype.element_ty), mask=answered)
+    tl.store(staged + values[:, None], corrected, mask=inside & kept[None, :])

@@ -100,7 +100,6 @@ def advance_states(
     VALUES: tl.constexpr,
     KEYS: tl.constexpr,
     VECTOR: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     SHIFTS: tl.constexpr,
     WORD: tl.constexpr,
     TAPS: tl.constexpr,
@@ -153,7 +152,6 @@ def advance_states(
         VALUES: as for ``take_in``.
         KEYS: as for ``take_in``.
         VECTOR: as for ``take_in``.
-        AT_ONCE: as for ``take_in``.
         SHIFTS: some state is a convolution's past.
         WORD: as for ``shift_in``.
         TAPS: as for ``shift_in``.
@@ -209,7 +207,7 @@ def advance_states(
                 if tl.load(line + AT_SHIFTS) == 0:
                     take_in(
                         line, parts, slot, last_slot, boundary, tile, lanes, chosen, source,
-                        CROSSES, STATE, KEY, VALUES, KEYS, VECTOR, AT_ONCE,
+                        CROSSES, STATE, KEY, VALUES, KEYS, VECTOR,
                     )  # fmt: skip
                 else:
                     shift_in(
@@ -219,7 +217,7 @@ def advance_states(
             elif RANK_ONE:
                 take_in(
                     line, parts, slot, last_slot, boundary, tile, lanes, chosen, source,
-                    CROSSES, STATE, KEY, VALUES, KEYS, VECTOR, AT_ONCE,
+                    CROSSES, STATE, KEY, VALUES, KEYS, VECTOR,
                 )  # fmt: skip
             else:
                 shift_in(

@@ -70,9 +70,6 @@ ROWS_UNTIL, SLOT_BEYOND = (tl.constexpr(column) for column in range(len(CROSSING
 _TILE: Final = 4096
 _PAST_TILE: Final = 1024
 
-#: Rows whose numbers are asked for before the first of them is needed.
-_AT_ONCE: Final = 2
-
 _TYPES: Final = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -169,7 +166,6 @@ def _plan(heads: Sequence[_StateAt], pasts: Sequence[_StateAt]) -> StatePlan:
         "RANK_ONE": bool(heads),
         **dict.fromkeys(("STATE", "KEY"), tl.float32),
         **dict.fromkeys(("VALUES", "KEYS", "VECTOR"), 1),
-        "AT_ONCE": _AT_ONCE,
         "SHIFTS": bool(pasts),
         "WORD": tl.int16,
         **dict.fromkeys(("TAPS", "CHANNELS"), 1),

@@ -25,12 +25,6 @@ from .plan import (
 
 
 @triton.jit
-def appended(items: tl.tuple, item: tl.tensor) -> tl.tuple:
-    """Return a tuple with one more item; compilers know no lists."""
-    return items + (item,)  # noqa: RUF005 - nor unpacking
-
-
-@triton.jit
 def rounded(numbers: tl.tensor, STATE: tl.constexpr) -> tl.tensor:
     """Round float32 numbers to the nearest numbers of dtype ``STATE``, ties to even.
 
@@ -62,7 +56,6 @@ def take_in(
     VALUES: tl.constexpr,
     KEYS: tl.constexpr,
     VECTOR: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ) -> None:
     """Let one tile of a state ``[heads, value_size, key_size]`` take its request's rows in.
 
@@ -85,7 +78,6 @@ def take_in(
         KEYS: columns of a tile, at least those of the state.
         VECTOR: elements of 16 bytes, if keys lie side by side and each run of them begins on 16
             bytes; else 1.
-        AT_ONCE: rows whose numbers are asked for before the first of them is needed.
     """
     per_head = tl.load(line + AT_TILES_PER_HEAD).to(tl.int32)
     head = tile // per_head
@@ -117,31 +109,21 @@ def take_in(
     decay_step = tl.load(decay_line + PART_ROW_STRIDE)
     last = tl.max(tl.where(chosen != 0, lanes + 1, 0), axis=0)
     taken = 0
-    for first in range(0, last, AT_ONCE):
-        # Rows are far away: several are asked for before the first one is needed.
-        taking, new_keys, new_values, decays = (), (), (), ()
-        for turn in tl.static_range(AT_ONCE):
-            now = lanes == first + turn
-            takes = tl.sum(tl.where(now, chosen, 0), axis=0)
+    for turn in range(0, last):
+        now = lanes == turn
+        if tl.sum(tl.where(now, chosen, 0), axis=0) > 0:
             row = tl.sum(tl.where(now, source, 0), axis=0)
             key = (key_at + row * key_step).to(tl.pointer_type(KEY))
             value = (value_at + row * value_step).to(tl.pointer_type(tl.float32))
             decay = (decay_at + row * decay_step).to(tl.pointer_type(tl.float32))
-            of_keys = some_keys & (takes > 0 * keys)
-            taking = appended(taking, takes)
-            new_keys = appended(new_keys, tl.load(key, mask=of_keys, other=0.0))
-            of_values = some_values & (takes > 0 * values)
-            new_values = appended(new_values, tl.load(value, mask=of_values, other=0.0))
-            decays = appended(decays, tl.load(decay, mask=of_keys, other=0.0))
-        for turn in tl.static_range(AT_ONCE):
-            if taking[turn] > 0:
-                k: tl.tensor = new_keys[turn].to(tl.float32)
-                v: tl.tensor = new_values[turn]
-                state = state * decays[turn][None, :] + v[:, None] * k[None, :]
-                if CROSSES:
-                    taken += 1
-                    if taken == boundary:
-                        tl.store(here, rounded(state, STATE), mask=inside)
+            k = tl.load(key, mask=some_keys, other=0.0).to(tl.float32)
+            v = tl.load(value, mask=some_values, other=0.0)
+            d = tl.load(decay, mask=some_keys, other=0.0)
+            state = state * d[None, :] + v[:, None] * k[None, :]
+            if CROSSES:
+                taken += 1
+                if taken == boundary:
+                    tl.store(here, rounded(state, STATE), mask=inside)
     there = here
     if CROSSES:
         there = cells(places + last_slot * tl.load(line + AT_SLOT_STRIDE), STATE, VECTOR)

@@ -18,7 +18,7 @@ ARGUMENTS = ["*i64", "*i32", *["*i64"] * 8, *["i32"] * 5, "i64", "i32", "i64", "
 #: Qwen3.5's layer: heads of 128 x 128 and convolutions of four taps.
 CONSTANTS = {
     "ACCEPT": 1, "UNIFORM": True, "GROUPS": 2, "CROSSES": False, "RANK_ONE": True,
-    "STATE": tl.float32, "KEY": tl.float32, "VALUES": 32, "KEYS": 128, "VECTOR": 4, "AT_ONCE": 2,
+    "STATE": tl.float32, "KEY": tl.float32, "VALUES": 32, "KEYS": 128, "VECTOR": 4,
     "SHIFTS": True, "WORD": tl.int16, "TAPS": 4, "CHANNELS": 256, "LONGEST": 8, "CHUNK": 128,
 }  # fmt: skip
 

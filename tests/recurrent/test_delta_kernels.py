@@ -71,7 +71,7 @@ def test_verify_is_as_specified(state, rows, sizes):
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     seed=st.integers(0, 2**20),
     normalise=st.booleans(),
-    tile=st.sampled_from([Tile(16), Tile(32, 2), Tile(16, 1, 2, 3)]),
+    tile=st.sampled_from([Tile(16), Tile(32), Tile(32, 2)]),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 4)]),
 )
 @settings(max_examples=15, deadline=None)
