@@ -6,6 +6,7 @@ request, and a commit that takes the kept rows in.
 
 from __future__ import annotations
 
+from collections import Counter
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -91,6 +92,33 @@ def test_states_are_those_after_the_kept_rows_and_no_other_count(rig):
     rig.step([4, 4, 4, 4], [2, 2, 3, 1])
     if rig.make is not None:
         assert (rig.make.captured, rig.make.replays) == (3, 7)  # of 1, 2 and 4 requests
+
+
+def test_the_kernels_take_what_vllms_methods_give(monkeypatch):
+    """Through Triton's interpreter, which cuts bfloat16 off where a GPU rounds."""
+    with importing_kernels():
+        from kvtxn.backends.gated_delta import launch
+
+    seen = Counter()
+
+    def verify(query, key, value, a, b, A_log, dt_bias, *where, scale, longest):
+        seen["verify"] += 1
+        given = query, key, value, a, b, A_log, dt_bias
+        launch.launch_verify(given, *where, scale=scale, normalise=True, longest=longest)
+
+    def advance(layers, sources, count, starts, *, longest):
+        seen["advance"] += 1
+        launch.launch_advance(layers, sources, count, starts, None, None, longest=longest)
+
+    monkeypatch.setattr(replayed_rows, "verify_gated_delta", verify)
+    monkeypatch.setattr(replayed_rows, "advance_gated_delta", advance)
+    rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
+    rig.states.warm_up()
+    rig.states.hook()
+    rig.step([4, 1, 3, 2], [4, 1, 2, 1])
+    rig.step([4, 4], [3, 0])
+    rig.step([1, 2, 3, 4], [1, 2, 2, 3])
+    assert seen == {"verify": 2 + 3, "advance": 1 + 3}  # warm-ups and steps
 
 
 @pytest.mark.parametrize("by", [-1, 1])
