@@ -98,12 +98,12 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         command: Command = _entries()[args.command].load()
     except Exception as error:  # another package's, which may fail in any way
-        front.error(f"{args.command} cannot be used: {_reason(error)}")
+        front.error(f"{args.command} cannot be used: {_reason(error, args.command)}")
     log.configure(args.log_level)
     try:
         return run_command(prog, command, command.help, words, args)
     except ModuleNotFoundError as error:
-        remedy = _remedy(error)
+        remedy = _remedy(error, args.command)
         if remedy is None:
             raise
         print(f"{prog}: {remedy}", file=sys.stderr)
@@ -155,19 +155,22 @@ def _summary(entry: EntryPoint) -> str:
     try:
         command: Command = entry.load()
     except Exception as error:  # another package's error must not hide the other commands
-        return f"(cannot be used: {_reason(error)})"
+        return f"(cannot be used: {_reason(error, entry.name)})"
     return command.help
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, command: str) -> str:
     """Say why a command cannot be imported, and how to install what is missing, if known."""
-    remedy = _remedy(error) if isinstance(error, ModuleNotFoundError) else None
+    remedy = _remedy(error, command) if isinstance(error, ModuleNotFoundError) else None
     return remedy or f"{error!r}; install what it needs"
 
 
-def _remedy(error: ModuleNotFoundError) -> str | None:
-    """Name the extra of kvtxn that brings a missing module; None if no extra does."""
-    extra = extras.bringing(error)
+def _remedy(error: ModuleNotFoundError, command: str) -> str | None:
+    """Name the extra of kvtxn that brings a missing module; None if no extra does.
+
+    Of several extras the command's namesake is taken, which brings all that the command needs.
+    """
+    extra = extras.bringing(error, command)
     if extra is None:
         return None
     return f"needs {extra.distribution}, which is not installed: {extra.command}"

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from . import __version__, registry
+from . import __version__, extras, registry
 from .errors import ConfigError
 from .policy import choose_policy
 
@@ -109,10 +109,14 @@ def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
         "auto": {str(device): _auto(device) for device in devices},
     }
     for entry in entry_points(group=GROUP):
+        problem = "unavailable" if engine_args is None else NOT_JUDGED
+        lacking = extras.missing(entry.name)
+        if lacking is not None:
+            report[entry.name] = {problem: lacking}
+            continue
         try:
             report[entry.name] = entry.load()(engine_args)
         except Exception as error:  # a broken engine must not hide the rest of the report
-            problem = "unavailable" if engine_args is None else NOT_JUDGED
             report[entry.name] = {problem: f"{type(error).__name__}: {error}"}
     return report
 

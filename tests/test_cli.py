@@ -10,8 +10,9 @@ import sys
 
 import pytest
 import torch
+from kvtxn.benchmarks.host import idle_window
 
-from kvtxn import __version__, cli, doctor
+from kvtxn import __version__, cli, doctor, extras
 from kvtxn.cli import main
 
 
@@ -335,6 +336,43 @@ def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.strip() == f"kvtxn {__version__}"
+
+
+def test_bench_host_says_what_it_lacks_before_it_measures(monkeypatch, capsys):
+    """And that the extra for benchmarks brings it, which others may bring as well."""
+    monkeypatch.setattr(cli, "find_spec", lambda module: None)
+    monkeypatch.setattr(idle_window, "measure", None)
+    assert main(["bench", "host"]) == 2
+    says = "kvtxn bench: needs tabulate, which is not installed: pip install 'kvtxn[bench]'\n"
+    assert capsys.readouterr().err == says
+
+
+@pytest.mark.parametrize(
+    ("module", "prefer", "extra"),
+    [
+        ("numpy", "bench", "bench"),
+        ("numpy", "vllm", "vllm"),
+        ("numba", "bench", "numba"),
+        ("numpy.linalg", "nobody", "numba"),
+        ("cpuinfo", None, "bench"),
+    ],
+)
+def test_the_extra_that_brings_a_module(module, prefer, extra):
+    """Of several, the one with all that the command needs."""
+    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    found = extras.bringing(error, prefer)
+    assert found is not None
+    assert found.command == f"pip install 'kvtxn[{extra}]'"
+    assert extras.bringing(ModuleNotFoundError("x", name="x"), prefer) is None
+
+
+def test_the_doctor_names_a_package_that_is_missing(monkeypatch):
+    """Not the first module that its integration happens to import."""
+    monkeypatch.setattr(extras, "find_spec", lambda module: None)
+    report = doctor.examine()
+    assert report["vllm"] == {
+        "unavailable": "vllm is not installed; pip install 'kvtxn[vllm]' brings it"
+    }
 
 
 def test_bench_host_measures(capsys):

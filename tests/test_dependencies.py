@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -68,6 +69,28 @@ def test_what_is_declared_is_imported(extra):
     files = [path for path in sources() if not extra or extra in EXTRAS[area(path)]]
     own = declared(extra) - declared() if extra else declared()
     assert own <= {name for path in files for name in imported(path)}
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+#: Extras that the tests are run with; "dev" asks for some of them itself.
+TESTED_WITH = ("dev", "bench", "numba", "testing", "transformers", "triton", "vllm")
+#: What "dev" brings and no test imports: commands, plug-ins of theirs, and stubs.
+TOOLS = {"mypy", "pip", "pytest-timeout", "ruff", "setuptools", "types-cachetools"}
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_test_imports_is_declared(path):
+    """For "dev", or for an extra that the tests are run with."""
+    helpers = {canonicalize_name(each.stem) for each in TESTS}
+    assert imported(path) - helpers <= declared(*TESTED_WITH)
+
+
+def test_what_is_declared_for_the_tests_is_imported():
+    """Besides the tools, which are no modules of the tests."""
+    called = "\n".join(path.read_text() for path in TESTS)
+    named = set(map(canonicalize_name, re.findall(r"""importorskip\(["'](\w+)""", called)))
+    found = named.union(*map(imported, TESTS))
+    assert declared("dev") - declared() - TOOLS <= found
 
 
 @pytest.mark.parametrize("extra", ["", "vllm"])

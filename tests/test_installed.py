@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from building import ROOT, build_sdist, build_wheel, copy_sources, environment, install, needed
 from kvtxn.benchmarks.command import SUITES
+from test_dependencies import PROJECT
 
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 #: Beside each suite without arguments: these are short enough to be carried out.
@@ -25,13 +26,21 @@ ARGUMENTS = {
 REMEDY = re.compile(r"needs [\w-]+, which is not installed: pip install 'kvtxn\[(\w+)\]'")
 
 
-COMMANDS = [["--help"], ["doctor", "--json"], ["demo"], ["demo", "--help"], ["bench", "--help"]]
+COMMANDS = [["--help"], ["doctor", "--json"], ["bench", "--help"]]
+COMMANDS += [[name, *more] for name in ("audit", "demo", "trace") for more in ([], ["--help"])]
 COMMANDS += [["bench", suite, *ARGUMENTS.get(suite, [])] for suite in SUITES]
 COMMANDS += [["bench", suite, "--help"] for suite in SUITES]
+#: All commands, as the package declares them.
+KVTXN = PROJECT["entry-points"]["kvtxn.commands"]
 FIRST = ["-c", next(code for code in README if "manager.window" in code)]
-#: A module that an extra is for, and that nothing else brings.
+#: Extras that bring a single package, and no benchmark or engine with all that it needs.
+NARROW = {"numba", "transformers"}
+#: A module that an extra is for, and that nothing else brings. The extra "vllm" is an engine of
+#: some gigabytes, and "dev" is for the sources: ``test_dependencies`` compares what they ask for
+#: with the imports.
 IMPORTS = {
     "": "kvtxn.backends.torch_executor",
+    "numba": "kvtxn.backends.audit_numba",
     "triton": "kvtxn.backends.triton_executor",
     "transformers": "kvtxn.integrations.transformers_cache",
     "testing": "kvtxn.testing",
@@ -89,9 +98,11 @@ def installed(request, wheel, tmp_path_factory):
 def test_help_the_doctor_and_the_first_example(installed):
     """They work with torch alone as with any extra."""
     listed = installed.ended["--help"]["printed"]
-    assert all(f"  {name} " in listed for name in ("bench", "demo", "doctor"))
+    assert all(f"  {name} " in listed for name in KVTXN)
     report = json.loads(installed.ended["doctor --json"]["printed"])
     assert report["auto"]["cpu"]["policy"] == "deferred"
+    lacking = "vllm is not installed; pip install 'kvtxn[vllm]' brings it"
+    assert report["vllm"] == {"unavailable": lacking}
     triton = next(row for row in report["backends"] if row["name"] == "triton")
     # The builds of torch for CUDA bring Triton along.
     mended = "cannot be imported: No module named 'triton'; pip install 'kvtxn[triton]' brings it"
@@ -113,6 +124,7 @@ def test_each_command_comes_to_its_first_sentence(installed, words):
         assert ended["code"] == 0
     elif missing:
         assert (ended["code"], missing[1] == installed.extra) == (2, False)
+        assert missing[1] not in NARROW
     elif words == ["bench", "report", "nothing.json"]:
         assert "nothing.json" in printed
         assert ended["code"] == 2
@@ -133,7 +145,8 @@ def test_what_an_extra_is_for_is_in_it(installed):
 def test_a_command_imports_no_other(installed):
     """Neither a command, nor a suite of `kvtxn bench`."""
     own = {
-        "demo": "kvtxn.integrations.demo.",
+        "audit": "kvtxn.integrations.audit_command.command",
+        "demo": "kvtxn.integrations.demo.command",
         "bench --help": "kvtxn.benchmarks.",
         "doctor --json": "kvtxn.doctor",
     }

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ... import CapturedRows, LayerRef, TransactionManager, TxnConfig
-from ...cli import natural
+from ...cli import natural, require
 from ...layout import RowLayout
 from ..common import machine
 from ..common.markdown import plain
@@ -52,6 +52,8 @@ def _device(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every combination and print a table."""
+    if not args.json:
+        require("tabulate")
     torch.set_num_threads(1)  # on rows this small a second thread only adds waiting
     rows = [
         measure(args, policy, requests) for policy in args.policies for requests in args.requests

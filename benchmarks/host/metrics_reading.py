@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure two engines, one after the other, and print a table."""
     require("vllm")
+    require("tabulate")
     from ...integrations.vllm_plugin.metrics.snapshots import INTERVAL
 
     rows = [measure(args, where) for where in (IN_PROCESS, OWN_PROCESS)]
