@@ -12,7 +12,7 @@ and in the latter case the engine runs as if kvtxn were not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -32,6 +32,7 @@ from .metrics.snapshots import (
     snapshots,
     unhook_clients,
 )
+from .policy import supported
 from .policy.engine import EngineFacts
 from .policy.rules import decide
 from .settings import PluginSettings, is_asked, is_audited, settings, wants
@@ -296,16 +297,16 @@ def _attach(
 
         gpu_runners.reserve_memory(wrapper, wanted)
     if policy == "deferred":  # before the model is made, which asks for its attention
-        _register_attention(rank)
+        _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
 
 
-def _register_attention(rank: int) -> None:
+def _register_attention(rank: int, names: Sequence[str]) -> None:
     """Let vLLM find the attention that reads windows; somebody else's stays, with a log line."""
     from .internals import backends
 
-    for name, path in WINDOW_ATTENTION.items():
+    for name in names:
         try:
-            _undo_engines.append(backends.register(name, path))
+            _undo_engines.append(backends.register(name, WINDOW_ATTENTION[name]))
         except KVTxnError as error:
             effect = "drafts cannot wait: 'auto' takes 'undo', 'deferred' leaves kvtxn inactive"
             log.warning(

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvtxn.integrations.vllm_plugin.policy.releases import number
+from kvtxn.integrations.vllm_plugin.policy.supported import ROW_RELEASES
 from scenarios import NGRAM
 
 #: Variables of every engine.
@@ -42,11 +43,21 @@ def timed(found: dict[str, Any], name: str, scenario: str) -> bool:
 NOT_HERE = "is not valid for this configuration"
 
 
+def installed() -> str | None:
+    """Return the release of vLLM for GPUs that is installed; None without any."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return None
+
+
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 BOTH = ("undo", "deferred")
 AGAIN = ("again", *BOTH)
 OTHER = ("other", *BOTH)
 UNDO = ("undo",)
+#: Where the attention is another one than FLASH_ATTN; in some releases its drafts may not wait.
+ROWS = BOTH if installed() in (None, *ROW_RELEASES) else UNDO
 
 
 def missing(name: str | None = None, count: int = 1) -> str | None:
@@ -62,9 +73,8 @@ def missing(name: str | None = None, count: int = 1) -> str | None:
         count = JOBS[name].get("gpus", 1)
     if torch.cuda.device_count() < count:
         return "there is one GPU"
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
+    found = installed()
+    if found is None:
         return "vllm is not installed"
     return None if name is None else lacking(name, found)
 
@@ -126,7 +136,7 @@ JOBS: dict[str, dict[str, Any]] = {
         *("llama", "FLASH_ATTN", ("deferred",), "graphs that serve prompts and drafts together"),
         options={"compilation_config": {"cudagraph_mode": "FULL"}},
     ),
-    "triton": job("llama", "TRITON_ATTN", BOTH, "another attention", scenarios=FULL),
+    "triton": job("llama", "TRITON_ATTN", ROWS, "another attention", scenarios=FULL),
     "flashinfer": job("llama", "FLASHINFER", UNDO, "another attention", scenarios=FULL),
     "flex": job("llama", "FLEX_ATTENTION", UNDO, "another attention", scenarios=SHORT),
     "gemma3": job(
@@ -134,21 +144,21 @@ JOBS: dict[str, dict[str, Any]] = {
         scenarios=FULL,
         options={"prefix_cache_retention_interval": None},
     ),
-    "triton_mla": job("deepseek", "TRITON_MLA", BOTH, "latent rows", scenarios=FULL),
+    "triton_mla": job("deepseek", "TRITON_MLA", ROWS, "latent rows", scenarios=FULL),
     "flashmla": job(
         *("deepseek", "FLASHMLA", UNDO, "latent rows in blocks of 64"),
         scenarios=SHORT,
         options=BLOCKS_OF_64,
     ),
-    "flash_mla": job("deepseek", "FLASH_ATTN_MLA", BOTH, "latent rows", scenarios=SHORT),
+    "flash_mla": job("deepseek", "FLASH_ATTN_MLA", ROWS, "latent rows", scenarios=SHORT),
     "flash_fp8": job("llama", "FLASH_ATTN", BOTH, "rows of 8 bits", options=FP8),
-    "triton_fp8": job("llama", "TRITON_ATTN", BOTH, "rows of 8 bits", options=FP8),
+    "triton_fp8": job("llama", "TRITON_ATTN", ROWS, "rows of 8 bits", options=FP8),
     "flashinfer_fp8": job("llama", "FLASHINFER", UNDO, "rows of 8 bits", options=FP8),
-    "mla_fp8": job("deepseek", "TRITON_MLA", BOTH, "latent rows of 8 bits", options=FP8),
+    "mla_fp8": job("deepseek", "TRITON_MLA", ROWS, "latent rows of 8 bits", options=FP8),
     "v1_flash": job("llama", "FLASH_ATTN", AGAIN, "the V1 runner", scenarios=FULL, environment=V1),
-    "v1_triton": job("llama", "TRITON_ATTN", BOTH, "the V1 runner", environment=V1),
+    "v1_triton": job("llama", "TRITON_ATTN", ROWS, "the V1 runner", environment=V1),
     "v1_flashinfer": job("llama", "FLASHINFER", UNDO, "the V1 runner", environment=V1),
-    "v1_mla": job("deepseek", "TRITON_MLA", BOTH, "the V1 runner, latent rows", environment=V1),
+    "v1_mla": job("deepseek", "TRITON_MLA", ROWS, "the V1 runner, latent rows", environment=V1),
     "v1_gemma3": job(
         *("gemma3", "FLASH_ATTN", AGAIN, "the V1 runner, two KV-cache groups"),
         environment=V1,
@@ -163,7 +173,7 @@ JOBS: dict[str, dict[str, Any]] = {
     ),
     "eagle": job("llama", "FLASH_ATTN", BOTH, "EAGLE", **drafter("eagle", "eagle")),
     "eagle3": job("llama", "FLASH_ATTN", BOTH, "EAGLE-3", **drafter("eagle3", "eagle3")),
-    "mtp": job("deepseek_mtp", "TRITON_MLA", BOTH, "MTP, latent rows", **drafter("mtp")),
+    "mtp": job("deepseek_mtp", "TRITON_MLA", ROWS, "MTP, latent rows", **drafter("mtp")),
     "v1_draft": job(
         *("llama", "FLASH_ATTN", BOTH, "the V1 runner, drafts from a model"),
         draft="draft",
@@ -176,7 +186,7 @@ JOBS: dict[str, dict[str, Any]] = {
         **drafter("eagle", "eagle"),
     ),
     "v1_mtp": job(
-        *("deepseek_mtp", "TRITON_MLA", BOTH, "the V1 runner, MTP, latent rows"),
+        *("deepseek_mtp", "TRITON_MLA", ROWS, "the V1 runner, MTP, latent rows"),
         environment=V1,
         **drafter("mtp"),
     ),

@@ -201,6 +201,21 @@ RULES: Final[tuple[Rule, ...]] = (
         {"device": "cuda", "runner": "v2", "attention": "FLASHINFER", "dtype": "bfloat16"},
     ),
     Rule(
+        "release of other attention",
+        "deferred",
+        lambda f: (
+            f.device == "cuda"
+            and f.attention in supported.READ_ROWS
+            and f.attention not in supported.read_rows(f.version, unchecked=f.unchecked)
+        ),
+        "kvtxn was not checked with draft rows that wait outside their slots under {attention} of "
+        "vLLM {version}; supported: " + ", ".join(supported.ROW_RELEASES),
+        {
+            **{"device": "cuda", "runner": "v2", "dtype": "bfloat16", "attention": "TRITON_ATTN"},
+            **{"version": "0.33.0"},
+        },
+    ),
+    Rule(
         "batch invariance",
         "deferred",
         lambda f: _attends(f) and f.batch_invariant,

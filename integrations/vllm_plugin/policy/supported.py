@@ -22,6 +22,9 @@ GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
 #: Releases that were checked on several GPUs, too: tensor and pipeline parallel.
 MORE_GPU_RELEASES: Final = releases.checked_for("gpus", _RELEASES)
 
+#: Releases in which drafts were seen waiting under other attention backends than FLASH_ATTN.
+ROW_RELEASES: Final = releases.checked_for("gpu-backends", _RELEASES)
+
 #: Releases whose CPU operators of recurrent layers were checked.
 STATE_RELEASES: Final = releases.checked_for("states", _RELEASES)
 
@@ -60,7 +63,8 @@ ATTENTION: Final[Mapping[str, tuple[str, ...]]] = {
 # By such blocks drafts can wait in spare slots. A backend is taken in if its sums are then stock's
 # to the last bit and its time is at most 1.01 of stock's: ``kvtxn bench backends`` measures both.
 
-#: Attention backends on a GPU that are taken in.
+#: Attention backends on a GPU that are taken in, the first in every release that is listed for
+#: GPUs, the others in ``ROW_RELEASES``.
 READ_ROWS: Final = ("FLASH_ATTN", "TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN_MLA")
 
 #: By attention backend: why it is not taken in; read from the kernels of 0.32.0.
@@ -78,6 +82,16 @@ NO_FLASH_ROWS: Final[Mapping[int, str]] = {
     2: "its kernel takes blocks of a multiple of 16 rows",
     4: "neither its sums nor its time were measured",
 }
+
+
+def read_rows(version: str, *, unchecked: bool) -> tuple[str, ...]:
+    """Return the attention backends that are taken in with a release.
+
+    Args:
+        version: vLLM's release.
+        unchecked: windows may run with what was not checked, after a self-test.
+    """
+    return READ_ROWS if unchecked or version in ROW_RELEASES else READ_ROWS[:1]
 
 
 def reads_no_rows(attention: str | None, flash: int | None) -> str:

@@ -221,7 +221,7 @@ def test_a_release_keeps_what_was_checked_before(tmp_path, listed):
     package(tmp_path, _version="version = '0.32.0'")
     assert record_release.main(["--source", str(tmp_path), "--list", str(listed)]) == 0
     new = next(each for each in releases.load(listed) if each.version == "0.32.0")
-    assert new.checked == ("cpu", "gpu", "gpu-states", "gpus", "states")
+    assert new.checked == ("cpu", "gpu", "gpu-backends", "gpu-states", "gpus", "states")
 
 
 @pytest.mark.parametrize(

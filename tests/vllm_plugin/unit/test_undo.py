@@ -126,7 +126,7 @@ def test_a_backend_that_somebody_else_replaced_is_named(clean, caplog, monkeypat
     """The others are kvtxn's all the same."""
     monkeypatch.setattr(logging.getLogger("kvtxn"), "propagate", True)
     undo = backends.register("TRITON_MLA", "somebody.elses.Backend")
-    plugin._register_attention(0)
+    plugin._register_attention(0, list(plugin.WINDOW_ATTENTION))
     assert "kvtxn.attention_taken" in caplog.text
     assert "backend='TRITON_MLA'" in caplog.text
     assert caplog.text.count("somebody.elses.Backend") == 1
