@@ -269,6 +269,45 @@ def test_layers_without_a_fast_form_keep_the_exact_one(monkeypatch):
     assert room.num_rows == held.REQUESTS * (held.DRAFTS + 1)
 
 
+def test_both_forms_in_one_engine(make, monkeypatch):
+    """A gated delta net by kvtxn's kernels, a Mamba-2 layer by vLLM's; one step, one commit."""
+    fast = Rig(GATED_DELTA, torch.float32, monkeypatch)
+    exact = held.Rig(MAMBA2, torch.float32, monkeypatch)
+    layers = {"it": fast.sides[1].layer, "other": exact.sides[1].layer}
+    runner = fast.runner
+    runner.compilation_config.static_forward_context = layers
+    runner.kv_cache_config.kv_cache_groups = [
+        SimpleNamespace(layer_names=[name]) for name in layers
+    ]
+    states = held.HeldStates(runner, fast.errors.append, make, fast=True)
+    states.warm_up()
+    states.hook()
+    given = {}
+
+    def begin(name, metadata):
+        given[name] = metadata["it"]
+        states.begin({name: metadata["it"]})
+
+    fast.states = SimpleNamespace(begin=lambda metadata: begin("it", metadata))
+    exact.states = SimpleNamespace(begin=lambda metadata: begin("other", metadata))
+    for lengths, sampled in (([4, 1, 3, 2], [3, 1, 2, 1]), ([4, 4, 2, 1], [1, 4, 2, 1])):
+        for rig in (fast, exact):
+            rows = torch.randn(sum(lengths), rig.sides[0].layer.channels).to(rig.dtype)
+            more = torch.randn(sum(lengths), 2, held.HEADS).to(rig.dtype)
+            for side in rig.sides:
+                rig.forward(side, lengths, rows, more)
+        states.begin(given)
+        states.commit(torch.tensor(sampled, dtype=torch.int32))
+        for rig in (fast, exact):
+            rig.accepted[:] = torch.tensor(sampled)
+        for request, count in enumerate(sampled):
+            fast.compare(request, lengths[request])
+            columns = zip(exact.sides, (count - 1, 0), strict=True)
+            stock, ours = (side.state(request, column) for side, column in columns)
+            assert torch.equal(stock, ours)
+    assert not fast.errors
+
+
 def test_a_state_that_the_kernels_do_not_take_stops_the_start(monkeypatch):
     rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
     layer = rig.sides[1].layer
