@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...executor import AttentionArgs
+from ...integrations.vllm_plugin.internals import operators
 from ...layers import LayerRef
 from ..common import conformance_gate as gate
 from ..common import machine
@@ -36,9 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("the attention benchmark needs a CUDA device")
         return 2
-    try:
-        import vllm  # noqa: F401
-    except ImportError:
+    if find_spec("vllm") is None:
         print("the attention benchmark needs vLLM's own operators: FlashAttention and the write")
         return 2
     passed = gate.passed("triton") if args.save else ""
@@ -72,14 +72,10 @@ class Pass:
     """
 
     def __init__(self, case: Case, context: int) -> None:
-        from vllm import _custom_ops as ops
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
-
         from ...backends.move_rows.selection import Select
         from ...integrations.vllm_plugin.gpu.spare_blocks import waiting_rows
         from .workload import Workload
 
-        self._ops, self._flash = ops, flash_attn_varlen_func
         length = context + case.drafts + 1
         per_request = -(-length // BLOCK_SIZE)
         model, device = MODELS[case.model], torch.device("cuda")
@@ -102,7 +98,7 @@ class Pass:
         )
         self.lengths = torch.full((requests,), length, device=device, dtype=torch.int32)
         self._longest = length
-        self._schedule = get_scheduler_metadata(
+        self._schedule = operators.schedule(
             requests,
             case.drafts + 1,
             length,
@@ -126,7 +122,7 @@ class Pass:
         self._one = torch.ones(1, device=device)
 
     def _attend(self, key: Tensor, value: Tensor, table: Tensor) -> None:
-        self._flash(
+        operators.attend(
             self.query,
             key,
             value,
@@ -171,9 +167,7 @@ class Pass:
 
     def _write(self, ref: LayerRef, slots: Tensor) -> None:
         key, value = self.window.staged[ref.name].rows
-        self._ops.reshape_and_cache_flash(
-            key, value, *_sides(ref), slots, "auto", self._one, self._one
-        )
+        operators.write_rows((key, value), _sides(ref), slots, self._one)
 
     def own(self) -> None:
         """Stage and attend layer by layer, then one commit: the calls of a window's user."""

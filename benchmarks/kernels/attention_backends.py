@@ -19,6 +19,7 @@ from ...backends.move_rows.acceptance import acceptance_arg
 from ...backends.move_rows.selection import Select
 from ...backends.triton_executor import TritonExecutor
 from ...integrations.vllm_plugin.gpu.spare_blocks import by_rows, keys_and_values, waiting_rows
+from ...integrations.vllm_plugin.internals import operators
 from ...layout import RowLayout
 from .timer import COLD_BYTES
 
@@ -207,11 +208,11 @@ class TritonAttn(BackendLoad):
     """TRITON_ATTN; ``own`` is vLLM's attention of all layers."""
 
     def __init__(self, case: BackendCase, device: torch.device, layers: int | None = None) -> None:
-        from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-
         heads, kv_heads, size = HEADS
         dtype = "fp8" if case.fp8 else "auto"
-        self.own = TritonAttentionImpl(heads, size, size**-0.5, kv_heads, None, None, dtype)
+        self.own = operators.attention_of("TRITON_ATTN")(
+            heads, size, size**-0.5, kv_heads, None, None, dtype
+        )
         super().__init__(case, device, layers)
         query = self.random(case.rows, heads, size)
         self.query = query.to(torch.float8_e4m3fn) if case.fp8 else query
@@ -304,11 +305,8 @@ class TritonMla(_Latent):
         super().__init__(case, device, layers)
 
     def _make(self) -> Any:
-        from vllm.utils.platform_utils import num_compute_units
-        from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
-
-        own = object.__new__(TritonMLAImpl)
-        own._sm_count = num_compute_units()
+        own = object.__new__(operators.attention_of("TRITON_MLA"))
+        own._sm_count = operators.num_compute_units()
         return own
 
     def metadata(self, table: Tensor, *, by_slot: bool = False) -> Any:
@@ -325,17 +323,13 @@ class FlashAttnMla(_Latent):
     """FLASH_ATTN_MLA: FlashAttention 3 over latents."""
 
     def _make(self) -> Any:
-        from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLAImpl
-
-        return object.__new__(FlashAttnMLAImpl)
+        return object.__new__(operators.attention_of("FLASH_ATTN_MLA"))
 
     def metadata(self, table: Tensor, *, by_slot: bool = False) -> Any:
         """Make vLLM's metadata of the step, with FlashAttention's schedule."""
-        from vllm.vllm_flash_attn import get_scheduler_metadata
-
         heads, width, rotary = LATENT
         rows = self.case.drafts + 1
-        schedule = get_scheduler_metadata(
+        schedule = operators.schedule(
             *(self.case.requests, rows, self.longest, heads, 1, rotary, self.lengths),
             headdim_v=width,
             cu_seqlens_q=self.starts,

@@ -11,11 +11,13 @@ import argparse
 import itertools
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ...cli import natural
+from ...integrations.vllm_plugin.internals import operators
 from ...row_io import write_layers
 from ..common import conformance_gate as kit
 from ..common import machine
@@ -159,9 +161,7 @@ def copies(size: int) -> list[Step]:
 
 def stock_writes(load: Workload) -> list[Step]:
     """Write all rows as vLLM does it, layer by layer; empty without vLLM."""
-    try:
-        from vllm import _custom_ops as ops
-    except ImportError:
+    if find_spec("vllm") is None:
         return []
     one = torch.ones(1, device="cuda")
 
@@ -169,11 +169,10 @@ def stock_writes(load: Workload) -> list[Step]:
         for ref in load.refs:
             if ref.is_latent:
                 latent, rotary = window.staged[ref.name].rows[0].split(_LATENT, dim=1)
-                ops.concat_and_cache_mla(latent, rotary, ref.key_cache, window.slots, "auto", one)
+                operators.write_latents((latent, rotary), ref.key_cache, window.slots, one)
                 continue
             key, value = window.staged[ref.name].rows
-            ops.reshape_and_cache_flash(
-                key, value, ref.key_cache, ref.value_cache, window.slots, "auto", one, one
-            )
+            caches = ref.key_cache, ref.value_cache
+            operators.write_rows((key, value), caches, window.slots, one)  # type: ignore[arg-type]
 
     return [lambda window=window: step(window) for window in load.windows]  # type: ignore[misc]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ...integrations.vllm_plugin.internals import operators as vllm_operators
 from ...integrations.vllm_plugin.internals.commit_graphs import (
     CommitGraphs,
     captures,
@@ -152,11 +152,9 @@ class GatedDeltaOps(VllmOps):
         self._kept = [GatedDeltaRows(known, *facts) for known in self._known()]
 
     def _launch(self, table: Tensor, column: Tensor) -> None:
-        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
-
         load, shape = self._load, self._load.case.shape
         for at, (query, key, value, a, b) in zip(self._layers, self._rows, strict=True):
-            own.fused_sigmoid_gating_delta_rule_update(
+            vllm_operators.verify_gated_delta(
                 A_log=at.A_log,
                 a=a,
                 b=b,
@@ -188,11 +186,9 @@ class _FusedLayer(_Layer):
         core_attn_out: Tensor,
         attn_metadata: _Metadata,
     ) -> None:
-        from vllm import _custom_ops as ops
-
         starts = attn_metadata.spec_query_start_loc
         count = starts.shape[0] - 1
-        ops.fused_gdn_decode_post_conv_mtp(
+        vllm_operators.verify_gated_delta_fused(
             mixed_qkv=mixed_qkv,
             a=a,
             b=b,
@@ -218,12 +214,9 @@ class FusedOps(GatedDeltaOps):
     def takes(cls, load: StateWorkload) -> bool:
         """Tell whether there is such a kernel, and it takes these states."""
         case, shape = load.case, load.case.shape
-        for library in ("vllm._C_stable_libtorch", "vllm._C"):
-            with contextlib.suppress(ImportError):
-                __import__(library)
         return (
             load.device.type == "cuda"
-            and hasattr(torch.ops._C, "fused_gdn_decode_post_conv_mtp")
+            and vllm_operators.has_gated_delta_fused()
             and {shape.key_size, shape.value_size} == {128}
             and shape.heads // shape.key_heads in (1, 2, 3, 4, 8)
             and case.drafts + 2 <= _FUSED_COLUMNS
@@ -280,12 +273,10 @@ class MambaOps(VllmOps):
         self._kept = [Mamba2Rows(known, *facts) for known in self._known()]
 
     def _launch(self, table: Tensor, column: Tensor) -> None:
-        from vllm.model_executor.layers.mamba import mamba_mixer2 as own
-
         shape = self._load.case.shape
         heads, size, inner = shape.heads, shape.value_size, shape.key_size
         for at, (x, dt, b, c) in zip(self._layers, self._rows, strict=True):
-            own.selective_state_update(
+            vllm_operators.verify_mamba2(
                 at.kv_cache[1],
                 x,
                 dt[:, :, None].expand(-1, -1, size),

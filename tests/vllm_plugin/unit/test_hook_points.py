@@ -14,7 +14,9 @@ from kvtxn.integrations.vllm_plugin.policy import moved, releases, supported
 from kvtxn.integrations.vllm_plugin.policy.sources import Sources
 
 PLUGIN = ROOT / "integrations" / "vllm_plugin"
-FILES = sorted(PLUGIN.rglob("*.py"))
+#: What benchmarks alone call: a release that lacks it serves all the same.
+MEASURED = PLUGIN / "internals" / "operators.py"
+FILES = sorted(set(PLUGIN.rglob("*.py")) - {MEASURED})
 NAMES = [name for place in PLACES for name in HOOK_POINTS[place]]
 WORDS = {word for name in NAMES for word in name.split(".")}
 #: vLLM's public interface, and its switches by name, each asked for with a default.
@@ -71,6 +73,13 @@ def test_what_a_file_hooks_or_imports_is_a_hook_point(path):
     assert overridden(source) <= methods
     assert {name.partition(".")[2] for name in assigned(source)} <= methods
     assert imported(source) <= WORDS | PUBLIC
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PLUGIN).as_posix())
+def test_no_file_of_the_plug_in_calls_what_is_measured(path):
+    names = {alias.name for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
+    assert MEASURED.stem not in names
 
 
 def test_the_hooks_of_each_kind_are_seen():
