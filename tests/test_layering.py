@@ -122,6 +122,15 @@ def test_files_are_small_and_read_no_environment(path):
         assert not re.search(r"os\.(environ|getenv|putenv)", text)
 
 
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_of_tests_are_small(path):
+    """As those of the package are."""
+    assert len(path.read_text().splitlines()) <= 400
+
+
 def test_state_table_knows_no_torch():
     """Pure data."""
     assert imports(ROOT / "kvtxn" / "states.py") <= {

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from kernels_here import ON_GPU, importing_kernels
+from ledger_pairs import DEVICE, assert_equal_books, pair, step_of
 
 from kvtxn.audit import Step, Stretch
 from kvtxn.audit.books import FINGERPRINTS, JOURNALLED, KEPT
@@ -17,36 +18,10 @@ from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, said
 from kvtxn.testing.audit_mutants import MUTANTS
 
 with importing_kernels():
-    from kvtxn.backends.audit import TritonPasses
-
-from kvtxn.backends.audit_numba import NumbaPasses
-
-DEVICE = "cuda" if ON_GPU else "cpu"
+    pass
 
 
-class FewPrograms(TritonPasses):
-    """The same with fewer programs, which are interpreted one after the other."""
-
-    splits = 8 if ON_GPU else 2
-
-
-@pytest.fixture(params=[FewPrograms] if ON_GPU else [FewPrograms, NumbaPasses])
-def pair(request):
-    """Make two ledgers of one key for the groups of a name: one of them in torch."""
-
-    def made(name):
-        torch_one = new_ledger(name, device=DEVICE, backend="torch", journal=128)
-        key = torch_one.books.key
-        return torch_one, new_ledger(
-            name, device=DEVICE, backend=request.param, key=key, journal=128
-        )
-
-    return made
-
-
-def assert_equal_books(one, other):
-    for field in ("words", "owners", "facts", "counters"):
-        assert torch.equal(getattr(one.books, field), getattr(other.books, field)), field
+__all__ = ["pair"]
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -84,25 +59,6 @@ def causes(name, violation):
     """Say when something wrong was found and of which kind, in which group's memory."""
     memory = {group.name: getattr(group, "reads", None) or group.name for group in GROUPS[name]}
     return violation.kind, violation.step, memory.get(violation.group, violation.group)
-
-
-def step_of(ledger, request, first, tokens, slots, table, states, source, **more):
-    """One request's step over the groups of ``states``."""
-
-    def numbers(*values):
-        return torch.tensor(values, device=DEVICE)
-
-    return Step(
-        lines=numbers(ledger.line(request), -1),
-        starts=numbers(0, len(tokens), len(tokens)),
-        first=numbers(first, 0),
-        tokens=numbers(*tokens),
-        slots={"full": numbers(*slots), "mamba": numbers(*states)},
-        tables={"full": numbers(table, table).to(torch.int32)},
-        sources={"mamba": numbers(source, -1)},
-        drafts=numbers(more.get("drafts", 0), 0),
-        told=numbers(more.get("told", -1), -1),
-    )
 
 
 def every_call(ledger):
@@ -199,79 +155,6 @@ def test_malformed_requests_are_left_out(pair):
     assert_equal_books(*ledgers)
     assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
     assert ledgers[0].refused == ledgers[1].refused == 10
-
-
-def test_counts_of_any_stride(pair):
-    """Accepted counts that are a column of a matrix are read as what they are."""
-    ledgers = pair("plain")
-
-    def numbers(values, dtype=torch.int64):
-        return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-    for ledger in ledgers:
-        ledger.admit("a", [1, 2, 3])
-        ledger.admit("b", [1, 2, 3])
-        step = Step(
-            lines=numbers([ledger.line("a"), ledger.line("b")]),
-            starts=numbers([0, 4, 8]),
-            first=numbers([0, 0]),
-            tokens=numbers([1, 2, 3, 4] * 2),
-            slots={"full": numbers([4, 5, 6, 7, 8, 9, 10, 11])},
-            tables={"full": numbers([[1], [2]], torch.int32)},
-            drafts=numbers([1, 1]),
-        )
-        ledger.write(step)
-        ledger.resolve(numbers([[1, 0], [1, 0]])[:, 0])
-    assert_equal_books(*ledgers)
-
-
-def apart(tensor):
-    """The same numbers, every second one of a larger buffer along each dimension."""
-    buffer = torch.full([2 * size for size in tensor.shape], -9, dtype=tensor.dtype, device=DEVICE)
-    found = buffer[tuple(slice(None, None, 2) for _ in tensor.shape)]
-    found.copy_(tensor)
-    return found
-
-
-def strided(step):
-    """The same step, whose tensors are not contiguous."""
-    by_group = lambda tensors: {name: apart(each) for name, each in tensors.items()}  # noqa: E731
-    return Step(
-        *map(apart, (step.lines, step.starts, step.first, step.tokens)),
-        by_group(step.slots), by_group(step.tables), drafts=apart(step.drafts),
-        sources=by_group(step.sources), told=apart(step.told),
-    )  # fmt: skip
-
-
-def test_steps_of_any_stride(pair):
-    """Each call reads tensors that are columns of larger ones as what they are."""
-    ledgers = pair("states")
-    for ledger in ledgers:
-        ledger.admit("a", [11, 12, 13, 14, 15, 16])
-        ledger.admit("b", [11, 12, 13, 14, 15, 17])
-        fill = ("a", 0, [11, 12, 13, 14, 15, 16], range(4, 10), [1, 2, 3], [-1] * 5 + [20], -1)
-        later = ("a", 6, [17, 18, 19], range(10, 13), [1, 2, 3], [21, 22, 23], 20)
-        step = strided(step_of(ledger, *fill))
-        ledger.write(step)
-        ledger.check(step)
-        step = strided(step_of(ledger, *later, drafts=2, told=0))
-        for stale in (9, 18):  # the buffers stay, and what is in them changes
-            step.tokens[1] = stale
-            ledger.write(step)
-            ledger.check(step)
-            ledger.resolve(apart(torch.tensor([2, 0])), apart(torch.tensor([[18, 19, 30]] * 2)))
-        step = strided(step_of(ledger, "a", 9, [30], [13], [1, 2, 3], [21], 22, told=1))
-        ledger.write(step)  # it goes on from the state after one draft, and two were accepted
-        ledger.check(step)
-        lines = torch.tensor([ledger.line("a"), ledger.line("b"), -1])
-        first, end = torch.tensor([0, 4, 0]), torch.tensor([6, 6, 6])
-        tables = {"full": apart(torch.tensor([[1, 2]] * 3))}
-        ledger.inspect(Stretch(*map(apart, (lines, first, end)), tables, "published"))
-    one, other = ([str(v) for v in ledger.violations()] for ledger in ledgers)
-    assert one == other
-    assert [text.partition(":")[0] for text in one] == ["state", "state", "published"]
-    assert_equal_books(*ledgers)
-    assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
 
 
 def test_steps_that_nobody_resolves_and_steps_of_nobody(pair):

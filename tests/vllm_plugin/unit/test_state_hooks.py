@@ -1,4 +1,4 @@
-"""Recurrent states in the plug-in: settings, decisions, hooks and their undoing; no engine."""
+"""Recurrent states in the plug-in: hooks and their undoing, and rows that are lent; no engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import attrs
-import model_files
 import pytest
 import torch
 from engine_jobs import missing
@@ -18,19 +17,12 @@ from kvtxn.integrations.vllm_plugin.attach import swap_class
 from kvtxn.integrations.vllm_plugin.cpu import lent_rows, runner_states
 from kvtxn.integrations.vllm_plugin.internals import gated_delta, state_layers
 from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
-from kvtxn.integrations.vllm_plugin.policy import doctor, supported
-from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
-    MAMBA2,
-    OTHER_STATES,
     EngineFacts,
 )
-from kvtxn.integrations.vllm_plugin.policy.matrix import matrix
-from kvtxn.integrations.vllm_plugin.policy.rules import decide
-from kvtxn.integrations.vllm_plugin.settings import asked_states, settings
 
-from kvtxn import ConfigError, KVTxnError, LayerError, LayerRef, TransactionManager, TxnConfig
+from kvtxn import KVTxnError, LayerError, LayerRef, TransactionManager, TxnConfig
 from kvtxn.states import WindowState
 
 EXACT = {"kvtxn": {"policy": "auto", "recurrent": "exact"}}
@@ -39,155 +31,6 @@ ON_GPU = {"device": "cuda", "runner": "v2"}
 ENGINE = EngineFacts(recurrent=GATED_DELTA, states="exact", dtype="bfloat16")
 
 real_vllm = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-
-
-# -- settings and decisions -----------------------------------------------------------
-
-
-def test_the_setting_is_off_unless_it_is_given():
-    for given, states in ((EXACT, "exact"), ({"kvtxn": {"policy": "auto"}}, "off")):
-        found = settings(given, 8, "cpu")
-        assert found is not None
-        assert found.recurrent == asked_states(given) == states
-    assert asked_states(None) == asked_states({"kvtxn": {"recurrent": "nope"}}) == "off"
-
-
-@pytest.mark.parametrize(
-    ("given", "device", "says"),
-    [
-        ({"policy": "auto", "recurrent": "bits"}, "cpu", "one of 'off', 'exact', 'fast'"),
-        ({"policy": "auto", "recurrent": "fast"}, "cpu", "vLLM's own operator is exact there"),
-        ({"policy": "auto", "recurrent": "exact"}, "xpu", "on CPUs and GPUs only"),
-        ({"policy": "auto", "recurrent": "fast"}, "cpu", 'has no faster one.*; use "exact"'),
-        ({"policy": "auto", "recurrent": "fast"}, "xpu", "on CPUs and GPUs only"),
-        ({"audit": "ledger", "recurrent": "exact"}, "cpu", "without a policy: no window"),
-    ],
-)
-def test_a_value_without_effect_is_refused(given, device, says):
-    with pytest.raises(ConfigError, match=says):
-        settings({"kvtxn": given}, 8, device)
-
-
-def test_states_are_held_under_deferred_alone():
-    """The attention beside them is vLLM's own, so that no rounding speaks against "auto"."""
-    auto, named = decide("auto", ENGINE), decide("deferred", ENGINE)
-    assert auto.policy == named.policy == "deferred"
-    assert "cannot be taken back to the middle of a window" in auto.reason
-    for asked in ("undo", "direct"):
-        off = decide(asked, ENGINE)
-        assert off.policy == "off"
-        assert off.reason.startswith(f"policy '{asked}' cannot work here: a recurrent state")
-
-
-def test_what_rules_deferred_out_leaves_nothing_else():
-    """Policy "auto" does not take ``undo`` over states if rows cannot wait."""
-    shared = attrs.evolve(ENGINE, kv_sharing=True)
-    for asked in ("auto", "deferred", "undo"):
-        assert decide(asked, shared).policy == "off"
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"states": "off"}, 'the settings lack "recurrent": "exact"'),
-        ({"recurrent": OTHER_STATES}, "of no other recurrent layers"),
-        ({**ON_GPU, "states": "off"}, 'the settings lack "recurrent": "exact"'),
-        ({"states": "fast"}, 'set "recurrent" to "exact"'),
-        ({**ON_GPU, "runner": "v1"}, "V2 model runner alone"),
-        ({**ON_GPU, "cached_states": True}, "set enable_prefix_caching to False"),
-        ({**ON_GPU, "tensor_parallel": 2}, "under tensor parallelism"),
-        ({**ON_GPU, "pipeline_parallel": 2}, "under pipeline parallelism"),
-        ({**ON_GPU, "recurrent": OTHER_STATES}, "of no other recurrent layers"),
-        ({**ON_GPU, "dtype": "float16"}, "not checked with recurrent states of a float16 model"),
-        ({"cached_states": True}, "set enable_prefix_caching to False"),
-        ({"state_dtype": "bfloat16"}, "not checked with bfloat16 states"),
-        ({"version": "0.31.0"}, "supported: 0.32.0"),
-    ],
-)
-def test_other_engines_with_states_stay_stock_with_a_reason(changes, says):
-    off = decide("auto", attrs.evolve(ENGINE, **changes))
-    assert off.policy == "off"
-    assert says in off.reason
-
-
-@pytest.mark.parametrize(("changes", "names"), [({}, "0.30.9"), (ON_GPU, "0.31.9")])
-def test_releases_for_states_are_those_of_the_device(monkeypatch, changes, names):
-    monkeypatch.setattr(supported, "STATE_RELEASES", ("0.30.9",))
-    monkeypatch.setattr(supported, "GPU_STATE_RELEASES", ("0.31.9",))
-    off = decide("auto", attrs.evolve(ENGINE, **changes))
-    assert off.policy == "off"
-    assert off.reason.endswith(f"supported: {names}")
-
-
-def test_a_dtype_of_states_that_is_not_known_yet_has_no_name():
-    """Before the model is loaded; no reason of any rule names a fact that is missing."""
-    for device in ("cpu", "cuda"):
-        for row in matrix(EngineFacts(device=device, runner="v2" if device == "cuda" else "v1")):
-            assert "None" not in str(row)
-
-
-@real_vllm
-@pytest.mark.parametrize(
-    ("kvtxn", "says"),
-    [
-        ({"policy": "auto", "recurrent": "exact"}, "auto -> deferred (a recurrent state cannot be"),
-        ({"policy": "auto"}, "auto -> off (the model has recurrent states, and the settings lack"),
-    ],
-)
-def test_the_doctor_judges_a_model_with_states(tmp_path, kvtxn, says):
-    """As the plug-in will, from the model's files and the user's settings."""
-    options = {"dtype": "bfloat16", "enable_prefix_caching": False, "skip_tokenizer_init": True}
-    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-    found = report(
-        {
-            "model": model_files.write("qwen3next", tmp_path),
-            "speculative_config": speculation,
-            "additional_config": {"kvtxn": kvtxn},
-            **options,
-        }
-    )
-    assert found["policies"][0].startswith(says)
-    assert found["asked"][0].startswith(f"policy {says}")
-
-
-@pytest.mark.parametrize(
-    ("asked", "kind", "says"),
-    [
-        ("exact", GATED_DELTA, 'to the bit; with "fast" kvtxn\'s kernels verify and commit'),
-        ("fast", GATED_DELTA, "kvtxn's kernels verify and commit gated delta nets"),
-        ("exact", MAMBA2, "states and tokens are stock's to the bit"),
-    ],
-)
-def test_the_doctor_says_what_the_setting_does(asked, kind, says):
-    """And what the other one would bring, where there is one."""
-    facts = attrs.evolve(ENGINE, **ON_GPU, flash=3, states=asked, recurrent=kind)
-    wanted = settings({"kvtxn": {"policy": "auto", "recurrent": asked}}, 8, "cuda")
-    policy, recurrent = doctor._outcomes(wanted, facts, None)
-    assert policy.found == "deferred"
-    assert str(recurrent).startswith(f"recurrent {asked} -> {asked} (")
-    assert says in str(recurrent)
-    assert ('with "fast"' in str(recurrent)) == ((asked, kind) == ("exact", GATED_DELTA))
-    assert not recurrent.lacks
-
-
-def test_on_a_gpu_states_go_with_every_policy():
-    """The states are read alone until the commit, so the rows of attention may be undone."""
-    engine = attrs.evolve(ENGINE, **ON_GPU, flash=3)
-    for asked, policy in (("auto", "deferred"), ("undo", "undo"), ("deferred", "deferred")):
-        assert decide(asked, engine).policy == policy
-        assert decide(asked, attrs.evolve(engine, states="fast")).policy == policy
-    other = attrs.evolve(engine, attention="FLASHINFER", flash=None)
-    assert decide("auto", other).policy == "undo"
-
-
-def test_the_matrix_names_both_kinds_of_states():
-    lines = [str(row) for row in matrix(EngineFacts())]
-    held = [line for line in lines if ": deferred (a recurrent state" in line]
-    for family in ("Qwen3-Next, Qwen3.5", "Nemotron-H, Granite 4, Falcon-H1, Mamba-2", "LFM2"):
-        mine = [line for line in held if f'{family} with "recurrent": "exact"' in line]
-        assert mine
-        assert all(line.endswith("; seen running") for line in mine if "bfloat16" in line)
-    assert any("Jamba, OLMo hybrid" in line and ": off (kvtxn knows" in line for line in lines)
 
 
 # -- hooks ----------------------------------------------------------------------------

@@ -1,0 +1,317 @@
+"""Layers that hold states, and the same layers of vLLM's own: a step's calls, on both sides.
+
+vLLM's own code runs: its layers' methods, its builders' metadata classes, and its kernels through
+Triton's interpreter; the convolution alone is written out here, and is the same on both sides.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import attrs
+import interpreted
+import pytest
+import torch
+from kernels_here import importing_kernels
+from kvtxn.integrations.vllm_plugin.internals.commit_graphs import Capture
+from kvtxn.integrations.vllm_plugin.internals.gated_delta_hooks import with_globals
+from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from torch import Tensor
+
+with importing_kernels():
+    pass
+
+DRAFTS, REQUESTS, BLOCKS = 3, 4, 20
+HEADS, KEY_HEADS, SIZE, WIDTH = 2, 1, 16, 4
+
+
+def convolve(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    *,
+    conv_state_indices: Tensor,
+    num_accepted_tokens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    validate_data: bool = False,
+) -> Tensor:
+    """Convolve the rows of a verify step as vLLM does: one window, read where drafts ended."""
+    assert max_query_len == DRAFTS + 1
+    indices = conv_state_indices if conv_state_indices.ndim == 1 else conv_state_indices[:, 0]
+    out, width = x.clone(), weight.shape[1]
+    for place, block in enumerate(indices.tolist()):
+        start, end = query_start_loc[place : place + 2].tolist()
+        if not block or start == end:
+            continue
+        at = int(num_accepted_tokens[place]) - 1
+        past = conv_state[block][:, at : at + width - 1]
+        window = torch.cat([past, x[start:end].T], 1)
+        for row in range(end - start):
+            made = (window[:, row : row + width].float() * weight.float()).sum(1)
+            out[start + row] = torch.nn.functional.silu(made).to(x.dtype)
+        kept = window[:, 1:]
+        conv_state[block][:, : kept.shape[1]] = kept
+    return out
+
+
+class Layer(SimpleNamespace):
+    """What vLLM's layer has, as far as its methods ask."""
+
+
+def gated_delta(dtype: torch.dtype) -> tuple[type, dict[str, object], tuple[int, ...]]:
+    """A class with vLLM's method, the values of its objects, and the shape of a state."""
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
+
+    keys, values = KEY_HEADS * SIZE, HEADS * SIZE
+    channels = 2 * keys + values
+    kernel = interpreted.gated_delta()
+    names = {
+        "causal_conv1d_update": convolve,
+        "fused_sigmoid_gating_delta_rule_update": kernel,
+        "is_conv_state_dim_first": lambda: False,
+    }
+    real = own.QwenGatedDeltaNetAttention
+    methods = {
+        "_forward_core": with_globals(real._forward_core, **names),
+        "rearrange_mixed_qkv": real.rearrange_mixed_qkv,
+    }
+    kind = type("QwenGatedDeltaNetAttention", (Layer,), methods)
+    given = {
+        "key_dim": keys,
+        "value_dim": values,
+        "num_k_heads": KEY_HEADS,
+        "num_v_heads": HEADS,
+        "head_k_dim": SIZE,
+        "head_v_dim": SIZE,
+        "A_log": torch.randn(HEADS),
+        "dt_bias": torch.randn(HEADS).to(dtype),
+        "conv1d": SimpleNamespace(weight=torch.randn(channels, 1, WIDTH).to(dtype), bias=None),
+        "activation": "silu",
+        "enable_packed_recurrent_decode": True,
+        "channels": channels,
+    }
+    return kind, given, (HEADS, SIZE, SIZE)
+
+
+def mamba2(dtype: torch.dtype) -> tuple[type, dict[str, object], tuple[int, ...]]:
+    """The same for a Mamba-2 layer."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2 as own
+
+    inner, groups = HEADS * SIZE, 1
+    channels = inner + 2 * groups * SIZE
+    names = {
+        "causal_conv1d_update": lambda *args, **more: convolve(
+            *args[:5], **more, validate_data=False
+        ),
+        "is_conv_state_dim_first": lambda: False,
+    }
+    methods = {"conv_ssm_forward": with_globals(own.MambaMixer2.conv_ssm_forward, **names)}
+    kind = type("MambaMixer2", (Layer,), methods)
+    given = {
+        "num_heads": HEADS,
+        "head_dim": SIZE,
+        "ssm_state_size": SIZE,
+        "n_groups": groups,
+        "num_spec": DRAFTS,
+        "use_replayssm": False,
+        "cache_config": SimpleNamespace(),
+        "tped_intermediate_size": inner,
+        "tped_conv_size": channels,
+        "tped_dt_size": HEADS,
+        "conv_weights": torch.randn(channels, WIDTH).to(dtype),
+        "conv1d": SimpleNamespace(bias=None),
+        "activation": "silu",
+        "split_hidden_states_B_C_fn": lambda rows: rows.split([inner, SIZE, SIZE], dim=-1),
+        "A": -torch.rand(HEADS),
+        "D": torch.randn(HEADS),
+        "dt_bias": torch.randn(HEADS),
+        "is_blackwell": False,
+        "channels": channels,
+    }
+    return kind, given, (HEADS, SIZE, SIZE)
+
+
+KINDS = {GATED_DELTA: gated_delta, MAMBA2: mamba2}
+
+
+@attrs.define(eq=False)
+class Side:
+    """One engine: a layer and its caches; ``table`` is what its scheduler hands out."""
+
+    layer: Layer
+    table: Tensor
+
+    def state(self, request: int, column: int) -> Tensor:
+        return self.layer.kv_cache[1][self.table[request, column]]
+
+
+def metadata(kind: str, table: Tensor, lengths: list[int], accepted: Tensor) -> object:
+    """vLLM's metadata of a step in which every request verifies."""
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    rows, count = sum(lengths), len(lengths)
+    none = {"num_prefills": 0, "num_prefill_tokens": 0}
+    if kind == GATED_DELTA:
+        from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+        return GDNAttentionMetadata(
+            **none,
+            num_decodes=0,
+            num_decode_tokens=0,
+            num_spec_decodes=count,
+            num_spec_decode_tokens=rows,
+            num_actual_tokens=rows,
+            spec_query_start_loc=starts,
+            spec_state_indices_tensor=table,
+            spec_sequence_masks=torch.ones(count, dtype=torch.bool),
+            spec_sequence_masks_cpu=torch.ones(count, dtype=torch.bool),
+            num_accepted_tokens=accepted,
+        )
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+
+    nothing = dict.fromkeys(("has_initial_states_p", "query_start_loc_p", "state_indices_tensor_p"))
+    return Mamba2AttentionMetadata(
+        **none,
+        **nothing,
+        num_decodes=count,
+        num_decode_tokens=rows,
+        num_reqs=count,
+        state_indices_tensor_d=table,
+        query_start_loc_d=starts,
+        num_accepted_tokens=accepted,
+        seq_lens=torch.full((count,), 40),
+    )
+
+
+class Rig:
+    """Stock with a state per row beside one state per request, over the same rows."""
+
+    fast = False
+
+    def __init__(
+        self,
+        kind: str,
+        stored: torch.dtype,
+        monkeypatch: pytest.MonkeyPatch,
+        make: Capture | None = None,
+    ) -> None:
+        from vllm.model_executor.layers.mamba import mamba_mixer2
+        from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
+
+        torch.manual_seed(0)
+        self.kind, self.dtype, self.make = kind, torch.bfloat16, make
+        kernel = interpreted.gated_delta()
+        monkeypatch.setattr(qwen, "fused_sigmoid_gating_delta_rule_update", kernel)
+        monkeypatch.setattr(mamba_mixer2, "selective_state_update", interpreted.mamba2())
+        monkeypatch.setattr(
+            "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first", lambda: False
+        )
+        monkeypatch.setattr(qwen, "get_forward_context", lambda: self.context)
+        monkeypatch.setattr(mamba_mixer2, "get_forward_context", lambda: self.context)
+        cls, given, shape = KINDS[kind](self.dtype)
+        past = torch.randn(BLOCKS, WIDTH - 1 + DRAFTS, given["channels"]).to(self.dtype)
+        state = torch.randn(BLOCKS, *shape).to(stored)
+        past[0], state[0] = 0, 0
+        self.sides = []
+        for columns in (DRAFTS + 1, 1):
+            layer = cls(prefix="it", tp_size=1, kv_cache=(past.clone(), state.clone()), **given)
+            blocks = 1 + torch.arange(REQUESTS * columns).view(REQUESTS, columns)
+            self.sides.append(Side(layer, blocks.int()))
+        stock, ours = self.sides
+        for request in range(REQUESTS):  # the same state before the first step
+            for cache in (0, 1):
+                first = ours.layer.kv_cache[cache][ours.table[request, 0]]
+                stock.layer.kv_cache[cache][stock.table[request, 0]] = first
+        # vLLM's methods look their globals up where the rig has put them.
+        for side in self.sides:
+            name = "_forward_core" if kind == GATED_DELTA else "conv_ssm_forward"
+            own = with_globals(
+                getattr(cls, name),
+                get_forward_context=lambda: self.context,
+                selective_state_update=interpreted.mamba2(),
+            )
+            setattr(type(side.layer), name, own)
+        self.accepted = torch.ones(REQUESTS, dtype=torch.int32)
+        self.states = self.hold(ours.layer)
+
+    def hold(self, layer: Layer) -> HeldStates:
+        """Put the layer under ``HeldStates``, as in a runner that has this layer alone."""
+        group = SimpleNamespace(layer_names=["it"])
+        compilation = SimpleNamespace(
+            static_forward_context={"it": layer},
+            max_cudagraph_capture_size=None,
+            cudagraph_mode=SimpleNamespace(name="NONE"),
+        )
+        self.runner = SimpleNamespace(
+            compilation_config=compilation,
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+            vllm_config=SimpleNamespace(
+                num_speculative_tokens=DRAFTS,
+                speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
+                scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+            ),
+            max_num_reqs=REQUESTS,
+            device=torch.device("cpu"),
+            dtype=self.dtype,
+        )
+        self.errors: list[Exception] = []
+        return HeldStates(self.runner, self.errors.append, self.make, fast=self.fast)
+
+    def forward(self, side: Side, lengths: list[int], rows: Tensor, more: Tensor) -> Tensor:
+        """Run vLLM's method of the layer over some rows; returns its outputs."""
+        table = side.table[: len(lengths)]
+        given = metadata(self.kind, table, lengths, self.accepted[: len(lengths)])
+        self.context = SimpleNamespace(attn_metadata={"it": given})
+        layer = side.layer
+        if side is self.sides[1]:
+            self.states.begin(self.context.attn_metadata)
+        out = torch.zeros(rows.shape[0], HEADS, SIZE, dtype=self.dtype)
+        if self.kind == GATED_DELTA:
+            b, a = more.unbind(1)
+            layer._forward_core(mixed_qkv=rows.clone(), b=b, a=a, core_attn_out=out)
+        else:
+            gate = torch.zeros(rows.shape[0], HEADS * SIZE, dtype=self.dtype)
+            projected = torch.cat([gate, rows, more[:, 0]], 1)
+            layer.conv_ssm_forward(projected, out.view(rows.shape[0], -1))
+        return out
+
+    def step(self, lengths: list[int], sampled: list[int]) -> None:
+        """Verify rows on both sides, commit, and compare everything."""
+        rows = torch.randn(sum(lengths), self.sides[0].layer.channels).to(self.dtype)
+        more = torch.randn(sum(lengths), 2, HEADS).to(self.dtype)
+        stock, ours = self.sides
+        before = ours.layer.kv_cache[1].clone()
+        outputs = [self.forward(side, lengths, rows, more) for side in self.sides]
+        assert torch.equal(*outputs)
+        assert torch.equal(ours.layer.kv_cache[1], before), "verify wrote a state"
+        counts = torch.tensor(sampled, dtype=torch.int32)
+        self.states.commit(counts)
+        self.accepted[: len(lengths)] = counts.clamp(min=1)
+        for request in range(REQUESTS):
+            column = int(self.accepted[request]) - 1
+            same = torch.equal(stock.state(request, column), ours.state(request, 0))
+            assert same, f"the state of request {request}"
+            pasts = [side.layer.kv_cache[0][side.table[request, 0]] for side in self.sides]
+            assert torch.equal(*pasts), f"the past of request {request}"
+        others = torch.ones(BLOCKS, dtype=torch.bool)
+        others[ours.table[:, 0].long()] = False
+        assert torch.equal(ours.layer.kv_cache[1][others], before[others]), "another block"
+
+
+class Captures:
+    """Stands for captured graphs: a replay makes the same calls again."""
+
+    def __init__(self) -> None:
+        self.captured, self.replays = 0, 0
+
+    def __call__(self, run):
+        self.captured += 1
+
+        def replay():
+            self.replays += 1
+            run()
+
+        return replay
