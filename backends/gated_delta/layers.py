@@ -107,3 +107,36 @@ def check_state(operation: str, state: Tensor, rows: DeltaRows) -> None:
             expected=f"contiguous float32 of {wanted} per row, key heads dividing the heads",
             got=found,
         )
+
+
+def check_rows(
+    operation: str, given: Sequence[Tensor], state: Tensor, out: Tensor, rows: DeltaRows
+) -> None:
+    """Refuse rows of other sizes than the state's, or whose elements are not neighbours.
+
+    Args:
+        operation: for the message.
+        given: query, key, value, a, b, A_log and dt_bias. Tensors may have rows that no request
+            has, as those of captured graphs do.
+        state: as ``check_state`` lets it pass.
+        out: room for the outputs.
+        rows: room for the staged rows.
+
+    Raises:
+        LayerError: they are such rows.
+    """
+    _, heads, value_size, key_size = state.shape
+    keys, values = (rows.key.shape[1], key_size), (heads, value_size)
+    names = ("query", "key", "value", "a", "b", "A_log", "dt_bias", "out")
+    sizes = (keys, keys, values, (heads,), (heads,), (), (), values)
+    for name, part, size in zip(names, (*given, out), sizes, strict=True):
+        fits = part.shape[1:] == size and part[:1].is_contiguous()
+        if not size:
+            fits = part.shape == (heads,) and part.is_contiguous()
+        if not fits:
+            raise LayerError(
+                operation,
+                f"{name} does not fit the state",
+                expected=f"{['rows', *size] if size else [heads]}, elements side by side in a row",
+                got=f"{list(part.shape)} with strides {list(part.stride())}",
+            )

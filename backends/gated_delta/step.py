@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...errors import LayerError
 from . import reference
-from .layers import DeltaLayers, check_state
+from .layers import DeltaLayers, check_rows, check_state
 from .rows import DeltaRows
 
 
@@ -54,10 +55,12 @@ def verify_gated_delta(
             Rows beyond it are not computed. None is the number of rows of ``out``.
 
     Raises:
-        LayerError: the state or the staged rows do not fit, or a request may have too many rows.
+        LayerError: the state, the rows or the staged rows do not fit, or a request may have too
+            many rows.
     """
     check_state("verify_gated_delta", state, kept)
     rows = (query, key, value, a, b, A_log, dt_bias)
+    check_rows("verify_gated_delta", rows, state, out, kept)
     where = (state, sources, starts, out, kept)
     if state.is_cuda:
         from .launch import launch_verify
@@ -98,8 +101,15 @@ def advance_gated_delta(
         beyond: int32 likewise, 0 or less is none; given with ``boundary`` or not at all.
 
     Raises:
-        LayerError: a request may have too many rows.
+        LayerError: a request may have too many rows, or a layer's group has no line of ``sources``.
     """
+    if max(layers.groups) >= sources.shape[0]:
+        raise LayerError(
+            "advance_gated_delta",
+            "a layer's group has no slots",
+            expected=f"sources of {max(layers.groups) + 1} groups",
+            got=list(sources.shape),
+        )
     if layers.states[0].is_cuda:
         from .launch import launch_advance
 

@@ -39,6 +39,7 @@ def make_case(
     rows_dtype: torch.dtype = torch.bfloat16,
     slots: int = 9,
     padding: int = 3,
+    apart: int = 5,
     seed: int = 0,
 ) -> DeltaCase:
     """Make a step; rows are views of one tensor, states lie apart in their blocks.
@@ -47,13 +48,14 @@ def make_case(
         lengths: rows of each request.
         sources: the slot of each request.
         padding: rows beyond those of all requests.
+        apart: elements between the values of a row and the queries of the next one.
         dtype: of the states.
         rows_dtype: of queries, keys, values, a and b.
     """
     torch.manual_seed(seed)
     rows = sum(lengths) + padding
     keys, values = key_heads * key_size, heads * value_size
-    mixed = torch.randn(rows, 2 * keys + values + 5).to(rows_dtype).to(device)
+    mixed = torch.randn(rows, 2 * keys + values + apart).to(rows_dtype).to(device)
     gates = torch.randn(2, rows, heads + 3).to(rows_dtype).to(device)
     gates[0, :, 0] += 25  # beyond the threshold of softplus
     states = (0.3 * torch.randn(slots, heads * value_size * key_size + 64)).to(dtype).to(device)

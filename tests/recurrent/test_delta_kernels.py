@@ -40,10 +40,12 @@ def assert_near(found, expected, error):
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("sizes", [(32, 16), (64, 32), (48, 20), (24, 40)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(32, 16, 5), (64, 32, 64), (48, 20, 8), (48, 20, 5), (24, 40, 8)], ids=str
+)
 def test_verify_is_as_specified(state, rows, sizes):
-    """Whatever the dtypes; sizes that are no powers of two, too; nothing else is written."""
-    key_size, value_size = sizes
+    """Whatever the dtypes, sizes and distances of rows; nothing else is written."""
+    key_size, value_size, apart = sizes
     lengths, sources = [5, 1, 0, 3, 2], [3, 1, 4, 0, 7]
     cases = [
         make_case(
@@ -51,6 +53,7 @@ def test_verify_is_as_specified(state, rows, sizes):
             device=DEVICE,
             key_size=key_size,
             value_size=value_size,
+            apart=apart,
             dtype=state,
             rows_dtype=rows,
         )

@@ -74,3 +74,32 @@ def test_layers_that_do_not_fit_are_refused():
         DeltaLayers.build([state.transpose(2, 3)], [case.kept])
     with pytest.raises(LayerError, match="do not fit the state"):
         DeltaLayers.build([state[:, :, :8].contiguous()], [case.kept])
+
+
+def test_rows_that_do_not_fit_are_refused():
+    """Rows of other sizes, and rows with gaps between elements."""
+    case = make_case([2], [1])
+
+    def verify(**other):
+        given = case.given | {"out": case.out, "kept": case.kept} | other
+        verify_gated_delta(**given, scale=case.scale)
+
+    verify()
+    key = case.given["key"]
+    with pytest.raises(LayerError, match="key does not fit"):
+        verify(key=key[:, :1])
+    with pytest.raises(LayerError, match="key does not fit"):
+        verify(key=torch.cat([key, key], 2)[:, :, ::2])
+    with pytest.raises(LayerError, match="dt_bias does not fit"):
+        verify(dt_bias=case.given["dt_bias"][:1])
+    with pytest.raises(LayerError, match="out does not fit"):
+        verify(out=case.out.transpose(0, 1).contiguous().transpose(0, 1))
+
+
+def test_a_group_without_slots_is_refused():
+    """No line of another group is read in its place."""
+    case = make_case([1], [1])
+    layers = DeltaLayers.build([case.given["state"]], [case.kept], groups=[1])
+    where = case.given["sources"][None], torch.ones(1, dtype=torch.int32), case.given["starts"]
+    with pytest.raises(LayerError, match="2 groups"):
+        advance_gated_delta(layers, *where)
