@@ -57,7 +57,9 @@ def make_case(
     keys, values = key_heads * key_size, heads * value_size
     mixed = torch.randn(rows, 2 * keys + values + apart).to(rows_dtype).to(device)
     gates = torch.randn(2, rows, heads + 3).to(rows_dtype).to(device)
-    gates[0, :, 0] += 25  # beyond the threshold of softplus
+    gates[0, :, 0] += 95  # whose exponential is above all float32 numbers
+    logs = torch.randn(heads)
+    logs[0] = -5
     states = (0.3 * torch.randn(slots, heads * value_size * key_size + 64)).to(dtype).to(device)
     size = heads, value_size, key_size
     ends = [0]
@@ -69,7 +71,7 @@ def make_case(
         "value": mixed[:, 2 * keys : 2 * keys + values].unflatten(1, (heads, value_size)),
         "a": gates[0, :, :heads],
         "b": gates[1, :, :heads],
-        "A_log": torch.randn(heads).to(device),
+        "A_log": logs.to(device),
         "dt_bias": torch.randn(heads).to(device),
         "state": states[:, : math.prod(size)].unflatten(1, size),
         "sources": torch.tensor(sources, dtype=torch.int32, device=device),

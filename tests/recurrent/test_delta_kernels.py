@@ -15,6 +15,9 @@ from kvtxn import LayerError
 with importing_kernels():
     from kvtxn.backends.gated_delta.launch import Tile, launch_advance, launch_verify
 
+#: Softplus of large numbers, which the kernel then leaves out.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
 DEVICE = "cuda" if ON_GPU else "cpu"
 ROWS = ("query", "key", "value", "a", "b", "A_log", "dt_bias")
 #: Rounding to bfloat16: the interpreter cuts off instead.
@@ -115,12 +118,21 @@ def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, normalise, tile
     assert torch.equal(case.given["state"].cpu()[untouched], before.cpu()[untouched])
 
 
-def test_a_commit_advances_all_layers_and_crosses_boundaries():
+@pytest.mark.parametrize("sizes", [(32, 16), (48, 20)], ids=str)
+def test_a_commit_advances_all_layers_and_crosses_boundaries(sizes):
     """One launch; boundaries before the first row, in the middle, at the end and behind it."""
     lengths, starts = [4, 4, 4, 4, 3], [1, 2, 3, 4, 5]
     for dtype in (torch.float32, torch.bfloat16):
         cases = [
-            make_case(lengths, starts, device=DEVICE, dtype=dtype, seed=seed, slots=16)
+            make_case(
+                *(lengths, starts),
+                device=DEVICE,
+                key_size=sizes[0],
+                value_size=sizes[1],
+                dtype=dtype,
+                slots=16,
+                seed=seed,
+            )
             for seed in range(3)
         ]
         for case in cases:
@@ -140,6 +152,41 @@ def test_a_commit_advances_all_layers_and_crosses_boundaries():
         reference.advance_gated_delta(DeltaLayers.build(expected, kept, groups), *given, *crossing)
         for state, wanted in zip(found, expected, strict=True):
             assert_near(state, wanted, ERROR[dtype])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs are a GPU's")
+def test_a_step_in_a_graph_reads_what_is_there_at_each_replay():
+    """Slots, counts and rows lie on the device; one capture serves steps that differ in them."""
+    lengths, sources = [3, 3, 3], [1, 2, 3]
+    case = make_case(lengths, sources, device=DEVICE, padding=0)
+    state, slots, starts = (case.given[name] for name in ("state", "sources", "starts"))
+    count = torch.ones(3, dtype=torch.int32, device=DEVICE)
+    layers = DeltaLayers.build([state], [case.kept])
+
+    def step():
+        verify(case, longest=3)
+        launch_advance(layers, slots[None], count, starts, None, None, longest=3)
+
+    before = state.clone()
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed, (others, kept) in enumerate([([1, 2, 3], [3, 0, 2]), ([5, 0, 4], [1, 3, 3])]):
+        fresh = make_case(lengths, others, device=DEVICE, padding=0, seed=seed + 1)
+        for name in (*ROWS, "sources"):
+            case.given[name].copy_(fresh.given[name])
+        count.copy_(torch.tensor(kept))
+        state.copy_(before)
+        graph.replay()
+        expected = before.clone()
+        other = DeltaLayers.build([expected], [fresh.kept])
+        reference.verify_gated_delta(
+            **(fresh.given | {"state": expected}), out=fresh.out, kept=fresh.kept, scale=case.scale
+        )
+        reference.advance_gated_delta(other, slots[None], count, starts)
+        assert_near(state, expected, 1e-5)
 
 
 def test_requests_with_too_many_rows_are_refused():
