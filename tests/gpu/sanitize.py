@@ -66,7 +66,7 @@ _OWN_FILES: Final = {
     "static-window": ("backends/test_static_window.py", "backends/test_plane_table.py"),
     "slot-tables": ("backends/test_slot_tables.py",),
     "slices": ("backends/test_attention_launch.py",),
-    "ledger": ("backends/test_audit_passes.py",),
+    "ledger": ("backends/test_audit_passes.py", "backends/test_audit_strides.py"),
     "bytes": ("backends/test_audit_bytes.py",),
     "replay": ("recurrent/test_replay_triton.py",),
     "replay-graphs": ("recurrent/test_replay_triton.py",),

@@ -14,8 +14,10 @@ from engine_jobs import missing
 from held_rig import (
     DRAFTS,
     HEADS,
+    SPEC,
     Captures,
     Rig,
+    built,
 )
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.internals import held_states, verified_rows
@@ -139,83 +141,6 @@ def test_a_commit_that_fails_is_repeated_or_stops_the_engine(rig, monkeypatch, t
 
 
 # -- metadata that vLLM's own builders make ------------------------------------------------
-
-
-def built(kind, rig, batch, *, full):
-    """Let vLLM's builder make the metadata of a batch, over tables of one column.
-
-    Args:
-        kind: kind of layer.
-        rig: whose configuration is used.
-        batch: for each request its rows, and its drafts, or -1 for a prompt.
-        full: the step replays a whole graph, padded by two requests.
-    """
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    maker = {GATED_DELTA: GDNAttentionMetadataBuilder, MAMBA2: Mamba2AttentionMetadataBuilder}
-    padding = [(0, -1)] * 2 if full else []
-    lengths, drafts = zip(*batch, *padding, strict=True)
-    starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    lengths = torch.tensor(lengths)
-    prompts = torch.tensor(drafts) < 0
-    prompts[len(batch) :] = False
-    seen = torch.where(prompts, lengths, lengths + 30).int()
-    blocks = torch.arange(1, len(batch) + 1).int()
-    table = torch.cat([blocks, torch.zeros(len(padding), dtype=torch.int32)]).unsqueeze(1)
-    spec = MambaSpec(shapes=((1,),), dtypes=(torch.float32,), block_size=1024)
-    made = maker[kind].__new__(maker[kind])
-    modes = SimpleNamespace(has_full_cudagraphs=lambda: full)
-    config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="none"))
-    vars(made).update(
-        kv_cache_spec=spec,
-        vllm_config=config,
-        compilation_config=SimpleNamespace(cudagraph_mode=modes),
-        num_spec=DRAFTS,
-        num_spec_tokens=DRAFTS,
-        use_spec_decode=True,
-        use_full_cuda_graph=full,
-        use_replayssm=False,
-        use_flashinfer_replayssm=False,
-        decode_bc_pre_scratch=None,
-        reorder_batch_threshold=DRAFTS + 1,
-        chunk_size=16,
-        gdn_prefill_backend="triton",
-        checkpoint_builder=SimpleNamespace(build=lambda *_: None),
-        decode_cudagraph_max_bs=32,
-        spec_state_indices_tensor=torch.full((32, DRAFTS + 1), 99).int(),
-        state_indices_tensor_d=torch.full((32, DRAFTS + 1), 99).int(),
-        spec_sequence_masks=torch.zeros(32, dtype=torch.bool),
-        spec_token_indx=torch.zeros(128).int(),
-        non_spec_token_indx=torch.zeros(128).int(),
-        spec_query_start_loc=torch.zeros(33).int(),
-        num_accepted_tokens=torch.zeros(32).int(),
-        decode_num_accepted_tokens=torch.zeros(32).int(),
-    )
-    common = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=seen,
-        seq_lens_cpu_upper_bound=seen,
-        max_seq_len=64,
-        num_reqs=len(lengths),
-        num_actual_tokens=int(starts[-1]),
-        max_query_len=int(lengths.max()),
-        block_table_tensor=table,
-        slot_mapping=torch.zeros(128).long(),
-        is_prefilling=prompts,
-    )
-    return made.build(
-        0,
-        common,
-        num_accepted_tokens=torch.ones(len(lengths), dtype=torch.int32),
-        num_decode_draft_tokens_cpu=torch.tensor(drafts).int(),
-    )
-
-
-SPEC = {GATED_DELTA: "spec_state_indices_tensor", MAMBA2: "state_indices_tensor_d"}
 
 
 @pytest.mark.parametrize("full", [True, False])

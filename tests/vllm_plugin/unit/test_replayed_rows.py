@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from types import MethodType, SimpleNamespace
 
+import held_rig as held
 import pytest
-import test_held_states as held
 import torch
 from engine_jobs import missing
 from kernels_here import importing_kernels

@@ -13,7 +13,7 @@ from kernels_here import importing_kernels
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
-    import test_held_states as held
+    import held_rig as held
     from kvtxn.integrations.vllm_plugin import attach as attaching
     from kvtxn.integrations.vllm_plugin import runner as runner_module
     from kvtxn.integrations.vllm_plugin.gpu import runner as gpu_runner

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import held_rig as held
 import pytest
-import test_held_states as held
 import test_replayed_rows
 import torch
 from engine_jobs import missing
