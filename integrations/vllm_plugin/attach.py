@@ -105,6 +105,31 @@ def restore_class(target: object) -> None:
     target.__class__ = own
 
 
+def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
+    """Put mixins before an object's class, and give the object what they need.
+
+    Args:
+        target: as for ``swap_class``.
+        *mixins: as for ``swap_class``.
+        **own: attributes of the object, by name.
+
+    Returns:
+        A function that takes mixins and attributes away again.
+
+    Raises:
+        KVTxnError: as ``swap_class``.
+    """
+    swap_class(target, *mixins)
+    vars(target).update(own)
+
+    def undo() -> None:
+        restore_class(target)
+        for name in own:
+            delattr(target, name)
+
+    return undo
+
+
 # -- a model runner -----------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....audit import Key, Scrub
 from ....log import get_logger
-from ..attach import hook_runner, restore_class, stay_out, swap_class
+from ..attach import hook_runner, mix_in, stay_out
 from ..internals import (
     Foreign,
     audited,
@@ -81,16 +81,12 @@ class AuditedGpuRunnerV2(AuditedRunner):
             self.kvtxn_waits = watch.transfers is not None or bool(watch.states)
             if watch.states:
                 self.kvtxn_state_reader = new_state_reader(self, watch)
-                self.kvtxn_hook(held_states.model_state(self), TellingModelState)
+                state = held_states.model_state(self)
+                self.kvtxn_undo.callback(mix_in(state, TellingModelState, kvtxn_runner=self))
             if watch.transfers is not None:
-                self.kvtxn_hook(connectors.of_runner(self), TellingConnector)
+                own = connectors.of_runner(self)
+                self.kvtxn_undo.callback(mix_in(own, TellingConnector, kvtxn_runner=self))
         return watch
-
-    def kvtxn_hook(self, own: Any, mixin: type) -> None:
-        """Let an object of the runner's tell it of a step, until ``kvtxn_undo`` is closed."""
-        swap_class(own, mixin)
-        own.kvtxn_runner = self
-        self.kvtxn_undo.callback(restore_class, own)
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""

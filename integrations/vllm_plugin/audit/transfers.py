@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup
-from ..attach import restore_class, swap_class
+from ..attach import mix_in
 from ..internals import Foreign, connectors
 from ..internals.audited import Arrival
 from ..internals.connectors import Handed
@@ -269,7 +269,5 @@ def watch_transfers(
     if connector is None:
         return None
     watch = TransferWatch(runner, ledger, groups, stop)
-    swap_class(connector, mixin)
-    connector.kvtxn_transfers = watch
-    runner.kvtxn_undo.callback(restore_class, connector)
+    runner.kvtxn_undo.callback(mix_in(connector, mixin, kvtxn_transfers=watch))
     return watch

@@ -14,7 +14,7 @@ import attrs
 from ....errors import KVTxnError
 from ....log import get_logger
 from ....manager import TransactionManager
-from ..attach import hook_runner, restore_class, swap_class
+from ..attach import hook_runner, mix_in
 from ..audit.gpu_runners import mixins_and_methods
 from ..internals import Foreign, batches, held_states, state_layers, state_sizes
 from ..internals.commit_graphs import Capture, captures, uses_graphs
@@ -167,15 +167,7 @@ def report_steps(runner: Any, states: HeldStates) -> Any:
     Returns:
         A function that undoes it.
     """
-    model_state = held_states.model_state(runner)
-    swap_class(model_state, ReportedModelState)
-    model_state.kvtxn_states = states
-
-    def undo() -> None:
-        restore_class(model_state)
-        del model_state.kvtxn_states
-
-    return undo
+    return mix_in(held_states.model_state(runner), ReportedModelState, kvtxn_states=states)
 
 
 def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import pytest
-from kvtxn.integrations.vllm_plugin.attach import is_swapped, restore_class, swap_class
+from kvtxn.integrations.vllm_plugin.attach import is_swapped, mix_in, restore_class, swap_class
 
 from kvtxn import KVTxnError
 
@@ -41,6 +41,17 @@ def test_mixins_come_first_and_go_again():
     assert not is_swapped(target)
     assert vars(target) == {}
     assert dict(vars(Own)) == before
+
+
+def test_what_a_mixin_needs_comes_and_goes_with_it():
+    target = Own()
+    target.kept = 1
+    undo = mix_in(target, Louder, needed=2)
+    assert target.step() == ["louder", "own"]
+    assert vars(target) == {"kept": 1, "needed": 2}
+    undo()
+    assert type(target) is Own
+    assert vars(target) == {"kept": 1}
 
 
 def test_a_class_with_an_abstract_base_is_swapped_too():
