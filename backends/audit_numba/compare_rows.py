@@ -1,4 +1,4 @@
-"""What a step reads, compiled: whether all of it is right, and how much it is.
+"""The reads of a step, compiled: they are counted, and all of them right or not.
 
 None of these functions reports or changes anything. Where something is wrong, the passes in torch
 look at the whole step again, and report it. Arguments are those of ``write_rows``, and:

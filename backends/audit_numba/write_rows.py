@@ -1,4 +1,4 @@
-"""What a step writes into the books, compiled: its rows, and what became of its drafts.
+"""The writes of a step into the books, compiled: its rows, and the fate of its drafts.
 
 Both functions do what ``kvtxn.audit.torch_passes.TorchPasses`` does, request by request. Arguments
 that they share:

@@ -1,4 +1,4 @@
-"""What the audits of ``kvtxn bench vllm`` read, found and take, as Markdown."""
+"""The rows, findings and costs of the audits of ``kvtxn bench vllm``, as Markdown."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _COUNTS: Final = {
 
 @attrs.frozen(kw_only=True)
 class Audited:
-    """What a worker's audit has read and found since its start.
+    """The rows that a worker's audit has read since its start, and its findings.
 
     Attributes:
         counters: the worker's ``snapshots``.

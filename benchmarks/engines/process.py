@@ -54,7 +54,7 @@ class EngineSpec:
 
     @property
     def audited(self) -> bool:
-        """Whether an audit watches the engine; it has no windows then."""
+        """True if an audit watches the engine; it has no windows then."""
         return self.policy in AUDITS
 
     @property

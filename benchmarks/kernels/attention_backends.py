@@ -5,6 +5,7 @@ Each class makes the calls that vLLM's layers make: the writer, and the attentio
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Final
@@ -60,7 +61,7 @@ class BackendCase:
         return self.requests * (self.drafts + 1)
 
 
-class BackendLoad:
+class BackendLoad(abc.ABC):
     """The caches of some layers, and a step over them.
 
     Args:
@@ -163,9 +164,11 @@ class BackendLoad:
         for each in self.whole:
             each.flatten(0, 1).view(torch.uint8)[drafts] = 37
 
+    @abc.abstractmethod
     def _layer(self, cache: Tensor, rows: Tensor, slots: Tensor, metadata: Any) -> Tensor:
-        raise NotImplementedError
+        """Write a layer's rows into ``cache``, attend over ``rows``, and return the output."""
 
+    @abc.abstractmethod
     def metadata(self, table: Tensor, *, by_slot: bool = False) -> Any:
         """Make vLLM's metadata of the step.
 
@@ -173,11 +176,10 @@ class BackendLoad:
             table: vLLM's block table, or the one by slot.
             by_slot: the table is by slot.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def one_row_blocks(self, cache: Tensor) -> Tensor:
         """View a cache as blocks of one row."""
-        raise NotImplementedError
 
     def _width(self) -> int:
         return HEADS[1] * 2 * HEADS[2]
@@ -277,8 +279,9 @@ class _Latent(BackendLoad):
         self.latents = self.random(case.rows, width)
         self.rotary = self.random(case.rows, 1, rotary)
 
+    @abc.abstractmethod
     def _make(self) -> Any:
-        raise NotImplementedError
+        """Make vLLM's attention of a layer."""
 
     def _layer(self, cache: Tensor, rows: Tensor, slots: Tensor, metadata: Any) -> Tensor:
         self.own.do_kv_cache_update(self.latents, self.rotary, cache, slots, self.dtype, self.one)

@@ -34,12 +34,12 @@ _FUSED_COLUMNS: Final = 8
 
 
 class _Layer(SimpleNamespace):
-    """What vLLM's layer has, as far as a commit asks."""
+    """vLLM's layer, as far as a commit asks of it."""
 
 
 @dataclass
 class _Metadata:
-    """What vLLM's metadata of a step has, as far as a commit asks."""
+    """vLLM's metadata of a step, as far as a commit asks of it."""
 
     spec_state_indices_tensor: Tensor
     num_accepted_tokens: Tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from compiled_elsewhere import compiled_facts
@@ -36,9 +38,13 @@ def test_rows_are_normed_in_place(rows, heads, size, dtype, sigmoid):
     assert torch.equal(whole[:, width:], beside)
 
 
-def test_nothing_is_launched_for_no_row():
-    x = torch.zeros(0, 4, 16, device=DEVICE)
-    gated_norm(x, x, torch.ones(16, device=DEVICE), 1e-6, sigmoid=True)
+def test_nothing_is_launched_for_no_row(monkeypatch):
+    """A stand-in for the kernel cannot be launched; with a row it would have been."""
+    monkeypatch.setattr(sys.modules[gated_norm.__module__], "norm_rows", None)
+    x, weight = torch.zeros(1, 4, 16, device=DEVICE), torch.ones(16, device=DEVICE)
+    gated_norm(x[:0], x[:0], weight, 1e-6, sigmoid=True)
+    with pytest.raises(TypeError):
+        gated_norm(x, x, weight, 1e-6, sigmoid=True)
 
 
 def test_it_compiles_for_a_gpu_and_moves_rows_in_wide_words(tmp_path):

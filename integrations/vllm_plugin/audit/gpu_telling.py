@@ -8,7 +8,7 @@ from .watch import Watch
 
 
 class Telling(Protocol):
-    """What these objects need of a runner.
+    """A runner, as these objects need it.
 
     Attributes:
         kvtxn_audit: the watch, if there is one.

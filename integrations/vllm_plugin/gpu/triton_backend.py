@@ -45,14 +45,8 @@ class WindowTritonImpl(_IMPL):  # type: ignore[misc, valid-type]
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attend over cache and window; without a window run vLLM's own attention."""
-        own, given, scales = (
-            super().forward,
-            (layer, query, key, value),
-            (
-                output_scale,
-                output_block_scale,
-            ),
-        )
+        own, given = super().forward, (layer, query, key, value)
+        scales = output_scale, output_block_scale
         found: Tensor = attend(
             self.kvtxn,
             lambda cache, metadata: own(*given, cache, metadata, output, *scales),

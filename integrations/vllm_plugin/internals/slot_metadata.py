@@ -18,7 +18,7 @@ from . import Foreign
 
 @attrs.frozen(eq=False)
 class TableArguments:
-    """What a block table by slot is made of.
+    """The parts of which a block table by slot is made.
 
     Attributes:
         starts: int32 ``[num_requests + 1]``, each request's first row in the batch, and the end.

@@ -1,4 +1,4 @@
-"""How many rows, requests and bytes the commits of recurrent states take on a GPU, by formula."""
+"""Rows, requests and bytes that the commits of recurrent states take on a GPU, by formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which states the kernels of a verify step read, and which ones those of its commit write."""
+"""Tables of the states that the kernels of a verify step read, and those of its commit write."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class VerifyStep:
 
 
 class StateCommits(Protocol):
-    """What verifies the rows of one layer, or of several, and commits their states.
+    """An object that verifies the rows of one layer, or of several, and commits their states.
 
     Attributes:
         may_fuse: vLLM's fused kernel may verify, in steps in which no request prefills.

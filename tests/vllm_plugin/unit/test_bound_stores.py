@@ -67,7 +67,11 @@ def test_every_other_number_stays_vllms(half, scheduler):
 
 def test_a_scheduler_without_such_a_connector_is_left_alone():
     for connector in (None, Made(), Made(connector_scheduler=Made())):
-        connectors.bound_stores(Made(connector=connector))()
+        scheduler, half = Made(connector=connector), getattr(connector, "connector_scheduler", None)
+        undo = connectors.bound_stores(scheduler)
+        assert vars(scheduler) == {"connector": connector}
+        assert half is None or vars(half) == {}
+        undo()
 
 
 @pytest.mark.parametrize(

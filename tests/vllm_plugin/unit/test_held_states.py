@@ -85,6 +85,9 @@ def test_a_grid_too_large_for_two_lines_a_request(rig, monkeypatch):
     monkeypatch.setattr(verified_rows, "_MOST_PROGRAMS", 3 * HEADS)
     rig.step([4, 3, 4, 1], [3, 1, 4, 1])
     rig.step([2, 4], [1, 4])
+    stock, ours = rig.sides
+    for request, column in enumerate((0, 3, 3, 0)):  # kept in the last step of each, less one
+        assert torch.equal(stock.state(request, column), ours.state(request, 0))
 
 
 def test_a_step_without_a_commit_leaves_the_states(rig):
