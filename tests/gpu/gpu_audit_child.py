@@ -21,6 +21,7 @@ import planted_transfers
 import scenarios
 import torch
 from connected_jobs import transfer
+from first_configs import take_first_configs
 from gpu_models import write
 from planted_engines import work
 from planting import Rig
@@ -142,6 +143,7 @@ def build(job: dict[str, Any], folder: Path) -> Any:
     """Build the engine of a job."""
     from vllm import LLM
 
+    take_first_configs()
     speculation = job.get("speculation", scenarios.NGRAM)
     if speculation is not None:
         speculation = dict(speculation)

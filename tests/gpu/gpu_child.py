@@ -11,6 +11,7 @@ from typing import Any
 import scenarios
 from engine_child import counters
 from failing_stage import STAGES
+from first_configs import take_first_configs
 from gpu_jobs import STOCK
 from gpu_models import DEMO, write
 from gpu_ties import CANDIDATES
@@ -36,6 +37,7 @@ def build(job: dict[str, Any], folder: Path) -> Any:
     """Build the engine of a job under its policy."""
     from vllm import LLM
 
+    take_first_configs()
     speculation = dict(job.get("speculation", NGRAM))
     if job.get("draft"):
         speculation["model"] = write(job["draft"], folder)

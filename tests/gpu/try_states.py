@@ -31,6 +31,7 @@ HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / part) for part in ("", "serving", "vllm_plugin/grid")]
 
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
+from first_configs import take_first_configs  # noqa: E402
 from folders import python_path  # noqa: E402
 from gpu_ties import CANDIDATES, NEAR, NOISE, compare  # noqa: E402
 from state_models import DRAFTS, KINDS, engines, options_of, write  # noqa: E402
@@ -72,6 +73,7 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     from kvtxn.integrations.vllm_plugin import snapshots
     from vllm import LLM
 
+    take_first_configs()
     model = write(job["model"], folder)
     settings = {"kvtxn": job["kvtxn"]} if job["kvtxn"] else {}
     options = options_of(job) | {"worker_extension_cls": "state_watch.Watch"}
