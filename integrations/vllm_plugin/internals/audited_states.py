@@ -220,8 +220,11 @@ def _spread(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def _selective(metadata: Any, count: int) -> tuple[Tensor, Tensor]:
-    """Read the metadata of Mamba or a short convolution: decodes come first, then prompts."""
-    decodes, table = int(metadata.num_decodes), metadata.state_indices_tensor_d
+    """Read the metadata of Mamba or a short convolution: decodes come first, then prompts.
+
+    Behind the requests may stand padding, which vLLM counts among either of them.
+    """
+    decodes, table = min(int(metadata.num_decodes), count), metadata.state_indices_tensor_d
     width = 1 if table is None else table.shape[1]
     some = metadata.state_indices_tensor_p if table is None else table
     columns = torch.full((count, width), _NULL_BLOCK, dtype=torch.int64, device=some.device)

@@ -1,4 +1,4 @@
-"""The audit's reading of connectors' metadata and of tables of states, without an engine."""
+"""The audit's reading of connectors' metadata and of requests, without an engine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
-from kvtxn.integrations.vllm_plugin.internals import (
-    audited,
-    audited_states,
-    audited_v2,
-    connectors,
-)
+from kvtxn.integrations.vllm_plugin.internals import audited, audited_v2, connectors
 from kvtxn.integrations.vllm_plugin.internals.audited import Arrival
 
 from kvtxn.audit import Key, Ledger, RowGroup, Step
@@ -207,65 +202,6 @@ def test_several_connectors_and_loose_blocks(rig):
     assert not found.opaque
 
 
-def test_columns_of_a_gated_delta_net():
-    """A request with drafts continues the column of its last accepted one."""
-    metadata = SimpleNamespace(
-        spec_sequence_masks=torch.tensor([True, False]),
-        spec_state_indices_tensor=torch.tensor([[7, 8, 9]]),
-        num_accepted_tokens=torch.tensor([2]),
-        non_spec_state_indices_tensor=torch.tensor([4]),
-    )
-    columns, accepted = audited_states._columns(metadata, 2)
-    assert columns.tolist() == [[7, 8, 9], [4, 0, 0]]
-    assert accepted.tolist() == [2, 0]
-    kept = audited_states._kept(columns, accepted > 0, torch.tensor([0, 3, 5]), 5)
-    assert kept.tolist() == [7, 8, 9, -1, 4]
-
-
-def metadata_of_two():
-    """A prompt's last three rows, and a request with two drafts, of a gated delta net."""
-    return SimpleNamespace(
-        spec_sequence_masks=torch.tensor([False, True]),
-        spec_state_indices_tensor=torch.tensor([[7, 8, 9]]),
-        num_accepted_tokens=torch.tensor([2]),
-        non_spec_state_indices_tensor=torch.tensor([4]),
-    )
-
-
-def device_reader():
-    group = SimpleNamespace(layer_names=["layer"])
-    config = SimpleNamespace(kv_cache_groups=[group])
-    runner = SimpleNamespace(kv_cache_config=config, max_num_reqs=4, max_num_tokens=16)
-    return audited_states.DeviceStateReader(runner, ["group.0"], torch.device("cpu"))
-
-
-def rows_of(starts, positions):
-    starts, positions = torch.tensor(starts), torch.tensor(positions)
-    names = [str(number) for number in range(len(starts) - 1)]
-    return audited.Rows(names, starts, None, None, None, {}, {}, positions)
-
-
-def test_states_of_a_device_are_read_into_the_same_buffers():
-    """So a step of the same form is the same ``Step``; the numbers are those of a CPU's reader."""
-    reader = device_reader()
-    rows = rows_of([0, 3, 6], [0, 1, 2, 40, 41, 42])
-    found = reader.read({"layer": metadata_of_two()}, rows, 6)
-    assert found.sources["group.0"].tolist() == [-1, 8]
-    assert found.slots["group.0"][:6].tolist() == [-1, -1, 4, 7, 8, 9]
-    assert found.told.tolist() == [-1, 1]
-    other = metadata_of_two()
-    other.spec_state_indices_tensor += 1
-    again = reader.read({"layer": other}, rows_of([0, 2, 5], [3, 4, 41, 42, 43]), 5)
-    assert again is found
-    assert found.sources["group.0"].tolist() == [4, 9]
-    assert found.slots["group.0"][:5].tolist() == [-1, 4, 8, 9, 10]
-
-
-def test_states_of_an_unknown_layer_are_not_read():
-    found = device_reader().read({"layer": SimpleNamespace()}, rows_of([0, 1], [5]), 1)
-    assert (found.slots, found.sources, found.told) == ({}, {}, None)
-
-
 def scheduled(new=(), grown=(), gone=(), preempted=None):
     """What the scheduler tells the V2 runner of a step."""
     cached = SimpleNamespace(
@@ -310,17 +246,3 @@ def test_blocks_are_told_apart_by_all_their_bytes():
     after = connectors.block_hashes(runner, key, "group.0", [2, 1])
     assert (after[0] == before[0], after[1] == before[1]) == (True, False)
     assert connectors.block_hashes(runner, key, "group.0", []) == []
-
-
-def test_columns_of_mamba():
-    """Decodes come first; a prompt keeps the state after its last row."""
-    metadata = SimpleNamespace(
-        num_decodes=1,
-        state_indices_tensor_d=torch.tensor([[3, 5]]),
-        state_indices_tensor_p=torch.tensor([6]),
-        num_accepted_tokens=torch.tensor([1]),
-    )
-    columns, accepted = audited_states._columns(metadata, 2)
-    assert columns.tolist() == [[3, 5], [6, 0]]
-    assert accepted.tolist() == [1, 0]
-    assert audited_states._columns(SimpleNamespace(), 2) is None

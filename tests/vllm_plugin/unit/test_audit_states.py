@@ -1,0 +1,159 @@
+"""The audit's reading of tables of states, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvtxn.integrations.vllm_plugin.internals import audited, audited_states
+
+
+def test_columns_of_a_gated_delta_net():
+    """A request with drafts continues the column of its last accepted one."""
+    metadata = SimpleNamespace(
+        spec_sequence_masks=torch.tensor([True, False]),
+        spec_state_indices_tensor=torch.tensor([[7, 8, 9]]),
+        num_accepted_tokens=torch.tensor([2]),
+        non_spec_state_indices_tensor=torch.tensor([4]),
+    )
+    columns, accepted = audited_states._columns(metadata, 2)
+    assert columns.tolist() == [[7, 8, 9], [4, 0, 0]]
+    assert accepted.tolist() == [2, 0]
+    kept = audited_states._kept(columns, accepted > 0, torch.tensor([0, 3, 5]), 5)
+    assert kept.tolist() == [7, 8, 9, -1, 4]
+
+
+def metadata_of_two():
+    """A prompt's last three rows, and a request with two drafts, of a gated delta net."""
+    return SimpleNamespace(
+        spec_sequence_masks=torch.tensor([False, True]),
+        spec_state_indices_tensor=torch.tensor([[7, 8, 9]]),
+        num_accepted_tokens=torch.tensor([2]),
+        non_spec_state_indices_tensor=torch.tensor([4]),
+    )
+
+
+def device_reader():
+    group = SimpleNamespace(layer_names=["layer"])
+    config = SimpleNamespace(kv_cache_groups=[group])
+    runner = SimpleNamespace(kv_cache_config=config, max_num_reqs=4, max_num_tokens=16)
+    return audited_states.DeviceStateReader(runner, ["group.0"], torch.device("cpu"))
+
+
+def rows_of(starts, positions):
+    starts, positions = torch.tensor(starts), torch.tensor(positions)
+    names = [str(number) for number in range(len(starts) - 1)]
+    return audited.Rows(names, starts, None, None, None, {}, {}, positions)
+
+
+def test_states_of_a_device_are_read_into_the_same_buffers():
+    """So a step of the same form is the same ``Step``; the numbers are those of a CPU's reader."""
+    reader = device_reader()
+    rows = rows_of([0, 3, 6], [0, 1, 2, 40, 41, 42])
+    found = reader.read({"layer": metadata_of_two()}, rows, 6)
+    assert found.sources["group.0"].tolist() == [-1, 8]
+    assert found.slots["group.0"][:6].tolist() == [-1, -1, 4, 7, 8, 9]
+    assert found.told.tolist() == [-1, 1]
+    other = metadata_of_two()
+    other.spec_state_indices_tensor += 1
+    again = reader.read({"layer": other}, rows_of([0, 2, 5], [3, 4, 41, 42, 43]), 5)
+    assert again is found
+    assert found.sources["group.0"].tolist() == [4, 9]
+    assert found.slots["group.0"][:5].tolist() == [-1, 4, 8, 9, 10]
+
+
+def test_states_of_an_unknown_layer_are_not_read():
+    found = device_reader().read({"layer": SimpleNamespace()}, rows_of([0, 1], [5]), 1)
+    assert (found.slots, found.sources, found.told) == ({}, {}, None)
+
+
+def test_columns_of_mamba():
+    """Decodes come first; a prompt keeps the state after its last row."""
+    metadata = SimpleNamespace(
+        num_decodes=1,
+        state_indices_tensor_d=torch.tensor([[3, 5]]),
+        state_indices_tensor_p=torch.tensor([6]),
+        num_accepted_tokens=torch.tensor([1]),
+    )
+    columns, accepted = audited_states._columns(metadata, 2)
+    assert columns.tolist() == [[3, 5], [6, 0]]
+    assert accepted.tolist() == [1, 0]
+    assert audited_states._columns(SimpleNamespace(), 2) is None
+
+
+#: What vLLM says of requests that are there to fill a captured graph.
+PADDING_BLOCK, PADDING_ACCEPTED = 0, 1
+
+
+def padded_selective(decodes, padding):
+    """Requests of Mamba and padding, as vLLM 0.32.0 has them for a whole captured graph."""
+    tables = [[3, 5, 7], [4, 6, 8]][:decodes] + [[PADDING_BLOCK] * 3] * padding
+    return SimpleNamespace(
+        num_decodes=decodes + padding,
+        state_indices_tensor_d=torch.tensor(tables),
+        state_indices_tensor_p=torch.empty(0, dtype=torch.int64),
+        num_accepted_tokens=torch.tensor([2, 1][:decodes] + [PADDING_ACCEPTED] * padding),
+    )
+
+
+def padded_prompts(padding):
+    """One request that decodes, a prompt, and padding behind it."""
+    return SimpleNamespace(
+        num_decodes=1,
+        state_indices_tensor_d=torch.tensor([[3, 5, 7]]),
+        state_indices_tensor_p=torch.tensor([4] + [PADDING_BLOCK] * padding),
+        num_accepted_tokens=torch.tensor([2]),
+    )
+
+
+def padded_drafts(padding):
+    """Requests of a gated delta net that all have drafts, and padding."""
+    return SimpleNamespace(
+        spec_sequence_masks=torch.tensor([True] * 2 + [False] * padding),
+        spec_state_indices_tensor=torch.tensor(
+            [[3, 5, 7], [4, 6, 8]] + [[PADDING_BLOCK] * 3] * padding
+        ),
+        num_accepted_tokens=torch.tensor([2, 1] + [PADDING_ACCEPTED] * padding),
+        non_spec_state_indices_tensor=None,
+    )
+
+
+def padded_without_drafts(padding):
+    """Requests of a gated delta net of which none has drafts, and padding."""
+    return SimpleNamespace(
+        spec_sequence_masks=None,
+        non_spec_state_indices_tensor=torch.tensor([3, 4] + [PADDING_BLOCK] * padding),
+    )
+
+
+def padded_mixed(padding):
+    """A request of a gated delta net with drafts, a prompt, and padding."""
+    return SimpleNamespace(
+        spec_sequence_masks=torch.tensor([True, False] + [False] * padding),
+        spec_state_indices_tensor=torch.tensor([[3, 5, 7]]),
+        num_accepted_tokens=torch.tensor([2]),
+        non_spec_state_indices_tensor=torch.tensor([4] + [PADDING_BLOCK] * padding),
+    )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sources", "slots"),
+    [
+        (padded_selective(2, 3), [5, 4], [3, 5, 7, 4, 6, 8]),
+        (padded_selective(2, 0), [5, 4], [3, 5, 7, 4, 6, 8]),
+        (padded_prompts(3), [5, 4], [3, 5, 7, -1, -1, 4]),
+        (padded_drafts(3), [5, 4], [3, 5, 7, 4, 6, 8]),
+        (padded_without_drafts(3), [3, 4], [-1, -1, 3, -1, -1, 4]),
+        (padded_mixed(3), [5, 4], [3, 5, 7, -1, -1, 4]),
+    ],
+    ids=["decodes", "whole", "prompts", "drafts", "no-drafts", "mixed"],
+)
+def test_what_pads_a_captured_graph_is_not_read(metadata, sources, slots):
+    """vLLM counts padding among the requests; the step has two, of three rows each."""
+    found = device_reader().read(
+        {"layer": metadata}, rows_of([0, 3, 6], [40, 41, 42, 30, 31, 32]), 6
+    )
+    assert found.sources["group.0"].tolist() == sources
+    assert found.slots["group.0"][:6].tolist() == slots
+    assert found.told is None or len(found.told) == 2
