@@ -2,9 +2,9 @@
 
 Memory contract of ``advance_rows``:
 
-- A program has ``VALUES`` rows of one head's state of one request and layer. It reads them once and
-  writes them once, or twice where the request crosses a boundary; nothing else is written. Slots
-  of distinct requests are distinct, so no two programs touch one byte of a state.
+- A program has ``TILES`` times ``VALUES`` rows of one head's state of one request and layer. It
+  reads them once and writes them once, or twice where the request crosses a boundary; nothing else
+  is written. Slots of distinct requests are distinct, so no two programs touch one byte of a state.
 - A request whose slot is 0 or less, or that keeps no row, is skipped: nothing is read or written.
 - The caller guarantees that slots are inside the caches, and starts inside the staged rows.
 """
@@ -40,6 +40,39 @@ def _wide(base: tl.tensor, offsets: tl.tensor, RUN: tl.constexpr) -> tl.tensor:
     return pointers
 
 
+@triton.jit
+def _appended(items: tl.tuple, item: tl.tensor) -> tl.tuple:
+    """Return a tuple with one more item; compilers know no lists."""
+    return items + (item,)  # noqa: RUF005 - nor unpacking
+
+
+@triton.jit
+def _key_of(
+    row: tl.tensor,
+    left: tl.tensor,
+    KEY_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    RUN: tl.constexpr,
+) -> tl.tensor:
+    """Load a row's key if rows are ``left``, as ``[KEYS]``.
+
+    A thread with 8 neighbours of the state in a word loads 4 of the key at once, and 4 more: were
+    all 8 asked for together, a compiler would exchange them between threads.
+    """
+    if RUN == 8:
+        eighths = tl.arange(0, KEYS // 8)[:, None]
+        offsets = eighths * 8 + tl.arange(0, 4)[None, :]
+        inside = (eighths < KEY_SIZE // 8) & (left > 0 * offsets)
+        lower = tl.load(_wide(row, offsets, 4), mask=inside, other=0.0)
+        upper = tl.load(_wide(row + 4, offsets, 4), mask=inside, other=0.0)
+        key = tl.reshape(tl.permute(tl.join(lower, upper), [0, 2, 1]), [KEYS])
+    else:
+        keys = tl.arange(0, KEYS)
+        inside = (keys // RUN < KEY_SIZE // RUN) & (left > 0 * keys)
+        key = tl.load(_wide(row, keys, RUN), mask=inside, other=0.0)
+    return key
+
+
 @triton.jit(do_not_specialize=["source_stride", "group_stride"])
 def advance_rows(
     table: tl.tensor,
@@ -60,10 +93,11 @@ def advance_rows(
     LONGEST: tl.constexpr,
     RUN: tl.constexpr,
     CROSSES: tl.constexpr,
+    TILES: tl.constexpr,
 ) -> None:
-    """Advance one tile of a state by its request's kept rows.
+    """Advance some tiles of a state by its request's kept rows.
 
-    Grid: (tiles of a head * HEADS, requests, layers).
+    Grid: (programs of a head * HEADS, requests, layers).
 
     Args:
         table: int64 ``[layers, len(COLUMNS)]``, see ``layers``; addresses are multiples of 16, and
@@ -86,11 +120,11 @@ def advance_rows(
         LONGEST: the most rows of a request.
         RUN: numbers of the state in 16 bytes; 1 if its rows do not begin on 16 bytes.
         CROSSES: some request may cross a boundary.
+        TILES: tiles of a program, one after another.
     """
-    tiles: tl.constexpr = (VALUE_SIZE + VALUES - 1) // VALUES
-    key_run: tl.constexpr = 4 if RUN > 1 else 1
-    tile = tl.program_id(0) % tiles
-    head = tl.program_id(0) // tiles
+    parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
+    part = tl.program_id(0) % parts
+    head = tl.program_id(0) // parts
     number = tl.program_id(1)
     line = table + tl.program_id(2) * _COLUMNS
     first = tl.load(starts + number)
@@ -101,41 +135,45 @@ def advance_rows(
         return
     slot_stride = tl.load(line + _SLOT_STRIDE)
     keys = tl.arange(0, KEYS)
-    values = tile * VALUES + tl.arange(0, VALUES)
     # A 16-byte word is inside as a whole or not at all; so the compiler sees this.
     some_keys = keys // RUN < KEY_SIZE // RUN
-    some_values = values < VALUE_SIZE
-    inside = some_values[:, None] & some_keys[None, :]
-    cell = (head * VALUE_SIZE + values)[:, None] * KEY_SIZE + keys[None, :]
     begin = _column(line, _STATE, STATE)
-    where = _wide(begin + slot * slot_stride, cell, RUN)
-    state = tl.load(where, mask=inside, other=0.0).to(tl.float32)
-
     row = first.to(tl.int64)
     key_at = _column(line, _KEY, tl.float32) + head // (HEADS // KEY_HEADS) * KEY_SIZE
-    value_at = _column(line, _CORRECTED, tl.float32) + head * VALUE_SIZE + values
+    value_at = _column(line, _CORRECTED, tl.float32) + head * VALUE_SIZE
     decay_at = _column(line, _DECAY, tl.float32) + head
+    row_keys, decays = (), ()
+    for turn in tl.static_range(LONGEST):
+        from_row = key_at + (row + turn) * (KEY_HEADS * KEY_SIZE)
+        row_keys = _appended(row_keys, _key_of(from_row, taken - turn, KEY_SIZE, KEYS, RUN))
+        decay = tl.load(decay_at + (row + turn) * HEADS, mask=taken > turn, other=1.0)
+        decays = _appended(decays, decay)
     if CROSSES:
         there = group * tl.num_programs(1) + number
         next_slot = tl.load(beyond + there).to(tl.int64)
         until = tl.load(boundary + there)
         crosses = (next_slot > 0) & (taken > until)
-    for turn in tl.static_range(LONGEST):
-        if CROSSES and crosses & (until == turn):
-            if turn > 0:
-                tl.store(where, state.to(STATE), mask=inside)
-            where = _wide(begin + next_slot * slot_stride, cell, RUN)
-        now = row + turn
-        key = tl.load(
-            _wide(key_at + now * (KEY_HEADS * KEY_SIZE), keys, key_run),
-            mask=some_keys & (taken > turn + 0 * keys),
-            other=0.0,
-        )
-        value = tl.load(
-            value_at + now * (HEADS * VALUE_SIZE),
-            mask=some_values & (taken > turn + 0 * values),
-            other=0.0,
-        )
-        decay = tl.load(decay_at + now * HEADS, mask=taken > turn, other=1.0)
-        state = state * decay + value[:, None] * key[None, :]
-    tl.store(where, state.to(STATE), mask=inside)
+    for tile in tl.range(0, TILES, num_stages=1):
+        values = (part * TILES + tile) * VALUES + tl.arange(0, VALUES)
+        some_values = values < VALUE_SIZE
+        inside = some_values[:, None] & some_keys[None, :]
+        cell = (head * VALUE_SIZE + values)[:, None] * KEY_SIZE + keys[None, :]
+        where = _wide(begin + slot * slot_stride, cell, RUN)
+        state = tl.load(where, mask=inside, other=0.0).to(tl.float32)
+        row_values = ()
+        for turn in tl.static_range(LONGEST):
+            value = tl.load(
+                value_at + (row + turn) * (HEADS * VALUE_SIZE) + values,
+                mask=some_values & (taken > turn + 0 * values),
+                other=0.0,
+            )
+            row_values = _appended(row_values, value)
+        for turn in tl.static_range(LONGEST):
+            if CROSSES and crosses & (until == turn):
+                if turn > 0:
+                    tl.store(where, state.to(STATE), mask=inside)
+                where = _wide(begin + next_slot * slot_stride, cell, RUN)
+            if taken > turn:
+                state = state * decays[turn]
+                state += row_values[turn][:, None] * row_keys[turn][None, :]
+        tl.store(where, state.to(STATE), mask=inside)

@@ -24,21 +24,47 @@ _TYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @attrs.frozen
 class Tile:
-    """The size of a program.
+    """The size of a program, and of what it takes at once.
 
     Attributes:
         values: rows of a head's state, a power of two.
         warps: of 32 threads each. In one warp, the verify kernel moves nothing between threads.
+        tiles: tiles that a program takes, one after another.
+        stages: in the verify kernel, tiles that are loaded before they are needed, and one more.
+        registers: the most registers of a thread; None lets the compiler choose.
     """
 
     values: int
     warps: int = 1
+    tiles: int = 1
+    stages: int = 1
+    registers: int | None = None
 
 
-#: By dtype of the states. The fastest ones for Qwen3.5's layer from 32 requests on, on an H200; at
-#: one and at 8 requests others take up to a tenth less of the verify kernel's time.
-_VERIFY: Final = {torch.float32: Tile(32), torch.bfloat16: Tile(64)}
-_ADVANCE: Final = {torch.float32: Tile(8), torch.bfloat16: Tile(16)}
+#: From so many bytes of states in a launch on, the verify kernel's programs take several tiles
+#: each and load ahead: enough programs are left for every multiprocessor of an H100 or H200.
+_MANY_BYTES: Final = 32 << 20
+
+#: By dtype of the states: the fastest ones for Qwen3.5's layer at 1 to 16 requests, at 16 (float32)
+#: or 32 (bfloat16) and more, and in commits; on an H200, with 4 and with 7 drafts.
+_VERIFY_FEW: Final = {torch.float32: Tile(16), torch.bfloat16: Tile(32)}
+_VERIFY_MANY: Final = {
+    torch.float32: Tile(16, tiles=8, stages=3),
+    torch.bfloat16: Tile(16, tiles=8, stages=3, registers=128),
+}
+_ADVANCE: Final = {torch.float32: Tile(8, tiles=2), torch.bfloat16: Tile(16, warps=2)}
+
+
+def verify_tile_for(state: Tensor, requests: int) -> Tile:
+    """Choose the verify kernel's tile, by what the host knows of a launch.
+
+    Args:
+        state: ``[slots, heads, value_size, key_size]``.
+        requests: their number; in a captured graph, those for which there is room.
+    """
+    size = state[0].numel() * state.element_size()
+    of = _VERIFY_MANY if requests * size >= _MANY_BYTES else _VERIFY_FEW
+    return of[state.dtype]
 
 
 def launch_verify(
@@ -66,7 +92,7 @@ def launch_verify(
         scale: factor of the queries.
         normalise: divide queries and keys by their length.
         longest: the most rows of a request; None is all rows of ``out``.
-        tile: None takes the fastest one.
+        tile: None takes that of ``verify_tile_for``.
 
     Raises:
         LayerError: a request may have more than ``MOST_ROWS`` rows.
@@ -74,7 +100,7 @@ def launch_verify(
     longest = _longest("verify_gated_delta", longest, out.shape[0])
     query, key = given[:2]
     _, heads, value_size, key_size = state.shape
-    tile = tile or _VERIFY[state.dtype]
+    tile = tile or verify_tile_for(state, sources.shape[0])
     run = 16 // state.dtype.itemsize
     width = max(4 * run, _power(key_size))
     runs = (
@@ -83,7 +109,8 @@ def launch_verify(
         *(part.stride(0) % run == 0 for part in (query, key)),
     )
     values = min(tile.values, max(16, _power(value_size)))
-    grid = triton.cdiv(value_size, values) * heads, sources.shape[0]
+    tiles = min(tile.tiles, triton.cdiv(value_size, values))
+    grid = triton.cdiv(value_size, values * tiles) * heads, sources.shape[0]
     verify_rows[grid](
         *given,
         state,
@@ -107,7 +134,10 @@ def launch_verify(
         RUN=run,
         ALIGNED=all(runs),
         NORMALISE=normalise,
+        TILES=tiles,
+        STAGES=tile.stages,
         num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
 
 
@@ -143,7 +173,9 @@ def launch_advance(
     tile = tile or _ADVANCE[state.dtype]
     run = 16 // state.dtype.itemsize
     values = min(tile.values, _power(value_size))
-    grid = triton.cdiv(value_size, values) * heads, sources.shape[1], len(layers.states)
+    tiles = min(tile.tiles, triton.cdiv(value_size, values))
+    programs = triton.cdiv(value_size, values * tiles) * heads
+    grid = programs, sources.shape[1], len(layers.states)
     advance_rows[grid](
         layers.table,
         sources,
@@ -163,7 +195,9 @@ def launch_advance(
         LONGEST=longest,
         RUN=1 if key_size % run else run,
         CROSSES=beyond is not None,
+        TILES=tiles,
         num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
 
 

@@ -2,10 +2,10 @@
 
 Memory contract of ``verify_rows``:
 
-- A program has ``VALUES`` rows of one head's state of one request. It reads them once, and writes
-  the outputs and corrected values of these rows alone. The programs of a head's first rows write
-  the decays; of those, the ones of the first head of each key head write the keys. So no two
-  programs write one byte.
+- A program has ``TILES`` times ``VALUES`` rows of one head's state of one request. It reads them
+  once, and writes the outputs and corrected values of these rows alone. The programs of a head's
+  first rows write the decays; of those, the ones of the first head of each key head write the keys.
+  So no two programs write one byte.
 - A request whose slot is 0 or less, or that has no rows, is skipped: nothing is read or written.
 - The caller guarantees that slots are inside the cache, and starts inside the rows.
 
@@ -16,9 +16,10 @@ column of ``k`` then gives the row's corrected value, the column of ``q`` its ou
 is read once and multiplied once, on tensor cores: float32 numbers as sums of three bfloat16
 numbers, which is exact, with products that are exact and float32 sums.
 
-Where it computes. A thread holds runs of keys of one row of the state, as it loads them. Tensor
-cores want other keys in a thread; but a sum over keys has no order, so ``keys_in_threads`` renames
-the keys, of state and rows alike, and nothing moves between threads.
+Where it computes: see ``tiles``. Nothing moves between threads.
+
+When it computes. A program of one tile asks for its state before it multiplies keys by keys. One of
+several tiles asks for the next ones while it computes, and does what all tiles need once.
 """
 
 from __future__ import annotations
@@ -26,155 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def truncated(numbers: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the upper halves of float32 numbers as bfloat16, and the rest of them, exactly."""
-    bits = numbers.to(tl.uint32, bitcast=True)
-    upper = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), numbers - upper
-
-
-@triton.jit
-def keys_in_threads(
-    numbers: tl.tensor, ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr
-) -> tl.tensor:
-    """Turn lines of runs, as ``runs`` loads them, into ``[ROWS, KEYS]`` as tensor cores hold it.
-
-    Of each 16 columns of an operand, a thread has two pairs, 8 columns apart, and four threads
-    share a row. So the run of a thread becomes such pairs.
-    """
-    pieces: tl.constexpr = KEYS // (4 * RUN)
-    apart = tl.reshape(numbers, [pieces, ROWS, 4, RUN // 4, 2, 2])
-    return tl.reshape(tl.permute(apart, [1, 0, 3, 4, 2, 5]), [ROWS, KEYS])
-
-
-@triton.jit
-def product(
-    left: tl.tensor,
-    right: tl.tensor,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    KEYS: tl.constexpr,
-    RUN: tl.constexpr,
-    SPLIT_LEFT: tl.constexpr,
-    SPLIT_RIGHT: tl.constexpr,
-) -> tl.tensor:
-    """Multiply ``left`` by ``right`` transposed, with float32's precision.
-
-    Args:
-        left: lines of runs, ``[LEFT * KEYS / (4 * RUN), 4 * RUN]``.
-        right: lines of runs, ``[RIGHT * KEYS / (4 * RUN), 4 * RUN]``.
-        LEFT: rows of ``left``.
-        RIGHT: rows of ``right``.
-        KEYS: columns of both.
-        RUN: as for ``keys_in_threads``.
-        SPLIT_LEFT: ``left`` is no bfloat16: it becomes three of them.
-        SPLIT_RIGHT: the same of ``right``.
-    """
-    if SPLIT_LEFT:
-        left_0, rest = truncated(left.to(tl.float32))
-        left_1, rest = truncated(rest)
-        left_2, rest = truncated(rest)
-        a0 = keys_in_threads(left_0, LEFT, KEYS, RUN)
-        a1 = keys_in_threads(left_1, LEFT, KEYS, RUN)
-        a2 = keys_in_threads(left_2, LEFT, KEYS, RUN)
-    else:
-        a0 = keys_in_threads(left, LEFT, KEYS, RUN)
-    if SPLIT_RIGHT:
-        right_0, rest = truncated(right.to(tl.float32))
-        right_1, rest = truncated(rest)
-        right_2, rest = truncated(rest)
-        b0 = tl.trans(keys_in_threads(right_0, RIGHT, KEYS, RUN))
-        b1 = tl.trans(keys_in_threads(right_1, RIGHT, KEYS, RUN))
-        b2 = tl.trans(keys_in_threads(right_2, RIGHT, KEYS, RUN))
-    else:
-        b0 = tl.trans(keys_in_threads(right, RIGHT, KEYS, RUN))
-    # The smallest products first. Those left out are below float32's precision.
-    result = tl.zeros([LEFT, RIGHT], dtype=tl.float32)
-    if SPLIT_LEFT:
-        result = tl.dot(a2, b0, result)
-    if SPLIT_RIGHT:
-        result = tl.dot(a0, b2, result)
-    if SPLIT_LEFT and SPLIT_RIGHT:
-        result = tl.dot(a1, b1, result)
-    if SPLIT_LEFT:
-        result = tl.dot(a1, b0, result)
-    if SPLIT_RIGHT:
-        result = tl.dot(a0, b1, result)
-    return tl.dot(a0, b0, result)
-
-
-@triton.jit
-def runs(
-    rows: tl.tensor,
-    inside: tl.tensor,
-    ROWS: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    RUN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
-) -> tl.tensor:
-    """Load rows of ``KEY_SIZE`` numbers, four threads to a line of ``4 * RUN``.
-
-    First come the first lines of all rows, then the second ones, and so on: so a compiler gives
-    neighbouring lines, which are those of different rows, to different threads.
-
-    Args:
-        rows: pointers ``[lines]`` to the row of each line.
-        inside: bool ``[lines]``; numbers of other rows are 0.
-        ROWS: number of rows.
-        KEY_SIZE: as for ``verify_rows``, like those that follow.
-        KEYS: a power of two.
-        RUN: numbers that a thread loads at once; no more, so that threads hold alike.
-        ALIGNED: each run begins on a multiple of its size.
-        WHOLE: every row is inside.
-    """
-    lines = tl.arange(0, ROWS * KEYS // (4 * RUN))
-    keys = (lines // ROWS * (4 * RUN))[:, None] + tl.arange(0, 4 * RUN)[None, :]
-    pointers = rows[:, None] + keys
-    if ALIGNED:
-        bytes: tl.constexpr = rows.dtype.scalar.element_ty.primitive_bitwidth // 8 * RUN
-        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, bytes)), (1, RUN))
-    if WHOLE and KEY_SIZE == KEYS:
-        numbers = tl.load(pointers)
-    elif KEY_SIZE == KEYS:
-        numbers = tl.load(pointers, mask=inside[:, None], other=0.0)
-    elif ALIGNED:
-        some = keys // RUN < KEY_SIZE // RUN
-        numbers = tl.load(pointers, mask=inside[:, None] & some, other=0.0)
-    else:
-        numbers = tl.load(pointers, mask=inside[:, None] & (keys < KEY_SIZE), other=0.0)
-    return numbers
-
-
-@triton.jit
-def state_of(
-    begin: tl.tensor,
-    first: tl.tensor,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    RUN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> tl.tensor:
-    """Load ``VALUES`` rows of a head's state that begins at ``begin``, from ``first`` on."""
-    values = first + tl.arange(0, VALUES * KEYS // (4 * RUN)) % VALUES
-    return runs(
-        begin + values * KEY_SIZE, values < VALUE_SIZE,
-        VALUES, KEY_SIZE, KEYS, RUN, ALIGNED, VALUE_SIZE % VALUES == 0,
-    )  # fmt: skip
-
-
-@triton.jit
-def values_of(
-    given: tl.tensor, values: tl.tensor, live: tl.tensor, VALUE_SIZE: tl.constexpr
-) -> tl.tensor:
-    """Load the elements ``values`` of the rows' values as ``[VALUES, 2 * COLUMNS]``."""
-    inside = live[None, :] & (values < VALUE_SIZE)[:, None]
-    return tl.load(given + values[:, None], mask=inside, other=0.0).to(tl.float32)
+from .tiles import product, runs, state_of, values_of
 
 
 @triton.jit
@@ -218,6 +71,61 @@ def rows_of(
     return corrected, outputs
 
 
+@triton.jit
+def verify_tile(
+    now: tl.tensor,
+    wanted: tl.tensor,
+    values: tl.tensor,
+    pairs: tl.tensor,
+    factor: tl.tensor,
+    among: tl.tensor,
+    decay: tl.tensor,
+    strength: tl.tensor,
+    live: tl.tensor,
+    asks: tl.tensor,
+    made: tl.tensor,
+    staged: tl.tensor,
+    VALUE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    LONGEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RUN: tl.constexpr,
+) -> None:
+    """Compute and store the outputs and corrected values of one tile.
+
+    Args:
+        now: the tile, as ``state_of`` loads it.
+        wanted: the values of the rows, as ``values_of`` loads them.
+        values: ``[VALUES]``, the tile's rows of the state.
+        pairs: keys and queries, as ``runs`` loads them.
+        factor: ``[2 * COLUMNS]``, of keys and queries.
+        among: as for ``rows_of``, like the next two.
+        decay: of each row.
+        strength: of each row.
+        live: bool ``[2 * COLUMNS]``, the columns of the request's rows.
+        asks: bool likewise, the columns of queries.
+        made: pointers ``[1, 2 * COLUMNS]`` to the head's outputs in each row.
+        staged: likewise, to its corrected values.
+        VALUE_SIZE: as for ``verify_rows``, like those that follow.
+        KEYS: likewise.
+        VALUES: likewise.
+        LONGEST: likewise.
+        COLUMNS: likewise.
+        RUN: likewise.
+    """
+    split_state: tl.constexpr = now.dtype != tl.bfloat16
+    split: tl.constexpr = pairs.dtype != tl.bfloat16
+    seen = product(now, pairs, VALUES, 2 * COLUMNS, KEYS, RUN, split_state, split)
+    corrected, outputs = rows_of(
+        seen * factor[None, :], wanted, among, decay, strength, VALUES, LONGEST, COLUMNS
+    )
+    inside = live[None, :] & (values < VALUE_SIZE)[:, None]
+    results = outputs.to(made.dtype.scalar.element_ty)
+    tl.store(made + values[:, None], results, mask=inside & asks[None, :])
+    tl.store(staged + values[:, None], corrected, mask=inside & (asks == 0)[None, :])
+
+
 @triton.jit(do_not_specialize=["source_stride"])
 def verify_rows(
     query: tl.tensor,
@@ -254,10 +162,12 @@ def verify_rows(
     RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
     NORMALISE: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """Compute outputs, and stage keys, corrected values and decays.
 
-    Grid: (tiles of a head * HEADS, requests).
+    Grid: (programs of a head * HEADS, requests).
 
     Args:
         query: ``[num_rows, KEY_HEADS, KEY_SIZE]``, a row contiguous, as are all rows here.
@@ -296,10 +206,12 @@ def verify_rows(
         ALIGNED: each run of keys begins on 16 bytes in the state, and on a multiple of its size in
             queries and keys.
         NORMALISE: divide queries and keys by their length.
+        TILES: tiles of a program, one after another.
+        STAGES: tiles that are loaded before they are needed, and one more.
     """
-    tiles: tl.constexpr = (VALUE_SIZE + VALUES - 1) // VALUES
-    tile = tl.program_id(0) % tiles
-    head = tl.program_id(0) // tiles
+    parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
+    part = tl.program_id(0) % parts
+    head = tl.program_id(0) // parts
     number = tl.program_id(1)
     slot = tl.load(sources + number * source_stride).to(tl.int64)
     first = tl.load(starts + number)
@@ -309,9 +221,10 @@ def verify_rows(
     key_head = head // (HEADS // KEY_HEADS)
 
     # The state, and the keys and queries as COLUMNS rows each.
-    first_value = tile * VALUES
+    first_value = part * TILES * VALUES
     begin = state + slot * slot_stride + head * VALUE_SIZE * KEY_SIZE
-    now = state_of(begin, first_value, KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED)
+    if TILES == 1:
+        now = state_of(begin, first_value, KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED)
     lines = tl.arange(0, 2 * COLUMNS * KEYS // (4 * RUN))
     turns = lines % COLUMNS
     rows = first.to(tl.int64) + turns
@@ -330,8 +243,8 @@ def verify_rows(
     x = tl.load(a + row * a_stride + head, mask=live, other=0.0).to(tl.float32)
     strength = tl.load(b + row * b_stride + head, mask=live, other=0.0).to(tl.float32)
     given = value + (row * value_stride + head * VALUE_SIZE)[None, :]
-    values = first_value + tl.arange(0, VALUES)
-    wanted = values_of(given, values, live, VALUE_SIZE)
+    if TILES == 1:
+        wanted = values_of(given, first_value + tl.arange(0, VALUES), live, VALUE_SIZE)
 
     # Decay and strength of each row.
     x += tl.load(dt_bias + head).to(tl.float32)
@@ -350,7 +263,7 @@ def verify_rows(
     among = among * factor[None, :]
 
     kept = live & (columns < COLUMNS)
-    if tile == 0:
+    if part == 0:
         tl.store(kept_decay + row * HEADS + head, decay, mask=kept)
         if head % (HEADS // KEY_HEADS) == 0:
             unit = pairs.to(tl.float32)
@@ -365,12 +278,19 @@ def verify_rows(
 
     made = out + (row * out_stride + head * VALUE_SIZE)[None, :]
     staged = kept_value + ((row * HEADS + head) * VALUE_SIZE)[None, :]
-    split_state: tl.constexpr = now.dtype != tl.bfloat16
-    seen = product(now, pairs, VALUES, 2 * COLUMNS, KEYS, RUN, split_state, split)
-    corrected, outputs = rows_of(
-        seen * factor[None, :], wanted, among, decay, strength, VALUES, LONGEST, COLUMNS
-    )
-    inside = live[None, :] & (values < VALUE_SIZE)[:, None]
-    answered = inside & asks[None, :]
-    tl.store(made + values[:, None], outputs.to(out.dtype.element_ty), mask=answered)
-    tl.store(staged + values[:, None], corrected, mask=inside & kept[None, :])
+    if TILES == 1:
+        values = first_value + tl.arange(0, VALUES)
+        verify_tile(
+            now, wanted, values, pairs, factor, among, decay, strength, live, asks, made, staged,
+            VALUE_SIZE, KEYS, VALUES, LONGEST, COLUMNS, RUN,
+        )  # fmt: skip
+    else:
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            begins = first_value + tile * VALUES
+            now = state_of(begin, begins, KEY_SIZE, VALUE_SIZE, KEYS, VALUES, RUN, ALIGNED)
+            values = begins + tl.arange(0, VALUES)
+            wanted = values_of(given, values, live, VALUE_SIZE)
+            verify_tile(
+                now, wanted, values, pairs, factor, among, decay, strength, live, asks, made,
+                staged, VALUE_SIZE, KEYS, VALUES, LONGEST, COLUMNS, RUN,
+            )  # fmt: skip

@@ -22,6 +22,11 @@ POINTERS = {
     "table": "*i64",
 }
 STRIDES = ("query", "key", "value", "a", "b", "slot", "out")
+#: By dtype of the states: the tiles of a commit's programs, and their warps.
+ADVANCE = {
+    tl.float32: ({"VALUES": 8, "TILES": 2}, 1),
+    tl.bfloat16: ({"VALUES": 16, "TILES": 1}, 2),
+}
 SIZES = {"KEY_HEADS": 16, "HEADS": 32, "KEY_SIZE": 128, "VALUE_SIZE": 128, "KEYS": 128}
 
 
@@ -52,6 +57,7 @@ def facts(code: str) -> dict[str, int]:
         "wide_loads": r"ld\.global\.v4\.b32",
         "wide_stores": r"st\.global\.v4\.b32",
         "products": r"mma\.sync\.",
+        "ahead": r"cp\.async\.(ca|cg)",
     }
     return {name: len(re.findall(pattern, code)) for name, pattern in patterns.items()}
 
@@ -62,9 +68,14 @@ def every() -> dict[str, dict[str, int]]:
     for state, dtype, run in (("fp32", tl.float32, 4), ("bf16", tl.bfloat16, 8)):
         sizes = {**SIZES, "VALUES": 16, "LONGEST": 5, "RUN": run}
         verify = {"COLUMNS": 8, "ALIGNED": True, "NORMALISE": True}
-        found[f"verify {state}"] = facts(assembly(verify_rows, state, 1, **sizes, **verify))
-        advance = {"VALUES": 8, "STATE": dtype, "CROSSES": False}
-        found[f"advance {state}"] = facts(assembly(advance_rows, state, 1, **{**sizes, **advance}))
+        for name, tiles, stages in (("verify", 1, 1), ("verify many", 8, 3)):
+            several = {"TILES": tiles, "STAGES": stages}
+            code = assembly(verify_rows, state, 1, **sizes, **verify, **several)
+            found[f"{name} {state}"] = facts(code)
+        tile, warps = ADVANCE[dtype]
+        advance = {**tile, "STATE": dtype, "CROSSES": False}
+        code = assembly(advance_rows, state, warps, **{**sizes, **advance})
+        found[f"advance {state}"] = facts(code)
     return found
 
 

@@ -25,6 +25,13 @@ def test_verify_multiplies_exact_pieces(compiled):
     assert compiled["verify bf16"]["products"] == 16 * (1 + 1)
 
 
+def test_programs_of_several_tiles_load_ahead(compiled):
+    """A tile of 16 rows is 16 words of a thread (bfloat16: 8); two come before the loop."""
+    for name, words in (("verify many fp32", 16), ("verify many bf16", 8)):
+        assert compiled[name]["ahead"] == 3 * words
+        assert compiled[name]["products"] == compiled[name.replace(" many", "")]["products"]
+
+
 def test_commit_moves_states_in_wide_words(compiled):
     """16 bytes per thread at once: 8 words per thread of float32, 4 of bfloat16."""
     for name, words in (("advance fp32", 8), ("advance bf16", 4)):

@@ -13,7 +13,12 @@ from kvtxn.backends.gated_delta import DeltaLayers, reference
 from kvtxn import LayerError
 
 with importing_kernels():
-    from kvtxn.backends.gated_delta.launch import Tile, launch_advance, launch_verify
+    from kvtxn.backends.gated_delta.launch import (
+        Tile,
+        launch_advance,
+        launch_verify,
+        verify_tile_for,
+    )
 
 #: Softplus of large numbers, which the kernel then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -46,7 +51,10 @@ def assert_near(found, expected, error):
 @pytest.mark.parametrize(
     "sizes", [(32, 16, 5), (64, 32, 64), (48, 20, 8), (48, 20, 5), (24, 40, 8)], ids=str
 )
-def test_verify_is_as_specified(state, rows, sizes):
+@pytest.mark.parametrize(
+    "tile", [None, Tile(16, tiles=8, stages=3, registers=128)], ids=["few", "many"]
+)
+def test_verify_is_as_specified(state, rows, sizes, tile):
     """Whatever the dtypes, sizes and distances of rows; nothing else is written."""
     key_size, value_size, apart = sizes
     lengths, sources = [5, 1, 0, 3, 2], [3, 1, 4, 0, 7]
@@ -63,7 +71,7 @@ def test_verify_is_as_specified(state, rows, sizes):
         for _ in range(2)
     ]
     found, expected = cases
-    verify(found, longest=5)
+    verify(found, longest=5, tile=tile)
     reference.verify_gated_delta(
         **expected.given, out=expected.out, kept=expected.kept, scale=expected.scale
     )
@@ -73,11 +81,19 @@ def test_verify_is_as_specified(state, rows, sizes):
         assert_near(getattr(found.kept, name), getattr(expected.kept, name), 2e-6)
 
 
+def test_programs_take_several_tiles_where_launches_are_large():
+    """The bytes of all requests' states decide, whatever their dtype."""
+    for dtype, requests in ((torch.float32, 16), (torch.bfloat16, 32)):
+        state = torch.empty(1, 32, 128, 128, dtype=dtype, device="meta")
+        assert verify_tile_for(state, requests - 1).tiles == 1
+        assert verify_tile_for(state, requests).tiles > 1
+
+
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     seed=st.integers(0, 2**20),
     normalise=st.booleans(),
-    tile=st.sampled_from([Tile(16), Tile(32), Tile(32, 2)]),
+    tile=st.sampled_from([Tile(16), Tile(32), Tile(32, 2), Tile(16, tiles=2, stages=3)]),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 4)]),
 )
 @settings(max_examples=15, deadline=None)
