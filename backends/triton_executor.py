@@ -85,7 +85,7 @@ class TritonExecutor(Executor):
         self._launcher = MoveLauncher(self._limits, reuse, overwrites=any(reuses))
         self.programs = self._launcher.programs
         replayed = [ref for ref in self.layers if ref.replay]
-        self._states = StateAdvancer(replayed, self._number, self._limits, self.programs)
+        self._states = StateAdvancer(replayed, self._number, self._limits)
         self.attention = AttentionLauncher(device)
 
     @classmethod

@@ -24,9 +24,10 @@ from .plan import CROSSING, PART, StatePlan, build_plans, places_of
 _MAX_RECURRING: Final = 64
 
 #: Keeps products and sums apart, each rounded by itself, so the bytes are the reference's.
-_UNFUSED: Final = {"enable_fp_fusion": False}
-
-_WARPS: Final = 4
+#: With so many registers and warps, the programs of a multiprocessor fill it.
+_OPTIONS: Final = {"enable_fp_fusion": False, "maxnreg": 128}
+_WARPS: Final = 2
+_PROGRAMS: Final = 8
 
 
 @attrs.frozen(eq=False)
@@ -80,7 +81,6 @@ class StateAdvancer:
         layers: the layers whose states are advanced by replay.
         numbers: the number of each group of the executor.
         limits: int64 ``[groups]`` on the device, slots in the smallest cache of each group.
-        programs: programs that fill the GPU; 1 without a GPU.
     """
 
     def __init__(
@@ -88,11 +88,13 @@ class StateAdvancer:
         layers: Sequence[LayerRef],
         numbers: Mapping[str, int],
         limits: Tensor,
-        programs: int,
     ) -> None:
         self._layers = {ref.name: ref for ref in layers}
-        self._numbers, self._limits, self._programs = numbers, limits, programs
-        self._device = limits.device
+        self._numbers, self._limits, self._device = numbers, limits, limits.device
+        self._programs = 1
+        if limits.is_cuda:
+            device = torch.cuda.get_device_properties(self._device)
+            self._programs = _PROGRAMS * device.multi_processor_count
         parts = sum(len(ref.kept) for ref in layers)
         self._book = AddressBook(len(PART) * parts + len(CROSSING) * len(numbers), self._device)
         self._plans: dict[tuple[str, ...], list[StatePlan]] = {}
@@ -261,4 +263,4 @@ class StateAdvancer:
             "CHUNK": 128 if layout.num_rows <= 128 else 512,
         }
         grid = (min(self._programs, num_tiles * layout.num_requests), 1, 1)
-        return KernelCall(kernel.advance_states, grid, arguments, _WARPS, _UNFUSED)
+        return KernelCall(kernel.advance_states, grid, arguments, _WARPS, _OPTIONS)

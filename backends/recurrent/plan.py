@@ -66,8 +66,8 @@ CROSSING: Final = ("rows_until", "slot_beyond")
 NUM_CROSSING_FIELDS = tl.constexpr(len(CROSSING))
 ROWS_UNTIL, SLOT_BEYOND = (tl.constexpr(column) for column in range(len(CROSSING)))
 
-#: Elements of a tile of a state with heads, and of a tile of a convolution's past.
-_TILE: Final = 4096
+#: Bytes of a tile of a state with heads, and elements of a tile of a convolution's past.
+_TILE_BYTES: Final = 8192
 _PAST_TILE: Final = 1024
 
 _TYPES: Final = {
@@ -176,7 +176,7 @@ def _plan(heads: Sequence[_StateAt], pasts: Sequence[_StateAt]) -> StatePlan:
         constants |= {
             "STATE": _TYPES[heads[0].state.dtype],
             "KEY": _TYPES[heads[0].key],
-            "VALUES": max(1, min(most, _TILE // keys)),
+            "VALUES": max(1, min(most, _TILE_BYTES // heads[0].state.dtype.itemsize // keys)),
             "KEYS": keys,
             "VECTOR": _vector([each.state for each in heads]),
         }
