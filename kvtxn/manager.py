@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -201,7 +202,12 @@ class TransactionManager:
         return window
 
     def captured_windows(
-        self, slots: Tensor, rows: LayerRows | None = None, position: Tensor | None = None
+        self,
+        slots: Tensor,
+        rows: LayerRows | None = None,
+        position: Tensor | None = None,
+        *,
+        beside: bool = False,
     ) -> CapturedWindows:
         """Make the windows over one captured forward, which all read and write the same tensors.
 
@@ -214,13 +220,20 @@ class TransactionManager:
                 ``CapturedRows.rows`` are such tensors. None allocates them.
             position: int64, at least ``[max_rows]``: the tensor of marks that the forward reads, if
                 it was captured already; None allocates it. All of it becomes -1.
+            beside: let one of these windows be open beside the manager's other windows; among
+                themselves they still take turns. ``slots`` has to be memory of their own, and two
+                windows that are open at one time must have no slot in common.
 
         Raises:
             SlotMappingError: ``slots`` cannot be read in place.
             LayerError: ``rows`` or ``position`` do not fit, or a layer is not paged.
             ConfigError: ``rows`` are given, and drafts do not wait under the policy.
         """
-        return CapturedWindows(self.context, self._turn, slots, rows, position)
+        turn, context = self._turn, self.context
+        if beside:
+            turn = Turn()
+            context = attrs.evolve(context, on_end=turn.end)
+        return CapturedWindows(context, turn, slots, rows, position)
 
     def _check_writer(self, written_by: object) -> None:
         """Refuse, with a ConfigError, a ``written_by`` that does not go with the policy."""

@@ -225,6 +225,31 @@ def test_windows_over_two_forwards(forward):
     assert forward.shown()[:3] == [12.0, 13.0, 14.0]
 
 
+@pytest.mark.parametrize("prepared", [True, False])
+def test_windows_beside_each_other(prepared):
+    """Each set of windows takes turns among its own, and commits over its own slots."""
+    forward = Forward(prepared=prepared, policy="undo")
+    before = copies(forward.layers)
+    slots = torch.arange(8, 24).view(1, -1)
+    others = forward.manager.captured_windows(slots, beside=True)
+    first = forward.begin(2)
+    second = others.begin(others.plan(build((2,), (1,))))
+    with pytest.raises(WindowStateError, match="one window at a time"):
+        others.begin(others.plan(build((1,), (1,))))
+    for slot in (0, 1, 2, 8, 9, 10):
+        for ref in forward.layers:
+            for cache in (ref.key_cache, ref.value_cache):
+                cache.view(-1, HEADS, HEAD_SIZE)[slot] = 70 + slot
+    second.commit_sampled(torch.tensor([2]))
+    assert (first.state, second.state) == (WindowState.STAGED, WindowState.COMMITTED)
+    assert forward.manager.current is first
+    assert changed_slots(forward.layers, before) == [{0, 1, 2, 8, 9}] * 4
+    first.commit_sampled(torch.tensor([1]))
+    assert changed_slots(forward.layers, before) == [{0, 8, 9}] * 4
+    assert forward.manager.current is None
+    assert forward.manager.snapshot()["kvtxn_rows_rejected_total"] == 3
+
+
 # -- the end of a step -----------------------------------------------------------------------------
 
 

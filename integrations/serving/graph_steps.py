@@ -73,6 +73,7 @@ class GraphSteps:
         slots: the runner's slot mappings, int64 ``[num_groups, n]``, filled before each forward.
         query_len: most rows that a request with drafts has.
         rows: where draft rows wait, see ``CapturedWindows``.
+        beside: let these windows be open beside others of the manager, see ``captured_windows``.
 
     Attributes:
         manager: as given.
@@ -93,6 +94,8 @@ class GraphSteps:
         slots: Tensor,
         query_len: int,
         rows: LayerRows | None = None,
+        *,
+        beside: bool = False,
     ) -> None:
         check_settings(manager.config)
         self.manager = manager
@@ -102,13 +105,18 @@ class GraphSteps:
         self.deferred = manager.policy == "deferred"
         self._slots = slots
         with torch.inference_mode(False):  # its tensors outlive the mode they are made in
-            self.windows = manager.captured_windows(slots, rows)
+            self.windows = manager.captured_windows(slots, rows, beside=beside)
         self._plans: dict[tuple[bytes, ...], StepPlan | str | None] = {}
         self._pause = _REST
         self._rest = 0
         self.layout = lru_cache(maxsize=_MOST_BATCHES)(
             lambda drafts, settled: RowLayout.build(drafts, settled, manager.device)
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device that the steps hold."""
+        return self.windows.nbytes
 
     def warm_up(self) -> None:
         """Launch every kernel that a step may launch, and plan the usual steps; caches stay as is.
@@ -255,6 +263,10 @@ class GraphSteps:
         """
         assert self.window is not None
         self.window.fall_back("attend", error, replayed=False)
+
+    def miss(self, error: Exception) -> None:
+        """Count and log the failure of preparations for a step, which then has no window."""
+        self._failed("begin", error)
 
     def _failed(self, operation: str, error: Exception) -> None:
         """Count and log the failure of a step that has no window yet."""

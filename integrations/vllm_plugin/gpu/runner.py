@@ -18,6 +18,7 @@ from ....log import get_logger
 from ....manager import TransactionManager
 from ....row_io import LayerRows
 from ...serving.graph_steps import GraphSteps
+from ...serving.pipeline_steps import PipelineSteps
 from ..internals import (
     Foreign,
     backends,
@@ -59,7 +60,7 @@ class GpuRunnerMixin(WindowedRunnerMixin):
     """
 
     kvtxn_spare: SpareBlocks | None = None
-    kvtxn_kept: GraphSteps | None = None
+    kvtxn_kept: GraphSteps | PipelineSteps | None = None
     kvtxn_keeps_order: bool = False
     kvtxn_connected: bool = False
 
@@ -102,7 +103,7 @@ class GpuRunnerMixin(WindowedRunnerMixin):
 
     def make_steps(
         self, layers: Sequence[TargetLayer], kv_dtype: str, settings: TxnConfig
-    ) -> tuple[GraphSteps, dict[str, object]]:
+    ) -> tuple[GraphSteps | PipelineSteps, dict[str, object]]:
         """Make the steps; see ``WindowedRunnerMixin``. Drafts wait behind vLLM's own blocks."""
         spare = self.kvtxn_spare or SpareBlocks.none()
         own = [attrs.evolve(each, cache=each.cache[: spare.begin(each.cache)]) for each in layers]
@@ -120,7 +121,7 @@ class GpuRunnerMixin(WindowedRunnerMixin):
             self.kvtxn_keeps_order = attention_layers.keep_order(layers)
             hook_attention(steps, layers, spare.first, builders)
         steps.warm_up()
-        return steps, {"buffer_bytes": steps.windows.nbytes, **self.kvtxn_hold_states(manager)}
+        return steps, {"buffer_bytes": steps.nbytes, **self.kvtxn_hold_states(manager)}
 
     def kvtxn_hold_states(self, manager: TransactionManager) -> dict[str, object]:
         """Let commits write recurrent states, if the model has any; returns fields for the log."""
@@ -255,6 +256,7 @@ def hold_room(runner: Any, more: int = 0) -> None:
     wanted: TxnConfig = runner.kvtxn_config
     try:
         size = kv_cache.bytes_of_rows(runner, wanted.max_rows)
+        size *= batches.steps_until_known(runner) or 1  # so many windows are open at one time
         tables = kv_cache.bytes_of_tables(runner) if rows_may_wait(runner) else 0
         runner.kvtxn_room = kv_cache.room(runner, size + tables + more)
     except Exception as error:

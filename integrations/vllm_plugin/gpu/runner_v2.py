@@ -5,6 +5,9 @@ forward. ``postprocess_sampled`` is told how many tokens were sampled, so the co
 sampled tokens are on their way to the host by then, and the drafter has not seen the cache. With a
 KV connector the commit comes before that, in ``sample``. The forward itself may be a replayed graph
 and is not touched.
+
+On pipeline stages before the last one ``postprocess_sampled`` is told of an earlier step, when a
+later one begins: ``serving.pipeline_steps`` says why a commit there is right.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 from ....manager import TransactionManager
 from ....row_io import LayerRows
 from ...serving.graph_steps import GraphSteps
+from ...serving.pipeline_steps import PipelineSteps
 from ..attach import hook_runner
 from ..audit.gpu_runners import mixins_and_methods
 from ..internals import Foreign, batches
@@ -24,18 +28,41 @@ from .runner import GpuRunnerMixin
 class GpuRunnerV2(GpuRunnerMixin):
     """A mixin of vLLM's V2 runner: each method runs vLLM's own code in a window."""
 
-    kvtxn: GraphSteps | None
+    kvtxn: GraphSteps | PipelineSteps | None
 
-    def make_graph_steps(self, manager: TransactionManager, rows: LayerRows | None) -> GraphSteps:
+    def make_graph_steps(
+        self, manager: TransactionManager, rows: LayerRows | None
+    ) -> GraphSteps | PipelineSteps:
         """Make steps that read the slots where this runner keeps them."""
         slots = batches.slot_mappings(self, list(manager.groups))
+        later = batches.steps_until_known(self)
+        if later is not None:
+            return PipelineSteps(manager, slots, batches.query_len(self), later)
         return GraphSteps(manager, slots, batches.query_len(self), rows)
+
+    def update_pp_decode_requests(self) -> None:
+        """On an earlier pipeline stage, commit the step whose acceptance the runner takes now.
+
+        vLLM's own code calls ``postprocess_sampled``, unless all of that step's requests are gone.
+        """
+        steps = self.kvtxn
+        if not isinstance(steps, PipelineSteps):
+            super().update_pp_decode_requests()  # type: ignore[misc]
+            return
+        steps.advance(*batches.arriving(self))
+        try:
+            super().update_pp_decode_requests()  # type: ignore[misc]
+        finally:
+            steps.settle()
 
     def prepare_attn(self, input_batch: Any) -> Any:
         """Plan the step, now that its slots are in place."""
         prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
-        if self.kvtxn is not None:
-            self.kvtxn.begin(*batches.batch_rows(input_batch))
+        steps = self.kvtxn
+        if isinstance(steps, PipelineSteps):
+            steps.begin(*batches.batch_rows(input_batch), batches.batch_name(input_batch))
+        elif steps is not None:
+            steps.begin(*batches.batch_rows(input_batch))
         return prepared
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
@@ -63,8 +90,9 @@ class GpuRunnerV2(GpuRunnerMixin):
     ) -> None:
         """Commit before the drafter runs; the sampled tokens are on their way to the host.
 
-        Of pipeline stages the last alone samples, and the others have no windows. What vLLM adds
-        (the rows' first places, and from 0.33 on the drafts that another stage sent) goes through.
+        Of pipeline stages the last alone samples; the others are told here of the step that
+        ``update_pp_decode_requests`` has found. What vLLM adds (the rows' first places, and from
+        0.33 on the drafts that another stage sent) goes through.
         """
         if self.kvtxn is not None:
             self.kvtxn.commit(num_sampled)

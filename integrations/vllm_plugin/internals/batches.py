@@ -41,6 +41,7 @@ V2_METHODS: Final = {
         *("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),
         "draft_tokens?",
     ),
+    "update_pp_decode_requests": (),
 }
 
 
@@ -151,6 +152,37 @@ def batch_rows(batch: Any) -> BatchRows:
     """Read the V2 runner's batch, the argument of ``prepare_attn``."""
     drafts = batch.num_draft_tokens_per_req if batch.num_draft_tokens else None
     return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
+
+
+def batch_name(batch: Any) -> object:
+    """Return the object by which the V2 runner's queue of pipeline stages knows a batch."""
+    return batch.idx_mapping_np
+
+
+def steps_until_known(runner: Any) -> int | None:
+    """Return after how many steps a pipeline stage learns what was accepted.
+
+    None if the runner samples, or has no stages.
+    """
+    handler = getattr(runner, "pp_handler", None)
+    if handler is None or handler.is_last_rank:
+        return None
+    return len(handler.queue)
+
+
+def arriving(runner: Any) -> tuple[object, Any]:
+    """Return the batch whose acceptance a pipeline stage takes from its queue next.
+
+    Returns:
+        ``batch_name`` of the batch, and numpy bool ``[num_requests]``, True for requests whose
+        index was freed meanwhile; None twice if nothing comes.
+    """
+    handler = runner.pp_handler
+    entry = handler.queue[0]
+    if entry is None:
+        return None, None
+    now = handler.req_idx_gen_np[entry.idx_mapping_np]
+    return entry.idx_mapping_np, now != entry.gen_at_receive_np
 
 
 def num_sampled(output: Any) -> Tensor:

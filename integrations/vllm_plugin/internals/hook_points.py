@@ -132,6 +132,13 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         ),
         # What the ledger reads in between, or is told by.
         *_of(_V2, ("finish_requests", "add_requests", "prepare_inputs")),
+        # When pipeline stages hear what was accepted; ``serving.pipeline_steps`` builds on it.
+        f"{_V2}._remove_request",
+        *_of(
+            "vllm.v1.worker.gpu.pp_utils.PPHandler",
+            ("__init__", "on_req_idx_freed", "get_prev_sampled_outputs", "receive"),
+        ),
+        "vllm.v1.worker.gpu.pp_utils.PendingRecv",
         "vllm.v1.worker.gpu.block_table.BlockTables.__init__",
         "vllm.v1.worker.gpu.block_table.BlockTables.compute_slot_mappings",
         "vllm.v1.worker.gpu.block_table.BlockTables.gather_block_tables",

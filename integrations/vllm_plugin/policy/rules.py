@@ -20,6 +20,19 @@ def _attends(facts: EngineFacts) -> bool:
     return facts.device == "cpu" and facts.recurrent is None
 
 
+def _early(facts: EngineFacts) -> bool:
+    """Tell whether a worker learns what was accepted some steps later than the last stage."""
+    return facts.pipeline_parallel > 1 and facts.runner != "v1" and not facts.last_stage
+
+
+def _opened(facts: EngineFacts) -> bool:
+    """Tell whether windows may run on such stages: they were checked, or the user lets them."""
+    return facts.version in supported.STAGE_RELEASES or facts.unchecked
+
+
+#: A worker with such a stage.
+_EARLY: Final = {"device": "cuda", "runner": "v2", "pipeline_parallel": 2, "last_stage": False}
+
 #: Ends the reason where a release was not checked.
 _TRIAL: Final = "; with the setting 'unchecked' windows start after a self-test"
 
@@ -88,9 +101,18 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "stage",
         "windows",
-        lambda f: f.pipeline_parallel > 1 and f.runner != "v1" and not f.last_stage,
-        "only the last pipeline stage learns what was accepted before its rows can be reused",
-        {"device": "cuda", "runner": "v2", "pipeline_parallel": 2, "last_stage": False},
+        lambda f: _early(f) and not _opened(f),
+        "windows on a pipeline stage before the last one were not checked on several GPUs with "
+        "vLLM {version}; the setting 'unchecked' lets them start",
+        _EARLY,
+    ),
+    Rule(
+        "connector on a stage",
+        "windows",
+        lambda f: _early(f) and _opened(f) and bool(f.connectors),
+        "a KV connector may read rows of a pipeline stage before the stage learns what was "
+        "accepted",
+        {**_EARLY, "unchecked": True, "connectors": ("OffloadingConnector",)},
     ),
     Rule(
         "context",
@@ -191,6 +213,14 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
         "kvtxn was not checked with attention backend {attention}",
         {"attention": "FLEX_ATTENTION"},
+    ),
+    Rule(
+        "drafts on a stage",
+        "deferred",
+        lambda f: _early(f) and _opened(f) and not f.connectors,
+        "another request may read accepted rows of this pipeline stage before the stage learns "
+        "that they were accepted",
+        {**_EARLY, "unchecked": True},
     ),
     Rule(
         "other attention",

@@ -87,6 +87,9 @@ class Own:
     ):
         self.calls.append("postprocess")
 
+    def update_pp_decode_requests(self):
+        pass  # one stage
+
 
 @pytest.fixture
 def runner(monkeypatch):

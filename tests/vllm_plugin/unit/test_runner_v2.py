@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from kernels_here import importing_kernels
+from step_rig import Rig, anywhere  # noqa: F401  # a fixture
 
 with importing_kernels():
+    from kvtxn.integrations.serving.graph_steps import GraphSteps
+    from kvtxn.integrations.serving.pipeline_steps import PipelineSteps
     from kvtxn.integrations.vllm_plugin.attach import swap_class
     from kvtxn.integrations.vllm_plugin.gpu.runner_v2 import GpuRunnerV2
 
@@ -30,6 +34,17 @@ class Own:
 
     def postprocess_sampled(self, *given, **named):
         self.calls.append(("postprocess", given, named))
+
+    def update_pp_decode_requests(self):
+        """As vLLM's: take an entry, and say what was sampled unless all its requests are gone."""
+        self.calls.append("update")
+        entry = self.pp_handler.queue.popleft()
+        self.pp_handler.queue.append(None)
+        if entry is not None and (self.generations(entry) == entry.gen_at_receive_np).any():
+            self.postprocess_sampled("idx", "tokens", entry.num_sampled, num_rejected="rejected")
+
+    def generations(self, entry):
+        return self.pp_handler.req_idx_gen_np[entry.idx_mapping_np]
 
 
 class Steps:
@@ -60,6 +75,7 @@ def batch(drafts):
         num_draft_tokens_per_req=numpy.array(drafts),
         num_scheduled_tokens=numpy.array([3, 2, 7]),
         is_prefilling_np=numpy.array([False, False, True]),
+        idx_mapping_np=numpy.array([5, 0, 3]),
     )
 
 
@@ -88,7 +104,7 @@ def test_with_a_connector_the_commit_comes_before_anybody_is_told(connected):
 def test_what_other_stages_are_told_goes_through():
     """vLLM tells an earlier pipeline stage by name, drafts of the last one among it."""
     runner = hooked()
-    runner.kvtxn = None  # such a stage has no windows
+    runner.kvtxn = None  # such a stage may have no windows
     told = dict.fromkeys(("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected"), 1)
     runner.postprocess_sampled(**told, draft_tokens="drafts")
     [(own, given, named)] = runner.calls
@@ -108,3 +124,100 @@ def test_without_steps_it_is_vllms():
     runner.prepare_attn(batch([2, 1, 0]))
     runner.postprocess_sampled("idx", "tokens", None, None)
     assert [call[0] for call in runner.calls[1:]] == ["postprocess"]
+
+
+# -- pipeline stages before the last one -------------------------------------------------
+
+
+def test_a_runner_that_does_not_sample_has_steps_of_its_own():
+    """As many windows are open at one time as vLLM's queue has entries."""
+    rig = Rig("undo")
+    tables = SimpleNamespace(slot_mappings=rig.slots)
+    handler = SimpleNamespace(queue=deque([None] * 3), is_last_rank=False)
+    runner = SimpleNamespace(block_tables=tables, decode_query_len=4, pp_handler=handler)
+    named = SimpleNamespace(groups={"group.0": 1})
+
+    class Manager:
+        """The rig's, with groups named as vLLM's."""
+
+        def __getattr__(self, name):
+            return getattr(named, name, None) or getattr(rig.manager, name)
+
+    steps = GpuRunnerV2.make_graph_steps(runner, Manager(), None)
+    assert isinstance(steps, PipelineSteps)
+    assert len(steps.lanes) == 3
+    handler.is_last_rank = True
+    assert isinstance(GpuRunnerV2.make_graph_steps(runner, Manager(), None), GraphSteps)
+    runner.pp_handler = None
+    assert isinstance(GpuRunnerV2.make_graph_steps(runner, Manager(), None), GraphSteps)
+
+
+def early_stage():
+    """A hooked runner on the first of two stages, over the rig of steps."""
+    runner, rig = Own(), Rig("undo")
+    swap_class(runner, GpuRunnerV2)
+    runner.kvtxn = PipelineSteps(rig.manager, rig.slots, 4, 2)
+    runner.pp_handler = SimpleNamespace(
+        queue=deque([None, None]), req_idx_gen_np=numpy.zeros(8, dtype=numpy.int32)
+    )
+    return runner, rig
+
+
+def run(runner, rig):
+    """One step of three requests; what the last stage sends of it enters the queue."""
+    rig.slots.fill_(-1)
+    rig.slots[0, :5] = torch.tensor([0, 1, 2, 4, 5])
+    step = batch([2, 1, 0])
+    runner.prepare_attn(step)
+    rig.forward()
+    which = step.idx_mapping_np
+    runner.pp_handler.queue[-1] = SimpleNamespace(
+        idx_mapping_np=which,
+        gen_at_receive_np=runner.pp_handler.req_idx_gen_np[which],
+        num_sampled=torch.tensor([2, 1, 1], dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("gone", "counts"), [((), (1, 3, 2)), ((5,), (1, 1, 1)), ((5, 0, 3), (0, 0, 0))]
+)
+def test_an_early_stage_commits_when_it_hears_what_was_accepted(gone, counts):
+    """Two steps later, before vLLM's own code; rows of freed requests stay and do not count."""
+    runner, rig = early_stage()
+    runner.update_pp_decode_requests()
+    run(runner, rig)
+    runner.update_pp_decode_requests()
+    assert rig.count("windows_total") == 0
+    runner.pp_handler.req_idx_gen_np[list(gone)] += 1
+    written = [cache.clone() for cache in rig.caches]
+    runner.update_pp_decode_requests()
+    names = ("windows_total_committed", "rows_staged_total", "rows_rejected_total")
+    assert tuple(map(rig.count, names)) == counts
+    assert all(map(torch.equal, written, rig.caches)) == (len(gone) == 3)
+    told = [call[0] for call in runner.calls if call[0] == "postprocess"]
+    assert len(told) == (len(gone) < 3)
+    assert all(lane.window is None for lane in runner.kvtxn.lanes)
+
+
+def test_an_early_stage_whose_own_code_fails_keeps_no_window():
+    """The exception goes out, and the step's rows stay as stock leaves them."""
+    runner, rig = early_stage()
+    runner.update_pp_decode_requests()
+    run(runner, rig)
+    runner.update_pp_decode_requests()
+    runner.pp_handler.queue[0].num_sampled = None  # vLLM's own method stumbles over it
+    with pytest.raises(Exception, match="sampled"):
+        runner.update_pp_decode_requests()
+    runner.update_pp_decode_requests()
+    run(runner, rig)
+    assert rig.count("windows_total_committed") == 0
+
+
+def test_stages_that_sample_take_their_queue_as_vllm_does():
+    """The last stage's steps know nothing of a queue, and a runner without steps is vLLM's."""
+    for steps in (None, Steps([])):
+        runner = hooked()
+        runner.kvtxn = steps
+        runner.pp_handler = SimpleNamespace(queue=deque([None]))
+        runner.update_pp_decode_requests()
+        assert runner.calls == ["update"]

@@ -171,6 +171,8 @@ class Runner:
         self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=None
     ): ...
 
+    def update_pp_decode_requests(self): ...
+
 
 class Worker:
     """A worker, and its wrapper's configuration."""
