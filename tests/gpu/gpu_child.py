@@ -43,7 +43,8 @@ def build(job: dict[str, Any], folder: Path) -> Any:
         speculation["model"] = write(job["draft"], folder)
     policy = job["policy"]
     on_error = "fallback" if job.get("inside") else "raise"
-    ours = {} if policy in STOCK else {"kvtxn": {"policy": policy, "on_error": on_error}}
+    asked = {"policy": policy, "on_error": on_error} | job.get("settings", {})
+    ours = {} if policy in STOCK else {"kvtxn": asked}
     options: dict[str, Any] = {
         "block_size": 32,
         "num_gpu_blocks_override": 26,

@@ -8,7 +8,7 @@ import torch
 from failing_stage import STAGES, InjectedFault, failing_stage
 from kernels_here import importing_kernels
 from stage_rig import Stage
-from step_rig import Rig, anywhere  # noqa: F401  # a fixture
+from step_rig import DEVICE, Rig, anywhere  # noqa: F401  # a fixture
 
 from kvtxn import ConfigError
 
@@ -65,7 +65,7 @@ class Two:
         """A step begins, and the acceptance of the step before the last one comes."""
         self.steps.advance(self.batch if batch is None else batch, numpy.array(freed))
         if sampled is not None:
-            self.steps.commit(torch.tensor(sampled, dtype=torch.int32))
+            self.steps.commit(torch.tensor(sampled, dtype=torch.int32, device=DEVICE))
         self.steps.settle()
 
     def count(self, name: str) -> float:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from kernels_here import importing_kernels
-from step_rig import Rig, anywhere  # noqa: F401  # a fixture
+from step_rig import DEVICE, Rig, anywhere  # noqa: F401  # a fixture
 
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps
@@ -174,7 +174,7 @@ def run(runner, rig):
     runner.pp_handler.queue[-1] = SimpleNamespace(
         idx_mapping_np=which,
         gen_at_receive_np=runner.pp_handler.req_idx_gen_np[which],
-        num_sampled=torch.tensor([2, 1, 1], dtype=torch.int32),
+        num_sampled=torch.tensor([2, 1, 1], dtype=torch.int32, device=DEVICE),
     )
 
 

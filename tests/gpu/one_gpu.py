@@ -1,0 +1,93 @@
+"""Several ranks on one GPU: a worker extension that lets vLLM's workers share a device.
+
+NCCL refuses two ranks on one device. Here every rank takes device 0, and what they say to each
+other goes through gloo: it broadcasts and reduces tensors on a GPU by itself, and what pipeline
+stages send to each other goes through the host. So everything that depends on *which* step hears
+*what* is as on several GPUs, while times, NCCL and copies between devices are not seen at all.
+
+vLLM imports this module in each worker before it makes the device, and the import does it all;
+``one_gpu_jobs`` has the variables and options that such an engine needs beside it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import stage_oracle
+import torch
+from gpu_oracle import Watch as WatchedWorker
+from torch import Tensor
+
+#: Messages whose memory is kept: gloo may still read it when it calls them sent.
+_KEPT = 64
+
+
+def share() -> None:
+    """Let the workers of this process share device 0; once."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if hasattr(Worker, "one_gpu"):
+        return
+    Worker.one_gpu = True
+    make, send, receive = (
+        *(Worker.init_device, GroupCoordinator.isend_tensor_dict),
+        GroupCoordinator.irecv_tensor_dict,
+    )
+    kept: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+
+    def made(self: Any) -> None:
+        self.local_rank = 0
+        type(current_platform).dist_backend = "gloo"
+        make(self)
+
+    def sent(self: Any, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        hosted = {name: each.cpu() if is_tensor(each) else each for name, each in tensors.items()}
+        kept.append(hosted)
+        return send(self, hosted, *args, **kwargs)
+
+    def received(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors, handles, then = receive(self, *args, **kwargs)
+        for handle in handles:
+            handle.wait()
+        for call in then:
+            call()
+        if tensors is not None:
+            tensors = {
+                name: each.cuda() if is_tensor(each) else each for name, each in tensors.items()
+            }
+        return tensors, [], []
+
+    Worker.init_device = made
+    GroupCoordinator.isend_tensor_dict = sent
+    GroupCoordinator.irecv_tensor_dict = received
+
+
+def is_tensor(each: Any) -> bool:
+    """Tell tensors from what else is sent beside them."""
+    return isinstance(each, Tensor)
+
+
+class Watch(WatchedWorker):
+    """The worker extension: the oracle, on every stage."""
+
+    def _watch_v2(self, runner: Any) -> None:
+        super()._watch_v2(runner)
+        if not runner.is_last_pp_rank:
+            stage_oracle.watch(runner, self.oracle_counts)
+
+    def stages(self) -> dict[str, Any]:
+        """Say which stage this is, and what kvtxn does there."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        steps = getattr(runner, "kvtxn", None)
+        return {
+            "last": bool(runner.is_last_pp_rank),
+            "device": torch.cuda.current_device(),
+            "policy": None if steps is None else steps.manager.policy,
+            "steps": None if steps is None else type(steps).__name__,
+        }
+
+
+share()

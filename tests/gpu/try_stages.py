@@ -1,0 +1,68 @@
+"""Pipeline stages on one GPU (``one_gpu``): tokens beside stock's, and caches on every stage.
+
+    python tests/gpu/try_stages.py --out FOLDER [--jobs 6] [--seconds 280] [--only NAME ...]
+
+Each engine's report is a file of its own as soon as the engine ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+HERE: Final = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / part) for part in ("", "serving", "vllm_plugin/grid")]
+
+import one_gpu_jobs  # noqa: E402
+from engine_pool import EngineFailed, EnginePool  # noqa: E402
+from folders import python_path  # noqa: E402
+from gpu_jobs import ENVIRONMENT  # noqa: E402
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the program's arguments."""
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--jobs", type=int, default=6, help="engines at once")
+    made.add_argument("--seconds", type=float, default=280.0, help="what one engine may take")
+    made.add_argument("--only", nargs="*", default=list(one_gpu_jobs.ENGINES))
+    return made
+
+
+def main() -> int:
+    """Run the engines; returns 1 if one of them failed or differs from stock."""
+    given = parser().parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    pool = EnginePool(
+        "one_gpu_child:carry_out",
+        {name: one_gpu_jobs.ENGINES[name] for name in given.only},
+        given.out / "engines",
+        count=given.jobs,
+        seconds=given.seconds,
+        environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE)},
+        preload=["vllm", "vllm.v1.engine.llm_engine"],
+    )
+    reports: dict[str, dict[str, Any]] = {}
+    for name in pool.as_they_end():
+        log = pool.log(name)
+        try:
+            reports[name] = pool.report(name)
+        except EngineFailed as failed:
+            reports[name] = {"error": str(failed), "log": log[-8000:]}
+        (given.out / f"{name}.json").write_text(json.dumps(reports[name]))
+        (given.out / f"{name}.log").write_text(log[-200_000:])
+        print(name, reports[name].get("error", f"done in {reports[name].get('seconds')} s"))
+        sys.stdout.flush()
+    pool.stop()
+    verdict = one_gpu_jobs.compared(reports)
+    (given.out / "verdict.json").write_text(json.dumps(verdict, indent=1))
+    for name, each in verdict.items():
+        print(name, json.dumps(each))
+    return int(any(each.get("wrong") for each in verdict.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
