@@ -63,9 +63,9 @@ class TritonBytePasses(BytePasses):
         self._work: Final = torch.zeros(entries, dtype=torch.int64, device=device)
         self._counts: Final = torch.zeros(2, dtype=torch.int64, device=device)
         self._none: Final = torch.zeros(1, dtype=torch.int64, device=device)
-        self._listing_reads: Final = Launches(byte_lists.list_reads)
-        self._listing_written: Final = Launches(byte_lists.list_written)
-        self._doing: Final = Launches(byte_work.do_work)
+        self._listing_reads: Final = Launches(byte_lists.list_reads, 2, device)
+        self._listing_written: Final = Launches(byte_lists.list_written, 2, device)
+        self._doing: Final = Launches(byte_work.do_work, 4, device)
         self._any_step: Final = Step(self._none, self._none, self._none, self._none, {})
 
     def compare(self, step: Step) -> None:
@@ -76,7 +76,7 @@ class TritonBytePasses(BytePasses):
 
     def _list_reads(self, step: Step) -> None:
         """Launch ``list_reads`` for a step that is given for the first time."""
-        given, step = step, contiguous(step)
+        step = contiguous(step)
         books = self.books.books
         tables = self._table("tables", step.tables, torch.int32)
         sources = self._table("sources", step.sources, torch.int64)
@@ -88,7 +88,7 @@ class TritonBytePasses(BytePasses):
         )  # fmt: skip
         recurs = self._recurs("tables", step.tables) and self._recurs("sources", step.sources)
         grid = (len(step.lines), len(self._groups), self.splits)
-        self._listing_reads.first(given, grid, arguments, recurs=recurs)
+        self._listing_reads.first(step, grid, arguments, recurs=recurs)
 
     def seal(self, step: Step, accepted: Tensor, besides: int = 0) -> None:
         """Seal what a step leaves and fill what is dead, as ``BytePasses.seal`` describes."""
@@ -98,7 +98,7 @@ class TritonBytePasses(BytePasses):
 
     def _list_written(self, step: Step, accepted: Tensor, besides: int) -> None:
         """Launch ``list_written`` for a step that is given for the first time."""
-        given, step = step, contiguous(step)
+        step = contiguous(step)
         books = self.books.books
         arguments = (
             step.lines, step.starts, step.first, self._or_none(step.drafts), accepted,
@@ -109,7 +109,7 @@ class TritonBytePasses(BytePasses):
         )  # fmt: skip
         recurs, grid = self._recurs("slots", step.slots), (len(step.lines), len(self._groups), 1)
         self._listing_written.first(
-            given, grid, arguments, (accepted,), besides, at=4, recurs=recurs
+            step, grid, arguments, (accepted,), besides, at=4, recurs=recurs
         )
 
     def _do(self) -> None:

@@ -6,29 +6,39 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from ...audit.step import Step
+from .driver import SCRATCH, PackedLaunch, address_of, pack
 
 #: Triton compiles a kernel for addresses that are multiples of this, and one for others.
 ALIGNED: Final = 16
+#: Triton takes whole numbers from here on for longer ones.
+_LONG: Final = 1 << 31
 
 
 class Launches:
     """Launches one kernel, and remembers its launches by the ``Step`` that they are for.
 
     Triton looks at every argument of a launch to find the kernel that was compiled for such
-    arguments, which takes longer than the launch. An engine whose buffers stay where they are
-    gives the same ``Step`` again. Its tensors are the same then, so their addresses are noted down
-    once, and the compiled kernel is called with them.
+    arguments, which takes longer than the launch. Here what was compiled is found by the form of
+    the arguments. And an engine whose buffers stay where they are gives the same ``Step`` again:
+    its tensors are the same then, so their addresses are packed once.
 
     Args:
-        kernel: a Triton function.
+        kernel: a Triton function, none of whose numbers is specialised.
+        constants: the number of its last parameters that are constants.
+        device: of its tensors.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, constants: int, device: torch.device) -> None:
         self._kernel: Final = kernel
+        self._constants: Final = constants
+        self._device: Final = device
+        self._compiled: dict[Hashable, _Launch] = {}
         self._known: WeakKeyDictionary[Step, dict[Hashable, _Launch]] = WeakKeyDictionary()
+        self._last: tuple[Step, dict[Hashable, _Launch]] | None = None  # the usual one
 
     def again(self, step: Step, given: Sequence[Tensor] = (), number: int = 0) -> bool:
         """Launch for a step as before.
@@ -42,8 +52,13 @@ class Launches:
             False if ``first`` was not called for this step and tensors of this form; then nothing
             was launched.
         """
-        known = self._known.get(step)
-        found = None if known is None else known.get((number, *map(_form, given)))
+        last = self._last
+        if last is None or last[0] is not step:
+            known = self._known.get(step)
+            if known is None:
+                return False
+            last = self._last = step, known
+        found = last[1].get((number, *map(_form, given)) if given else number)
         if found is None:
             return False
         found.run(given)
@@ -71,32 +86,106 @@ class Launches:
             at: the number of the first of them.
             recurs: False remembers nothing, because another launch needs other tensors.
         """
+        compiled = self.launch(grid, arguments)
+        if recurs and compiled is not None:
+            whole = grid, arguments, self._constants, self._device
+            launch = _Launch(compiled, *whole, at, len(given))
+            key = (number, *map(_form, given)) if given else number
+            self._known.setdefault(step, {})[key] = launch
+
+    def launch(
+        self, grid: tuple[int, int, int], arguments: Sequence[Any], kind: Hashable = None
+    ) -> Any:
+        """Launch once.
+
+        Args:
+            grid: the sizes of the launch's grid.
+            arguments: all arguments, constants included, in the order of the kernel's signature.
+            kind: stands for all that the compiled kernel depends on; None finds that out, which
+                takes a look at every argument.
+
+        Returns:
+            What Triton compiled; None where nothing was compiled, as by the interpreter.
+        """
+        if kind is None:
+            variable = len(arguments) - self._constants
+            kind = (*map(_kind, arguments[:variable]), *arguments[variable:])
+        found = self._compiled.get(kind)
+        if found is not None:
+            found.run_with(grid, arguments)
+            return found.compiled
         compiled = self._kernel[grid](*arguments)
-        if recurs and compiled is not None:  # the interpreter compiles nothing
-            launch = _Launch(compiled[grid], arguments, at, len(given))
-            self._known.setdefault(step, {})[number, *map(_form, given)] = launch
+        if compiled is not None:
+            whole = grid, arguments, self._constants, self._device
+            self._compiled[kind] = _Launch(compiled, *whole)
+        return compiled
 
 
 class _Launch:
-    """A launch that recurs; it holds every tensor whose address is noted down."""
+    """A launch that recurs; it holds every tensor whose address is noted down.
 
-    def __init__(self, run: Any, arguments: Sequence[Any], at: int, varying: int) -> None:
+    Attributes:
+        compiled: what Triton compiled.
+    """
+
+    __slots__ = ("_after", "_at", "_before", "_held", "_packed", "_run", "compiled")
+
+    def __init__(
+        self,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        arguments: Sequence[Any],
+        constants: int,
+        device: torch.device,
+        at: int = 0,
+        varying: int = 0,
+    ) -> None:
         fixed = [*map(address_of, arguments)]
-        self._run: Final = run
+        self.compiled: Final = compiled
+        self._run: Final = compiled[grid]
         self._before: Final = tuple(fixed[:at])
         self._after: Final = tuple(fixed[at + varying :])
         self._held: Final = (*arguments[:at], *arguments[at + varying :])
+        self._at: Final = at
+        words = fixed[: len(fixed) - constants]
+        self._packed: PackedLaunch | None = None
+        if all(grid):  # the driver refuses to launch nothing
+            self._packed = pack(compiled, grid, words, device)
 
     def run(self, given: Sequence[Tensor]) -> None:
         """Launch with these tensors in the place of those that vary."""
+        packed, at = self._packed, self._at
+        if packed is not None:
+            for each in given:
+                packed.words[at] = each.data_ptr()
+                at += 1
+            if packed.run():
+                return
+            self._packed = None  # Triton says what is wrong
         self._run(*self._before, *[each.data_ptr() for each in given], *self._after)
 
-
-def address_of(argument: Any) -> Any:
-    """Return the address of a tensor, and anything else as it is."""
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument
+    def run_with(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+        """Launch with another grid and other arguments, of which none is held."""
+        packed = self._packed
+        if packed is not None and all(grid):
+            words = packed.words
+            for index in range(len(words) - SCRATCH):
+                words[index] = address_of(arguments[index])
+            for size, wanted in zip(packed.programs, grid, strict=True):
+                size.value = wanted
+            if packed.run():
+                return
+            self._packed = None  # as in ``run``
+        self.compiled[grid](*map(address_of, arguments))
 
 
 def _form(given: Tensor) -> Hashable:
     """Return all of a tensor that the compiled kernel and its other arguments depend on."""
     return given.dtype, given.shape[-1], given.data_ptr() % ALIGNED
+
+
+def _kind(argument: Any) -> Hashable:
+    """Return all of an argument that the compiled kernel depends on, if it is no constant."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNED
+    return bool(-_LONG <= argument < _LONG)

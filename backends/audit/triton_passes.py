@@ -6,8 +6,9 @@ they are written over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -15,15 +16,17 @@ from torch import Tensor
 from ...audit.beginning import Beginning
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
+from ...audit.changes import Change
 from ...audit.digest import REJECTED
 from ...audit.group_lines import group_lines
 from ...audit.passes import Passes, Stretch
 from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
-from . import begin_kernel, compare_kernel, write_kernel
+from . import change_kernel, compare_kernel, write_kernel
 from .byte_passes import TritonBytePasses
-from .launches import ALIGNED, Launches, address_of
+from .launches import ALIGNED, Launches
 from .plan import Addresses, contiguous
+from .staging import Staging
 
 #: Tokens of a request that begins, at a time.
 _TOKENS: Final = 512
@@ -66,10 +69,13 @@ class TritonPasses(Passes):
         self._num_groups: Final = len(books.layout.places)
         self._addresses: Final = {what: Addresses(books) for what in ("slots", "tables", "sources")}
         self._held: dict[str, dict[str, Tensor]] = {}
-        self._begins: Any = None  # what Triton compiled for an aligned address; not interpreted
-        self._writing: Final = Launches(write_kernel.write_rows)
-        self._checking: Final = Launches(compare_kernel.compare_rows)
-        self._resolving: Final = Launches(write_kernel.resolve_rows)
+        self._staging: Final = Staging(device)
+        self._changing: Final = Launches(change_kernel.change_books, 2, device)
+        self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
+        self._writing: Final = Launches(write_kernel.write_rows, 4, device)
+        self._checking: Final = Launches(compare_kernel.compare_rows, 5, device)
+        self._going_on: Final = Launches(compare_kernel.compare_states, 4, device)
+        self._resolving: Final = Launches(write_kernel.resolve_rows, 4, device)
         lines, columns = books.own.shape
         self._constants: Final = (columns, lines, len(books.journal), len(books.found))
         none = torch.empty(1, dtype=torch.int64, device=device)
@@ -80,18 +86,53 @@ class TritonPasses(Passes):
 
     def begin(self, beginning: Beginning) -> None:
         """Begin requests, as ``Passes.begin`` describes."""
-        books, grid = self.books, (beginning.num_requests, 1, 1)
+        self._change(beginning.packed, beginning.num_tokens, beginning.num_requests, 0, 0, None)
+
+    def change(self, change: Change) -> None:
+        """Put in place what a step changes, as ``Passes.change`` describes."""
+        beginning, pieces, firsts, sizes = change.beginning, [], [], []
+        if beginning is not None:
+            pieces.append(beginning.packed)
+        for place, blocks in change.given:
+            firsts.append(blocks * place.stride + place.base)
+            sizes.append(torch.full_like(blocks, place.stride))
+        pieces += (*firsts, *sizes)
+        if change.released:
+            pieces.append(torch.frombuffer(array("q", change.released), dtype=torch.int64))
+        begun = (0, 0) if beginning is None else (beginning.num_tokens, beginning.num_requests)
+        blocks_given = sum(map(len, firsts))
+        packed = self._staging.put(pieces)
+        self._change(packed, *begun, blocks_given, len(change.released), change.seals)
+
+    def _change(
+        self,
+        packed: Tensor,
+        tokens: int,
+        requests: int,
+        blocks: int,
+        released: int,
+        seals: Tensor | None,
+    ) -> None:
+        """Launch ``change_books``."""
+        books = self.books
         columns, lines = self._sizes()[:2]
         arguments = (
-            beginning.packed, self._key, books.own, books.facts, beginning.num_tokens, columns,
-            lines, _TOKENS,
+            packed, self._key, books.own, books.facts, books.words, self._or_unread(seals),
+            tokens, requests, blocks, released, columns, lines, seals is not None, _TOKENS,
         )  # fmt: skip
-        if beginning.packed.data_ptr() % ALIGNED:
-            begin_kernel.begin_requests[grid](*arguments)
-        elif self._begins is None:
-            self._begins = begin_kernel.begin_requests[grid](*arguments)
-        else:  # without Triton's look at every argument
-            self._begins[grid](*map(address_of, arguments))
+        kind = seals is None, packed.data_ptr() % ALIGNED
+        self._changing.launch((requests + blocks + 1, 1, 1), arguments, kind)
+
+    def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
+        """Copy numbers of the host, as ``Passes.put`` describes."""
+        if not len(target):
+            return
+        if not isinstance(numbers, Tensor):
+            numbers = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+        packed = self._staging.put([numbers.long().contiguous()])
+        kind = target.dtype, *(each.data_ptr() % ALIGNED for each in (packed, target))
+        grid = (-(-len(target) // _TOKENS), 1, 1)
+        self._putting.launch(grid, (packed, target, len(target), _TOKENS), kind)
 
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""
@@ -114,14 +155,20 @@ class TritonPasses(Passes):
         self._writing.first(step, (requests, 1, 1), arguments, recurs=recurs)
 
     def _compare_states(self, step: Step) -> None:
-        books, step = self.books, contiguous(step)
-        compare_kernel.compare_states[(len(step.lines),)](
+        """Compare the states that a step continues, and its counts, before it writes."""
+        if self._going_on.again(step):
+            return
+        step = contiguous(step)
+        books = self.books
+        arguments = (
             step.lines, step.starts, step.first, self._or_unread(step.positions),
             self._table("sources", step.sources, torch.int64), self._or_unread(step.told),
             self._groups, books.words, books.owners, books.own, books.facts, books.journal,
-            books.found, books.counters, step.num_rows, *self._sizes(), TOLD=step.told is not None,
-            POSITIONS=step.positions is not None, GROUPS=self._num_groups, TILE=_ENTRIES,
+            books.found, books.counters, step.num_rows, *self._sizes(), step.told is not None,
+            step.positions is not None, self._num_groups, _ENTRIES,
         )  # fmt: skip
+        recurs = self._as_they_are("sources", step.sources)
+        self._going_on.first(step, (len(step.lines), 1, 1), arguments, recurs=recurs)
 
     def check(self, step: Step) -> None:
         """Check the rows that a step reads, as ``Passes.check`` describes."""
@@ -139,7 +186,7 @@ class TritonPasses(Passes):
             each.contiguous() for each in (stretch.lines, stretch.first, stretch.end)
         )
         grid, arguments = self._compare(lines, first, end, stretch.tables, stretch.kind, 0)
-        compare_kernel.compare_rows[grid](*arguments)
+        self._checking.launch(grid, arguments)
 
     def _compare(
         self,

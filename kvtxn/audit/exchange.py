@@ -9,84 +9,28 @@ way through ``export_state`` and ``import_state``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
-
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..host_values import to_device
 from . import books as book
 from . import checks
-from .books import Books
-from .byte_books import ByteBooks
+from .changing import Changing, Ints
 from .digest import UNWRITTEN, as_word
 from .groups import Place
-from .passes import Passes, Stretch
-from .roster import Roster
+from .passes import Stretch
 from .rows import through
 from .violation import NOBODY
 
-_Ints = Sequence[int] | Tensor
 
-
-class Exchange:
+class Exchange(Changing):
     """The calls of a ledger that concern blocks, and not a step.
 
     Block numbers are the scheduler's, so they are given on the host; a wrong one is refused
     before anything is written. A block table may also be on the device where it is only read.
-
-    Args:
-        books: the ledger's books.
-        passes: the device code.
-        roster: the admitted requests.
     """
 
-    def __init__(self, books: Books, passes: Passes, roster: Roster) -> None:
-        self.books: Final = books
-        self.passes: Final = passes
-        self._roster: Final = roster
-        self.device: Final = books.words.device
-        self._bytes: ByteBooks | None = None
-
-    def watch_bytes(self, books: ByteBooks) -> None:
-        """Keep the books of a scrub up to date when blocks change hands."""
-        self._bytes = books
-
-    @property
-    def has_bytes(self) -> bool:
-        """True if a scrub keeps checksums beside this ledger."""
-        return self._bytes is not None
-
-    def line(self, request: str) -> int:
-        """Return the line of a request.
-
-        Raises:
-            ConfigError: the request was not admitted, or was released.
-        """
-        return self._roster.line(request)
-
-    def hand_out(self, group: str, blocks: _Ints) -> None:
-        """Mark the rows of blocks as unwritten, because the engine gives the blocks to a request.
-
-        Args:
-            group: any group of the pool that the blocks come from.
-            blocks: int ``[n]`` on the host, without blocks that a prefix cache hands over with
-                their rows.
-
-        Raises:
-            ConfigError: the group is unknown, or a block is not one of its blocks.
-        """
-        place = checks.place_of("hand_out", self.books, group)
-        given = checks.bounded("hand_out", "blocks", blocks, place.group.num_blocks)
-        if len(given):
-            there = self._upload(given)
-            self._pool(place).index_fill_(0, there, UNWRITTEN)
-            if self._bytes is not None:
-                self._pool(place, self._bytes.seals).index_fill_(0, there, UNWRITTEN)
-
-    def copy(self, group: str, source: _Ints, target: _Ints) -> None:
+    def copy(self, group: str, source: Ints, target: Ints) -> None:
         """Record that the engine copied whole blocks or states.
 
         Args:
@@ -118,7 +62,7 @@ class Exchange:
 
     # -- blocks that others will read ----------------------------------------------------------
 
-    def publish(self, request: str, group: str, table: _Ints, first: int, end: int) -> None:
+    def publish(self, request: str, group: str, table: Ints, first: int, end: int) -> None:
         """Check rows that other requests can find by their tokens from now on (prefix caching).
 
         Args:
@@ -152,7 +96,7 @@ class Exchange:
 
     # -- rows and states that leave, and that come ---------------------------------------------
 
-    def export(self, request: str, group: str, table: _Ints, first: int, end: int) -> Tensor:
+    def export(self, request: str, group: str, table: Ints, first: int, end: int) -> Tensor:
         """Check rows that leave the engine: of the request's tokens, and not of an open draft.
 
         Call this when a connector takes the rows, with the request whose tokens they are stored
@@ -184,7 +128,7 @@ class Exchange:
         self,
         request: str,
         group: str,
-        table: _Ints,
+        table: Ints,
         first: int,
         end: int,
         digests: Tensor | None = None,
@@ -246,7 +190,7 @@ class Exchange:
         checks.whole(operation, "first", first, 0, self.books.sizes.max_length)
         checks.whole(operation, "end", end, first, self.books.sizes.max_length)
 
-    def words_of(self, operation: str, place: Place, table: _Ints, first: int, end: int) -> Tensor:
+    def words_of(self, operation: str, place: Place, table: Ints, first: int, end: int) -> Tensor:
         """Return the indices in ``Books.words`` of rows that a table must have, or of a state.
 
         Raises:
@@ -260,7 +204,7 @@ class Exchange:
         return self._words(place, table, first, end)
 
     def _blocks_of(
-        self, place: Place, table: _Ints, first: int, end: int, operation: str = "import_rows"
+        self, place: Place, table: Ints, first: int, end: int, operation: str = "import_rows"
     ) -> Tensor:
         """Return a table whose blocks of these positions are blocks of the group."""
         self._span(operation, first, end)
@@ -278,7 +222,7 @@ class Exchange:
         return given
 
     def _export(
-        self, operation: str, request: str, place: Place, table: _Ints, first: int, end: int
+        self, operation: str, request: str, place: Place, table: Ints, first: int, end: int
     ) -> Tensor:
         self._inspect(operation, "exported", request, place, table, first, end)
         where = self._words(place, table, first, end)
@@ -290,7 +234,7 @@ class Exchange:
         operation: str,
         request: str,
         place: Place,
-        table: _Ints,
+        table: Ints,
         first: int,
         end: int,
         digests: Tensor | None,
@@ -316,7 +260,7 @@ class Exchange:
         self._journal(place, where, books.counters[book.STEP], books.facts[book.SERIAL, line])
         self._inspect(operation, "imported", request, place, table, first, end)
 
-    def _words(self, place: Place, table: _Ints, first: int, end: int) -> Tensor:
+    def _words(self, place: Place, table: Ints, first: int, end: int) -> Tensor:
         """Return the indices in ``Books.words`` of rows, int64 ``[end - first]``; -1 outside."""
         position = torch.arange(first, end, device=self.device)
         blocks = self._upload(table)[None]
@@ -330,7 +274,7 @@ class Exchange:
         kind: str,
         request: str,
         place: Place,
-        table: _Ints,
+        table: Ints,
         first: int,
         end: int,
     ) -> None:
@@ -372,9 +316,3 @@ class Exchange:
         size = books.sizes.journal
         books.journal[number[-size:] % size] = entries[-size:]
         books.counters[book.JOURNALLED] += rows
-
-    def _upload(self, numbers: _Ints) -> Tensor:
-        """Return numbers as int64 on the device, without waiting for it."""
-        if isinstance(numbers, Tensor) and not numbers.is_cpu:
-            return numbers.long()
-        return to_device(numbers, self.device, torch.int64)

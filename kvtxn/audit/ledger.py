@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 from weakref import WeakSet
 
-import attrs
 import torch
 from torch import Tensor
 
 from ..errors import WindowStateError
 from . import arguments, checks
 from . import books as book
-from .admission import Admission, own_words
 from .backends import choose
-from .beginning import Beginning
 from .books import Sizes
 from .digest import UNWRITTEN, Key
 from .exchange import Exchange
@@ -90,86 +87,11 @@ class Ledger(Exchange):
         passes = choose(backend, books.words.device)(books)
         super().__init__(books, passes, Roster(max_requests))
         self.findings: Final = Findings(self.books, self.groups, self._roster)
-        self._open: Step | None = None
         self._unread = False  # the last step that was written was not given to ``check`` yet
-        self._later: list[int] = []  # lines that were given to requests since it was written
         self._checked: Step | None = None
         self._buffers: WeakSet[Step] = WeakSet()  # steps whose tensors were checked
         self._on_gpu: Final = self.device.type != "cpu"
         self._parted = False
-
-    # -- requests ----------------------------------------------------------------------------
-
-    def admit(
-        self,
-        request: str,
-        tokens: Sequence[int] | Tensor,
-        *,
-        extras: Iterable[int] = (),
-        embedded: Mapping[int, int] | None = None,
-    ) -> int:
-        """Begin a request, or give a resumed or continued request's tokens again.
-
-        Args:
-            request: the request's name.
-            tokens: int ``[n]``, all tokens that are the request's own, from its first: the prompt,
-                and the tokens generated before. They replace the tokens given earlier.
-            extras: ints of 64 bits that stand for anything that changes all its K and V, such as a
-                LoRA; their order counts.
-            embedded: by position, a hash of the content embedded there in place of a token.
-
-        Returns:
-            The request's line, for ``Step.lines``; it keeps the line until it is released.
-
-        Raises:
-            CapacityError: no line is left, or the request is too long.
-            ConfigError: the tokens are no token ids, ``extras`` no ints, or ``embedded`` is not of
-                the tokens' positions.
-        """
-        return self.admit_all([Admission(request, tokens, extras, embedded)])[0]
-
-    def admit_all(self, admissions: Sequence[Admission]) -> list[int]:
-        """Begin several requests, or give their tokens again, in one copy to the device.
-
-        Args:
-            admissions: the requests, none of them twice; see ``admit``.
-
-        Returns:
-            The line of each.
-
-        Raises:
-            CapacityError: as in ``admit``; nothing was changed.
-            ConfigError: as in ``admit``, or a request is named twice; nothing was changed.
-        """
-        names = [each.request for each in admissions]
-        checks.check_names("admit", names, distinct=True)
-        owns = [own_words(self.books, each) for each in admissions]
-        if not names:
-            return []
-        again = [name in self._roster for name in names]
-        entries = self._roster.admit(names)
-        lines = [line for line, _ in entries]
-        if self._open is not None:
-            self._later += [line for line, known in zip(lines, again, strict=True) if not known]
-        beginning = Beginning.of(entries, owns, again)
-        self.passes.begin(attrs.evolve(beginning, packed=self._upload(beginning.packed)))
-        return lines
-
-    def __contains__(self, request: object) -> bool:
-        return isinstance(request, str) and request in self._roster
-
-    def release(self, request: str) -> None:
-        """End a request that finished, was aborted, or was preempted; an unknown name is harmless.
-
-        The rows of the request stay, and are right for any request with the same tokens.
-
-        Raises:
-            ConfigError: the name is no text.
-        """
-        checks.check_names("release", [request])
-        line = self._roster.release(request)
-        if line is not None:
-            self.books.facts[book.SERIAL, line].fill_(NOBODY)
 
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches."""

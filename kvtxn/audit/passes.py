@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
 import attrs
 import torch
 from torch import Tensor
 
+from ..host_values import to_device
 from .beginning import Beginning
-from .books import Books
+from .books import SERIAL, Books
 from .byte_books import ByteBooks
 from .byte_passes import BytePasses, TorchBytePasses
+from .changes import Change
+from .digest import UNWRITTEN
 from .step import Step
+from .violation import NOBODY
 
 #: A run of wrong rows ends where a block ends, and at every multiple of this many positions.
 RUN: Final = 1024
@@ -103,6 +107,37 @@ class Passes(ABC):
         Args:
             beginning: at least one request, on the device of the books, no line twice.
         """
+
+    def change(self, change: Change) -> None:
+        """Put in place what a step changes before its forward.
+
+        Lines that were released are nobody's. The rows of blocks that are handed out are unwritten,
+        and not sealed. Requests begin as in ``begin``.
+
+        Args:
+            change: lines and blocks inside the books.
+        """
+        books = self.books
+        device = books.words.device
+        if change.released:
+            lines = to_device(change.released, device, torch.int64)
+            books.facts[SERIAL].index_fill_(0, lines, NOBODY)
+        for place, blocks in change.given:
+            there = to_device(blocks, device, torch.int64)
+            for words in (books.words,) if change.seals is None else (books.words, change.seals):
+                place.pool_of(words).index_fill_(0, there, UNWRITTEN)
+        if change.beginning is not None:
+            packed = to_device(change.beginning.packed, device, torch.int64)
+            self.begin(attrs.evolve(change.beginning, packed=packed))
+
+    def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
+        """Copy numbers of the host into a tensor on the device, without waiting for it.
+
+        Args:
+            target: int ``[n]``, contiguous.
+            numbers: as many.
+        """
+        target.copy_(to_device(numbers, target.device, target.dtype))
 
     @abstractmethod
     def write(self, step: Step) -> None:

@@ -100,11 +100,19 @@ class RecordingLedger(Ledger):
 
     # -- what a ledger is told -----------------------------------------------------------------
 
-    def admit_all(self, admissions: Sequence[Admission]) -> list[int]:
-        """Do what ``Ledger.admit_all`` says, and record it."""
-        lines = super().admit_all(admissions)
-        for given, line in zip(admissions, lines, strict=True):
-            request = given.request
+    def change(
+        self,
+        gone: Sequence[str] = (),
+        admissions: Sequence[Admission] = (),
+        given: Mapping[str, Sequence[int] | Tensor] | None = None,
+    ) -> list[int]:
+        """Do what ``Ledger.change`` says, and record it."""
+        leaving = [self.line(name) for name in gone if name in self]
+        lines = super().change(gone, admissions, given)
+        for line in leaving:
+            self._lives[self._by_line.pop(line)].end = 2 * self._step + 1
+        for each, line in zip(admissions, lines, strict=True):
+            request = each.request
             if request not in self._number:
                 self._number[request] = len(self._lives)
                 self._lives.append(Life(request, 2 * self._step + 2))
@@ -112,13 +120,9 @@ class RecordingLedger(Ledger):
             self._arrived.add(number)
             self._lives[number].admitted += 1
             self._lives[number].end = None
+        for group, blocks in (given or {}).items():
+            self._add_blocks("handed_out", group, _numbers(blocks))
         return lines
-
-    def release(self, request: str) -> None:
-        """Do what ``Ledger.release`` says, and record it."""
-        if request in self:
-            self._lives[self._by_line.pop(self.line(request))].end = 2 * self._step + 1
-        super().release(request)
 
     def reset(self) -> None:
         """Do what ``Ledger.reset`` says, and record it."""
@@ -128,11 +132,6 @@ class RecordingLedger(Ledger):
             life.end = life.end or 2 * self._step + 1
         self._by_line.clear()
         super().reset()
-
-    def hand_out(self, group: str, blocks: Sequence[int] | Tensor) -> None:
-        """Do what ``Ledger.hand_out`` says, and record it."""
-        super().hand_out(group, blocks)
-        self._add_blocks("handed_out", group, _numbers(blocks))
 
     def copy(
         self, group: str, source: Sequence[int] | Tensor, target: Sequence[int] | Tensor

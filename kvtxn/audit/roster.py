@@ -38,21 +38,37 @@ class Roster:
         Raises:
             CapacityError: no line is left for one of them; none of them was given a line.
         """
-        new = [request for request in requests if request not in self._lines]
-        if len(new) > len(self._free):
-            raise CapacityError(
-                "admit",
-                f"request {new[len(self._free)]!r} does not fit: all {self._max} lines are taken",
-                expected=f"at most {self._max} requests at one time",
-                hint="release requests that ended, or raise max_requests",
-            )
-        for request in new:
+        self.require_room(requests)
+        for request in requests:
+            if request in self._lines:
+                continue
             self._lines[request] = self._free.pop(), self._next_serial
             self._names[self._next_serial] = request
             self._next_serial += 1
         while len(self._names) > REMEMBERED + self._max:
             self._names.popitem(last=False)
         return [self._lines[request] for request in requests]
+
+    def require_room(self, requests: Sequence[str], leaving: Sequence[str] = ()) -> None:
+        """Refuse requests that do not all have a line or get one.
+
+        Args:
+            requests: names, none of them twice.
+            leaving: names of admitted requests that are released before.
+
+        Raises:
+            CapacityError: no line is left for one of them.
+        """
+        gone = {*leaving}
+        room = len(self._free) + len(gone)
+        new = [each for each in requests if each not in self._lines or each in gone]
+        if len(new) > room:
+            raise CapacityError(
+                "admit",
+                f"request {new[room]!r} does not fit: all {self._max} lines are taken",
+                expected=f"at most {self._max} requests at one time",
+                hint="release requests that ended, or raise max_requests",
+            )
 
     def line(self, request: str) -> int:
         """Return the line of a request.

@@ -10,7 +10,7 @@ from an earlier step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -137,10 +137,11 @@ class DeviceWatch(Watch):
 
     # -- requests and blocks -----------------------------------------------------------------
 
-    def admit(self, arrivals: Iterable[Arrival]) -> None:
-        """Begin requests or renew their tokens."""
-        arrivals = list(arrivals)
-        Watch.admit(self, arrivals)
+    def _come_and_go(
+        self, gone: Iterable[str], arrivals: Sequence[Arrival], fresh: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Tell the ledger of requests that end and begin, and of blocks that are handed out."""
+        Watch._come_and_go(self, gone, arrivals, fresh)
         if not (arrivals and self._published):
             return
         lines = [self.ledger.line(each.name) for each in arrivals]

@@ -21,13 +21,13 @@ from ....audit import (
     Violation,
 )
 from ....errors import KVTxnError
-from ....host_values import to_device
 from ....log import get_logger
 from ..internals import ranks
-from ..internals.audited import Arrival, Changes, Room, Rows
+from ..internals.audited import NO_CHANGES, Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .filled_blocks import FilledBlocks
+from .fresh_blocks import fresh_blocks
 from .transfers import TransferWatch
 
 log = get_logger()
@@ -149,27 +149,16 @@ class Watch:
         """Tell the ledger the changes that a step makes before its forward."""
         if self._stopped:
             return
-        self._seal()
-        for name in changes.gone if self.transfers is None else ():
-            self._forget(name)  # a connector may still store rows of a request that ended
-        fresh: dict[int, list[int]] = {}
-        for number, blocks in enumerate(changes.grown):
-            fresh.setdefault(number, []).extend(blocks)
-        self.admit(changes.arrivals)
-        for arrival in changes.arrivals:
-            for number, blocks in enumerate(arrival.tables):
-                group = self.groups.get(f"group.{number}")
-                if group is not None:  # those before are of a hit, or of the turn before
-                    begin = -(-arrival.computed // group.block_size)
-                    fresh.setdefault(number, []).extend(blocks[begin:])
-                elif not arrival.computed:
-                    fresh.setdefault(number, []).extend(blocks)
-        for number, blocks in fresh.items():
-            name = f"group.{number}"
-            if (name in self.groups or name in self.states) and blocks:
-                self.ledger.hand_out(name, blocks)
+        if self._unsealed is not None:
+            self._seal()
+        if changes is NO_CHANGES:
+            return
+        # A connector may still store rows of a request that ended.
+        gone = changes.gone if self.transfers is None else ()
+        fresh = fresh_blocks(changes, self.groups)
+        self._come_and_go(gone, changes.arrivals, fresh)
         if self.transfers is not None:
-            given = [(f"group.{number}", block) for number, b in fresh.items() for block in b]
+            given = [(name, block) for name, blocks in fresh.items() for block in blocks]
             self.transfers.change(changes.arrivals, given)
         if changes.copies:
             for name in list(self.groups)[:1]:  # all groups share the blocks
@@ -178,25 +167,34 @@ class Watch:
 
     def admit(self, arrivals: Iterable[Arrival]) -> None:
         """Begin requests or renew their tokens; a full ledger forgets requests that wait."""
+        self._come_and_go((), list(arrivals), {})
+
+    def _come_and_go(
+        self, gone: Iterable[str], arrivals: Sequence[Arrival], fresh: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Tell the ledger of requests that end and begin, and of blocks that are handed out."""
         named = {each.name: each for each in arrivals}
-        if not named:
-            return
-        self._batch = None
+        leaving = [name for name in gone if name in self._known]
+        for name in leaving:
+            del self._known[name]
         for name in named:
-            if name not in self.ledger and len(self._known) >= self._most:
-                self._forget(next(iter(self._known)))
+            if name not in self._known and len(self._known) >= self._most:
+                leaving.append(self._known.popitem(last=False)[0])
             self._known[name] = None
             self._known.move_to_end(name)
-        lines = self.ledger.admit_all(
-            [Admission(name, e.tokens, e.extras, e.embedded) for name, e in named.items()]
-        )
+        given = {
+            name: blocks
+            for name, blocks in fresh.items()
+            if blocks and (name in self.groups or name in self.states)
+        }
+        if not (leaving or named or given):
+            return
+        if leaving or named:
+            self._batch = None
+        coming = [Admission(name, e.tokens, e.extras, e.embedded) for name, e in named.items()]
+        lines = self.ledger.change(leaving, coming, given)
         for line, each in zip(lines, named.values(), strict=True):
             self._filled.begin(line, each.computed)
-
-    def _forget(self, name: str) -> None:
-        self._batch = None
-        self._known.pop(name, None)
-        self.ledger.release(name)
 
     # -- a forward ---------------------------------------------------------------------------
 
@@ -272,7 +270,7 @@ class Watch:
                 self._known.move_to_end(name)
             found = [self.ledger.line(name) for name in names]
             there = self._all_lines[: len(names)]
-            there.copy_(to_device(found, self.ledger.device, torch.int64))
+            self.ledger.passes.put(there, found)
             self._batch = list(names), there
         return self._batch[1]
 

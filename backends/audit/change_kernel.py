@@ -1,0 +1,166 @@
+"""The kernels that put in place what comes from the host: what a step changes, and numbers.
+
+Memory contract of ``change_books``:
+
+- One program per request that begins, and no two of one line: each writes its line of ``own`` and
+  its column of ``facts``. One program per block that is handed out writes the block's ``words`` and
+  ``seals``; two of one block write the same. The last program writes ``SERIAL`` of lines that
+  nobody has, of which none is a line that begins.
+- ``packed`` is read, perhaps from memory of the host. Its numbers come from the host, which has
+  checked them: lines are below ``num_lines``, tokens at most ``own_stride - 1``, words inside
+  ``words``.
+- Every address is computed in int64.
+
+``put_numbers`` reads ``numbers``, perhaps from memory of the host, and writes ``target``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...audit import beginning, digest, violation
+from ...audit import books as book
+from .words import term
+
+LINE = tl.constexpr(beginning.LINE)
+ADMITTED_AS = tl.constexpr(beginning.SERIAL)
+BEGIN = tl.constexpr(beginning.BEGIN)
+COUNT = tl.constexpr(beginning.COUNT)
+SEED = tl.constexpr(beginning.SEED)
+AGAIN = tl.constexpr(beginning.AGAIN)
+NUM_FIELDS = tl.constexpr(beginning.NUM_FIELDS)
+SERIAL = tl.constexpr(book.SERIAL)
+KNOWN = tl.constexpr(book.KNOWN)
+DURABLE = tl.constexpr(book.DURABLE)
+OUTSIDE = tl.constexpr(book.OUTSIDE)
+KEPT = tl.constexpr(book.KEPT)
+KEPT_BEFORE = tl.constexpr(book.KEPT_BEFORE)
+UNWRITTEN = tl.constexpr(digest.UNWRITTEN)
+NOBODY = tl.constexpr(violation.NOBODY)
+
+
+@triton.jit
+def begin_request(
+    packed: tl.tensor,
+    fields: tl.tensor,
+    key: tl.tensor,
+    own: tl.tensor,
+    facts: tl.tensor,
+    own_stride: tl.tensor,
+    num_lines: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    """Put a request's digests and facts in place.
+
+    Args:
+        packed: as for ``change_books``.
+        fields: pointer to the request's fields.
+        key: int64 ``[3]``.
+        own: int64 ``[num_lines, own_stride]``.
+        facts: int64 ``[NUM_FACTS, num_lines]``.
+        own_stride: columns of ``own``.
+        num_lines: lines.
+        TILE: tokens at a time.
+    """
+    line = tl.load(fields + LINE)
+    count = tl.load(fields + COUNT)
+    tokens = packed + tl.load(fields + BEGIN)
+    digests = own + line * own_stride
+    digest = tl.load(fields + SEED)
+    tl.store(digests, digest)
+    for at in range(0, count, TILE):
+        position = at + tl.arange(0, TILE).to(tl.int64)
+        live = position < count
+        token = tl.load(tokens + position, mask=live, other=0)
+        each = tl.where(live, term(token, position, key), 0)
+        tl.store(digests + position + 1, digest + tl.cumsum(each, axis=0), mask=live)
+        digest += tl.sum(each, axis=0)
+    fact = facts + line
+    durable = count
+    if tl.load(fields + AGAIN) != 0:
+        durable = tl.minimum(tl.load(fact + DURABLE * num_lines), count)
+    tl.store(fact + SERIAL * num_lines, tl.load(fields + ADMITTED_AS))
+    tl.store(fact + KNOWN * num_lines, count)
+    tl.store(fact + DURABLE * num_lines, durable)
+    tl.store(fact + KEPT_BEFORE * num_lines, count * 0 - 1)
+    tl.store(fact + KEPT * num_lines, count * 0 - 1)
+    tl.store(fact + OUTSIDE * num_lines, count * 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens", "num_requests", "num_blocks", "num_released", "own_stride", "num_lines",
+    ]
+)  # fmt: skip
+def change_books(
+    packed: tl.tensor,
+    key: tl.tensor,
+    own: tl.tensor,
+    facts: tl.tensor,
+    words: tl.tensor,
+    seals: tl.tensor,
+    num_tokens: tl.int64,
+    num_requests: tl.int64,
+    num_blocks: tl.int64,
+    num_released: tl.int64,
+    own_stride: tl.int64,
+    num_lines: tl.int64,
+    SEALS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Put in place what a step changes. Grid: (requests + blocks + 1,).
+
+    Args:
+        packed: int64, one after the other: the tokens of the requests that begin, and
+            ``NUM_FIELDS`` fields of each, as in ``kvtxn.audit.beginning``; for each block that is
+            handed out its first word, then for each the number of its words; lines that nobody has.
+        key: int64 ``[3]``.
+        own: int64 ``[num_lines, own_stride]``.
+        facts: int64 ``[NUM_FACTS, num_lines]``.
+        words: int64 ``[num_words]``.
+        seals: int64 ``[num_words]``; untouched unless ``SEALS``.
+        num_tokens: tokens of all requests that begin.
+        num_requests: requests that begin.
+        num_blocks: blocks that are handed out.
+        num_released: lines that nobody has.
+        own_stride: columns of ``own``.
+        num_lines: lines.
+        SEALS: a scrub has ``seals``.
+        TILE: tokens, words or lines at a time.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    requests = packed + num_tokens
+    blocks = requests + num_requests * NUM_FIELDS
+    if index < num_requests:
+        fields = requests + index * NUM_FIELDS
+        begin_request(packed, fields, key, own, facts, own_stride, num_lines, TILE)
+    elif index < num_requests + num_blocks:
+        block = blocks + (index - num_requests)
+        first, count = tl.load(block), tl.load(block + num_blocks)
+        for at in range(0, count, TILE):
+            word = at + tl.arange(0, TILE).to(tl.int64)
+            tl.store(words + first + word, word * 0 + UNWRITTEN, mask=word < count)
+            if SEALS:
+                tl.store(seals + first + word, word * 0 + UNWRITTEN, mask=word < count)
+    else:
+        lines = blocks + 2 * num_blocks
+        for at in range(0, num_released, TILE):
+            released = at + tl.arange(0, TILE).to(tl.int64)
+            line = tl.load(lines + released, mask=released < num_released, other=0)
+            where = facts + SERIAL * num_lines + line
+            tl.store(where, line * 0 + NOBODY, mask=released < num_released)
+
+
+@triton.jit(do_not_specialize=["count"])
+def put_numbers(numbers: tl.tensor, target: tl.tensor, count: tl.int64, TILE: tl.constexpr) -> None:
+    """Copy numbers. Grid: (-(-count // TILE),).
+
+    Args:
+        numbers: int64 ``[count]``.
+        target: int ``[count]``.
+        count: numbers.
+        TILE: numbers of a program.
+    """
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    tl.store(target + at, tl.load(numbers + at, mask=at < count, other=0), mask=at < count)

@@ -1,0 +1,202 @@
+"""Requests that come to a ledger and leave it, and blocks that are handed out to them.
+
+An engine knows all of them before a step's forward. ``Changing.change`` takes them together: they
+reach the device in one copy, and one pass puts them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..host_values import to_device
+from . import checks
+from .admission import Admission, own_words
+from .beginning import Beginning
+from .books import Books
+from .byte_books import ByteBooks
+from .changes import Change
+from .groups import Place
+from .passes import Passes
+from .roster import Roster
+from .step import Step
+
+#: Numbers that the scheduler has.
+Ints = Sequence[int] | Tensor
+
+
+class Changing:
+    """The calls of a ledger that say who comes and goes.
+
+    Args:
+        books: the ledger's books.
+        passes: the device code.
+        roster: the admitted requests.
+    """
+
+    def __init__(self, books: Books, passes: Passes, roster: Roster) -> None:
+        self.books: Final = books
+        self.passes: Final = passes
+        self._roster: Final = roster
+        self.device: Final = books.words.device
+        self._bytes: ByteBooks | None = None
+        self._open: Step | None = None
+        self._later: list[int] = []  # lines that were given to requests since it was written
+
+    def watch_bytes(self, books: ByteBooks) -> None:
+        """Keep the books of a scrub up to date when blocks change hands."""
+        self._bytes = books
+
+    @property
+    def has_bytes(self) -> bool:
+        """True if a scrub keeps checksums beside this ledger."""
+        return self._bytes is not None
+
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, str) and request in self._roster
+
+    def line(self, request: str) -> int:
+        """Return the line of a request.
+
+        Raises:
+            ConfigError: the request was not admitted, or was released.
+        """
+        return self._roster.line(request)
+
+    def admit(
+        self,
+        request: str,
+        tokens: Sequence[int] | Tensor,
+        *,
+        extras: Iterable[int] = (),
+        embedded: Mapping[int, int] | None = None,
+    ) -> int:
+        """Begin a request, or give a resumed or continued request's tokens again.
+
+        Args:
+            request: the request's name.
+            tokens: int ``[n]``, all tokens that are the request's own, from its first: the prompt,
+                and the tokens generated before. They replace the tokens given earlier.
+            extras: ints of 64 bits that stand for anything that changes all its K and V, such as a
+                LoRA; their order counts.
+            embedded: by position, a hash of the content embedded there in place of a token.
+
+        Returns:
+            The request's line, for ``Step.lines``; it keeps the line until it is released.
+
+        Raises:
+            CapacityError: no line is left, or the request is too long.
+            ConfigError: the tokens are no token ids, ``extras`` no ints, or ``embedded`` is not of
+                the tokens' positions.
+        """
+        return self.admit_all([Admission(request, tokens, extras, embedded)])[0]
+
+    def admit_all(self, admissions: Sequence[Admission]) -> list[int]:
+        """Begin several requests, or give their tokens again, in one copy to the device.
+
+        Args:
+            admissions: the requests, none of them twice; see ``admit``.
+
+        Returns:
+            The line of each.
+
+        Raises:
+            CapacityError: as in ``admit``; nothing was changed.
+            ConfigError: as in ``admit``, or a request is named twice; nothing was changed.
+        """
+        return self.change(admissions=admissions)
+
+    def release(self, request: str) -> None:
+        """End a request that finished, was aborted, or was preempted; an unknown name is harmless.
+
+        The rows of the request stay, and are right for any request with the same tokens.
+
+        Raises:
+            ConfigError: the name is no text.
+        """
+        self.change([request])
+
+    def hand_out(self, group: str, blocks: Ints) -> None:
+        """Mark the rows of blocks as unwritten, because the engine gives the blocks to a request.
+
+        Args:
+            group: any group of the pool that the blocks come from.
+            blocks: int ``[n]`` on the host, without blocks that a prefix cache hands over with
+                their rows.
+
+        Raises:
+            ConfigError: the group is unknown, or a block is not one of its blocks.
+        """
+        checks.place_of("hand_out", self.books, group)
+        self.change(given={group: blocks})
+
+    def change(
+        self,
+        gone: Sequence[str] = (),
+        admissions: Sequence[Admission] = (),
+        given: Mapping[str, Ints] | None = None,
+    ) -> list[int]:
+        """Do all that a step changes before its forward: ``release``, ``admit_all``, ``hand_out``.
+
+        It does not wait for the device.
+
+        Args:
+            gone: names of the requests that ended; a request may be among those that come, too.
+            admissions: the requests that come, as for ``admit_all``.
+            given: the blocks that are handed out, by group, as for ``hand_out``.
+
+        Returns:
+            The line of each request that comes.
+
+        Raises:
+            CapacityError: as in ``admit``; nothing was changed.
+            ConfigError: as in the three calls; nothing was changed.
+        """
+        checks.check_names("release", gone)
+        names = [each.request for each in admissions]
+        checks.check_names("admit", names, distinct=True)
+        owns = [own_words(self.books, each) for each in admissions]
+        blocks = self._blocks(given) if given else ()
+        lines, left, beginning = self._roll(gone, names, owns)
+        if left or blocks or beginning is not None:
+            seals = None if self._bytes is None else self._bytes.seals
+            self.passes.change(Change(left, blocks, beginning, seals))
+        return lines
+
+    def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, Tensor]]:
+        """Return the blocks that are handed out, by a group of their pool."""
+        found = []
+        for name, numbers in given.items():
+            place = checks.place_of("hand_out", self.books, name)
+            blocks = checks.bounded("hand_out", "blocks", numbers, place.group.num_blocks)
+            if len(blocks):
+                found.append((place, blocks))
+        return found
+
+    def _roll(
+        self, gone: Sequence[str], names: Sequence[str], owns: Sequence[tuple[Tensor, int]]
+    ) -> tuple[list[int], list[int], Beginning | None]:
+        """Return the lines of those that come, those that nobody has now, and the beginning."""
+        roster = self._roster
+        leaving = [name for name in gone if name in roster]
+        roster.require_room(names, leaving)
+        left = [line for line in map(roster.release, leaving) if line is not None]
+        if not names:
+            return [], left, None
+        again = [name in roster for name in names]
+        entries = roster.admit(names)
+        lines = [line for line, _ in entries]
+        if self._open is not None:
+            self._later += [line for line, known in zip(lines, again, strict=True) if not known]
+        if left:
+            left = [line for line in left if line not in lines]
+        return lines, left, Beginning.of(entries, owns, again)
+
+    def _upload(self, numbers: Ints) -> Tensor:
+        """Return numbers as int64 on the device, without waiting for it."""
+        if isinstance(numbers, Tensor) and not numbers.is_cpu:
+            return numbers.long()
+        return to_device(numbers, self.device, torch.int64)

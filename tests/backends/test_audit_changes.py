@@ -1,0 +1,136 @@
+"""Requests that come and go and blocks that are handed out, put in place by one launch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from kernels_here import importing_kernels
+from ledger_pairs import DEVICE, assert_equal_books, pair  # noqa: F401
+
+from kvtxn.audit import Admission
+from kvtxn.audit.books import DURABLE, SERIAL
+from kvtxn.errors import CapacityError, ConfigError
+from kvtxn.testing.audit_life import new_ledger
+
+with importing_kernels():
+    from kvtxn.backends.audit import staging
+    from kvtxn.backends.audit.staging import Staging
+
+
+def admission(name, count, **more):
+    return Admission(name, [(7 * i + len(name)) % 900 for i in range(count)], **more)
+
+
+def test_one_change_is_what_the_calls_do_one_after_the_other(pair):  # noqa: F811
+    """Also where a line of one that ended is given to one that comes."""
+    for together, apart in (pair("plain"), pair("plain")[::-1]):
+        for ledger in (together, apart):
+            ledger.admit_all([admission("a", 5), admission("bb", 9, extras=[3])])
+            ledger.books.words.fill_(77)
+            ledger.books.facts[DURABLE] = 2
+        coming = [admission("a", 3), admission("ccc", 20, embedded={4: 99})]
+        lines = together.change(["bb", "nobody"], coming, {"full": [3, 1]})
+        apart.release("bb")
+        apart.release("nobody")
+        assert apart.admit_all(coming) == lines
+        apart.hand_out("full", [3, 1])
+        assert_equal_books(together, apart)
+        for line, each in zip(lines, coming, strict=True):
+            own = slice(len(each.tokens) + 1)
+            assert torch.equal(together.books.own[line, own], apart.books.own[line, own])
+        together.change(["a", "ccc"])
+        assert int(together.books.facts[SERIAL].max()) == -1
+        assert "a" not in together
+
+
+def test_a_change_that_does_not_fit_changes_nothing():
+    """Lines that are given back in the same change count."""
+    ledger = new_ledger("plain", device=DEVICE, backend="torch")
+    most = ledger.books.sizes.max_requests
+    ledger.admit_all([admission(f"r{i}", 3) for i in range(most)])
+    before = [ledger.books.words.clone(), ledger.books.facts.clone()]
+    with pytest.raises(CapacityError, match="'too many'"):
+        ledger.change(["r0"], [admission("one", 2), admission("too many", 2)], {"full": [1]})
+    with pytest.raises(ConfigError, match="hand_out: blocks"):
+        ledger.change(["r0"], [admission("one", 2)], {"full": [1 << 20]})
+    with pytest.raises(ConfigError, match="hand_out: 'none'"):
+        ledger.change(["r0"], [], {"none": [1]})
+    assert torch.equal(ledger.books.words, before[0])
+    assert torch.equal(ledger.books.facts, before[1])
+    assert "r0" in ledger
+    ledger.change(["r0"], [admission("one", 2)])
+    assert "one" in ledger
+
+
+def test_blocks_that_are_handed_out_are_not_sealed(pair):  # noqa: F811
+    for ledger in pair("plain"):
+        seals = torch.full_like(ledger.books.words, 5)
+        ledger.books.words.fill_(5)
+        ledger.watch_bytes(SimpleNamespace(seals=seals))
+        ledger.change(given={"full": [2]})
+        assert torch.equal(seals, ledger.books.words)
+        assert int((seals == 0).sum()) == ledger.books.layout.places["full"].stride
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_numbers_are_put_into_a_tensor(pair, dtype):  # noqa: F811
+    for ledger in pair("plain"):
+        target = torch.full((700,), -5, dtype=dtype, device=DEVICE)
+        ledger.passes.put(target[:600], torch.arange(600))
+        ledger.passes.put(target[600:603], [3, 1 << 20, 0])
+        ledger.passes.put(target[:0], [])
+        assert target.tolist() == [*range(600), 3, 1 << 20, 0, *[-5] * 97]
+
+
+class Event:
+    """An event that has passed when it is told to."""
+
+    made: ClassVar[list[Event]] = []
+
+    def __init__(self):
+        self.passed, self.recorded = False, 0
+        self.made.append(self)
+
+    def record(self):
+        self.passed, self.recorded = False, self.recorded + 1
+
+    def query(self):
+        return self.passed
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Three parts of eight numbers, with events as on a GPU."""
+    Event.made.clear()
+    own = Staging(torch.device("cpu"), parts=3, numbers=8)
+    own._on_gpu = True
+    monkeypatch.setattr(staging.torch.cuda, "Event", Event)
+    return own
+
+
+def pieces(*lengths):
+    return [torch.arange(length) + length for length in lengths]
+
+
+def test_memory_is_filled_part_after_part_and_anew_once_it_was_read(memory):
+    parts = [each.data_ptr() for each in memory._parts]
+    found = [memory.put(pieces(2, 1)) for _ in range(6)]
+    assert [each.data_ptr() for each in found] == [
+        address for part in parts for address in (part, part + 32)
+    ]
+    assert all(each.tolist() == [2, 3, 1] for each in found)
+    assert [event.recorded for event in Event.made] == [1, 1]
+    later = memory.put(pieces(2, 1))  # the first part was not read yet
+    assert not parts[0] <= later.data_ptr() < parts[2] + 64
+    assert later.tolist() == [2, 3, 1]
+    Event.made[0].passed = True
+    assert memory.put(pieces(2, 1)).data_ptr() == parts[0]
+    assert [event.recorded for event in Event.made] == [1, 1, 1]
+
+
+def test_what_does_not_fit_is_copied(memory):
+    assert memory.put(pieces(9)).tolist() == [*range(9, 18)]
+    assert memory.put(pieces(8)).data_ptr() == memory._parts[0].data_ptr()

@@ -1,0 +1,159 @@
+"""Launches through CUDA's driver, with a function of the host in the driver's place."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernels_here import ON_GPU, importing_kernels
+
+with importing_kernels():
+    from kvtxn.backends.audit import (
+        byte_lists,
+        byte_work,
+        change_kernel,
+        compare_kernel,
+        driver,
+        write_kernel,
+    )
+    from kvtxn.backends.audit.launches import Launches
+
+STREAM, FUNCTION = 0x7F0000001000, 0x7F0000002000
+SIGNATURE = ctypes.CFUNCTYPE(
+    *(ctypes.c_int, ctypes.c_void_p),
+    *(ctypes.c_uint,) * 7,
+    *(ctypes.c_void_p,) * 3,
+)
+
+
+class Compiled:
+    """Stands for what Triton compiled; it notes Triton's own launches."""
+
+    function = FUNCTION
+
+    def __init__(self, **metadata):
+        target = SimpleNamespace(backend="cuda", warp_size=32)
+        self.metadata = SimpleNamespace(num_warps=4, shared=96, target=target, **metadata)
+        self.launched = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launched.append((grid, arguments))
+
+
+class Kernel:
+    """Stands for a Triton function."""
+
+    def __init__(self, **metadata):
+        self.compiled, self.called = Compiled(**metadata), []
+
+    def __getitem__(self, grid):
+        def launch(*arguments):
+            self.called.append((grid, arguments))
+            return self.compiled
+
+        return launch
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What the driver was given: sizes, stream and words, or what it says in place of 0."""
+    seen = SimpleNamespace(calls=[], says=0, words=4)
+
+    def call(function, *given):
+        *sizes, stream, at, extra = given
+        assert (function, extra) == (FUNCTION, None)
+        places = (ctypes.c_void_p * seen.words).from_address(at)
+        words = [ctypes.c_int64.from_address(place).value for place in places]
+        seen.calls.append((sizes, stream, words))
+        return seen.says
+
+    own = SIGNATURE(call)
+    active = SimpleNamespace(get_current_stream=lambda device: STREAM + device)
+    runtime = SimpleNamespace(driver=SimpleNamespace(active=active))
+    monkeypatch.setattr(driver, "_launcher", lambda: own)
+    monkeypatch.setattr(driver, "triton", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(driver, "works", lambda device: True)
+    return seen
+
+
+GPU = torch.device("cuda", 3)
+
+
+def test_a_launch_that_recurs_is_the_drivers(launched):
+    """Sizes, stream and arguments are the kernel's; words that differ are written."""
+    kernel, one = Kernel(), torch.zeros(4, dtype=torch.int64)
+    launches = Launches(kernel, 1, GPU)
+    for count, grid in ((5, (2, 1, 1)), (-1, (7, 3, 2)), (1 << 40, (1, 1, 1)), (6, (2, 2, 2))):
+        launches.launch(grid, (one, count, one[2:], -9, True))
+    short = (1 << 40, (1, 1, 1))
+    assert [call[1][1] for call in kernel.called] == [5, short[0]]  # a longer number is another
+    assert launched.calls == [
+        ([7, 3, 2, 128, 1, 1, 96], STREAM + 3, [one.data_ptr(), -1, one[2:].data_ptr(), -9]),
+        ([2, 2, 2, 128, 1, 1, 96], STREAM + 3, [one.data_ptr(), 6, one[2:].data_ptr(), -9]),
+    ]
+    assert not kernel.compiled.launched
+
+
+def test_a_launch_that_the_driver_refuses_is_tritons_from_then_on(launched):
+    """Triton knows what is wrong, and says it."""
+    kernel, one = Kernel(), torch.zeros(4, dtype=torch.int64)
+    launches, launched.says = Launches(kernel, 1, GPU), 201
+    for count in range(4):
+        launches.launch((2, 1, 1), (one, count, one, 8, True))
+    assert len(kernel.called) == len(launched.calls) == 1
+    given = [arguments[:4] for _, arguments in kernel.compiled.launched]
+    assert given == [(one.data_ptr(), count, one.data_ptr(), 8) for count in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [{"num_ctas": 2}, {"global_scratch_size": 8}, {"launch_pdl": True}, {"gsan": True}],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_kernel_that_needs_more_is_launched_by_triton(launched, unusual):
+    kernel, one = Kernel(**unusual), torch.zeros(4, dtype=torch.int64)
+    launches = Launches(kernel, 1, GPU)
+    for _ in range(2):
+        launches.launch((2, 1, 1), (one, 1, one, 8, True))
+    assert (len(kernel.compiled.launched), launched.calls) == (1, [])
+
+
+def test_nothing_is_launched_for_an_empty_grid(launched):
+    """The driver refuses it; Triton leaves it out."""
+    kernel, one = Kernel(), torch.zeros(4, dtype=torch.int64)
+    launches = Launches(kernel, 1, GPU)
+    for grid in ((2, 1, 1), (0, 1, 1), (2, 1, 1)):
+        launches.launch(grid, (one, 1, one, 8, True))
+    assert [grid for grid, _ in kernel.compiled.launched] == [(0, 1, 1)]
+    assert len(launched.calls) == 1
+
+
+def test_constants_come_last_and_no_other_number_is_specialised():
+    """A number that Triton takes for a constant would not be among the kernel's parameters."""
+    for kernel, constants in (
+        (change_kernel.change_books, 2),
+        (change_kernel.put_numbers, 1),
+        (write_kernel.write_rows, 4),
+        (write_kernel.resolve_rows, 4),
+        (compare_kernel.compare_rows, 5),
+        (compare_kernel.compare_states, 4),
+        (byte_lists.list_reads, 2),
+        (byte_lists.list_written, 2),
+        (byte_work.do_work, 4),
+    ):
+        annotations = {n: str(a) for n, a in kernel.fn.__annotations__.items() if n != "return"}
+        names = [*annotations]
+        assert {annotations[name] for name in names[-constants:]} == {"tl.constexpr"}
+        others = {name: annotations[name] for name in names[:-constants]}
+        assert {*others.values()} <= {"tl.tensor", "tl.int64"}
+        if ON_GPU:
+            plain = {p.name for p in kernel.params if p.do_not_specialize}
+            assert {name for name, kind in others.items() if kind == "tl.int64"} <= plain
+
+
+@pytest.mark.skipif(not ON_GPU, reason="there is no driver")
+def test_the_driver_takes_launches():
+    """Else Triton launches, and a step costs the host several times as much."""
+    assert driver.works(torch.cuda.current_device())
