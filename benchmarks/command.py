@@ -33,6 +33,7 @@ SUITES: Final = {
         "time of one reading of an engine's counters, in-process and multi-process",
     ),
     "vllm": ("engines.command", "whole vLLM engines: stock against deferred and undo"),
+    "soak": ("soak.command", "an engine with windows for long: what is lost, left, or grows"),
     "report": ("engines.rerender", "Markdown and a plot from the JSON files of `kvtxn bench vllm`"),
 }
 

@@ -165,13 +165,23 @@ def _needs(workload: str, given: Mapping[str, Any], sizes: Any, device: str) -> 
             longest * 3 // 2 + 2, -(-sizes.max_length // sizes.block_size) + 2
         )
     if WORKLOADS[workload].offloads:
-        store = {"cpu_bytes_to_use": 1 << 26, "offload_prompt_only": False}
-        needs["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": store | (_MEMORY_STORE if device == "cpu" else {}),
-        }
+        needs["kv_transfer_config"] = offloading(device, 1 << 26)
     return {name: value for name, value in needs.items() if name not in given}
+
+
+def offloading(device: str, store: int) -> dict[str, Any]:
+    """Return the settings of an OffloadingConnector with a store in memory.
+
+    Args:
+        device: the type of the engine's device.
+        store: bytes of the store.
+    """
+    extra = {"cpu_bytes_to_use": store, "offload_prompt_only": False}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra | (_MEMORY_STORE if device == "cpu" else {}),
+    }
 
 
 def _sentence(error: Exception) -> str:
@@ -306,6 +316,9 @@ class EngineClient:
             async with asyncio.timeout(_STUCK):
                 async for output in stream:
                     tokens += output.outputs[0].token_ids
+                    ended = output.outputs[0].finish_reason
+                    if ended not in (None, "length", "stop"):
+                        self.failed.append(f"{name}: ended with {ended!r}")
                     if abort is not None and len(tokens) >= abort:
                         self.aborted += 1
                         await self._engine.abort(name)

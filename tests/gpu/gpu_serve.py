@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -20,6 +22,7 @@ for folder in (".", "..", "../vllm_plugin/grid", "../vllm_plugin/serve"):
 
 import gpu_models  # noqa: E402
 from api_server import DRAFTED, OPTIONS, Page, Server, requests, serving  # noqa: E402
+from connected_jobs import OFFLOAD, transfer  # noqa: E402
 
 #: The CPU's, but for what is compiled and captured here.
 ALWAYS = (
@@ -29,6 +32,7 @@ ALWAYS = (
 )
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 STEPS = "vllm:spec_decode_num_drafts_total"
+LOADED = "vllm:external_prefix_cache_hits_total"
 THEIRS = (DRAFTED, ACCEPTED, STEPS, "vllm:num_requests_running", "vllm:generation_tokens_total")
 
 #: By name: the policy, engines, ranks of each, and options.
@@ -40,7 +44,16 @@ SERVERS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
         ("--tensor-parallel-size", "2", "--disable-custom-all-reduce"),
     ),
     "dp2": ("undo", 2, 1, ("--data-parallel-size", "2")),
+    "connected": (
+        *("auto", 1, 1),
+        (
+            *("--api-server-count", "2"),
+            *("--kv-transfer-config", json.dumps(transfer([OFFLOAD], Path()))),
+        ),
+    ),
 }
+#: Requests that push the rows of earlier ones out of the cache, which has room for eight.
+MANY = 24
 
 
 def gpus(name: str) -> int:
@@ -59,17 +72,42 @@ def serve(name: str, folder: Path) -> dict[str, Any]:
             "engines": engines,
             "ranks": ranks,
             "options": " ".join(options),
-            **_asked(server, engines * ranks),
+            **_asked(server, engines * ranks, "--kv-transfer-config" in options),
         }
 
 
-def _asked(server: Server, active: int) -> dict[str, Any]:
+def _asked(server: Server, active: int, connected: bool) -> dict[str, Any]:
     """Read the page once it has caught up with these requests."""
     server.page_when(lambda page: page.sum("kvtxn_active") == active)
     tokens = requests(server, count=8)
+    if connected:  # the first ones' rows come back
+        tokens += requests(server, count=MANY)
+        tokens += requests(server, count=8)
     drafted = server.page_when(lambda page: page.sum(DRAFTED) > 0).sum(DRAFTED)
     page = server.page_when(lambda page: page.sum("kvtxn_rows_staged_total") >= drafted)
-    return {"tokens": sum(map(len, tokens)), **numbers(page)}
+    return {"tokens": sum(map(len, tokens)), **numbers(page), "curl": curled(server)}
+
+
+def curled(server: Server) -> dict[str, Any] | None:
+    """Ask the server by curl as well: a completion, and the page; None without curl."""
+    curl = shutil.which("curl")
+    if curl is None:
+        return None
+
+    def call(path: str, *options: str) -> str:
+        command = [curl, "--silent", "--show-error", "--fail", f"{server.url}/{path}", *options]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    body = {"model": server.model, "prompt": [5, 6, 7] * 8, "max_tokens": 8, "ignore_eos": True}
+    body |= {"detokenize": False, "return_token_ids": True}
+    said = call(
+        "v1/completions", "--header", "content-type: application/json", "--data", json.dumps(body)
+    )
+    lines = call("metrics").splitlines()
+    return {
+        "tokens": len(json.loads(said)["choices"][0]["token_ids"]),
+        "page": [line for line in lines if line.startswith("kvtxn_rows_")],
+    }
 
 
 def numbers(page: Page) -> dict[str, Any]:
@@ -85,6 +123,7 @@ def numbers(page: Page) -> dict[str, Any]:
         "steps": page.sum(STEPS),
         "bypassed": page.sum("kvtxn_bypassed_windows_total"),
         "fallbacks": page.sum("kvtxn_fallbacks_total"),
+        "loaded": page.sum(LOADED),
         "by_engine": [
             page.sum("kvtxn_rows_staged_total", engine=str(number)) for number in range(2)
         ],

@@ -14,6 +14,8 @@ def misread(found):
     """The numbers of one server's page, once it had caught up, that vLLM's own do not allow."""
     drafted, accepted, steps = found["drafted"], found["accepted"], found["steps"]
     ranks = found["engines"] * found["ranks"]
+    loaded = "--kv-transfer-config" in found["options"]
+    curled = found["curl"] or {"tokens": 8, "page": [""]}
     return beyond(
         {
             "accepted": (accepted, 1, drafted - 1),
@@ -26,6 +28,9 @@ def misread(found):
             "fallbacks": (found["fallbacks"], 0, 0),
             "active": (found["active"], ranks, ranks),
             "lost": (len(found["lost"]), 0, 0),
+            "loaded": (found["loaded"], float(loaded), math.inf if loaded else 0),
+            "curled": (curled["tokens"], 8, 8),
+            "curled page": (len(curled["page"]), 1, math.inf),
         }
     )
 
@@ -41,12 +46,17 @@ def test_a_server(name, tmp_path, monkeypatch):
 
 
 def test_it_can_fail():
-    """The page fails with a row that kvtxn missed, and on a rank without kvtxn."""
+    """The page fails with a row that kvtxn missed, on a rank without kvtxn, with no row loaded."""
     good = {
         **{"staged": 429, "committed": 228, "rejected": 201, "drafted": 429, "accepted": 228},
         **{"windows": 134, "steps": 134, "bypassed": 0, "fallbacks": 0, "lost": []},
-        **{"active": 2, "engines": 1, "ranks": 2},
+        **{"active": 2, "engines": 1, "ranks": 2, "options": "", "loaded": 0, "curl": None},
     }
     assert misread(good) == {}
     for name, wrong in (("staged", 428), ("active", 1), ("fallbacks", 1), ("lost", ["vllm:x"])):
         assert list(misread(good | {name: wrong})) == [name]
+    connected = good | {"options": "--kv-transfer-config {}"}
+    assert list(misread(connected)) == ["loaded"]
+    assert misread(connected | {"loaded": 64}) == {}
+    bad = {"tokens": 8, "page": []}
+    assert list(misread(good | {"curl": bad})) == ["curled page"]

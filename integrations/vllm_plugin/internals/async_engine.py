@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -57,11 +58,97 @@ def _drafts(speculation: Any) -> str:
     return f"{speculation.num_speculative_tokens} by {speculation.method}"
 
 
-def start(config: Any) -> Foreign:
-    """Start an ``AsyncLLM``; its engine core has a process of its own."""
+@attrs.define
+class StepCounts:
+    """What a running engine says of its steps, by vLLM's own counts.
+
+    Attributes:
+        steps: steps so far.
+        tokens: generated tokens so far.
+        preempted: requests that were preempted so far.
+        drafted: draft tokens so far.
+        accepted: accepted draft tokens so far.
+        cached: tokens of prompts that the prefix cache had so far.
+        loaded: tokens of prompts that a connector had so far.
+        requests: requests that the scheduler has, after the last step.
+        used: share of the cache's blocks that are in use, after the last step.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    cached: int = 0
+    loaded: int = 0
+    requests: int = 0
+    used: float = 0.0
+
+    def add(self, scheduler: Any, iteration: Any) -> None:
+        """Count one step: vLLM's ``SchedulerStats`` and ``IterationStats``, None without any."""
+        if scheduler is not None:
+            self.steps += 1
+            self.requests = scheduler.num_running_reqs + scheduler.num_waiting_reqs
+            self.used = float(scheduler.kv_cache_usage)
+            self.cached += scheduler.prefix_cache_stats.hits
+            if scheduler.connector_prefix_cache_stats is not None:
+                self.loaded += scheduler.connector_prefix_cache_stats.hits
+            if scheduler.spec_decoding_stats is not None:
+                self.drafted += scheduler.spec_decoding_stats.num_draft_tokens
+                self.accepted += scheduler.spec_decoding_stats.num_accepted_tokens
+        if iteration is not None:
+            self.tokens += iteration.num_generation_tokens
+            self.preempted += iteration.num_preempted_reqs
+
+
+def start(config: Any, counts: StepCounts | None = None) -> Foreign:
+    """Start an ``AsyncLLM``; its engine core has a process of its own.
+
+    Args:
+        config: its ``VllmConfig``.
+        counts: is told of every step; None: the engine makes no statistics.
+    """
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    if counts is None:
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    return AsyncLLM.from_vllm_config(config, stat_loggers=[partial(_Listener, counts)])
+
+
+def stop(engine: Any) -> None:
+    """End an ``AsyncLLM`` and its processes."""
+    engine.shutdown()
+
+
+class _Listener:
+    """Adds what an engine says of its steps to counts; as vLLM's ``StatLoggerBase``.
+
+    Args:
+        counts: the counts.
+        config: the engine's ``VllmConfig``.
+        number: the engine's number.
+    """
+
+    def __init__(self, counts: StepCounts, config: Foreign, number: int = 0) -> None:
+        self._counts = counts
+
+    def record(self, scheduler: Foreign, iteration: Foreign, *others: Any, **more: Any) -> None:
+        """Count a step."""
+        self._counts.add(scheduler, iteration)
+
+    def log(self) -> None:
+        """Log nothing."""
+
+    def log_engine_initialized(self) -> None:
+        """Log nothing."""
+
+    def record_sleep_state(self, *state: Any) -> None:
+        """Count nothing."""
+
+
+def blocks(engine: Any) -> int:
+    """Return the number of an ``AsyncLLM``'s blocks that requests can have."""
+    return int(engine.vllm_config.cache_config.num_gpu_blocks) - 1  # one belongs to nobody
 
 
 def session_input(tokens: Sequence[int], sampling: Foreign) -> Foreign:

@@ -1,9 +1,16 @@
-"""Changes that benchmarks make to a running engine: its start, its acceptance, its windows."""
+"""Benchmarks and running engines: what they change in one, and what they read in a worker.
+
+They change its start, its acceptance and its windows, and read its memory.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -66,3 +73,32 @@ def switch_windows(worker: Any, on: bool) -> None:
     if getattr(steps, "deferred", False):  # on a GPU
         steps.windows.mark(None)  # captured graphs read this buffer
     runner.kvtxn = steps if on else None
+
+
+def occupied(worker: Any) -> dict[str, int]:
+    """Read what a worker that rests has: bytes, and windows that nobody ended.
+
+    Returns:
+        ``host``: bytes of this process that no file and no other process shares; ``device``: bytes
+        of tensors on the GPU, 0 on a CPU; ``open``: 1 if a window is open, else 0.
+    """
+    steps = getattr(worker.model_runner, "kvtxn", None)
+    device = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+    return {
+        "host": own_bytes(),
+        "device": int(device),
+        "open": 0 if steps is None or steps.manager.current is None else 1,
+    }
+
+
+def own_bytes() -> int:
+    """Return the bytes of this process that no file and no other process shares; Linux alone.
+
+    What Python and the C library have freed already is given back first.
+    """
+    gc.collect()
+    with suppress(AttributeError):  # a C library other than GNU's
+        ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":", 1) for line in lines)
+    return int(sizes["RssAnon"].split()[0]) << 10

@@ -1,0 +1,180 @@
+"""An engine with windows under mixed requests for a long time: nothing lost, nothing left.
+
+Workloads of `kvtxn audit` run at the same time: conversations with aborts, streaming sessions,
+common beginnings, more requests than blocks, and rows that leave through a connector and return. A
+soak comes in pieces, each with a fresh engine: `--save NAME` adds them to one file, as long as the
+settings are the same. `--policy stock` is the control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...cli import natural, require
+from ...errors import ConfigError
+from ...integrations.audit_command.command import PLAIN
+from ...integrations.audit_command.engine import offloading
+from ...integrations.audit_command.workloads import WORKLOADS
+from ..common import machine
+from . import piece as pieces
+from .drafter import fit
+from .engine import Piece
+from .verdict import judge
+
+#: Bytes of the connector's store: a few times the cache, so that it has to forget.
+_STORE: Final = 8 << 20
+#: Blocks of the cache: more than one request needs, fewer than all of them.
+_BLOCKS: Final = 30
+_SETTINGS: Final = {"max_num_seqs": 16, "num_gpu_blocks_override": _BLOCKS}
+_DRAFTS: Final = 4
+DRAFTERS: Final = ("ngram", "eagle")
+POLICIES: Final = ("auto", "deferred", "undo", "stock")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the suite's arguments."""
+    parser.description = __doc__
+    parser.add_argument("--seconds", type=natural, default=60, help="of each piece (60)")
+    parser.add_argument("--pieces", type=natural, default=1, help="pieces to play (1)")
+    parser.add_argument("--policy", choices=POLICIES, default="auto")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="ngram")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--requests", type=natural, default=8, help="of each workload a round (8)")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between samples (10)")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="seconds until a request is lost (120)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first piece (0)")
+    parser.add_argument(
+        "--engine-args", type=json.loads, default={}, metavar="JSON",
+        help="arguments of the engine that differ from those of the small model's engine",
+    )  # fmt: skip
+    parser.add_argument("--no-texts", action="store_true", help="compare no text with stock's")
+    parser.add_argument("--json", action="store_true", help="print the sums as JSON")
+    machine.add_save(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Play the pieces, save each as it goes on, and judge all pieces of the file.
+
+    Returns:
+        The exit code: 0 if nothing was lost or left, 1 if something was.
+    """
+    require("vllm")
+    path = None if args.save is None else machine.results_folder() / f"{args.save}.json"
+    with tempfile.TemporaryDirectory(prefix="kvtxn-soak-") as folder:
+        engine_args, about = engine_of(args, Path(folder))
+        kept = _before(path, settings(args, about))
+        for _ in range(args.pieces):
+            _play(args, engine_args, kept, path)
+    verdict = judge(kept["pieces"], windows=args.policy != "stock")
+    if args.json:
+        print(json.dumps({**verdict.sums, "seconds": verdict.seconds, "wrong": verdict.wrong}))
+    else:
+        print(verdict)
+    return 1 if verdict.wrong else 0
+
+
+def engine_of(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the arguments of the engine, and the engine in a few words.
+
+    Args:
+        args: the command's arguments.
+        folder: where a drafter can be written.
+    """
+    on_gpu = torch.cuda.is_available()
+    found: dict[str, Any] = {**PLAIN, **_SETTINGS, "skip_tokenizer_init": True}
+    found["kv_transfer_config"] = offloading("cuda" if on_gpu else "cpu", _STORE)
+    if on_gpu:
+        found |= {"dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.05}
+    if args.drafter == "eagle":
+        found["speculative_config"] = {
+            "method": "eagle",
+            "model": fit(Path(PLAIN["model"]), folder / "eagle"),
+            "num_speculative_tokens": _DRAFTS,
+        }
+    if args.policy != "stock":
+        found["additional_config"] = {"kvtxn": {"policy": args.policy, "required": True}}
+    found |= args.engine_args
+    found = {name: value for name, value in found.items() if value is not None}
+    transfer = found.get("kv_transfer_config", {}).get("kv_connector", "no connector")
+    return found, f"{args.drafter}, {transfer}"
+
+
+def settings(args: argparse.Namespace, about: str) -> dict[str, Any]:
+    """Return what pieces of one file have in common; seeds and lengths may differ."""
+    return {
+        "about": about,
+        "policy": args.policy,
+        "drafter": args.drafter,
+        "workloads": list(args.workloads),
+        "requests": args.requests,
+        "engine_args": args.engine_args,
+    }
+
+
+def _before(path: Path | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the pieces that a file has already.
+
+    Raises:
+        ConfigError: they are of other settings.
+    """
+    if path is None or not path.exists():
+        return {"machine": {}, "suite": "soak", "settings": dict(wanted), "pieces": []}
+    found: dict[str, Any] = json.loads(path.read_text())
+    if found.get("settings") != wanted:
+        raise ConfigError(
+            "bench soak",
+            f"{path.name} has pieces of other settings",
+            expected=json.dumps(found.get("settings")),
+            got=json.dumps(wanted),
+            hint="name another file with --save",
+        )
+    return found
+
+
+def _play(
+    args: argparse.Namespace, engine_args: dict[str, Any], kept: dict[str, Any], path: Path | None
+) -> None:
+    """Play one more piece; the file has it from its first sample on."""
+    before, number = kept["pieces"], len(kept["pieces"])
+    piece = Piece(
+        engine_args=engine_args,
+        workloads=tuple(args.workloads),
+        requests=args.requests,
+        seconds=args.seconds,
+        every=args.every,
+        patience=args.patience,
+        seed=args.seed + number,
+    )
+
+    told = 0
+
+    def keep(report: Mapping[str, Any]) -> None:
+        nonlocal told
+        kept["machine"] = machine.describe()
+        kept["pieces"] = [*before, {"machine": kept["machine"], "seed": piece.seed, **report}]
+        if path is not None:
+            path.write_text(json.dumps(kept, indent=1) + "\n")
+        if len(report["samples"]) > told:
+            told = len(report["samples"])
+            print(line(number, report["samples"][-1]), file=sys.stderr, flush=True)
+
+    keep(pieces.run(piece, not args.no_texts, keep))
+
+
+def line(number: int, sample: Mapping[str, Any]) -> str:
+    """Say in a line how far a piece is."""
+    return (
+        f"piece {number}, {sample['at']:.0f} s: {sample['steps']} steps, {sample['committed']} "
+        f"windows, {sample['asked']} requests, {sample['lost']} lost, {sample['missing']} blocks "
+        f"missing, host {sample['host'] >> 20} MiB"
+    )

@@ -1,0 +1,196 @@
+"""The engine of a soak, in a process of its own: rounds of mixed requests, and samples in between.
+
+A sample is taken where nothing runs: there no request may be left, every block has to be free, no
+window may be open, and memory is what stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import attrs
+
+from ...integrations.audit_command.workloads import WORKLOADS
+from ...integrations.vllm_plugin.internals.measuring import occupied, own_bytes
+from .client import Account, Said, SoakClient, Tell
+
+#: Short requests that are made, one after another, until the engine has given every block back.
+_PATIENCE: Final = 20
+#: Workloads whose texts are not compared: vLLM 0.32.0 and older reads wrong rows after a stop, in
+#: stock as well, see integrations/FAULTS.md; the rows stay in the prefix cache.
+_NOT_COMPARED: Final = ("sessions",)
+
+#: Counters of kvtxn that a sample has, summed over ranks.
+_COUNTED: Final = {
+    "windows": "kvtxn_windows_total",
+    "committed": "kvtxn_windows_total_committed",
+    "fell_back": "kvtxn_fallbacks_total",
+    "bypassed": "kvtxn_bypassed_windows_total",
+    "rows_staged": "kvtxn_rows_staged_total",
+    "rows_committed": "kvtxn_rows_committed_total",
+    "rows_rejected": "kvtxn_rows_rejected_total",
+}
+
+
+@attrs.frozen(kw_only=True)
+class Piece:
+    """A piece of a soak.
+
+    Attributes:
+        engine_args: arguments of the engine, ``additional_config`` included.
+        workloads: names of ``WORKLOADS``, which run at the same time.
+        requests: requests of each workload in a round, at least.
+        seconds: the piece ends after the round in which this time is over.
+        every: least seconds between two samples.
+        patience: seconds after which a request counts as lost.
+        seed: of all random numbers.
+    """
+
+    engine_args: dict[str, Any]
+    workloads: tuple[str, ...]
+    requests: int
+    seconds: float
+    every: float
+    patience: float
+    seed: int
+
+
+def serve(pipe: Connection[Any, Any]) -> None:
+    """Play a piece in the engine's process: report that it started, then samples and texts."""
+    piece: Piece = pipe.recv()
+    asyncio.run(_soak(piece, lambda told: pipe.send((False, told))))
+    pipe.send((False, {}))
+
+
+async def _soak(piece: Piece, tell: Tell) -> None:
+    from ...integrations.vllm_plugin.internals import async_engine, workers
+
+    config = async_engine.config_of(piece.engine_args)
+    counts = async_engine.StepCounts()
+    running: Any = async_engine.start(config, counts)
+    try:
+        about = {"vLLM": workers.version(), **async_engine.description(config)}
+        tell({"engine": about})
+        soak = _Soak(running, async_engine.sizes(config), counts, piece)
+        await soak.run(tell)
+    finally:
+        async_engine.stop(running)
+
+
+class _Soak:
+    """Plays rounds on an engine.
+
+    Args:
+        running: vLLM's ``AsyncLLM``.
+        sizes: its sizes.
+        counts: its ``StepCounts``.
+        piece: the piece.
+    """
+
+    def __init__(self, running: Any, sizes: Any, counts: Any, piece: Piece) -> None:
+        self._engine, self._counts, self._piece = running, counts, piece
+        self._account = Account()
+        seeds = range(piece.seed * 1000, piece.seed * 1000 + 900, 9)
+        self._clients = {
+            name: SoakClient(
+                running, sizes, seed, self._account, piece.patience,
+                keeps=name not in _NOT_COMPARED,
+            )
+            for name, seed in zip(piece.workloads, seeds, strict=False)
+        }  # fmt: skip
+        self._busy, self._played, self._rounds = 0.0, 0, 0
+
+    async def run(self, tell: Tell) -> None:
+        """Play rounds until the time is over; tell a sample at least every ``every`` seconds."""
+        begin, at = time.monotonic(), 0.0
+        await self._play()  # what the first requests make once is none of the samples' business
+        tell({"sample": await self._sample(begin)})
+        while time.monotonic() - begin < self._piece.seconds:
+            await self._play()
+            now = time.monotonic() - begin
+            if now - at >= self._piece.every or now >= self._piece.seconds:
+                at = now
+                tell({"said": await self._asked_again()})
+                tell({"sample": await self._sample(begin)})
+
+    async def _play(self) -> None:
+        """Let each workload make its requests, all at the same time."""
+        begin, before = time.monotonic(), self._counts.tokens
+        plays = []
+        for name, client in self._clients.items():
+            client.budget = client.made + self._piece.requests
+            plays.append(WORKLOADS[name].play(client))
+        await asyncio.gather(*plays)
+        self._busy += time.monotonic() - begin
+        self._played += self._counts.tokens - before
+        self._rounds += 1
+
+    async def _asked_again(self) -> list[Said]:
+        """Ask some of the requests once more, when the prefix cache is empty, and all at once."""
+        await self._rest()
+        pairs = [(client, said) for client in self._clients.values() for said in client.kept()]
+        answers = await asyncio.gather(
+            *(client.ask(said.prompt, said.most, among=said.among) for client, said in pairs)
+        )
+        for client, _ in pairs:
+            client.kept()
+        both = zip(pairs, answers, strict=True)
+        return [attrs.evolve(said, texts=[*said.texts, answer]) for (_, said), answer in both]
+
+    async def _rest(self) -> tuple[int, bool]:
+        """Wait until the engine has given every block back, as long as short requests may take.
+
+        Returns:
+            The blocks that requests can have and that are not free; whether the prefix cache could
+            be cleared, which an engine refuses while a block is in use.
+        """
+        from ...integrations.vllm_plugin.internals import async_engine
+
+        blocks, client = async_engine.blocks(self._engine), next(iter(self._clients.values()))
+        missing, cleared = blocks, False
+        for _ in range(_PATIENCE):
+            await client.ask(client.phrase(4), 2)
+            missing = round(self._counts.used * blocks)
+            if not missing and not self._counts.requests:
+                cleared = bool(await self._engine.reset_prefix_cache())
+                if cleared:
+                    break
+            await asyncio.sleep(0.05)
+        return missing, cleared
+
+    async def _sample(self, begin: float) -> dict[str, Any]:
+        from ...integrations.vllm_plugin.metrics.snapshots import SNAPSHOT
+
+        missing, cleared = await self._rest()
+        workers = list(await self._engine.collective_rpc(occupied))
+        ranks: list[Mapping[str, float]] = list(await self._engine.collective_rpc(SNAPSHOT))
+        account, counts = self._account, self._counts
+        return {
+            "at": round(time.monotonic() - begin, 3),
+            "busy": round(self._busy, 3),
+            "played": self._played,
+            "rounds": self._rounds,
+            **{name: getattr(account, name) for name in ("asked", "finished", "aborted", "lost")},
+            "why": account.why,
+            **{name: getattr(counts, name) for name in _STEPS},
+            "running": counts.requests,
+            "missing": missing,
+            "cleared": cleared,
+            "active": min((int(rank.get("kvtxn_active", 0)) for rank in ranks), default=0),
+            **{
+                name: int(sum(rank.get(counter, 0) for rank in ranks))
+                for name, counter in _COUNTED.items()
+            },
+            "open": sum(worker["open"] for worker in workers),
+            "device": sum(worker["device"] for worker in workers),
+            "host": sum(worker["host"] for worker in workers),
+            "front": own_bytes(),
+        }
+
+
+#: Counts of vLLM's that a sample has.
+_STEPS: Final = ("steps", "tokens", "preempted", "drafted", "accepted", "cached", "loaded")

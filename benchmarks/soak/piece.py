@@ -1,0 +1,110 @@
+"""One piece of a soak: its engine and a stock engine, side by side, and what they say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from ...integrations.serving.engine_process import (
+    EngineError,
+    EngineProcess,
+    calling,
+    ending_with,
+)
+from .engine import Piece
+from .reference import without_windows
+
+#: Settings of the engines' processes, unless the user's own environment has them. The third lets a
+#: function of this package be called in a worker. The last one keeps oneDNN, which multiplies
+#: matrices on a CPU, from keeping a kernel for each number of rows: stock's memory grows by 60 KB
+#: a step until it has a thousand of them, and would hide a leak.
+_DEFAULTS: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
+#: Seconds that an engine may take to start, and beyond a piece's own time to end a round.
+_PATIENCE: Final = 900.0
+
+_TEXTS: Final = ("texts", "same", "near", "other")
+
+
+def run(piece: Piece, compared: bool, keep: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """Play one piece.
+
+    Args:
+        piece: the piece.
+        compared: compare some texts with a stock engine's.
+        keep: is given the report as it is so far, whenever it has changed.
+
+    Returns:
+        The report: ``engine`` in words; ``samples``, see ``engine``; ``texts``, see
+        ``reference.judge``, summed up; ``error``: what ended an engine before its time, or None.
+    """
+    report: dict[str, Any] = {"engine": {}, "samples": [], "texts": _no_texts(), "error": None}
+    soaked = _process("engine", "soaked")
+    processes = [soaked]
+    stock = None
+    if compared:
+        stock = _process("reference", "stock")
+        processes.append(stock)
+        stock.send(without_windows(piece.engine_args))
+    soaked.send(piece)
+    try:
+        with ending_with(processes):
+            _listen(report, soaked, stock, keep)
+    except EngineError as error:
+        report["error"] = str(error)[-4000:]
+    return report
+
+
+def _listen(
+    report: dict[str, Any],
+    soaked: EngineProcess,
+    stock: EngineProcess | None,
+    keep: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Collect what the engines say until the soaked one has ended, and stock has judged."""
+    asked = 0
+    while told := soaked.answer("while it ran"):
+        if "sample" in told:
+            report["samples"].append(told["sample"])
+        elif "said" in told:
+            if stock is not None:
+                stock.send(told["said"])
+                asked += 1
+        else:
+            report |= told
+        keep(report)
+    if stock is None:
+        return
+    stock.answer("while it started")
+    for _ in range(asked):
+        _add(report["texts"], stock.answer("while it was asked"))
+        keep(report)
+    stock.stop(last=None, patience=0.0)
+
+
+def _process(module: str, name: str) -> EngineProcess:
+    return EngineProcess(
+        calling(f"{__package__}.{module}", "serve"),
+        name=name,
+        operation="bench soak",
+        timeout=_PATIENCE,
+        environment={key: os.environ.get(key, value) for key, value in _DEFAULTS.items()},
+    )
+
+
+def _no_texts() -> dict[str, Any]:
+    return {**dict.fromkeys(_TEXTS, 0), "gap": 0.0, "wrong": []}
+
+
+def _add(total: dict[str, Any], found: Mapping[str, Any]) -> None:
+    for name in _TEXTS:
+        total[name] += found[name]
+    total["gap"] = max(total["gap"], found["gap"])
+    total["wrong"] = (total["wrong"] + found["wrong"])[:3]

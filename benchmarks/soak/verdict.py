@@ -1,0 +1,281 @@
+"""The verdict on a soak: sums over its pieces, slopes within them, and what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
+from statistics import NormalDist, median
+from typing import Any, Final
+
+import attrs
+
+from ..common.markdown import table
+
+#: How sure an interval is meant to be.
+LEVEL: Final = 0.95
+#: Share of a piece's time that is left out of slopes: caches and stores fill in it.
+_WARMING: Final = 0.25
+#: Most MiB per hour by which the host's memory may surely grow. A step that keeps 200 bytes is
+#: beyond it at 100 steps per second.
+HOST_LIMIT: Final = 64.0
+#: Most percent per hour by which throughput may surely fall.
+FALL_LIMIT: Final = 5.0
+
+_MIB: Final = 1 << 20
+_HOUR: Final = 3600.0
+
+Sample = Mapping[str, Any]
+
+
+@attrs.frozen
+class Slope:
+    """How something changes per hour: the median of all pairs of samples, and an interval.
+
+    Attributes:
+        median: the slope (Theil and Sen's).
+        low: lower end of the interval.
+        high: upper end of the interval.
+        samples: number of samples.
+    """
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+    def __str__(self) -> str:
+        if math.isnan(self.median):
+            return "too few samples"
+        return f"{self.median:+.1f} ({self.low:+.1f} to {self.high:+.1f})"
+
+
+def slope(series: Sequence[Sequence[tuple[float, float]]]) -> Slope:
+    """Find how values change with time, within each of several series, pooled.
+
+    The interval is that of Sen (1968), by the normal approximation of Kendall's statistic, which is
+    summed over series; what differs between series does not count.
+
+    Args:
+        series: pairs of a time and a value each.
+    """
+    slopes = sorted(
+        (after - before) / (then - now)
+        for pairs in series
+        for (now, before), (then, after) in combinations(pairs, 2)
+        if then > now
+    )
+    count = sum(map(len, series))
+    if len(slopes) < 3:
+        return Slope(math.nan, -math.inf, math.inf, count)
+    variance = sum(n * (n - 1) * (2 * n + 5) / 18 for n in map(len, series))
+    reach = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(variance)
+    first = int((len(slopes) - reach) // 2)
+    last = math.ceil((len(slopes) + reach) / 2)
+    low = slopes[first] if first >= 0 else -math.inf
+    high = slopes[last] if last < len(slopes) else math.inf
+    return Slope(median(slopes), low, high, count)
+
+
+def _late(samples: Sequence[Sample]) -> list[Sample]:
+    """Leave out what was sampled while caches and stores filled."""
+    end = samples[-1]["at"] if samples else 0.0
+    return [each for each in samples if each["at"] >= _WARMING * end]
+
+
+def memory_slope(pieces: Sequence[Mapping[str, Any]], *names: str) -> Slope:
+    """Find by how many MiB per hour memory changes, the sum of some kinds of it."""
+    return slope(
+        [
+            [
+                (each["at"] / _HOUR, sum(each[name] for name in names) / _MIB)
+                for each in _late(piece["samples"])
+            ]
+            for piece in pieces
+        ]
+    )
+
+
+def speeds(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+    """Return tokens per second between neighbouring samples, at the hours of the later ones."""
+    return [
+        (after["at"] / _HOUR, (after["played"] - before["played"]) / seconds)
+        for before, after in pairwise(samples)
+        if (seconds := after["busy"] - before["busy"]) > 0
+    ]
+
+
+def speed_slope(pieces: Sequence[Mapping[str, Any]]) -> Slope:
+    """Find by how many percent per hour tokens per second change."""
+    series = []
+    for piece in pieces:
+        found = speeds(_late(piece["samples"]))
+        usual = median(value for _, value in found) if found else 1.0
+        series.append([(at, 100.0 * value / usual) for at, value in found])
+    return slope(series)
+
+
+@attrs.frozen(kw_only=True)
+class Verdict:
+    """What a soak showed.
+
+    Attributes:
+        seconds: of all pieces, from the first request to the last sample.
+        sums: counts over all pieces, by name.
+        speed: tokens per second.
+        host: growth of the host's memory, MiB per hour; the engine's and the front end's processes.
+        device: growth of the tensors on the device, MiB per hour.
+        change: change of tokens per second, percent per hour.
+        wrong: sentences; none if all is well.
+    """
+
+    seconds: float
+    sums: Mapping[str, int]
+    speed: float
+    host: Slope
+    device: Slope
+    change: Slope
+    wrong: Sequence[str]
+
+    def __str__(self) -> str:
+        s = self.sums
+        lines = [
+            f"{self.seconds / _HOUR:.2f} hours in {s['pieces']} pieces: {s['steps']:,} steps, "
+            f"{s['committed']:,} windows, {s['tokens']:,} tokens, {s['preempted']:,} preemptions, "
+            f"{s['loaded']:,} tokens from a connector",
+            f"requests: {s['asked']:,} asked, {s['finished']:,} finished, {s['aborted']:,} "
+            f"aborted, {s['lost']} lost",
+            f"left: {s['open']} windows open, {s['missing']} blocks, {s['running']} requests; "
+            f"{s['fell_back']} fell back",
+            f"texts: {s['texts']} compared with stock's, {s['same']} the same, {s['near']} parted "
+            f"at near-ties, {s['other']} otherwise",
+            f"memory per hour: host {self.host} MiB, device {self.device} MiB",
+            f"tokens per second: {self.speed:.0f}, change per hour {self.change} %",
+        ]
+        return "\n".join([*lines, *(f"WRONG: {each}" for each in self.wrong or ())])
+
+
+#: What is summed over the last samples of pieces.
+_SUMMED: Final = (
+    *("steps", "tokens", "preempted", "drafted", "accepted", "loaded", "cached"),
+    *("asked", "finished", "aborted", "lost"),
+    *("windows", "committed", "fell_back", "bypassed"),
+    *("rows_staged", "rows_committed", "rows_rejected"),
+)
+#: What has to be 0 in each sample; the largest of a piece counts.
+_ZEROS: Final = ("open", "missing", "running")
+_TEXTS: Final = ("texts", "same", "near", "other")
+
+
+def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
+    """Judge the pieces of one soak.
+
+    Args:
+        pieces: reports of ``piece.run``.
+        windows: the engine was meant to have windows.
+    """
+    ends = [piece["samples"][-1] for piece in pieces if piece["samples"]]
+    sums = {name: sum(end[name] for end in ends) for name in _SUMMED}
+    sums |= {
+        name: sum(max((each[name] for each in piece["samples"]), default=0) for piece in pieces)
+        for name in _ZEROS
+    }
+    sums |= {name: sum(piece["texts"][name] for piece in pieces) for name in _TEXTS}
+    sums["pieces"] = len(pieces)
+    busy = sum(end["busy"] for end in ends)
+    found = {
+        "host": memory_slope(pieces, "host", "front"),
+        "device": memory_slope(pieces, "device"),
+        "change": speed_slope(pieces),
+    }
+    return Verdict(
+        seconds=sum(end["at"] for end in ends),
+        sums=sums,
+        speed=sum(end["played"] for end in ends) / busy if busy else 0.0,
+        **found,
+        wrong=[
+            *_ended(pieces),
+            *_counted(sums, pieces, windows),
+            *_grown(**found),
+        ],
+    )
+
+
+def _ended(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say which pieces did not come to their end."""
+    return [
+        f"piece {number} ended early: {piece['error']}"
+        for number, piece in enumerate(pieces)
+        if piece["error"]
+    ]
+
+
+def _counted(
+    sums: Mapping[str, int], pieces: Sequence[Mapping[str, Any]], windows: bool
+) -> list[str]:
+    """Say which counts are not as they must be."""
+    why = [reason for piece in pieces for each in piece["samples"][-1:] for reason in each["why"]]
+    refused = sum(not each["cleared"] for piece in pieces for each in piece["samples"])
+    resolved = sums["rows_committed"] + sums["rows_rejected"]
+    answered = sums["finished"] + sums["aborted"] + sums["lost"]
+    said = {
+        f"{sums['lost']} requests were lost: {'; '.join(why[:3])}": sums["lost"],
+        f"{sums['asked'] - answered} requests are in no account": sums["asked"] != answered,
+        f"{sums['open']} windows were left open": sums["open"],
+        f"{sums['missing']} blocks did not come back": sums["missing"],
+        f"the prefix cache could not be cleared {refused} times: blocks are in use": refused,
+        f"{sums['running']} requests stayed in the scheduler": sums["running"],
+        f"{sums['fell_back']} steps fell back": sums["fell_back"],
+        f"{sums['rows_staged'] - resolved} draft rows were neither kept nor rejected": sums[
+            "rows_staged"
+        ]
+        != resolved,
+        f"{sums['other']} texts are not stock's": sums["other"],
+        "no window was committed": windows and not sums["committed"],
+        "no request was made": not sums["asked"],
+    }
+    return [sentence for sentence, wrong in said.items() if wrong]
+
+
+def _grown(host: Slope, device: Slope, change: Slope) -> list[str]:
+    """Say what surely grows or falls."""
+    said = []
+    if host.low > HOST_LIMIT:
+        said.append(f"the host's memory grows: {host} MiB per hour")
+    if device.low > 0:
+        said.append(f"the device's memory grows: {device} MiB per hour")
+    if change.high < -FALL_LIMIT:
+        said.append(f"throughput falls: {change} % per hour")
+    return said
+
+
+def report(soaks: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the table of several soaks, each a result file."""
+    rows = []
+    for found in soaks:
+        pieces, settings = found["pieces"], found["settings"]
+        verdict = judge(pieces, windows=settings["policy"] != "stock")
+        s, machine = verdict.sums, pieces[-1]["machine"]
+        where = machine.get("gpu") or "CPU"
+        rows.append(
+            [
+                f"{where}, {settings['about']}, `{settings['policy']}`",
+                f"{verdict.seconds / _HOUR:.2f} ({s['pieces']})",
+                *(f"{s[name]:,}" for name in ("steps", "committed", "asked", "aborted")),
+                *(f"{s[name]:,}" for name in ("preempted", "loaded")),
+                *(str(s[name]) for name in ("lost", "open", "missing", "fell_back")),
+                f"{s['same']} + {s['near']} of {s['texts']}",
+                str(verdict.host),
+                str(verdict.device),
+                f"{verdict.speed:.0f}",
+                str(verdict.change),
+            ]
+        )
+    return table(HEADER, rows)
+
+
+HEADER: Final = (
+    *("engine", "hours (pieces)", "steps", "windows", "requests", "aborted", "preempted"),
+    *("tokens from the connector", "lost", "left open", "blocks missing", "fell back"),
+    *("texts: stock's + near-ties", "host, MiB/h", "device, MiB/h", "tokens/s", "change, %/h"),
+)
