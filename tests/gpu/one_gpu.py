@@ -11,14 +11,15 @@ vLLM imports this module in each worker before it makes the device, and the impo
 
 from __future__ import annotations
 
+import faulthandler
 from collections import deque
 from typing import Any
 
 import stage_oracle
-import torch
-from gpu_oracle import Watch as WatchedWorker
 from torch import Tensor
 
+#: Seconds after which a rank says once where it is, in case it waits for another one for ever.
+_PATIENCE = 190
 #: Messages whose memory is kept: gloo may still read it when it calls them sent.
 _KEPT = 64
 
@@ -32,6 +33,7 @@ def share() -> None:
     if hasattr(Worker, "one_gpu"):
         return
     Worker.one_gpu = True
+    faulthandler.dump_traceback_later(_PATIENCE)
     make, send, receive = (
         *(Worker.init_device, GroupCoordinator.isend_tensor_dict),
         GroupCoordinator.irecv_tensor_dict,
@@ -70,24 +72,8 @@ def is_tensor(each: Any) -> bool:
     return isinstance(each, Tensor)
 
 
-class Watch(WatchedWorker):
-    """The worker extension: the oracle, on every stage."""
-
-    def _watch_v2(self, runner: Any) -> None:
-        super()._watch_v2(runner)
-        if not runner.is_last_pp_rank:
-            stage_oracle.watch(runner, self.oracle_counts)
-
-    def stages(self) -> dict[str, Any]:
-        """Say which stage this is, and what kvtxn does there."""
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
-        steps = getattr(runner, "kvtxn", None)
-        return {
-            "last": bool(runner.is_last_pp_rank),
-            "device": torch.cuda.current_device(),
-            "policy": None if steps is None else steps.manager.policy,
-            "steps": None if steps is None else type(steps).__name__,
-        }
+class Watch(stage_oracle.Watch):
+    """The worker extension of such ranks."""
 
 
 share()

@@ -16,18 +16,15 @@ SCENARIOS = ["eight", "chunked", "prefix", "preempted", "abort", "reused", "same
 
 def engine(policy: str, *, stages: int = 2, **more: Any) -> dict[str, Any]:
     """One engine; under a policy early stages have windows, too, and a failure is counted."""
-    options = (STAGES if stages > 1 else {}) | (OPTIONS if stages > 1 else {})
     return {
         "model": "llama",
         "attention": "FLASH_ATTN",
         "speculation": ON_GPU,
         "scenarios": SCENARIOS,
         "policy": policy,
-        "watch": "one_gpu.Watch",
-        "environment": ENVIRONMENT,
         "settings": {"unchecked": True, "on_error": "fallback"},
         **more,
-        "options": options | more.get("options", {}),
+        "options": (STAGES if stages > 1 else {}) | more.get("options", {}),
     }
 
 
@@ -50,6 +47,15 @@ ENGINES: dict[str, dict[str, Any]] = {
     "eagle.stock": engine("stock", **EAGLE),
     "eagle.auto": engine("auto", **EAGLE),
 }
+
+
+def placed(name: str, *, several: bool) -> dict[str, Any]:
+    """Return an engine's job: with a GPU for each stage, or with one for all."""
+    job = ENGINES[name]
+    if several or "pipeline_parallel_size" not in job["options"]:
+        return job | {"watch": "stage_oracle.Watch"}
+    shared = {"watch": "one_gpu.Watch", "environment": ENVIRONMENT}
+    return job | shared | {"options": job["options"] | OPTIONS}
 
 
 def compared(reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import gpu_oracle
+import torch
 from cache_oracle import Step, caches_of, groups_of
 
 
@@ -74,3 +76,23 @@ def judge(
     counts["rejected_written"] += step.changed(rejected)
     counts["lost"] += len(kept) - step.changed(kept, everywhere=True)
     counts["strays"] += now.strays(rejected)  # by the commit alone: other steps ran in between
+
+
+class Watch(gpu_oracle.Watch):
+    """The worker extension: the oracle, on every stage."""
+
+    def _watch_v2(self, runner: Any) -> None:
+        super()._watch_v2(runner)
+        if not runner.is_last_pp_rank:
+            watch(runner, self.oracle_counts)
+
+    def stages(self) -> dict[str, Any]:
+        """Say which stage this is, and what kvtxn does there."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        steps = getattr(runner, "kvtxn", None)
+        return {
+            "last": bool(runner.is_last_pp_rank),
+            "device": torch.cuda.current_device(),
+            "policy": None if steps is None else steps.manager.policy,
+            "steps": None if steps is None else type(steps).__name__,
+        }

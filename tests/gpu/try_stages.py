@@ -1,8 +1,9 @@
-"""Pipeline stages on one GPU (``one_gpu``): tokens beside stock's, and caches on every stage.
+"""Windows on every pipeline stage: tokens beside stock's, and the caches of each stage.
 
-    python tests/gpu/try_stages.py --out FOLDER [--jobs 6] [--seconds 280] [--only NAME ...]
+    python tests/gpu/try_stages.py --out FOLDER [--several] [--jobs 6] [--only NAME ...]
 
-Each engine's report is a file of its own as soon as the engine ends.
+All stages of an engine share one GPU (``one_gpu``); with ``--several`` each has its own, as in use.
+Each engine's report is a file as soon as the engine ends.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the program's arguments."""
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--several", action="store_true", help="a GPU for each stage")
     made.add_argument("--jobs", type=int, default=6, help="engines at once")
     made.add_argument("--seconds", type=float, default=280.0, help="what one engine may take")
     made.add_argument("--only", nargs="*", default=list(one_gpu_jobs.ENGINES))
@@ -38,7 +40,7 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     pool = EnginePool(
         "one_gpu_child:carry_out",
-        {name: one_gpu_jobs.ENGINES[name] for name in given.only},
+        {name: one_gpu_jobs.placed(name, several=given.several) for name in given.only},
         given.out / "engines",
         count=given.jobs,
         seconds=given.seconds,

@@ -169,6 +169,23 @@ def test_on_gpus_auto_undoes_where_drafts_cannot_wait(changes, says):
     assert (off.policy, says in off.reason) == ("off", True)
 
 
+def test_pipeline_stages_before_the_last_one():
+    """Off, since nobody saw them on several GPUs; let in, they undo, and nothing waits there."""
+    last = EngineFacts(device="cuda", runner="v2", pipeline_parallel=2, dtype="bfloat16")
+    early = attrs.evolve(last, last_stage=False)
+    for asked in POLICIES:
+        assert decide(asked, early).policy == "off"
+        assert "not checked on several GPUs" in decide(asked, early).reason
+    early = attrs.evolve(early, unchecked=True)
+    found = {asked: decide(asked, early) for asked in POLICIES}
+    policies = {asked: each.policy for asked, each in found.items()}
+    assert policies == {"auto": "undo", "deferred": "off", "undo": "undo", "direct": "direct"}
+    assert "another request may read accepted rows" in found["auto"].reason
+    assert decide("auto", attrs.evolve(last, unchecked=True)).policy == "deferred"
+    connected = attrs.evolve(early, connectors=("OffloadingConnector",))
+    assert decide("undo", connected).policy == "off"
+
+
 def test_spare_blocks_are_a_matter_of_gpus():
     """On the CPU drafts wait in buffers of their own."""
     assert decide("auto", EngineFacts(spare_blocks=False)).policy == "deferred"

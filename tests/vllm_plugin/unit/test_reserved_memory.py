@@ -68,6 +68,15 @@ def test_room_is_the_target_layers_rows():
     assert made.kvtxn_room.nbytes == 10 * 2 * 96
 
 
+@pytest.mark.parametrize(("last", "windows"), [(True, 1), (False, 3)])
+def test_room_for_every_window_that_is_open_at_one_time(last, windows):
+    """An earlier pipeline stage saves rows of as many steps as vLLM's queue has entries."""
+    made = runner()
+    made.pp_handler = Made(is_last_rank=last, queue=[] if last else [None] * 3)
+    hold_room(made)
+    assert made.kvtxn_room.nbytes == windows * 10 * 2 * 96
+
+
 @pytest.mark.parametrize(("mixed", "requests"), [("PIECEWISE", 12), ("FULL", 30)])
 def test_room_for_tables_where_rows_may_wait(monkeypatch, mixed, requests):
     """Four bytes for each token of context of each request of the largest graph, in each group."""
