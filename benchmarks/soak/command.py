@@ -34,6 +34,8 @@ _STORE: Final = 8 << 20
 #: Blocks of the cache: more than one request needs, fewer than all of them.
 _BLOCKS: Final = 30
 _SETTINGS: Final = {"max_num_seqs": 16, "num_gpu_blocks_override": _BLOCKS}
+#: A small cache whose size is not measured: other processes may take and give back memory.
+_ON_GPU: Final = {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 64 << 20}
 _DRAFTS: Final = 4
 DRAFTERS: Final = ("ngram", "eagle")
 POLICIES: Final = ("auto", "deferred", "undo", "stock")
@@ -94,7 +96,7 @@ def engine_of(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], s
     found: dict[str, Any] = {**PLAIN, **_SETTINGS, "skip_tokenizer_init": True}
     found["kv_transfer_config"] = offloading("cuda" if on_gpu else "cpu", _STORE)
     if on_gpu:
-        found |= {"dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.05}
+        found |= {"dtype": "bfloat16", "enforce_eager": False, **_ON_GPU}
     if args.drafter == "eagle":
         found["speculative_config"] = {
             "method": "eagle",
