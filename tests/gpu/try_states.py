@@ -15,6 +15,8 @@ near-ties, as vLLM's two kernels part from each other. Their states are compared
 in float64 (``state_recurrence``), and commits are given wrong counts, which that has to see.
 
 FOLDER gets ``summary.txt``, ``reports.json``, and ``engines.log`` with all that the engines logged.
+Each pair is judged as soon as both have ended. When the time is over, or on SIGTERM, the engines
+that still run are ended; the reports of the others are kept.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -219,27 +223,105 @@ def told(name: str, report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def judgement(name: str, reports: dict[str, dict[str, Any]]) -> list[str]:
+    """All lines about one engine: itself, and itself beside stock if that has a report."""
+    kind, _, who = name.rpartition(".")
+    report, stock = reports[name], reports.get(f"{kind}.stock", {"error": "not run"})
+    if "error" in report:
+        return [f"  {name}: FAILED {report['error']}"]
+    lines = told(name, report)
+    if "error" not in stock and who != "stock":
+        lines += near_ties(stock, report) if who == "fast" else judge(stock, report)
+    return lines
+
+
 def summary(reports: dict[str, dict[str, Any]]) -> str:
     """All findings as text."""
     lines = []
     for kind in dict.fromkeys(name.rpartition(".")[0] for name in reports):
-        mine = {n: r for n, r in reports.items() if n.rpartition(".")[0] == kind}
         lines.append(f"{kind}")
-        for name, report in mine.items():
-            if "error" in report:
-                lines.append(f"  {name}: FAILED {report['error']}")
-                continue
-            lines += told(name, report)
-            stock = mine.get(f"{kind}.stock", {"error": "not run"})
-            if "error" not in stock and name != f"{kind}.stock":
-                fast = name.endswith(".fast")
-                lines += near_ties(stock, report) if fast else judge(stock, report)
+        for name in reports:
+            if name.rpartition(".")[0] == kind:
+                lines += judgement(name, reports)
     lines += ["vLLM's Triton kernel beside its fused one, both stock"]
     for mode in ("eager", "graphs", "full"):
         pair = [reports.get(f"{kind}_float32.{mode}.stock", {}) for kind in ("fused", "triton")]
         if all("graphs" in each for each in pair):
             lines += [f"  {mode}", *near_ties(*pair)]
     return "\n".join(lines) + "\n"
+
+
+class TimeIsOverError(Exception):
+    """The engines that still run are to be ended."""
+
+
+def _stop(*_: object) -> None:
+    raise TimeIsOverError
+
+
+class Findings:
+    """What engines reported, written into a folder as it comes.
+
+    Args:
+        out: the folder.
+        names: of all engines, in their order.
+    """
+
+    def __init__(self, out: Path, names: Iterable[str]) -> None:
+        self.reports: dict[str, dict[str, Any]] = {}
+        self._out, self._names, self._judged = out, list(names), set[str]()
+        self._log = (out / "engines.log").open("w")
+
+    def take(self, pool: EnginePool, name: str) -> None:
+        """Take an engine's report, and judge the pairs that are complete by it."""
+        try:
+            self.reports[name] = pool.report(name)
+        except EngineFailed as failed:
+            self.reports[name] = {"error": str(failed)}
+        text = pool.log(name)
+        self._log.write(f"\n{'=' * 30} {name}\n{text[:60_000]}")
+        self._log.write(f"\n[...]\n{text[-120_000:]}" if len(text) > 60_000 else "")
+        self._log.flush()
+        print(name, self.reports[name].get("error", "done"), flush=True)
+        self.write()
+        for each in self.ordered():
+            stock = f"{each.rpartition('.')[0]}.stock"
+            if each not in self._judged and {stock, "error"} & {*self.reports, *self.reports[each]}:
+                self._judged.add(each)
+                print("\n".join(judgement(each, self.reports)), flush=True)
+
+    def write(self) -> None:
+        """Write all reports, by a file that takes the last one's place once it is whole."""
+        part = self._out / "reports.part"
+        part.write_text(json.dumps(self.ordered()))
+        part.rename(self._out / "reports.json")
+
+    def ordered(self) -> dict[str, dict[str, Any]]:
+        """The reports in the order of the names."""
+        return {name: self.reports[name] for name in self._names if name in self.reports}
+
+    def take_finished(self, pool: EnginePool) -> None:
+        """Take the reports of all engines that have one and were not taken."""
+        for name in self._names:
+            if name not in self.reports and pool.finished(name):
+                self.take(pool, name)
+
+
+def run(pool: EnginePool, findings: Findings, seconds: int) -> None:
+    """Take reports as they come, until all have, or the time is over."""
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(seconds)
+    try:
+        for name in pool.as_they_end():
+            findings.take(pool, name)
+    except TimeIsOverError:
+        print("the time is over", flush=True)
+    signal.alarm(0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    findings.take_finished(pool)
+    findings.write()
+    pool.stop()
 
 
 def main() -> int:
@@ -249,6 +331,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of engines")
     parser.add_argument("--jobs", type=int, default=8, help="engines at once")
     parser.add_argument("--seconds", type=float, default=280.0, help="what one engine may take")
+    parser.add_argument("--total", type=int, default=3600, help="seconds for all engines")
     parser.add_argument(
         "--scenarios",
         nargs="+",
@@ -279,26 +362,15 @@ def main() -> int:
         environment=ENVIRONMENT | {"PYTHONPATH": python_path(HERE, HERE.parent / "serving")},
         preload=["vllm", "vllm.v1.engine.llm_engine"],
     )
-    reports: dict[str, dict[str, Any]] = {}
-    log = (given.out / "engines.log").open("w")
-    for name in pool.as_they_end():
-        try:
-            reports[name] = pool.report(name)
-        except EngineFailed as failed:
-            reports[name] = {"error": str(failed)}
-        text = pool.log(name)
-        log.write(f"\n{'=' * 30} {name}\n{text[:60_000]}")
-        log.write(f"\n[...]\n{text[-120_000:]}" if len(text) > 60_000 else "")
-        log.flush()
-        print(name, reports[name].get("error", "done"), flush=True)
-        ordered = {each: reports[each] for each in jobs if each in reports}
-        (given.out / "reports.json").write_text(json.dumps(ordered))
-        (given.out / "summary.txt").write_text(summary(ordered))
-    pool.stop()
-    print(summary({each: reports[each] for each in jobs}))
-    failed = Counter("error" in report for report in reports.values())
-    print(f"{failed[True]} engines failed, {failed[False]} did not")
-    return 1 if failed[True] else 0
+    findings = Findings(given.out, jobs)
+    run(pool, findings, given.total)
+    text = summary(findings.ordered())
+    (given.out / "summary.txt").write_text(text)
+    print(text)
+    failed = Counter("error" in report for report in findings.reports.values())
+    missing = len(jobs) - len(findings.reports)
+    print(f"{failed[True]} engines failed, {failed[False]} did not, {missing} have no report")
+    return 1 if failed[True] or missing else 0
 
 
 if __name__ == "__main__":
