@@ -3,8 +3,8 @@
 Memory contract of ``advance_rows``:
 
 - A program has ``TILES`` times ``VALUES`` rows of one head's state of one request and layer. It
-  reads them once and writes them once, or twice where the request crosses a boundary; nothing else
-  is written. Slots of distinct requests are distinct, so no two programs touch one byte of a state.
+  reads them once and writes them once, and once more into the slot of a snapshot; nothing else is
+  written. All slots of requests and snapshots are distinct, so no two programs touch one byte.
 - A request whose slot is 0 or less, or that keeps no row, is skipped: nothing is read or written.
 - The caller guarantees that slots are inside the caches, and starts inside the staged rows.
 """
@@ -73,16 +73,17 @@ def _key_of(
     return key
 
 
-@triton.jit(do_not_specialize=["source_stride", "group_stride"])
+@triton.jit(do_not_specialize=["source_stride", "group_stride", "snapshot_stride"])
 def advance_rows(
     table: tl.tensor,
     sources: tl.tensor,
     count: tl.tensor,
     starts: tl.tensor,
     boundary: tl.tensor,
-    beyond: tl.tensor,
+    snapshots: tl.tensor,
     source_stride: tl.int32,
     group_stride: tl.int32,
+    snapshot_stride: tl.int32,
     STATE: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -92,7 +93,7 @@ def advance_rows(
     VALUES: tl.constexpr,
     LONGEST: tl.constexpr,
     RUN: tl.constexpr,
-    CROSSES: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
     """Advance some tiles of a state by its request's kept rows.
@@ -105,11 +106,12 @@ def advance_rows(
         sources: int32 ``[groups, num_requests]``, the slot of each request.
         count: int32 ``[num_requests]``, the rows that each request keeps.
         starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
-        boundary: int32 ``[groups, num_requests]``, contiguous, if ``CROSSES``: the rows after which
-            a request crosses a boundary.
-        beyond: int32 likewise: the slot beyond the boundary; 0 or less is none.
+        boundary: int32 ``[num_requests]``, contiguous, if ``SNAPSHOTS``: the rows after which a
+            state is a snapshot.
+        snapshots: int32 ``[groups, num_requests]``, the slot of each snapshot; 0 or less is none.
         source_stride: elements between requests in ``sources``.
         group_stride: elements between groups in ``sources``.
+        snapshot_stride: elements between groups in ``snapshots``, whose requests are neighbours.
         STATE: dtype of the states.
         KEY_HEADS: heads of the staged keys.
         HEADS: heads of a state.
@@ -119,7 +121,7 @@ def advance_rows(
         VALUES: rows of a tile.
         LONGEST: the most rows of a request.
         RUN: numbers of the state in 16 bytes; 1 if its rows do not begin on 16 bytes.
-        CROSSES: some request may cross a boundary.
+        SNAPSHOTS: some request may leave a snapshot.
         TILES: tiles of a program, one after another.
     """
     parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
@@ -148,11 +150,10 @@ def advance_rows(
         row_keys = _appended(row_keys, _key_of(from_row, taken - turn, KEY_SIZE, KEYS, RUN))
         decay = tl.load(decay_at + (row + turn) * HEADS, mask=taken > turn, other=1.0)
         decays = _appended(decays, decay)
-    if CROSSES:
-        there = group * tl.num_programs(1) + number
-        next_slot = tl.load(beyond + there).to(tl.int64)
-        until = tl.load(boundary + there)
-        crosses = (next_slot > 0) & (taken > until)
+    if SNAPSHOTS:
+        until = tl.load(boundary + number)
+        snapshot = tl.load(snapshots + group * snapshot_stride + number).to(tl.int64)
+        snapshot = tl.where(until <= taken, snapshot, 0)
     for tile in tl.range(0, TILES, num_stages=1):
         values = (part * TILES + tile) * VALUES + tl.arange(0, VALUES)
         some_values = values < VALUE_SIZE
@@ -169,11 +170,10 @@ def advance_rows(
             )
             row_values = _appended(row_values, value)
         for turn in tl.static_range(LONGEST):
-            if CROSSES and crosses & (until == turn):
-                if turn > 0:
-                    tl.store(where, state.to(STATE), mask=inside)
-                where = _wide(begin + next_slot * slot_stride, cell, RUN)
             if taken > turn:
                 state = state * decays[turn]
                 state += row_values[turn][:, None] * row_keys[turn][None, :]
+            if SNAPSHOTS and (snapshot > 0) & (until == turn + 1):
+                there = _wide(begin + snapshot * slot_stride, cell, RUN)
+                tl.store(there, state.to(STATE), mask=inside)
         tl.store(where, state.to(STATE), mask=inside)

@@ -147,7 +147,7 @@ def launch_advance(
     count: Tensor,
     starts: Tensor,
     boundary: Tensor | None,
-    beyond: Tensor | None,
+    snapshots: Tensor | None,
     *,
     longest: int | None,
     tile: Tile | None = None,
@@ -159,8 +159,8 @@ def launch_advance(
         sources: the slots.
         count: the kept rows.
         starts: the first rows.
-        boundary: the rows until a boundary.
-        beyond: the slots beyond it.
+        boundary: the rows after which a state is a snapshot.
+        snapshots: the slots of snapshots.
         longest: the most rows of a request; None is all rows for which there is room.
         tile: None takes the fastest one.
 
@@ -182,9 +182,10 @@ def launch_advance(
         count,
         starts,
         count if boundary is None else boundary,
-        count if beyond is None else beyond,
+        count if snapshots is None else snapshots,
         sources.stride(1),
         sources.stride(0),
+        0 if snapshots is None else snapshots.stride(0),
         STATE=_TYPES[state.dtype],
         KEY_HEADS=layers.rows[0].key.shape[1],
         HEADS=heads,
@@ -194,7 +195,7 @@ def launch_advance(
         VALUES=values,
         LONGEST=longest,
         RUN=1 if key_size % run else run,
-        CROSSES=beyond is not None,
+        SNAPSHOTS=snapshots is not None,
         TILES=tiles,
         num_warps=tile.warps,
         maxnreg=tile.registers,

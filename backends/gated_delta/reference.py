@@ -77,14 +77,14 @@ def advance_gated_delta(
     count: Tensor,
     starts: Tensor,
     boundary: Tensor | None = None,
-    beyond: Tensor | None = None,
+    snapshots: Tensor | None = None,
 ) -> None:
     """Do what ``step.advance_gated_delta`` does."""
     ends, counts = starts.tolist(), count.tolist()
+    until = counts if boundary is None else boundary.tolist()
     for state, rows, group in zip(layers.states, layers.rows, layers.groups, strict=True):
         slots = sources[group].tolist()
-        after = [0] * len(slots) if beyond is None else beyond[group].tolist()
-        until = after if boundary is None else boundary[group].tolist()
+        others = [0] * len(slots) if snapshots is None else snapshots[group].tolist()
         for number, slot in enumerate(slots):
             first = ends[number]
             last = min(first + counts[number], ends[number + 1])
@@ -92,9 +92,7 @@ def advance_gated_delta(
                 continue
             now = state[slot].float()
             for row in range(first, last):
-                if after[number] > 0 and row - first == until[number]:
-                    if row > first:
-                        state[slot] = now.to(state.dtype)
-                    slot = after[number]
                 now = take_in(now, rows.key[row], rows.corrected[row], rows.decay[row])
+                if others[number] > 0 and row + 1 - first == until[number]:
+                    state[others[number]] = now.to(state.dtype)
             state[slot] = now.to(state.dtype)

@@ -78,15 +78,15 @@ def advance_gated_delta(
     *,
     longest: int | None = None,
     boundary: Tensor | None = None,
-    beyond: Tensor | None = None,
+    snapshots: Tensor | None = None,
 ) -> None:
     """Let the states of all layers take in the kept rows of each request: one launch.
 
     A state of whose rows none is kept is neither read nor written. A state is rounded to its dtype
     once, after its last row. A compiler may fuse products and sums.
 
-    A request with a slot ``beyond`` that takes in more than ``boundary`` rows leaves the state
-    after exactly that many rows in its own slot, and the state after all of them in ``beyond``.
+    A request that has a slot in ``snapshots``, and that takes in at least ``boundary`` rows, leaves
+    the state after exactly that many rows there as well.
 
     Args:
         layers: states and staged rows of all layers.
@@ -97,8 +97,9 @@ def advance_gated_delta(
             alone. More than the request has count as all.
         starts: int32 ``[num_requests + 1]``, as for ``verify_gated_delta``.
         longest: the most rows that a request may have; None is all rows for which there is room.
-        boundary: int32 ``[groups, num_requests]``, contiguous.
-        beyond: int32 likewise, 0 or less is none; given with ``boundary`` or not at all.
+        boundary: int32 ``[num_requests]``, contiguous, 1 or more.
+        snapshots: int32 ``[groups, num_requests]``, a group contiguous; 0 or less is none. No
+            request has these slots as its own. Given with ``boundary`` or not at all.
 
     Raises:
         LayerError: a request may have too many rows, or a layer's group has no line of ``sources``.
@@ -113,6 +114,6 @@ def advance_gated_delta(
     if layers.states[0].is_cuda:
         from .launch import launch_advance
 
-        launch_advance(layers, sources, count, starts, boundary, beyond, longest=longest)
+        launch_advance(layers, sources, count, starts, boundary, snapshots, longest=longest)
     else:
-        reference.advance_gated_delta(layers, sources, count, starts, boundary, beyond)
+        reference.advance_gated_delta(layers, sources, count, starts, boundary, snapshots)

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "a", "b", "dt_bias", "out"), "*bf16"),
     **dict.fromkeys(("A_log", "kept_key", "kept_value", "kept_decay"), "*fp32"),
-    **dict.fromkeys(("sources", "starts", "count", "boundary", "beyond"), "*i32"),
+    **dict.fromkeys(("sources", "starts", "count", "boundary", "snapshots"), "*i32"),
     "table": "*i64",
 }
 STRIDES = ("query", "key", "value", "a", "b", "slot", "out")
@@ -73,7 +73,7 @@ def every() -> dict[str, dict[str, int]]:
             code = assembly(verify_rows, state, 1, **sizes, **verify, **several)
             found[f"{name} {state}"] = facts(code)
         tile, warps = ADVANCE[dtype]
-        advance = {**tile, "STATE": dtype, "CROSSES": False}
+        advance = {**tile, "STATE": dtype, "SNAPSHOTS": False}
         code = assembly(advance_rows, state, warps, **{**sizes, **advance})
         found[f"advance {state}"] = facts(code)
     return found

@@ -135,8 +135,8 @@ def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, normalise, tile
 
 
 @pytest.mark.parametrize("sizes", [(32, 16), (48, 20)], ids=str)
-def test_a_commit_advances_all_layers_and_crosses_boundaries(sizes):
-    """One launch; boundaries before the first row, in the middle, at the end and behind it."""
+def test_a_commit_advances_all_layers_and_leaves_snapshots(sizes):
+    """One launch; snapshots after the first row, in the middle, at the end, and after more."""
     lengths, starts = [4, 4, 4, 4, 3], [1, 2, 3, 4, 5]
     for dtype in (torch.float32, torch.bfloat16):
         cases = [
@@ -158,9 +158,12 @@ def test_a_commit_advances_all_layers_and_crosses_boundaries(sizes):
         found = [case.given["state"].clone() for case in cases]
         kept, groups = [case.kept for case in cases], [0, 1, 0]
         sources = torch.tensor([starts, [5, 4, 0, 2, 1]], dtype=torch.int32, device=DEVICE)
-        boundary = torch.tensor([[0, 2, 3, 4, 2], [4, 1, 1, 0, 9]], dtype=torch.int32)
-        beyond = torch.tensor([[9, 10, 11, 12, 0], [9, 10, 11, 12, 13]], dtype=torch.int32)
-        crossing = boundary.to(DEVICE), beyond.to(DEVICE)
+        boundary = torch.tensor([1, 2, 3, 6, 2], dtype=torch.int32, device=DEVICE)
+        # A line of a larger table, as engines have it.
+        snapshots = torch.tensor(
+            [[9, 10, 11, 12, 0, 99], [9, 0, 11, 12, 13, 99]], dtype=torch.int32
+        )
+        crossing = boundary, snapshots.to(DEVICE)[:, :5]
         count = torch.tensor([3, 4, 3, 4, 3], dtype=torch.int32, device=DEVICE)
         given = sources, count, cases[0].given["starts"]
         expected = [case.given["state"] for case in cases]

@@ -16,7 +16,14 @@ from ....log import get_logger
 from ....manager import TransactionManager
 from ..attach import hook_runner, mix_in
 from ..audit.gpu_runners import mixins_and_methods
-from ..internals import Foreign, batches, held_states, state_layers, state_sizes
+from ..internals import (
+    Foreign,
+    aligned_states,
+    batches,
+    held_states,
+    state_layers,
+    state_sizes,
+)
 from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
@@ -34,10 +41,10 @@ class ReportedModelState:
 
     kvtxn_states: HeldStates
 
-    def prepare_attn(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the metadata, and let the states' kernels find their blocks."""
-        metadata = super().prepare_attn(*args, **kwargs)  # type: ignore[misc]
-        self.kvtxn_states.begin(metadata)
+        metadata = super().prepare_attn(input_batch, *args, **kwargs)  # type: ignore[misc]
+        self.kvtxn_states.begin(metadata, input_batch)
         return metadata
 
 
@@ -142,6 +149,9 @@ class GpuStateRunnerV2(GpuRunnerV2):
         self.kvtxn_undo.callback(states.unhook)
         states.hook()
         self.kvtxn_undo.callback(report_steps(self, states))
+        if states.aligned:
+            ends = not states.writes_ends
+            self.kvtxn_undo.callback(aligned_states.hook_copies(self, ends=ends))
         return states
 
     def postprocess_sampled(

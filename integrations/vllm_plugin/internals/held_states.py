@@ -20,7 +20,7 @@ from torch import Tensor
 from ....errors import KVTxnError, LayerError
 from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
-from . import Foreign, gated_delta_hooks
+from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
 from .replayed_rows import ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers
@@ -90,7 +90,8 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
                 f"with {_FUSED_COLUMNS - 1} drafts vLLM's fused kernel of gated delta nets has no "
                 "column left to read from; take fewer drafts, or VLLM_GDN_DECODE_KERNEL=triton"
             )
-    return check_methods(type(runner.model_state), METHODS)
+    wrong = aligned_states.copies_differ() if aligned_states.is_aligned(runner) else None
+    return wrong or check_methods(type(runner.model_state), METHODS)
 
 
 class HeldStates:
@@ -106,6 +107,9 @@ class HeldStates:
         layers: the recurrent layers, without their caches.
         nbytes: bytes of the buffers and tables.
         graphs: commits that were captured; None without any.
+        aligned: the prefix cache keeps states at the ends of blocks.
+        writes_ends: commits write a state that is at such an end into both blocks that want it;
+            vLLM's own kernels write it into one.
     """
 
     def __init__(
@@ -122,10 +126,15 @@ class HeldStates:
         own = [each for each in self.layers if fast and each.kind == GATED_DELTA]
         others = [each for each in self.layers if each not in own]
         requests, rows, device = most_requests(runner), most_rows(runner), runner.device
+        self.aligned = aligned_states.is_aligned(runner)
+        self.writes_ends = all(each.kind not in LAUNCHES for each in others)
         with torch.inference_mode(False):  # its tensors outlive the mode they are made in
-            replay = all(each.kind not in LAUNCHES for each in others)
+            self._blocks = (
+                aligned_states.block_tables(runner, self._groups) if self.aligned else None
+            )
             sizes = len(self._groups), requests, self._width, device
-            self.tables = StateTables.build(*sizes, replay=replay)
+            replay = self.writes_ends
+            self.tables = StateTables.build(*sizes, replay=replay, aligned=self.aligned)
             self._replayed: ReplayedRows | None = None
             if own:
                 groups = [self._groups.index(each.group) for each in own]
@@ -194,6 +203,8 @@ class HeldStates:
         with torch.inference_mode():
             if self._replayed is not None:
                 self._replayed.warm_up(self._dtype)
+            if self._blocks is not None:
+                self.tables.name_snapshots(self._blocks, starts[:1], starts, step)
             self.tables.name_commits(self.tables.whole[:1], starts)
             for rows in self._verified:
                 rows.commit(step)
@@ -206,11 +217,15 @@ class HeldStates:
 
     # -- a step ---------------------------------------------------------------------
 
-    def begin(self, metadata: Any) -> None:
+    def begin(self, metadata: Any, batch: Any = None) -> None:
         """Note a step whose metadata is ready, and whose forward comes next.
 
         A step that was noted before and not committed is forgotten: its states are as they were
         before it.
+
+        Args:
+            metadata: vLLM's, by layer.
+            batch: vLLM's input batch; not read unless the prefix cache keeps states.
         """
         self._step, self._done = None, 0
         seen: set[int] = set()
@@ -223,6 +238,9 @@ class HeldStates:
         first = next((layer for layer in self.layers if layer.kind in LAUNCHES), None)
         if first is not None and seen and first.name in metadata:
             self._step = _STEPS[first.kind](metadata[first.name], metadata)
+        if self._blocks is not None and self._step is not None:
+            lengths, starts = batch.seq_lens, batch.query_start_loc
+            self.tables.name_snapshots(self._blocks, lengths, starts, self._step)
 
     def _prepare(self, layer: StateLayer, metadata: Any) -> None:
         """Name the blocks of a group's requests to its kernels.

@@ -12,6 +12,7 @@ from typing import Final
 
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
 from . import (
+    aligned_states,
     audited,
     audited_v2,
     batches,
@@ -41,6 +42,7 @@ _MLA: Final = "vllm.v1.attention.backends.mla"
 _LATENT: Final = f"{_LAYERS}.attention.mla_attention"
 _TRITON: Final = "vllm.v1.attention.backends.triton_attn"
 _OPS: Final = "vllm.v1.attention.ops"
+_MAMBA_COPIES: Final = "vllm.v1.worker.mamba_utils"
 _CONNECTORS: Final = "vllm.distributed.kv_transfer"
 
 #: Methods of the runners that are not replaced, but say in which order the replaced ones run.
@@ -228,6 +230,11 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState",
             held_states.METHODS,
         ),
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.preprocess_state",
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.postprocess_state",
+        *_of(f"{_MAMBA_COPIES}.MambaSpecDecodeGPUContext", ("create", *aligned_states.METHODS)),
+        f"{_MAMBA_COPIES}.precopy_mamba_align_fused_kernel",
+        f"{_MAMBA_COPIES}.postprocess_mamba_fused_kernel",
         "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder.build",
         "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder.update_block_table",
     ),

@@ -220,10 +220,14 @@ class ReplayedRows:
                 [layer.rows for layer in self.layers],
                 [layer.group for layer in self.layers],
             )
+        tables = self._tables
+        boundary, snapshots = tables.boundary, tables.snapshots
         advance_gated_delta(
             self._found,
-            self._tables.sources[:, :count, -1],
-            self._tables.counts[:count],
+            tables.sources[:, :count, -1],
+            tables.counts[:count],
             step.starts[: count + 1],
             longest=self.layers[0].longest,
+            boundary=None if boundary is None else boundary[:count],
+            snapshots=None if snapshots is None else snapshots[:, :count],
         )

@@ -57,7 +57,7 @@ def bytes_by_formula(
     replayed = [module for module, kind in kinds if fast and kind == GATED_DELTA]
     elements = sum(row_elements(module, kind) for module, kind in own)
     shared = max((_scratch_elements(module, kind) for module, kind in own), default=0)
-    tables = 12 * len(kinds) * requests * (width + 3)
+    tables = 12 * len(kinds) * requests * (width + 4)
     staged = sum(DeltaRows.row_bytes(*sizes_of(module)) for module in replayed)
     return rows * ((elements + shared) * size + staged) + tables
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ....backends.recurrent.boundaries import BlockTables
 
 
 @attrs.frozen(eq=False)
@@ -26,6 +29,10 @@ class StateTables:
         kept: int32 ``[2 * num_requests + 1]``, where the rows of each line of ``commits`` begin.
         whole: int32 ``[2 * num_requests]``: what makes the kernels read from the last column.
         counts: int32 ``[num_requests]``, the rows that each request keeps.
+        boundary: int32 ``[num_requests]``, the rows after which each request is at the end of a
+            block of the prefix cache; None where that keeps no states.
+        snapshots: int32 ``[num_groups, num_requests]``, likewise, the block that keeps the state
+            at this end, beside the block of the request's present state; 0 is none.
     """
 
     sources: Tensor
@@ -33,14 +40,29 @@ class StateTables:
     kept: Tensor
     whole: Tensor
     counts: Tensor
+    boundary: Tensor | None = None
+    snapshots: Tensor | None = None
 
     @classmethod
     def build(
-        cls, groups: int, requests: int, rows: int, device: torch.device, *, replay: bool = False
+        cls,
+        groups: int,
+        requests: int,
+        rows: int,
+        device: torch.device,
+        *,
+        replay: bool = False,
+        aligned: bool = False,
     ) -> StateTables:
         """Make tables for so many requests, with at most ``rows`` rows each.
 
-        With ``replay`` there is no table of commits: nothing but ``counts`` is read there.
+        Args:
+            groups: of layers with states.
+            requests: the most of a step.
+            rows: the most of a request.
+            device: of the tables.
+            replay: there is no table of commits: nothing but ``counts`` is read there.
+            aligned: the prefix cache keeps states at the ends of blocks.
         """
         sources, commits = (
             torch.zeros(groups, lines, rows + 1, dtype=torch.int32, device=device)
@@ -49,7 +71,11 @@ class StateTables:
         kept = torch.zeros(2 * requests + 1, dtype=torch.int32, device=device)
         whole = torch.full((2 * requests,), rows + 1, dtype=torch.int32, device=device)
         counts = torch.ones(requests, dtype=torch.int32, device=device)
-        return cls(sources, commits, kept, whole, counts)
+        if not aligned:
+            return cls(sources, commits, kept, whole, counts)
+        boundary = torch.full((requests,), rows + 1, dtype=torch.int32, device=device)
+        snapshots = torch.zeros(groups, requests, dtype=torch.int32, device=device)
+        return cls(sources, commits, kept, whole, counts, boundary, snapshots)
 
     @property
     def most_requests(self) -> int:
@@ -59,6 +85,25 @@ class StateTables:
     def name_sources(self, group: int, table: Tensor) -> None:
         """Let a group's kernels read the first block of each request of vLLM's table."""
         self.sources[group, : table.shape[0], -1].copy_(table[:, 0])
+
+    def name_snapshots(
+        self, blocks: BlockTables, lengths: Tensor, starts: Tensor, step: VerifyStep
+    ) -> None:
+        """Name the blocks that are to keep the states at the ends of blocks.
+
+        Args:
+            blocks: the batch's block tables.
+            lengths: int32 ``[places]``, tokens of each request of the batch, the step's included.
+            starts: int32 ``[places + 1]``, the first row of each.
+            step: the step whose requests ``name_sources`` was told.
+        """
+        from ....backends.recurrent.boundaries import name_snapshots
+
+        assert self.boundary is not None
+        assert self.snapshots is not None
+        count = step.requests
+        to = self.boundary[:count], self.snapshots[:, :count]
+        name_snapshots(blocks, lengths, starts, step.places, self.sources[:, :count, -1], *to)
 
     def name_commits(self, sampled: Tensor, starts: Tensor) -> None:
         """Say how many rows each request keeps: the state after the last of them is written.
@@ -76,12 +121,27 @@ class StateTables:
         commits.zero_()
         whose = commits[:, ::2]
         whose[:, :, -1:].copy_(blocks)
+        self._name_kept_ends(whose, rows)
         last = rows.to(torch.int64) - 1
         whose.scatter_(2, last.view(1, count, 1).expand(blocks.shape), blocks)
         first, end = starts[:count], starts[1 : count + 1]
         self.kept[: 2 * count : 2].copy_(first)
         torch.minimum(first + rows, end, out=self.kept[1 : 2 * count : 2])
         self.kept[2 * count].copy_(end[-1])
+
+    def _name_kept_ends(self, lines: Tensor, rows: Tensor) -> None:
+        """Let the state after the row at a block's end be written, where that row is kept.
+
+        A state that is at the end after its last kept row has one column for two blocks: there the
+        request's own block comes later and takes its place, and vLLM copies that one.
+        """
+        if self.boundary is None or self.snapshots is None:
+            return
+        count, most = rows.shape[0], lines.shape[2] - 1
+        ends = self.boundary[:count]
+        blocks = self.snapshots[:, :count].where(ends <= rows, 0)
+        column = (ends.clamp(max=most) - 1).to(torch.int64)
+        lines.scatter_(2, column.view(1, count, 1).expand_as(blocks[..., None]), blocks[..., None])
 
 
 @attrs.frozen(eq=False)

@@ -181,14 +181,6 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         {**_WITH_STATES, "cached_states": True},
     ),
     Rule(
-        "cached states on GPUs",
-        "windows",
-        lambda f: _on_gpu(f) and f.cached_states,
-        "the prefix cache keeps states at block boundaries, and on a GPU kvtxn's commit does not "
-        "write those yet: set enable_prefix_caching to False",
-        {**_WITH_STATES_ON_GPU, "cached_states": True},
-    ),
-    Rule(
         "states wait for the commit",
         "others",
         _held,

@@ -190,6 +190,7 @@ class Rig:
     """Stock with a state per row beside one state per request, over the same rows."""
 
     fast = False
+    batch: object = None
 
     def __init__(
         self,
@@ -251,6 +252,7 @@ class Rig:
             vllm_config=SimpleNamespace(
                 num_speculative_tokens=DRAFTS,
                 speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
+                cache_config=SimpleNamespace(mamba_cache_mode="none"),
                 scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
             ),
             max_num_reqs=REQUESTS,
@@ -267,7 +269,7 @@ class Rig:
         self.context = SimpleNamespace(attn_metadata={"it": given})
         layer = side.layer
         if side is self.sides[1]:
-            self.states.begin(self.context.attn_metadata)
+            self.states.begin(self.context.attn_metadata, self.batch)
         out = torch.zeros(rows.shape[0], HEADS, SIZE, dtype=self.dtype)
         if self.kind == GATED_DELTA:
             b, a = more.unbind(1)

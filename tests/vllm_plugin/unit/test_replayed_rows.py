@@ -106,9 +106,10 @@ def test_the_kernels_take_what_vllms_methods_give(monkeypatch):
         given = query, key, value, a, b, A_log, dt_bias
         launch.launch_verify(given, *where, scale=scale, normalise=True, longest=longest)
 
-    def advance(layers, sources, count, starts, *, longest):
+    def advance(layers, sources, count, starts, *, longest, boundary, snapshots):
         seen["advance"] += 1
-        launch.launch_advance(layers, sources, count, starts, None, None, longest=longest)
+        where = sources, count, starts, boundary, snapshots
+        launch.launch_advance(layers, *where, longest=longest)
 
     monkeypatch.setattr(replayed_rows, "verify_gated_delta", verify)
     monkeypatch.setattr(replayed_rows, "advance_gated_delta", advance)
@@ -262,7 +263,7 @@ def test_layers_without_a_fast_form_keep_the_exact_one(monkeypatch):
     [one, other] = (state_sizes.bytes_by_formula([each], *sizes, fast=True) for each in kinds)
     assert both == one + other
     staged = DeltaRows.row_bytes(held.KEY_HEADS, held.HEADS, held.SIZE, held.SIZE)
-    assert other == 16 * staged + 12 * 64 * 7
+    assert other == 16 * staged + 12 * 64 * 8
     [layer] = fast.states._verified[0].layers
     room = layer.rows
     assert sum(part[0].nbytes for part in (room.key, room.corrected, room.decay)) == staged

@@ -78,7 +78,6 @@ def test_what_rules_deferred_out_leaves_nothing_else():
         ({**ON_GPU, "states": "off"}, 'the settings lack "recurrent": "exact"'),
         ({"states": "fast"}, 'set "recurrent" to "exact"'),
         ({**ON_GPU, "runner": "v1"}, "V2 model runner alone"),
-        ({**ON_GPU, "cached_states": True}, "set enable_prefix_caching to False"),
         ({**ON_GPU, "tensor_parallel": 2}, "under tensor parallelism"),
         ({**ON_GPU, "pipeline_parallel": 2}, "under pipeline parallelism"),
         ({**ON_GPU, "recurrent": OTHER_STATES}, "of no other recurrent layers"),
@@ -92,6 +91,13 @@ def test_other_engines_with_states_stay_stock_with_a_reason(changes, says):
     off = decide("auto", attrs.evolve(ENGINE, **changes))
     assert off.policy == "off"
     assert says in off.reason
+
+
+@pytest.mark.parametrize("asked", ["exact", "fast"])
+def test_a_prefix_cache_may_keep_states_on_a_gpu(asked):
+    """There commits write the states at the ends of blocks; on a CPU vLLM cannot move them."""
+    facts = attrs.evolve(ENGINE, **ON_GPU, flash=3, states=asked, cached_states=True)
+    assert decide("auto", facts).policy == "deferred"
 
 
 @pytest.mark.parametrize(("changes", "names"), [({}, "0.30.9"), (ON_GPU, "0.31.9")])

@@ -1,0 +1,156 @@
+"""Recurrent states that vLLM's prefix cache keeps at the ends of blocks: its mode "align".
+
+There a request's present state is in the block of its last token. Before a step that may reach
+another block, vLLM copies state and past there; after a step whose accepted drafts crossed a
+block's end, it copies those at this end into the block. It looks for a state in the column of the
+last accepted draft. Here there is one state, so what looks for it looks in the first column, and
+the state at the end of a block is written by the commit that takes the drafts in. The pasts of
+convolutions stay vLLM's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from ..attach import check_methods, mix_in
+
+if TYPE_CHECKING:
+    from ....backends.recurrent.boundaries import BlockTables
+
+#: The methods of ``MambaSpecDecodeGPUContext`` that copy states, with their parameters.
+METHODS: Final = {
+    "run_fused_precopy": (
+        *("num_reqs", "state_idx_gpu", "src_col_gpu", "token_bias_gpu", "idx_mapping"),
+    ),
+    "run_fused_postprocess_align": (
+        *("num_reqs", "num_accepted_tokens_gpu", "state_idx_gpu"),
+        *("new_num_computed_tokens_gpu", "idx_mapping"),
+    ),
+}
+
+#: The fields of this class that have one number for each state or past.
+FIELDS: Final = (
+    *("state_base_addrs", "state_block_strides", "state_elem_sizes", "state_inner_sizes"),
+    *("state_conv_widths", "state_group_indices", "state_dim_row_count", "state_dim_row_stride"),
+)
+
+
+def is_aligned(runner: Any) -> bool:
+    """Tell whether the prefix cache keeps states."""
+    return str(runner.vllm_config.cache_config.mamba_cache_mode) == "align"
+
+
+def copies_differ() -> str | None:
+    """Say in a sentence how vLLM's copies differ from the known ones; None if they do not."""
+    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext as Own
+
+    missing = [name for name in FIELDS if name not in Own.__annotations__]
+    if missing:
+        return f"{Own.__name__}.{missing[0]} is not there"
+    return check_methods(Own, METHODS)
+
+
+def block_tables(runner: Any, groups: list[str]) -> BlockTables:
+    """Return the block tables of a runner's groups; a table has a line for each place of a batch.
+
+    Args:
+        runner: a V2 runner whose caches exist.
+        groups: names of groups, such as ``"group.0"``.
+    """
+    from ....backends.recurrent.boundaries import BlockTables
+
+    numbers = [int(group.partition(".")[2]) for group in groups]
+    tables = [runner.block_tables.input_block_tables[number] for number in numbers]
+    spec = runner.kv_cache_config.kv_cache_groups[numbers[0]].kv_cache_spec
+    return BlockTables.build(tuple(tables), int(spec.block_size))
+
+
+class OneStateCopies:
+    """A mixin of vLLM's context of copies, for caches with one state per request.
+
+    Attributes:
+        kvtxn_pasts: the context's part that copies pasts of convolutions.
+        kvtxn_states: the part that copies states.
+        kvtxn_none: int32 ``[max_requests]``, zeros: columns between a state and the first one.
+        kvtxn_one: int32 ``[max_requests]``, ones: accepted rows, by which vLLM finds a column.
+        kvtxn_ends: copy states that are at a block's end after their last kept row. Without, the
+            commits have written both.
+    """
+
+    kvtxn_pasts: Any
+    kvtxn_states: Any
+    kvtxn_none: Tensor
+    kvtxn_one: Tensor
+    kvtxn_ends: bool
+
+    def run_fused_precopy(
+        self,
+        num_reqs: int,
+        state_idx_gpu: Tensor,
+        src_col_gpu: Tensor,
+        token_bias_gpu: Tensor,
+        idx_mapping: Tensor | None,
+    ) -> None:
+        """Copy pasts from where vLLM finds them, and the one state that there is."""
+        given = num_reqs, state_idx_gpu, src_col_gpu
+        self.kvtxn_pasts.run_fused_precopy(*given, token_bias_gpu, idx_mapping)
+        if self.kvtxn_states.num_states:
+            self.kvtxn_states.run_fused_precopy(*given, self.kvtxn_none, idx_mapping)
+
+    def run_fused_postprocess_align(
+        self,
+        num_reqs: int,
+        num_accepted_tokens_gpu: Tensor,
+        state_idx_gpu: Tensor,
+        new_num_computed_tokens_gpu: Tensor,
+        idx_mapping: Tensor,
+    ) -> None:
+        """Copy pasts at the ends of blocks; of states those that are there now."""
+        given = state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping
+        self.kvtxn_pasts.run_fused_postprocess_align(num_reqs, num_accepted_tokens_gpu, *given)
+        if self.kvtxn_ends and self.kvtxn_states.num_states:
+            self.kvtxn_states.run_fused_postprocess_align(num_reqs, self.kvtxn_one, *given)
+
+
+def part_of(context: Any, chosen: Tensor) -> Any:
+    """Return a copy of vLLM's context of copies that knows some of the states alone.
+
+    Args:
+        context: the context.
+        chosen: bool ``[num_states]``.
+    """
+    part = copy.copy(context)
+    for name in FIELDS:
+        setattr(part, name, getattr(context, name)[chosen].contiguous())
+    part.num_states = int(chosen.sum())
+    part.num_accepted_tokens_out = torch.zeros_like(context.num_accepted_tokens_out)
+    return part
+
+
+def hook_copies(runner: Any, *, ends: bool) -> Callable[[], None]:
+    """Let vLLM copy the one state that each request has.
+
+    Args:
+        runner: a V2 runner whose caches exist.
+        ends: see ``OneStateCopies.kvtxn_ends``.
+
+    Returns:
+        A function that undoes it.
+    """
+    context = runner.model_state._mamba_ctx
+    pasts = context.state_conv_widths > 0
+    one = torch.ones_like(context.num_accepted_tokens_out)
+    return mix_in(
+        context,
+        OneStateCopies,
+        kvtxn_pasts=part_of(context, pasts),
+        kvtxn_states=part_of(context, ~pasts),
+        kvtxn_none=torch.zeros_like(one),
+        kvtxn_one=one,
+        kvtxn_ends=ends,
+    )
