@@ -136,6 +136,16 @@ _BY_TRITON: Final = {"environment": {"VLLM_GDN_DECODE_KERNEL": "triton"}}
 _32: Final = {"mamba_ssm_cache_dtype": "float32"}
 _16: Final = {"mamba_ssm_cache_dtype": "bfloat16"}
 
+#: Drafts are accepted where the model says the same, so that a text does not depend on steps.
+_BY_LOGITS: Final = {"rejection_sample_method": "standard", "synthetic_acceptance_rates": None}
+
+#: The prefix cache keeps states at the ends of blocks.
+_CACHED: Final[dict[str, Any]] = {
+    "enable_prefix_caching": True,
+    "max_num_batched_tokens": 1024,
+    "scenarios": ["growing", "returning"],
+}
+
 #: By name: model, options of the engine, and what runs beside stock.
 KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "triton_float32": (
@@ -155,8 +165,15 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
         ("auto", "fast"),
     ),
     "mtp": ("qwen3_5", {**_TRITON, "speculation": {"method": "mtp"}}, ("auto", "fast")),
-    "few": ("qwen3_5", {**_TRITON, "blocks": True}, ("auto", "fast")),
+    "few": (
+        "qwen3_5",
+        {**_TRITON, "blocks": True, "speculation": _BY_LOGITS, "scenarios": ["growing"]},
+        ("auto", "fast"),
+    ),
     "experts": ("qwen3_next", {**_TRITON, **_32}, ("auto", "fast")),
+    "cached": ("qwen3_5", {**_TRITON, **_32, **_CACHED}, ("auto", "fast")),
+    "cached_mamba": ("nemotron_h", _CACHED, ("auto",)),
+    "cached_conv": ("lfm2", _CACHED, ("auto",)),
 }
 #: Graphs of few sizes, so that engines start sooner.
 _SIZES: Final = {"cudagraph_capture_sizes": [(DRAFTS + 1) * count for count in (1, 2, 4, 8, 16)]}
@@ -168,7 +185,7 @@ _MODES: Final = {
     "full": {"compilation_config": _FULL},
 }
 #: Kinds that run with graphs alone.
-_GRAPHS: Final = ("ahead", "mtp", "few", "experts")
+_GRAPHS: Final = ("ahead", "mtp", "few", "experts", "cached", "cached_mamba", "cached_conv")
 
 
 def write(name: str, folder: Path) -> str:
@@ -195,10 +212,15 @@ def engines() -> dict[str, dict[str, Any]]:
                 how = "fast" if who == "fast" else "exact"
                 ours = {**_EXACT, "policy": policy, "recurrent": how}
                 kvtxn = {} if who in ("stock", "again") else ours
+                more = {**options, **_MODES[mode]}
+                scenarios = more.pop("scenarios", [])
+                if who == "stock":
+                    more.pop("blocks", None)  # the text is that of an engine with blocks for all
                 found[f"{kind}.{mode}.{who}"] = {
                     "model": model,
                     "kvtxn": kvtxn,
-                    "options": {**options, **_MODES[mode]},
+                    "options": more,
+                    "more": scenarios,
                 }
     return found
 
@@ -216,8 +238,9 @@ def options_of(job: dict[str, Any]) -> dict[str, Any]:
         "synthetic_acceptance_rates": rates,
         **other,
     }
+    speculation = {name: value for name, value in speculation.items() if value is not None}
     if options.pop("blocks", False):
-        options["num_gpu_blocks_override"] = 60  # too few for all: requests are preempted
+        options["num_gpu_blocks_override"] = 46  # too few for all: requests are preempted
     return {
         "load_format": "dummy",
         "skip_tokenizer_init": True,

@@ -27,6 +27,9 @@ def digest(part: torch.Tensor) -> torch.Tensor:
 class Watch(Base):
     """The worker extension: methods that vLLM calls in each worker."""
 
+    #: The prefix cache keeps states at the ends of blocks.
+    aligned = False
+
     def describe(self) -> dict[str, Any]:
         """Describe the engine, and how many requests it holds at once."""
         from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
@@ -75,19 +78,25 @@ class Watch(Base):
         self.found = state_layers(runner)
         self.num_blocks = int(runner.kv_cache_config.num_blocks)
         self.held = getattr(runner, "kvtxn_states", None) is not None
+        self.aligned = runner.vllm_config.cache_config.mamba_cache_mode == "align"
         replayed = getattr(getattr(runner, "kvtxn_states", None), "_replayed", None)
         self.replayed = () if replayed is None else replayed.layers
         self.begin(0)
         prepare, sampled_by = runner.prepare_attn, runner.postprocess_sampled
         manager = runner.cudagraph_manager
-        replay = manager.run_fullgraph
+        replay, model_state = manager.run_fullgraph, runner.model_state
+        moved_by = model_state.preprocess_state
 
         def prepared(batch: Any) -> Any:
-            prepared = prepare(batch)
             self.batch = batch
+            return prepare(batch)
+
+        def moved(*args: Any, **kwargs: Any) -> Any:
+            """States may move to other blocks before a forward; so look once they have."""
+            result = moved_by(*args, **kwargs)
             self.before = self.states_now()
             self.blocks = self.blocks_now()
-            return prepared
+            return result
 
         def sampled(
             idx_mapping: Any,
@@ -109,6 +118,7 @@ class Watch(Base):
             return replay(*args, **kwargs)
 
         runner.prepare_attn, runner.postprocess_sampled = prepared, sampled
+        model_state.preprocess_state = moved
         manager.run_fullgraph = replayed
 
     def begin(self, seed: int) -> None:
@@ -119,6 +129,7 @@ class Watch(Base):
         device = self.found[0].past.device
         self.recurred = torch.zeros(5, dtype=torch.float64, device=device)
         self.elsewhere = torch.zeros((), dtype=torch.int64, device=device)
+        self.ends = torch.zeros((), dtype=torch.int64, device=device)
         self.digests: dict[str, list[int]] = {}
         self.names: dict[str, str] = {}
         self.first: int | None = None
@@ -135,10 +146,32 @@ class Watch(Base):
         tables = runner.block_tables.input_block_tables
         return [table[: self.batch.num_reqs].long() for table in tables]
 
+    def tokens_of_block(self) -> int:
+        """Tokens of a block that keeps a state."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        number = int(self.found[0].group.partition(".")[2])
+        return int(runner.kv_cache_config.kv_cache_groups[number].kv_cache_spec.block_size)
+
+    def column(self) -> torch.Tensor:
+        """The first column of each request's states in the tables: of its last row's block."""
+        if not self.aligned:
+            return torch.zeros_like(self.tables(self.found[0])[:, 0])
+        lengths = self.batch.seq_lens[: self.batch.num_reqs].long()
+        return (lengths - 1) // self.tokens_of_block()
+
+    def computed(self) -> torch.Tensor:
+        """The tokens of each request before the step."""
+        starts = self.batch.query_start_loc[: self.batch.num_reqs + 1]
+        return self.batch.seq_lens[: self.batch.num_reqs].long() - starts.diff().long()
+
+    def states_in(self, layer: Any, column: torch.Tensor) -> torch.Tensor:
+        """The states of a layer in one column for each request."""
+        return layer.state[self.tables(layer).gather(1, column[:, None]).squeeze(1)]
+
     def states_now(self) -> list[torch.Tensor]:
         """The first block of each request of the batch, of each layer with a state."""
         with_state = [layer for layer in self.found if layer.state is not None]
-        return [layer.state[self.tables(layer)[:, 0]].clone() for layer in with_state]
+        return [self.states_in(layer, self.column()).clone() for layer in with_state]
 
     def look(self, stage: str) -> None:
         """Count the states that a stage changed; before the commit only prompts may change any."""
@@ -174,12 +207,36 @@ class Watch(Base):
         for layer, was, now in zip(self.replayed, self.before, self.states_now(), strict=True):
             found = state_recurrence.compare(layer, was[whose], now[whose], starts, kept, most)
             self.recurred = state_recurrence.added(self.recurred, found)
+            if self.aligned:
+                self.recur_at_ends(layer, was[whose], now[whose], starts, kept, most, whose)
         # Layers of other groups have their rows and states in the same pages.
         mine = torch.cat([table.flatten() for table in self.all_tables()])
         for was, now in zip(self.blocks, self.blocks_now(), strict=True):
             changed = now != was
             changed[mine] = False
             self.elsewhere += changed[1 : self.num_blocks].sum()
+
+    def recur_at_ends(
+        self,
+        layer: Any,
+        was: torch.Tensor,
+        now: torch.Tensor,
+        starts: torch.Tensor,
+        kept: torch.Tensor,
+        most: int,
+        whose: torch.Tensor,
+    ) -> None:
+        """Compare the states that a commit left at the ends of blocks; elsewhere present ones."""
+        column = self.computed() // self.tokens_of_block()
+        rows = ((column + 1) * self.tokens_of_block() - self.computed())[whose]
+        crossed = rows <= kept.clamp(min=1).minimum(starts.diff())
+        [found] = [each for each in self.found if each.module is layer.module]
+        ends = self.states_in(found, column)[whose]
+        self.ends += crossed.sum()
+        seen = torch.where(crossed[:, None, None, None], ends, now)
+        counts = torch.where(crossed, rows, kept)
+        compared = state_recurrence.compare(layer, was, seen, starts, counts, most)
+        self.recurred = state_recurrence.added(self.recurred, compared)
 
     def note(self, num_sampled: torch.Tensor, idx_mapping: torch.Tensor) -> None:
         """Digest the state of each request of the batch."""
@@ -194,20 +251,51 @@ class Watch(Base):
             if not prefilling[number]:
                 self.accepted[tokens] += 1
                 self.counts["zero_draft_rows"] += drafts is None or not int(drafts[number])
+        # Where vLLM has moved a state to the first column, it counts one accepted row.
+        place = runner.model_state.num_accepted_tokens_gpu[idx_mapping[:count]].long() - 1
+        digests = self.digests_in(
+            self.column(), torch.zeros_like(kept) if self.held else place, place
+        )
+        for number, request in enumerate(self.batch.req_ids):
+            self.digests[f"{self.name_of(request)}@{computed[number]}"] = digests[number]
+        if self.aligned:
+            self.note_ends(computed)
+
+    def digests_in(
+        self, column: torch.Tensor, further: torch.Tensor, row: torch.Tensor
+    ) -> list[list[int]]:
+        """Digest states and pasts of each request.
+
+        Args:
+            column: of the block in the tables.
+            further: columns from there to the state's.
+            row: the first row of the past.
+        """
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
         parts: list[torch.Tensor] = []
         for layer in self.found:
-            table = self.tables(layer)
-            first = table[:, 0]
-            column = torch.zeros_like(kept) if self.held else kept - 1
             if layer.state is not None:
-                parts.append(layer.state[table.gather(1, column[:, None]).squeeze(1)])
+                parts.append(self.states_in(layer, column + further))
             width = layer.past.shape[1] - runner.vllm_config.num_speculative_tokens
-            places = (kept - 1)[:, None] + torch.arange(width, device=kept.device)
-            parts.append(layer.past[first[:, None], places])
-        digests = torch.stack([digest(part) for part in parts], 1).tolist()
+            places = row[:, None] + torch.arange(width, device=row.device)
+            block = self.tables(layer).gather(1, column[:, None])
+            parts.append(layer.past[block, places])
+        found: list[list[int]] = torch.stack([digest(part) for part in parts], 1).tolist()
+        return found
+
+    def note_ends(self, computed: list[int]) -> None:
+        """Digest what is kept at the end of a block that a request's step has crossed."""
+        tokens, before = self.tokens_of_block(), self.computed()
+        column = before // tokens
+        none = torch.zeros_like(column)
+        digests = self.digests_in(column, none, none)
+        # A prompt's step may pass blocks that keep nothing: they have no number.
+        blocks = self.tables(self.found[0]).gather(1, column[:, None]).squeeze(1).tolist()
         for number, request in enumerate(self.batch.req_ids):
-            name = self.name_of(request)
-            self.digests[f"{name}@{computed[number]}"] = digests[number]
+            end = (int(column[number]) + 1) * tokens
+            if end <= computed[number] and blocks[number]:
+                self.counts["ends"] += 1
+                self.digests.setdefault(f"{self.name_of(request)}@{end}", digests[number])
 
     def name_of(self, request: str) -> str:
         """The place of a request among a scenario's, which vLLM numbers as they come."""
@@ -231,7 +319,8 @@ class Watch(Base):
         """What the comparisons with the recurrence found."""
         *counts, worst = self.recurred.tolist()
         found = dict(zip(state_recurrence.COUNTS, map(int, counts), strict=True))
-        return {**found, "worst": worst, "other_blocks": int(self.elsewhere)}
+        more = {"worst": worst, "other_blocks": int(self.elsewhere), "ends": int(self.ends)}
+        return {**found, **more}
 
     # -- faults -----------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ def test_right_states_are_right(watched):
     watched.step([4, 1, 3], [2, 1, 3])
     seen = watched.watch.seen_states()
     assert 0 < seen.pop("worst") < 2**-18
-    assert seen == {"states": 7, "off": 0, "mistaken": 0, "blind": 0, "other_blocks": 0}
+    wrong = dict.fromkeys(("off", "mistaken", "blind", "other_blocks", "ends"), 0)
+    assert seen == {"states": 7, **wrong}
 
 
 def test_wrong_counts_are_seen_each(watched):
