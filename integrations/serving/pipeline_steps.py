@@ -16,7 +16,8 @@ rejected rows alone, and nobody else writes or reads those slots before:
 2. Its blocks change hands only in a scheduler's output that names the request among the finished
    or the preempted ones (or brings it anew, as the next turn of a session does). The runner frees
    the request's index when the step of that output begins, before any row of the step is written,
-   and counts the index's generation up.
+   and counts the index's generation up. (Blocks that leave a sliding window while their request
+   runs end before every draft of a step under way.)
 3. The commit comes at the very beginning of a step, before the runner frees indices and zeroes or
    copies blocks. So a request whose blocks changed hands in an *earlier* step has another
    generation by then, and one that loses its blocks in *this* step is put back before the new

@@ -36,15 +36,11 @@ class Own:
         self.calls.append(("postprocess", given, named))
 
     def update_pp_decode_requests(self):
-        """As vLLM's: take an entry, and say what was sampled unless all its requests are gone."""
+        """As vLLM's own."""
         self.calls.append("update")
-        entry = self.pp_handler.queue.popleft()
-        self.pp_handler.queue.append(None)
-        if entry is not None and (self.generations(entry) == entry.gen_at_receive_np).any():
-            self.postprocess_sampled("idx", "tokens", entry.num_sampled, num_rejected="rejected")
-
-    def generations(self, entry):
-        return self.pp_handler.req_idx_gen_np[entry.idx_mapping_np]
+        outputs = self.pp_handler.get_prev_sampled_outputs()
+        if outputs is not None:
+            self.postprocess_sampled(**outputs)
 
 
 class Steps:
@@ -152,14 +148,23 @@ def test_a_runner_that_does_not_sample_has_steps_of_its_own():
     assert isinstance(GpuRunnerV2.make_graph_steps(runner, Manager(), None), GraphSteps)
 
 
+def queue_of(stages):
+    """vLLM's own queue of an early stage, without the streams of a GPU."""
+    utils = pytest.importorskip("vllm.v1.worker.gpu.pp_utils")
+    handler = object.__new__(utils.PPHandler)
+    handler.is_last_rank, handler.device = False, torch.device(DEVICE)
+    handler.queue = deque([None] * stages)
+    handler.req_idx_gen_np = numpy.zeros(8, dtype=numpy.int32)
+    handler.main_stream = SimpleNamespace(wait_event=lambda event: None)
+    return handler
+
+
 def early_stage():
     """A hooked runner on the first of two stages, over the rig of steps."""
     runner, rig = Own(), Rig("undo")
     swap_class(runner, GpuRunnerV2)
     runner.kvtxn = PipelineSteps(rig.manager, rig.slots, 4, 2)
-    runner.pp_handler = SimpleNamespace(
-        queue=deque([None, None]), req_idx_gen_np=numpy.zeros(8, dtype=numpy.int32)
-    )
+    runner.pp_handler = queue_of(2)
     return runner, rig
 
 
@@ -171,10 +176,18 @@ def run(runner, rig):
     runner.prepare_attn(step)
     rig.forward()
     which = step.idx_mapping_np
-    runner.pp_handler.queue[-1] = SimpleNamespace(
+    sampled = torch.tensor([2, 1, 1], dtype=torch.int32, device=DEVICE)
+    from vllm.v1.worker.gpu.pp_utils import PendingRecv
+
+    runner.pp_handler.queue[-1] = PendingRecv(
+        event=None,
+        sampled_tokens="tokens",
+        num_sampled=sampled,
+        num_rejected="rejected",
+        idx_mapping="idx",
         idx_mapping_np=which,
+        need_sampled_mask=numpy.ones(3, dtype=bool),
         gen_at_receive_np=runner.pp_handler.req_idx_gen_np[which],
-        num_sampled=torch.tensor([2, 1, 1], dtype=torch.int32, device=DEVICE),
     )
 
 
@@ -188,7 +201,8 @@ def test_an_early_stage_commits_when_it_hears_what_was_accepted(gone, counts):
     run(runner, rig)
     runner.update_pp_decode_requests()
     assert rig.count("windows_total") == 0
-    runner.pp_handler.req_idx_gen_np[list(gone)] += 1
+    for index in gone:
+        runner.pp_handler.on_req_idx_freed(index)
     written = [cache.clone() for cache in rig.caches]
     runner.update_pp_decode_requests()
     names = ("windows_total_committed", "rows_staged_total", "rows_rejected_total")
@@ -218,6 +232,6 @@ def test_stages_that_sample_take_their_queue_as_vllm_does():
     for steps in (None, Steps([])):
         runner = hooked()
         runner.kvtxn = steps
-        runner.pp_handler = SimpleNamespace(queue=deque([None]))
+        runner.pp_handler = queue_of(0)  # as on the last stage
         runner.update_pp_decode_requests()
         assert runner.calls == ["update"]
