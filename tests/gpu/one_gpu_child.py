@@ -5,10 +5,48 @@ from __future__ import annotations
 import json
 import os
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import gpu_child
+from scenarios import Engine, Tokens, text
+
+
+def leaving(engine: Engine) -> Tokens:
+    """Requests of different lengths, every third one aborted in the middle; others follow them."""
+    inner = engine.llm.llm_engine
+    asked = {f"leaving-{number}": text(400 + number, 30) for number in range(12)}
+    waiting, running, done = list(asked), set[str](), dict[str, Any]()
+    aborted = set(list(asked)[::3])
+    while waiting or inner.has_unfinished_requests():
+        while waiting and len(running) < 6:
+            name = waiting.pop(0)
+            running.add(name)
+            params = engine.params(10 + 7 * (len(waiting) % 5))
+            inner.add_request(name, {"prompt_token_ids": asked[name]}, params)
+        for output in inner.step():
+            done[output.request_id] = output.outputs[0]
+            if output.finished:
+                running.discard(output.request_id)
+        for name in running & aborted & {*done}:
+            if len(done[name].token_ids) > 4:
+                inner.abort_request([name])
+                running.discard(name)
+    return [engine.keep(asked[name], done[name]) for name in asked if name not in aborted]
+
+
+def tried(llm: Any, name: str) -> dict[str, Any]:
+    """Run a scenario, watched; if it fails, say so, and let no request of it go on."""
+    try:
+        return gpu_child.watched(llm, name)
+    except Exception:
+        engine = llm.llm_engine
+        for _ in range(1000):
+            if not engine.has_unfinished_requests():
+                break
+            engine.step()
+        return {"error": traceback.format_exc()[-2000:], "oracle": []}
 
 
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -17,6 +55,7 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     ``partial.json`` in the folder has what is known so far, in case the engine is ended.
     """
     os.environ.update(job.get("environment", {}))
+    gpu_child.SCENARIOS["leaving"] = leaving
     begin = time.monotonic()
     llm = gpu_child.build(job, folder)
     report: dict[str, Any] = {"started": round(time.monotonic() - begin)}
@@ -27,11 +66,11 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     report[f"{first}.unwatched"] = gpu_child.say(llm, first)
     llm.collective_rpc("oracle_install")
     for name in job["scenarios"]:
-        report[name] = gpu_child.watched(llm, name)
+        report[name] = tried(llm, name)
         print(name, report[name]["oracle"], flush=True)
         if job["policy"] != "stock":
             llm.collective_rpc("switch", args=(False,))
-            report[f"{name}.off"] = gpu_child.watched(llm, name)
+            report[f"{name}.off"] = tried(llm, name)
             llm.collective_rpc("switch", args=(True,))
             print(name, "without windows", report[f"{name}.off"]["oracle"], flush=True)
         report["seconds"] = round(time.monotonic() - begin)
