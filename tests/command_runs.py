@@ -1,10 +1,11 @@
-"""Runs of ``kvtxn bench vllm`` and ``kvtxn demo`` over real engines, by name, for the pool.
+"""Runs of ``kvtxn bench`` and ``kvtxn demo`` over real engines, by name, for the pool.
 
 The demo runs as a user starts it, the benchmarks in forks: they have six engines.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,30 @@ import forked_commands
 #: The engines of the run "bench", in the order in which they are named.
 BENCHED = ("stock", "undo", "deferred", "ledger", "bytes")
 
+#: Classes of ``tests/benchmarks/planted_schedulers.py``, by what a soak says of their engines.
+PLANTED = {
+    "blocks did not come back": "LosesBlocks",
+    "the host's memory grows": "KeepsBytes",
+    "requests were lost": "LosesRequests",
+    "texts are not stock's": "SaysOther",
+}
+
+
+def soak(planted: str | None = None) -> tuple[object, ...]:
+    """A short soak: conversations, and more requests than blocks."""
+    engine = {} if planted is None else {"scheduler_cls": f"planted_schedulers.{planted}"}
+    compared = () if planted in (None, "SaysOther") else ("--no-texts",)
+    long = planted == "KeepsBytes"  # a slope takes samples
+    return (
+        *("bench", "soak", "--workloads", "chat", *(() if long else ("offload",))),
+        *("--requests", 1, "--every", 0.1, "--seconds", 20 if long else 6, "--patience", 20),
+        *("--engine-args", json.dumps(engine), *compared),
+    )
+
+
 RUNS: dict[str, tuple[object, ...]] = {
+    "soak": (*soak(), "--save", "soak", "--json"),
+    **{f"soak-{planted}": soak(planted) for planted in PLANTED.values()},
     "bench": (
         *("bench", "vllm", "--policies", *BENCHED, "--mask-modes", "loop", "--rounds", 2),
         *("--scenario", "short", "mixed", "--requests", 3, "--batch", 2, "--arrivals", 40),

@@ -7,15 +7,18 @@ window may be open, and memory is what stays.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
 from ...integrations.audit_command.workloads import WORKLOADS
-from ...integrations.vllm_plugin.internals.measuring import occupied, own_bytes
+from ...integrations.vllm_plugin.internals.measuring import give_back, occupied
 from .client import Account, Said, SoakClient, Tell
 
 #: Short requests that are made, one after another, until the engine has given every block back.
@@ -105,11 +108,11 @@ class _Soak:
         self._busy, self._played, self._rounds = 0.0, 0, 0
 
     async def run(self, tell: Tell) -> None:
-        """Play rounds until the time is over; tell a sample at least every ``every`` seconds."""
-        begin, at = time.monotonic(), 0.0
+        """Play rounds, two at least, until the time is over; tell samples in between."""
+        begin, at, now = time.monotonic(), 0.0, 0.0
         await self._play()  # what the first requests make once is none of the samples' business
         tell({"sample": await self._sample(begin)})
-        while time.monotonic() - begin < self._piece.seconds:
+        while now < self._piece.seconds:
             await self._play()
             now = time.monotonic() - begin
             if now - at >= self._piece.every or now >= self._piece.seconds:
@@ -187,9 +190,23 @@ class _Soak:
             },
             "open": sum(worker["open"] for worker in workers),
             "device": sum(worker["device"] for worker in workers),
-            "host": sum(worker["host"] for worker in workers),
-            "front": own_bytes(),
+            "host": host_bytes(),
         }
+
+
+def host_bytes() -> int:
+    """Return the memory of this process and all that it started: bytes that no file backs."""
+    give_back()
+    family, found = {os.getpid()}, 0
+    for process in sorted(map(int, filter(str.isdecimal, os.listdir("/proc")))):
+        with suppress(OSError):  # it has just ended
+            lines = Path(f"/proc/{process}/status").read_text().splitlines()
+            facts = dict(line.split(":", 1) for line in lines)
+            if int(facts["PPid"]) in family:  # of a smaller number, as a rule
+                family.add(process)
+            if process in family:
+                found += int(facts.get("RssAnon", "0").split()[0]) << 10
+    return found
 
 
 #: Counts of vLLM's that a sample has.

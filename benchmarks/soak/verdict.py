@@ -83,14 +83,11 @@ def _late(samples: Sequence[Sample]) -> list[Sample]:
     return [each for each in samples if each["at"] >= _WARMING * end]
 
 
-def memory_slope(pieces: Sequence[Mapping[str, Any]], *names: str) -> Slope:
-    """Find by how many MiB per hour memory changes, the sum of some kinds of it."""
+def memory_slope(pieces: Sequence[Mapping[str, Any]], name: str) -> Slope:
+    """Find by how many MiB per hour memory changes, on the ``host`` or the ``device``."""
     return slope(
         [
-            [
-                (each["at"] / _HOUR, sum(each[name] for name in names) / _MIB)
-                for each in _late(piece["samples"])
-            ]
+            [(each["at"] / _HOUR, each[name] / _MIB) for each in _late(piece["samples"])]
             for piece in pieces
         ]
     )
@@ -123,7 +120,7 @@ class Verdict:
         seconds: of all pieces, from the first request to the last sample.
         sums: counts over all pieces, by name.
         speed: tokens per second.
-        host: growth of the host's memory, MiB per hour; the engine's and the front end's processes.
+        host: growth of the host's memory, MiB per hour; all processes of the engine.
         device: growth of the tensors on the device, MiB per hour.
         change: change of tokens per second, percent per hour.
         wrong: sentences; none if all is well.
@@ -184,7 +181,7 @@ def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
     sums["pieces"] = len(pieces)
     busy = sum(end["busy"] for end in ends)
     found = {
-        "host": memory_slope(pieces, "host", "front"),
+        "host": memory_slope(pieces, "host"),
         "device": memory_slope(pieces, "device"),
         "change": speed_slope(pieces),
     }

@@ -10,7 +10,6 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -76,29 +75,23 @@ def switch_windows(worker: Any, on: bool) -> None:
 
 
 def occupied(worker: Any) -> dict[str, int]:
-    """Read what a worker that rests has: bytes, and windows that nobody ended.
+    """Read what a worker that rests has, after a collection of garbage.
 
     Returns:
-        ``host``: bytes of this process that no file and no other process shares; ``device``: bytes
-        of tensors on the GPU, 0 on a CPU; ``open``: 1 if a window is open, else 0.
+        ``device``: bytes of tensors on the GPU, 0 on a CPU; ``open``: 1 if a window is open that
+        nobody ended, else 0.
     """
+    give_back()
     steps = getattr(worker.model_runner, "kvtxn", None)
     device = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     return {
-        "host": own_bytes(),
         "device": int(device),
         "open": 0 if steps is None or steps.manager.current is None else 1,
     }
 
 
-def own_bytes() -> int:
-    """Return the bytes of this process that no file and no other process shares; Linux alone.
-
-    What Python and the C library have freed already is given back first.
-    """
+def give_back() -> None:
+    """Give memory of this process back that Python and the C library have freed already."""
     gc.collect()
     with suppress(AttributeError):  # a C library other than GNU's
         ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    sizes = dict(line.split(":", 1) for line in lines)
-    return int(sizes["RssAnon"].split()[0]) << 10

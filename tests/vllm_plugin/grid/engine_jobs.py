@@ -271,7 +271,10 @@ AUDITS = {
 }
 
 #: Runs of ``tests/command_runs.py``, likewise.
-COMMANDS = {"bench": 90, "demo": 40, "bench-one-engine": 20}
+COMMANDS = {
+    **{"bench": 90, "demo": 40, "bench-one-engine": 20, "soak": 25, "soak-SaysOther": 25},
+    **dict.fromkeys(("soak-LosesBlocks", "soak-KeepsBytes", "soak-LosesRequests"), 15),
+}
 
 #: Jobs whose engines fork their workers, see ``engine_child.fork_workers``. vLLM spawns all others,
 #: such as those of servers, of "starts", of commands that no fork runs, and of

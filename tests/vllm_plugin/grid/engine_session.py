@@ -23,6 +23,7 @@ from folders import TESTS, python_path
 FOLDERS = [
     *(TESTS / "vllm_plugin" / name for name in ("audit", "states", "connectors")),
     TESTS / "audit_command",
+    TESTS / "benchmarks",
 ]
 
 #: Seconds for one engine, which takes a tenth of them on a machine that does nothing else.
