@@ -33,6 +33,10 @@ SUITES: Final = {
         "time of one reading of an engine's counters, in-process and multi-process",
     ),
     "vllm": ("engines.command", "whole vLLM engines: stock against deferred and undo"),
+    "capacity": (
+        "engines.capacity",
+        "requests that a hybrid's cache holds at once: as vLLM reports, and as seen running",
+    ),
     "soak": ("soak.command", "an engine with windows for long: what is lost, left, or grows"),
     "report": ("engines.rerender", "Markdown and a plot from the JSON files of `kvtxn bench vllm`"),
 }

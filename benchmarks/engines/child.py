@@ -13,6 +13,8 @@ import attrs
 
 from ...integrations.vllm_plugin.internals import frontend
 from ...integrations.vllm_plugin.internals.measuring import (
+    reported_requests,
+    running_requests,
     set_acceptance,
     switch_windows,
     together,
@@ -83,6 +85,10 @@ def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
         pipe.send((False, [Audited(counters=count, report=found) for count, found in ranks]))
     elif command == "memory":
         pipe.send((False, llm.collective_rpc(memory)))
+    elif command == "reported":
+        pipe.send((False, reported_requests(llm.llm_engine)))
+    elif command == "hold":
+        pipe.send((False, hold(llm, work)))
     elif command == "clock":
         llm.collective_rpc(clock, args=(True,))
         repeat(llm, work)
@@ -115,6 +121,60 @@ def repeat(llm: Any, work: Work) -> Measured:
     )
 
 
+@attrs.frozen(kw_only=True)
+class Held:
+    """How many requests an engine held at once.
+
+    Attributes:
+        most: that took part in one step.
+        preempted: how often one of them lost its blocks to another.
+        finished: that were answered.
+    """
+
+    most: int
+    preempted: int
+    finished: int
+
+
+def hold(llm: Any, work: Work) -> Held:
+    """Run requests that come at once, and count those that run at once."""
+    engine, lengths = llm.llm_engine, work.lengths()
+    before = _preempted(llm)
+    for number, prompt in enumerate(work.prompts):
+        _add(engine, work, number, prompt, lengths[number], time.time())
+    most = finished = 0
+    while engine.has_unfinished_requests():
+        finished += sum(output.finished for output in engine.step())
+        most = max(most, running_requests(engine))
+    return Held(most=most, preempted=_preempted(llm) - before, finished=finished)
+
+
+def _preempted(llm: Any) -> int:
+    found = (metric for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    return int(sum(metric.value for metric in found))
+
+
+def _add(
+    engine: Any, work: Work, number: int, prompt: Sequence[int], length: int, arrival: float
+) -> None:
+    """Add one request to the engine."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine.add_request(
+        str(number),
+        {"prompt_token_ids": list(prompt)},
+        SamplingParams(
+            temperature=work.temperature,
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        ),
+        arrival_time=arrival,
+    )
+
+
 def _generate(engine: Any, work: Work) -> tuple[float, float, list[Any]]:
     """Run requests as ``LLM.generate`` does, but add each request at its time of arrival.
 
@@ -122,24 +182,10 @@ def _generate(engine: Any, work: Work) -> tuple[float, float, list[Any]]:
         Seconds from the first arrival to the last token; seconds by which vLLM takes requests that
         come at once to have arrived too early; and vLLM's outputs, in the order of the prompts.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     lengths, clock, start = work.lengths(), time.time(), time.perf_counter()
 
     def add(number: int, arrival: float = 0.0) -> None:
-        engine.add_request(
-            str(number),
-            {"prompt_token_ids": list(work.prompts[number])},
-            SamplingParams(
-                temperature=work.temperature,
-                max_tokens=lengths[number],
-                ignore_eos=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            ),
-            arrival_time=clock + arrival,
-        )
+        _add(engine, work, number, work.prompts[number], lengths[number], clock + arrival)
 
     def add_all() -> None:
         for number in range(len(work.prompts)):

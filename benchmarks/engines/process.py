@@ -20,7 +20,7 @@ from ...integrations.serving.engine_process import (
     ending_with,
 )
 from .audits import AUDITS, Audited
-from .child import Measured
+from .child import Held, Measured
 from .hybrids import RECURRENT
 from .load import Work
 
@@ -122,6 +122,15 @@ class Engine:
         """Run the work's requests once."""
         measured: Measured = self.process.ask(("run", work), "during a repetition")
         return measured
+
+    def reported(self) -> float:
+        """Ask how many requests of the longest length fit, as vLLM reports it."""
+        return float(self.process.ask(("reported", None), "while its cache was read"))
+
+    def hold(self, work: Work) -> Held:
+        """Run the work's requests, all at once; the engine's core is in its own process."""
+        held: Held = self.process.ask(("hold", work), "while its requests were counted")
+        return held
 
     def switch(self, on: bool) -> None:
         """Let steps from now on have windows, or be stock's; for an engine under ``undo``."""

@@ -1,6 +1,7 @@
 """Benchmarks and running engines: what they change in one, and what they read in a worker.
 
-They change its start, its acceptance and its windows, and read its memory.
+They change its start, its acceptance and its windows, and read its memory and how many requests
+it holds.
 """
 
 from __future__ import annotations
@@ -57,6 +58,27 @@ def set_acceptance(worker: Any, rates: tuple[float, ...]) -> None:
     given = [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
     for number, rate in enumerate(given):
         sampler.synthetic_conditional_rates[number].fill_(rate)
+
+
+def reported_requests(engine: Any) -> float:
+    """Return how many requests of the longest length fit into the cache, as vLLM reports it.
+
+    Args:
+        engine: an ``LLMEngine`` whose core is in this process.
+    """
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config as most
+
+    config = engine.engine_core.engine_core.scheduler.kv_cache_config
+    return float(most(engine.vllm_config, config))
+
+
+def running_requests(engine: Any) -> int:
+    """Return how many requests have their blocks now, and take part in steps.
+
+    Args:
+        engine: an ``LLMEngine`` whose core is in this process.
+    """
+    return len(engine.engine_core.engine_core.scheduler.running)
 
 
 def switch_windows(worker: Any, on: bool) -> None:
