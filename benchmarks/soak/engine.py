@@ -197,16 +197,18 @@ class _Soak:
 def host_bytes() -> int:
     """Return the memory of this process and all that it started: bytes that no file backs."""
     give_back()
-    family, found = {os.getpid()}, 0
-    for process in sorted(map(int, filter(str.isdecimal, os.listdir("/proc")))):
+    parents, sizes = dict[int, int](), dict[int, int]()
+    for process in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):  # it has just ended
             lines = Path(f"/proc/{process}/status").read_text().splitlines()
             facts = dict(line.split(":", 1) for line in lines)
-            if int(facts["PPid"]) in family:  # of a smaller number, as a rule
-                family.add(process)
-            if process in family:
-                found += int(facts.get("RssAnon", "0").split()[0]) << 10
-    return found
+            parents[process] = int(facts["PPid"])
+            sizes[process] = int(facts.get("RssAnon", "0").split()[0]) << 10
+    family, more = set[int](), {os.getpid()}
+    while more:
+        family |= more
+        more = {process for process, parent in parents.items() if parent in more} - family
+    return sum(sizes[process] for process in family)
 
 
 #: Counts of vLLM's that a sample has.
