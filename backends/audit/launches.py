@@ -37,8 +37,8 @@ class Launches:
         self._constants: Final = constants
         self._device: Final = device
         self._compiled: dict[Hashable, _Launch] = {}
-        self._known: WeakKeyDictionary[Step, dict[Hashable, _Launch]] = WeakKeyDictionary()
-        self._last: tuple[Step, dict[Hashable, _Launch]] | None = None  # the usual one
+        self._known: WeakKeyDictionary[Step, dict[int, list[_Launch]]] = WeakKeyDictionary()
+        self._last: tuple[Step, dict[int, list[_Launch]]] | None = None  # the usual one
 
     def again(self, step: Step, given: Sequence[Tensor] = (), number: int = 0) -> bool:
         """Launch for a step as before.
@@ -58,11 +58,10 @@ class Launches:
             if known is None:
                 return False
             last = self._last = step, known
-        found = last[1].get((number, *map(_form, given)) if given else number)
-        if found is None:
+        launches = last[1].get(number)
+        if launches is None:
             return False
-        found.run(given)
-        return True
+        return launches[0].run(given) or any(launch.run(given) for launch in launches[1:])
 
     def first(
         self,
@@ -89,9 +88,8 @@ class Launches:
         compiled = self.launch(grid, arguments)
         if recurs and compiled is not None:
             whole = grid, arguments, self._constants, self._device
-            launch = _Launch(compiled, *whole, at, len(given))
-            key = (number, *map(_form, given)) if given else number
-            self._known.setdefault(step, {})[key] = launch
+            launch = _Launch(compiled, *whole, at, given)
+            self._known.setdefault(step, {}).setdefault(number, []).append(launch)
 
     def launch(
         self, grid: tuple[int, int, int], arguments: Sequence[Any], kind: Hashable = None
@@ -124,11 +122,20 @@ class Launches:
 class _Launch:
     """A launch that recurs; it holds every tensor whose address is noted down.
 
-    Attributes:
+    Args:
         compiled: what Triton compiled.
+        grid: the sizes of the launch's grid.
+        arguments: all arguments, constants included.
+        constants: the number of the last arguments that are constants.
+        device: of its tensors.
+        at: the number of the first argument that varies.
+        given: the tensors that vary; only their form is kept.
+
+    Attributes:
+        compiled: the argument.
     """
 
-    __slots__ = ("_after", "_at", "_before", "_held", "_packed", "_run", "compiled")
+    __slots__ = ("_after", "_at", "_before", "_forms", "_held", "_packed", "_run", "compiled")
 
     def __init__(
         self,
@@ -138,31 +145,46 @@ class _Launch:
         constants: int,
         device: torch.device,
         at: int = 0,
-        varying: int = 0,
+        given: Sequence[Tensor] = (),
     ) -> None:
         fixed = [*map(address_of, arguments)]
+        end = at + len(given)
         self.compiled: Final = compiled
         self._run: Final = compiled[grid]
         self._before: Final = tuple(fixed[:at])
-        self._after: Final = tuple(fixed[at + varying :])
-        self._held: Final = (*arguments[:at], *arguments[at + varying :])
+        self._after: Final = tuple(fixed[end:])
+        self._held: Final = (*arguments[:at], *arguments[end:])
         self._at: Final = at
+        self._forms: Final = tuple((t.dtype, t.shape[-1], t.data_ptr() % ALIGNED) for t in given)
         words = fixed[: len(fixed) - constants]
         self._packed: PackedLaunch | None = None
         if all(grid):  # the driver refuses to launch nothing
             self._packed = pack(compiled, grid, words, device)
 
-    def run(self, given: Sequence[Tensor]) -> None:
-        """Launch with these tensors in the place of those that vary."""
+    def run(self, given: Sequence[Tensor]) -> bool:
+        """Launch with these tensors in the place of those that vary.
+
+        Returns:
+            False if these are of another form; then nothing was launched.
+        """
+        addresses = []
+        for each, (dtype, width, aligned) in zip(given, self._forms, strict=False):
+            address = each.data_ptr()
+            if each.dtype is not dtype or each.shape[-1] != width or address % ALIGNED != aligned:
+                return False
+            addresses.append(address)
+        if len(given) != len(self._forms):
+            return False
         packed, at = self._packed, self._at
         if packed is not None:
-            for each in given:
-                packed.words[at] = each.data_ptr()
+            for address in addresses:
+                packed.words[at] = address
                 at += 1
             if packed.run():
-                return
+                return True
             self._packed = None  # Triton says what is wrong
-        self._run(*self._before, *[each.data_ptr() for each in given], *self._after)
+        self._run(*self._before, *addresses, *self._after)
+        return True
 
     def run_with(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         """Launch with another grid and other arguments, of which none is held."""
@@ -177,11 +199,6 @@ class _Launch:
                 return
             self._packed = None  # as in ``run``
         self.compiled[grid](*map(address_of, arguments))
-
-
-def _form(given: Tensor) -> Hashable:
-    """Return all of a tensor that the compiled kernel and its other arguments depend on."""
-    return given.dtype, given.shape[-1], given.data_ptr() % ALIGNED
 
 
 def _kind(argument: Any) -> Hashable:

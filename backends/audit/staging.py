@@ -42,15 +42,16 @@ class Staging:
             memory = torch.zeros(parts, numbers, dtype=torch.int64)
             memory = memory.pin_memory() if self._on_gpu else memory
         self._parts: Final = memory.unbind()
+        self._views: Final = [memoryview_of(part) for part in self._parts]
         self._passed: list[torch.cuda.Event | None] = [None] * parts
         self._numbers: Final = numbers
         self._part = self._filled = 0
 
-    def put(self, pieces: Sequence[Tensor]) -> Tensor:
+    def put(self, pieces: Sequence[memoryview]) -> Tensor:
         """Return numbers, one piece after the other, where a kernel can read them.
 
         Args:
-            pieces: int64, contiguous, on the host.
+            pieces: of int64.
 
         Returns:
             int64 ``[n]``; its memory is another call's as soon as the launch that comes next has
@@ -58,16 +59,15 @@ class Staging:
         """
         count = sum(map(len, pieces))
         if not self._make_room(count):
-            return to_device(torch.cat([*pieces]), self._device, torch.int64)
-        begin = self._filled
-        self._filled += count + count % _EVEN
-        piece = self._parts[self._part][begin : begin + count]
-        there = piece.data_ptr()
+            whole = [torch.frombuffer(each, dtype=torch.int64) for each in pieces if len(each)]
+            return to_device(torch.cat(whole), self._device, torch.int64)
+        begin = end = self._filled
+        view = self._views[self._part]
         for each in pieces:
-            size = 8 * len(each)
-            ctypes.memmove(there, each.data_ptr(), size)
-            there += size
-        return piece
+            begin, end = end, end + len(each)
+            view[begin:end] = each
+        begin, self._filled = self._filled, end + count % _EVEN
+        return self._parts[self._part][begin:end]
 
     def _make_room(self, count: int) -> bool:
         """Go on to the next part where this one is full; tells whether the numbers fit."""
@@ -85,3 +85,9 @@ class Staging:
             self._passed[self._part] = event
         self._part, self._filled = later, 0
         return True
+
+
+def memoryview_of(numbers: Tensor) -> memoryview:
+    """Return the memory of int64 ``[n]`` on the host, contiguous, which must stay alive."""
+    memory = (ctypes.c_int64 * len(numbers)).from_address(numbers.data_ptr())
+    return memoryview(memory).cast("B").cast("q")

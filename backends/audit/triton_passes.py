@@ -26,7 +26,7 @@ from . import change_kernel, compare_kernel, write_kernel
 from .byte_passes import TritonBytePasses
 from .launches import ALIGNED, Launches
 from .plan import Addresses, contiguous
-from .staging import Staging
+from .staging import Staging, memoryview_of
 
 #: Tokens of a request that begins, at a time.
 _TOKENS: Final = 512
@@ -90,19 +90,21 @@ class TritonPasses(Passes):
 
     def change(self, change: Change) -> None:
         """Put in place what a step changes, as ``Passes.change`` describes."""
-        beginning, pieces, firsts, sizes = change.beginning, [], [], []
+        beginning, given, pieces = change.beginning, change.given, []
         if beginning is not None:
-            pieces.append(beginning.packed)
-        for place, blocks in change.given:
-            firsts.append(blocks * place.stride + place.base)
-            sizes.append(torch.full_like(blocks, place.stride))
-        pieces += (*firsts, *sizes)
-        if change.released:
-            pieces.append(torch.frombuffer(array("q", change.released), dtype=torch.int64))
+            pieces.append(memoryview_of(beginning.packed))
+        numbers = array("q")
+        for place, blocks in given:
+            base, stride = place.base, place.stride
+            numbers.extend([base + block * stride for block in blocks])
+        handed = len(numbers)
+        for place, blocks in given:
+            numbers.extend([place.stride] * len(blocks))
+        numbers.extend(change.released)
+        pieces.append(memoryview(numbers))
         begun = (0, 0) if beginning is None else (beginning.num_tokens, beginning.num_requests)
-        blocks_given = sum(map(len, firsts))
         packed = self._staging.put(pieces)
-        self._change(packed, *begun, blocks_given, len(change.released), change.seals)
+        self._change(packed, *begun, handed, len(change.released), change.seals)
 
     def _change(
         self,
@@ -127,9 +129,8 @@ class TritonPasses(Passes):
         """Copy numbers of the host, as ``Passes.put`` describes."""
         if not len(target):
             return
-        if not isinstance(numbers, Tensor):
-            numbers = torch.frombuffer(array("q", numbers), dtype=torch.int64)
-        packed = self._staging.put([numbers.long().contiguous()])
+        given = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+        packed = self._staging.put([memoryview(array("q", given))])
         kind = target.dtype, *(each.data_ptr() % ALIGNED for each in (packed, target))
         grid = (-(-len(target) // _TOKENS), 1, 1)
         self._putting.launch(grid, (packed, target, len(target), _TOKENS), kind)
@@ -219,7 +220,7 @@ class TritonPasses(Passes):
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
         """Mark the rejected rows, as ``Passes.resolve`` describes."""
-        if not len(step.lines):
+        if not step.lines.shape[0]:
             step, accepted, sampled = self._padding, self._unread, None
         ids = None if sampled is None else sampled.contiguous()
         given = (accepted,) if ids is None else (accepted, ids)

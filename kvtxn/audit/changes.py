@@ -17,13 +17,12 @@ class Change:
 
     Attributes:
         released: lines of requests that ended, and that nobody was given since.
-        given: blocks whose rows nobody has written from now on: a group of their pool, and int64
-            ``[n]``.
+        given: blocks whose rows nobody has written from now on: a group of their pool, and ints.
         beginning: the requests that begin; None if there is none.
         seals: int64 ``[num_words]``, what a scrub has sealed of each slot; None without a scrub.
     """
 
     released: Sequence[int]
-    given: Sequence[tuple[Place, Tensor]]
+    given: Sequence[tuple[Place, Sequence[int]]]
     beginning: Beginning | None
     seals: Tensor | None

@@ -166,14 +166,20 @@ class Changing:
             self.passes.change(Change(left, blocks, beginning, seals))
         return lines
 
-    def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, Tensor]]:
+    def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, list[int]]]:
         """Return the blocks that are handed out, by a group of their pool."""
-        found = []
+        found: list[tuple[Place, list[int]]] = []
         for name, numbers in given.items():
             place = checks.place_of("hand_out", self.books, name)
-            blocks = checks.bounded("hand_out", "blocks", numbers, place.group.num_blocks)
+            end = place.group.num_blocks
+            if isinstance(numbers, list) and {*map(type, numbers)} == {int}:
+                if min(numbers) < 0 or max(numbers) >= end:
+                    checks.bounded("hand_out", "blocks", numbers, end)
+                found.append((place, numbers))  # the usual case, told quickly
+                continue
+            blocks = checks.bounded("hand_out", "blocks", numbers, end)
             if len(blocks):
-                found.append((place, blocks))
+                found.append((place, blocks.tolist()))
         return found
 
     def _roll(

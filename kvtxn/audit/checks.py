@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -336,12 +337,25 @@ def are_there(accepted: Any, sampled: Any, number: int, device: torch.device) ->
     """Tell whether an outcome is on the device as it should be; the usual case, told quickly."""
     if type(accepted) is not Tensor or accepted.dtype not in INTS or accepted.ndim != 1:
         return False
-    if len(accepted) != number or accepted.device != device or not accepted.is_contiguous():
+    # Quicker than ``len`` and than comparing devices.
+    where = _number_of(device)
+    if accepted.shape[0] != number or not _is_on(accepted, where):
         return False
-    if sampled is None:
-        return True
+    if sampled is None or not accepted.is_contiguous():
+        return accepted.is_contiguous()
     right = type(sampled) is Tensor and sampled.dtype in INTS and sampled.ndim == 2
-    return right and len(sampled) == number and sampled.device == device
+    return right and sampled.shape[0] == number and _is_on(sampled, where)
+
+
+def _is_on(tensor: Tensor, where: int) -> bool:
+    """Tell whether a tensor is on the device of this number; -1 is the host."""
+    return tensor.is_cpu if where < 0 else tensor.get_device() == where
+
+
+@cache
+def _number_of(device: torch.device) -> int:
+    """Return a device's number, as its tensors say it; -1 for a CPU."""
+    return torch.empty(0, device=device).get_device()
 
 
 def _check_counts(operation: str, books: Books, step: Step, counts: Tensor, besides: int) -> None:

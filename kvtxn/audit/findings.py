@@ -70,9 +70,17 @@ class Findings:
         """Tell whether a copy that has arrived counts violations that were not taken yet."""
         return bool(self._unread) or (self._is_of_now(glance) and glance.found > self._read)
 
-    def glance(self) -> Glance:
-        """Begin to copy the counters to the host, without waiting."""
-        return Glance.of(self._books, self._restarts)
+    def glance(self, spare: Glance | None = None, *, prints: bool = True) -> Glance:
+        """Begin to copy the counters to the host, without waiting.
+
+        Args:
+            spare: an earlier copy that nobody looks at any more, whose memory is used again.
+            prints: copy the fingerprints, too; as it was for ``spare``.
+        """
+        if spare is None:
+            return Glance.of(self._books, self._restarts, prints=prints)
+        spare.renew(self._books, self._restarts)
+        return spare
 
     def _is_of_now(self, glance: Glance) -> bool:
         """Tell whether the ledger was not restarted since a copy was begun."""
@@ -118,7 +126,7 @@ class Findings:
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return, by step and group, the fingerprints of the last steps. Waits for the device."""
         glance = self.glance() if glance is None else glance
-        if not self._is_of_now(glance):
+        if glance.fingerprints is None or not self._is_of_now(glance):
             return {}
         glance.wait()
         last = int(glance.counters[book.STEP])

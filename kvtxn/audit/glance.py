@@ -10,7 +10,7 @@ from . import books as book
 from .books import Books
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Glance:
     """A ledger's counters and fingerprints, as they are when all that was launched so far is done.
 
@@ -19,31 +19,46 @@ class Glance:
 
     Attributes:
         counters: int64 ``[NUM_COUNTERS]`` on the host; valid once ``ready``.
-        fingerprints: int64 ``[FINGERPRINTS, num_groups]`` on the host; valid once ``ready``.
+        fingerprints: int64 ``[FINGERPRINTS, num_groups]`` on the host; valid once ``ready``. None
+            if they were not asked for.
         copied: on a GPU, the event after the copies; None elsewhere.
         restarts: the number of restarts of the ledger before the copy.
     """
 
     counters: Tensor
-    fingerprints: Tensor
+    fingerprints: Tensor | None
     copied: torch.cuda.Event | None
     restarts: int
 
     @classmethod
-    def of(cls, books: Books, restarts: int) -> Glance:
+    def of(cls, books: Books, restarts: int, *, prints: bool = True) -> Glance:
         """Begin to copy a ledger's counters; on a GPU this does not wait for it.
 
         Args:
             books: the ledger's books.
             restarts: the number of restarts of the ledger so far.
+            prints: copy the fingerprints, too.
         """
-        if not books.counters.is_cuda:
-            return cls(books.counters.clone(), books.fingerprints.clone(), None, restarts)
-        counters = books.counters.to("cpu", non_blocking=True)  # torch pins the copies' memory
-        prints = books.fingerprints.to("cpu", non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return cls(counters, prints, copied, restarts)
+        on_gpu = books.counters.is_cuda
+        own = _on_host(books.fingerprints) if prints else None
+        event = torch.cuda.Event() if on_gpu else None
+        glance = cls(_on_host(books.counters), own, event, restarts)
+        glance.renew(books, restarts)
+        return glance
+
+    def renew(self, books: Books, restarts: int) -> None:
+        """Begin to copy the same anew, into the same memory; the copy before must have arrived.
+
+        Args:
+            books: as for ``of``.
+            restarts: as for ``of``.
+        """
+        self.restarts = restarts
+        self.counters.copy_(books.counters, non_blocking=True)
+        if self.fingerprints is not None:
+            self.fingerprints.copy_(books.fingerprints, non_blocking=True)
+        if self.copied is not None:
+            self.copied.record()
 
     @property
     def ready(self) -> bool:
@@ -59,3 +74,9 @@ class Glance:
     def found(self) -> int:
         """Number of violations found until then; read it once ``ready``."""
         return int(self.counters[book.FOUND])
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return memory of the host for a copy; pinned, if it comes from a GPU."""
+    with torch.inference_mode(False):
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -235,7 +235,7 @@ class Ledger(Exchange):
         Raises:
             AcceptanceError: they do not fit the step; ``operation`` can be called again.
         """
-        usual = checks.are_there(accepted, sampled, len(step.lines), self.device)
+        usual = checks.are_there(accepted, sampled, step.lines.shape[0], self.device)
         if usual and (self._on_gpu or self.passes.takes(step, accepted, besides, released=True)):
             return accepted, sampled
         return checks.check_outcome(operation, self.books, step, accepted, sampled, besides)
@@ -283,9 +283,14 @@ class Ledger(Exchange):
         """Return the counts by Prometheus name, kinds folded in. Waits for the device."""
         return self.findings.counters()
 
-    def glance(self) -> Glance:
-        """Begin to copy the counters to the host, without waiting; see ``Glance``."""
-        return self.findings.glance()
+    def glance(self, spare: Glance | None = None, *, prints: bool = True) -> Glance:
+        """Begin to copy the counters to the host, without waiting; see ``Glance``.
+
+        Args:
+            spare: an earlier copy that nobody looks at any more, whose memory is used again.
+            prints: copy the fingerprints, too; as it was for ``spare``.
+        """
+        return self.findings.glance(spare, prints=prints)
 
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return what ``compare_ranks`` compares: by step and group, a word. Waits for the device.

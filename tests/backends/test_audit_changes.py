@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -112,7 +113,7 @@ def memory(monkeypatch):
 
 
 def pieces(*lengths):
-    return [torch.arange(length) + length for length in lengths]
+    return [memoryview(array("q", range(length, 2 * length))) for length in lengths]
 
 
 def test_memory_is_filled_part_after_part_and_anew_once_it_was_read(memory):

@@ -76,6 +76,7 @@ class DeviceWatch(Watch):
         self._awaits = False  # a step was told whose samples are not known yet
         self._copies: dict[tuple[int, int], Tensor] = {}
         self._glance: Glance | None = None
+        self._spare: Glance | None = None
         self._prints: tuple[int, Glance] | None = None
         # A row of a full block may have left the window of the step that fills the block. All other
         # rows of a block that is published are rows that its step has read.
@@ -252,10 +253,11 @@ class DeviceWatch(Watch):
         """
         if self._glance is not None and self._glance.ready:
             glance, self._glance = self._glance, None
+            self._spare = glance
             if self.ledger.findings.has_more(glance):
                 self._say()
         if self._glance is None and self._steps % _LOOK_EVERY == 0:
-            self._glance = self.ledger.glance()
+            self._glance = self.ledger.glance(self._spare, prints=False)
 
     def _compare_now_and_then(self) -> None:
         """Compare what the ranks wrote until some steps ago."""

@@ -348,7 +348,8 @@ class Watch:
         """Log the violations that were found since the last call, and return them."""
         new: Sequence[Violation] = self.ledger.violations()
         for violation in new:
-            self._wrong |= _wrong(violation)
+            if self.on_violation == "contain":
+                self._wrong |= _wrong(violation)
             self._report.append(violation.as_dict())
             self._found += 1
             if self._found <= _LOGGED or self._found % _ONE_IN == 0:
@@ -362,9 +363,9 @@ class Watch:
         All ranks must call this after the same step. None if there are none, or if ``on_violation``
         is not "contain".
         """
-        wrong, self._wrong = self._wrong, Wrong()
         if self.on_violation != "contain":
             return None
+        wrong, self._wrong = self._wrong, Wrong()
         if self._has_peers and ranks.any_of_all(bool(wrong.requests)):
             for theirs in ranks.of_all(wrong):
                 wrong |= theirs

@@ -105,10 +105,6 @@ def samples(runner: Any) -> bool:
     return bool(runner.is_last_pp_rank)
 
 
-#: The tensors of a step, in the order of ``Rows``.
-_Buffers = tuple[
-    Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor], Tensor
-]
 #: Sets of tensors that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
 
@@ -127,7 +123,7 @@ class StepReader:
     def __init__(self, runner: Any, groups: Mapping[str, RowGroup]) -> None:
         self._runner: Final = runner
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
-        self._known: dict[tuple[int, ...], _Buffers] = {}
+        self._known: dict[tuple[int, ...], Rows] = {}
         self._lasting: tuple[Tensor, ...] = ()
         number, device = int(runner.max_num_reqs), runner_device(runner)
         with torch.inference_mode(False):  # steps write into them in inference mode or not
@@ -153,18 +149,25 @@ class StepReader:
             *(number, drafts is None, batch.query_start_loc.data_ptr()),
             *[tables[group].data_ptr() for group in self._numbers.values()],
         )
-        buffers = self._known.get(key)
-        if buffers is None:
-            buffers = self._known[key] = (
-                batch.query_start_loc[: number + 1],
-                self._first[:number],
-                inputs.input_ids,
-                drafts,
-                {name: slots[group] for name, group in self._numbers.items()},
-                {name: tables[group] for name, group in self._numbers.items()},
-                inputs.positions,
+        rows = self._known.get(key)
+        if rows is not None and rows.names == batch.req_ids:
+            return rows
+        if rows is not None:
+            rows = attrs.evolve(rows, names=batch.req_ids)
+        else:
+            rows = Rows(
+                names=batch.req_ids,
+                starts=batch.query_start_loc[: number + 1],
+                first=self._first[:number],
+                tokens=inputs.input_ids,
+                drafts=drafts,
+                slots={name: slots[group] for name, group in self._numbers.items()},
+                tables={name: tables[group] for name, group in self._numbers.items()},
+                positions=inputs.positions,
+                buffers=object(),
             )
-        return Rows(batch.req_ids, *buffers, buffers)
+        self._known[key] = rows
+        return rows
 
     def _drafts_of(self, batch: Any, number: int) -> Tensor | None:
         """Return the drafts of each request, int ``[num_requests]``; None without drafts."""
