@@ -9,6 +9,7 @@ from unittest import mock
 
 import held_rig as held
 import pytest
+import test_aligned_states
 import test_replayed_rows
 import torch
 from engine_jobs import missing
@@ -103,3 +104,65 @@ def test_commits_that_fail_are_repeated(watched):
     assert watched.watch.repair() == {"failed": 1}
     assert len(watched.rig.errors) == 1
     assert watched.watch.seen_states()["off"] == 0
+
+
+class AlignedWatch:
+    """The same, where the prefix cache keeps states: steps cross the ends of blocks."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.syspath_prepend(GPU)
+        monkeypatch.setattr(ReplayedLayer, "launch", ReplayedLayer.launch)
+        monkeypatch.setattr(held, "BLOCKS", 80)
+        monkeypatch.setattr(test_aligned_states.Rig, "fast", True)
+        with mock.patch.dict(sys.modules):
+            import state_watch
+        self.rig = rig = test_aligned_states.Rig(GATED_DELTA, torch.float32, monkeypatch)
+        layer = rig.sides[1].layer
+        self.watch = watch = state_watch.Watch()
+        watch.found = [StateLayer("it", "group.0", GATED_DELTA, layer, *layer.kv_cache)]
+        watch.replayed, watch.held, watch.aligned = rig.states._replayed.layers, True, True
+        watch.model_runner = rig.runner
+        watch.tables = lambda _: rig.engines[1].tables.long()
+        watch.all_tables = lambda: [watch.tables(None)]
+        watch.num_blocks = held.BLOCKS
+        watch.begin(0)
+        forward, commit = rig.forward, rig.states.commit
+
+        def forwarded(side, *given):
+            if side is rig.sides[1]:
+                watch.batch = SimpleNamespace(num_reqs=held.REQUESTS, **vars(rig.batch))
+                watch.before, watch.blocks = watch.states_now(), watch.blocks_now()
+            return forward(side, *given)
+
+        def committed(counts):
+            step = rig.states._step
+            commit(counts)
+            watch.recur(step, counts)
+
+        monkeypatch.setattr(rig, "forward", forwarded)
+        monkeypatch.setattr(rig.states, "commit", committed)
+
+
+def test_states_at_the_ends_of_blocks_are_compared(monkeypatch):
+    """Right ones are right; the blocks of requests that cross an end may change, and no others."""
+    watched = AlignedWatch(monkeypatch)
+    for sampled in ([1, 2, 3, 4], [4, 4, 4, 4], [4, 1, 4, 4]):
+        watched.rig.step([4] * held.REQUESTS, sampled)
+    seen = watched.watch.seen_states()
+    assert seen["ends"] == watched.rig.crossed > 3
+    assert (seen["off"], seen["other_blocks"]) == (0, 0)
+
+
+def test_a_state_that_is_not_at_the_end_of_its_block_is_seen(monkeypatch):
+    """A commit that leaves none there; where the block is the request's own, there is no other."""
+    watched = AlignedWatch(monkeypatch)
+    rows = test_replayed_rows.replayed_rows
+    advance = rows.advance_gated_delta
+
+    def without(*given, snapshots, boundary, **named):
+        advance(*given, **named)
+
+    monkeypatch.setattr(rows, "advance_gated_delta", without)
+    with pytest.raises(AssertionError):  # the rig itself sees it first
+        watched.rig.step([4] * held.REQUESTS, [4, 4, 4, 4])
+    assert 0 < watched.watch.seen_states()["off"] <= watched.watch.seen_states()["ends"]
