@@ -1,4 +1,4 @@
-"""The kernels that put in place what comes from the host: what a step changes, and numbers.
+"""The kernels that put in place what a step changes, numbers of the host, and sampled tokens.
 
 Memory contract of ``change_books``:
 
@@ -12,6 +12,8 @@ Memory contract of ``change_books``:
 - Every address is computed in int64.
 
 ``put_numbers`` reads ``numbers``, perhaps from memory of the host, and writes ``target``.
+``count_tokens`` reads ``ids`` and ``left_out``, and writes ``counts`` and ``kept``; each request's
+by a program of its own.
 """
 
 from __future__ import annotations
@@ -164,3 +166,37 @@ def put_numbers(numbers: tl.tensor, target: tl.tensor, count: tl.int64, TILE: tl
     """
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     tl.store(target + at, tl.load(numbers + at, mask=at < count, other=0), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["width", "end"])
+def count_tokens(
+    ids: tl.tensor,
+    left_out: tl.tensor,
+    counts: tl.tensor,
+    kept: tl.tensor,
+    width: tl.int64,
+    end: tl.int64,
+    TILE: tl.constexpr,
+) -> None:
+    """Count the tokens of one request. Grid: (requests,).
+
+    Args:
+        ids: int ``[num_requests, width]``.
+        left_out: bool or int ``[num_requests]``.
+        counts: int64 ``[num_requests]``.
+        kept: int64 ``[num_requests, width]``.
+        width: ids of a request.
+        end: the size of the vocabulary.
+        TILE: ids at a time.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    counted = tl.load(left_out + index).to(tl.int32) == 0
+    count = index * 0
+    for at in range(0, width, TILE):
+        column = at + tl.arange(0, TILE).to(tl.int64)
+        inside = column < width
+        token = tl.load(ids + index * width + column, mask=inside, other=-1).to(tl.int64)
+        real = (token >= 0) & (token < end) & counted
+        tl.store(kept + index * width + column, tl.where(real, token, -1), mask=inside)
+        count += tl.sum(real.to(tl.int64), axis=0)
+    tl.store(counts + index, count)

@@ -32,7 +32,7 @@ from .staging import Staging, memoryview_of
 _TOKENS: Final = 512
 #: Rows that a program writes at a time.
 _ROWS: Final = 128
-#: Draft rows that a program marks at a time.
+#: Draft rows that a program marks at a time, and sampled tokens that it counts.
 _DRAFTS: Final = 16
 #: Journal entries that are looked through at a time, where something was found.
 _ENTRIES: Final = 1024
@@ -72,6 +72,7 @@ class TritonPasses(Passes):
         self._staging: Final = Staging(device)
         self._changing: Final = Launches(change_kernel.change_books, 2, device)
         self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
+        self._counting: Final = Launches(change_kernel.count_tokens, 1, device)
         self._writing: Final = Launches(write_kernel.write_rows, 4, device)
         self._checking: Final = Launches(compare_kernel.compare_rows, 5, device)
         self._going_on: Final = Launches(compare_kernel.compare_states, 4, device)
@@ -134,6 +135,14 @@ class TritonPasses(Passes):
         kind = target.dtype, *(each.data_ptr() % ALIGNED for each in (packed, target))
         grid = (-(-len(target) // _TOKENS), 1, 1)
         self._putting.launch(grid, (packed, target, len(target), _TOKENS), kind)
+
+    def count(self, ids: Tensor, left_out: Tensor, end: int, counts: Tensor, kept: Tensor) -> None:
+        """Count sampled tokens, as ``Passes.count`` describes."""
+        ids = ids.contiguous()
+        number, width = ids.shape
+        tensors = (ids, left_out, counts, kept)
+        kind = tuple([(each.dtype, each.data_ptr() % ALIGNED) for each in tensors])
+        self._counting.launch((number, 1, 1), (*tensors, width, end, _DRAFTS), kind)
 
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""

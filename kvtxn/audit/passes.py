@@ -139,6 +139,20 @@ class Passes(ABC):
         """
         target.copy_(to_device(numbers, target.device, target.dtype))
 
+    def count(self, ids: Tensor, left_out: Tensor, end: int, counts: Tensor, kept: Tensor) -> None:
+        """Count the tokens that were sampled for each request, and put the others out.
+
+        Args:
+            ids: int ``[num_requests, n]``; an id below 0 or from ``end`` on is no token.
+            left_out: bool or int ``[num_requests]`` at least: requests for which nothing counts.
+            end: the size of the vocabulary.
+            counts: int64 ``[num_requests]``, filled with the number of tokens.
+            kept: int64 ``[num_requests, n]``, filled with ``ids``, and -1 for what is no token.
+        """
+        real = (ids >= 0) & (ids < end) & ~left_out[: len(ids)].bool()[:, None]
+        counts.copy_(real.sum(1))
+        kept.copy_(torch.where(real, ids, -1))
+
     @abstractmethod
     def write(self, step: Step) -> None:
         """Begin a step: compare the states that it reads, then record the rows that it writes.

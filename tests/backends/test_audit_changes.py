@@ -86,6 +86,25 @@ def test_numbers_are_put_into_a_tensor(pair, dtype):  # noqa: F811
         assert target.tolist() == [*range(600), 3, 1 << 20, 0, *[-5] * 97]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_sampled_tokens_are_counted(pair, dtype):  # noqa: F811
+    """What is no token, and requests that are left out, do not count."""
+    chance = torch.Generator().manual_seed(7)
+    for width in (1, 5, 40):
+        ids = torch.randint(-2, 60, (6, width), dtype=dtype, generator=chance).to(DEVICE)
+        left_out = torch.tensor([0, 1, 0, 0, 1, 0, 1, 1], device=DEVICE).bool()
+        for ledger in pair("plain"):
+            counts = torch.full((6,), -5, device=DEVICE)
+            kept = torch.full((6, width), -5, device=DEVICE)
+            ledger.passes.count(ids, left_out, 50, counts, kept)
+            own = [
+                [token if 0 <= token < 50 and not out else -1 for token in row]
+                for row, out in zip(ids.tolist(), left_out.tolist()[:6], strict=True)
+            ]
+            assert kept.tolist() == own
+            assert counts.tolist() == [sum(token >= 0 for token in row) for row in own]
+
+
 class Event:
     """An event that has passed when it is told to."""
 

@@ -135,6 +135,7 @@ def test_constants_come_last_and_no_other_number_is_specialised():
     for kernel, constants in (
         (change_kernel.change_books, 2),
         (change_kernel.put_numbers, 1),
+        (change_kernel.count_tokens, 1),
         (write_kernel.write_rows, 4),
         (write_kernel.resolve_rows, 4),
         (compare_kernel.compare_rows, 5),

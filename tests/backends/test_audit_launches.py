@@ -116,8 +116,7 @@ def test_a_step_that_comes_again_has_the_same_arguments(kernels, dtype):
             wanted[kernel.parameters.index("accepted")] = counts[1]
             wanted[kernel.parameters.index("sampled")] = ids[1]
         same = dtype is torch.int64 or name == "compare_rows"
-        if not same:  # the table of addresses is another one
+        if not same:  # the table of addresses may be another one
             table = kernel.parameters.index("slots")
-            assert arguments[table] != first[table].data_ptr()
             arguments = (*arguments[:table], first[table].data_ptr(), *arguments[table + 1 :])
         assert arguments == addresses(wanted)

@@ -93,8 +93,10 @@ def unfound(report: dict[str, Any] | None) -> Iterator[str]:
             yield f"fault {name} was not found: {found['struck']}"
         else:
             struck, violations = found["struck"], found["violations"]
-            place = (struck["request"], struck["position"], struck["slot"])
-            places = [(v.get("request"), v.get("position"), v.get("slot")) for v in violations]
+            fields = ["request", "position", "slot"]
+            fields = fields[: 2 if struck["slot"] is None else 3]  # a state's slot is not known
+            place = [struck[field] for field in fields]
+            places = [[violation.get(field) for field in fields] for violation in violations]
             late = violations[0].get("step", 0) > struck["step"] + 1
             if place not in places or late:
                 yield f"fault {name}: {struck}, found {violations[:3]}"

@@ -60,6 +60,8 @@ STRUCK = {"request": "1.0", "position": 3, "slot": 35, "step": 7}
         ({"struck": STRUCK, "violations": [STRUCK | {"step": 8}]}, True),
         ({"struck": STRUCK, "violations": [STRUCK | {"step": 9}]}, False),
         ({"struck": STRUCK, "violations": [STRUCK | {"slot": 36}]}, False),
+        ({"struck": STRUCK | {"slot": None}, "violations": [STRUCK | {"slot": 97}]}, True),
+        ({"struck": STRUCK | {"slot": None}, "violations": [STRUCK | {"position": 4}]}, False),
         ({"struck": STRUCK, "violations": []}, False),
         ({"struck": None, "violations": []}, False),
         ({"error": "it died"}, False),

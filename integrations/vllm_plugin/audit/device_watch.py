@@ -95,22 +95,24 @@ class DeviceWatch(Watch):
     # -- the beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Watch from now on: the engine has warmed up. Compile the kernels before."""
+        """Watch from now on: the engine has warmed up."""
         self.begun = True
         self._known.clear()
         self._batch = self._glance = self._prints = self._unsealed = None
         self._steps = self._compared = 0
         self._awaits = False
         try:
-            self._warm_up()
-            self.ledger.restart()
+            self.warm_up()
             if self.transfers is not None:
                 self.transfers.restart()
         except Exception as error:
             self.stop(error)
 
-    def _warm_up(self) -> None:
-        """Launch every pass once, over a step of padding."""
+    def warm_up(self) -> None:
+        """Compile the kernels: launch every pass once, over a step of padding, and forget that.
+
+        Call it before vLLM says that the engine has warmed up; a first request must not wait.
+        """
         device = self.ledger.device
         with torch.inference_mode():
             self.ledger.admit("of the warm-up", [0])
@@ -121,7 +123,12 @@ class DeviceWatch(Watch):
             slots = dict.fromkeys((*self.groups, *self.states), one - 1)
             sources = dict.fromkeys(self.states, one - 1)
             told = one - 1 if self.states else None
-            for drafts in (None, tokens):
+            passes = self.ledger.passes
+            for target in (one.clone(), tokens.clone()):
+                passes.put(target, [0])
+            passes.count(tokens[None], tokens.bool(), 1, one.clone(), one[None].clone())
+            # Counts as the two runners have them, with drafts and without.
+            for drafts, counts in ((None, tokens), (tokens, tokens), (None, one), (tokens, one)):
                 step = Step(
                     *(one - 1, starts, one.clone(), tokens, slots, tables, drafts, sources, told),
                     positions=one,
@@ -130,11 +137,12 @@ class DeviceWatch(Watch):
                     self.scrub.compare(step)
                 self.ledger.write(step)
                 self.ledger.check(step)
-                self.ledger.resolve(tokens, one[None], besides=1)
+                self.ledger.resolve(counts, one[None], besides=1)
                 if self.scrub is not None:
-                    self.scrub.seal(step, tokens, besides=1)
+                    self.scrub.seal(step, counts, besides=1)
             if self._published:
                 self._publish_on_device(step)
+        self.ledger.restart()
 
     # -- requests and blocks -----------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from ..internals import (
     Foreign,
     audited,
     audited_states,
+    audited_v1,
     audited_v2,
     config,
     connectors,
@@ -77,7 +78,7 @@ class AuditedGpuRunnerV2(AuditedRunner):
         lines = audited_v2.lines(self) if connectors.connector() is None else None
         watch = open_device_watch(self, audited_v2.lacking(self), lines, WatchedConnectorV2)
         if watch is not None:
-            self.kvtxn_reader = audited_v2.StepReader(self, watch.groups)
+            self.kvtxn_reader = audited_v2.StepReader(self, watch.groups, watch.ledger.passes)
             self.kvtxn_waits = watch.transfers is not None or bool(watch.states)
             if watch.states:
                 self.kvtxn_state_reader = new_state_reader(self, watch)
@@ -174,16 +175,28 @@ def _unknown(name: str) -> Any:
 
 
 class AuditedGpuRunnerV1(AuditedRunnerV1):
-    """A mixin of the V1 runner on a GPU."""
+    """A mixin of the V1 runner on a GPU.
+
+    Attributes:
+        kvtxn_step_reader: reads the runner's steps.
+        kvtxn_sampled_reader: reads what the runner samples.
+        kvtxn_state_reader: reads the states of the runner's steps.
+    """
 
     kvtxn_audit: DeviceWatch | None
+    kvtxn_step_reader: audited_v1.StepReader
+    kvtxn_sampled_reader: audited_v1.SampledReader
     kvtxn_state_reader: audited_states.DeviceStateReader
 
     def kvtxn_open_watch(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         watch = open_device_watch(self, None, None)
-        if watch is not None and watch.states:
-            self.kvtxn_state_reader = new_state_reader(self, watch)
+        if watch is not None:
+            passes = watch.ledger.passes
+            self.kvtxn_step_reader = audited_v1.StepReader(self, watch.groups, passes)
+            self.kvtxn_sampled_reader = audited_v1.SampledReader(self, passes)
+            if watch.states:
+                self.kvtxn_state_reader = new_state_reader(self, watch)
         return watch
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,10 +223,10 @@ def _step_v1(runner: AuditedGpuRunnerV1, prepared: Foreign, watch: Watch) -> Non
     assert isinstance(watch, DeviceWatch)
 
     def read() -> tuple[Rows, States | None]:
-        rows = audited_v2.rows_v1(runner, prepared, watch.groups)
+        rows = runner.kvtxn_step_reader.rows(prepared)
         if not watch.states:
             return rows, None
-        metadata, total = audited_states.forward_metadata(), audited_v2.num_rows_v1(runner)
+        metadata, total = audited_states.forward_metadata(), audited_v1.num_rows(runner)
         return rows, runner.kvtxn_state_reader.read(metadata, rows, total)
 
     watch.step(read, partial(audited.returning, runner))
@@ -222,7 +235,7 @@ def _step_v1(runner: AuditedGpuRunnerV1, prepared: Foreign, watch: Watch) -> Non
 def _sampled_v1(runner: AuditedGpuRunnerV1, output: Foreign, watch: Watch) -> None:
     """Tell a watch what was sampled."""
     assert isinstance(watch, DeviceWatch)
-    watch.sampled_on_device(*audited_v2.sampled_v1(runner, output))
+    watch.sampled_on_device(*runner.kvtxn_sampled_reader.sampled(output))
 
 
 # -- attaching ----------------------------------------------------------------------------------
@@ -306,6 +319,10 @@ def open_device_watch(
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch, facts)
     watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop, mixin)
+    try:
+        watch.warm_up()
+    except Exception as failed:
+        watch.stop(failed)
     left_out = audited.groups_left_out(runner, [*groups, *states])
     if left_out:
         effect = f"{', '.join(left_out)}: rows or states there are not compared on a GPU"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....audit import RowGroup
-from ....host_values import to_device
+from ....audit.passes import Passes
 from . import audited, batches
 from .audited import NO_CHANGES, Arrival, Changes, Rows
 
@@ -95,11 +95,6 @@ def num_rows(batch: Any) -> int:
     return int(batch.num_tokens)
 
 
-def num_rows_v1(runner: Any) -> int:
-    """Return the rows of the step that a V1 runner has prepared."""
-    return int(runner.query_start_loc.np[len(runner.input_batch.req_ids)])
-
-
 def samples(runner: Any) -> bool:
     """Tell whether the runner samples: the stage is the last one, or the only one."""
     return bool(runner.is_last_pp_rank)
@@ -118,10 +113,12 @@ class StepReader:
     Args:
         runner: the runner, with its KV cache.
         groups: the groups to read, by name.
+        passes: puts numbers of the host into buffers.
     """
 
-    def __init__(self, runner: Any, groups: Mapping[str, RowGroup]) -> None:
+    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], passes: Passes) -> None:
         self._runner: Final = runner
+        self._passes: Final = passes
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
         self._known: dict[tuple[int, ...], Rows] = {}
         self._lasting: tuple[Tensor, ...] = ()
@@ -187,8 +184,7 @@ class StepReader:
         now = drafts.tobytes()
         if self._drafts != now:
             self._drafts = now
-            host = torch.from_numpy(drafts.copy())
-            there.copy_(to_device(host, runner_device(self._runner), torch.int32))
+            self._passes.put(there, drafts.tolist())
         return there
 
 
@@ -200,52 +196,3 @@ def runner_device(runner: Any) -> torch.device:
 def lines(runner: Any) -> int:
     """Return the most requests that a V2 runner knows at one time; it forgets preempted ones."""
     return int(runner.max_num_reqs) + 1
-
-
-# -- the V1 runner on a GPU -----------------------------------------------------------------
-
-
-def rows_v1(runner: Any, prepared: Any, groups: Mapping[str, RowGroup]) -> Rows:
-    """Read the rows of the forward that a V1 runner on a GPU has prepared.
-
-    Args:
-        runner: the runner.
-        prepared: the result of ``_prepare_inputs``.
-        groups: the groups to read, by name.
-    """
-    batch, metadata = runner.input_batch, prepared[1]
-    names = list(batch.req_ids)
-    number = len(names)
-    starts = runner.query_start_loc.gpu[: number + 1]
-    drafts = None
-    if metadata is not None and any(metadata.num_draft_tokens):
-        lengths = numpy.diff(runner.query_start_loc.np[: number + 1])
-        # A scheduler at fault may count drafts whose rows the step does not have.
-        host = numpy.minimum(numpy.asarray(metadata.num_draft_tokens, numpy.int32), lengths)
-        drafts = to_device(torch.from_numpy(host), runner_device(runner), torch.int32)
-    slots, tables = {}, {}
-    for name, group in groups.items():
-        table = batch.block_table[int(name.partition(".")[2])]
-        slots[name] = table.slot_mapping.gpu
-        tables[name] = audited.own_blocks(table, number, group.block_size)
-    return Rows(
-        names=names,
-        starts=starts,
-        first=torch.empty(number, dtype=torch.int64, device=starts.device),
-        tokens=runner.input_ids.gpu,
-        drafts=drafts,
-        slots=slots,
-        tables=tables,
-        positions=runner.positions,
-    )
-
-
-def sampled_v1(runner: Any, output: Any) -> tuple[Tensor, Tensor]:
-    """Return the number of sampled tokens of each request, and their ids.
-
-    Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.
-    """
-    ids: Tensor = output.sampled_token_ids
-    discarded = runner.discard_request_mask.gpu[: len(ids)].bool()
-    real = (ids >= 0) & (ids < int(runner.input_batch.vocab_size)) & ~discarded[:, None]
-    return real.sum(1), torch.where(real, ids, -1)

@@ -36,6 +36,13 @@ def _strike(rig: Rig, index: int) -> None:
     rig.strike(name, int(rig.runner.positions[start]) - 1, None)
 
 
+def _arrived(rig: Rig) -> None:
+    """Wait until the counts that a GPU has sent are on the host: they would undo a fault there."""
+    event = getattr(rig.runner, "num_accepted_tokens_event", None)
+    if event is not None:
+        event.synchronize()
+
+
 def _kept(metadata: Any, least: int) -> int | None:
     """Find a request of which so many drafts were kept in the step before."""
     found = (metadata.num_accepted_tokens - 1 >= least).nonzero().flatten().tolist()
@@ -101,6 +108,7 @@ def first_column_without_drafts(rig: Rig) -> Any:
     """A step without drafts continues the first column, whatever was kept before."""
 
     def before(*args: Any, **kwargs: Any) -> None:
+        _arrived(rig)
         drafts, accepted = rig.runner.num_decode_draft_tokens.np, rig.runner.num_accepted_tokens.np
         for index in range(len(rig.runner.input_batch.req_ids)):
             if rig.struck is None and drafts[index] == 0 and accepted[index] > 1:
@@ -147,6 +155,7 @@ def counts_forgotten(rig: Rig) -> Any:
                 forgotten.append(names[index])
 
     def after(result: Any, ids: Any, *args: Any) -> None:
+        _arrived(rig)
         for index, name in enumerate(rig.runner.input_batch.req_ids):
             if rig.struck is None and name in forgotten:
                 rig.runner.input_batch.num_accepted_tokens_cpu[index] = 1
@@ -162,6 +171,7 @@ def state_of_the_request_before(rig: Rig) -> Any:
     counts: dict[int, int] = {}
 
     def before(*args: Any) -> None:
+        _arrived(rig)
         batch = rig.runner.input_batch
         counts.clear()
         counts.update(enumerate(batch.num_accepted_tokens_cpu[: len(batch.req_ids)].tolist()))

@@ -68,7 +68,7 @@ def opened(request, monkeypatch):
         monkeypatch.setattr(gpu_runners.workers, "version", lambda: "0.32.0")
         if fails != "ledger":
             ledger = SimpleNamespace(books=SimpleNamespace(num_bytes=1))
-            watch = SimpleNamespace(ledger=ledger, stop=None)
+            watch = SimpleNamespace(ledger=ledger, stop=None, warm_up=lambda: None)
             monkeypatch.setattr(gpu_runners, "_new_watch", lambda *args: watch)
         return gpu_runners.open_device_watch(runner, None, None), other.calls
 

@@ -1,0 +1,164 @@
+"""Reading the V1 runner on a GPU for the ledger; what it sampled stays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import is_not
+from typing import Any, Final
+
+import attrs
+import numpy
+import torch
+from torch import Tensor
+
+from ....audit import RowGroup
+from ....audit.passes import Passes
+from . import audited
+from .audited import Rows
+from .audited_v2 import runner_device
+
+#: Sets of tensors that are remembered; beyond, all are forgotten.
+_MAX_REMEMBERED: Final = 2048
+
+
+def num_rows(runner: Any) -> int:
+    """Return the rows of the step that a V1 runner has prepared."""
+    return int(runner.query_start_loc.np[len(runner.input_batch.req_ids)])
+
+
+class StepReader:
+    """Reads the steps of a V1 runner on a GPU out of its buffers.
+
+    The runner's buffers stay where they are, so the tensors of a step are made once for each number
+    of requests.
+
+    Args:
+        runner: the runner, with its KV cache.
+        groups: the groups to read, by name.
+        passes: puts numbers of the host into buffers.
+    """
+
+    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], passes: Passes) -> None:
+        self._runner: Final = runner
+        self._passes: Final = passes
+        self._groups: Final = dict(groups)
+        self._known: dict[tuple[int, bool], Rows] = {}
+        self._lasting: tuple[Any, ...] = ()
+        number, device = int(runner.max_num_reqs), runner_device(runner)
+        with torch.inference_mode(False):  # steps write into them in inference mode or not
+            self._first: Final = torch.zeros(number, dtype=torch.int64, device=device)
+            self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
+            #: Tables whose kernels have smaller blocks than the scheduler.
+            self._tables: Final = {
+                name: torch.zeros_like(audited.own_blocks(table, number, groups[name].block_size))
+                for name, table in self._own_tables()
+                if table.block_size != groups[name].block_size
+            }
+        self._drafts = b""
+
+    def _own_tables(self) -> list[tuple[str, Any]]:
+        """Return the runner's table of each group, by name."""
+        tables = self._runner.input_batch.block_table
+        return [(name, tables[int(name.partition(".")[2])]) for name in self._groups]
+
+    def rows(self, prepared: Any) -> Rows:
+        """Read the rows of the forward that comes next.
+
+        Args:
+            prepared: the result of ``_prepare_inputs``.
+        """
+        runner, own = self._runner, self._own_tables()
+        names = runner.input_batch.req_ids
+        number = len(names)
+        starts = runner.query_start_loc.gpu
+        lasting = (
+            *(runner.positions, runner.input_ids.gpu, starts),
+            *[tensor for _, t in own for tensor in (t.slot_mapping.gpu, t.block_table.gpu)],
+        )
+        changed = len(lasting) != len(self._lasting) or any(map(is_not, lasting, self._lasting))
+        if changed or len(self._known) >= _MAX_REMEMBERED:
+            self._known.clear()
+        self._lasting = lasting
+        for name, table in own:
+            if name in self._tables:
+                blocks = audited.own_blocks(table, number, self._groups[name].block_size)
+                self._tables[name][:number].copy_(blocks)
+        drafts = self._drafts_of(prepared[1], number)
+        key = number, drafts is None
+        rows = self._known.get(key)
+        if rows is None:
+            rows = Rows(
+                names=[*names],
+                starts=starts[: number + 1],
+                first=self._first[:number],
+                tokens=runner.input_ids.gpu,
+                drafts=drafts,
+                slots={name: table.slot_mapping.gpu for name, table in own},
+                tables={
+                    name: self._tables.get(name, table.block_table.gpu)[:number]
+                    for name, table in own
+                },
+                positions=runner.positions,
+                buffers=object(),
+            )
+        elif rows.names != names:
+            rows = attrs.evolve(rows, names=[*names])
+        self._known[key] = rows
+        return rows
+
+    def _drafts_of(self, metadata: Any, number: int) -> Tensor | None:
+        """Return the drafts of each request, int32 ``[num_requests]``; None without drafts."""
+        if metadata is None or not any(metadata.num_draft_tokens):
+            return None
+        there = self._there[:number]
+        lengths = numpy.diff(self._runner.query_start_loc.np[: number + 1])
+        # A scheduler at fault may count drafts whose rows the step does not have.
+        drafts = numpy.minimum(numpy.asarray(metadata.num_draft_tokens, numpy.int32), lengths)
+        now = drafts.tobytes()
+        if self._drafts != now:
+            self._drafts = now
+            self._passes.put(there, drafts.tolist())
+        return there
+
+
+class SampledReader:
+    """Reads what a V1 runner on a GPU has sampled into buffers of its own, without waiting.
+
+    Args:
+        runner: the runner.
+        passes: counts on the device.
+    """
+
+    def __init__(self, runner: Any, passes: Passes) -> None:
+        self._runner: Final = runner
+        self._passes: Final = passes
+        self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def sampled(self, output: Any) -> tuple[Tensor, Tensor]:
+        """Return the number of sampled tokens of each request, and their ids.
+
+        Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.
+
+        Args:
+            output: the sampler's.
+        """
+        runner, ids = self._runner, output.sampled_token_ids
+        number, width = ids.shape
+        found = self._known.get((number, width))
+        if found is None:
+            counts, kept = self._buffers_of(width, ids.device)
+            found = self._known[number, width] = counts[:number], kept[:number]
+        discarded = runner.discard_request_mask.gpu
+        self._passes.count(ids, discarded, int(runner.input_batch.vocab_size), *found)
+        return found
+
+    def _buffers_of(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return buffers for counts and ids of all requests, so many ids each."""
+        if width not in self._buffers:
+            number = int(self._runner.max_num_reqs)
+            with torch.inference_mode(False):
+                counts = torch.zeros(number, dtype=torch.int64, device=device)
+                kept = torch.zeros(number, width, dtype=torch.int64, device=device)
+            self._buffers[width] = counts, kept
+        return self._buffers[width]
