@@ -1,9 +1,10 @@
-"""The record of recurrent states, the audit and KV connectors on GPUs, and the page drawn from it.
+"""The record of states, the audit, KV connectors and stages on GPUs, and the page drawn from it.
 
 python tests/gpu/gpu_seen.py states REPORTS.json COMMIT      what ``try_states.py`` left
 python tests/gpu/gpu_seen.py fast REPORTS.json COMMIT        the same: engines named fast
 python tests/gpu/gpu_seen.py audit FOLDER COMMIT             what ``gpu_audit.py`` left
 python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k connectors`` left
+python tests/gpu/gpu_seen.py stages FOLDER COMMIT            what ``try_stages.py`` left
 python tests/gpu/gpu_seen.py                                 draws again
 
 A record is taken over engine by engine: what a run left out keeps what an older one said.
@@ -21,6 +22,7 @@ HERE: Final = Path(__file__).parent
 for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/audit"):
     sys.path.insert(0, str(HERE / _folder))
 
+import seen_stages  # noqa: E402
 from kvtxn.benchmarks.common.markdown import table  # noqa: E402
 
 #: How far a state may be off, see ``state_recurrence.TOLERANCE``.
@@ -29,7 +31,7 @@ STATES_OFF: Final = "2^-18 (float32) or 2^-8 (bfloat16)"
 RECORD: Final = HERE / "seen.json"
 PAGE: Final = HERE / "SEEN.md"
 
-HEAD: Final = """# Recurrent states, the audit and KV connectors on a GPU
+HEAD: Final = """# Recurrent states, the audit, KV connectors and pipeline stages on a GPU
 
 What real engines showed on {machine}, drawn by `python tests/gpu/gpu_seen.py`. Models are small and
 have random weights. Each engine has a process of its own.
@@ -243,6 +245,7 @@ def draw(record: Mapping[str, Any]) -> str:
         ("fast", fast_head(), _fast),
         ("audit", AUDIT, _audit),
         ("connectors", CONNECTORS, _connectors),
+        ("stages", seen_stages.HEAD, _stages),
     ):
         parts += [head, body(record[kind])] if kind in record else []
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
@@ -335,13 +338,17 @@ def _connectors(engines: Mapping[str, Any]) -> str:
     return table(header, rows) + _commits(engines.values())
 
 
+def _stages(engines: Mapping[str, Any]) -> str:
+    return seen_stages.drawn(engines) + _commits(engines.values())
+
+
 def main() -> None:
     """Take a record over, engine by engine, and draw."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if len(sys.argv) > 1:
         kind, path, commit = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-        if kind == "audit":
-            new = audit(path)
+        if kind in ("audit", "stages"):
+            new = {"audit": audit, "stages": seen_stages.stages}[kind](path)
         else:
             reduce = {"states": states, "fast": fast, "connectors": connectors}[kind]
             new = reduce(json.loads(path.read_text()))

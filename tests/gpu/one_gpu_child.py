@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_child
+from failing_stage import STAGES
 from scenarios import Engine, Tokens, text
 
 
@@ -75,4 +76,14 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             print(name, "without windows", report[f"{name}.off"]["oracle"], flush=True)
         report["seconds"] = round(time.monotonic() - begin)
         (folder / "partial.json").write_text(json.dumps(report))
-    return report
+    if job["policy"] != "stock":
+        report["faults"] = {stage: failing(llm, first, stage) for stage in STAGES["undo"]}
+    return report | {"seconds": round(time.monotonic() - begin)}
+
+
+def failing(llm: Any, name: str, stage: str) -> dict[str, Any]:
+    """Run a scenario in which one stage of a step fails once on each early stage, and again."""
+    llm.collective_rpc("early_fault_install", args=(stage, 10))
+    during = tried(llm, name)
+    calls = llm.collective_rpc("early_fault_remove")
+    return {"calls": calls, "during": during, "afterwards": tried(llm, name)}

@@ -37,6 +37,16 @@ FLOAT32 = {
 }
 
 RANKS = FLOAT32 | {"options": {"enforce_eager": True, "tensor_parallel_size": 2}}
+THREE = FLOAT32 | {"options": {"enforce_eager": True, "pipeline_parallel_size": 3}}
+GEMMA3 = FLOAT32 | {
+    "model": "gemma3",
+    "options": {"enforce_eager": True, "prefix_cache_retention_interval": None},
+}
+MTP = {
+    **drafter("mtp"),
+    **{"model": "deepseek_mtp", "attention": "TRITON_MLA"},
+    "scenarios": EAGLE["scenarios"],
+}
 
 #: By name; the part before the dot says what is compared with its ``stock``.
 ENGINES: dict[str, dict[str, Any]] = {
@@ -46,6 +56,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "float32.stock": engine("stock", **FLOAT32),
     "float32.auto": engine("auto", **FLOAT32),
     "float32.alone": engine("stock", stages=1, **FLOAT32),
+    "three.stock": engine("stock", **THREE),
+    "three.auto": engine("auto", **THREE),
+    "gemma3.stock": engine("stock", **GEMMA3),
+    "gemma3.auto": engine("auto", **GEMMA3),
+    "mtp.stock": engine("stock", **MTP),
+    "mtp.auto": engine("auto", **MTP),
     "ranks.stock": engine("stock", **RANKS),
     "ranks.auto": engine("auto", **RANKS),
     "eagle.stock": engine("stock", **EAGLE),

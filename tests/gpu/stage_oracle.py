@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import gpu_oracle
 import torch
 from cache_oracle import Step, caches_of, groups_of
+from failing_stage import failing_stage
 
 
 def watch(runner: Any, counts: Counter[str]) -> None:
@@ -96,3 +98,17 @@ class Watch(gpu_oracle.Watch):
             "policy": None if steps is None else steps.manager.policy,
             "steps": None if steps is None else type(steps).__name__,
         }
+
+    def early_fault_install(self, stage: str, after: int) -> None:
+        """On a stage before the last one, let a part of its steps fail once."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        self.early_fault = ExitStack()
+        self.early_calls = [0]
+        if not runner.is_last_pp_rank:
+            lane = runner.kvtxn.lanes[0]
+            self.early_calls = self.early_fault.enter_context(failing_stage(lane, stage, after))
+
+    def early_fault_remove(self) -> int:
+        """Everything works again; returns how often that part was called."""
+        self.early_fault.close()
+        return self.early_calls[0]

@@ -134,3 +134,19 @@ def test_the_readme_has_the_records_number():
     assert f"room for {ours:.0f} requests where vLLM 0.32.0 has room for {stock:.0f}**" in " ".join(
         says
     )
+
+
+@pytest.mark.parametrize("engine", SEEN["stages"])
+def test_stages_are_those_of_stock(engine):
+    """Tokens, with windows on and off; each stage counts what the oracle saw, and loses nothing."""
+    found = SEEN["stages"][engine]
+    assert found["same"] == found["on_and_off"] == found["requests"] > 0
+    early, last = found["stages"][:-1], found["stages"][-1]
+    assert {each["steps"] for each in early} == {"PipelineSteps"}
+    assert last["steps"] == "GraphSteps"
+    for each in found["stages"]:
+        assert each["windows"] > 0 < each["rejected"] <= each["stays_in_stock"]
+        assert not any(each[name] for name in ("rejected_written", "lost", "strays", "fallbacks"))
+        assert each["counts_agree"]
+    assert all(each["gone"] > 0 for each in early)
+    assert all(found["faults"].values())

@@ -1,0 +1,117 @@
+"""What engines with windows on every pipeline stage showed: reduced, and drawn for ``SEEN.md``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kvtxn.benchmarks.common.markdown import table
+
+HEAD: Final = """## Pipeline stages
+
+`python tests/gpu/try_stages.py`: windows on every pipeline stage beside stock over the same
+requests (chunked prompts, prefix hits, preemption, aborted requests, blocks that are used again).
+*All stages of an engine were on one GPU*, and spoke through gloo: nothing here was seen on several
+GPUs, over NCCL, or at speed. One row for each stage. *On and off* compares one engine with its
+windows switched on and off. *Heard of* counts steps with drafts whose acceptance reached the stage,
+*gone* their requests that had left by then, whose drafts are not judged. *Rejected stay*: rejected
+drafts that stay in the caches, in stock and with windows. *Lost*: accepted rows that are not there.
+*Strays*: layers that a commit changed elsewhere. *Counts*: kvtxn's are the oracle's. *After a
+fault*: each part of a step failed once on each early stage, was counted once, and tokens are
+stock's.
+"""
+
+
+def stages(folder: Path) -> dict[str, Any]:
+    """Reduce the reports that ``try_stages.py`` left in a folder."""
+    reports = {
+        path.stem: json.loads(path.read_text())
+        for path in sorted(folder.glob("*.json"))
+        if path.stem != "verdict" and "partial" not in path.stem
+    }
+    return {
+        name: reduced(report, reports[name.partition(".")[0] + ".stock"])
+        for name, report in reports.items()
+        if any(each["steps"] for each in report.get("stages", ()))
+    }
+
+
+def reduced(report: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce one engine's report."""
+    names = [name for name in report if f"{name}.off" in report]
+    pairs = [(report[name], stock[name], report[f"{name}.off"]) for name in names]
+    found: dict[str, Any] = {key: report[key] for key in ("machine", "graphs", "attention")}
+    found["scenarios"] = names
+    found["requests"] = sum(len(ours["tokens"]) for ours, _, _ in pairs)
+    found["same"] = sum(same(ours, other) for ours, other, _ in pairs)
+    found["on_and_off"] = sum(same(ours, off) for ours, _, off in pairs)
+    found["stages"] = [each | of_stage(rank, pairs) for rank, each in enumerate(report["stages"])]
+    faults = report.get("faults", {})
+    found["faults"] = {stage: recovered(each, stock) for stage, each in faults.items()}
+    return found
+
+
+def same(ours: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """Count requests that have the same tokens."""
+    return sum(a == b for a, b in zip(ours["tokens"], other["tokens"], strict=True))
+
+
+def of_stage(rank: int, pairs: Any) -> dict[str, Any]:
+    """Add up what the oracle and kvtxn counted on one stage."""
+    seen, stays, counts = Counter[str](), 0, Counter[str]()
+    for ours, stock, _ in pairs:
+        seen.update(ours["oracle"][rank])
+        stays += stock["oracle"][rank].get("rejected_written", 0)
+        counts.update(ours["kvtxn"][rank])
+    names = ("windows", "kept", "rejected", "rejected_written", "lost", "strays", "gone", "heard")
+    staged = counts["kvtxn_rows_staged_total"], counts["kvtxn_rows_rejected_total"]
+    return {
+        **{name: seen[name] for name in names},
+        "stays_in_stock": stays,
+        "fallbacks": int(counts["kvtxn_fallbacks_total"]),
+        "counts_agree": staged == (seen["kept"] + seen["rejected"], seen["rejected"]),
+    }
+
+
+def recovered(fault: Mapping[str, Any], stock: Mapping[str, Any]) -> bool:
+    """Tell whether a fault was counted once, cost no row, and changed no token."""
+    first = next(
+        name for name in stock if isinstance(stock[name], dict) and "tokens" in stock[name]
+    )
+    during, afterwards = fault["during"], fault["afterwards"]
+    tokens = stock[first.partition(".")[0]]["tokens"]
+    return (
+        during["tokens"] == afterwards["tokens"] == tokens
+        and [each["kvtxn_fallbacks_total"] for each in during["kvtxn"]]
+        == [1] * (len(during["kvtxn"]) - 1) + [0]
+        and not any(each["kvtxn_fallbacks_total"] for each in afterwards["kvtxn"])
+        and not any(each.get("lost") for each in [*during["oracle"], *afterwards["oracle"]])
+    )
+
+
+def drawn(engines: Mapping[str, Any]) -> str:
+    """Draw the table."""
+    header = ["engine", "graphs", "stage", "policy", "same tokens", "on and off", "windows"]
+    header += ["heard of", "gone", "accepted", "rejected stay", "lost", "strays", "counts"]
+    header += ["after a fault"]
+    rows = []
+    for name, each in engines.items():
+        for number, stage in enumerate(each["stages"]):
+            faults = each["faults"].values() if not stage["last"] else ()
+            rows.append(
+                [
+                    *(name.partition(".")[0], each["graphs"], str(number + 1), stage["policy"]),
+                    f"{each['same']} / {each['requests']}",
+                    f"{each['on_and_off']} / {each['requests']}",
+                    *(str(stage["windows"]), str(stage["heard"] or "-")),
+                    *(str(stage["gone"]) if not stage["last"] else "-", str(stage["kept"])),
+                    f"{stage['stays_in_stock']} -> {stage['rejected_written']}",
+                    *(str(stage["lost"]), str(stage["strays"])),
+                    "yes" if stage["counts_agree"] else "**no**",
+                    ("yes" if all(faults) else "**no**") if faults else "-",
+                ]
+            )
+    return table(header, rows)
