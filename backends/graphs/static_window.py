@@ -73,7 +73,7 @@ class StaticLaunches(CapturedLaunches):
         assert self._save is not None
         # There is no acceptance; the kernel does not read the tensor that stands in its place.
         call = self._arrange(self._save, layout, acceptance_arg(None, layout))
-        return partial(CachedLaunch(call).run, layout.position)
+        return partial(CachedLaunch(call, packs=True).run, layout.position)
 
     @property
     def saves(self) -> bool:
@@ -83,7 +83,7 @@ class StaticLaunches(CapturedLaunches):
     def committing(self, layout: RowLayout, sampled: Tensor) -> CachedLaunch:
         """Arrange the commit, for any acceptance of this dtype."""
         acceptance = AcceptanceArg(Accept.SAMPLED, sampled)
-        return CachedLaunch(self._arrange(self._commit, layout, acceptance))
+        return CachedLaunch(self._arrange(self._commit, layout, acceptance), packs=True)
 
     def captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Capture a launch that ran before; return None if capturing is impossible or fails."""

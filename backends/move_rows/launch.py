@@ -7,6 +7,7 @@ from typing import Any, Final
 import attrs
 from torch import Tensor
 
+from ..driver import PackedLaunch, pack
 from .plane_table import PlaneTable
 
 
@@ -66,16 +67,24 @@ class CachedLaunch:
 
     Args:
         call: the first launch; it holds every tensor whose address is noted down.
+        packs: let the driver launch with packed arguments, where it can. Of such a kernel every
+            number has to be an argument that Triton does not specialise.
+
+    Attributes:
+        packed: the launch as the driver takes it; None before the first launch, or where Triton
+            launches.
     """
 
-    def __init__(self, call: KernelCall) -> None:
+    def __init__(self, call: KernelCall, *, packs: bool = False) -> None:
         self._call: Final = call
         self._dtype: Final = call.arguments["accepted"].dtype
-        at = list(call.arguments).index("accepted")
+        self._at: Final = list(call.arguments).index("accepted")
         values = call.arguments.values()
         fixed = [each.data_ptr() if isinstance(each, Tensor) else each for each in values]
-        self._before, self._after = tuple(fixed[:at]), tuple(fixed[at + 1 :])
+        self._before, self._after = tuple(fixed[: self._at]), tuple(fixed[self._at + 1 :])
         self._compiled: Any = None
+        self._packs: Final = packs
+        self.packed: PackedLaunch | None = None
 
     def run(self, accepted: Tensor) -> None:
         """Launch with another acceptance.
@@ -84,10 +93,28 @@ class CachedLaunch:
             accepted: of the first launch's form, contiguous, on the device. One of another dtype
                 is launched as an ordinary call.
         """
-        if self._compiled is not None and accepted.dtype is self._dtype:
+        same = accepted.dtype is self._dtype
+        packed = self.packed
+        if packed is not None and same:
+            packed.words[self._at] = accepted.data_ptr()
+            if packed.run():
+                return
+            self.packed = None  # Triton says what is wrong
+        if self._compiled is not None and same:
             self._compiled(*self._before, accepted, *self._after)
             return
         arguments = self._call.arguments | {"accepted": accepted}
         compiled = attrs.evolve(self._call, arguments=arguments).run()
-        if compiled is not None and accepted.dtype is self._dtype:
+        if compiled is not None and same:
             self._compiled = compiled[self._call.grid]
+            self.packed = self._pack(compiled, accepted)
+
+    def _pack(self, compiled: Any, accepted: Tensor) -> PackedLaunch | None:
+        """Pack the launch whose kernel was compiled now."""
+        if not self._packs:
+            return None
+        arguments = self._call.arguments
+        words = [*self._before, accepted.data_ptr(), *self._after]
+        # A constant's name is in capitals, and no parameter of the compiled kernel.
+        given = [word for name, word in zip(arguments, words, strict=True) if not name.isupper()]
+        return pack(compiled, self._call.grid, given, accepted.device)

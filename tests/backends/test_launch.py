@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import pytest
 import torch
+from kvtxn.backends.move_rows import launch as launches
 from kvtxn.backends.move_rows.launch import CachedLaunch, KernelCall
 
 
@@ -32,7 +38,9 @@ class Compiled:
         return lambda *arguments: self.kernel.again.append((grid, *arguments))
 
 
-def cached(*, compiles: bool) -> tuple[Kernel, dict[str, object], CachedLaunch]:
+def cached(
+    *, compiles: bool, packs: bool = False
+) -> tuple[Kernel, dict[str, object], CachedLaunch]:
     """A kernel, the arguments of its first launch, and the launch."""
     kernel = Kernel(compiles=compiles)
     arguments: dict[str, object] = {
@@ -44,7 +52,7 @@ def cached(*, compiles: bool) -> tuple[Kernel, dict[str, object], CachedLaunch]:
         "A": True,
         "B": 16,
     }
-    return kernel, arguments, CachedLaunch(KernelCall(kernel, (2, 3, 1), arguments, 4))
+    return kernel, arguments, CachedLaunch(KernelCall(kernel, (2, 3, 1), arguments, 4), packs=packs)
 
 
 def test_the_first_launch_is_an_ordinary_one():
@@ -90,3 +98,108 @@ def test_interpreted_kernels_have_nothing_compiled():
     for _ in range(3):
         again.run(torch.ones(3, dtype=torch.int32))
     assert (len(kernel.launched), len(kernel.again)) == (3, 0)
+
+
+class Packed:
+    """Stands for a launch by the driver, which refuses launches while ``takes`` is False."""
+
+    def __init__(self, compiled, grid, arguments, device):
+        self.grid, self.words, self.device = grid, list(arguments), device
+        self.launched: list[list[int]] = []
+        self.takes = True
+
+    def run(self):
+        self.launched += [list(self.words)] if self.takes else []
+        return self.takes
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    """What the driver would pack, on a machine without one."""
+    monkeypatch.setattr(launches, "pack", Packed)
+
+
+def test_the_driver_launches_with_packed_arguments(packing):
+    """Addresses and numbers, no constants, in the kernel's order; the acceptance's changes."""
+    kernel, arguments, again = cached(compiles=True, packs=True)
+    first, second = (torch.ones(count, dtype=torch.int32) for count in (3, 5))
+    again.run(first)
+    assert (len(kernel.launched), again.packed.launched) == (1, [])
+    again.run(second)
+    again.run(first)
+    before = [arguments["planes"].data_ptr(), 16]
+    after = [arguments["counters"].data_ptr(), 7]
+    assert again.packed.launched == [
+        [*before, accepted.data_ptr(), *after] for accepted in (second, first)
+    ]
+    assert again.packed.grid == (2, 3, 1)
+    assert (len(kernel.launched), kernel.again) == (1, [])
+
+
+def test_a_launch_that_the_driver_refuses_is_tritons(packing):
+    """That one, and all that follow."""
+    kernel, _, again = cached(compiles=True, packs=True)
+    accepted = torch.ones(3, dtype=torch.int32)
+    again.run(accepted)
+    again.packed.takes = False
+    again.run(accepted)
+    assert again.packed is None
+    again.run(accepted)
+    assert [len(given) for given in kernel.again] == [8, 8]
+    assert len(kernel.launched) == 1
+
+
+def test_another_dtype_is_not_packed(packing):
+    """An ordinary launch each time."""
+    kernel, _, again = cached(compiles=True, packs=True)
+    again.run(torch.ones(3, dtype=torch.int32))
+    again.run(torch.ones(3, dtype=torch.int64))
+    assert (len(kernel.launched), again.packed.launched) == (2, [])
+
+
+def test_nothing_is_packed_unasked(packing):
+    """Other kernels have numbers that Triton specialises."""
+    _, _, again = cached(compiles=True)
+    again.run(torch.ones(3, dtype=torch.int32))
+    assert again.packed is None
+
+
+COMPILE = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvtxn.backends.driver import SCRATCH
+from kvtxn.backends.move_rows.kernel import move_rows
+
+FLAGS = dict.fromkeys(("TO_CACHE", "COUNT", "UNIFORM", "WIDE", "ONCE"), True)
+SIZES = {"GROUPS": 1, "NARROW": 1, "UNITS": 64, "RUN": 64, "BLOCK": 16, "ROWS": 4, "COLS": 64}
+KINDS = {"SELECT": 2, "ACCEPT": 3, "DIRECT": False, "OVERWRITES": False, "TAIL": 0, "CHUNK": 128}
+constants = FLAGS | SIZES | KINDS
+LONG = {"first_address", "second_address", "known", "placeholder", "vocabulary"}
+SHORT = {"num_rows", "num_planes", "slot_stride", "columns", "depth", "per_request", "settled"}
+kinds = {
+    name: "i64" if name in LONG else "i32" if name in SHORT else "*i64"
+    for name in move_rows.arg_names if not name.isupper()
+} | {"accepted": "*i32"}
+signature = {name: kinds.get(name, "constexpr") for name in move_rows.arg_names}
+source = ASTSource(fn=move_rows, signature=signature, constexprs=constants)
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+words = re.findall(r"[.]param [.](\\w+)", ptx)
+wanted = ["u32" if kind == "i32" else "u64" for kind in kinds.values()]
+assert words[: len(wanted)] == wanted, words
+assert len(words) <= len(wanted) + SCRATCH, words
+print("compiled")
+"""
+
+
+def test_the_compiled_kernel_takes_what_is_packed(tmp_path):
+    """Its parameters are its arguments without constants, in their order."""
+    triton = pytest.importorskip("triton.backends")
+    if "nvidia" not in triton.backends:
+        pytest.skip("this Triton does not compile for NVIDIA's GPUs")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.stdout == "compiled\n", done.stderr

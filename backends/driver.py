@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...log import get_logger
+from ..log import get_logger
 
 log = get_logger()
 
@@ -83,7 +83,9 @@ def pack(
         arguments: addresses and numbers, without constants.
         device: of the launch.
     """
-    if device.type != "cuda" or not works(_number(device)) or not _is_usual(compiled):
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None  # to try the driver first would spoil a capture
+    if not works(_number(device)) or not _is_usual(compiled):
         return None
     return PackedLaunch(compiled, grid, arguments, _number(device))
 
@@ -144,7 +146,7 @@ def works(device: int) -> bool:
     except Exception as error:
         found, why = False, repr(error)
     if not found:
-        log.debug("audit.launched_by_triton", device=device, why=why)
+        log.debug("driver.launched_by_triton", device=device, why=why)
     return found
 
 
