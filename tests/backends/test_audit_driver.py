@@ -75,10 +75,19 @@ def launched(monkeypatch):
     monkeypatch.setattr(driver, "_launcher", lambda: own)
     monkeypatch.setattr(driver, "triton", SimpleNamespace(runtime=runtime))
     monkeypatch.setattr(driver, "works", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return seen
 
 
 GPU = torch.device("cuda", 3)
+
+
+def test_nothing_is_packed_while_a_graph_is_captured(launched, monkeypatch):
+    """The driver is tried first, which would spoil the capture."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert driver.pack(Compiled(), (1, 1, 1), [1], GPU) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert driver.pack(Compiled(), (1, 1, 1), [1], GPU) is not None
 
 
 def test_a_launch_that_recurs_is_the_drivers(launched):
