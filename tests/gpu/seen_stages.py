@@ -15,13 +15,13 @@ HEAD: Final = """## Pipeline stages
 `python tests/gpu/try_stages.py`: windows on every pipeline stage beside stock over the same
 requests (chunked prompts, prefix hits, preemption, aborted requests, blocks that are used again).
 *All stages of an engine were on one GPU*, and spoke through gloo: nothing here was seen on several
-GPUs, over NCCL, or at speed. One row for each stage. *On and off* compares one engine with its
-windows switched on and off. *Heard of* counts steps with drafts whose acceptance reached the stage,
+GPUs, over NCCL, or at speed. One row for each worker, stage by stage. *On and off* compares one
+engine with its windows switched on and off. *Heard of* counts steps with drafts whose acceptance reached the stage,
 *gone* their requests that had left by then, whose drafts are not judged. *Rejected stay*: rejected
 drafts that stay in the caches, in stock and with windows. *Lost*: accepted rows that are not there.
 *Strays*: layers that a commit changed elsewhere. *Counts*: kvtxn's are the oracle's. *After a
 fault*: each part of a step failed once on each early stage, was counted once, and tokens are
-stock's.
+stock's. An engine without a stock one beside it (-) is compared with itself, windows off.
 """
 
 
@@ -33,24 +33,27 @@ def stages(folder: Path) -> dict[str, Any]:
         if path.stem != "verdict" and "partial" not in path.stem
     }
     return {
-        name: reduced(report, reports[name.partition(".")[0] + ".stock"])
+        name: reduced(report, reports.get(name.partition(".")[0] + ".stock"))
         for name, report in reports.items()
         if any(each["steps"] for each in report.get("stages", ()))
     }
 
 
-def reduced(report: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce one engine's report."""
+def reduced(report: Mapping[str, Any], stock: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Reduce one engine's report; without a stock engine it is compared with itself alone."""
     names = [name for name in report if f"{name}.off" in report]
-    pairs = [(report[name], stock[name], report[f"{name}.off"]) for name in names]
+    other = {name: report[f"{name}.off"] for name in names} if stock is None else stock
+    pairs = [(report[name], other[name], report[f"{name}.off"]) for name in names]
     found: dict[str, Any] = {key: report[key] for key in ("machine", "graphs", "attention")}
     found["scenarios"] = names
     found["requests"] = sum(len(ours["tokens"]) for ours, _, _ in pairs)
-    found["same"] = sum(same(ours, other) for ours, other, _ in pairs)
+    found["same"] = None if stock is None else sum(same(ours, each) for ours, each, _ in pairs)
     found["on_and_off"] = sum(same(ours, off) for ours, _, off in pairs)
     found["stages"] = [each | of_stage(rank, pairs) for rank, each in enumerate(report["stages"])]
     faults = report.get("faults", {})
-    found["faults"] = {stage: recovered(each, stock) for stage, each in faults.items()}
+    early = [not each["last"] for each in report["stages"]]
+    tokens = other[names[0]]["tokens"]
+    found["faults"] = {part: recovered(each, tokens, early) for part, each in faults.items()}
     return found
 
 
@@ -76,25 +79,28 @@ def of_stage(rank: int, pairs: Any) -> dict[str, Any]:
     }
 
 
-def recovered(fault: Mapping[str, Any], stock: Mapping[str, Any]) -> bool:
-    """Tell whether a fault was counted once, cost no row, and changed no token."""
-    first = next(
-        name for name in stock if isinstance(stock[name], dict) and "tokens" in stock[name]
-    )
-    during, afterwards = fault["during"], fault["afterwards"]
-    tokens = stock[first.partition(".")[0]]["tokens"]
+def recovered(fault: Mapping[str, Any], tokens: Any, early: list[bool]) -> bool:
+    """Tell whether a fault was counted once, cost no row, and changed no token.
+
+    Args:
+        fault: the runs during the fault and afterwards.
+        tokens: those of the same scenario without a fault.
+        early: for each worker, whether it had the fault.
+    """
+    runs = fault["during"], fault["afterwards"]
+    counted = [
+        [each.get("kvtxn_fallbacks_total", 0) for each in run.get("kvtxn", ())] for run in runs
+    ]
     return (
-        during["tokens"] == afterwards["tokens"] == tokens
-        and [each["kvtxn_fallbacks_total"] for each in during["kvtxn"]]
-        == [1] * (len(during["kvtxn"]) - 1) + [0]
-        and not any(each["kvtxn_fallbacks_total"] for each in afterwards["kvtxn"])
-        and not any(each.get("lost") for each in [*during["oracle"], *afterwards["oracle"]])
+        all(run.get("tokens") == tokens for run in runs)
+        and counted == [[int(each) for each in early], [0] * len(early)]
+        and not any(each.get("lost") for run in runs for each in run["oracle"])
     )
 
 
 def drawn(engines: Mapping[str, Any]) -> str:
     """Draw the table."""
-    header = ["engine", "graphs", "stage", "policy", "same tokens", "on and off", "windows"]
+    header = ["engine", "graphs", "worker", "policy", "same tokens", "on and off", "windows"]
     header += ["heard of", "gone", "accepted", "rejected stay", "lost", "strays", "counts"]
     header += ["after a fault"]
     rows = []
@@ -104,7 +110,7 @@ def drawn(engines: Mapping[str, Any]) -> str:
             rows.append(
                 [
                     *(name.partition(".")[0], each["graphs"], str(number + 1), stage["policy"]),
-                    f"{each['same']} / {each['requests']}",
+                    "-" if each["same"] is None else f"{each['same']} / {each['requests']}",
                     f"{each['on_and_off']} / {each['requests']}",
                     *(str(stage["windows"]), str(stage["heard"] or "-")),
                     *(str(stage["gone"]) if not stage["last"] else "-", str(stage["kept"])),

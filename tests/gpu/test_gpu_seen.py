@@ -140,7 +140,8 @@ def test_the_readme_has_the_records_number():
 def test_stages_are_those_of_stock(engine):
     """Tokens, with windows on and off; each stage counts what the oracle saw, and loses nothing."""
     found = SEEN["stages"][engine]
-    assert found["same"] == found["on_and_off"] == found["requests"] > 0
+    assert found["on_and_off"] == found["requests"] > 0
+    assert found["same"] in (None, found["requests"])
     early, last = found["stages"][:-1], found["stages"][-1]
     assert {each["steps"] for each in early} == {"PipelineSteps"}
     assert last["steps"] == "GraphSteps"
