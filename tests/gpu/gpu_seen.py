@@ -42,7 +42,9 @@ STATES: Final = """## Recurrent states
 drafts accepted by lot. *States* are compared request by request after every step, all layers, by
 the digest of their bytes; *blocks* is how many state blocks a request has. *Requests at once* is
 what vLLM says fits into the same memory. *After a fault*: launches of commits that were made to
-fail were repeated, and the tokens are stock's.
+fail were repeated, and the tokens are stock's. In engines named *cached* the prefix cache keeps
+states: those at the ends of blocks are compared, too, and *from the cache* counts the prompt tokens
+that were found there.
 """
 FAST: Final = """## Recurrent states by kvtxn's own kernels
 
@@ -52,7 +54,10 @@ rows stock by one of vLLM's two kernels beside stock by the other. Tokens may pa
 *noise* the most that a logit differs by after the same tokens, in steps of bfloat16, of at most
 {near} and {noise}. After each commit all states are compared with a recurrence in float64 over the
 kept rows: *off* counts those whose difference is more than {tolerance} of the
-state's largest number, and *worst* is the largest difference. *Strays* counts states that a forward
+state's largest number, and *worst* is the largest difference; *ends* counts those among them that
+commits left at the ends of blocks, for the prefix cache. *Preempted* requests are computed again;
+stock has blocks for all there, and drafts are accepted where the model says the same. *From the
+cache* counts prompt tokens whose states came from there. *Strays* counts states that a forward
 changed, *elsewhere* blocks of other requests that a step changed; - was not watched. *After a
 fault*: launches of commits that were made to fail were repeated, and the engine gave the same
 tokens again. *Wrong counts*: commits took in one row more or less than was accepted; so many states
@@ -88,6 +93,8 @@ def states(reports: Mapping[str, Any]) -> dict[str, Any]:
         stock = reports.get(f"{kind}.stock", {"error": "not run"})
         if policy in ("stock", "again", "fast") or "error" in stock or "error" in ours:
             continue
+        if ours.get("preempted"):  # their states come of other steps than stock's; see ``fast``
+            continue
         played = [
             each for each in stock if isinstance(stock[each], dict) and "digests" in stock[each]
         ]
@@ -108,6 +115,7 @@ def states(reports: Mapping[str, Any]) -> dict[str, Any]:
             "fault": ours["fault"]["tokens"] == stock["eight"]["tokens"],
             "blocks": [stock["state_blocks"], ours["state_blocks"]],
             "at_once": [stock["concurrency"], ours["concurrency"]],
+            "hits": sum(b.get("hits", 0) for _, b in pairs),
             "machine": ours["machine"],
         }
     return found
@@ -139,37 +147,49 @@ def fast(reports: Mapping[str, Any]) -> dict[str, Any]:
             "machine": ours["machine"],
         }
 
+    def compared(ours: Mapping[str, Any]) -> dict[str, Any]:
+        """What was compared with the recurrence, of engines with kvtxn's own kernels."""
+        if "miscounted" not in ours:
+            return {}
+        seen = [ours[each]["recurred"] for each in (*played(ours), "fault")]
+        # Before it said which blocks are its own, a watch counted those in which drafts wait.
+        keys = ["states", "off", "blind", "ends", *(["other_blocks"] * ("own_blocks" in ours))]
+        return {
+            **{key: sum(each.get(key, 0) for each in seen) for key in keys},
+            "worst": max(each.get("worst", 0.0) for each in seen),
+            "given_wrong": ours["given_wrong_counts"],
+            "seen_wrong": ours["miscounted"]["recurred"]["off"],
+        }
+
     found = {}
     done = {name: each for name, each in reports.items() if "error" not in each}
     for name, ours in done.items():
         if name.count(".") != 2:
             continue
-        kind, own, _ = name.split(".")
+        kind, own, who = name.split(".")
         modes = (own, "eager", "graphs", "full")
         beside = next((m for m in modes if f"{kind}.{m}.stock" in done), None)
-        if not name.endswith(".fast") or beside is None:
+        near = who == "fast" or (who != "stock" and ours.get("preempted"))
+        if not near or beside is None:
             continue
         stock = done[f"{kind}.{beside}.stock"]
-        seen = [ours[each]["recurred"] for each in (*played(ours), "fault")]
         found_in = [ours[each] for each in played(ours)]
         found[name] = ties(ours, stock) | {
-            **{
-                key: sum(each.get(key, 0) for each in seen)
-                for key in ("states", "off", "blind", "other_blocks")
-            },
-            "worst": max(each.get("worst", 0.0) for each in seen),
+            **compared(ours),
             "strays": sum(
                 v for each in found_in for k, v in each["counts"].items() if "stray" in k
             ),
             "replays": sum(each["counts"].get("graphs", 0) for each in found_in),
             "repeated": ours["commits_repeated"].get("failed", 0),
             "fault": ours["fault"]["tokens"] == ours["eight"]["tokens"],
-            "given_wrong": ours["given_wrong_counts"],
-            "seen_wrong": ours["miscounted"]["recurred"]["off"],
             "beside": beside,
+            "preempted": ours.get("preempted", 0),
+            "hits": sum(each.get("hits", 0) for each in found_in),
             "blocks": [stock["state_blocks"], ours["state_blocks"]],
             "at_once": [stock["concurrency"], ours["concurrency"]],
         }
+        if stock["block_sizes"] != ours["block_sizes"] or kind == "few":
+            del found[name]["at_once"]  # of other caches
     for mode in ("eager", "graphs", "full"):
         names = [f"{kind}_float32.{mode}.stock" for kind in ("fused", "triton")]
         if all(name in done for name in names):
@@ -263,11 +283,12 @@ def _states(engines: Mapping[str, Any]) -> str:
             *(str(each["strays"]), "yes" if each["fault"] else "**no**"),
             " -> ".join(str(sum(blocks)) for blocks in each["blocks"]),
             " -> ".join(f"{number:.0f}" for number in each["at_once"]),
+            str(each.get("hits") or "-"),
         ]
         for name, each in engines.items()
     ]
     header = ["engine", "graphs", "same tokens", "equal states", "same counts", "strays"]
-    header += ["after a fault", "blocks", "requests at once"]
+    header += ["after a fault", "blocks", "requests at once", "from the cache"]
     return table(header, rows) + _commits(engines.values())
 
 
@@ -279,21 +300,24 @@ def fast_head() -> str:
 
 
 def _fast(engines: Mapping[str, Any]) -> str:
-    header = ["engine", "graphs", "same tokens", "gap", "noise", "off", "worst", "strays"]
-    header += ["elsewhere", "after a fault", "wrong counts", "requests at once"]
+    header = ["engine", "graphs", "same tokens", "gap", "noise", "off", "worst", "ends", "strays"]
+    header += ["elsewhere", "preempted", "from the cache", "after a fault", "wrong counts"]
+    header += ["requests at once"]
     rows = []
     for name, each in engines.items():
         other = each.get("beside", name.split(".")[1])
         beside = "" if other == name.split(".")[1] else f", beside stock ({other})"
         row = [name + beside, each["graphs"], f"{each['same']} / {each['requests']}"]
         row += [f"{each['gap']:.0f}", f"{each['noise']:.0f}"]
-        if "states" in each:
-            row += [f"{each['off']} / {each['states']}", f"{each['worst']:.1e}"]
-            row += [str(each["strays"]), str(each.get("other_blocks", "-"))]
-            row += ["yes" if each["fault"] else "**no**"]
-            row += [f"{each['seen_wrong']} / {each['given_wrong']}"]
-            row += [" -> ".join(f"{number:.0f}" for number in each["at_once"])]
-        rows.append(row + ["-"] * (len(header) - len(row)))
+        known = "states" in each
+        row += [f"{each['off']} / {each['states']}", f"{each['worst']:.1e}"] if known else ["-"] * 2
+        row += [str(each.get("ends") or "-")]
+        row += [str(each.get("strays", "-")), str(each.get("other_blocks", "-"))]
+        row += [str(each.get("preempted") or "-"), str(each.get("hits") or "-")]
+        row += [{True: "yes", False: "**no**", None: "-"}[each.get("fault")]]
+        row += [f"{each['seen_wrong']} / {each['given_wrong']}" if known else "-"]
+        row += [" -> ".join(f"{n:.0f}" for n in each["at_once"]) if "at_once" in each else "-"]
+        rows.append(row)
     return table(header, rows) + _commits(engines.values())
 
 

@@ -142,6 +142,7 @@ _BY_LOGITS: Final = {"rejection_sample_method": "standard", "synthetic_acceptanc
 #: The prefix cache keeps states at the ends of blocks.
 _CACHED: Final[dict[str, Any]] = {
     "enable_prefix_caching": True,
+    "prefix_cache_retention_interval": None,  # ends of blocks that answers cross are kept, too
     "max_num_batched_tokens": 1024,
     "scenarios": ["growing", "returning"],
 }
@@ -171,9 +172,9 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
         ("auto", "fast"),
     ),
     "experts": ("qwen3_next", {**_TRITON, **_32}, ("auto", "fast")),
-    "cached": ("qwen3_5", {**_TRITON, **_32, **_CACHED}, ("auto", "fast")),
-    "cached_mamba": ("nemotron_h", _CACHED, ("auto",)),
-    "cached_conv": ("lfm2", _CACHED, ("auto",)),
+    "fused_cached": ("qwen3_5", {**_TRITON, **_32, **_CACHED}, ("auto", "fast")),
+    "nemotron_cached": ("nemotron_h", _CACHED, ("auto",)),
+    "lfm2_cached": ("lfm2", _CACHED, ("auto",)),
 }
 #: Graphs of few sizes, so that engines start sooner.
 _SIZES: Final = {"cudagraph_capture_sizes": [(DRAFTS + 1) * count for count in (1, 2, 4, 8, 16)]}
@@ -185,7 +186,15 @@ _MODES: Final = {
     "full": {"compilation_config": _FULL},
 }
 #: Kinds that run with graphs alone.
-_GRAPHS: Final = ("ahead", "mtp", "few", "experts", "cached", "cached_mamba", "cached_conv")
+_GRAPHS: Final = (
+    "ahead",
+    "mtp",
+    "few",
+    "experts",
+    "fused_cached",
+    "nemotron_cached",
+    "lfm2_cached",
+)
 
 
 def write(name: str, folder: Path) -> str:
@@ -240,7 +249,7 @@ def options_of(job: dict[str, Any]) -> dict[str, Any]:
     }
     speculation = {name: value for name, value in speculation.items() if value is not None}
     if options.pop("blocks", False):
-        options["num_gpu_blocks_override"] = 46  # too few for all: requests are preempted
+        options["num_gpu_blocks_override"] = 38  # too few for all: requests are preempted
     return {
         "load_format": "dummy",
         "skip_tokenizer_init": True,

@@ -91,7 +91,13 @@ COUNTS: Final = ("states", "off", "mistaken", "blind")
 
 
 def compare(
-    layer: Any, before: Tensor, now: Tensor, starts: Tensor, kept: Tensor, most: int
+    layer: Any,
+    before: Tensor,
+    now: Tensor,
+    starts: Tensor,
+    kept: Tensor,
+    most: int,
+    among: Tensor | None = None,
 ) -> Tensor:
     """Compare the states of one layer after a commit, without waiting for the device.
 
@@ -102,6 +108,7 @@ def compare(
         starts: int64 ``[num_requests + 1]``.
         kept: int64 ``[num_requests]``.
         most: rows of the longest request.
+        among: bool ``[num_requests]``, the requests that count; None is all.
 
     Returns:
         float64 ``[5]``: the states that were compared; those that are off; those that are off, and
@@ -121,11 +128,12 @@ def compare(
     mine = off.gather(0, right)[0]
     kept_state = every.gather(0, right[..., None, None, None].expand_as(every[:1]))
     close = (every - kept_state).abs().amax((2, 3, 4)) / size <= APART * near
-    wrong = mine > near
+    among = torch.ones_like(mine, dtype=torch.bool) if among is None else among
+    wrong = (mine > near) & among
     mistaken = wrong & ((off <= near) & others).any(0)
-    parts = torch.ones_like(wrong), wrong, mistaken, (close & others).any(0)
+    parts = among, wrong, mistaken, (close & others).any(0) & among
     counts = torch.stack(parts).sum(1).double()
-    return torch.cat([counts, mine.where(~wrong, 0.0).max()[None]])
+    return torch.cat([counts, mine.where(~wrong & among, 0.0).max()[None]])
 
 
 def added(sums: Tensor, found: Tensor) -> Tensor:

@@ -24,6 +24,12 @@ def digest(part: torch.Tensor) -> torch.Tensor:
     return (words * (places % 1000003)).sum(1)
 
 
+def own_blocks(runner: Any) -> int:
+    """How many blocks vLLM hands out; drafts of attention wait behind them, in spare ones."""
+    spare = getattr(runner, "kvtxn_spare", None)
+    return int(runner.kv_cache_config.num_blocks if spare is None else spare.own)
+
+
 class Watch(Base):
     """The worker extension: methods that vLLM calls in each worker."""
 
@@ -53,6 +59,7 @@ class Watch(Base):
             "state_blocks": sorted({1 + s.num_speculative_blocks for s in specs
                                     if hasattr(s, "num_speculative_blocks")}),
             "blocks": config.num_blocks,
+            "own_blocks": own_blocks(runner),
             "page_bytes": sorted({s.page_size_bytes for s in specs}),
             "block_sizes": [s.block_size for s in specs],
             "concurrency": round(
@@ -76,7 +83,7 @@ class Watch(Base):
         """Digest states from now on."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         self.found = state_layers(runner)
-        self.num_blocks = int(runner.kv_cache_config.num_blocks)
+        self.num_blocks = own_blocks(runner)
         self.held = getattr(runner, "kvtxn_states", None) is not None
         self.aligned = runner.vllm_config.cache_config.mamba_cache_mode == "align"
         replayed = getattr(getattr(runner, "kvtxn_states", None), "_replayed", None)
@@ -208,7 +215,7 @@ class Watch(Base):
             found = state_recurrence.compare(layer, was[whose], now[whose], starts, kept, most)
             self.recurred = state_recurrence.added(self.recurred, found)
             if self.aligned:
-                self.recur_at_ends(layer, was[whose], now[whose], starts, kept, most, whose)
+                self.recur_at_ends(layer, was[whose], starts, kept, most, whose)
         # Layers of other groups have their rows and states in the same pages.
         mine = torch.cat([table.flatten() for table in self.all_tables()])
         for was, now in zip(self.blocks, self.blocks_now(), strict=True):
@@ -220,22 +227,19 @@ class Watch(Base):
         self,
         layer: Any,
         was: torch.Tensor,
-        now: torch.Tensor,
         starts: torch.Tensor,
         kept: torch.Tensor,
         most: int,
         whose: torch.Tensor,
     ) -> None:
-        """Compare the states that a commit left at the ends of blocks; elsewhere present ones."""
+        """Compare the states that a commit left at the ends of blocks."""
         column = self.computed() // self.tokens_of_block()
         rows = ((column + 1) * self.tokens_of_block() - self.computed())[whose]
         crossed = rows <= kept.clamp(min=1).minimum(starts.diff())
         [found] = [each for each in self.found if each.module is layer.module]
         ends = self.states_in(found, column)[whose]
         self.ends += crossed.sum()
-        seen = torch.where(crossed[:, None, None, None], ends, now)
-        counts = torch.where(crossed, rows, kept)
-        compared = state_recurrence.compare(layer, was, seen, starts, counts, most)
+        compared = state_recurrence.compare(layer, was, ends, starts, rows, most, crossed)
         self.recurred = state_recurrence.added(self.recurred, compared)
 
     def note(self, num_sampled: torch.Tensor, idx_mapping: torch.Tensor) -> None:
@@ -289,11 +293,10 @@ class Watch(Base):
         column = before // tokens
         none = torch.zeros_like(column)
         digests = self.digests_in(column, none, none)
-        # A prompt's step may pass blocks that keep nothing: they have no number.
-        blocks = self.tables(self.found[0]).gather(1, column[:, None]).squeeze(1).tolist()
+        prefilling = self.batch.is_prefilling_np.tolist()  # whose steps may pass blocks
         for number, request in enumerate(self.batch.req_ids):
             end = (int(column[number]) + 1) * tokens
-            if end <= computed[number] and blocks[number]:
+            if end <= computed[number] and not prefilling[number]:
                 self.counts["ends"] += 1
                 self.digests.setdefault(f"{self.name_of(request)}@{end}", digests[number])
 
