@@ -14,14 +14,15 @@ HEAD: Final = """## Pipeline stages
 
 `python tests/gpu/try_stages.py`: windows on every pipeline stage beside stock over the same
 requests (chunked prompts, prefix hits, preemption, aborted requests, blocks that are used again).
-*All stages of an engine were on one GPU*, and spoke through gloo: nothing here was seen on several
-GPUs, over NCCL, or at speed. One row for each worker, stage by stage. *On and off* compares one
-engine with its windows switched on and off. *Heard of* counts steps with drafts whose acceptance reached the stage,
-*gone* their requests that had left by then, whose drafts are not judged. *Rejected stay*: rejected
-drafts that stay in the caches, in stock and with windows. *Lost*: accepted rows that are not there.
-*Strays*: layers that a commit changed elsewhere. *Counts*: kvtxn's are the oracle's. *After a
-fault*: each part of a step failed once on each early stage, was counted once, and tokens are
-stock's. An engine without a stock one beside it (-) is compared with itself, windows off.
+*All stages of an engine were on one GPU*, and spoke through gloo: nothing here was seen on
+several GPUs, over NCCL, or at speed. One row for each worker, stage by stage. *On and off*
+compares one engine with its windows switched on and off. *Heard of* counts steps with drafts
+whose acceptance reached the stage, *gone* their requests that had left by then, whose drafts are
+not judged. *Rejected stay*: rejected drafts that stay in the caches, in stock and with windows.
+*Lost*: accepted rows that are not there. *Strays*: layers that a commit changed elsewhere.
+*Counts*: kvtxn's are the oracle's. *After a fault*: each part of a step failed once on each early
+stage, was counted once, and tokens are stock's. An engine without a stock one beside it (-) is
+compared with itself, windows off.
 """
 
 
