@@ -91,19 +91,19 @@ class TritonPasses(Passes):
 
     def change(self, change: Change) -> None:
         """Put in place what a step changes, as ``Passes.change`` describes."""
-        beginning, given, pieces = change.beginning, change.given, []
-        if beginning is not None:
-            pieces.append(memoryview_of(beginning.packed))
-        numbers = array("q")
+        coming, given, numbers = change.coming, change.given, array("q")
+        pieces = [] if coming is None else [*map(memoryview_of, coming.owns)]
+        if coming is not None:
+            numbers.extend(coming.fields)
+        begun = (0, 0) if coming is None else (coming.num_tokens, len(coming.owns))
         for place, blocks in given:
             base, stride = place.base, place.stride
             numbers.extend([base + block * stride for block in blocks])
-        handed = len(numbers)
+        handed = sum([len(blocks) for _, blocks in given])
         for place, blocks in given:
             numbers.extend([place.stride] * len(blocks))
         numbers.extend(change.released)
         pieces.append(memoryview(numbers))
-        begun = (0, 0) if beginning is None else (beginning.num_tokens, beginning.num_requests)
         packed = self._staging.put(pieces)
         self._change(packed, *begun, handed, len(change.released), change.seals)
 

@@ -9,6 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..host_values import to_device
+
 #: What ``Beginning.packed`` has of each request behind the tokens, in this order.
 LINE: Final = 0
 SERIAL: Final = 1
@@ -37,27 +39,6 @@ class Beginning:
     num_tokens: int
     num_requests: int
 
-    @classmethod
-    def of(
-        cls,
-        entries: Sequence[tuple[int, int]],
-        owns: Sequence[tuple[Tensor, int]],
-        again: Sequence[bool],
-    ) -> Beginning:
-        """Describe requests, on the host.
-
-        Args:
-            entries: line and serial number of each request, no line twice.
-            owns: its tokens, int64 on the host, and its seed, see ``own_words``.
-            again: whether it was admitted before.
-        """
-        fields, begin = [], 0
-        for (line, serial), (own, seed), known in zip(entries, owns, again, strict=True):
-            fields += [line, serial, begin, len(own), seed, int(known)]
-            begin += len(own)
-        every = [own for own, _ in owns]
-        return cls(torch.cat([*every, torch.tensor(fields)]), begin, len(every))
-
     @property
     def tokens(self) -> Tensor:
         """The tokens of one request after another, int64 ``[num_tokens]``."""
@@ -67,3 +48,44 @@ class Beginning:
     def fields(self) -> Tensor:
         """The fields of each request, int64 ``[num_requests, NUM_FIELDS]``."""
         return self.packed[self.num_tokens :].view(self.num_requests, NUM_FIELDS)
+
+
+@attrs.frozen(eq=False)
+class Coming:
+    """Requests that begin together, as the host has them: in pieces.
+
+    Attributes:
+        owns: the tokens of each request, int64 ``[n]`` on the host.
+        fields: the fields of one request after another, see ``Beginning``.
+        num_tokens: tokens of all requests.
+    """
+
+    owns: Sequence[Tensor]
+    fields: Sequence[int]
+    num_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        entries: Sequence[tuple[int, int]],
+        owns: Sequence[tuple[Tensor, int]],
+        again: Sequence[bool],
+    ) -> Coming:
+        """Describe requests.
+
+        Args:
+            entries: line and serial number of each request, no line twice.
+            owns: its tokens, int64 on the host, and its seed, see ``own_words``.
+            again: whether it was admitted before.
+        """
+        fields: list[int] = []
+        begin = 0
+        for (line, serial), (own, seed), known in zip(entries, owns, again, strict=True):
+            fields += (line, serial, begin, len(own), seed, int(known))
+            begin += len(own)
+        return cls([own for own, _ in owns], fields, begin)
+
+    def beginning(self, device: torch.device) -> Beginning:
+        """Bring them to a device in one copy, without waiting for it."""
+        packed = to_device(torch.cat([*self.owns, torch.tensor(self.fields)]), device, torch.int64)
+        return Beginning(packed, self.num_tokens, len(self.owns))

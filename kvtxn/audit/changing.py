@@ -15,7 +15,7 @@ from torch import Tensor
 from ..host_values import to_device
 from . import checks
 from .admission import Admission, own_words
-from .beginning import Beginning
+from .beginning import Coming
 from .books import Books
 from .byte_books import ByteBooks
 from .changes import Change
@@ -160,10 +160,10 @@ class Changing:
         checks.check_names("admit", names, distinct=True)
         owns = [own_words(self.books, each) for each in admissions]
         blocks = self._blocks(given) if given else ()
-        lines, left, beginning = self._roll(gone, names, owns)
-        if left or blocks or beginning is not None:
+        lines, left, coming = self._roll(gone, names, owns)
+        if left or blocks or coming is not None:
             seals = None if self._bytes is None else self._bytes.seals
-            self.passes.change(Change(left, blocks, beginning, seals))
+            self.passes.change(Change(left, blocks, coming, seals))
         return lines
 
     def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, list[int]]]:
@@ -184,8 +184,8 @@ class Changing:
 
     def _roll(
         self, gone: Sequence[str], names: Sequence[str], owns: Sequence[tuple[Tensor, int]]
-    ) -> tuple[list[int], list[int], Beginning | None]:
-        """Return the lines of those that come, those that nobody has now, and the beginning."""
+    ) -> tuple[list[int], list[int], Coming | None]:
+        """Return the lines of those that come, those that nobody has now, and who comes."""
         roster = self._roster
         leaving = [name for name in gone if name in roster]
         roster.require_room(names, leaving)
@@ -199,7 +199,7 @@ class Changing:
             self._later += [line for line, known in zip(lines, again, strict=True) if not known]
         if left:
             left = [line for line in left if line not in lines]
-        return lines, left, Beginning.of(entries, owns, again)
+        return lines, left, Coming.of(entries, owns, again)
 
     def _upload(self, numbers: Ints) -> Tensor:
         """Return numbers as int64 on the device, without waiting for it."""

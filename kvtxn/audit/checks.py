@@ -102,9 +102,11 @@ def bounded(operation: str, name: str, values: Any, end: int, *, distinct: bool 
     Raises:
         ConfigError: the values are something else.
     """
-    if type(values) is list and values and not distinct and {*map(type, values)} == {int}:
+    plain = type(values) is list and values and {*map(type, values)} == {int}
+    if not distinct and (plain or (type(values) is array and values.typecode == "q" and values)):
         with contextlib.suppress(OverflowError):  # quicker than ``torch.tensor``
-            numbers = torch.frombuffer(array("q", values), dtype=torch.int64)
+            given = array("q", values) if plain else values
+            numbers = torch.frombuffer(given, dtype=torch.int64)
             low, high = (int(number) for number in numbers.aminmax())
             if low >= 0 and high < end:
                 return numbers

@@ -126,9 +126,8 @@ class Passes(ABC):
             there = to_device(blocks, device, torch.int64)
             for words in (books.words,) if change.seals is None else (books.words, change.seals):
                 place.pool_of(words).index_fill_(0, there, UNWRITTEN)
-        if change.beginning is not None:
-            packed = to_device(change.beginning.packed, device, torch.int64)
-            self.begin(attrs.evolve(change.beginning, packed=packed))
+        if change.coming is not None:
+            self.begin(change.coming.beginning(device))
 
     def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
         """Copy numbers of the host into a tensor on the device, without waiting for it.

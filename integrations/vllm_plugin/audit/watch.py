@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ....audit import (
-    Admission,
     Key,
     Ledger,
     RecordingLedger,
@@ -27,7 +26,7 @@ from ..internals.audited import NO_CHANGES, Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .filled_blocks import FilledBlocks
-from .fresh_blocks import fresh_blocks
+from .new_in_step import admissions, fresh_blocks
 from .transfers import TransferWatch
 
 log = get_logger()
@@ -191,8 +190,7 @@ class Watch:
             return
         if leaving or named:
             self._batch = None
-        coming = [Admission(name, e.tokens, e.extras, e.embedded) for name, e in named.items()]
-        lines = self.ledger.change(leaving, coming, given)
+        lines = self.ledger.change(leaving, admissions(named.values()), given)
         for line, each in zip(lines, named.values(), strict=True):
             self._filled.begin(line, each.computed)
 
