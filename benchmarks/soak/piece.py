@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ...integrations.serving.engine_process import (
@@ -12,6 +12,7 @@ from ...integrations.serving.engine_process import (
     calling,
     ending_with,
 )
+from .client import Said
 from .engine import Piece
 from .reference import without_windows
 
@@ -69,24 +70,49 @@ def _listen(
     keep: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Collect what the engines say until the soaked one has ended, and stock has judged."""
-    asked = 0
+    judge = None if stock is None else _Judge(stock, report["texts"])
     while told := soaked.answer("while it ran"):
         if "sample" in told:
             report["samples"].append(told["sample"])
-        elif "said" in told:
-            if stock is not None:
-                stock.send(told["said"])
-                asked += 1
-        else:
+        elif "said" not in told:
             report |= told
+        elif judge is not None:
+            judge.take(told["said"])
         keep(report)
-    if stock is None:
-        return
-    stock.answer("while it started")
-    for _ in range(asked):
-        _add(report["texts"], stock.answer("while it was asked"))
+    while judge is not None and judge.waits:
+        judge.hear()
         keep(report)
-    stock.stop(last=None, patience=0.0)
+
+
+class _Judge:
+    """The stock engine: it starts, and judges texts, beside the engine that is soaked.
+
+    Args:
+        stock: its process, which has been told to start.
+        total: what it finds is added to this.
+
+    Attributes:
+        waits: answers that it still owes, that to its start included.
+    """
+
+    def __init__(self, stock: EngineProcess, total: dict[str, Any]) -> None:
+        self._stock, self._total = stock, total
+        self._started, self.waits = False, 1
+
+    def take(self, batch: Sequence[Said]) -> None:
+        """Ask about some texts, and hear whatever it has found meanwhile."""
+        self._stock.send(batch)
+        self.waits += 1
+        while self.waits and self._stock.has_answered():
+            self.hear()
+
+    def hear(self) -> None:
+        """Wait for one answer."""
+        self.waits -= 1
+        found = self._stock.answer("while it was asked" if self._started else "while it started")
+        if self._started:
+            _add(self._total, found)
+        self._started = True
 
 
 def _process(module: str, name: str) -> EngineProcess:

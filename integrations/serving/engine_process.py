@@ -104,6 +104,10 @@ class EngineProcess:
         except OSError:
             raise self.error("has ended before its next command") from None
 
+    def has_answered(self) -> bool:
+        """Tell whether an answer waits, or the engine's end of the pipe is closed."""
+        return self._pipe.poll(0)
+
     def answer(self, when: str) -> Any:
         """Wait for the next answer; see ``ask``."""
         # Not for the pipe's end alone: the engine's own processes inherit it and may live on.
