@@ -19,7 +19,7 @@ from .engines import audit_report, exactness_tables
 from .engines import report as vllm_report
 from .host import engine_step
 from .host import metrics_reading as readings
-from .kernels import backends, recurrent
+from .kernels import backends, delta_tiles, recurrent
 
 
 def load(name: str) -> dict[str, Any]:
@@ -248,6 +248,8 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
     "backends": lambda: backends.report(load("h200-backends")),
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
+    "hybrids": lambda: recurrent.sentence(load("h200-recurrent")),
+    "delta-tiles": lambda: delta_tiles.report(load("h200-delta-tiles")),
     "vllm-gpu-audit": lambda: vllm_gpu("h200-vllm-llama3-8b-audit"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
     "vllm-gpu-audit-rows": lambda: audit_report.audit(load("h200-vllm-llama3-8b-audit")),

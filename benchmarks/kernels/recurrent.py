@@ -313,6 +313,32 @@ def report(found: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, f"{machine_line(found['machine'])}."])
 
 
+def sentence(found: Mapping[str, Any]) -> str:
+    """Say in a sentence what a verify step takes of stock's time, at the most requests and at one.
+
+    Of Qwen3.5-9B with float32 states, beside vLLM's fused kernel.
+    """
+    kernel = "vLLM's, fused"
+    rows = [
+        row
+        for row in found["rows"]
+        if (row["model"], row["dtype"]) == ("qwen3.5-9b", "float32") and kernel in row["kernels"]
+    ]
+    one, most = (by(rows, key=lambda row: row["requests"]) for by in (min, max))
+    fast, exact = (
+        [each["median"] for each in pair]
+        for pair in (
+            [row["fast"]["of_stock"][kernel] for row in (most, one)],
+            [row["kernels"][kernel]["of_stock"] for row in (most, one)],
+        )
+    )
+    return (
+        f"With {most['requests']} requests and {most['drafts']} drafts each, the kernels of a "
+        f"verify step of Qwen3.5-9B take **{fast[0]:.2f} of stock's time** with `fast` and "
+        f"{exact[0]:.2f} with `exact`; with one request {fast[1]:.2f} and {exact[1]:.2f}."
+    )
+
+
 def fast_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Tabulate the fast kernels against each of stock's; nothing if no row has them."""
     lines = []
