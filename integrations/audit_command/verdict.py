@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import attrs
 
+from ...audit.violation import VERBS, in_text
+
 #: Columns of the page.
 WIDTH: Final = 100
 #: Violations that are told one by one; the HTML page has all of them.
@@ -132,8 +134,8 @@ def tell(violation: Mapping[str, Any]) -> str:
             f"position {violation['position']}."
         )
     said = (
-        f"{begin} {_VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
-        f"{violation['position']}, tokens {_tokens(violation['expected'])}"
+        f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
+        f"{violation['position']}, tokens {in_text(violation['expected'], ' ')}"
     )
     if violation["written_step"] is None:
         ending = {
@@ -147,17 +149,8 @@ def tell(violation: Mapping[str, Any]) -> str:
     if violation["written_position"] is not None:
         said += f" for position {violation['written_position']}"
     if violation["written_for"]:
-        said += f", tokens {_tokens(violation['written_for'])}"
+        said += f", tokens {in_text(violation['written_for'], ' ')}"
     return said + (", a draft that was rejected." if found == "rejected" else ".")
-
-
-#: By kind: the deed of the request; other kinds are reads.
-_VERBS: Final[Mapping[str, str]] = {
-    "published": "published",
-    "exported": "sent out",
-    "imported": "was given",
-    "state": "went on from",
-}
 
 
 def _place(violation: Mapping[str, Any]) -> str:
@@ -168,10 +161,6 @@ def _place(violation: Mapping[str, Any]) -> str:
     if violation["kind"] == "state":
         return f"state {slot} of {group}"
     return f"slot {slot} (block {violation['block']}) of {group}"
-
-
-def _tokens(tokens: Sequence[int]) -> str:
-    return "...[" + " ".join(map(str, tokens)) + "]"
 
 
 def _total(counters: Sequence[Mapping[str, float]], name: str) -> int:

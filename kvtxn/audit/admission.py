@@ -39,6 +39,33 @@ class Admission:
     embedded: Mapping[int, int] | None = None
 
 
+def admissions_of(operation: str, given: Any) -> list[Admission]:
+    """Return the requests that come as a list, since they are gone through more than once.
+
+    Args:
+        operation: the call, for the message.
+        given: any iterable of ``Admission``, read once.
+
+    Raises:
+        ConfigError: it is no iterable, or one of them is no ``Admission``.
+    """
+    wrong, there = "admissions is not valid", []
+    try:
+        items = iter(given)
+    except TypeError:
+        got = type(given).__name__
+    else:
+        there = list(items)  # not in the ``try``: an error of a generator's own is the caller's
+        strange = next((n for n, each in enumerate(there) if not isinstance(each, Admission)), -1)
+        if strange < 0:
+            return there
+        wrong, got = f"admission {strange} is not valid", repr(there[strange])
+    raise ConfigError(
+        operation, wrong, expected="an iterable of kvtxn.audit.Admission", got=got,
+        hint="describe each request as Admission(name, tokens); nothing was changed",
+    )  # fmt: skip
+
+
 def own_words(books: Books, given: Admission) -> tuple[Tensor, int]:
     """Return a request's tokens, and the digest of no tokens, from which its digests go on.
 

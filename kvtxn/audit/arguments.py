@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CapacityError, ConfigError
+from ..errors import AcceptanceError, CapacityError, ConfigError
 from .books import Books, Sizes
-from .digest import Key
+from .digest import MAX_POSITION, Key
 from .groups import Group, Layout
 
 
@@ -50,6 +50,25 @@ def mapped(operation: str, name: str, values: Any, expected: str) -> Mapping[Any
     raise ConfigError(
         operation, f"{name} is not valid", expected=expected, got=_short(values),
         hint="nothing was changed",
+    )  # fmt: skip
+
+
+def tokens_besides(operation: str, besides: Any) -> int:
+    """Return the number of tokens that counts of accepted drafts have besides; see ``resolve``.
+
+    Raises:
+        AcceptanceError: it is no number of tokens.
+    """
+    if type(besides) is int and 0 <= besides < MAX_POSITION:
+        return besides  # the usual case, told quickly
+    if hasattr(besides, "__index__") and not isinstance(besides, (bool, int, Tensor)):
+        return tokens_besides(operation, besides.__index__())
+    got = (
+        f"{besides.dtype} {list(besides.shape)}" if isinstance(besides, Tensor) else _short(besides)
+    )
+    raise AcceptanceError(
+        operation, "besides is not valid", expected=f"an int from 0 to {MAX_POSITION - 1}", got=got,
+        hint="pass 1 where accepted counts the token sampled after the drafts; nothing was changed",
     )  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def place_of_layer(layout: Layout, ref: LayerRef) -> Place:
             "Scrub",
             f"layer {ref.name!r} does not fit group {ref.group!r} of the ledger",
             expected="a group with rows of its own and no more slots than the cache",
-            got=None if place is None else f"{slots} slots in the cache",
+            got=_unfit(layout, ref.group, slots),
             hint="set LayerRef.group to a group of the ledger, and RowGroup.num_blocks to the "
             "cache's number of blocks",
         )
@@ -195,6 +195,16 @@ def place_of_layer(layout: Layout, ref: LayerRef) -> Place:
             hint="states belong to a StateGroup; else set RowGroup.block_size to the cache's",
         )
     return place
+
+
+def _unfit(layout: Layout, group: str, slots: int) -> str:
+    """Say why a layer with so many slots in its cache does not fit a group, for a message."""
+    place = layout.places.get(group)
+    if place is None:
+        return f"no group {group!r} among {list(layout.places)}"
+    if place.group.reads is not None:
+        return f"a group that reads the rows of {place.group.reads!r}"
+    return f"{slots} slots in the cache, {place.num_slots} in the group"
 
 
 def _check_layers(layers: Sequence[Any], device: torch.device) -> None:
@@ -227,9 +237,10 @@ def _poisoned(poison: Any, groups: set[str]) -> frozenset[str]:
         return frozenset(groups if poison else ())
     named = [*poison] if isinstance(poison, Collection) and not isinstance(poison, str) else None
     if named is None or not all(isinstance(name, str) and name in groups for name in named):
+        wrong = "is neither a bool nor a list" if named is None else "names groups without layers"
         raise ConfigError(
-            "Scrub", "poison names groups without layers", expected=f"some of {sorted(groups)}",
-            got=repr(poison), hint="name groups of the scrub's layers, or pass a bool",
+            "Scrub", f"poison {wrong}", expected=f"a bool, or a list of some of {sorted(groups)}",
+            got=repr(poison), hint="pass names of groups of the scrub's layers as a list",
         )  # fmt: skip
     return frozenset(named)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..host_values import to_device
 from . import checks
-from .admission import Admission, own_words
+from .admission import Admission, admissions_of, own_words
+from .arguments import listed
 from .beginning import Coming
 from .books import Books
 from .byte_books import ByteBooks
@@ -58,13 +59,17 @@ class Changing:
     def __contains__(self, request: object) -> bool:
         return isinstance(request, str) and request in self._roster
 
-    def line(self, request: str) -> int:
+    def line(self, request: str, *, operation: str = "line") -> int:
         """Return the line of a request.
+
+        Args:
+            request: the request's name.
+            operation: the call that needs the line, for the message.
 
         Raises:
             ConfigError: the request was not admitted, or was released.
         """
-        return self._roster.line(request)
+        return self._roster.line(request, operation)
 
     def admit(
         self,
@@ -94,20 +99,21 @@ class Changing:
         """
         return self.admit_all([Admission(request, tokens, extras, embedded)])[0]
 
-    def admit_all(self, admissions: Sequence[Admission]) -> list[int]:
+    def admit_all(self, admissions: Iterable[Admission]) -> list[int]:
         """Begin several requests, or give their tokens again, in one copy to the device.
 
         Args:
-            admissions: the requests, none of them twice; see ``admit``.
+            admissions: the requests, none of them twice; see ``admit``. An iterator is read once.
 
         Returns:
             The line of each.
 
         Raises:
             CapacityError: as in ``admit``; nothing was changed.
-            ConfigError: as in ``admit``, or a request is named twice; nothing was changed.
+            ConfigError: as in ``admit``, a request is named twice, or one is no ``Admission``;
+                nothing was changed.
         """
-        return self.change(admissions=admissions)
+        return self.change(admissions=admissions_of("admit_all", admissions))
 
     def release(self, request: str) -> None:
         """End a request that finished, was aborted, or was preempted; an unknown name is harmless.
@@ -135,8 +141,8 @@ class Changing:
 
     def change(
         self,
-        gone: Sequence[str] = (),
-        admissions: Sequence[Admission] = (),
+        gone: Iterable[str] = (),
+        admissions: Iterable[Admission] = (),
         given: Mapping[str, Ints] | None = None,
     ) -> list[int]:
         """Do all that a step changes before its forward: ``release``, ``admit_all``, ``hand_out``.
@@ -155,7 +161,9 @@ class Changing:
             CapacityError: as in ``admit``; nothing was changed.
             ConfigError: as in the three calls; nothing was changed.
         """
+        gone = listed("release", "gone", gone, "a list of names")
         checks.check_names("release", gone)
+        admissions = admissions_of("change", admissions)
         names = [each.request for each in admissions]
         checks.check_names("admit", names, distinct=True)
         owns = [own_words(self.books, each) for each in admissions]

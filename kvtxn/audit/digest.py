@@ -92,12 +92,14 @@ class Key:
                 id that the engine drew when it started.
 
         Raises:
-            ConfigError: the secret is no text.
+            ConfigError: the secret is no text, or one that UTF-8 cannot encode.
         """
-        if not isinstance(secret, str):
+        if not isinstance(secret, str) or not is_encodable(secret):
             raise ConfigError(
-                "Key.derived", "the secret is not valid", expected="a str",
-                got=type(secret).__name__, hint="give all ranks of an engine one text",
+                "Key.derived", "the secret is not valid",
+                expected="a str without lone surrogates",
+                got="one with some" if isinstance(secret, str) else type(secret).__name__,
+                hint="give all ranks of an engine one text",
             )  # fmt: skip
         raw = hashlib.blake2b(secret.encode(), digest_size=32, person=b"kvtxn audit key").digest()
         words = [int.from_bytes(raw[at : at + 8], "little") for at in range(0, 32, 8)]
@@ -187,6 +189,11 @@ class Key:
             word = (word - signed(key)) * signed(pow(factor, -1, 1 << 64))
             word = _unshifted(word, shift)
         return (word ^ signed(self.words[0])) & ((1 << TOKEN_BITS) - 1)
+
+
+def is_encodable(text: str) -> bool:
+    """Tell whether UTF-8 can encode a text; it cannot encode half of a surrogate pair."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def as_word(digest: Tensor) -> Tensor:

@@ -239,7 +239,7 @@ class Exchange(Changing):
         end: int,
         digests: Tensor | None,
     ) -> None:
-        books, line = self.books, self.line(request)
+        books, line = self.books, self.line(request, operation=operation)
         self._span(operation, first, end)
         if digests is None:
             salt = books.salts[place.written]
@@ -281,7 +281,8 @@ class Exchange(Changing):
         """Compare the rows of one request with the digests of its tokens."""
         self._span(operation, first, end)
         blocks = self._upload(checks.ints(operation, "table", table, "[blocks]"))[None]
-        line, low, high = self._upload([self.line(request), first, end]).unbind()
+        number = self.line(request, operation=operation)
+        line, low, high = self._upload([number, first, end]).unbind()
         if not blocks.shape[1]:
             blocks = torch.full_like(line[None, None], -1)
         tables = {place.group.name: blocks}

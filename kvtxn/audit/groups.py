@@ -15,6 +15,7 @@ import attrs
 from torch import Tensor
 
 from ..errors import ConfigError
+from .digest import is_encodable
 
 #: Bytes of a word, of a digest and of every other number that the ledger keeps.
 WORD_BYTES: Final = 8
@@ -63,10 +64,11 @@ def _text(instance: object, attribute: Any, value: Any) -> None:
     """Validate a name: text, or None where that is the default."""
     if value is None and attribute.default is None:
         return
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not is_encodable(value):
         raise ConfigError(
-            type(instance).__name__, f"{attribute.name} must be a str", expected="a str",
-            got=repr(value), hint="groups and pools have names",
+            type(instance).__name__, f"{attribute.name} must be a str",
+            expected="a str without lone surrogates", got=repr(value),
+            hint="groups and pools have names, which digests take in as UTF-8",
         )  # fmt: skip
 
 

@@ -221,6 +221,7 @@ class Ledger(Exchange):
         """
         if self._open is None:
             raise WindowStateError("resolve", "no step was written", hint="call write first")
+        besides = arguments.tokens_besides("resolve", besides)
         counts, ids = self.outcome("resolve", self._open, accepted, sampled, besides)
         with self._as_written():
             self.passes.resolve(self._open, counts, ids, besides)

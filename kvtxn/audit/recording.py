@@ -19,7 +19,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from .admission import Admission
+from .admission import Admission, admissions_of
+from .arguments import listed
 from .groups import Group
 from .ledger import Ledger
 from .passes import Stretch
@@ -102,11 +103,13 @@ class RecordingLedger(Ledger):
 
     def change(
         self,
-        gone: Sequence[str] = (),
-        admissions: Sequence[Admission] = (),
+        gone: Iterable[str] = (),
+        admissions: Iterable[Admission] = (),
         given: Mapping[str, Sequence[int] | Tensor] | None = None,
     ) -> list[int]:
         """Do what ``Ledger.change`` says, and record it."""
+        gone = listed("release", "gone", gone, "a list of names")
+        admissions = admissions_of("change", admissions)
         leaving = [self.line(name) for name in gone if name in self]
         lines = super().change(gone, admissions, given)
         for line in leaving:

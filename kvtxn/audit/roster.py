@@ -67,19 +67,22 @@ class Roster:
                 "admit",
                 f"request {new[room]!r} does not fit: all {self._max} lines are taken",
                 expected=f"at most {self._max} requests at one time",
+                got=f"{len(self._lines) - len(gone)} that stay and {len(new)} that come",
                 hint="release requests that ended, or raise max_requests",
             )
 
-    def line(self, request: str) -> int:
-        """Return the line of a request.
+    def line(self, request: str, operation: str = "line") -> int:
+        """Return the line of a request; ``operation`` is the call that needs it.
 
         Raises:
             ConfigError: the request was not admitted, or was released.
         """
         if not isinstance(request, str) or request not in self._lines:
             raise ConfigError(
-                "line",
+                operation,
                 f"request {request!r} is not admitted",
+                expected="the name of an admitted request",
+                got=repr(request),
                 hint="admit it before its first step",
             )
         return self._lines[request][0]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..layers import LayerRef
 from . import byte_books, checks
-from .arguments import listed
+from .arguments import listed, tokens_besides
 from .byte_books import EVERY, ByteBooks, Window
 from .groups import Group, Place
 from .ledger import Ledger
@@ -143,8 +143,9 @@ class Scrub:
 
         Raises:
             ConfigError: the step is no step.
-            AcceptanceError: ``accepted`` does not fit the step.
+            AcceptanceError: ``accepted`` does not fit the step, or ``besides`` is no number.
         """
+        besides = tokens_besides("seal", besides)
         self._ledger.require("seal", step, after=True)
         if accepted is None:
             counts = torch.zeros(len(step.lines), dtype=torch.int64, device=self._ledger.device)
@@ -200,10 +201,14 @@ class Scrub:
         rows = checks.ints(operation, "rows", rows)
         right = isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim > 0
         right = right and (rows.is_cpu or rows.device == outputs.device)
-        if not right or len(outputs) != len(rows) or outputs.device != self.books.seals.device:
+        device = self.books.seals.device
+        if not right or len(outputs) != len(rows) or outputs.device != device:
+            got = type(outputs).__name__
+            if isinstance(outputs, Tensor):
+                got = f"{outputs.dtype} {list(outputs.shape)} on {outputs.device}"
             raise ConfigError(
-                operation, "outputs are not valid", expected=f"float [{len(rows)}, ...]",
-                got=f"{outputs.dtype} {list(outputs.shape)}" if right else type(outputs).__name__,
+                operation, "outputs are not valid",
+                expected=f"float [{len(rows)}, ...] on {device}", got=got,
                 hint="pass logits, and the row of the step that each of them belongs to",
             )  # fmt: skip
         outputs = outputs[:, None] if outputs.ndim == 1 else outputs
@@ -263,7 +268,8 @@ class Scrub:
                 those of the rows.
         """
         place, where = self._rows("import_rows", group, table, first, end)
-        line, slots = self._ledger.line(request), slots_at(place, where)
+        line = self._ledger.line(request, operation="import_rows")
+        slots = slots_at(place, where)
         self.passes.take(place, slots)
         if sums is None:
             return

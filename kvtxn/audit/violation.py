@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 
-from .digest import MAX_POSITION, Key
+from .digest import EMBEDDED, MAX_POSITION, Key
 
 #: All kinds of violations; the device stores an index into this tuple.
 KINDS: Final = (
@@ -59,6 +59,14 @@ FIELDS: Final = (
 )
 FIELD: Final = {name: number for number, name in enumerate(FIELDS)}
 NOBODY: Final = -1
+
+#: By kind: what the request did with a row or state; with those of other kinds, it read them.
+VERBS: Final[Mapping[str, str]] = {
+    "published": "published",
+    "exported": "sent out",
+    "imported": "was given",
+    "state": "went on from",
+}
 
 #: Ids from ``digest.EMBEDDED`` on stand for a part of an image or other embedded content.
 Tokens = tuple[int, ...]
@@ -112,18 +120,43 @@ class Violation:
 
     def __str__(self) -> str:
         """Return one sentence for a log."""
-        where = f"slot {self.slot} (block {self.block}) of group {self.group!r}"
-        layer = "" if self.layer is None else f", layer {self.layer!r}"
-        text = (
-            f"{self.kind}: in step {self.step} request {self.request} read {where}{layer} as "
-            f"position {self.position}, tokens ...{list(self.expected)}; found {self.found}"
-        )
+        begin = f"{self.kind}: in step {self.step}"
+        if self.kind == "ranks":
+            return f"{begin} this rank wrote other rows of group {self.group!r} than another rank"
+        text = f"{begin} {_named(self.request)} {self._deed()} position {self.position}"
+        if self.expected:
+            text += f", tokens {in_text(self.expected)}"
+        text += f"; found {self.found}"
         if self.written_step is not None:
-            text += (
-                f", written in step {self.written_step} by request {self.written_request} for "
-                f"position {self.written_position}, tokens ...{list(self.written_for)}"
-            )
+            text += f", written in step {self.written_step} by {_named(self.written_request)}"
+        if self.written_position is not None:
+            text += f" for position {self.written_position}, tokens {in_text(self.written_for)}"
         return text
+
+    def _deed(self) -> str:
+        """Say what the request did, with which place."""
+        if self.found == "count":
+            return "was told a wrong number of accepted drafts at"
+        where = f"a place outside of group {self.group!r}"
+        if self.slot is not None:
+            where = f"slot {self.slot} (block {self.block}) of group {self.group!r}"
+        if self.layer is not None:
+            where += f", layer {self.layer!r},"
+        if self.found == "nan":
+            return (
+                "has a NaN in an output" + ("" if self.slot is None else f", from {where}") + " as"
+            )
+        return f"{VERBS.get(self.kind, 'read')} {where} as"
+
+
+def in_text(tokens: Sequence[int], between: str = ", ") -> str:
+    """Return the last tokens of a prefix for people, who cannot read ids of embedded content."""
+    words = ("(embedded)" if token >= EMBEDDED else str(token) for token in tokens)
+    return f"...[{between.join(words)}]"
+
+
+def _named(request: str | None) -> str:
+    return "the engine" if request is None else f"request {request}"
 
 
 def decode(

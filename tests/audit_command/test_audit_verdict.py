@@ -89,6 +89,14 @@ def test_who_wrote_it_is_named():
     assert other.endswith(", a draft that was rejected.")
 
 
+def test_content_that_is_embedded_is_told_as_such():
+    """An id that stands for a part of an image means nothing to people."""
+    embedded = {**VIOLATION, "expected": [5, 788687773248, 9], "written_for": [2**39 - 1, 2**39]}
+    said = tell(embedded)
+    assert "tokens ...[5 (embedded) 9]; the same request" in said
+    assert f"tokens ...[{2**39 - 1} (embedded)]." in said
+
+
 def test_what_is_not_known_is_not_told():
     unknown = {"written_step": None, "written_request": None, "written_for": []}
     nobody = tell({**VIOLATION, **unknown, "kind": "unwritten", "found": "unwritten"})

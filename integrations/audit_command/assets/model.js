@@ -212,8 +212,12 @@ function describeTime(time) {
   return `step ${Math.floor(time / 2)}, ${time % 2 ? "after sampling" : "forward"}`;
 }
 
+// Ids from here on stand for a part of an image or other embedded content; see kvtxn.audit.digest.
+const EMBEDDED = 2 ** 39;
+
 function tokensText(tokens) {
-  return tokens && tokens.length ? `\u2026${tokens.join(" ")}` : "not known";
+  const words = (tokens ?? []).map((token) => (token >= EMBEDDED ? "(embedded)" : token));
+  return words.length ? `\u2026${words.join(" ")}` : "not known";
 }
 
 const DEEDS = {

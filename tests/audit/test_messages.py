@@ -1,0 +1,250 @@
+"""The sentences of a ledger's errors and violations say what was asked, expected and given."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from kvtxn import AcceptanceError, CapacityError, ConfigError, LayerError, LayerRef
+from kvtxn.audit import (
+    Admission,
+    Key,
+    Ledger,
+    RecordingLedger,
+    RowGroup,
+    Scrub,
+    StateGroup,
+    Step,
+    Violation,
+)
+
+GROUP = RowGroup("a", 4, 8)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def made(kind=Ledger, **named):
+    return kind([GROUP], **{"max_requests": 3, "max_length": 16, **named})
+
+
+def layer(group="a"):
+    cache = torch.zeros(8, 4, 2, 8)
+    return LayerRef("l", cache, cache.clone(), group=group)
+
+
+def drafting(ledger):
+    """Write a step of one request with two drafts."""
+    line = ledger.admit("r", [1, 2, 3])
+    step = Step(
+        lines=ints(line), starts=ints(0, 5), first=ints(0), tokens=ints(1, 2, 3, 4, 5),
+        drafts=ints(2), slots={"a": ints(4, 5, 6, 7, 8)}, tables={"a": ints(1, 2)[None]},
+    )  # fmt: skip
+    ledger.write(step)
+    return step
+
+
+# -- requests that come --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Ledger, RecordingLedger])
+def test_requests_may_come_in_an_iterator(kind):
+    """It is read once, and each request gets its line and its tokens."""
+    ledger = made(kind)
+    given = (Admission(name, [n, n]) for n, name in enumerate("xy", 1))
+    lines = ledger.admit_all(given)
+    assert lines == [ledger.line("x"), ledger.line("y")]
+    own = ledger.books.own[lines].tolist()
+    other = made(key=ledger.books.key)
+    assert own == [other.books.own[other.admit(n, [i, i])].tolist() for i, n in enumerate("xy", 1)]
+    assert ledger.change(iter(["x", "y"]), iter([Admission("z", [1])])) == [ledger.line("z")]
+    assert "x" not in ledger
+    assert "y" not in ledger
+
+
+@pytest.mark.parametrize("kind", [Ledger, RecordingLedger])
+@pytest.mark.parametrize("given", [["q0"], "q0", None, 3, {"q0": [1]}])
+def test_what_comes_has_to_be_admissions(kind, given):
+    ledger = made(kind)
+    with pytest.raises(ConfigError, match=r"^admit_all: .* expected an iterable of ") as raised:
+        ledger.admit_all(given)
+    assert raised.value.got
+    assert "Admission(name, tokens)" in raised.value.hint
+    with pytest.raises(ConfigError, match=r"^change: admission 1 is not valid"):
+        ledger.change((), [Admission("there", [1]), given])
+    assert "there" not in ledger
+    assert len({ledger.admit(name, [1]) for name in "xyz"}) == 3  # no line was lost
+
+
+def test_an_iterator_s_own_error_is_the_caller_s():
+    def broken():
+        yield Admission("x", [1])
+        raise TypeError("of the caller's")
+
+    ledger = made()
+    with pytest.raises(TypeError, match=r"of the caller's"):
+        ledger.admit_all(broken())
+    assert "x" not in ledger
+
+
+def test_a_full_ledger_says_how_many_are_there():
+    ledger = made()
+    ledger.admit_all([Admission(name, [1]) for name in "xy"])
+    with pytest.raises(CapacityError, match="got 1 that stay and 3 that come") as raised:
+        ledger.change(["x"], [Admission(name, [1]) for name in "abc"])
+    assert raised.value.expected == "at most 3 requests at one time"
+    assert "x" in ledger
+
+
+# -- outcomes ------------------------------------------------------------------------------------
+
+NO_NUMBERS = ["1", None, [1], True, torch.tensor(1), 1.5, -1, 2**70]
+
+
+@pytest.mark.parametrize("kind", [Ledger, RecordingLedger])
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("besides", NO_NUMBERS, ids=repr)
+def test_tokens_besides_are_a_number(kind, backend, besides):
+    """Counts on the device, which go the quick way, and a list; the step can be resolved still."""
+    ledger = made(kind, backend=backend)
+    step = drafting(ledger)
+    scrub = Scrub(ledger, [layer()])
+    for accepted in (ints(2), [2]):
+        with pytest.raises(
+            AcceptanceError, match=r"^resolve: besides is not valid; expected an in"
+        ):
+            ledger.resolve(accepted, besides=besides)
+    ledger.resolve(ints(2), besides=1)
+    assert ledger.kept(step).tolist() == [1]
+    for accepted in (ints(2), [2], None):
+        with pytest.raises(AcceptanceError, match=r"^seal: besides is not valid; expected an int "):
+            scrub.seal(step, accepted, besides=besides)
+    scrub.seal(step, [2], besides=1)
+
+
+def test_tokens_besides_may_be_an_int_of_numpy():
+    ledger = made()
+    step = drafting(ledger)
+    ledger.resolve(ints(2), besides=np.int64(1))
+    assert ledger.kept(step).tolist() == [1]
+
+
+# -- names, groups, outputs ----------------------------------------------------------------------
+
+CALLS = {
+    "publish": lambda ledger: ledger.publish("nobody", "a", [1], 0, 4),
+    "export": lambda ledger: ledger.export("nobody", "a", [1], 0, 4),
+    "import_rows": lambda ledger: ledger.import_rows("nobody", "a", [1], 0, 4),
+    "line": lambda ledger: ledger.line("nobody"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_unknown_request_is_told_by_the_call(name):
+    with pytest.raises(ConfigError) as raised:
+        CALLS[name](made())
+    told = raised.value
+    assert (told.operation, told.got) == (name, "'nobody'")
+    assert told.expected == "the name of an admitted request"
+
+
+def test_a_scrub_tells_an_unknown_request_by_its_own_call():
+    ledger = made()
+    with pytest.raises(ConfigError, match=r"^import_rows: request 'nobody' is not admitted"):
+        Scrub(ledger, [layer()]).import_rows("nobody", "a", [1], 0, 4)
+
+
+def test_a_layer_of_an_unknown_group_is_told_with_the_groups():
+    with pytest.raises(LayerError, match=r"got no group 'b' among \['a'\]"):
+        Scrub(made(), [layer("b")])
+    reader = Ledger([GROUP, RowGroup("b", 4, 8, reads="a")], max_requests=1, max_length=8)
+    with pytest.raises(LayerError, match="got a group that reads the rows of 'a'"):
+        Scrub(reader, [layer("b")])
+    with pytest.raises(LayerError, match="got 32 slots in the cache, 36 in the group"):
+        Scrub(Ledger([RowGroup("a", 4, 9)], max_requests=1, max_length=8), [layer()])
+
+
+def test_poison_is_a_list_of_groups():
+    with pytest.raises(ConfigError, match="poison is neither a bool nor a list; expected a bool, "):
+        Scrub(made(), [layer()], poison="a")
+    with pytest.raises(ConfigError, match=r"poison names groups without layers; .* got \['b'\]"):
+        Scrub(made(), [layer()], poison=["b"])
+
+
+def test_outputs_are_told_with_dtype_and_shape():
+    ledger = made()
+    step = drafting(ledger)
+    scrub = Scrub(ledger, [layer()])
+    said = r"expected float \[2, \.\.\.\] on cpu, got torch\.int64 \[2, 3\] on cpu"
+    with pytest.raises(ConfigError, match=said):
+        scrub.trace(step, torch.zeros(2, 3, dtype=torch.int64), ints(0, 1))
+    with pytest.raises(ConfigError, match=r"got torch\.float32 \[3\] on cpu"):
+        scrub.locate(step, torch.zeros(3), ints(0, 1))
+    with pytest.raises(ConfigError, match="got list"):
+        scrub.trace(step, [0.0, 1.0], ints(0, 1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RowGroup("a\ud800", 4, 8),
+        lambda: StateGroup("\udc80", 8),
+        lambda: Key.derived("secret \udfff"),
+    ],
+)
+def test_text_that_cannot_be_encoded_is_refused(make):
+    with pytest.raises(ConfigError, match="expected a str without lone surrogates"):
+        make()
+    assert RowGroup("\U0001f600 ä", 4, 8).name
+    assert Key.derived("\U0001f600") == Key.derived("\U0001f600")
+
+
+# -- violations ----------------------------------------------------------------------------------
+
+READ = Violation("foreign", 7, "r", "a", None, 5, 2, 9, "foreign", (1, 2, 3))
+DEEDS = {
+    "foreign": "request r read slot 9 (block 2)",
+    "published": "request r published slot 9 (block 2)",
+    "exported": "request r sent out slot 9 (block 2)",
+    "imported": "request r was given slot 9 (block 2)",
+    "state": "request r went on from slot 9 (block 2)",
+}
+
+
+@pytest.mark.parametrize("kind", DEEDS)
+def test_a_violation_says_what_its_request_did(kind):
+    said = str(attrs.evolve(READ, kind=kind))
+    assert said == (
+        f"{kind}: in step 7 {DEEDS[kind]} of group 'a' as position 5, tokens ...[1, 2, 3]; "
+        "found foreign"
+    )
+
+
+def test_a_violation_without_a_slot_names_no_slot():
+    nowhere = attrs.evolve(READ, kind="published", slot=None, block=None)
+    assert "request r published a place outside of group 'a' as position 5" in str(nowhere)
+    nan = attrs.evolve(nowhere, kind="changed", found="nan", expected=())
+    assert (
+        str(nan) == "changed: in step 7 request r has a NaN in an output as position 5; found nan"
+    )
+    count = attrs.evolve(nan, kind="state", group="", found="count")
+    assert "request r was told a wrong number of accepted drafts at position 5" in str(count)
+    ranks = Violation("ranks", 7, None, "a", None, None, None, None, "foreign", ())
+    assert str(ranks) == (
+        "ranks: in step 7 this rank wrote other rows of group 'a' than another rank"
+    )
+    assert "None" not in "".join(map(str, (nowhere, nan, count, ranks)))
+
+
+def test_content_that_is_embedded_is_told_as_such():
+    """The dict keeps the ids: they tell which content it was."""
+    ledger = made()
+    ledger.admit("r", [1, 0, 0], embedded={1: 5, 2: 5})
+    ledger.publish("r", "a", [1], 2, 3)
+    (told,) = ledger.violations()
+    assert "as position 2, tokens ...[1, (embedded), (embedded)]; found unwritten" in str(told)
+    ids = [ledger.books.key.embedded_id(5, position) for position in (1, 2)]
+    assert told.as_dict()["expected"] == [1, *ids]
