@@ -87,6 +87,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_KV}.KVCacheConfig",
         f"{_KV}.KVCacheGroupSpec",
         f"{_KV}.AttentionSpec",
+        "vllm.v1.core.kv_cache_utils.get_max_concurrency_for_kv_cache_config",
         *_of(f"{_SCHED}.scheduler.Scheduler", ("__init__", *scheduling.SCHEDULER_METHODS)),
         "vllm.outputs.RequestError",
         "vllm.v1.outputs.KVConnectorOutput",

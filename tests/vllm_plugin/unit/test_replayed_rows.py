@@ -289,8 +289,8 @@ def test_both_forms_in_one_engine(make, monkeypatch):
         given[name] = metadata["it"]
         states.begin({name: metadata["it"]})
 
-    fast.states = SimpleNamespace(begin=lambda metadata: begin("it", metadata))
-    exact.states = SimpleNamespace(begin=lambda metadata: begin("other", metadata))
+    fast.states = SimpleNamespace(begin=lambda metadata, _: begin("it", metadata))
+    exact.states = SimpleNamespace(begin=lambda metadata, _: begin("other", metadata))
     for lengths, sampled in (([4, 1, 3, 2], [3, 1, 2, 1]), ([4, 4, 2, 1], [1, 4, 2, 1])):
         for rig in (fast, exact):
             rows = torch.randn(sum(lengths), rig.sides[0].layer.channels).to(rig.dtype)
