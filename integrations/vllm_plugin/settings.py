@@ -50,7 +50,8 @@ class PluginSettings:
     Attributes:
         txn: how windows keep their promises.
         required: an engine that cannot have the policy or audit asked for does not start.
-        unchecked: windows may run with a release of vLLM that was not checked, after a self-test.
+        unchecked: windows may run with a release of vLLM that was not checked, after a self-test;
+            and, without one, on pipeline stages before the last one.
         windows: the user names a policy; without a policy no window is opened.
         recurrent: one of ``RECURRENT``.
         audit: one of ``AUDITS``.

@@ -44,8 +44,9 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
 
     Returns:
         The release, the engine that is judged, what becomes of each setting that the engine
-        arguments ask for, each policy's outcome with its reason, whether the ledger can watch, and
-        what "auto" comes to for every kind of engine on this device.
+        arguments ask for, each policy's outcome with its reason (of an engine with pipeline stages
+        for the last one, and for those before it), whether the ledger can watch, and what "auto"
+        comes to for every kind of engine on this device.
         Facts that only a loaded model can tell are guessed by ``internals.config.FROM_MODEL``; see
         ``ASSUMED``.
 
@@ -64,7 +65,6 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         asked = {"asked": _asked(wanted, facts, config)}
     plain = attrs.asdict(EngineFacts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
-    decisions = {policy: decide(policy, facts) for policy in POLICIES}
     known = ", ".join(supported.releases_for(facts.device))
     return {
         "version": f"{facts.version} (supported: {known})",
@@ -77,14 +77,25 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         },
         **asked,
         "assumed": ASSUMED,
-        "policies": [
-            f"{policy} -> {decision.policy} ({decision.reason})"
-            for policy, decision in decisions.items()
-        ],
+        "policies": _policies(facts),
+        **_earlier_stages(facts),
         "audit": in_words(facts),
         **({"spare blocks": SPARE_BLOCKS} if facts.device == "cuda" else {}),
         "matrix": [str(row) for row in matrix(facts)],
     }
+
+
+def _policies(facts: EngineFacts) -> list[str]:
+    """Say what each policy that a user may ask for becomes, one line each."""
+    found = {policy: decide(policy, facts) for policy in POLICIES}
+    return [f"{policy} -> {each.policy} ({each.reason})" for policy, each in found.items()]
+
+
+def _earlier_stages(facts: EngineFacts) -> dict[str, Any]:
+    """Say the same of pipeline stages before the last one; empty for an engine without any."""
+    if facts.pipeline_parallel == 1:
+        return {}
+    return {"policies on earlier stages": _policies(attrs.evolve(facts, last_stage=False))}
 
 
 def _moved(facts: EngineFacts) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class EngineFacts:
         recurrent: kind of the layers that keep a state instead of rows: one of ``KNOWN_STATES``,
             or ``OTHER_STATES``; None without such layers.
         states: the user's setting ``recurrent``: "off", "exact" or "fast".
-        unchecked: the user lets windows run with a release that was not checked, after a self-test.
+        unchecked: the user lets windows run with a release that was not checked, after a self-test,
+            and on pipeline stages before the last one.
         cached_states: the prefix cache keeps states at block boundaries.
         state_dtype: dtype of the states; None before the model is loaded.
         microbatches: vLLM cuts the batch into overlapping halves.

@@ -235,6 +235,23 @@ def test_an_engine_is_judged_as_the_plugin_will(tmp_path, model, rule):
     assert "has the last word" in found["assumed"]
 
 
+@pytest.mark.parametrize("unchecked", [False, True])
+def test_pipeline_stages_before_the_last_one_are_judged_too(monkeypatch, unchecked):
+    """The doctor names their policies beside those of the last stage."""
+    facts = EngineFacts(
+        device="cuda", runner="v2", dtype="bfloat16", pipeline_parallel=2, unchecked=unchecked
+    )
+    monkeypatch.setattr(workers, "device_type", lambda: "cuda")
+    monkeypatch.setattr("kvtxn.integrations.vllm_plugin.policy.doctor.engine_config.plain_facts",
+                        lambda: facts)  # fmt: skip
+    found = report(None)
+    assert found["policies"][0].startswith("auto -> deferred")
+    early = found["policies on earlier stages"]
+    assert early[0].startswith("auto -> undo" if unchecked else "auto -> off")
+    monkeypatch.undo()
+    assert "policies on earlier stages" not in report(None)
+
+
 MEMORY = {"cpu_bytes_to_use": 8 << 20}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": MEMORY}
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": MEMORY}
