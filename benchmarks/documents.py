@@ -20,6 +20,7 @@ from .engines import report as vllm_report
 from .host import engine_step
 from .host import metrics_reading as readings
 from .kernels import backends, delta_tiles, recurrent
+from .soak import verdict as soak
 
 
 def load(name: str) -> dict[str, Any]:
@@ -250,6 +251,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
     "hybrids": lambda: recurrent.sentence(load("h200-recurrent")),
     "delta-tiles": lambda: delta_tiles.report(load("h200-delta-tiles")),
+    "soak": lambda: soak.report([load("h200-soak"), load("cpu-soak")]),
     "vllm-gpu-audit": lambda: vllm_gpu("h200-vllm-llama3-8b-audit"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
     "vllm-gpu-audit-rows": lambda: audit_report.audit(load("h200-vllm-llama3-8b-audit")),

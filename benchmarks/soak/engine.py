@@ -171,7 +171,7 @@ class _Soak:
         missing, cleared = await self._rest()
         workers = list(await self._engine.collective_rpc(occupied))
         ranks: list[Mapping[str, float]] = list(await self._engine.collective_rpc(SNAPSHOT))
-        account, counts = self._account, self._counts
+        account, counts, use = self._account, self._counts, host_use()
         return {
             "at": round(time.monotonic() - begin, 3),
             "busy": round(self._busy, 3),
@@ -190,26 +190,45 @@ class _Soak:
             },
             "open": sum(worker["open"] for worker in workers),
             "device": sum(worker["device"] for worker in workers),
-            "host": host_bytes(),
+            "host": use.memory,
+            "cpu": round(use.cpu, 2),
         }
 
 
-def host_bytes() -> int:
-    """Return the memory of this process and all that it started: bytes that no file backs."""
+@attrs.frozen
+class HostUse:
+    """What this process and all that it started take of the host.
+
+    Attributes:
+        memory: bytes that no file backs.
+        cpu: seconds of processors so far; those of processes that have ended are not in it.
+    """
+
+    memory: int
+    cpu: float
+
+
+def host_use() -> HostUse:
+    """Read what this process and all that it started take of the host."""
     give_back()
-    parents, sizes = dict[int, int](), dict[int, int]()
+    parents, sizes, ticks = dict[int, int](), dict[int, int](), dict[int, int]()
     for process in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):  # it has just ended
             lines = Path(f"/proc/{process}/status").read_text().splitlines()
             facts = dict(line.split(":", 1) for line in lines)
+            after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
             parents[process] = int(facts["PPid"])
             sizes[process] = int(facts.get("RssAnon", "0").split()[0]) << 10
+            ticks[process] = sum(map(int, after_name[_TIMES]))
     family, more = set[int](), {os.getpid()}
     while more:
         family |= more
         more = {process for process, parent in parents.items() if parent in more} - family
-    return sum(sizes[process] for process in family)
+    used = sum(ticks[process] for process in family) / os.sysconf("SC_CLK_TCK")
+    return HostUse(sum(sizes[process] for process in family), used)
 
 
+#: In the user's and in the system's code: fields 14 and 15 of a process's ``stat``, from 3 on.
+_TIMES: Final = slice(11, 13)
 #: Counts of vLLM's that a sample has.
 _STEPS: Final = ("steps", "tokens", "preempted", "drafted", "accepted", "cached", "loaded")

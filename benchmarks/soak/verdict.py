@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from ..common.markdown import table
+from ..common.markdown import machine_line, table
 
 #: How sure an interval is meant to be.
 LEVEL: Final = 0.95
@@ -94,16 +94,20 @@ def memory_slope(pieces: Sequence[Mapping[str, Any]], name: str) -> Slope:
 
 
 def speeds(samples: Sequence[Sample]) -> list[tuple[float, float]]:
-    """Return tokens per second between neighbouring samples, at the hours of the later ones."""
+    """Return tokens per second of processors between neighbouring samples.
+
+    Each is at the hour of the later sample. Other work on the machine takes from the time on the
+    clock, and little from this. A GPU's time is not in it.
+    """
     return [
-        (after["at"] / _HOUR, (after["played"] - before["played"]) / seconds)
+        (after["at"] / _HOUR, (after["tokens"] - before["tokens"]) / seconds)
         for before, after in pairwise(samples)
-        if (seconds := after["busy"] - before["busy"]) > 0
+        if "cpu" in before and (seconds := after["cpu"] - before["cpu"]) > 0
     ]
 
 
 def speed_slope(pieces: Sequence[Mapping[str, Any]]) -> Slope:
-    """Find by how many percent per hour tokens per second change."""
+    """Find by how many percent per hour the tokens per second of processors change."""
     series = []
     for piece in pieces:
         found = speeds(_late(piece["samples"]))
@@ -122,7 +126,7 @@ class Verdict:
         speed: tokens per second.
         host: growth of the host's memory, MiB per hour; all processes of the engine.
         device: growth of the tensors on the device, MiB per hour.
-        change: change of tokens per second, percent per hour.
+        change: change of tokens per second of processors, percent per hour.
         wrong: sentences; none if all is well.
     """
 
@@ -147,7 +151,7 @@ class Verdict:
             f"texts: {s['texts']} compared with stock's, {s['same']} the same, {s['near']} parted "
             f"at near-ties, {s['other']} otherwise",
             f"memory per hour: host {self.host} MiB, device {self.device} MiB",
-            f"tokens per second: {self.speed:.0f}, change per hour {self.change} %",
+            f"tokens per second: {self.speed:.0f}; of processors, change per hour: {self.change} %",
         ]
         return "\n".join([*lines, *(f"WRONG: {each}" for each in self.wrong or ())])
 
@@ -247,32 +251,43 @@ def _grown(host: Slope, device: Slope, change: Slope) -> list[str]:
 
 
 def report(soaks: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the table of several soaks, each a result file."""
-    rows = []
+    """Draw the table of several soaks, each a result file; one column for each."""
+    header, columns, lines = [""], list[list[str]](), []
     for found in soaks:
         pieces, settings = found["pieces"], found["settings"]
         verdict = judge(pieces, windows=settings["policy"] != "stock")
-        s, machine = verdict.sums, pieces[-1]["machine"]
-        where = machine.get("gpu") or "CPU"
-        rows.append(
-            [
-                f"{where}, {settings['about']}, `{settings['policy']}`",
-                f"{verdict.seconds / _HOUR:.2f} ({s['pieces']})",
-                *(f"{s[name]:,}" for name in ("steps", "committed", "asked", "aborted")),
-                *(f"{s[name]:,}" for name in ("preempted", "loaded")),
-                *(str(s[name]) for name in ("lost", "open", "missing", "fell_back")),
-                f"{s['same']} + {s['near']} of {s['texts']}",
-                str(verdict.host),
-                str(verdict.device),
-                f"{verdict.speed:.0f}",
-                str(verdict.change),
-            ]
-        )
-    return table(HEADER, rows)
+        where = pieces[-1]["machine"].get("gpu") or "CPU"
+        header.append(f"{where}: {settings['about']}, `{settings['policy']}`")
+        columns.append(_column(verdict))
+        commits = dict.fromkeys(piece["machine"]["commit"] for piece in pieces)
+        line = machine_line({**pieces[-1]["machine"], "commit": ", ".join(commits)})
+        lines.append(f"- {line}.")
+        lines += [f"- **wrong**: {each}." for each in verdict.wrong]
+    rows = [[name, *cells] for name, *cells in zip(_ROWS, *columns, strict=True)]
+    return "\n".join([table(header, rows), "", *lines])
 
 
-HEADER: Final = (
-    *("engine", "hours (pieces)", "steps", "windows", "requests", "aborted", "preempted"),
-    *("tokens from the connector", "lost", "left open", "blocks missing", "fell back"),
-    *("texts: stock's + near-ties", "host, MiB/h", "device, MiB/h", "tokens/s", "change, %/h"),
+def _column(verdict: Verdict) -> list[str]:
+    s = verdict.sums
+    return [
+        f"{verdict.seconds / _HOUR:.2f} ({s['pieces']})",
+        *(f"{s[name]:,}" for name in ("steps", "committed", "drafted", "accepted")),
+        f"{s['asked']:,} ({s['aborted']:,})",
+        *(f"{s[name]:,}" for name in ("preempted", "loaded")),
+        *(str(s[name]) for name in ("lost", "open", "missing", "fell_back")),
+        f"{s['texts']:,}: {s['same']:,}, {s['near']}, {s['other']}",
+        *(str(verdict.host), str(verdict.device)),
+        f"{verdict.speed:.0f}",
+        str(verdict.change),
+    ]
+
+
+#: The facts of a column, in their order.
+_ROWS: Final = (
+    *("hours (pieces)", "steps", "windows", "drafts", "accepted", "requests (aborted)"),
+    *("preemptions", "tokens from the connector", "requests lost", "windows left open"),
+    *("blocks missing", "steps that fell back"),
+    "texts compared: stock's, parted at near-ties, others",
+    *("host, MiB per hour", "device, MiB per hour", "tokens per second"),
+    "change of tokens per processor second, % per hour",
 )

@@ -6,6 +6,9 @@ import asyncio
 import json
 import math
 import random
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import attrs
@@ -13,6 +16,7 @@ import pytest
 from kvtxn.benchmarks.soak import verdict
 from kvtxn.benchmarks.soak.client import Account, SoakClient
 from kvtxn.benchmarks.soak.command import _before
+from kvtxn.benchmarks.soak.engine import host_use
 from kvtxn.benchmarks.soak.reference import judge as judge_texts
 from kvtxn.benchmarks.soak.reference import without_windows
 
@@ -31,7 +35,7 @@ def sample(number, **changes):
         **{"cached": 5, "loaded": 5, "running": 0, "missing": 0, "cleared": True, "active": 1},
         **{"windows": steps, "committed": steps, "fell_back": 0, "bypassed": 0, "open": 0},
         **{"rows_staged": 9, "rows_committed": 4, "rows_rejected": 5},
-        **{"device": 64 * MIB, "host": 700 * MIB},
+        **{"device": 64 * MIB, "host": 700 * MIB, "cpu": 8.0 * number},
         **changes,
     }
 
@@ -71,7 +75,7 @@ def test_a_healthy_soak_is_called_healthy():
         ({"committed": lambda n: 0}, "no window was committed"),
         ({"device": lambda n: (64 << 20) + 512 * n}, "device's memory grows"),
         ({"host": lambda n: (700 << 20) + MIB * n}, "host's memory grows"),
-        ({"played": lambda n: 900 * n - 10 * n * n}, "throughput falls"),
+        ({"cpu": lambda n: 8.0 * n + 0.1 * n * n}, "throughput falls"),
     ],
 )
 def test_each_fault_is_said(changes, said):
@@ -92,6 +96,22 @@ def test_a_text_that_is_not_stocks_and_a_piece_that_ended_early_are_said():
     ]
 
 
+def test_the_hosts_memory_and_time_are_those_of_all_processes():
+    """A process that another one has started counts; one that nobody of them started does not."""
+    fill = "x = bytearray(b'1') * (64 << 20); [i for i in range(10**7)]; input()"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {fill!r}])"
+    before = host_use()
+    with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE) as process:
+        until = time.monotonic() + 60
+        while host_use().memory < before.memory + (64 << 20) and time.monotonic() < until:
+            time.sleep(0.1)
+        during = host_use()
+        process.communicate(b"\n")
+    assert during.memory >= before.memory + (64 << 20)
+    assert during.cpu > before.cpu
+    assert host_use().memory < during.memory - (32 << 20)
+
+
 def test_the_interval_of_a_slope_holds_it():
     """Of 200 noisy series with one slope, the intervals of about 95 % hold it."""
     chance, held = random.Random(0), 0
@@ -109,6 +129,23 @@ def test_a_slope_of_too_few_samples_says_so():
     assert math.isnan(found.median)
     assert str(found) == "too few samples"
     assert (found.low, found.high) == (-math.inf, math.inf)
+
+
+def test_the_table_says_what_each_soak_showed():
+    """One column each; whatever is wrong stands below."""
+    machine = {"torch": "2", "commit": "abc", "command": "kvtxn bench soak --save x", "vllm": "0.3"}
+    settings = {"about": "ngram, a connector", "policy": "undo"}
+
+    def result(*pieces):
+        return {"settings": settings, "pieces": [{"machine": machine, **each} for each in pieces]}
+
+    text = verdict.report([result(piece(), piece()), result(piece(open=lambda n: 1))])
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
+    cells = [cell.strip() for cell in lines["requests (aborted)"].split("|")[2:4]]
+    assert cells == ["2,400 (10)", "1,200 (5)"]
+    assert [cell.strip() for cell in lines["windows left open"].split("|")[2:4]] == ["0", "1"]
+    assert text.count("vLLM 0.3, commit abc") == 2
+    assert text.endswith("- **wrong**: 1 windows were left open.")
 
 
 # -- the account of requests -------------------------------------------------------------------
