@@ -38,7 +38,7 @@ def soak(planted: str | None = None) -> tuple[object, ...]:
 
 
 RUNS: dict[str, tuple[object, ...]] = {
-    "soak": (*soak(), "--save", "soak", "--json"),
+    "soak": (*soak(), "--json"),
     **{f"soak-{planted}": soak(planted) for planted in PLANTED.values()},
     "bench": (
         *("bench", "vllm", "--policies", *BENCHED, "--mask-modes", "loop", "--rounds", 2),
