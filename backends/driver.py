@@ -2,7 +2,8 @@
 
 Triton's launcher takes every argument apart in every launch, which costs the host several times
 what the driver's own call does. The driver wants the address of each argument. Here the arguments
-are words of 64 bits, one after the other, so a launch that recurs writes only those that differ.
+are words of 64 bits, one after the other, so a launch that recurs writes only those that differ. Of
+a shorter one's word the lower part counts.
 
 This relies on three things of Triton: a kernel's parameters are its arguments without constants, in
 their order; behind them come at most two addresses of scratch memory; and a compiled kernel has the
@@ -114,17 +115,21 @@ def _launcher() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuLaunchKernel
 
 
-@triton.jit(do_not_specialize=["first", "second"])
+@triton.jit(do_not_specialize=["first", "short", "second"])
 def _add(
     given: tl.tensor,
     first: tl.int64,
+    short: tl.int32,
     out: tl.tensor,
     second: tl.int64,
     FACTOR: tl.constexpr,
 ) -> None:
-    """Write ``given + first * FACTOR - second``, one number for each program."""
+    """Write ``given + first * FACTOR - second + short``, one number for each program.
+
+    An argument of 32 bits stands between longer ones: of its word the lower half counts.
+    """
     index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(out + index, tl.load(given + index) + first * FACTOR - second)
+    tl.store(out + index, tl.load(given + index) + first * FACTOR - second + short)
 
 
 @cache
@@ -137,11 +142,11 @@ def works(device: int) -> bool:
     try:
         given = torch.arange(6, device=f"cuda:{device}")
         out, grid = torch.zeros_like(given), (3, 2, 1)
-        compiled = _add[grid](given, 1, out, 0, 3)
+        compiled = _add[grid](given, 1, 0, out, 0, 3)
         once = out.tolist() == [number + 3 for number in range(6)]
-        arguments = (given.data_ptr(), -(1 << 40), out.data_ptr(), 9)
+        arguments = (given.data_ptr(), -(1 << 40), -5, out.data_ptr(), 9)
         again = _is_usual(compiled) and PackedLaunch(compiled, grid, arguments, device).run()
-        right = out.tolist() == [number - 3 * (1 << 40) - 9 for number in range(6)]
+        right = out.tolist() == [number - 3 * (1 << 40) - 14 for number in range(6)]
         found, why = once and again and right, "the result was another one"
     except Exception as error:
         found, why = False, repr(error)

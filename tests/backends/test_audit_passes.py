@@ -280,6 +280,7 @@ from kvtxn.backends.audit import change_kernel, compare_kernel, write_kernel
 SIZES = {"num_requests", "num_rows", "own_stride", "num_lines", "journal_size", "capacity"}
 NUMBERS = {"num_tokens", "num_blocks", "num_released", "count", "first", "second", "width", "end"}
 SCALARS = {*SIZES, *NUMBERS, "kind", "columns", "besides"}
+KINDS = {**dict.fromkeys(SCALARS, "i64"), "short": "i32"}
 KERNELS = (
     (driver._add, {"FACTOR": 3}),
     (change_kernel.change_books, {"SEALS": True, "TILE": 512}),
@@ -294,11 +295,12 @@ KERNELS = (
 for kernel, constants in KERNELS:
     constants = {"GROUPS": 2, **constants} if "GROUPS" in kernel.arg_names else constants
     signature = {
-        name: "constexpr" if name in constants else "i64" if name in SCALARS else "*i64"
+        name: "constexpr" if name in constants else KINDS.get(name, "*i64")
         for name in kernel.arg_names
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    words = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"].count(".param .u64")
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    words = ptx.count(".param .u64") + ptx.count(".param .u32")
     arguments = len(signature) - len(constants)
     assert arguments <= words <= arguments + driver.SCRATCH, (kernel.__name__, words)
 print("compiled", len(KERNELS))
