@@ -19,8 +19,8 @@ from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
 from torch import Tensor
 
-with importing_kernels():
-    pass
+with importing_kernels():  # before a step imports them, and so as its interpreter's
+    import kvtxn.backends.recurrent.stage  # noqa: F401
 
 DRAFTS, REQUESTS, BLOCKS = 3, 4, 20
 HEADS, KEY_HEADS, SIZE, WIDTH = 2, 1, 16, 4
