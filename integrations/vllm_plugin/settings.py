@@ -17,6 +17,7 @@ import torch
 
 from ... import registry
 from ...acceptance import Acceptance
+from ...audit.byte_books import EVERY
 from ...config import POLICIES, TxnConfig
 from ...errors import ConfigError, KVTxnError
 from ...policy import choose_policy
@@ -35,6 +36,9 @@ RECURRENT: Final = ("off", "exact", "fast")
 #: The values of ``audit`` and ``on_violation``, and what a violation does.
 AUDITS: Final = ("off", "ledger", "bytes")
 ON_VIOLATION: Final = ("log", "raise", "contain")
+
+#: Numbers that a scrub takes are below this one.
+_TOO_LARGE: Final = 1 << 31
 
 
 class RequiredError(KVTxnError, RuntimeError):
@@ -57,6 +61,7 @@ class PluginSettings:
         audit: one of ``AUDITS``.
         on_violation: one of ``ON_VIOLATION``.
         record: keep the life of every slot, as ``kvtxn audit`` does for its page.
+        audit_every: audit "bytes" compares one slot in this many in each step.
     """
 
     txn: TxnConfig
@@ -67,6 +72,7 @@ class PluginSettings:
     on_violation: str = "log"
     record: bool = False
     unchecked: bool = False
+    audit_every: int = EVERY
 
 
 def is_asked(additional_config: object) -> TypeGuard[Mapping[str, Any]]:
@@ -136,6 +142,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             got=dict(given),
             hint="""add "policy": "auto", or "audit": "ledger" to watch the engine alone""",
         )
+    audit_every = _audit_every(given, audit)
     required, record = _flag(given, "required"), _flag(given, "record")
     unchecked = _flag(given, "unchecked")
     if unchecked and given.get("policy") is None:
@@ -170,7 +177,9 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     txn = _txn_config(given, max_rows, ours if windows else [*ours, "policy"])
     if windows:
         _check_backend(txn, device)
-    return PluginSettings(txn, required, windows, recurrent, audit, on_violation, record, unchecked)
+    return PluginSettings(
+        txn, required, windows, recurrent, audit, on_violation, record, unchecked, audit_every
+    )
 
 
 def _check_no_window(given: Mapping[str, Any]) -> None:
@@ -195,6 +204,29 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
             expected="true or false",
             got=repr(value),
             hint=f"leave {name} out for false",
+        )
+    return value
+
+
+def _audit_every(given: Mapping[str, Any], audit: str) -> int:
+    """Return the number of slots of which an audit of bytes compares one in each step."""
+    if "audit_every" not in given:
+        return EVERY
+    value = given["audit_every"]
+    if audit != "bytes":
+        raise ConfigError(
+            _WHERE,
+            "audit_every has no effect without an audit of bytes",
+            got=repr(value),
+            hint='add "audit": "bytes", or leave audit_every out',
+        )
+    if type(value) is not int or not 1 <= value < _TOO_LARGE:
+        raise ConfigError(
+            _WHERE,
+            "audit_every is not valid",
+            expected=f"an int from 1 to {_TOO_LARGE - 1}",
+            got=repr(value),
+            hint=f"leave audit_every out for {EVERY}; 1 compares every slot in each step",
         )
     return value
 

@@ -374,7 +374,7 @@ def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts
             drafters = attention_layers.rows_of_drafters(runner)
             watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
             refs = layer_refs(watched, facts.kv_cache_dtype)
-            watch.scrub = Scrub(watch.ledger, refs)
+            watch.scrub = Scrub(watch.ledger, refs, every=runner.kvtxn_settings.audit_every)
             watch.drafts_late = bool(drafters)
             missing -= {ref.group for ref in refs}
             why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"

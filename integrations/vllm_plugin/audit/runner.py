@@ -196,7 +196,7 @@ def _compare_bytes(runner: AuditedRunner, watch: Watch) -> None:
         watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
         refs = cache_layout.layer_refs(watched, facts.kv_cache_dtype)
         refs += audited_states.state_refs(runner, watch.states)
-        watch.scrub = Scrub(watch.ledger, refs)
+        watch.scrub = Scrub(watch.ledger, refs, every=runner.kvtxn_settings.audit_every)
         watch.drafts_late = bool(drafters)
         missing = {*watch.groups, *watch.states} - {ref.group for ref in refs}
         why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"

@@ -177,7 +177,9 @@ def _outcomes(wanted: PluginSettings, facts: EngineFacts, config: Foreign) -> It
         return
     known = wanted.audit == "bytes" and facts.device == "cuda" and facts.attention is not None
     unread = no_bytes(str(facts.attention), facts.kv_cache_dtype) if known else None
-    yield _Outcome("audit", wanted.audit, wanted.audit if unread is None else "ledger", unread)
+    found = wanted.audit if unread is None else "ledger"
+    rate = f"a slot in {wanted.audit_every} is compared in each step" if found == "bytes" else None
+    yield _Outcome("audit", wanted.audit, found, unread or rate)
     kept = audited.uncontained(config) if wanted.on_violation == "contain" else None
     yield _Outcome(
         "on_violation", wanted.on_violation, "log" if kept else wanted.on_violation, kept

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import torch
 from planting import Rig, around
 
 from kvtxn.audit.byte_books import Watched
 from kvtxn.row_io import read
 
-
-def compare_all(rig: Rig) -> None:
-    """Let the audit compare each row and state at each read, not a sample."""
-    scrub = rig.watch.scrub
-    scrub.passes = rig.watch.ledger.passes.byte_passes(attrs.evolve(scrub.books, every=1))
+#: Each row and state is compared at each read, not a sample.
+EACH = {"audit": "bytes", "audit_every": 1}
 
 
 def _layers(rig: Rig) -> list[Watched]:

@@ -66,7 +66,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "draft-model": {
         "model": "llama",
         "draft": "draft",
-        "kvtxn": {"audit": "bytes"},
+        "kvtxn": planted_bytes.EACH,
         "afterwards": planted_bytes.AFTERWARDS["draft-model"],
     },
     "two-block-sizes": {"model": "gemma4", "options": {"num_gpu_blocks_override": 40}},
@@ -79,14 +79,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     "gated-delta-net": {
         "model": "qwen3_next",
         "states": True,
-        "kvtxn": {"audit": "bytes"},
+        "kvtxn": planted_bytes.EACH,
         "afterwards": planted_bytes.AFTERWARDS["gated-delta-net"],
         "options": RECURRENT,
     },
     "short-convolution": {
         "model": "lfm2",
         "states": True,
-        "kvtxn": {"audit": "bytes"},
+        "kvtxn": planted_bytes.EACH,
         "afterwards": (),
         "options": {**RECURRENT, "speculative_config": None},
     },
@@ -94,7 +94,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "model": "mamba2",
         "states": True,
         "rows": 0,
-        "kvtxn": {"audit": "bytes"},
+        "kvtxn": planted_bytes.EACH,
         "afterwards": planted_bytes.AFTERWARDS["mamba"],
         "options": {**RECURRENT, "speculative_config": None},
     },
@@ -153,7 +153,7 @@ ENGINES |= {
     },
     "planted-bytes": {
         "model": "llama",
-        "kvtxn": {"audit": "bytes", "on_violation": "contain"},
+        "kvtxn": {**planted_bytes.EACH, "on_violation": "contain"},
         "faults": planted_engines.BYTES,
     },
     "contained": {
@@ -294,8 +294,6 @@ def carry_out(engine: dict[str, Any], folder: Path) -> dict[str, Any]:
         llm.collective_rpc("make_room")
     if engine.get("options", {}).get("worker_extension_cls") == "watched_engines.Rank":
         llm.collective_rpc("misunderstand")
-    if "afterwards" in engine:
-        planted_bytes.compare_all(Rig(llm))
     texts = [[chance.randrange(VOCAB) for _ in range(96)] for _ in range(3)]
     for _ in range(engine.get("rounds", 2)):
         work(llm, chance, texts)

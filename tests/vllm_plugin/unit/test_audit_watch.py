@@ -27,6 +27,7 @@ from kvtxn.integrations.vllm_plugin.settings import RequiredError, is_audited, s
 
 from kvtxn import ConfigError
 from kvtxn.audit import RowGroup
+from kvtxn.audit.byte_books import EVERY
 
 GROUP = RowGroup("group.0", 4, 12, pool="blocks")
 
@@ -45,6 +46,8 @@ def test_an_audit_needs_no_policy():
     assert asked(audit="bytes", on_violation="contain").audit == "bytes"
     assert both.record is alone.record is False
     assert asked(audit="ledger", record=True).record
+    assert asked(audit="bytes").audit_every == EVERY
+    assert asked(audit="bytes", audit_every=64).audit_every == 64
     assert is_audited({"kvtxn": {"audit": "ledger"}})
     assert is_audited({"kvtxn": {"audit": "bytes"}})
     assert not is_audited({"kvtxn": {"audit": "off"}})
@@ -57,6 +60,12 @@ def test_an_audit_needs_no_policy():
         ({"audit": "ledger", "on_violation": "stop"}, "on_violation is not valid"),
         ({"audit": "ledger", "record": "yes"}, "record is not valid; expected true or false"),
         ({"audit": "off"}, "names no policy"),
+        ({"audit": "ledger", "audit_every": 64}, "audit_every has no effect without an audit of b"),
+        ({"policy": "undo", "audit_every": 64}, "audit_every has no effect without an audit of by"),
+        *(
+            ({"audit": "bytes", "audit_every": every}, "audit_every is not valid; expected an int")
+            for every in (0, -1, True, 1.0, "64", None, 2**31)
+        ),
     ],
 )
 def test_mistakes_are_refused(given, message):
@@ -157,7 +166,14 @@ STARTS = "required -> the engine starts, unless its loaded model"
              "required -> the start stops: kvtxn is required, but policy 'deferred' cannot"],
         ),
         ({"policy": "deferred"}, {"method": None}, {}, ["policy deferred -> off (the engine does"]),
-        ({"audit": "bytes"}, {}, {}, ["audit bytes -> bytes", "on_violation log -> log"]),
+        (
+            {"audit": "bytes"}, {}, {},
+            ["audit bytes -> bytes (a slot in 256 is compared in each step)", "on_violation log"],
+        ),
+        (
+            {"audit": "bytes", "audit_every": 7, "required": True}, {}, {},
+            ["audit bytes -> bytes (a slot in 7 is compared in each step)", "on_violation", STARTS],
+        ),
         (
             {**CONTAIN, "policy": "undo", "required": True}, {}, STAGES,
             ["policy undo -> undo", "audit ledger -> ledger",

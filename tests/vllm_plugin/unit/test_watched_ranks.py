@@ -6,11 +6,12 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.audit import gpu_runners
 from kvtxn.integrations.vllm_plugin.audit import runner as cpu_runners
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, ranks
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.settings import PluginSettings, RequiredError
+from kvtxn.integrations.vllm_plugin.settings import PluginSettings, RequiredError, settings
 
 from kvtxn import LayerError, TxnConfig
 from kvtxn.audit import RowGroup
@@ -102,3 +103,28 @@ def test_no_rank_is_watched_if_another_one_cannot_be(opened, caplog):
 def test_an_audit_that_is_required_stops_the_start_on_every_rank(opened):
     with pytest.raises(RequiredError, match="another rank cannot be watched"):
         opened(peer=False, required=True)
+
+
+@pytest.mark.parametrize("module", [cpu_runners, gpu_runners])
+def test_the_rate_of_comparing_bytes_is_the_user_s(monkeypatch, module):
+    """On a CPU and on a GPU the scrub is told."""
+    told = {}
+
+    def scrub(ledger, refs, **named):
+        told.update(named)
+
+    facts = SimpleNamespace(attention="FLASH_ATTN", kv_cache_dtype="auto")
+    monkeypatch.setattr(module, "Scrub", scrub)
+    monkeypatch.setattr(module.attention_layers, "target_layers", lambda runner: ([], facts))
+    monkeypatch.setattr(module.attention_layers, "rows_of_drafters", lambda runner: [])
+    wanted = settings({"kvtxn": {"audit": "bytes", "audit_every": 64}}, 1, "cpu")
+    runner = SimpleNamespace(kvtxn_settings=wanted, kvtxn_required=False, kvtxn_rank=0)
+    watch = SimpleNamespace(groups={}, states={}, ledger=None)
+    if module is cpu_runners:
+        monkeypatch.setattr(audited_states, "state_refs", lambda runner, states: [])
+        monkeypatch.setattr(module.cache_layout, "layer_refs", lambda layers, kv_dtype: [])
+        module._compare_bytes(runner, watch)
+    else:
+        with importing_kernels():
+            module._compare_bytes(runner, watch, facts)
+    assert told == {"every": 64}
