@@ -12,6 +12,7 @@ TOKEN_MASK = tl.constexpr((1 << digest.TOKEN_BITS) - 1)
 #: The bits of a token that is not embedded.
 PLAIN = tl.constexpr(digest.EMBEDDED - 1)
 EMBEDDED = tl.constexpr(digest.EMBEDDED)
+MAX_POSITION = tl.constexpr(digest.MAX_POSITION)
 UNWRITTEN = tl.constexpr(digest.UNWRITTEN)
 REJECTED = tl.constexpr(digest.REJECTED)
 REPORTED = tl.constexpr(digest.REPORTED)

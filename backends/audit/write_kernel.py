@@ -27,7 +27,7 @@ from ...audit import books as book
 from ...audit import group_lines, passes
 from .plan import AT_ADDRESS, NUM_TENSOR_FIELDS
 from .requests import fill_first, rows_of
-from .words import EMBEDDED, PLAIN, REPORTED, as_word, term, token_of
+from .words import EMBEDDED, MAX_POSITION, PLAIN, REPORTED, as_word, term, token_of
 
 STEP = tl.constexpr(book.STEP)
 JOURNALLED = tl.constexpr(book.JOURNALLED)
@@ -101,8 +101,27 @@ def own_term(digests: tl.tensor, position: tl.tensor, mask: tl.tensor) -> tl.ten
 
 
 @triton.jit
+def computed_for(
+    positions: tl.tensor, row: tl.tensor, position: tl.tensor, mask: tl.tensor
+) -> tl.tensor:
+    """Return the position that each row is computed for, -1 for a number that is none.
+
+    Args:
+        positions: int ``[num_rows]``.
+        row: int ``[TILE]``, the index of each row in the step.
+        position: int64 ``[TILE]``, the position that each row stands for, returned without mask.
+        mask: bool ``[TILE]``.
+    """
+    given = tl.load(positions + row, mask=mask, other=0).to(tl.int64)
+    given = tl.where((given >= 0) & (given < MAX_POSITION), given, -1)
+    return tl.where(mask, given, position)
+
+
+@triton.jit
 def term_before(
     BACK: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    positions: tl.tensor,
     tokens: tl.tensor,
     row: tl.tensor,
     within: tl.tensor,
@@ -118,7 +137,11 @@ def term_before(
     old = own_term(digests, earlier, live)
     token = tl.load(tokens + row - BACK, mask=here, other=0).to(tl.int64) & PLAIN
     opaque = (earlier < known) & (token_of(old, key) >= EMBEDDED)
-    return tl.where(here & (opaque == 0), term(token, earlier, key), old)
+    given = earlier
+    if POSITIONS:
+        given = computed_for(positions, row - BACK, earlier, here)
+        opaque = opaque & (given == earlier)
+    return tl.where(here & (opaque == 0), term(token, given, key), old)
 
 
 @triton.jit(
@@ -176,7 +199,8 @@ def write_rows(
         num_lines: lines.
         journal_size: entries.
         DRAFTS: some request has drafts.
-        POSITIONS: ``first_position`` is filled from ``positions`` at first.
+        POSITIONS: ``first_position`` is filled from ``positions`` at first, and rows are noted as
+            computed for these.
         GROUPS: number of groups.
         TILE: rows at a time.
     """
@@ -210,6 +234,10 @@ def write_rows(
         each = tl.where(told & (token_of(theirs, key) >= EMBEDDED), theirs, each)
         each = tl.where(live, each, 0)
         right = tl.where(told, theirs, each)
+        given = position
+        if POSITIONS:
+            given = computed_for(positions, row, position, live)
+            each = tl.where(given == position, each, term(token, given, key))
         chain = fed + tl.cumsum(each, axis=0)
         fed += tl.sum(each, axis=0)
         tl.store(digests + position + 1, truth + tl.cumsum(right, axis=0), mask=live)
@@ -219,10 +247,12 @@ def write_rows(
         kept = (within < count + skipped) & (row >= rows - journal_size)
         tl.store(journal + entry + ENTRY_STEP, tl.where(live, now, -1), mask=kept)
         tl.store(journal + entry + ENTRY_SERIAL, tl.where(live, serial, -1), mask=kept)
-        tl.store(journal + entry + ENTRY_POSITION, tl.where(live, position, -1), mask=kept)
+        tl.store(journal + entry + ENTRY_POSITION, tl.where(live, given, -1), mask=kept)
         tl.store(journal + entry + TERMS, each, mask=kept)
         for back in tl.static_range(1, 3):
-            before = term_before(back, tokens, row, within, position, live, known, digests, key)
+            before = term_before(
+                back, POSITIONS, positions, tokens, row, within, position, live, known, digests, key
+            )
             tl.store(journal + entry + TERMS + back, before, mask=kept)
         for number in tl.static_range(GROUPS):
             group = groups + number * FIELDS

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from ...audit import books as book
+from ...audit import rows
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
 from ...audit.byte_passes import BytePasses
 from ...audit.group_lines import group_lines
 from ...audit.passes import Stretch
-from ...audit.rows import Batch, fill_first
+from ...audit.rows import Batch
 from ...audit.step import Step
 from ...audit.torch_passes import TorchPasses
 from .compare_rows import compare_rows, compare_states, compare_stretches
 from .numba_byte_passes import NumbaBytePasses
-from .requests import well_formed
-from .step_arrays import StepReader, ints
+from .requests import fill_first, well_formed
+from .step_arrays import StepArrays, StepReader, ints
 from .write_rows import resolve_rows, write_rows
 
 _NOTHING: Final = numpy.zeros((0, 0), numpy.int64)
@@ -62,7 +63,8 @@ class NumbaPasses(TorchPasses):
     def _compile(self) -> None:
         """Call every function for a step without requests, whose effects are undone."""
         none = torch.zeros(0, dtype=torch.int64)
-        step = Step(none, torch.zeros(1, dtype=torch.int64), none, none, {}, told=none)
+        starts = torch.zeros(1, dtype=torch.int64)
+        step = Step(none, starts, none, none, {}, told=none, positions=none)
         self.takes(step, none)
         before = self._counters.copy(), self._fingerprints.copy()
         self.write(step)
@@ -80,17 +82,27 @@ class NumbaPasses(TorchPasses):
         released: bool = False,
     ) -> bool:
         """Tell whether a step is well-formed, as ``Passes.takes`` describes."""
-        read = self._read.read(step)
+        read = self._read.read(step) if released else self._filled(step)
         right: bool = well_formed(
             *read.requests, read.drafts, ints(accepted), besides, self._facts, self._own.shape[1],
             read.num_rows, released, self._seen,
         )  # fmt: skip
         return right
 
+    def _filled(self, step: Step) -> StepArrays:
+        """Return the arrays of a step, once ``Step.first`` is filled where that is to be done."""
+        read = self._read.read(step)
+        if step.positions is None:
+            return read
+        if not read.shared:
+            rows.fill_first(step)
+            return self._read.read(step)
+        fill_first(read.starts, read.positions, read.first[: len(read.lines)], read.num_rows)
+        return read
+
     def write(self, step: Step) -> None:
         """Do what ``Passes.write`` says."""
-        fill_first(step)
-        read = self._read.read(step)
+        read = self._filled(step)
         if step.sources or step.told is not None:
             compared = compare_states(
                 *read.requests, read.drafts, read.sources, read.told, self._groups, self._words,
@@ -101,9 +113,9 @@ class NumbaPasses(TorchPasses):
             else:
                 self._counters[book.STATES_CHECKED] += compared
         write_rows(
-            *read.requests, read.tokens, read.drafts, read.slots, self._groups, self._key,
-            self._words, self._owners, self._own, self._facts, self._entries, self._counters,
-            self._fingerprints, read.num_rows,
+            *read.requests, read.positions, read.tokens, read.drafts, read.slots, self._groups,
+            self._key, self._words, self._owners, self._own, self._facts, self._entries,
+            self._counters, self._fingerprints, read.num_rows,
         )  # fmt: skip
 
     def check(self, step: Step) -> None:

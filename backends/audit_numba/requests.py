@@ -43,6 +43,14 @@ def rows_of(index, lines, starts, first, drafts, facts, columns, num_rows, relea
 
 
 @compiled
+def fill_first(starts, positions, first, num_rows):
+    """Write the positions of the requests' first rows into ``first``; -1 for no such row."""
+    for index in range(len(first)):
+        start = starts[index]
+        first[index] = positions[start] if 0 <= start < num_rows else -1
+
+
+@compiled
 def well_formed(
     lines, starts, first, drafts, accepted, besides, facts, columns, num_rows, released, seen
 ):

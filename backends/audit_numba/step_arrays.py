@@ -36,7 +36,9 @@ class StepArrays:
             is not read.
         sources: by number of the group, int64 ``[num_requests]``; empty if none is continued.
         told: int64 ``[num_requests]``; empty if the engine never says.
+        positions: int64 ``[num_rows]``; empty if the engine does not say.
         num_rows: rows for which the tensors have room.
+        shared: all arrays are the tensors themselves, and none is a copy.
     """
 
     lines: Ints
@@ -48,7 +50,9 @@ class StepArrays:
     tables: tuple[NDArray[numpy.int32], ...]
     sources: tuple[Ints, ...]
     told: Ints
+    positions: Ints
     num_rows: int
+    shared: bool
 
     @property
     def requests(self) -> tuple[Ints, Ints, Ints]:
@@ -94,7 +98,7 @@ class StepReader:
         found = self._known.get(step)
         if found is None:
             found = self._arrays(step)
-            if _share_memory(step):
+            if found.shared:
                 self._known[step] = found
         return found
 
@@ -113,13 +117,15 @@ class StepReader:
             tables=self.tables(step.tables),
             sources=tuple(ints(step.sources.get(name)) for name in self._groups),
             told=ints(step.told),
+            positions=ints(step.positions),
             num_rows=step.num_rows,
+            shared=_share_memory(step),
         )
 
 
 def _share_memory(step: Step) -> bool:
     """Tell whether the arrays of a step are its tensors themselves, and none is a copy."""
-    maybe = (step.drafts, step.told)
+    maybe = (step.drafts, step.told, step.positions)
     several = (*step.slots.values(), *step.sources.values())
     numbers = (step.lines, step.starts, step.first, step.tokens, *several)
     numbers += tuple(tensor for tensor in maybe if tensor is not None)

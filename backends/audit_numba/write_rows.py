@@ -39,6 +39,7 @@ NUM_BLOCKS, RING, SALT = line_of.NUM_BLOCKS, line_of.RING, line_of.SALT
 IS_STATE, OWNERS = line_of.IS_STATE, line_of.OWNERS
 REJECTED: Final = digest.REJECTED
 REPORTED: Final = digest.REPORTED
+MAX_POSITION: Final = digest.MAX_POSITION
 BY_STEP: Final = digest.signed(STEP_FACTOR)
 BY_PLACE: Final = digest.signed(PLACE_FACTOR)
 
@@ -74,10 +75,13 @@ def term_at(digests, position):
 
 @compiled
 def write_rows(
-    lines, starts, first, tokens, drafts, slots, groups, key, words, owners, own, facts, journal,
-    counters, fingerprints, num_rows,
+    lines, starts, first, positions, tokens, drafts, slots, groups, key, words, owners, own, facts,
+    journal, counters, fingerprints, num_rows,
 ):  # fmt: skip
-    """Note the rows of a step; see ``Passes.write``. States that it reads are not compared here."""
+    """Note the rows of a step; see ``Passes.write``. States that it reads are not compared here.
+
+    ``positions`` is int64 ``[num_rows]``; empty: rows are computed for those they stand for.
+    """
     now, noted = counters[STEP] + 1, counters[JOURNALLED]
     chains = numpy.empty(num_rows, numpy.int64)
     written, refusals, unsure = 0, 0, 0
@@ -93,12 +97,17 @@ def write_rows(
         for within in range(count):
             position = at + within
             theirs = digests[position + 1] - digests[position]
-            each = term(tokens[start + within] & PLAIN, position, key)
+            token, given = tokens[start + within] & PLAIN, position
+            each = term(token, position, key)
             if position < known:
                 if token_of(theirs, key) >= EMBEDDED:
                     each = theirs
             else:
                 digests[position + 1] = digests[position] + each
+            if len(positions) and positions[start + within] != position:
+                given = positions[start + within]
+                given = given if 0 <= given < MAX_POSITION else -1
+                each = term(token, given, key)
             chain += each
             chains[start + within] = chain
             written += chain
@@ -106,7 +115,7 @@ def write_rows(
             entry[AT_STEP], entry[AT_SERIAL], entry[AT_POSITION] = (
                 now,
                 facts[SERIAL, line],
-                position,
+                given,
             )
             entry[AT_TERMS], entry[AT_TERMS + 1], entry[AT_TERMS + 2] = each, last, older
             older, last, noted = last, each, noted + 1

@@ -23,7 +23,6 @@ from .groups import Group
 from .passes import Passes
 from .ranks import Fingerprints, compare_ranks
 from .roster import Roster
-from .rows import fill_first
 from .step import Step
 from .violation import NOBODY, Violation
 
@@ -185,8 +184,6 @@ class Ledger(Exchange):
         if step is self._checked and (after or self._on_gpu):
             return
         known = isinstance(step, Step) and step in self._buffers
-        if known and not (self._on_gpu or after):
-            fill_first(step)
         if not known or not (self._on_gpu or self.passes.takes(step, released=after)):
             checks.check_step(operation, self.books, step, released=after)
             self._buffers.add(step)

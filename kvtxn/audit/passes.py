@@ -84,6 +84,8 @@ class Passes(ABC):
     ) -> bool:
         """Tell quickly that a step of the right shapes is well-formed; for CPUs.
 
+        ``Step.first`` is filled as in ``write``, unless the result is False or ``released`` is set.
+
         Args:
             step: the step.
             accepted: int ``[num_requests]``; these counts of accepted drafts are possible, too.
@@ -157,8 +159,9 @@ class Passes(ABC):
         """Begin a step: compare the states that it reads, then record the rows that it writes.
 
         In this order: ``Step.first`` is filled, where ``Step.positions`` are given; all sources and
-        told counts are compared; the digests of all rows are put into their slots and the journal,
-        and into the requests' own digests from ``KNOWN`` on; then ``KNOWN`` and ``DURABLE`` are
+        told counts are compared; the digests of all rows, of the positions that they are computed
+        for, are put into their slots and the journal, and those of the positions that they stand
+        for into the requests' own digests from ``KNOWN`` on; then ``KNOWN`` and ``DURABLE`` are
         raised to cover the rows before the drafts. The requests that have drafts are counted as
         ``OPEN``; those of a step before it that was not resolved are added to ``UNRESOLVED``.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import books as book
 from .books import Books
-from .digest import EMBEDDED
+from .digest import EMBEDDED, MAX_POSITION
 from .groups import Place
 from .step import Step
 
@@ -92,6 +92,20 @@ def fill_first(step: Step) -> None:
         inside = (starts >= 0) & (starts < step.num_rows)
         found = step.positions[starts.clamp(0, step.num_rows - 1)]
         step.first[: len(step.lines)] = torch.where(inside, found, -1)
+
+
+def computed_for(step: Step, row: Tensor, position: Tensor) -> Tensor:
+    """Return the position that each row is computed for; -1 for a number that is none.
+
+    Args:
+        step: the step.
+        row: int64 ``[n]``, the numbers of rows in the step.
+        position: int64 ``[n]``, the positions that they stand for.
+    """
+    if step.positions is None:
+        return position
+    given = step.positions[row].long()
+    return torch.where((given >= 0) & (given < MAX_POSITION), given, -1)
 
 
 def admitted(books: Books, lines: Tensor) -> Tensor:

@@ -42,8 +42,11 @@ class Step:
             continues; -1 if the step begins without a state.
         told: int ``[num_requests]``, the number of drafts that the engine says were accepted in the
             step before; -1 if it does not say. None means that it never says.
-        positions: int ``[num_rows]``, the position of each row. With it, ``first`` is filled where
-            the step begins: for an engine whose device alone knows positions. None leaves it.
+        positions: int ``[num_rows]``, the position that each row is computed for, as the forward
+            gets it. With it, ``first`` is filled where the step begins, and each row is compared
+            with the position it stands for, which is its request's first one plus its number within
+            the request: a row computed for another position is foreign to every reader. None: rows
+            are taken to be computed for the positions that they stand for.
     """
 
     lines: Tensor

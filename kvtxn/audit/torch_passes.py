@@ -20,6 +20,7 @@ from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes, Stretch
 from .rows import (
     Batch,
     admitted,
+    computed_for,
     fill_first,
     first_visible,
     in_ring,
@@ -73,14 +74,14 @@ class TorchPasses(Passes):
         position = batch.first[owner] + within
         row = batch.starts[owner] + within
         known = position < books.facts[book.KNOWN][line]
-        terms = books.key.terms(step.tokens[row].long() & (EMBEDDED - 1), position)
+        given, tokens = computed_for(step, row, position), step.tokens[row].long() & (EMBEDDED - 1)
         own_terms = books.own[line, position + 1] - books.own[line, position]
-        embedded = known & (books.key.tokens_of(own_terms) >= EMBEDDED)
-        terms = torch.where(embedded, own_terms, terms)
-        chain = self._chain(terms, owner, batch)
-        truth = self._chain(torch.where(known, own_terms, terms), owner, batch)
+        embedded = known & (books.key.tokens_of(own_terms) >= EMBEDDED) & (given == position)
+        terms = torch.where(embedded, own_terms, books.key.terms(tokens, given))
+        right = torch.where(known, own_terms, books.key.terms(tokens, position))
+        chain, truth = (self._chain(each, owner, batch) for each in (terms, right))
         places = self._places(step, batch, owner, within)
-        self._journal(line, position, terms, within, places)
+        self._journal(line, position, given, terms, within, places)
         books.own[line, position + 1] = truth
         for place, where in places.items():
             there = where >= 0
@@ -116,6 +117,7 @@ class TorchPasses(Passes):
         self,
         line: Tensor,
         position: Tensor,
+        given: Tensor,
         terms: Tensor,
         within: Tensor,
         places: Mapping[Place, Tensor],
@@ -125,6 +127,7 @@ class TorchPasses(Passes):
         Args:
             line: int64 ``[num_rows]``, the line of each row's request.
             position: int64 ``[num_rows]``, of each row in its request.
+            given: int64 ``[num_rows]``, the position that each row is computed for.
             terms: int64 ``[num_rows]``, the token of each row as ``Key.terms`` has it.
             within: int64 ``[num_rows]``, the index of each row in its request's rows of the step.
             places: by KV-cache group, the index of each row's digest; -1 for a row without one.
@@ -133,7 +136,7 @@ class TorchPasses(Passes):
         columns = [
             books.counters[book.STEP].add(1).expand(rows),
             books.facts[book.SERIAL][line],
-            position,
+            given,
             terms,
         ]
         for back in (1, 2):

@@ -149,7 +149,8 @@ class LedgerModel:
             prefix = request.own[: first + 1]
             for within in range(count):
                 token, position = int(step.tokens[start + within]), first + within
-                prefix = [*prefix, token]
+                given = position if step.positions is None else int(step.positions[start + within])
+                prefix = [*prefix, token if given == position else (token, given)]
                 if position >= request.known:
                     request.own[position + 1 :] = [token]
                 prefixes[start + within] = tuple(prefix)

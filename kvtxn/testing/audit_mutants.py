@@ -181,6 +181,19 @@ class FeedsAStaleToken(Mutant):
         return [part.tokens[0] + 1, *part.tokens[1:]]
 
 
+class MovesPositions(Mutant):
+    """The rows of a request after the first one are computed for other positions."""
+
+    kinds = frozenset({"foreign", "state"})
+
+    def positions(self, part: Part) -> list[int]:
+        """Move the positions after the first by one."""
+        first, *others = super().positions(part)
+        if not others or not self.errs():
+            return [first, *others]
+        return [first, *(other + 1 for other in others)]
+
+
 class CountsABlockAsLoaded(Mutant):
     """A connector says that it brought a block, and did not."""
 
@@ -325,7 +338,7 @@ class CountsAStateAsLoaded(Mutant):
 MUTANTS: Final = (
     KeepsOneRowTooMany, LosesAWrite, WritesToTheNextSlot, ReadsAnothersTable, ShiftsATable,
     HandsOutBlocksInUse, HashesTooFewTokens, PublishesDrafts, KeepsATurnsDrafts, FeedsAStaleToken,
-    CountsABlockAsLoaded, ReadsTheWrongColumn, NeverTellsCounts, DropsAState, ReadsAnothersState,
-    ExportsTooMuch, LoadsAnotherBlock, ExportsAnotherColumn, LoadsAnotherState,
+    MovesPositions, CountsABlockAsLoaded, ReadsTheWrongColumn, NeverTellsCounts, DropsAState,
+    ReadsAnothersState, ExportsTooMuch, LoadsAnotherBlock, ExportsAnotherColumn, LoadsAnotherState,
     CountsAStateAsLoaded,
 )  # fmt: skip

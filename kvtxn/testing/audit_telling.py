@@ -20,11 +20,13 @@ class Telling:
         groups: the groups, by name.
         ledgers: the ledgers and models that get the report.
         device: the device of the step's tensors.
+        says_positions: the last step had positions; every second one has.
     """
 
     groups: Mapping[str, Group]
     ledgers: Sequence[Any]
     device: str
+    says_positions: bool = False
 
     def tell(self, call: str, *arguments: Any, **named: Any) -> list[Any]:
         """Call a method of every ledger, and return the results."""
@@ -45,6 +47,7 @@ class Telling:
         counts = [len(part.tokens) for part in parts]
         ledger = self.ledgers[0]
         written: list[Group] = [*self.row_groups, *self.state_groups]
+        self.says_positions = not self.says_positions
         return Step(
             lines=self.numbers([self.line(ledger, part.request) for part in parts]),
             starts=self.numbers([sum(counts[:i]) for i in range(len(counts) + 1)]),
@@ -65,6 +68,9 @@ class Telling:
                 for group in self.state_groups
             },
             told=self.numbers([part.request.told for part in parts]),
+            positions=self.numbers([p for part in parts for p in self.positions(part)])
+            if self.says_positions
+            else None,
         )
 
     @staticmethod
@@ -86,6 +92,10 @@ class Telling:
     def fed(self, part: Part) -> list[int]:
         """Return the tokens that the forward gets."""
         return part.tokens
+
+    def positions(self, part: Part) -> list[int]:
+        """Return the positions that the forward gets."""
+        return [*range(part.first, part.first + len(part.tokens))]
 
     def table(self, group: RowGroup, request: Request) -> list[int]:
         """Return the table that the forward reads through."""

@@ -82,8 +82,8 @@ class Rows:
         drafts: int64 ``[num_requests]``, draft rows of each request; None without drafts.
         slots: int64 ``[num_rows]`` for each group, the slot that each row is written to.
         tables: int32 ``[num_requests, blocks]`` for each group, the blocks of each request.
-        positions: int64 ``[num_rows]``, the position of each row, if ``first`` has to be filled
-            from it; None if it is filled.
+        positions: int64 ``[num_rows]``, the position that each row is computed for; ``first`` is
+            filled from it. None: they are not looked at.
         buffers: stands for all of these tensors, if they are buffers that stay where they are:
             rows with the same object have the same tensors, with other values. None if they do not.
     """

@@ -18,7 +18,9 @@ _UNSIGNED: Final = {4: numpy.uint32, 8: numpy.uint64}
 _NO_TOKEN: Final = numpy.int64(-1)
 
 #: The tensors of a step, in the order of ``Rows``.
-_Buffers = tuple[Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]
+_Buffers = tuple[
+    Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor], Tensor
+]
 
 
 class StepReader:
@@ -45,12 +47,13 @@ class StepReader:
             self._first: Final = zeros(requests)
             self._drafts: Final = zeros(requests)
             self._tokens: Final = zeros(rows)
+            self._positions: Final = zeros(rows)
             self._slots: Final = {name: zeros(rows) for name in groups}
             self._tables: Final = {
                 name: torch.zeros_like(audited.own_blocks(self._table(name), requests, size))
                 for name, size in self._sizes.items()
             }
-        own = (self._starts, self._first, self._drafts, self._tokens)
+        own = (self._starts, self._first, self._drafts, self._tokens, self._positions)
         self._arrays: Final = tuple(tensor.numpy() for tensor in own)
         self._known: dict[tuple[int, bool], _Buffers] = {}
 
@@ -66,10 +69,11 @@ class StepReader:
         runner, metadata = self._runner, prepared[1]
         names = runner.input_batch.req_ids
         number = len(names)
-        starts, first, drafted, tokens = self._arrays
+        starts, first, drafted, tokens, positions = self._arrays
         starts[: number + 1] = runner.query_start_loc.np[: number + 1]
         total = int(starts[number])
-        first[:number] = runner.positions.numpy()[starts[:number]]
+        positions[:total] = runner.positions.numpy()[:total]
+        first[:number] = positions[starts[:number]]
         tokens[:total] = runner.input_ids.gpu.numpy()[:total]
         drafts = metadata is not None and any(metadata.num_draft_tokens)
         if drafts:  # a scheduler at fault may count drafts whose rows the step does not have
@@ -95,6 +99,7 @@ class StepReader:
             self._drafts[:number] if drafts else None,
             self._slots,
             {name: table[:number] for name, table in self._tables.items()},
+            self._positions,
         )
 
 

@@ -200,6 +200,31 @@ def positions_off_by_one(rig: Rig) -> Any:
     return prepared(rig, tamper)
 
 
+def positions_after_the_first(rig: Rig) -> Any:
+    """The later rows of a prompt are computed for other positions, its first ones for theirs."""
+
+    def tamper(batch: Batch) -> None:
+        if (index := _prompt(batch)) is not None:
+            row, end = batch.starts[index] + 5, batch.starts[index + 1]
+            batch.positions[row:end] += 7
+            rig.strike(batch.names[index], batch.first[index] + 5, int(batch.slots[row]))
+
+    return prepared(rig, tamper)
+
+
+def positions_of_drafts(rig: Rig) -> Any:
+    """The drafts of a decode are verified at the positions behind theirs."""
+
+    def tamper(batch: Batch) -> None:
+        found = (n for n in range(len(batch)) if batch.drafts[n] and batch.settled(n) == 1)
+        if (index := next(found, None)) is not None:
+            row, end = batch.starts[index] + 1, batch.starts[index + 1]
+            batch.positions[row:end] += 3
+            rig.strike(batch.names[index], batch.first[index] + 1, int(batch.slots[row]))
+
+    return prepared(rig, tamper)
+
+
 def wrong_prompt_token(rig: Rig) -> Any:
     """The forward gets another token in the middle of a prompt."""
 
@@ -312,6 +337,7 @@ FAULTS = (
     nobodys_block,
     *(lost_write, slot_off_by_one, slots_swapped, slot_outside, write_into_anothers_block),
     *(columns_swapped, table_shifted, anothers_table, anothers_last_block),
+    *(positions_after_the_first, positions_of_drafts),
     *(positions_off_by_one, wrong_prompt_token, wrong_last_token, other_drafts_verified),
     *(one_more_kept, another_token_kept),
 )

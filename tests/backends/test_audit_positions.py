@@ -1,0 +1,89 @@
+"""Rows that are computed for other positions than they stand for: all passes find the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ledger_pairs import DEVICE, assert_equal_books, pair
+
+from kvtxn.audit import Step
+from kvtxn.audit.digest import REPORTED
+
+__all__ = ["pair"]
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+#: Of the rows of a prompt and of a decode with two drafts: what is given, then the first wrong
+#: position, and the position that its row was written for.
+CASES = {
+    "later rows of a prompt": ([0, 1, 2, 10, 11, 12], [6, 7, 8], 3, 10),
+    "one row of a prompt, the next ones right": ([0, 1, 2, 9, 4, 5], [6, 7, 8], 3, 9),
+    "two that sum up": ([0, 1, 9, -4, 4, 5], [6, 7, 8], 2, 9),
+    "the drafts": ([0, 1, 2, 3, 4, 5], [6, 10, 11], 7, 10),
+    "no position": ([0, 1, 2, 3, 4, 5], [6, -7, 8], 7, None),
+    "far outside": ([0, 1, 2, 3, 4, 5], [6, 7 + (1 << 24), 8 + (1 << 40)], 7, None),
+    "where vectors are embedded": ([0, 2, 3, 3, 4, 5], [6, 7, 8], 1, 2),
+}
+
+
+def numbers(*values, dtype=torch.int64):
+    return torch.tensor(values, device=DEVICE, dtype=dtype)
+
+
+def life(ledger, prompt, decode, dtype=torch.int64):
+    """Compute a prompt, decode with two drafts of which one stays, and decode again."""
+    line = numbers(ledger.admit("a", PROMPT, embedded={1: 77, 2: 77}))
+    tables = {"full": numbers([1, 2, 3], dtype=torch.int32)}
+    for given, tokens, drafts, ids in (
+        (prompt, [1, 0, 0, 4, 5, 6], 0, [7, -1, -1]),
+        (decode, [7, 8, 9], 2, [8, 20, -1]),
+        ([8], [20], 0, [21, -1, -1]),
+    ):
+        first, count = {6: 0, 3: 6, 1: 8}[len(tokens)], len(tokens)
+        step = Step(
+            lines=line,
+            starts=numbers(0, count),
+            first=numbers(99),
+            tokens=numbers(*tokens),
+            slots={"full": numbers(*range(4 + first, 4 + first + count))},
+            tables=tables,
+            drafts=numbers(drafts),
+            positions=numbers(*given, dtype=dtype),
+        )
+        ledger.write(step)
+        assert step.first.tolist() == [first]
+        ledger.check(step)
+        ledger.resolve(numbers(1 if drafts else 0), numbers(ids))
+    return ledger.violations()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_foreign_at_their_first_read(pair, case):
+    prompt, decode, position, written_for = CASES[case]
+    ledgers = pair("plain")
+    one, other = (life(ledger, prompt, decode) for ledger in ledgers)
+    assert [*map(str, one)] == [*map(str, other)]
+    assert_equal_books(*ledgers)
+    assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
+    assert torch.equal(ledgers[0].books.journal, ledgers[1].books.journal)
+    first, wrote = one[0], 1 if position < 6 else 2
+    assert (first.kind, first.request, first.position) == ("foreign", "a", position)
+    assert (first.slot, first.step, first.written_step) == (4 + position, wrote, wrote)
+    assert first.written_position == written_for
+    assert {v.kind for v in one} == {"foreign"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_rows_at_their_positions_are_right(pair, dtype):
+    """With vectors in place of tokens, and with positions of any width."""
+    ledgers = pair("plain")
+    for ledger in ledgers:
+        assert life(ledger, [*range(6)], [6, 7, 8], dtype) == []
+    assert_equal_books(*ledgers)
+
+
+def test_what_comes_after_a_wrong_row_is_computed_of_it(pair):
+    """A row at its own position is foreign, too, if a row before it was not at its own."""
+    for ledger in pair("plain"):
+        life(ledger, [0, 1, 2, 9, 4, 5], [6, 7, 8])
+        reported = ledger.books.words == REPORTED
+        assert int(reported.sum()) == 3  # of positions 3, 4 and 5: what was read of the prompt
