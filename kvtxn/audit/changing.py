@@ -25,6 +25,8 @@ from .passes import Passes
 from .roster import Roster
 from .step import Step
 
+#: No requests.
+_NONE: Final = ()
 #: Numbers that the scheduler has.
 Ints = Sequence[int] | Tensor
 
@@ -141,8 +143,8 @@ class Changing:
 
     def change(
         self,
-        gone: Iterable[str] = (),
-        admissions: Iterable[Admission] = (),
+        gone: Iterable[str] = _NONE,
+        admissions: Iterable[Admission] = _NONE,
         given: Mapping[str, Ints] | None = None,
     ) -> list[int]:
         """Do all that a step changes before its forward: ``release``, ``admit_all``, ``hand_out``.
@@ -161,18 +163,25 @@ class Changing:
             CapacityError: as in ``admit``; nothing was changed.
             ConfigError: as in the three calls; nothing was changed.
         """
+        if gone is _NONE and admissions is _NONE:  # the usual change: requests get blocks
+            if given and (blocks := self._blocks(given)):
+                self.passes.change(Change((), blocks, None, self._seals()))
+            return []
         gone = listed("release", "gone", gone, "a list of names")
         checks.check_names("release", gone)
         admissions = admissions_of("change", admissions)
         names = [each.request for each in admissions]
         checks.check_names("admit", names, distinct=True)
         owns = [own_words(self.books, each) for each in admissions]
-        blocks = self._blocks(given) if given else ()
+        blocks = self._blocks(given) if given else []
         lines, left, coming = self._roll(gone, names, owns)
         if left or blocks or coming is not None:
-            seals = None if self._bytes is None else self._bytes.seals
-            self.passes.change(Change(left, blocks, coming, seals))
+            self.passes.change(Change(left, blocks, coming, self._seals()))
         return lines
+
+    def _seals(self) -> Tensor | None:
+        """Return what a scrub has sealed; None without a scrub."""
+        return None if self._bytes is None else self._bytes.seals
 
     def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, list[int]]]:
         """Return the blocks that are handed out, by a group of their pool."""

@@ -172,6 +172,15 @@ class Watch:
         self, gone: Iterable[str], arrivals: Sequence[Arrival], fresh: Mapping[str, Sequence[int]]
     ) -> None:
         """Tell the ledger of requests that end and begin, and of blocks that are handed out."""
+        given = {
+            name: blocks
+            for name, blocks in fresh.items()
+            if blocks and (name in self.groups or name in self.states)
+        }
+        if not (gone or arrivals):  # the usual change: requests that run get blocks
+            if given:
+                self.ledger.change(given=given)
+            return
         named = {each.name: each for each in arrivals}
         leaving = [name for name in gone if name in self._known]
         for name in leaving:
@@ -181,13 +190,6 @@ class Watch:
                 leaving.append(self._known.popitem(last=False)[0])
             self._known[name] = None
             self._known.move_to_end(name)
-        given = {
-            name: blocks
-            for name, blocks in fresh.items()
-            if blocks and (name in self.groups or name in self.states)
-        }
-        if not (leaving or named or given):
-            return
         if leaving or named:
             self._batch = None
         lines = self.ledger.change(leaving, admissions(named.values()), given)
