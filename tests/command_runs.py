@@ -22,6 +22,7 @@ PLANTED = {
     "the host's memory grows": "KeepsBytes",
     "requests were lost": "LosesRequests",
     "texts are not stock's": "SaysOther",
+    "piece 0 ended early": "Dies",
 }
 
 

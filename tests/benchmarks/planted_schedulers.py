@@ -39,6 +39,18 @@ class LosesRequests(Scheduler):
             super().add_request(request)
 
 
+class Dies(Scheduler):
+    """Ends the engine after some steps."""
+
+    taken = 0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.taken += 1
+        if self.taken > 300:
+            raise RuntimeError("planted: the end")
+        return super().schedule(*args, **kwargs)
+
+
 class SaysOther(Scheduler):
     """Changes a sampled token now and then."""
 
