@@ -15,7 +15,7 @@ from typing import Any, Final
 from .. import states
 from .common.machine import RESULTS
 from .common.markdown import machine_line, table
-from .engines import audit_report, exactness_tables
+from .engines import audit_report, capacity, exactness_tables
 from .engines import report as vllm_report
 from .host import engine_step
 from .host import metrics_reading as readings
@@ -249,6 +249,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
     "backends": lambda: backends.report(load("h200-backends")),
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
+    "capacity": lambda: capacity.report(load("capacity-scheduler")),
     "hybrids": lambda: recurrent.sentence(load("h200-recurrent")),
     "delta-tiles": lambda: delta_tiles.report(load("h200-delta-tiles")),
     "soak": lambda: soak.report([load("h200-soak"), load("cpu-soak")]),

@@ -6,6 +6,9 @@ of them *run* at once is counted, and how often one was preempted.
 
 The model has fewer layers than the one it is named after, of each kind in the same proportion:
 pages, and so how many requests fit into how many bytes per layer, are the whole model's.
+
+With ``--scheduler-alone`` vLLM plans the caches and schedules the requests, and no model runs: that
+needs no GPU, and vLLM decides as it does with one.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import argparse
 import itertools
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +27,7 @@ import torch
 from ...cli import natural, require
 from ..common import machine
 from ..common.markdown import machine_line, table
+from ..common.model_shapes import Shape
 from . import hybrids
 from .hybrids import RECURRENT
 from .load import Work
@@ -34,7 +38,7 @@ from .process import EngineSpec, running
 CACHES: Final = {"none": False, "align": True}
 
 #: Tokens that each request generates; those before them are its prompt.
-_TOKENS: Final = 48
+_TOKENS: Final = 256
 
 #: Requests for each one that vLLM reports to fit.
 _MORE: Final = 1.3
@@ -52,12 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--caches", nargs="+", choices=list(CACHES), default=list(CACHES))
     parser.add_argument("--drafts", type=natural, default=4)
     parser.add_argument("--mebibytes", type=natural, default=3072, help="of the cache")
+    parser.add_argument(
+        "--scheduler-alone", action="store_true", help="without a model, and without a GPU"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one engine")
     machine.add_save(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Count in all engines, side by side, and print a table."""
+    if args.scheduler_alone:
+        return schedule(args)
     if not torch.cuda.is_available():
         print("the benchmark of capacity needs a CUDA device")
         return 2
@@ -79,32 +88,107 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def spec_of(
-    args: argparse.Namespace, folder: Path, cache: str, length: int, policy: str
-) -> EngineSpec:
-    """Describe an engine whose longest requests have ``length`` tokens."""
+def schedule(args: argparse.Namespace) -> int:
+    """Count what vLLM's scheduler does without a model, and print a table."""
+    require("vllm")
+    from ...integrations.vllm_plugin.internals.scheduled import Scheduled
+
+    found: dict[str, Any] = {"suite": "capacity", "layers": args.layers, "rows": []}
     model = cut(MODELS[args.model], args.layers)
-    where = folder / f"{cache}-{length}"
+    layers = caches_of(model.shape, args.drafts)
+    with tempfile.TemporaryDirectory() as folder:
+        for cache, length, policy in itertools.product(args.caches, args.lengths, args.policies):
+            # Nothing of the model is read but how long a request may be.
+            given = MODELS["tiny"].arguments(Path(folder) / f"{cache}-{length}", length)
+            arguments = given | common(args, cache, length)
+            one_state = policy in RECURRENT
+            caches = Scheduled(arguments, layers, args.mebibytes << 20, one_state=one_state)
+            reported = caches.reported()
+            count, prompt = round(_MORE * reported) + 4, length - _TOKENS - 8
+
+            def ran(at_once: int) -> Any:
+                return caches.run(count, prompt, _TOKENS, at_once)  # noqa: B023 - called here
+
+            first = ran(count)
+            quiet = most_without_preemption(lambda most: ran(most).preempted, first.most)
+            row = {"cache": cache, "length": length, "policy": policy, "reported": reported}
+            found["rows"].append({**row, **attrs.asdict(first), "quiet": quiet})
+            print(found["rows"][-1], flush=True)
+    if args.save:
+        machine.write(args.save, found)
+    print(tabulated(found["rows"]))
+    return 0
+
+
+def most_without_preemption(preempted: Callable[[int], int], most: int) -> int:
+    """Return the most requests that may run at once so that none is preempted.
+
+    Args:
+        preempted: how often requests are, if so many may run at once.
+        most: requests that run at once where there is no limit.
+    """
+    if not preempted(most):
+        return most
+    fits, many = 1, most
+    while many - fits > 1:
+        middle = (fits + many) // 2
+        if preempted(middle):
+            many = middle
+        else:
+            fits = middle
+    return fits
+
+
+def caches_of(shape: Shape, drafts: int) -> Any:
+    """Describe a hybrid's caches for vLLM's planning."""
+    from ...integrations.vllm_plugin.internals.scheduled import Layers
+
+    states = shape.states
+    assert states is not None
+    channels = 2 * states.key_heads * states.key_size + states.heads * states.value_size
+    return Layers(
+        attention=shape.layers - states.layers,
+        recurrent=states.layers,
+        kv_heads=shape.kv_heads,
+        head_size=shape.head,
+        past=(hybrids.TAPS - 1 + drafts, channels),
+        state=(states.heads, states.value_size, states.key_size),
+    )
+
+
+def common(args: argparse.Namespace, cache: str, length: int) -> dict[str, Any]:
+    """Choose the arguments of vLLM that engines have with and without a model."""
     speculation = {
         "method": "ngram",
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 1,
         "num_speculative_tokens": args.drafts,
     }
-    arguments = {
-        **model.arguments(where, length),
-        **hybrids.arguments(),
+    return {
         "enable_prefix_caching": CACHES[cache],
         "skip_tokenizer_init": True,
         "max_model_len": length,
         "max_num_seqs": 512,
-        "max_num_batched_tokens": 8192,
+        "max_num_batched_tokens": 1 << 20 if args.scheduler_alone else 1 << 15,
         "enforce_eager": True,
         "dtype": "bfloat16",
-        "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": args.mebibytes << 20,
         "speculative_config": speculation,
         "seed": 0,
+    }
+
+
+def spec_of(
+    args: argparse.Namespace, folder: Path, cache: str, length: int, policy: str
+) -> EngineSpec:
+    """Describe an engine whose longest requests have ``length`` tokens."""
+    model = cut(MODELS[args.model], args.layers)
+    where = folder / f"{cache}-{length}"
+    arguments = {
+        **model.arguments(where, length),
+        **hybrids.arguments(),
+        **common(args, cache, length),
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": args.mebibytes << 20,
     }
     return EngineSpec(
         policy=policy,
@@ -142,13 +226,16 @@ def tabulated(rows: list[Mapping[str, Any]]) -> str:
                 continue
             line = [f"{length} tokens, {'prefix cache' if CACHES[cache] else 'no prefix cache'}"]
             line += [policy]
-            for figure in ("reported", "most"):
-                line += [f"{stock[figure]:.0f}", f"{row[figure]:.0f}"]
-                line += [f"{row[figure] / stock[figure]:.2f}"]
+            for figure in ("reported", "most", "quiet"):
+                if figure in stock and figure in row:
+                    line += [f"{stock[figure]:.0f}", f"{row[figure]:.0f}"]
+                    line += [f"{row[figure] / stock[figure]:.2f}"]
+                else:
+                    line += ["-"] * 3
             lines.append([*line, f"{stock['preempted']}, {row['preempted']}"])
     header = ["requests of", "states", "stock reports", "here", "of stock"]
-    header += ["stock runs", "here", "of stock", "preempted"]
-    return table(header, lines)
+    header += ["stock runs", "here", "of stock", "without preemption", "here", "of stock"]
+    return table([*header, "preempted"], lines)
 
 
 def report(found: Mapping[str, Any]) -> str:

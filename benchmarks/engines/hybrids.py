@@ -12,7 +12,7 @@ from ..common.model_shapes import Shape, States
 RECURRENT: Final = ("exact", "fast")
 
 #: Width of the convolution before the recurrence, and bytes of a number of its past.
-_TAPS: Final = 4
+TAPS: Final = 4
 _BYTES: Final = 2
 
 
@@ -33,7 +33,7 @@ def configuration(shape: Shape) -> dict[str, Any]:
             "rope_theta": 10000000.0,
             "partial_rotary_factor": 0.25,
         },
-        "linear_conv_kernel_dim": _TAPS,
+        "linear_conv_kernel_dim": TAPS,
         "linear_key_head_dim": states.key_size,
         "linear_value_head_dim": states.value_size,
         "linear_num_key_heads": states.key_heads,
@@ -65,7 +65,7 @@ def cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int, policy: s
     attention = shape.layers - states.layers
     size = states.heads * states.value_size * states.key_size * 4
     channels = 2 * states.key_heads * states.key_size + states.heads * states.value_size
-    page = size + (_TAPS - 1 + drafts) * channels * _BYTES
+    page = size + (TAPS - 1 + drafts) * channels * _BYTES
     blocks = 1 if policy in RECURRENT else 1 + drafts
     rows = math.ceil(page / shape.row_bytes / 16) * 16  # vLLM makes both kinds of pages alike
     each = states.layers // attention * blocks + math.ceil(tokens / rows) + 1

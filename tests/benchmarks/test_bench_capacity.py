@@ -9,6 +9,7 @@ import pytest
 from kvtxn.benchmarks.engines import capacity, child
 from kvtxn.benchmarks.engines.load import Work
 from kvtxn.benchmarks.engines.models import MODELS
+from kvtxn.integrations.vllm_plugin.internals.scheduled import Scheduled
 from pages import narrow
 
 pytest.importorskip("vllm")
@@ -94,3 +95,28 @@ def test_the_table_has_stock_beside_the_others():
     )
     assert "prefix cache | stock" not in page
     assert "kvtxn bench capacity" in page
+
+
+def test_the_most_without_preemption():
+    """All that ran, if none was preempted; else as many as run so."""
+    assert capacity.most_without_preemption(lambda _: 0, 9) == 9
+    for right in (1, 2, 7, 8):
+        found = capacity.most_without_preemption(lambda most, right=right: most > right, 9)
+        assert found == right
+
+
+@pytest.mark.parametrize(("cache", "atleast"), [("none", 3.2), ("align", 2.2)])
+def test_vllms_scheduler_runs_as_many_as_vllm_reports(cache, atleast, tmp_path):
+    """Stock and one state per request, by vLLM's own planning and scheduler; none is preempted."""
+    args = SimpleNamespace(drafts=4, scheduler_alone=True)
+    layers = capacity.caches_of(capacity.cut(MODELS["qwen3.5-9b"], 4).shape, 4)
+    arguments = MODELS["tiny"].arguments(tmp_path, 1024) | capacity.common(args, cache, 1024)
+    found = []
+    for one_state in (False, True):
+        caches = Scheduled(arguments, layers, 256 << 20, one_state=one_state)
+        fits = int(caches.reported())
+        ran = caches.run(2 * fits, 800, 200, fits)
+        assert (ran.preempted, ran.finished) == (0, 2 * fits)
+        assert fits - 1 <= ran.most <= fits
+        found.append(caches.reported())
+    assert found[1] / found[0] > atleast
