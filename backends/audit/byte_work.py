@@ -35,10 +35,11 @@ from .byte_lists import (
 from .plan import AT_ADDRESS, AT_COLUMNS, AT_STRIDE, NUM_TENSOR_FIELDS
 from .reports import note
 from .requests import rows_of
-from .words import REJECTED, REPORTED, RESERVED, permute
+from .words import REJECTED, RESERVED, permute
 
 STEP = tl.constexpr(book.STEP)
 SERIAL = tl.constexpr(book.SERIAL)
+TELLING = tl.constexpr(book.TELLING)
 CHANGED = tl.constexpr(KIND_NUMBER["changed"])
 IS_BYTES = tl.constexpr(FOUND_NUMBER["bytes"])
 IS_NAN = tl.constexpr(FOUND_NUMBER["nan"])
@@ -338,7 +339,7 @@ def find_nan(
             if admitted & (start <= row) & (row < start + count):
                 serial = tl.load(facts + SERIAL * num_lines + line) + 1
                 if tl.atomic_xchg(nans + line, serial) != serial:
-                    known = index * 0
+                    told = tl.load(facts + TELLING * num_lines + line) >= 0
                     group_found = serial * 0 - 1
                     place_found = serial * 0 - 1
                     slot_found = serial * 0 - 1
@@ -361,8 +362,6 @@ def find_nan(
                                 place = tl.load(group + BASE) + block * tl.load(group + STRIDE)
                                 place += lane % size
                                 word = tl.load(words + place, mask=inside, other=0)
-                                told = (inside & (word == REPORTED)).to(tl.int32)
-                                known = tl.maximum(known, tl.max(told, axis=0))
                                 dead = inside & (word == REJECTED)
                                 here = tl.min(tl.where(dead, lane, total), axis=0)
                                 if (here < total) & (place_found < 0):
@@ -371,7 +370,7 @@ def find_nan(
                                     place_found = tl.sum(tl.where(it, place, 0), axis=0)
                                     offset = block * size + lane % size
                                     slot_found = tl.sum(tl.where(it, offset, 0), axis=0)
-                    if known == 0:
+                    if told == 0:
                         note(
                             CHANGED, tl.load(counters + STEP), line, group_found,
                             first + row - start, place_found, slot_found, IS_NAN, serial * 0 - 1,

@@ -36,6 +36,8 @@ SERIAL = tl.constexpr(book.SERIAL)
 KNOWN = tl.constexpr(book.KNOWN)
 DURABLE = tl.constexpr(book.DURABLE)
 OUTSIDE = tl.constexpr(book.OUTSIDE)
+TOLD = tl.constexpr(book.TOLD)
+TELLING = tl.constexpr(book.TELLING)
 KEPT = tl.constexpr(book.KEPT)
 KEPT_BEFORE = tl.constexpr(book.KEPT_BEFORE)
 UNWRITTEN = tl.constexpr(digest.UNWRITTEN)
@@ -88,6 +90,8 @@ def begin_request(
     tl.store(fact + KEPT_BEFORE * num_lines, count * 0 - 1)
     tl.store(fact + KEPT * num_lines, count * 0 - 1)
     tl.store(fact + OUTSIDE * num_lines, count * 0)
+    tl.store(fact + TOLD * num_lines, count * 0 - 1)
+    tl.store(fact + TELLING * num_lines, count * 0 - 1)
 
 
 @triton.jit(

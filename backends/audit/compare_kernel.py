@@ -2,13 +2,11 @@
 
 Memory contract of ``compare_rows`` and ``compare_states``:
 
-- ``words`` is read, and written only where something wrong was found: there it becomes
-  ``REPORTED``. Who puts that word there reports; so of several programs that see one wrong row at
-  one time, one does. Where two requests read the same wrong rows in one step, both may be named,
-  for different rows of a run.
+- ``words`` is read.
 - ``first_position`` is written by ``compare_states`` where positions are given, each request's by
   its own program.
-- ``facts`` are read, but for ``OUTSIDE``, where bits are set atomically.
+- ``facts`` are read, but for ``OUTSIDE``, where bits are set atomically, and ``TELLING``, which no
+  program reads here: a request is told of a wrong row by each program that sees one.
 - ``own`` and ``journal`` are read, ``found`` is written by ``reports.note`` alone.
 - ``counters`` are added to atomically.
 - Padding and malformed requests are left out, as by ``write_rows``.
@@ -35,7 +33,7 @@ from .reports import (
     note,
 )
 from .requests import fill_first, rows_of
-from .words import REJECTED, REPORTED, UNWRITTEN, as_word
+from .words import REJECTED, UNWRITTEN, as_word
 
 STEP = tl.constexpr(book.STEP)
 ROWS_CHECKED = tl.constexpr(book.ROWS_CHECKED)
@@ -44,6 +42,8 @@ SERIAL = tl.constexpr(book.SERIAL)
 DURABLE = tl.constexpr(book.DURABLE)
 KEPT = tl.constexpr(book.KEPT)
 OUTSIDE = tl.constexpr(book.OUTSIDE)
+TOLD = tl.constexpr(book.TOLD)
+TELLING = tl.constexpr(book.TELLING)
 RUN = tl.constexpr(passes.RUN)
 
 BASE = tl.constexpr(group_lines.BASE)
@@ -108,7 +108,7 @@ def judge(
     wrong = tl.where(word == REJECTED, IS_REJECTED, IS_FOREIGN)
     wrong = tl.where(word == UNWRITTEN, IS_UNWRITTEN, wrong)
     code = tl.where(word == wanted, code, wrong)
-    code = tl.where((word == REPORTED) | (live == 0), -1, code)
+    code = tl.where(live, code, -1)
     return code, tl.where(inside, place, -1)
 
 
@@ -189,6 +189,7 @@ def compare_rows(
         admitted = (line == given) & (tl.load(facts + SERIAL * num_lines + line) >= 0)
         first = tl.maximum(tl.load(low + index).to(tl.int64), 0)
         end = tl.minimum(tl.load(high + index).to(tl.int64), own_stride - 1)
+    first = tl.maximum(first, tl.load(facts + TOLD * num_lines + line))
     end = tl.where(admitted & (address != 0), end, 0)
     width = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_COLUMNS)
     stride = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_STRIDE)
@@ -214,17 +215,13 @@ def compare_rows(
                 lane = position == here
                 what = tl.sum(tl.where(lane, code, 0), axis=0).to(tl.int64)
                 where = tl.sum(tl.where(lane, place, 0), axis=0)
-                is_new = where < 0
-                if what == IS_DRAFT:
-                    is_new = where >= 0
-                elif where < 0:
-                    if STEPPING:
+                is_new = where == where
+                if STEPPING:
+                    if where < 0:
                         bit = number % 63
                         outside = facts + OUTSIDE * num_lines + line
                         bits = tl.atomic_or(outside, (line * 0 + 1) << bit)
                         is_new = ((bits >> bit) & 1) == 0
-                else:
-                    is_new = tl.atomic_xchg(words + where, where * 0 + REPORTED) != REPORTED
                 if is_new:
                     base = tl.load(group + BASE)
                     rows = tl.load(group + STRIDE)
@@ -237,8 +234,8 @@ def compare_rows(
                     )  # fmt: skip
                 heads = tl.where(lane, 0, heads)
                 left -= 1
-            marked = (code >= 0) & (code != IS_DRAFT) & (place >= 0)
-            tl.store(words + place, place * 0 + REPORTED, mask=marked)
+            if tl.max(tl.where(code == IS_DRAFT, -1, code), axis=0) >= 0:
+                tl.atomic_max(facts + TELLING * num_lines + line, end)
     mine = tl.maximum(end - first, 0)
     if tl.program_id(2) == 0:
         tl.atomic_add(counters + ROWS_CHECKED, mine)
@@ -306,19 +303,13 @@ def compare_states(
                 code = tl.where((owner >= 0) & (owner != serial), IS_OWNER, -1)
                 wrong = tl.where(word == REJECTED, IS_REJECTED, IS_FOREIGN)
                 wrong = tl.where(word == UNWRITTEN, IS_UNWRITTEN, wrong)
-                code = tl.where(right, code, wrong)
-                code = tl.where(word == REPORTED, -1, code).to(tl.int64)
+                code = tl.where(right, code, wrong).to(tl.int64)
                 if code >= 0:
-                    is_new = inside == 0
-                    if inside:
-                        is_new = tl.atomic_xchg(words + place, place * 0 + REPORTED) != REPORTED
-                    if is_new:
-                        note(
-                            STATE, step, line, number, first - 1, place,
-                            tl.where(inside, block, -1), code, nowhere, own, own_stride, facts,
-                            num_lines, journal, journal_size, found, capacity, counters, GROUPS,
-                            TILE,
-                        )  # fmt: skip
+                    note(
+                        STATE, step, line, number, first - 1, place, tl.where(inside, block, -1),
+                        code, nowhere, own, own_stride, facts, num_lines, journal, journal_size,
+                        found, capacity, counters, GROUPS, TILE,
+                    )  # fmt: skip
                 tl.atomic_add(counters + STATES_CHECKED, 1)
         if TOLD:
             count_told = tl.load(told + index).to(tl.int64)

@@ -15,7 +15,6 @@ EMBEDDED = tl.constexpr(digest.EMBEDDED)
 MAX_POSITION = tl.constexpr(digest.MAX_POSITION)
 UNWRITTEN = tl.constexpr(digest.UNWRITTEN)
 REJECTED = tl.constexpr(digest.REJECTED)
-REPORTED = tl.constexpr(digest.REPORTED)
 RESERVED = tl.constexpr(digest.RESERVED)
 
 _FIRST, _SECOND = digest.ROUNDS

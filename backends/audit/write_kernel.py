@@ -27,7 +27,7 @@ from ...audit import books as book
 from ...audit import group_lines, passes
 from .plan import AT_ADDRESS, NUM_TENSOR_FIELDS
 from .requests import fill_first, rows_of
-from .words import EMBEDDED, MAX_POSITION, PLAIN, REPORTED, as_word, term, token_of
+from .words import EMBEDDED, MAX_POSITION, PLAIN, as_word, term, token_of
 
 STEP = tl.constexpr(book.STEP)
 JOURNALLED = tl.constexpr(book.JOURNALLED)
@@ -40,6 +40,8 @@ SERIAL = tl.constexpr(book.SERIAL)
 KNOWN = tl.constexpr(book.KNOWN)
 DURABLE = tl.constexpr(book.DURABLE)
 KEPT_BEFORE = tl.constexpr(book.KEPT_BEFORE)
+TOLD = tl.constexpr(book.TOLD)
+TELLING = tl.constexpr(book.TELLING)
 KEPT = tl.constexpr(book.KEPT)
 ENTRY_STEP = tl.constexpr(book.JOURNAL_STEP)
 ENTRY_SERIAL = tl.constexpr(book.JOURNAL_SERIAL)
@@ -277,6 +279,11 @@ def write_rows(
             taken = tl.load(drafts + index).to(tl.int64)
             taken = tl.minimum(tl.maximum(taken, 0), count)
         settled = first + count - taken
+        told = tl.minimum(tl.load(fact + TELLING * num_lines), first)
+        # A request that goes back begins anew: other blocks may hold its rows now.
+        told = tl.where(first < tl.load(fact + DURABLE * num_lines), -1, told)
+        tl.store(fact + TOLD * num_lines, told)
+        tl.store(fact + TELLING * num_lines, told)
         tl.store(fact + KNOWN * num_lines, tl.maximum(known, settled))
         tl.store(fact + DURABLE * num_lines, settled)
         tl.store(fact + KEPT_BEFORE * num_lines, tl.load(fact + KEPT * num_lines))
@@ -365,8 +372,7 @@ def resolve_rows(
                 if address != 0:
                     group = groups + number * FIELDS
                     place = place_of(address, start + within, within, count, live, group)
-                    word = tl.load(words + place, mask=place >= 0, other=REPORTED)
-                    tl.store(words + place, place * 0 + REJECTED, mask=word != REPORTED)
+                    tl.store(words + place, place * 0 + REJECTED, mask=place >= 0)
         length = first + settled + stay
         if admitted:
             fact = facts + line

@@ -15,16 +15,14 @@ from __future__ import annotations
 from typing import Final
 
 from ...audit import books as book
-from ...audit import digest
 from ...audit import group_lines as line_of
 from .requests import rows_of
 from .words import as_word, compiled
 
-SERIAL, DURABLE, KEPT = book.SERIAL, book.DURABLE, book.KEPT
+SERIAL, DURABLE, KEPT, TOLD = book.SERIAL, book.DURABLE, book.KEPT, book.TOLD
 BASE, STRIDE, BLOCK_SIZE = line_of.BASE, line_of.STRIDE, line_of.BLOCK_SIZE
 NUM_BLOCKS, RING, SALT = line_of.NUM_BLOCKS, line_of.RING, line_of.SALT
 WINDOW, CHUNK, OWNERS = line_of.WINDOW, line_of.CHUNK, line_of.OWNERS
-REPORTED: Final = digest.REPORTED
 
 
 @compiled
@@ -70,7 +68,7 @@ def are_right(first, end, digests, table, group, words):
         for number in range(run):
             word = words[where + number]
             wanted = as_word(digests[position + number + 1] + salt)
-            wrong += (word != wanted) & (word != REPORTED)
+            wrong += word != wanted
         if wrong:
             return False
         position += run
@@ -91,10 +89,10 @@ def compare_rows(lines, starts, first, drafts, tables, groups, words, own, facts
             if tables[number].shape[0] == 0:
                 continue
             group, end = groups[number], at + count
-            low = first_read(at, end, group)
+            low = max(first_read(at, end, group), facts[TOLD, line])
             if not are_right(low, end, own[line], tables[number][index], group, words):
                 return -1
-            compared += end - low
+            compared += max(end - low, 0)
     return compared
 
 
@@ -110,7 +108,8 @@ def compare_stretches(lines, first, end, tables, groups, words, own, facts, expo
         line = lines[index]
         if line < 0 or line >= facts.shape[1] or facts[SERIAL, line] < 0:
             continue
-        low, stop = max(first[index], 0), min(end[index], own.shape[1] - 1)
+        low = max(first[index], 0, facts[TOLD, line])
+        stop = min(end[index], own.shape[1] - 1)
         if stop <= low:
             continue
         if exported and stop > facts[DURABLE, line]:
@@ -144,8 +143,6 @@ def compare_states(
             if block < 0 or block >= group[NUM_BLOCKS]:
                 return -1
             word = words[group[BASE] + block * group[STRIDE]]
-            if word == REPORTED:
-                continue
             owner = owners[group[OWNERS] + block]
             if word != as_word(own[line, at] + group[SALT]):
                 return -1

@@ -30,6 +30,7 @@ from .words import EMBEDDED, PLAIN, as_word, compiled, term, token_of
 
 SERIAL, KNOWN, DURABLE = book.SERIAL, book.KNOWN, book.DURABLE
 KEPT, KEPT_BEFORE = book.KEPT, book.KEPT_BEFORE
+TOLD, TELLING = book.TOLD, book.TELLING
 STEP, JOURNALLED, REFUSED = book.STEP, book.JOURNALLED, book.REFUSED
 OPEN, UNRESOLVED = book.OPEN, book.UNRESOLVED
 AT_STEP, AT_SERIAL, AT_POSITION = book.JOURNAL_STEP, book.JOURNAL_SERIAL, book.JOURNAL_POSITION
@@ -38,7 +39,6 @@ BASE, STRIDE, BLOCK_SIZE = line_of.BASE, line_of.STRIDE, line_of.BLOCK_SIZE
 NUM_BLOCKS, RING, SALT = line_of.NUM_BLOCKS, line_of.RING, line_of.SALT
 IS_STATE, OWNERS = line_of.IS_STATE, line_of.OWNERS
 REJECTED: Final = digest.REJECTED
-REPORTED: Final = digest.REPORTED
 MAX_POSITION: Final = digest.MAX_POSITION
 BY_STEP: Final = digest.signed(STEP_FACTOR)
 BY_PLACE: Final = digest.signed(PLACE_FACTOR)
@@ -120,6 +120,8 @@ def write_rows(
             entry[AT_TERMS], entry[AT_TERMS + 1], entry[AT_TERMS + 2] = each, last, older
             older, last, noted = last, each, noted + 1
         settled = at + count - taken
+        told = min(facts[TELLING, line], at) if at >= facts[DURABLE, line] else -1
+        facts[TOLD, line], facts[TELLING, line] = told, told
         facts[KNOWN, line] = max(known, settled)
         facts[DURABLE, line] = settled
         facts[KEPT_BEFORE, line] = facts[KEPT, line]
@@ -182,7 +184,7 @@ def resolve_rows(
                 if len(slots[number]):
                     slot = slots[number][start + within]
                     place = place_of(slot, groups[number], count - 1 - within)
-                    if place >= 0 and words[place] != REPORTED:
+                    if place >= 0:
                         words[place] = REJECTED
         if facts[SERIAL, line] < 0:
             continue

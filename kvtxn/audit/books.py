@@ -59,9 +59,14 @@ DURABLE: Final = 2
 KEPT_BEFORE: Final = 3
 KEPT: Final = 4
 #: One bit per group (its number modulo 63): a step of the request read outside the group, and that
-#: was reported. There is no slot to mark as reported.
+#: was reported, whichever position it was at.
 OUTSIDE: Final = 5
-NUM_FACTS: Final = 6
+#: Positions before this one are not compared: wrong rows among them were reported to this request.
+#: A wrong row stays in its slot, so that each request that reads it is told, once. -1: none was.
+TOLD: Final = 6
+#: What ``TOLD`` becomes with the request's next step: the passes of one step compare alike.
+TELLING: Final = 7
+NUM_FACTS: Final = 8
 
 #: The number of latest steps whose fingerprints are kept, to be compared between ranks.
 FINGERPRINTS: Final = 256
@@ -128,7 +133,7 @@ class Books:
             if any request may read the state.
         own: int64 ``[max_requests, max_length + 1]``: digests of each request's own tokens;
             ``[r, n]`` is the digest of the first n tokens of line r.
-        facts: int64 ``[NUM_FACTS, max_requests]``; ``SERIAL`` to ``OUTSIDE`` are the first indices.
+        facts: int64 ``[NUM_FACTS, max_requests]``; ``SERIAL`` to ``TELLING`` are the first indices.
         journal: int64 ``[journal, JOURNAL_PLACES + num_groups]``, a ring.
         found: int64 ``[capacity, len(FIELDS)]``, violations that wait for the host.
         counters: int64 ``[NUM_COUNTERS]``.

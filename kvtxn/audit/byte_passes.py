@@ -15,7 +15,7 @@ from . import books as book
 from . import origins as origin
 from .byte_books import ByteBooks, Watched
 from .checksum import checksum, has_nan
-from .digest import REJECTED, REPORTED
+from .digest import REJECTED
 from .groups import Place
 from .notes import note
 from .rows import Batch, fill_first, first_visible, ragged, slots_at, through, word_at
@@ -265,6 +265,8 @@ class TorchBytePasses(BytePasses):
     def _report_nan(self, step: Step, index: int, line: Tensor, position: int) -> None:
         """Report a request's NaN, with the first rejected row that its tables lead to."""
         books = self.books.books
+        if int(books.facts[book.TELLING][line]) >= 0:
+            return  # the request was told already of a wrong row, which may have been the cause
         found: tuple[Place, int] | None = None
         for name in books.layout.places:
             if name not in step.tables:
@@ -275,8 +277,6 @@ class TorchBytePasses(BytePasses):
             slots = slots + torch.arange(place.group.block_size, device=table.device)
             where = word_at(place, slots)[inside].flatten()
             content = books.words[where]
-            if bool((content == REPORTED).any()):
-                return
             dead = (content == REJECTED).nonzero().flatten()
             if len(dead) and found is None:
                 found = place, int(where[dead[0]])

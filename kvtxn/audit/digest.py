@@ -34,9 +34,7 @@ from ..errors import ConfigError
 UNWRITTEN: Final = 0
 #: The word of a slot that holds the row of a draft that was taken back.
 REJECTED: Final = 1
-#: The word of a slot that was reported; it is not compared until the slot is written again.
-REPORTED: Final = 2
-RESERVED: Final = 3
+RESERVED: Final = 2
 
 #: A term's word has the token in its low bits and the position above them.
 TOKEN_BITS: Final = 40

@@ -258,6 +258,7 @@ class Exchange(Changing):
         if self._bytes is not None:
             self._bytes.seals[where] = UNWRITTEN
         self._journal(place, where, books.counters[book.STEP], books.facts[book.SERIAL, line])
+        books.facts[book.TOLD : book.TELLING + 1, line] = -1  # the request gets other rows
         self._inspect(operation, "imported", request, place, table, first, end)
 
     def _words(self, place: Place, table: Ints, first: int, end: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import books as book
 from .beginning import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, Beginning
-from .digest import EMBEDDED, REJECTED, REPORTED, UNWRITTEN, as_word
+from .digest import EMBEDDED, REJECTED, UNWRITTEN, as_word
 from .groups import Place
 from .notes import note
 from .passes import PLACE_FACTOR, RUN, STEP_FACTOR, Passes, Stretch
@@ -154,7 +154,12 @@ class TorchPasses(Passes):
         """Update the requests' facts, the fingerprint and the step counter."""
         books, facts, live = self.books, self.books.facts, batch.live
         line, drafts = batch.lines[live], batch.drafts[live]
-        settled = batch.first[live] + batch.counts[live] - drafts
+        first = batch.first[live]
+        settled = first + batch.counts[live] - drafts
+        # A request that goes back begins anew: other blocks may hold its rows now.
+        goes_on = first >= facts[book.DURABLE][line]
+        told = torch.where(goes_on, facts[book.TELLING][line].minimum(first), -1)
+        facts[book.TOLD][line] = facts[book.TELLING][line] = told
         facts[book.KNOWN][line] = facts[book.KNOWN][line].maximum(settled)
         facts[book.DURABLE][line] = settled
         facts[book.KEPT_BEFORE][line] = facts[book.KEPT][line]
@@ -184,8 +189,7 @@ class TorchPasses(Passes):
         owner, within = ragged(batch.counts)
         rejected = within >= (batch.counts - batch.drafts + kept)[owner]
         for where in self._places(step, batch, owner, within).values():
-            marked = where[rejected & (where >= 0)]
-            books.words[marked[books.words[marked] != REPORTED]] = REJECTED
+            books.words[where[rejected & (where >= 0)]] = REJECTED
         live = batch.live & (facts[book.SERIAL][batch.lines.clamp(min=0)] >= 0)
         line = batch.lines[live]
         length = (batch.first + batch.counts - batch.drafts + kept)[live]
@@ -209,7 +213,7 @@ class TorchPasses(Passes):
         batch = Batch.of(self.books, step)
         end = batch.first + batch.counts
         bounds = {
-            place: (first_visible(place, batch.first, end), end)
+            place: (self._untold(batch.lines, first_visible(place, batch.first, end)), end)
             for place in map(self.books.layout.places.__getitem__, step.tables)
         }
         self._compare(batch.lines, bounds, step.tables, None)
@@ -218,11 +222,15 @@ class TorchPasses(Passes):
         """Do what ``Passes.inspect`` says."""
         lines = admitted(self.books, stretch.lines.long())
         number = len(lines)  # a tensor may be longer
-        first = stretch.first[:number].long().clamp(min=0)
+        first = self._untold(lines, stretch.first[:number].long().clamp(min=0))
         end = torch.where(lines >= 0, stretch.end[:number].long(), 0)
         end = end.clamp(max=self.books.sizes.max_length)
         places = [self.books.layout.places[name] for name in stretch.tables]
         self._compare(lines, dict.fromkeys(places, (first, end)), stretch.tables, stretch.kind)
+
+    def _untold(self, lines: Tensor, first: Tensor) -> Tensor:
+        """Return where requests begin to compare: after what they were told of."""
+        return first.maximum(self.books.facts[book.TOLD][lines.clamp(min=0)])
 
     def _compare(
         self,
@@ -260,7 +268,6 @@ class TorchPasses(Passes):
         found[wrong] = _FOREIGN
         found[wrong & (word == REJECTED)] = FOUND_NUMBER["rejected"]
         found[wrong & (word == UNWRITTEN)] = FOUND_NUMBER["unwritten"]
-        found[word == REPORTED] = -1
         return found
 
     def _report_rows(
@@ -272,15 +279,10 @@ class TorchPasses(Passes):
         tables: Mapping[str, Tensor],
         kind: str | None,
     ) -> None:
-        """Report one request's wrong rows of one group, and mark them as reported."""
+        """Report one request's wrong rows of one group, and note up to where it was told."""
         table = tables[place.group.name]
         where = through(place, table, torch.full_like(position, index), position)
         found = self._found(place, line.expand_as(position), position, where, kind)
-        seen: set[int] = set()
-        for number in (found >= 0).nonzero().flatten().tolist():
-            at = int(where[number])  # a table may lead to one slot twice: to a block that is freed
-            found[number] = -1 if at in seen else found[number]
-            seen |= {at} - {-1}
         wrong = found >= 0
         within = in_ring(place, position) % place.group.block_size
         goes_on = (within != 0) & (position % RUN != 0)
@@ -293,8 +295,9 @@ class TorchPasses(Passes):
                 continue
             number = code if kind is None else KIND_NUMBER[kind]
             note(self.books, number, line, place, int(position[head]), int(where[head]), code)
-        marked = where[wrong & (found != FOUND_NUMBER["draft"]) & (where >= 0)]
-        self.books.words[marked] = REPORTED
+        if bool((wrong & (found != FOUND_NUMBER["draft"])).any()):
+            telling = self.books.facts[book.TELLING]
+            telling[line] = telling[line].maximum(position[-1] + 1)
 
     def _is_new_outside(self, place: Place, line: Tensor) -> bool:
         """Tell whether a request reads outside a group for the first time, and remember it."""
@@ -325,7 +328,7 @@ class TorchPasses(Passes):
             found[(word == wanted) & theirs] = FOUND_NUMBER["owner"]
             found[word == REJECTED] = FOUND_NUMBER["rejected"]
             found[word == UNWRITTEN] = FOUND_NUMBER["unwritten"]
-            found[(word == REPORTED) | ~reads] = -1
+            found[~reads] = -1
             books.counters[book.STATES_CHECKED] += reads.sum()
             faults.append((place, where, found))
         told = None
@@ -343,16 +346,13 @@ class TorchPasses(Passes):
         faults: list[tuple[Place, Tensor, Tensor]],
         told: Tensor | None,
     ) -> None:
-        """Report wrong states, request by request; each wrong state once."""
-        words, state = self.books.words, KIND_NUMBER["state"]
+        """Report wrong states, request by request."""
+        state = KIND_NUMBER["state"]
         for index in range(len(lines)):
             position = int(first[index]) - 1
             for place, where, found in faults:
                 at, code = int(where[index]), int(found[index])
-                if code < 0 or (at >= 0 and int(words[at]) == REPORTED):
-                    continue
-                note(self.books, state, lines[index], place, position, at, code)
-                if at >= 0:
-                    words[at] = REPORTED
+                if code >= 0:
+                    note(self.books, state, lines[index], place, position, at, code)
             if told is not None and told[index]:
                 note(self.books, state, lines[index], None, position, -1, FOUND_NUMBER["count"])

@@ -52,7 +52,6 @@ class Finding:
 
 
 REJECTED = "rejected"
-REPORTED = "reported"
 
 
 @attrs.define
@@ -64,6 +63,8 @@ class _Request:
     durable: int = 0
     kept: int = -1
     outside: set[str] = attrs.Factory(set)
+    told: int = -1
+    telling: int = -1
 
 
 class LedgerModel:
@@ -155,6 +156,8 @@ class LedgerModel:
                     request.own[position + 1 :] = [token]
                 prefixes[start + within] = tuple(prefix)
             request.known = max(request.known, settled)
+            goes_on = first >= request.durable
+            request.told = request.telling = min(request.telling, first) if goes_on else -1
             request.durable = settled
             request.kept = -1 if drafts else 0
         for name in step.slots:
@@ -225,7 +228,7 @@ class LedgerModel:
             for within in range(settled + kept, count):
                 for name in step.slots:
                     word = self._target(step, name, start + within, within, count)
-                    if word is not None and self.words.get(word) != REPORTED:
+                    if word is not None:
                         self.words[word] = REJECTED
             length = first + settled + kept
             request.durable, request.kept = length, kept
@@ -259,6 +262,7 @@ class LedgerModel:
     ) -> None:  # fmt: skip
         """Do what ``Ledger.import_rows`` does."""
         known = self.requests[request]
+        known.told = known.telling = -1
         for position in range(first, end):
             _, word = self._through(group, table, position)
             assert word is not None
@@ -307,8 +311,6 @@ class LedgerModel:
         content = None if word is None else self.words.get(word)
         if content is None:
             return "unwritten"
-        if content == REPORTED:
-            return None
         if content == REJECTED:
             return "rejected"
         assert isinstance(content, Row)
@@ -319,14 +321,14 @@ class LedgerModel:
         self, kind: str | None, request: _Request, name: str, table: list[int], low: int, end: int
     ) -> None:
         group, before = self.groups[name], None
+        low = max(low, request.told)
         for position in range(low, end):
             self.rows_checked += 1
             slot, word = self._through(name, table, position)
             prefix = tuple(request.own[: position + 2])
             found = self._judge(word, name, prefix)
-            reported = word is not None and self.words.get(word) == REPORTED
             if kind == "exported" and found is None and position >= request.durable:
-                found = None if reported else "draft"
+                found = "draft"
             at = position if group.ring is None else position % group.ring
             goes_on = position > low and at % group.block_size != 0 and found == before
             first_outside = slot is not None or kind is not None or name not in request.outside
@@ -334,8 +336,8 @@ class LedgerModel:
                 request.outside |= {name} if slot is None and kind is None else set()
                 self._find(kind or found, request, name, position, slot, word, found)
             before = found
-            if found is not None and found != "draft" and word is not None:
-                self.words[word] = REPORTED
+            if found not in (None, "draft"):
+                request.telling = max(request.telling, end)
 
     def _find(
         self, kind: str, request: _Request, name: str, position: int, slot: int | None,
@@ -356,14 +358,11 @@ class LedgerModel:
             word = self._word(name, block) if inside else None
             found = self._judge(word, name, tuple(request.own[: first + 1]))
             owner = self.owners.get((name, block))
-            reported = word is not None and self.words.get(word) == REPORTED
-            if found is None and not reported and owner not in (None, request.name):
+            if found is None and owner not in (None, request.name):
                 found = "owner"
             if found is not None:
                 slot = block if inside else None
                 self._find("state", request, name, first - 1, slot, word, found)
-                if word is not None:
-                    self.words[word] = REPORTED
         told = -1 if step.told is None else int(step.told[index])
         if told >= 0 and request.kept >= 0 and told != request.kept:
             self._find("state", request, "", first - 1, None, None, "count")

@@ -1,6 +1,8 @@
-"""One cause, one report; and the writer that a report names is the last that wrote the slot."""
+"""One cause, one report to each reader; and a report names the last that wrote the slot."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
@@ -16,8 +18,8 @@ class WitnessedLedger(Ledger):
     """A ledger that also remembers, slot by slot, who wrote last; in plain Python.
 
     Attributes:
-        judged: each violation, with the entry of ``writers`` at the time it was found; None if it
-            names no slot.
+        judged: each violation, with its word, the entry of ``writers`` at the time it was found
+            (None if it names no slot), and the number of times that its request was admitted.
         writers: by pool and word, the last writer's step and request, and the number of the write.
             A block that is handed out has no writer; a copy or a load has one of its own.
     """
@@ -28,9 +30,11 @@ class WitnessedLedger(Ledger):
         self.writers = {}
         self.writes = 0
         self.name_of = {}
+        self.lives = Counter()
 
     def admit(self, request, tokens, **named):
         line = super().admit(request, tokens, **named)
+        self.lives[request] += 1
         self.name_of[line] = request
         return line
 
@@ -50,7 +54,7 @@ class WitnessedLedger(Ledger):
         for violation in self.violations():
             where = None if violation.slot is None else self.where(violation)
             entry = None if where is None else self.writers.get(where, (None, None, 0))
-            self.judged.append((violation, where, entry))
+            self.judged.append((violation, where, entry, self.lives[violation.request]))
 
     def check(self, step):
         super().check(step)
@@ -99,8 +103,8 @@ QUIET = [mutant for mutant in MUTANTS if not mutant.contested]
 )  # fmt: skip
 @example(ExportsTooMuch, "plain", 0, 1 << 16)  # exports right after an admission, two times
 @settings(max_examples=40)
-def test_one_report_for_each_cause_with_the_last_writer(mutant, name, seed, journal):
-    """Of one write of a slot there is one report at most, whoever reads it and however often."""
+def test_one_report_of_each_cause_to_each_reader_with_the_last_writer(mutant, name, seed, journal):
+    """Of one write of a slot, a request is told once at most, however often its steps read it."""
     if mutant.needs == "states" and name != "states":
         name = "states"
     ledger = WitnessedLedger(
@@ -109,12 +113,14 @@ def test_one_report_for_each_cause_with_the_last_writer(mutant, name, seed, jour
     engine = new_engine(mutant, name, [ledger], seed=seed)
     seen = set()
     live(engine, 12)
-    for violation, where, entry in ledger.judged:
+    for violation, where, entry, life in ledger.judged:
         if entry is None:
             continue
         step, request, number = entry
-        assert (where, number) not in seen
-        seen.add((where, number))
+        reader = violation.request, violation.group, life
+        if violation.kind == violation.found:
+            assert (where, number, reader) not in seen
+            seen.add((where, number, reader))
         named = violation.written_step is not None
         if violation.found != "unwritten" and (named or journal > 50):
             assert (violation.written_step, violation.written_request) == (step, request)
@@ -148,22 +154,70 @@ def test_reads_outside_a_group_are_reported_once_per_request_and_group():
 
 @pytest.mark.parametrize("readers", [2, 5])
 def test_many_readers_of_one_wrong_row(readers):
-    """The first reader is named, once; all later steps and other requests are silent."""
-    ledger = Ledger((RowGroup("a", 2, 8),), max_requests=8, max_length=32)
+    """Each of them is named, once; their later steps are silent."""
+    ledger = Ledger((RowGroup("a", 2, 16),), max_requests=8, max_length=32)
     names = [f"r{number}" for number in range(readers)]
     for name in names:
         ledger.admit(name, [1, 2, 3])
     lines = torch.tensor([ledger.line(name) for name in names])
-    for _ in range(3):
+    for position in range(2, 5):
         made = Step(
             lines=lines,
             starts=torch.arange(readers + 1),
-            first=torch.full((readers,), 2),
+            first=torch.full((readers,), position),
             tokens=torch.full((readers,), 3),
-            slots={"a": torch.arange(readers) + 4},
-            tables={"a": torch.tensor([[1, 2 + index // 2] for index in range(readers)])},
+            slots={"a": torch.arange(readers) * 4 + 4 + position - 2},
+            tables={
+                "a": torch.tensor([[1, 2 + index * 2, 3 + index * 2] for index in range(readers)])
+            },
         )
         ledger.write(made)
         ledger.check(made)
     found = [v for v in ledger.violations() if v.block == 1]
-    assert [(v.request, v.position, v.found) for v in found] == [("r0", 0, "unwritten")]
+    assert [(v.request, v.position, v.found) for v in found] == [(n, 0, "unwritten") for n in names]
+
+
+def lone(ledger, name, first, tokens, table, slots):
+    """Let one request write and read; return who read what."""
+    made = Step(
+        lines=torch.tensor([ledger.line(name)]),
+        starts=torch.tensor([0, len(tokens)]),
+        first=torch.tensor([first]),
+        tokens=torch.tensor(tokens),
+        slots={"a": torch.tensor(slots)},
+        tables={"a": torch.tensor([table])},
+    )
+    ledger.write(made)
+    ledger.check(made)
+    return [(v.request, v.kind, v.position, v.slot) for v in ledger.violations()]
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_a_wrong_reader_hides_no_other_one(backend):
+    """Two tables lead to one good block by mistake: both are told, and the block stays known."""
+    ledger = Ledger((RowGroup("a", 4, 8),), max_requests=4, max_length=32, backend=backend)
+    blocks = {"a": [1, 2], "b": [3, 4], "c": [5, 6]}
+    tokens = {"a": [1, 2, 3, 4, 5], "b": [9] * 5, "c": [7] * 5}
+    for name in blocks:
+        ledger.admit(name, tokens[name])
+        own = [blocks[name][at // 4] * 4 + at % 4 for at in range(5)]
+        assert lone(ledger, name, 0, tokens[name], blocks[name], own) == []
+    assert lone(ledger, "b", 5, [9], [1, 4], [17]) == [("b", "foreign", 0, 4)]
+    assert lone(ledger, "c", 5, [7], [1, 6], [25]) == [("c", "foreign", 0, 4)]
+    assert lone(ledger, "b", 6, [9], [1, 4], [18]) == []
+    assert lone(ledger, "a", 5, [6], [1, 2], [9]) == []
+    digests = ledger.export("a", "a", [1, 2], 0, 4)
+    ledger.hand_out("a", [7])
+    ledger.admit("d", [6, 6, 6, 6])
+    ledger.import_rows("d", "a", [7], 0, 4, digests)
+    assert [(v.request, v.kind, v.position) for v in ledger.violations()] == [("d", "imported", 0)]
+
+
+def test_a_request_that_goes_back_is_compared_from_its_beginning():
+    """It was told of its first block; then it is computed again, and reads another wrong one."""
+    ledger = Ledger((RowGroup("a", 4, 8),), max_requests=2, max_length=32)
+    ledger.admit("r", [1, 2, 3, 4, 5])
+    assert lone(ledger, "r", 4, [5], [1, 2], [8]) == [("r", "unwritten", 0, 4)]
+    assert lone(ledger, "r", 5, [6], [1, 2], [9]) == []
+    assert lone(ledger, "r", 0, [1, 2, 3, 4], [3, 4], [12, 13, 14, 15]) == []
+    assert lone(ledger, "r", 4, [5, 6], [5, 4], [16, 17]) == [("r", "unwritten", 0, 20)]
