@@ -216,7 +216,7 @@ def compare_rows(
                 what = tl.sum(tl.where(lane, code, 0), axis=0).to(tl.int64)
                 where = tl.sum(tl.where(lane, place, 0), axis=0)
                 is_new = where == where
-                if STEPPING:
+                if STEPPING:  # noqa: SIM102 - one is known when this is compiled, the other is not
                     if where < 0:
                         bit = number % 63
                         outside = facts + OUTSIDE * num_lines + line

@@ -12,8 +12,6 @@ Each returns the number of rows or states that were compared; -1 if one of them 
 
 from __future__ import annotations
 
-from typing import Final
-
 from ...audit import books as book
 from ...audit import group_lines as line_of
 from .requests import rows_of
