@@ -117,7 +117,7 @@ def test_one_report_of_each_cause_to_each_reader_with_the_last_writer(mutant, na
         if entry is None:
             continue
         step, request, number = entry
-        reader = violation.request, violation.group, life
+        reader = violation.request, violation.group, violation.position, life
         if violation.kind == violation.found:
             assert (where, number, reader) not in seen
             seen.add((where, number, reader))
