@@ -135,7 +135,7 @@ def watched(engine_args: Any) -> dict[str, Any]:
     Raises:
         ConfigError: they are no JSON object, name no model, or ask kvtxn for something it has not.
     """
-    from ..vllm_plugin.settings import settings
+    from ..vllm_plugin.settings import AUDITS, settings
 
     if not isinstance(engine_args, Mapping) or not isinstance(engine_args.get("model"), str):
         raise ConfigError(
@@ -160,7 +160,15 @@ def watched(engine_args: Any) -> dict[str, Any]:
             hint="leave on_violation out",
         )
     audit = given.get("audit", "ledger")
-    wanted = {**given, "audit": "ledger" if audit == "off" else audit, "record": True}
+    if audit not in AUDITS[1:]:
+        raise ConfigError(
+            "audit",
+            "audit is not valid" if audit != "off" else "an audit that is off finds nothing",
+            expected=f"one of {', '.join(map(repr, AUDITS[1:]))}",
+            got=repr(audit),
+            hint="leave audit out for 'ledger'",
+        )
+    wanted = {**given, "audit": audit, "record": True}
     settings({"kvtxn": wanted}, 1, "any")
     return {**engine_args, "additional_config": {**additional, "kvtxn": wanted}}
 

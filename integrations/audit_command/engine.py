@@ -96,6 +96,7 @@ def run(job: Job, progress: Callable[[int], None]) -> Found | Refused:
         timeout=_PATIENCE,
         environment=environment | {"VLLM_LOGGING_LEVEL": job.log_level.upper()},
         quiet=job.log_level != "debug",  # the engine's log would hide the progress bar
+        rest="--log-level debug shows the rest",
     )
     with ending_with([process]):
         process.send(job)

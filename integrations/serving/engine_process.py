@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,11 @@ _MAIN: Final = f"from {__name__} import main; main()"
 #: Lines of an engine's log that go into an error.
 _LAST_LINES: Final = 40
 
+#: A line of a log that names an exception, behind what vLLM's loggers put before each line.
+_NAMED_ERROR: Final = re.compile(
+    r"(?:^|\] |\) )((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception)(?:: .*)?)$"
+)
+
 
 class EngineError(KVTxnError, RuntimeError):
     """An engine did not start, failed, or gave no answer in time."""
@@ -48,6 +54,8 @@ class EngineProcess:
         timeout: seconds that an answer may take, see below.
         environment: variables to set in the process, beside those of this process.
         quiet: keep the process's output for error messages instead of showing it.
+        rest: says how to see the whole output, for errors that then quote of it the first line that
+            names an error; "": they quote the last lines.
 
     Attributes:
         name: as given.
@@ -63,8 +71,10 @@ class EngineProcess:
         timeout: float = 600.0,
         environment: Mapping[str, str] | None = None,
         quiet: bool = True,
+        rest: str = "",
     ) -> None:
         self.name = name
+        self._quiet, self._rest = quiet, rest
         self._operation = operation
         self.timeout = timeout
         self._failed = False
@@ -148,13 +158,16 @@ class EngineProcess:
         return Path(self._log.name).read_text(errors="replace")
 
     def error(self, problem: str, about: str = "") -> EngineError:
-        """Make an error that ends with the engine's last log lines; ``stop`` will not wait for it.
+        """Make an error that ends with lines of the engine's log; ``stop`` will not wait for it.
 
         Args:
             problem: the end of a sentence that begins with "the engine 'name' ".
             about: text that a log line must contain to be in the error.
         """
         self._failed = True
+        hint = "its log is above" if not self._quiet else self._rest and self._first_error(problem)
+        if hint:
+            return EngineError(self._operation, f"the engine {self.name!r} {problem}", hint=hint)
         lines = [line for line in self.log().splitlines() if about in line]
         last = "\n".join(lines[-_LAST_LINES:]) or "(nothing)"
         return EngineError(
@@ -162,6 +175,19 @@ class EngineProcess:
             f"the engine {self.name!r} {problem}",
             hint=f"its log says last:\n{last}",
         )
+
+    def _first_error(self, problem: str) -> str:
+        """Say which error the log names first; "" if it names none, or ``problem`` names it.
+
+        It is the cause of those after it: an engine's own processes fail first, and what waits for
+        them knows only that they failed.
+        """
+        for line in self.log().splitlines():
+            named = _NAMED_ERROR.search(line)
+            if named is not None:
+                told = named[1] in problem
+                return "" if told else f"its log first says: {named[1]}; {self._rest}"
+        return ""
 
 
 @contextlib.contextmanager

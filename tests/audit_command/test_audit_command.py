@@ -50,6 +50,17 @@ def refusal(capsys, *words):
         ('{"model": "m", "additional_config": {"kvtxn": 3}}', "is not an object of objects"),
         ('{"model": "m", "additional_config": {"kvtxn": {"audti": "x"}}}', "did you mean 'audit'?"),
         ('{"model": "m", "additional_config": {"kvtxn": {"policy": "un"}}}', "policy"),
+        *(
+            (
+                f'{{"model": "m", "additional_config": {{"kvtxn": {{"audit": {audit}}}}}}}',
+                f"{why}; expected one of 'ledger', 'bytes', got {got}; leave audit out",
+            )
+            for audit, got, why in (
+                ('"ledgr"', "'ledgr'", "audit is not valid"),
+                ("[]", "[]", "audit is not valid"),
+                ('"off"', "'off'", "an audit that is off finds nothing"),
+            )
+        ),
         (
             '{"model": "m", "additional_config": {"kvtxn": {"on_violation": "raise"}}}',
             "would end the engine before it can report",
