@@ -188,7 +188,13 @@ _INPUTS = tuple(
     for name in (
         *("nobodys_block", "lost_write", "slot_off_by_one", "slots_swapped"),
         *("write_into_anothers_block", "columns_swapped", "table_shifted", "anothers_table"),
-        *("anothers_last_block", "positions_off_by_one", "wrong_prompt_token", "wrong_last_token"),
+        *(
+            "one_block_in_two_tables",
+            "anothers_last_block",
+            "positions_off_by_one",
+            "wrong_prompt_token",
+            "wrong_last_token",
+        ),
     )
 )
 

@@ -28,6 +28,7 @@ HEALED: tuple[Fault, ...] = (
     planted_rows.write_into_anothers_block,
     planted_rows.table_shifted,
     planted_rows.anothers_table,
+    planted_rows.one_block_in_two_tables,
     planted_rows.wrong_prompt_token,
     planted_rows.wrong_last_token,
     planted_blocks.rollback_one_short,

@@ -171,6 +171,24 @@ def anothers_last_block(rig: Rig) -> Any:
     return prepared(rig, tamper)
 
 
+def one_block_in_two_tables(rig: Rig) -> Any:
+    """Two requests read a block of a third one; the second of them has to be found, too."""
+
+    def tamper(batch: Batch) -> None:
+        running = [n for n in range(len(batch)) if batch.settled(n) == 1 and batch.first[n] >= 64]
+        if len(running) < 3:
+            return
+        owner, *readers = running[:3]
+        block = int(batch.tables[owner, 1])
+        for index in readers:
+            row = batch.tables[index].clone()
+            row[1] = block
+            batch.put_table(index, row)
+        rig.strike(batch.names[readers[1]], 32, block * 32)
+
+    return prepared(rig, tamper)
+
+
 def nobodys_block(rig: Rig) -> Any:
     """A table names a block that belongs to nobody."""
 
@@ -333,8 +351,7 @@ def another_token_kept(rig: Rig) -> Any:
 
 
 FAULTS = (
-    # First: a slot of nobody's block is never written again, and so reported once.
-    nobodys_block,
+    *(nobodys_block, one_block_in_two_tables),
     *(lost_write, slot_off_by_one, slots_swapped, slot_outside, write_into_anothers_block),
     *(columns_swapped, table_shifted, anothers_table, anothers_last_block),
     *(positions_after_the_first, positions_of_drafts),
