@@ -14,7 +14,7 @@ from zipfile import Path as ZipPath
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kvtxn", "backends", "benchmarks", "integrations")
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 #: Nothing is fetched: the build tool is the one that is installed here.
