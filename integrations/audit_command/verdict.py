@@ -133,6 +133,11 @@ def tell(violation: Mapping[str, Any]) -> str:
             f"{begin} was told a number of accepted drafts that is not the sampler's, at its "
             f"position {violation['position']}."
         )
+    if found == "length":
+        return (
+            f"{begin} read more or fewer rows than it has, from its position "
+            f"{violation['position']} on."
+        )
     said = (
         f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
         f"{violation['position']}, tokens {in_text(violation['expected'], ' ')}"

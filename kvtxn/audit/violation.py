@@ -33,6 +33,7 @@ FOUND: Final = (
     "count",  # a count of accepted drafts that is not the sampler's
     "bytes",  # other bytes than were written
     "nan",  # an output that is not a number, where dead rows are filled with NaN
+    "length",  # attention that reads more or fewer rows than the request has, from there on
 )
 FOUND_NUMBER: Final = {name: number for number, name in enumerate(FOUND)}
 
@@ -142,6 +143,8 @@ class Violation:
             where = f"slot {self.slot} (block {self.block}) of group {self.group!r}"
         if self.layer is not None:
             where += f", layer {self.layer!r},"
+        if self.found == "length":
+            return f"read more or fewer rows than it has, from {where} on, as"
         if self.found == "nan":
             return (
                 "has a NaN in an output" + ("" if self.slot is None else f", from {where}") + " as"

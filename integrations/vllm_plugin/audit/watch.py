@@ -19,6 +19,7 @@ from ....audit import (
     Step,
     Violation,
 )
+from ....audit.lengths import report_lengths
 from ....errors import KVTxnError
 from ....log import get_logger
 from ..internals import ranks
@@ -43,7 +44,6 @@ _PAST_CONTAINING: Final = ("exported", "ranks")
 _MAX_REMEMBERED: Final = 2048
 #: Steps after which ranks of one tensor-parallel group compare what they wrote.
 _COMPARED_AFTER: Final = 100
-
 
 #: Pairs of a tensor of the runner's and the watch's own copy of it.
 Copies = Sequence[tuple[Tensor, Tensor]]
@@ -227,6 +227,7 @@ class Watch:
             self._unsealed = step, None, 0
         self.ledger.write(step)
         self.ledger.check(step)
+        report_lengths(self.ledger.books, step, rows.lengths)
         if self._caches_prefixes:
             self._filled.publish(rows, step)
 

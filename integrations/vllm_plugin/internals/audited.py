@@ -86,6 +86,8 @@ class Rows:
             filled from it. None: they are not looked at.
         buffers: stands for all of these tensors, if they are buffers that stay where they are:
             rows with the same object have the same tensors, with other values. None if they do not.
+        lengths: by group, int ``[num_requests]``, the rows that each request's attention reads,
+            where they are not those up to its last one; None if they are, or are not known.
     """
 
     names: list[str]
@@ -97,6 +99,7 @@ class Rows:
     tables: dict[str, Tensor]
     positions: Tensor | None = None
     buffers: object | None = None
+    lengths: dict[str, Tensor] | None = None
 
 
 @attrs.frozen
@@ -304,11 +307,17 @@ def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
-def own_blocks(table: Any, count: int, block_size: int) -> Tensor:
+def own_blocks(table: Any, count: int, block_size: int, blocks: Tensor | None = None) -> Tensor:
     """Return the block tables of a batch in blocks of the scheduler's size.
 
     Kernels may have smaller blocks than the scheduler hands out; these follow each other.
+
+    Args:
+        table: the runner's.
+        count: requests of the batch.
+        block_size: the scheduler's.
+        blocks: a table in its place, with blocks of the same size; None: the runner's own.
     """
     parts = block_size // int(table.block_size)
-    found: Tensor = table.block_table.gpu[:count]
+    found: Tensor = (table.block_table.gpu if blocks is None else blocks)[:count]
     return found if parts == 1 else found[:, ::parts] // parts

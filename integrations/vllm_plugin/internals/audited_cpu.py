@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ....audit import RowGroup
-from . import audited
+from . import audited, given_forwards
 from .audited import Rows
 
 #: By bytes: as unsigned numbers, those below 0 are the largest.
@@ -37,6 +38,9 @@ class StepReader:
     def __init__(self, runner: Any, groups: Mapping[str, RowGroup]) -> None:
         self._runner: Final = runner
         self._sizes: Final = {name: group.block_size for name, group in groups.items()}
+        self._layers: Final = {name: given_forwards.layers_of(runner, name) for name in groups}
+        #: Layers of chunks are given lengths and tables by chunk.
+        self._chunked: Final = {name for name, group in groups.items() if group.chunk is not None}
         requests, rows = int(runner.max_num_reqs), len(runner.input_ids.gpu)
         with torch.inference_mode(False):  # steps write into them in inference mode or not
 
@@ -61,7 +65,7 @@ class StepReader:
         return self._runner.input_batch.block_table[int(name.partition(".")[2])]
 
     def rows(self, prepared: Any) -> Rows:
-        """Read the rows of the forward that comes next.
+        """Read the rows of the forward that comes next, in its context.
 
         Args:
             prepared: the result of ``_prepare_inputs``.
@@ -79,16 +83,44 @@ class StepReader:
         if drafts:  # a scheduler at fault may count drafts whose rows the step does not have
             lengths = starts[1 : number + 1] - starts[:number]
             numpy.minimum(metadata.num_draft_tokens, lengths, out=drafted[:number])
-        for name, size in self._sizes.items():
-            table = self._table(name)
-            # Not its ``np``: where groups differ, vLLM makes tables with memory apart from that.
-            self._slots[name].numpy()[:total] = table.slot_mapping.gpu.numpy()[:total]
-            blocks = audited.own_blocks(table, number, size)
-            self._tables[name].numpy()[:number] = blocks.numpy()
+        lengths = self._read_groups(
+            number, total, first[:number] + numpy.diff(starts[: number + 1])
+        )
         buffers = self._known.get((number, drafts))
         if buffers is None:
             buffers = self._known[number, drafts] = self._buffers(number, drafts)
-        return Rows(names, *buffers, buffers=buffers)
+        return Rows(names, *buffers, buffers=buffers, lengths=lengths or None)
+
+    def _read_groups(
+        self, number: int, total: int, ends: NDArray[numpy.int64]
+    ) -> dict[str, Tensor]:
+        """Read the slots and tables that each group's layers are given.
+
+        Args:
+            number: of requests.
+            total: of rows.
+            ends: int64 ``[num_requests]``, the position after each request's last row.
+
+        Returns:
+            By group, the lengths that its layers are given, if some are wrong.
+        """
+        context, starts = given_forwards.context(), self._runner.query_start_loc.gpu
+        lengths = {}
+        for name, size in self._sizes.items():
+            table, layers = self._table(name), self._layers[name]
+            # Not its ``np``: where groups differ, vLLM makes tables with memory apart from that.
+            slots = given_forwards.slots(context, layers, table.slot_mapping.gpu, total)
+            self._slots[name].numpy()[:total] = slots.numpy()[:total]
+            given = (
+                () if name in self._chunked else given_forwards.metadata(context, layers, starts)
+            )
+            blocks = given_forwards.blocks(given, table.block_table.gpu)
+            blocks = audited.own_blocks(table, number, size, blocks)
+            self._tables[name].numpy()[:number] = blocks.numpy()
+            wrong = given_forwards.wrong_lengths(given, ends)
+            if wrong is not None:
+                lengths[name] = wrong
+        return lengths
 
     def _buffers(self, number: int, drafts: bool) -> _Buffers:
         """Return the tensors of steps with a number of requests."""

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import planted_blocks
 import planted_bytes
+import planted_forwards
 import planted_rows
 import planted_states
 import planted_transfers
@@ -17,6 +18,7 @@ from planting import Fault, Rig, around, texts
 
 ROWS = planted_rows.FAULTS
 BLOCKS = planted_blocks.FAULTS
+FORWARDS = planted_forwards.FAULTS
 STATES = planted_states.FAULTS
 TRANSFERS = planted_transfers.FAULTS
 BYTES = planted_bytes.FAULTS

@@ -18,6 +18,7 @@ FAULTS = [
     for engine, faults in {
         "planted-rows": planted_engines.ROWS,
         "planted-blocks": planted_engines.BLOCKS,
+        "planted-forwards": planted_engines.FORWARDS,
         "planted-states": planted_engines.STATES,
         "planted-transfers": planted_engines.TRANSFERS,
         "planted-bytes": planted_engines.BYTES,
@@ -56,7 +57,7 @@ def test_it_is_found(reports, engine, fault):
     [
         pytest.param(name, marks=pytest.mark.engines(f"audit-{name}"))
         for name in (
-            *(f"planted-{kind}" for kind in ("rows", "blocks", "transfers", "bytes")),
+            *(f"planted-{kind}" for kind in ("rows", "blocks", "forwards", "transfers", "bytes")),
             *(f"device-{kind}" for kind in ("rows", "states", "transfers")),
         )
     ],

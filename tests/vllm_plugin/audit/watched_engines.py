@@ -124,6 +124,7 @@ ENGINES |= {
         "environment": TWO_RANKS,
     },
     "planted-rows": {"model": "llama", "faults": planted_engines.ROWS},
+    "planted-forwards": {"model": "llama", "faults": planted_engines.FORWARDS},
     "planted-blocks": {"model": "llama", "faults": planted_engines.BLOCKS},
     "planted-states": {
         "model": "qwen3_next",

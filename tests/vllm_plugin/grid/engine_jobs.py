@@ -238,7 +238,7 @@ JOBS: dict[str, dict[str, Any]] = {
 WATCHED = {
     **dict.fromkeys(("tensor-parallel", "ranks-differ", "pipeline-parallel"), 40),
     **{"contained-ranks": 40, "contained-process": 30, "contained": 11},
-    **{"device-states": 14, "device-rows": 7, "device-transfers": 6},
+    **{"planted-forwards": 5, "device-states": 14, "device-rows": 7, "device-transfers": 6},
     **{"planted-states": 14, "planted-rows": 7, "planted-transfers": 6, "planted-blocks": 6},
     **dict.fromkeys(("bytes", "planted-bytes", "latent", "draft-model", "hybrid-windows"), 5),
     **dict.fromkeys(("gated-delta-net", "short-convolution", "mamba", "fp8"), 4),

@@ -1,0 +1,101 @@
+"""What the attention layers of a V1 forward are given: their slots, tables and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def layers_of(runner: Any, group: str) -> tuple[str, ...]:
+    """Return the names of the layers of a KV-cache group."""
+    number = int(group.partition(".")[2])
+    return tuple(runner.kv_cache_config.kv_cache_groups[number].layer_names)
+
+
+def context() -> Any:
+    """Return the context of the forward that is about to run."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context()
+
+
+def slots(context: Any, layers: Sequence[str], own: Tensor, total: int) -> Tensor:
+    """Return the slots that layers write a forward's rows to, int ``[num_rows]`` at least.
+
+    Args:
+        context: of the forward.
+        layers: those of one group.
+        own: the runner's slots of the group, which layers are given as a rule.
+        total: the rows of the forward.
+    """
+    by_layer = context.slot_mapping
+    last: Tensor | None = own
+    if isinstance(by_layer, dict):
+        for layer in layers:
+            given: Tensor | None = by_layer.get(layer)
+            if given is None or given is last:
+                continue
+            last = given
+            if given.data_ptr() != own.data_ptr() and len(given) >= total:
+                return given
+    return own
+
+
+def metadata(context: Any, layers: Sequence[str], starts: Tensor) -> list[Any]:
+    """Return the metadata of layers that say plainly what the requests of the batch read.
+
+    Some backends' metadata have no tables and lengths of requests, and some are of other requests:
+    of parts of them, or of those that sample. These are not among them.
+
+    Args:
+        context: of the forward.
+        layers: those of one group.
+        starts: the runner's first rows of all requests, to which plain metadata refer.
+    """
+    found: list[Any] = []
+    by_layer, last = context.attn_metadata, None
+    if isinstance(by_layer, dict):
+        for layer in layers:
+            given = by_layer.get(layer)
+            if given is None or given is last:
+                continue
+            last = given
+            ours = getattr(given, "query_start_loc", None)
+            if ours is None or ours.data_ptr() != starts.data_ptr():
+                continue
+            if hasattr(given, "block_table") and hasattr(given, "seq_lens"):
+                found.append(given)
+    return found
+
+
+def blocks(metadata: Sequence[Any], own: Tensor) -> Tensor:
+    """Return the table that a forward reads through, int32 ``[num_requests, blocks]`` at least.
+
+    Args:
+        metadata: those of one group's layers.
+        own: the runner's table of the group, which layers are given as a rule.
+    """
+    for each in metadata:
+        given: Tensor = each.block_table
+        # A table of another width is of blocks of another size.
+        if given.data_ptr() != own.data_ptr() and given.shape[1:] == own.shape[1:]:
+            return given
+    return own
+
+
+def wrong_lengths(metadata: Sequence[Any], ends: NDArray[numpy.int64]) -> Tensor | None:
+    """Return the rows that each request's attention reads, if not all of them are right.
+
+    Args:
+        metadata: those of one group's layers.
+        ends: int64 ``[num_requests]``, the position after each request's last row.
+    """
+    for each in metadata:
+        given: Tensor = each.seq_lens[: len(ends)]
+        if (given.numpy() != ends).any():
+            return given.clone()
+    return None
