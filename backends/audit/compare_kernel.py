@@ -182,14 +182,14 @@ def compare_rows(
         seen = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
         by_chunk = first // tl.maximum(chunk, 1) * chunk
         seen = tl.maximum(seen, tl.where(chunk > 0, by_chunk, 0))
-        first = tl.maximum(seen, tl.where(ring > 0, end - ring, 0))
+        seen = tl.maximum(seen, tl.where(ring > 0, end - ring, 0))
+        first = tl.maximum(seen, tl.load(facts + TOLD * num_lines + line))
     else:
         given = tl.load(lines + index).to(tl.int64)
         line = tl.where((given >= 0) & (given < num_lines), given, 0)
         admitted = (line == given) & (tl.load(facts + SERIAL * num_lines + line) >= 0)
         first = tl.maximum(tl.load(low + index).to(tl.int64), 0)
         end = tl.minimum(tl.load(high + index).to(tl.int64), own_stride - 1)
-    first = tl.maximum(first, tl.load(facts + TOLD * num_lines + line))
     end = tl.where(admitted & (address != 0), end, 0)
     width = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_COLUMNS)
     stride = tl.load(tables + number * NUM_TENSOR_FIELDS + AT_STRIDE)

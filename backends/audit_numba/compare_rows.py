@@ -106,8 +106,7 @@ def compare_stretches(lines, first, end, tables, groups, words, own, facts, expo
         line = lines[index]
         if line < 0 or line >= facts.shape[1] or facts[SERIAL, line] < 0:
             continue
-        low = max(first[index], 0, facts[TOLD, line])
-        stop = min(end[index], own.shape[1] - 1)
+        low, stop = max(first[index], 0), min(end[index], own.shape[1] - 1)
         if stop <= low:
             continue
         if exported and stop > facts[DURABLE, line]:

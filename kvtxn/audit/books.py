@@ -61,8 +61,9 @@ KEPT: Final = 4
 #: One bit per group (its number modulo 63): a step of the request read outside the group, and that
 #: was reported, whichever position it was at.
 OUTSIDE: Final = 5
-#: Positions before this one are not compared: wrong rows among them were reported to this request.
-#: A wrong row stays in its slot, so that each request that reads it is told, once. -1: none was.
+#: Steps do not compare positions before this one: wrong rows among them were reported to this
+#: request. A wrong row's word stays, so that each request that reads it is told, once, and whoever
+#: publishes or exports it. -1: nothing was reported.
 TOLD: Final = 6
 #: What ``TOLD`` becomes with the request's next step: the passes of one step compare alike.
 TELLING: Final = 7

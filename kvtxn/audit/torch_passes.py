@@ -212,8 +212,9 @@ class TorchPasses(Passes):
         """Do what ``Passes.check`` says."""
         batch = Batch.of(self.books, step)
         end = batch.first + batch.counts
+        told = self.books.facts[book.TOLD][batch.lines.clamp(min=0)]
         bounds = {
-            place: (self._untold(batch.lines, first_visible(place, batch.first, end)), end)
+            place: (first_visible(place, batch.first, end).maximum(told), end)
             for place in map(self.books.layout.places.__getitem__, step.tables)
         }
         self._compare(batch.lines, bounds, step.tables, None)
@@ -222,15 +223,11 @@ class TorchPasses(Passes):
         """Do what ``Passes.inspect`` says."""
         lines = admitted(self.books, stretch.lines.long())
         number = len(lines)  # a tensor may be longer
-        first = self._untold(lines, stretch.first[:number].long().clamp(min=0))
+        first = stretch.first[:number].long().clamp(min=0)
         end = torch.where(lines >= 0, stretch.end[:number].long(), 0)
         end = end.clamp(max=self.books.sizes.max_length)
         places = [self.books.layout.places[name] for name in stretch.tables]
         self._compare(lines, dict.fromkeys(places, (first, end)), stretch.tables, stretch.kind)
-
-    def _untold(self, lines: Tensor, first: Tensor) -> Tensor:
-        """Return where requests begin to compare: after what they were told of."""
-        return first.maximum(self.books.facts[book.TOLD][lines.clamp(min=0)])
 
     def _compare(
         self,

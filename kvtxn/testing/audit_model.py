@@ -321,7 +321,7 @@ class LedgerModel:
         self, kind: str | None, request: _Request, name: str, table: list[int], low: int, end: int
     ) -> None:
         group, before = self.groups[name], None
-        low = max(low, request.told)
+        low = low if kind else max(low, request.told)
         for position in range(low, end):
             self.rows_checked += 1
             slot, word = self._through(name, table, position)
