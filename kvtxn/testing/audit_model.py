@@ -63,6 +63,7 @@ class _Request:
     durable: int = 0
     kept: int = -1
     outside: set[str] = attrs.Factory(set)
+    expected: int = 0
     told: int = -1
     telling: int = -1
 
@@ -94,7 +95,10 @@ class LedgerModel:
         line = self._free.pop() if before is None else before.line
         durable = 0 if before is None else min(before.durable, len(tokens))
         own: list[object] = [("seed", *extras), *tokens]
-        self.requests[request] = _Request(line, request, own, len(tokens), durable)
+        expected = len(tokens) if before is None else durable
+        self.requests[request] = _Request(
+            line, request, own, len(tokens), durable, expected=expected
+        )
         return line
 
     def release(self, request: str) -> None:
@@ -156,9 +160,9 @@ class LedgerModel:
                     request.own[position + 1 :] = [token]
                 prefixes[start + within] = tuple(prefix)
             request.known = max(request.known, settled)
-            goes_on = first >= request.durable
+            goes_on = first >= request.expected
             request.told = request.telling = min(request.telling, first) if goes_on else -1
-            request.durable = settled
+            request.durable = request.expected = settled
             request.kept = -1 if drafts else 0
         for name in step.slots:
             for request, _first, count, start, _drafts in rows:
@@ -231,7 +235,7 @@ class LedgerModel:
                     if word is not None:
                         self.words[word] = REJECTED
             length = first + settled + kept
-            request.durable, request.kept = length, kept
+            request.durable, request.expected, request.kept = length, length, kept
             request.known = max(request.known, length)
             token = -1 if sampled is None else [*sampled[index], -1][kept]
             if token >= 0 and request.known == length:

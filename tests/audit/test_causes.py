@@ -19,7 +19,8 @@ class WitnessedLedger(Ledger):
 
     Attributes:
         judged: each violation, with its word, the entry of ``writers`` at the time it was found
-            (None if it names no slot), and the number of times that its request was admitted.
+            (None if it names no slot), and how often its request was admitted, and its position
+            computed.
         writers: by pool and word, the last writer's step and request, and the number of the write.
             A block that is handed out has no writer; a copy or a load has one of its own.
     """
@@ -31,6 +32,7 @@ class WitnessedLedger(Ledger):
         self.writes = 0
         self.name_of = {}
         self.lives = Counter()
+        self.computed = Counter()
 
     def admit(self, request, tokens, **named):
         line = super().admit(request, tokens, **named)
@@ -54,7 +56,9 @@ class WitnessedLedger(Ledger):
         for violation in self.violations():
             where = None if violation.slot is None else self.where(violation)
             entry = None if where is None else self.writers.get(where, (None, None, 0))
-            self.judged.append((violation, where, entry, self.lives[violation.request]))
+            life = self.lives[violation.request]
+            times = self.computed[violation.request, violation.position]
+            self.judged.append((violation, where, entry, (life, times)))
 
     def check(self, step):
         super().check(step)
@@ -74,6 +78,8 @@ class WitnessedLedger(Ledger):
             for index, line in enumerate(step.lines.tolist()):
                 count = starts[index + 1] - starts[index]
                 for within in range(count):
+                    position = int(step.first[index]) + within
+                    self.computed[self.name_of[line], position] += 1
                     slot = int(slots[starts[index] + within])
                     if slot >= 0 and (group.ring is None or within + group.ring >= count):
                         block, offset = divmod(slot, group.block_size)
