@@ -1,4 +1,4 @@
-"""Where the requests of a step cross a block's end, and the blocks that then keep their states."""
+"""Ends of blocks that the requests of a step cross, and the blocks that then keep their states."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def repeat(llm: Any, work: Work) -> Measured:
 
 @attrs.frozen(kw_only=True)
 class Held:
-    """How many requests an engine held at once.
+    """The number of requests that an engine held at once.
 
     Attributes:
         most: that took part in one step.

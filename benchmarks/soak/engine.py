@@ -197,7 +197,7 @@ class _Soak:
 
 @attrs.frozen
 class HostUse:
-    """What this process and all that it started take of the host.
+    """The memory and time that this process and all that it started take of the host.
 
     Attributes:
         memory: bytes that no file backs.

@@ -30,7 +30,7 @@ Sample = Mapping[str, Any]
 
 @attrs.frozen
 class Slope:
-    """How something changes per hour: the median of all pairs of samples, and an interval.
+    """A change per hour: the median of all pairs of samples, and an interval.
 
     Attributes:
         median: the slope (Theil and Sen's).
@@ -118,7 +118,7 @@ def speed_slope(pieces: Sequence[Mapping[str, Any]]) -> Slope:
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """What a soak showed.
+    """The result of a soak.
 
     Attributes:
         seconds: of all pieces, from the first request to the last sample.

@@ -1,4 +1,4 @@
-"""How many rows a forward's attention reads, compared with how many its requests have."""
+"""A comparison of the rows that a forward's attention reads with those that its requests have."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_numbers_are_put_into_a_tensor(pair, dtype):  # noqa: F811
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_sampled_tokens_are_counted(pair, dtype):  # noqa: F811
-    """What is no token, and requests that are left out, do not count."""
+    """Padding among tokens, and requests that are left out, do not count."""
     chance = torch.Generator().manual_seed(7)
     for width in (1, 5, 40):
         ids = torch.randint(-2, 60, (6, width), dtype=dtype, generator=chance).to(DEVICE)

@@ -58,7 +58,7 @@ class Kernel:
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What the driver was given: sizes, stream and words, or what it says in place of 0."""
+    """A driver that keeps what it is given: sizes, stream and words; it may answer other than 0."""
     seen = SimpleNamespace(calls=[], says=0, words=4)
 
     def call(function, *given):

@@ -115,7 +115,7 @@ class Packed:
 
 @pytest.fixture
 def packing(monkeypatch):
-    """What the driver would pack, on a machine without one."""
+    """A launch as the driver would pack it, on a machine without one."""
     monkeypatch.setattr(launches, "pack", Packed)
 
 

@@ -242,7 +242,7 @@ class Stock:
     ],
 )
 def test_a_text_is_stocks_or_parts_at_a_near_tie(text, dtype, kind):
-    """How near a tie is depends on the dtype's last bits."""
+    """A tie is near or not by the dtype's last bits."""
     pytest.importorskip("vllm")
     from kvtxn.benchmarks.soak.client import Said
 

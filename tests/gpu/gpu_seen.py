@@ -148,7 +148,7 @@ def fast(reports: Mapping[str, Any]) -> dict[str, Any]:
         }
 
     def compared(ours: Mapping[str, Any]) -> dict[str, Any]:
-        """What was compared with the recurrence, of engines with kvtxn's own kernels."""
+        """Comparisons with the recurrence, of engines with kvtxn's own kernels."""
         if "miscounted" not in ours:
             return {}
         seen = [ours[each]["recurred"] for each in (*played(ours), "fault")]

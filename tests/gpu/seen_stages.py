@@ -1,4 +1,4 @@
-"""What engines with windows on every pipeline stage showed: reduced, and drawn for ``SEEN.md``."""
+"""Results of engines with windows on every pipeline stage: reduced, and drawn for ``SEEN.md``."""
 
 from __future__ import annotations
 

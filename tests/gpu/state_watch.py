@@ -25,7 +25,7 @@ def digest(part: torch.Tensor) -> torch.Tensor:
 
 
 def own_blocks(runner: Any) -> int:
-    """How many blocks vLLM hands out; drafts of attention wait behind them, in spare ones."""
+    """Return the number of blocks that vLLM hands out; drafts wait in spare ones behind them."""
     spare = getattr(runner, "kvtxn_spare", None)
     return int(runner.kv_cache_config.num_blocks if spare is None else spare.own)
 

@@ -84,7 +84,7 @@ def test_a_kernel_without_a_configuration_that_runs_fails_as_it_does_without_thi
 
 
 def test_restored_values_are_as_before_the_choice() -> None:
-    """What a kernel writes in place is put back after the trial, as Triton does it."""
+    """Tensors that a kernel writes in place are put back after the trial, as Triton does it."""
     _, tuner = tuned(64, ["out"])
     out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     tuner[1,](out, 5)

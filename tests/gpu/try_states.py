@@ -114,7 +114,7 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def preemptions(llm: Any) -> int:
-    """How often requests were preempted until now."""
+    """The number of times that requests were preempted until now."""
     found = (each for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
     return int(sum(each.value for each in found))
 
@@ -283,7 +283,7 @@ def _stop(*_: object) -> None:
 
 
 class Findings:
-    """What engines reported, written into a folder as it comes.
+    """Reports of engines, written into a folder as they come.
 
     Args:
         out: the folder.

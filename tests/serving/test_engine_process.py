@@ -1,4 +1,4 @@
-"""What an engine's process says when it fails, and what of its log."""
+"""Sentences of an engine's process that fails, and lines of its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is new in a step: requests, and blocks whose rows nobody has written."""
+"""News of a step: requests, and blocks whose rows nobody has written."""
 
 from __future__ import annotations
 

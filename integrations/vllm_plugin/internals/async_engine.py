@@ -60,7 +60,7 @@ def _drafts(speculation: Any) -> str:
 
 @attrs.define
 class StepCounts:
-    """What a running engine says of its steps, by vLLM's own counts.
+    """The steps of a running engine, by vLLM's own counts.
 
     Attributes:
         steps: steps so far.

@@ -1,4 +1,4 @@
-"""What the attention layers of a V1 forward are given: their slots, tables and lengths."""
+"""Slots, tables and lengths that the attention layers of a V1 forward are given."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Layers:
 
 @attrs.frozen(kw_only=True)
 class Ran:
-    """What the scheduler did with requests that came at once.
+    """The scheduler's treatment of requests that came at once.
 
     Attributes:
         most: requests that ran at once.

@@ -245,7 +245,7 @@ def test_the_kernel_names_the_same_snapshots(placed, monkeypatch):
 
 
 def test_tables_without_ends_name_none():
-    """Where the prefix cache keeps no states, nothing is spent on them."""
+    """Nothing is spent on states where the prefix cache keeps none."""
     tables = StateTables.build(1, 2, 3, torch.device("cpu"))
     assert tables.boundary is None
     assert tables.snapshots is None
