@@ -29,7 +29,7 @@ class Fault:
         releases: releases with the fault; the others of ``fixed`` are healthy in this audit.
         fixed: releases without the fault.
         workload: the workload of the audit.
-        kind: the kind of all its violations.
+        kind: the kind of its first violation; others follow, of those who read the row later.
         model: a tiny model of ``model_files``; None for the model that comes with kvtxn.
         engine: changes of the plain engine's arguments; None leaves an argument out.
         requests: requests of the workload.
