@@ -61,7 +61,7 @@ def test_a_session_keeps_rows_of_drafts_past_its_stop(found):
     firsts = 0
     for violation in report:
         most = int(violation["request"].split()[1].partition("-")[0])
-        assert violation["kind"] == "foreign"
+        assert violation["kind"] in ("foreign", "published")  # its block is found by others
         past = violation["position"] - (PROMPT + most)
         assert 0 <= past < 4
         firsts += past == 0
@@ -71,6 +71,7 @@ def test_a_session_keeps_rows_of_drafts_past_its_stop(found):
         assert violation["written_for"][:2] == violation["expected"][:2]
         assert violation["written_for"] != violation["expected"]
         assert violation["slot"] // 32 == violation["block"]
+    assert report[0]["kind"] == "foreign"
     assert firsts > len(report) // 2
     assert "kvtxn.audit_violation" in log
 
