@@ -90,8 +90,7 @@ class SoakClient(EngineClient):
         among: Sequence[int] | None = None,
     ) -> Tokens:
         """Make a request; see ``Client.ask``."""
-        most = max(1, min(most, self.max_length // 2))
-        text = list(prompt)[: self.max_length - most - 1]
+        text, most = self.fitted(prompt, most)
         account, tokens = self._account, list[int]()
         account.asked += 1
         failures = len(self.failed)

@@ -241,6 +241,11 @@ class EngineClient:
         """Return random token ids, int ``[count]``."""
         return self.chance.choices(self._ids, k=count)
 
+    def fitted(self, prompt: Sequence[int], most: int) -> tuple[Tokens, int]:
+        """Return a prompt and a number of output tokens that fit the engine together."""
+        most = max(1, min(most, self.max_length // 2))
+        return list(prompt)[: self.max_length - most - 1], most
+
     async def ask(
         self,
         prompt: Sequence[int],
@@ -252,8 +257,7 @@ class EngineClient:
         """Make a request; see ``Client.ask``."""
         from vllm import TokensPrompt
 
-        most = max(1, min(most, self.max_length // 2))
-        text = list(prompt)[: self.max_length - most - 1]
+        text, most = self.fitted(prompt, most)
         number = self._number()
         kind = "request" if abort is None else "aborted"
         given = TokensPrompt(prompt_token_ids=text)
