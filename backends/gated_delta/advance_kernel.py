@@ -95,6 +95,7 @@ def advance_rows(
     RUN: tl.constexpr,
     SNAPSHOTS: tl.constexpr,
     TILES: tl.constexpr,
+    LEAST: tl.constexpr,
 ) -> None:
     """Advance some tiles of a state by its request's kept rows.
 
@@ -123,6 +124,7 @@ def advance_rows(
         RUN: numbers of the state in 16 bytes; 1 if its rows do not begin on 16 bytes.
         SNAPSHOTS: some request may leave a snapshot.
         TILES: tiles of a program, one after another.
+        LEAST: rows that each request keeps, whatever ``count`` says, as far as it has them.
     """
     parts: tl.constexpr = (VALUE_SIZE + VALUES * TILES - 1) // (VALUES * TILES)
     part = tl.program_id(0) % parts
@@ -130,7 +132,8 @@ def advance_rows(
     number = tl.program_id(1)
     line = table + tl.program_id(2) * _COLUMNS
     first = tl.load(starts + number)
-    taken = tl.minimum(tl.load(count + number), tl.load(starts + number + 1) - first)
+    kept = tl.maximum(tl.load(count + number), LEAST)
+    taken = tl.minimum(kept, tl.load(starts + number + 1) - first)
     group = tl.load(line + _GROUP)
     slot = tl.load(sources + group * group_stride + number * source_stride).to(tl.int64)
     if (slot <= 0) | (taken <= 0):

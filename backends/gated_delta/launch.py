@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import LayerError
+from ..move_rows.launch import KernelCall
 from .advance_kernel import advance_rows
 from .layers import DeltaLayers
 from .rows import DeltaRows
@@ -167,6 +168,38 @@ def launch_advance(
     Raises:
         LayerError: a request may have more than ``MOST_ROWS`` rows.
     """
+    where = layers, sources, count, starts, boundary, snapshots
+    advance_call(*where, longest=longest, tile=tile).run()
+
+
+def advance_call(
+    layers: DeltaLayers,
+    sources: Tensor,
+    count: Tensor,
+    starts: Tensor,
+    boundary: Tensor | None,
+    snapshots: Tensor | None,
+    *,
+    longest: int | None,
+    tile: Tile | None = None,
+    least: int = 0,
+) -> KernelCall:
+    """Arrange the launch of ``advance_rows``; for the arguments see ``launch_advance``.
+
+    Args:
+        layers: the layers.
+        sources: the slots.
+        count: the kept rows.
+        starts: the first rows.
+        boundary: the rows after which a state is a snapshot.
+        snapshots: the slots of snapshots.
+        longest: the most rows of a request.
+        tile: None takes the fastest one.
+        least: rows that each request keeps in any case, as far as it has them.
+
+    Raises:
+        LayerError: a request may have more than ``MOST_ROWS`` rows.
+    """
     longest = _longest("advance_gated_delta", longest, layers.rows[0].num_rows)
     state = layers.states[0]
     _, heads, value_size, key_size = state.shape
@@ -175,31 +208,31 @@ def launch_advance(
     values = min(tile.values, _power(value_size))
     tiles = min(tile.tiles, triton.cdiv(value_size, values))
     programs = triton.cdiv(value_size, values * tiles) * heads
+    arguments = {
+        "table": layers.table,
+        "sources": sources,
+        "count": count,
+        "starts": starts,
+        "boundary": count if boundary is None else boundary,
+        "snapshots": count if snapshots is None else snapshots,
+        "source_stride": sources.stride(1),
+        "group_stride": sources.stride(0),
+        "snapshot_stride": 0 if snapshots is None else snapshots.stride(0),
+        "STATE": _TYPES[state.dtype],
+        "KEY_HEADS": layers.rows[0].key.shape[1],
+        "HEADS": heads,
+        "KEY_SIZE": key_size,
+        "VALUE_SIZE": value_size,
+        "KEYS": _power(key_size),
+        "VALUES": values,
+        "LONGEST": longest,
+        "RUN": 1 if key_size % run else run,
+        "SNAPSHOTS": snapshots is not None,
+        "TILES": tiles,
+        "LEAST": least,
+    }
     grid = programs, sources.shape[1], len(layers.states)
-    advance_rows[grid](
-        layers.table,
-        sources,
-        count,
-        starts,
-        count if boundary is None else boundary,
-        count if snapshots is None else snapshots,
-        sources.stride(1),
-        sources.stride(0),
-        0 if snapshots is None else snapshots.stride(0),
-        STATE=_TYPES[state.dtype],
-        KEY_HEADS=layers.rows[0].key.shape[1],
-        HEADS=heads,
-        KEY_SIZE=key_size,
-        VALUE_SIZE=value_size,
-        KEYS=_power(key_size),
-        VALUES=values,
-        LONGEST=longest,
-        RUN=1 if key_size % run else run,
-        SNAPSHOTS=snapshots is not None,
-        TILES=tiles,
-        num_warps=tile.warps,
-        maxnreg=tile.registers,
-    )
+    return KernelCall(advance_rows, grid, arguments, tile.warps, {"maxnreg": tile.registers})
 
 
 def _longest(operation: str, given: int | None, rows: int) -> int:

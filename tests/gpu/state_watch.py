@@ -333,8 +333,9 @@ class Watch(Base):
         self.repeated = Counter[str]()
         if not states._verified:
             return
-        self.spoiled = states.graphs or states._verified[-1]
-        name = "commit" if states.graphs is None else "run"
+        ways = ("commit_sampled", states._alone), ("run", states.graphs)
+        found = [(name, each) for name, each in ways if each is not None]
+        name, self.spoiled = next(iter(found), ("commit", states._verified[-1]))
         commit, calls = getattr(self.spoiled, name), [0]
 
         def failing(*args: Any) -> None:
@@ -348,7 +349,7 @@ class Watch(Base):
 
     def repair(self) -> dict[str, int]:
         """Everything works again; returns how often the commit failed."""
-        for name in ("commit", "run"):
+        for name in ("commit", "commit_sampled", "run"):
             vars(getattr(self, "spoiled", self)).pop(name, None)
         return dict(self.repeated)
 

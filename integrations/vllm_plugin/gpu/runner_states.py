@@ -41,10 +41,14 @@ class ReportedModelState:
 
     kvtxn_states: HeldStates
 
-    def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the metadata, and let the states' kernels find their blocks."""
-        metadata = super().prepare_attn(input_batch, *args, **kwargs)  # type: ignore[misc]
-        self.kvtxn_states.begin(metadata, input_batch)
+        metadata = super().prepare_attn(  # type: ignore[misc]
+            input_batch, cudagraph_mode, *args, **kwargs
+        )
+        captured = held_states.is_capture(args, kwargs)
+        replayed = not captured and held_states.is_replay(cudagraph_mode)
+        self.kvtxn_states.begin(metadata, input_batch, captured=captured, replayed=replayed)
         return metadata
 
 

@@ -141,17 +141,21 @@ class HeldStates:
                 self._replayed = ReplayedRows(own, self.tables, groups, rows, self._width)
             made = [] if self._replayed is None else [self._replayed]
             self._verified = [*made, *self._make_rows(others, rows, runner.dtype, device)]
+            #: One launch commits all layers, so there is nothing to capture.
+            self._alone = self._replayed if made == self._verified else None
             self.graphs: CommitGraphs | None = None
-            if make is not None and self._verified:
+            if make is not None and self._verified and self._alone is None:
                 most = int(runner.max_num_reqs)
                 self.graphs = CommitGraphs(self._verified, self.tables, self._width, most, make)
         self._dtype = runner.dtype
         self._step: VerifyStep | None = None
+        self._batch: Any = None
         self._done = 0
         self.nbytes = bytes_of_buffers(runner, fast=fast)
         # vLLM's profiling gives the memory of its caches back, so nothing here may hold them.
         nothing = torch.empty(0)
         self.layers = [attrs.evolve(each, past=nothing, state=None) for each in self.layers]
+        self._first = next((each for each in self.layers if each.kind in LAUNCHES), None)
 
     def _make_rows(
         self, layers: list[StateLayer], rows: int, dtype: torch.dtype, device: torch.device
@@ -208,6 +212,8 @@ class HeldStates:
             self.tables.name_commits(self.tables.whole[:1], starts)
             for rows in self._verified:
                 rows.commit(step)
+            if self._alone is not None:
+                self._alone.commit_sampled(step, torch.ones_like(starts[:1]))
             if self.graphs is not None:
                 try:
                     self.graphs.capture()
@@ -217,7 +223,9 @@ class HeldStates:
 
     # -- a step ---------------------------------------------------------------------
 
-    def begin(self, metadata: Any, batch: Any = None) -> None:
+    def begin(
+        self, metadata: Any, batch: Any = None, *, captured: bool = False, replayed: bool = False
+    ) -> None:
         """Note a step whose metadata is ready, and whose forward comes next.
 
         A step that was noted before and not committed is forgotten: its states are as they were
@@ -226,23 +234,25 @@ class HeldStates:
         Args:
             metadata: vLLM's, by layer.
             batch: vLLM's input batch; not read unless the prefix cache keeps states.
+            captured: the forward will be captured, in a graph that names the blocks by itself.
+            replayed: the forward is the replay of such a graph, so the host has no block to name.
         """
-        self._step, self._done = None, 0
+        self._step, self._batch, self._done = None, batch, 0
+        self.tables.begin_forward()
+        if not isinstance(metadata, dict):
+            return
         seen: set[int] = set()
-        for layer in self.layers:
-            given = metadata.get(layer.name) if isinstance(metadata, dict) else None
+        for layer in () if replayed else self.layers:
+            given = metadata.get(layer.name)
             if given is None or id(given) in seen:
                 continue
             seen.add(id(given))
-            self._prepare(layer, given)
-        first = next((layer for layer in self.layers if layer.kind in LAUNCHES), None)
-        if first is not None and seen and first.name in metadata:
+            self._prepare(layer, given, captured=captured)
+        first = self._first
+        if first is not None and first.name in metadata:
             self._step = _STEPS[first.kind](metadata[first.name], metadata)
-        if self._blocks is not None and self._step is not None:
-            lengths, starts = batch.seq_lens, batch.query_start_loc
-            self.tables.name_snapshots(self._blocks, lengths, starts, self._step)
 
-    def _prepare(self, layer: StateLayer, metadata: Any) -> None:
+    def _prepare(self, layer: StateLayer, metadata: Any, *, captured: bool) -> None:
         """Name the blocks of a group's requests to its kernels.
 
         vLLM takes the most rows of a request from the number of columns of its own table, which
@@ -262,7 +272,10 @@ class HeldStates:
             )
         if table.shape[1] != self._width:
             setattr(metadata, name, table[:, :1].expand(-1, self._width))
-        self.tables.name_sources(self._groups.index(layer.group), table)
+        group = self._groups.index(layer.group)
+        self.tables.name_sources(group, table)
+        if captured:
+            self.tables.captured[group] = table
 
     def commit(self, sampled: Tensor) -> None:
         """Write the states after the last kept row of each request.
@@ -277,13 +290,17 @@ class HeldStates:
         if step is None or not step.requests:
             return
         try:
-            if self.graphs is not None and self.graphs.takes(step):
+            self._name_ends(step)
+            if self._alone is not None:
+                self._alone.commit_sampled(step, _kept(step, sampled))
+            elif self.graphs is not None and self.graphs.takes(step):
                 self.graphs.run(step, _kept(step, sampled))
             else:
                 self._commit(step, sampled)
         except Exception as error:
             self._note(error)
             try:
+                self._name_ends(step)
                 self._commit(step, sampled)  # layers that are done are left out
             except Exception as again:
                 raise KVTxnError(
@@ -291,7 +308,13 @@ class HeldStates:
                     f"a state did not take in its accepted drafts: {again!r}",
                     hint="the state is not that of its request: start the engine again",
                 ) from again
-        self._step, self._done = None, 0
+        self._step, self._batch, self._done = None, None, 0
+
+    def _name_ends(self, step: VerifyStep) -> None:
+        """Name the blocks that keep the states at the ends of blocks, if any are kept."""
+        if self._blocks is not None:
+            lengths, starts = self._batch.seq_lens, self._batch.query_start_loc
+            self.tables.name_snapshots(self._blocks, lengths, starts, step)
 
     def _commit(self, step: VerifyStep, sampled: Tensor) -> None:
         """Launch what is left of the step's commits, layer by layer."""
@@ -302,7 +325,7 @@ class HeldStates:
 
     def abandon(self) -> None:
         """Forget the step; its states stay as they were before it."""
-        self._step, self._done = None, 0
+        self._step, self._batch, self._done = None, None, 0
 
 
 def _kept(step: VerifyStep, sampled: Tensor) -> Tensor:
@@ -337,6 +360,26 @@ _STEPS: Final[Mapping[str, Callable[[Any, Any], VerifyStep | None]]] = {
     GATED_DELTA: _gated_delta_step,
     MAMBA2: _mamba2_step,
 }
+
+
+#: Place of ``for_capture`` among the arguments after the mode of graphs, in ``METHODS``.
+_FOR_CAPTURE: Final = METHODS["prepare_attn"].index("for_capture") - 2
+
+
+def is_capture(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Tell whether metadata is made for a forward that will be captured.
+
+    Args:
+        args: of vLLM's ``prepare_attn``, those after the mode of graphs.
+        named: its arguments by name.
+    """
+    given = args[_FOR_CAPTURE] if len(args) > _FOR_CAPTURE else named.get("for_capture")
+    return bool(given)
+
+
+def is_replay(mode: Any) -> bool:
+    """Tell whether a step of a mode of graphs is the replay of a graph of a whole forward."""
+    return getattr(mode, "name", "") == "FULL"
 
 
 def model_state(runner: Any) -> Foreign:

@@ -121,6 +121,7 @@ class ReplayedLayer:
     ) -> None:
         """Launch the kernel over the states that the tables name."""
         module = self.module
+        self.tables.name_in_graph(self.group, self)
         verify_gated_delta(
             *(query, key, value, a, b, module.A_log, module.dt_bias),
             module.kv_cache[1],
@@ -160,6 +161,7 @@ class ReplayedRows:
     ) -> None:
         self._tables = tables
         self._found: DeltaLayers | None = None
+        self._recurring: Any = None  # its module asks for Triton
         self.layers: list[ReplayedLayer] = []
         for layer, group in zip(layers, groups, strict=True):
             module: Any = layer.module
@@ -209,21 +211,52 @@ class ReplayedRows:
 
     def forget_caches(self) -> None:
         """Hold no cache; the next commit finds those that the layers have then."""
-        self._found = None
+        self._found, self._recurring = None, None
 
-    def commit(self, step: VerifyStep) -> None:
-        """Write the states of all layers in one launch; a raise has written none."""
-        count = step.requests
+    def _layers(self) -> DeltaLayers:
+        """Return where the states and rows of all layers are."""
         if self._found is None:
             self._found = DeltaLayers.build(
                 [layer.module.kv_cache[1] for layer in self.layers],
                 [layer.rows for layer in self.layers],
                 [layer.group for layer in self.layers],
             )
+        return self._found
+
+    def commit_sampled(self, step: VerifyStep, sampled: Tensor) -> None:
+        """Write the states after what was sampled, in one launch and nothing beside it.
+
+        Args:
+            step: the step.
+            sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
+                without any keeps its first row. Requests of the step beyond these have no rows.
+
+        Raises:
+            Exception: the launch's own; it has written nothing.
+        """
+        if not sampled.is_cuda:
+            self._tables.name_commits(sampled, step.starts)
+            self.commit(step)
+            return
+        if self._recurring is None:
+            from ....backends.gated_delta.recurring import RecurringAdvance
+
+            tables = self._tables
+            self._recurring = RecurringAdvance(
+                *(self._layers(), tables.sources[:, :, -1], self.layers[0].longest),
+                boundary=tables.boundary,
+                snapshots=tables.snapshots,
+            )
+        requests = min(step.requests, sampled.shape[0])
+        self._recurring.run(sampled, step.starts, requests)
+
+    def commit(self, step: VerifyStep) -> None:
+        """Write the states of all layers in one launch; a raise has written none."""
+        count = step.requests
         tables = self._tables
         boundary, snapshots = tables.boundary, tables.snapshots
         advance_gated_delta(
-            self._found,
+            self._layers(),
             tables.sources[:, :count, -1],
             tables.counts[:count],
             step.starts[: count + 1],

@@ -33,6 +33,9 @@ class StateTables:
             block of the prefix cache; None where that keeps no states.
         snapshots: int32 ``[num_groups, num_requests]``, likewise, the block that keeps the state
             at this end, beside the block of the request's present state; 0 is none.
+        captured: by group, vLLM's table of the forward that is being captured, at the address at
+            which each replay finds its blocks; empty in other forwards.
+        first: by group, the layer that runs first in that forward.
     """
 
     sources: Tensor
@@ -42,6 +45,8 @@ class StateTables:
     counts: Tensor
     boundary: Tensor | None = None
     snapshots: Tensor | None = None
+    captured: dict[int, Tensor] = attrs.Factory(dict)
+    first: dict[int, object] = attrs.Factory(dict)
 
     @classmethod
     def build(
@@ -85,6 +90,24 @@ class StateTables:
     def name_sources(self, group: int, table: Tensor) -> None:
         """Let a group's kernels read the first block of each request of vLLM's table."""
         self.sources[group, : table.shape[0], -1].copy_(table[:, 0])
+
+    def name_in_graph(self, group: int, layer: object) -> None:
+        """In a forward that is captured, name the blocks in the graph, once for each group.
+
+        So the host names none in the steps that replay it.
+
+        Args:
+            group: the layer's.
+            layer: the one whose kernel is launched next.
+        """
+        table = self.captured.get(group)
+        if table is not None and self.first.setdefault(group, layer) is layer:
+            self.name_sources(group, table)
+
+    def begin_forward(self) -> None:
+        """Forget the tables of a forward that was captured."""
+        self.captured.clear()
+        self.first.clear()
 
     def name_snapshots(
         self, blocks: BlockTables, lengths: Tensor, starts: Tensor, step: VerifyStep

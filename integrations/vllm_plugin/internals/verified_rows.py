@@ -140,6 +140,7 @@ class GatedDeltaRows:
             return kernel(**given)
         parts = [given[name][0].flatten(1) for name in ("q", "k", "v")]
         self.keep([*parts, given["a"], given["b"]])
+        self._tables.name_in_graph(self._group, self)
         count = given["cu_seqlens"].shape[0] - 1
         given["ssm_state_indices"] = self._tables.sources[self._group, :count]
         given["num_accepted_tokens"] = self._tables.whole[:count]
@@ -156,6 +157,7 @@ class GatedDeltaRows:
     ) -> None:
         """Launch vLLM's fused kernel without a block to write to."""
         self.keep([mixed_qkv, a, b])
+        self._tables.name_in_graph(self._group, self)
         sources = self._tables.sources[self._group]
         self._fused(mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata, sources)
 
@@ -313,6 +315,7 @@ class Mamba2Rows:
             return kernel(*given, **named)
         _, x, dt, _, b, c, *_ = given
         self.keep([x.flatten(1), dt[:, :, 0], b.flatten(1), c.flatten(1)])
+        self._tables.name_in_graph(self._group, self)
         count = named["cu_seqlens"].shape[0] - 1
         named |= self._table(self._tables.sources[self._group, :count])
         return kernel(*given, **named)

@@ -1,0 +1,81 @@
+"""``RecurringAdvance``: the commit of a model's steps, as a launch that recurs.
+
+From step to step nothing of it changes but the number of requests, and where their counts and first
+rows are. So Triton looks at the arguments once, and from then on the driver is given them packed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..driver import PackedLaunch, address_of, pack
+from .launch import advance_call
+from .layers import DeltaLayers
+
+#: Triton compiles another kernel for addresses that are no multiples of this.
+_ALIGNED: Final = 16
+
+
+class RecurringAdvance:
+    """Commits over layers and tables that stay where they are.
+
+    Args:
+        layers: the layers.
+        sources: int32 ``[groups, most_requests]``, any strides, the slots; filled for each step.
+        longest: the most rows of a request.
+        boundary: int32 ``[most_requests]``, see ``advance_gated_delta``; filled likewise.
+        snapshots: int32 ``[groups, most_requests]``, likewise.
+
+    Attributes:
+        packed: the launch as the driver takes it; None before the first one, or where Triton
+            launches.
+
+    Raises:
+        LayerError: a request may have too many rows.
+    """
+
+    def __init__(
+        self,
+        layers: DeltaLayers,
+        sources: Tensor,
+        longest: int,
+        *,
+        boundary: Tensor | None = None,
+        snapshots: Tensor | None = None,
+    ) -> None:
+        none = torch.zeros(2, dtype=torch.int32, device=sources.device)
+        given = layers, sources, none, none, boundary, snapshots
+        self._call: Final = advance_call(*given, longest=longest, least=1)
+        names = [name for name in self._call.arguments if not name.isupper()]
+        self._count, self._starts = names.index("count"), names.index("starts")
+        self.packed: PackedLaunch | None = None
+
+    def run(self, count: Tensor, starts: Tensor, requests: int) -> None:
+        """Let the states of all layers take in the kept rows of each request.
+
+        Args:
+            count: int ``[requests]`` or longer, on the device: the rows that each request keeps,
+                and 1 where it says less.
+            starts: int32 ``[requests + 1]`` or longer, the first row of each request, and the end.
+            requests: their number.
+        """
+        if count.dtype is not torch.int32 or count.stride(0) != 1:
+            count = count.to(torch.int32).contiguous()
+        packed, places = self.packed, (count.data_ptr(), starts.data_ptr())
+        if packed is not None and not (places[0] | places[1]) % _ALIGNED:
+            packed.words[self._count], packed.words[self._starts] = places
+            packed.programs[1].value = requests
+            if packed.run():
+                return
+            self.packed = None  # Triton says what is wrong
+        programs, _, layers = self._call.grid
+        given = self._call.arguments | {"count": count, "starts": starts}
+        call = attrs.evolve(self._call, grid=(programs, requests, layers), arguments=given)
+        compiled = call.run()
+        if compiled is not None and not (places[0] | places[1]) % _ALIGNED:
+            words = [address_of(each) for name, each in given.items() if not name.isupper()]
+            self.packed = pack(compiled, call.grid, words, count.device)
