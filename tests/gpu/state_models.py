@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from one_gpu_jobs import ENVIRONMENT, OPTIONS
+
 DRAFTS: Final = 4
 
 _ROPE: Final = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
@@ -147,6 +149,13 @@ _CACHED: Final[dict[str, Any]] = {
     "scenarios": ["growing", "returning"],
 }
 
+#: Two tensor-parallel ranks on one GPU; what they say to each other goes through the host.
+_RANKS: Final[dict[str, Any]] = {
+    **OPTIONS,
+    "environment": ENVIRONMENT,
+    "tensor_parallel_size": 2,
+}
+
 #: By name: model, options of the engine, and what runs beside stock.
 KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "triton_float32": (
@@ -172,6 +181,8 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
         ("auto", "fast"),
     ),
     "experts": ("qwen3_next", {**_TRITON, **_32}, ("auto", "fast")),
+    "experts_bfloat16": ("qwen3_next", {**_TRITON, **_16}, ("auto", "fast")),
+    "ranks": ("qwen3_5", {**_TRITON, **_32, **_RANKS}, ("auto", "fast")),
     "fused_cached": ("qwen3_5", {**_TRITON, **_32, **_CACHED}, ("auto", "fast")),
     "nemotron_cached": ("nemotron_h", _CACHED, ("auto",)),
     "lfm2_cached": ("lfm2", _CACHED, ("auto",)),
@@ -191,10 +202,13 @@ _GRAPHS: Final = (
     "mtp",
     "few",
     "experts",
+    "experts_bfloat16",
     "fused_cached",
     "nemotron_cached",
     "lfm2_cached",
 )
+#: Kinds that run without graphs alone: a graph cannot hold what goes through the host.
+_EAGER: Final = ("ranks",)
 
 
 def write(name: str, folder: Path) -> str:
@@ -210,7 +224,7 @@ def engines() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for mode in ("eager", "graphs", "full"):
         for kind, (model, options, others) in KINDS.items():
-            if mode == "eager" and kind in _GRAPHS:
+            if kind in (_GRAPHS if mode == "eager" else _EAGER):
                 continue
             for who in ("stock", *others):
                 if (mode == "eager" and who == "again") or (
@@ -220,6 +234,7 @@ def engines() -> dict[str, dict[str, Any]]:
                 policy = "undo" if who == "undo" else "auto"
                 how = "fast" if who == "fast" else "exact"
                 ours = {**_EXACT, "policy": policy, "recurrent": how}
+                ours |= {"unchecked": True} if kind in _EAGER else {}
                 kvtxn = {} if who in ("stock", "again") else ours
                 more = {**options, **_MODES[mode]}
                 scenarios = more.pop("scenarios", [])

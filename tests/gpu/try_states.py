@@ -34,10 +34,12 @@ from typing import Any, Final
 HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / part) for part in ("", "serving", "vllm_plugin/grid")]
 
+import experts_in_torch  # noqa: E402
 from engine_pool import EngineFailed, EnginePool  # noqa: E402
 from first_configs import take_first_configs  # noqa: E402
 from folders import python_path  # noqa: E402
 from gpu_ties import CANDIDATES, NEAR, NOISE, compare  # noqa: E402
+from merged_ranks import merged  # noqa: E402
 from state_models import DRAFTS, KINDS, engines, options_of, write  # noqa: E402
 
 ENVIRONMENT: Final = {
@@ -86,7 +88,11 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     take_first_configs()
     model = write(job["model"], folder)
     settings = {"kvtxn": job["kvtxn"]} if job["kvtxn"] else {}
-    options = options_of(job) | {"worker_extension_cls": "state_watch.Watch"}
+    if job["model"] == "qwen3_next":
+        experts_in_torch.stand_in()
+    several = job["options"].get("tensor_parallel_size", 1) > 1
+    watch = "one_gpu_states.Watch" if several else "state_watch.Watch"
+    options = options_of(job) | {"worker_extension_cls": watch}
     llm = LLM(model=model, additional_config=settings, **options)
     report: dict[str, Any] = llm.collective_rpc("describe")[0]
     print("DESCRIBED", json.dumps(report), flush=True)
@@ -108,7 +114,7 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if job["kvtxn"].get("recurrent") == "fast" and "eight" in job["scenarios"]:
         llm.collective_rpc("miscount")
         report["miscounted"] = play(llm, SCENARIOS["eight"])
-        report["given_wrong_counts"] = llm.collective_rpc("count_again")[0]
+        report["given_wrong_counts"] = sum(llm.collective_rpc("count_again"))
     report["counters"] = snapshots(llm)[0] if job["kvtxn"] else {}
     return report
 
@@ -136,7 +142,7 @@ def play(
         [[[token, found.logprob] for token, found in step.items()] for step in output.logprobs]
         for [output] in (result.outputs for result in results)
     ]
-    seen = llm.collective_rpc("take")[0]
+    seen = merged(llm.collective_rpc("take"))
     hits = sum(result.num_cached_tokens or 0 for result in results)
     return {"prompts": asked, "tokens": tokens, "logits": logits, "hits": hits, **seen}
 

@@ -58,6 +58,13 @@ def _held(facts: EngineFacts) -> bool:
     return _asked(facts) and known and ranks and right
 
 
+def _over_ranks(facts: EngineFacts) -> bool:
+    """Tell whether states may be spread over ranks: that was checked, or the user lets them."""
+    if facts.device == "cuda":
+        return facts.unchecked
+    return facts.recurrent == GATED_DELTA
+
+
 #: Says why an engine with other recurrent layers cannot have "fast".
 NO_FAST_FORM: Final = "kvtxn has fast kernels for gated delta nets, and none for {recurrent}"
 
@@ -156,12 +163,8 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "states over ranks",
         "windows",
-        lambda f: (
-            _asked(f)
-            and f.tensor_parallel > 1
-            and (f.device == "cuda" or f.recurrent != GATED_DELTA)
-        ),
-        "kvtxn was not checked with {recurrent} under tensor parallelism",
+        lambda f: _asked(f) and f.tensor_parallel > 1 and not _over_ranks(f),
+        "kvtxn was not checked with {recurrent} under tensor parallelism on device {device}",
         {**_WITH_STATES, "recurrent": MAMBA2, "tensor_parallel": 2},
     ),
     Rule(

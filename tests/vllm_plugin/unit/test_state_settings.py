@@ -100,6 +100,16 @@ def test_a_prefix_cache_may_keep_states_on_a_gpu(asked):
     assert decide("auto", facts).policy == "deferred"
 
 
+def test_states_over_ranks_on_gpus_are_the_users_trial():
+    """They start with ``unchecked``; on a CPU gated delta nets were checked, and no others."""
+    ranks = {**ON_GPU, "flash": 3, "tensor_parallel": 2, "unchecked": True}
+    assert decide("auto", attrs.evolve(ENGINE, **ranks)).policy == "deferred"
+    assert decide("auto", attrs.evolve(ENGINE, tensor_parallel=2)).policy == "deferred"
+    mamba = {"recurrent": MAMBA2, "tensor_parallel": 2, "unchecked": True}
+    off = decide("auto", attrs.evolve(ENGINE, **mamba))
+    assert "under tensor parallelism on device cpu" in off.reason
+
+
 @pytest.mark.parametrize(("changes", "names"), [({}, "0.30.9"), (ON_GPU, "0.31.9")])
 def test_releases_for_states_are_those_of_the_device(monkeypatch, changes, names):
     monkeypatch.setattr(supported, "STATE_RELEASES", ("0.30.9",))
