@@ -58,7 +58,7 @@ FAMILIES: Final = {
     "bytes": "any_stride or test_checksums_of_any_layout or test_windows or _life and plain",
     "replay": "test_replayed_states or test_every_accepted_count or test_every_way_across",
     "replay-graphs": "test_replay_in_a_graph or test_sizes_of_states or test_device_slots_beyond",
-    "gated-delta": "test_verify_is_as_specified or test_a_commit_advances or are_the_recurrence",
+    "gated-delta": "test_verify_is_as_specified or test_a_commit_advances or are_the_re",
 }
 
 #: Families without a class of the kit: tests of files of their own, on the Triton executor.
@@ -70,7 +70,7 @@ _OWN_FILES: Final = {
     "bytes": ("backends/test_audit_bytes.py",),
     "replay": ("recurrent/test_replay_triton.py",),
     "replay-graphs": ("recurrent/test_replay_triton.py",),
-    "gated-delta": ("recurrent/test_delta_kernels.py",),
+    "gated-delta": ("recurrent/test_delta_kernels.py", "recurrent/test_recurring_advance.py"),
 }
 
 TOOLS: Final = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -227,9 +227,7 @@ def engines() -> dict[str, dict[str, Any]]:
             if kind in (_GRAPHS if mode == "eager" else _EAGER):
                 continue
             for who in ("stock", *others):
-                if (mode == "eager" and who == "again") or (
-                    mode == "full" and "fast" not in others
-                ):
+                if mode == "eager" and who == "again":
                     continue
                 policy = "undo" if who == "undo" else "auto"
                 how = "fast" if who == "fast" else "exact"
