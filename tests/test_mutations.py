@@ -15,6 +15,7 @@ import mutants_captured
 import mutants_overwriting
 import mutants_sizes
 
+from kvtxn.testing.promise_saving import SavingForwards
 from kvtxn.testing.promise_step_endings import StepEndings
 from kvtxn.testing.promise_steps import CapturedSteps
 
@@ -141,7 +142,8 @@ def test_a_defect_of_captured_windows_is_seen(tmp_path: Path, defect, test: str)
 
 def test_sound_launches_pass(tmp_path: Path) -> None:
     """Every promise of steps, with prepared launches that stand for a GPU's graphs."""
-    tests = [name for kit in (CapturedSteps, StepEndings) for name in vars(kit) if "test_" in name]
+    kits = (CapturedSteps, StepEndings, SavingForwards)
+    tests = [name for kit in kits for name in vars(kit) if "test_" in name]
     outcomes = run_kit(tmp_path, mutants_captured.Prepared, tests)
     assert outcomes.failed == []
     assert len(outcomes.passed) > 150

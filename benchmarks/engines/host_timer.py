@@ -19,7 +19,7 @@ from ...integrations.vllm_plugin.internals import workers
 #: The calls of a window's step, in the order in which they come; the runners have some of them
 #: each. Of two that do the same, the first makes the other's call.
 _CALLS: Final = {
-    "begin": ("plan", "begin_among", "begin"),
+    "begin": ("plan", "begin_among", "begin", "before_replay"),
     "commit": ("commit_ids", "commit"),
 }
 #: The runner's method that reads vLLM's step and makes most of the watch's calls.

@@ -10,6 +10,7 @@ error surfaces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
 
@@ -131,13 +132,14 @@ class GraphSteps:
 
     # -- a step ---------------------------------------------------------------------
 
-    def begin(self, drafts: Any, lengths: Any, prefilling: Any) -> None:
+    def begin(self, drafts: Any, lengths: Any, prefilling: Any, replayed: bool = False) -> None:
         """Begin the step whose forward comes next; its slots are in place.
 
         Args:
             drafts: numpy int32 ``[num_requests]``, draft rows of each request; None without drafts.
             lengths: numpy int32 ``[num_requests]``, rows of each request, drafts included.
             prefilling: numpy bool ``[num_requests]``, True for requests still at their prompt.
+            replayed: the forward is one captured graph, and ``before_replay`` will be called.
         """
         if self.window is not None:
             self.abandon()
@@ -148,7 +150,7 @@ class GraphSteps:
             if plan.__class__ is not StepPlan or self._rest:
                 plan = self._without(plan, key, drafts, lengths, prefilling)
         if plan is not None:
-            self.window = self.windows.begin(plan)  # type: ignore[arg-type]
+            self.window = self.windows.begin(plan, replayed)  # type: ignore[arg-type]
         elif self.deferred:
             self._unmark()
 
@@ -211,6 +213,36 @@ class GraphSteps:
                 return reason
         layout = self.layout(tuple(drafts.tolist()), tuple((lengths - drafts).tolist()))
         return self.windows.plan(layout)
+
+    def save_in_forward(self, num_rows: int) -> Callable[[], None] | None:
+        """Return a launch that a captured forward begins with, so that it saves old rows itself.
+
+        Launches it once, which compiles its kernel; no row is saved for a window by that.
+
+        Args:
+            num_rows: rows of the forward.
+
+        Returns:
+            The launch; None if these windows save no rows, or if launching it fails.
+        """
+        try:
+            save = self.windows.save_in_forward(num_rows)
+            if save is not None:
+                save()
+        except Exception as error:
+            self.miss(error)
+            return None
+        return save
+
+    def before_replay(self, *, saves: bool) -> None:
+        """Say that a captured forward is replayed now.
+
+        Args:
+            saves: the forward begins with ``save_in_forward``'s launch.
+        """
+        window = self.window
+        if window is not None:
+            window.before_forward(saves=saves)
 
     @property
     def waits(self) -> bool:

@@ -25,7 +25,7 @@ from ..layers import LayerRef
 from ..layout import RowLayout
 from ..lifecycle import Lifecycle
 from ..staged_input import check_ref
-from ..states import TRANSITIONS, Event, WindowState
+from ..states import TRANSITIONS, Event, WindowState, allowed
 from ..window import Window
 from .shared import OPEN, STAGED, SharedPlaces, StepPlan
 
@@ -51,6 +51,7 @@ class CapturedWindow(Window):
     _to_stage = "call note_staged for every layer, or fall_back"
     _only_holds = False
     _noted: dict[str, LayerRef] | None = None
+    _unsaved = False  # True while the old rows are still to be saved, see ``before_forward``
 
     def __init__(self, shared: SharedPlaces, number: int, plan: StepPlan) -> None:
         self.number = number
@@ -131,6 +132,60 @@ class CapturedWindow(Window):
             hint="call note_staged(ref) where the host sees the forward",
         )
 
+    # -- the rows that drafts overwrite -------------------------------------------------
+
+    def save(self) -> None:
+        """Save the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
+        if self._plan.launches is not None:
+            self._plan.launches.save()
+            return
+        txn = self._life.txn
+        assert txn is not None
+        for group in self._context.groups:
+            self._context.save(txn, group)
+
+    def save_failed(self, error: Exception) -> None:
+        """Go DIRECT, since no old row is there to be put back, or abort and raise ``error``."""
+        life = self._life
+        if self._plan.launches is not None and life.txn is not None:
+            life.txn.saved = {}  # one launch saves them all, so nothing was saved
+        life.go_direct("begin", error)
+        life.missing.clear()  # the forward writes every row
+
+    def before_forward(self, *, saves: bool) -> None:
+        """Say that the forward comes now, if ``begin`` left the saving of old rows to it.
+
+        Until then an abort puts nothing back, as nothing was overwritten. Does nothing to a window
+        whose rows were saved when it began.
+
+        Args:
+            saves: the forward begins with ``CapturedWindows.save_in_forward``, for as many rows as
+                the window has. Else the rows are saved now; if that fails, the window is DIRECT.
+
+        Raises:
+            Exception: what saving raised, under ``on_error="raise"``.
+        """
+        if not self._unsaved or self._state is None:
+            return
+        self._unsaved = False
+        if saves:
+            return
+        try:
+            self.save()
+        except Exception as error:
+            self.save_failed(error)
+        except BaseException:
+            self._life.finish(Event.FAIL)
+            raise
+
+    def _miss_saving(self, operation: str) -> None:
+        """Treat a commit before ``before_forward`` as a failed save: nothing can be put back."""
+        life, self._unsaved = self._life, False
+        if allowed(life.state, Event.FALL_BACK):
+            why = "the forward was to save the rows that drafts overwrite, and did not come"
+            hint = "call before_forward right before the forward"
+            self.save_failed(WindowStateError(operation, why, state=life.state.name, hint=hint))
+
     # -- the end of a step ----------------------------------------------------------
 
     def commit_sampled(self, sampled: Tensor) -> WindowState:
@@ -154,6 +209,8 @@ class CapturedWindow(Window):
             Exception: under ``on_error="raise"``, the launch's own error, after the caches were
                 restored; or a hook's error.
         """
+        if self._unsaved:
+            self._miss_saving("commit_sampled")
         state, shared, plan = self._state, self._shared, self._plan
         launches, replay = plan.launches, None
         if state is not STAGED and (state is not OPEN or self._noted is not None):
@@ -194,6 +251,8 @@ class CapturedWindow(Window):
 
     def commit(self, accepted: Accepted) -> None:
         """Make exactly the accepted draft rows durable; see ``Window.commit``."""
+        if self._unsaved:
+            self._miss_saving("commit")
         if self._noted is None and self.state is OPEN:
             accepted = as_accepted(accepted, self.layout, self._context.device)
             self._take_the_rest()
@@ -262,9 +321,11 @@ class CapturedWindow(Window):
             replayed: says whether the forward wrote its settled rows, which ``on_abort`` hooks are
                 told of. Pass False if the forward did not come to its end: the hooks are told of no
                 row. None takes False if some layers were noted and some were not, and True
-                otherwise; a commit decides alike.
+                otherwise; a commit decides alike. It is False if ``before_forward`` was to come.
         """
         if not self.state.is_final:
+            if self._unsaved:
+                replayed = False
             if replayed is not False and not self._noted:
                 self._take_the_rest()
             elif replayed is False and self.state is STAGED and not self._noted:
@@ -310,6 +371,8 @@ class CapturedWindow(Window):
             life.missing.clear()
         if not self._state.is_final:
             self._shared.fill(life.txn)
+        if self._unsaved:
+            life.txn.saved = {}
         self.__dict__["_life"], self._state = life, None
         if not life.state.is_final:
             self._take(self._context.refs if life.state is STAGED else (self._noted or {}).values())
@@ -334,10 +397,3 @@ class CapturedWindow(Window):
         life = self._life
         if life.state is OPEN:
             self._take(self._context.refs)
-
-    def save_by_executor(self) -> None:
-        """Let an executor without prepared launches save the rows that the drafts overwrite."""
-        txn = self._life.txn
-        assert txn is not None
-        for group in self._context.groups:
-            self._context.save(txn, group)

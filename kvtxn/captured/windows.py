@@ -8,7 +8,7 @@ graph writes every row into the cache, as an engine without kvtxn does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -22,7 +22,7 @@ from ..log import DEBUG, get_logger, shows
 from ..row_io import LayerRows
 from ..states import Event
 from ..turn import Turn
-from .launches import CapturedPlaces
+from .launches import CapturedPlaces, LayoutLaunches
 from .places import check_position, check_rows, check_slots, rows_for
 from .shared import SharedPlaces, StepPlan
 from .window import CapturedWindow
@@ -111,6 +111,8 @@ class CapturedWindows(SharedPlaces):
         super().__init__(context, turn, slots, rows, counters, saves=saves)
         self._room = min(max_rows, slots.shape[1])
         self._plans = lru_cache(maxsize=_MOST_PLANS)(self._plan)
+        #: By number of rows, kept for good: captured forwards read their addresses.
+        self._in_forward: dict[int, LayoutLaunches] = {}
 
     def plan(self, layout: RowLayout) -> StepPlan:
         """Return the plan of windows of a layout, the same one each time.
@@ -154,7 +156,32 @@ class CapturedWindows(SharedPlaces):
 
     # -- a step -----------------------------------------------------------------------
 
-    def begin(self, plan: StepPlan) -> CapturedWindow:
+    def save_in_forward(self, num_rows: int) -> Callable[[], None] | None:
+        """Return a launch that saves old rows, to be captured as the beginning of a forward.
+
+        Under ``undo`` a window copies the rows that its drafts overwrite. A captured forward can do
+        that itself, which spares the host a launch in each step: call the function once before the
+        capture, so that its kernel is compiled, and once in it, before any layer writes. It copies
+        the old rows of the first ``num_rows`` slots, settled ones too, and skips padding; it writes
+        no cache, so a replay without a window does no harm. Then begin windows with
+        ``forward_saves``.
+
+        Args:
+            num_rows: rows of the forward. Those beyond what a window may have are left out.
+
+        Returns:
+            The function; None where no launch saves rows.
+        """
+        if not self._undoes or self._launches is None:
+            return None
+        count = min(num_rows, self._room)
+        found = self._in_forward.get(count)
+        if found is None:
+            whole = RowLayout.build((count,), (0,), self.context.device)  # all rows are drafts
+            found = self._in_forward[count] = self._launches.prepare(whole)
+        return lambda: found.save()  # the first call may arrange another method
+
+    def begin(self, plan: StepPlan, forward_saves: bool = False) -> CapturedWindow:
         """Begin the window of the next forward; the engine has filled the slots already.
 
         If marking or saving fails, the window is DIRECT from the start: the forward writes every
@@ -164,6 +191,9 @@ class CapturedWindows(SharedPlaces):
 
         Args:
             plan: from ``plan`` of this object.
+            forward_saves: leave the saving of old rows to ``window.before_forward``, which the
+                caller calls right before the forward; see ``save_in_forward``. Without effect where
+                no prepared launch saves.
 
         Raises:
             ConfigError: ``plan`` is no plan of this object; no window was begun.
@@ -193,15 +223,14 @@ class CapturedWindows(SharedPlaces):
                 if plan is not self._marks.shown:
                     self.mark(plan)
             elif self._undoes:
-                (window.save_by_executor if plan.launches is None else plan.launches.save)()
+                if forward_saves and plan.launches is not None:
+                    window._unsaved = True
+                else:
+                    window.save()
         except Exception as error:
-            life = window._life
             if self.deferred:
-                life.or_fail(self.unmark)  # rows that stayed marked would be in no cache
-            elif plan.launches is not None and life.txn is not None:
-                life.txn.saved = {}  # the launch failed, and saved nothing
-            life.go_direct("begin", error)
-            life.missing.clear()  # the forward writes every row
+                window._life.or_fail(self.unmark)  # rows that stayed marked would be in no cache
+            window.save_failed(error)
         except BaseException:
             window._life.finish(Event.FAIL)
             raise

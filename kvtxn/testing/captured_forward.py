@@ -39,6 +39,7 @@ class CapturedForward:
     Args:
         rig: the rig, whose layers are paged.
         places: one of ``PLACES``, or ``HELD``; only ``deferred`` windows take given storage.
+        saves: the forward begins with saving the rows that it overwrites, where a launch can.
 
     Attributes:
         slots: int64 ``[num_groups, n]``, read in place by the forward and the windows.
@@ -46,7 +47,7 @@ class CapturedForward:
         captured: under ``HELD``, the rows of the forward, held and checked.
     """
 
-    def __init__(self, rig: Rig, places: str = "own") -> None:
+    def __init__(self, rig: Rig, places: str = "own", *, saves: bool = False) -> None:
         self._rig = rig
         self._deferred = rig.policy == "deferred"
         self._most = rig.manager.config.max_rows
@@ -67,6 +68,8 @@ class CapturedForward:
         self._layout = cache(partial(RowLayout.build, device=rig.device))
         self._position = torch.full((self._rows,), -1, dtype=torch.int64, device=rig.device)
         self.captured: CapturedRows | None = None
+        self._window: CapturedWindow | None = None
+        self._saves, self._save = saves, None
         self._left: LayerRows = {}
         if places == HELD:
             self.windows = self._windows_over_held_rows()
@@ -74,6 +77,18 @@ class CapturedForward:
         given = self._places() if places == "given" and self._deferred else None
         self.windows = rig.manager.captured_windows(self.slots, given)
         self._position = self.windows.position
+        if saves:
+            self._save = self.windows.save_in_forward(self._rows)
+        self._can_save = self._save is not None
+
+    @property
+    def leaves_saving(self) -> bool:
+        """Tell whether windows are begun before their old rows are saved."""
+        return self._saves and self._rig.policy == "undo" and self._can_save
+
+    def save_before(self) -> None:
+        """Let each window save its rows just before the forward, which then saves none."""
+        self._save = None
 
     def _windows_over_held_rows(self) -> CapturedWindows:
         """Capture the forward first, since its tensors are made by it; check them, and take them.
@@ -113,16 +128,22 @@ class CapturedForward:
         """Load a batch, and begin its window."""
         self.load(batch)
         self._rig.forget()
-        return self.windows.begin(self.windows.plan(self._layout(batch.draft_len, batch.settled)))
+        plan = self.windows.plan(self._layout(batch.draft_len, batch.settled))
+        self._window = self.windows.begin(plan, self._saves)
+        return self._window
 
     def run(self) -> None:
         """Run the forward where the host does not see it."""
         if self._replay is None:
             self._replay = self._captured()
+        if self._saves and self._window is not None:
+            self._window.before_forward(saves=self._save is not None)
         self._replay()
 
     def _captured(self) -> Callable[[], None]:
         def whole() -> None:
+            if self._save is not None:
+                self._save()
             for number in range(len(self._rig.refs)):
                 self.layer(number)
 

@@ -20,6 +20,7 @@ from .promise_replay_boundaries import ReplayBoundaries
 from .promise_replay_device import ReplayOnDevice
 from .promise_replay_faults import ReplayFaults
 from .promise_replay_runs import ReplayRuns
+from .promise_saving import SavingForwards
 from .promise_sizes import Sizes
 from .promise_step_endings import StepEndings
 from .promise_steps import CapturedSteps
@@ -38,6 +39,7 @@ class ExecutorConformance(
     EvictingTrees,
     TreeAttention,
     Trees,
+    SavingForwards,
     StepEndings,
     CapturedSteps,
     CapturedWindows,

@@ -72,10 +72,10 @@ def _launches(windows: Any, stage: str, due: Callable[[], None]) -> Iterator[Non
     """Call ``due`` before each launch of this kind, in every plan that a window begins with."""
     begin, plans = windows.begin, []
 
-    def failing(plan: Any) -> Any:
+    def failing(plan: Any, forward_saves: bool = False) -> Any:
         plans.append((plan, plan.launches))
         plan.launches = _FailingLaunches(plan.launches, stage, due)
-        return begin(plan)
+        return begin(plan, forward_saves and stage != "save")  # else no launch might save
 
     windows.begin = failing
     try:

@@ -98,13 +98,13 @@ class Rig:
             rows = {ref.name: waiting_rows(ref, SPARE, MAX_ROWS) for ref in self._whole}
         self.steps = GraphSteps(self.manager, self.slots, query_len=4, rows=rows)
 
-    def begin(self, drafts, lengths, prefilling=None) -> None:
+    def begin(self, drafts, lengths, prefilling=None, *more) -> None:
         """Plan a step; request r has the block r, from its start on."""
         rows = [r * BLOCK + i for r, length in enumerate(lengths) for i in range(length)]
         self.slots.fill_(-1)
         self.slots[0, : len(rows)] = torch.tensor(rows)
         late = prefilling or [False] * len(lengths)
-        self.steps.begin(*(numpy.array(each) for each in (drafts, lengths, late)))
+        self.steps.begin(*(numpy.array(each) for each in (drafts, lengths, late)), *more)
 
     def forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Write every row, as the attention does; drafts that wait go where they wait."""
@@ -127,9 +127,9 @@ class Rig:
         plan, own = self.steps.window._plan, self.steps.window._plan.launches
         begin = self.steps.windows.begin
 
-        def mended(wanted):
+        def mended(wanted, *rest):
             plan.launches = own
-            return begin(wanted)
+            return begin(wanted, *rest)
 
         plan.launches = BrokenLaunches()
         self.steps.windows.begin = mended

@@ -97,8 +97,7 @@ class BakesTheAcceptanceIn(Prepared):
 
     class kind(Layout):
         def counts(self, sampled):
-            if "first" not in self.__dict__:
-                self.first = super().counts(sampled).clone()
+            self.first = self.__dict__.get("first", super().counts(sampled).clone())
             return self.first
 
 
@@ -128,15 +127,12 @@ class LeavesOneLayerOut(Prepared):
     class kind(Layout):
         def commit(self, sampled):
             txn, kept = self.txn(), self.counts(sampled)
-            left_out = txn.layers[-1].name
             mask = txn.kept(kept)
+            rows = txn.saved or {name: layer.rows for name, layer in txn.staged.items()}
             if txn.policy == "undo":
-                rows, mask = txn.saved, txn.permit(txn.layout.is_draft) & ~mask
-            else:
-                rows = {name: layer.rows for name, layer in txn.staged.items()}
-            some = [ref for ref in txn.layers if ref.name != left_out]
+                mask = txn.permit(txn.layout.is_draft) & ~mask
             if txn.policy != "direct":
-                write_layers(some, rows, txn.slots, mask)
+                write_layers(txn.layers[:-1], rows, txn.slots, mask)
             txn.count(txn.kept(kept))
 
 
@@ -165,8 +161,7 @@ class CountsTwice(Prepared):
     class kind(Layout):
         def commit(self, sampled):
             super().commit(sampled)
-            txn = self.txn()
-            txn.count(txn.kept(self.counts(sampled)))
+            self.txn().count(self.txn().kept(self.counts(sampled)))
 
 
 class CountsNothing(Prepared):
@@ -251,9 +246,8 @@ def gives_up_on_failure() -> Any:
 def leaves_marks() -> Any:
     """A step without a window goes on with the drafts of the last one."""
     real = CapturedWindows.mark
-    return mock.patch.object(
-        CapturedWindows, "mark", lambda self, plan: plan is not None and real(self, plan)
-    )
+    left = lambda self, plan: plan is not None and real(self, plan)  # noqa: E731
+    return mock.patch.object(CapturedWindows, "mark", left)
 
 
 def marks_too_late() -> Any:
@@ -316,13 +310,19 @@ def commits_twice() -> Any:
 def tells_nobody() -> Any:
     """Hooks are never called: a window over a captured forward ends by itself."""
 
-    def begin(self: CapturedWindows, plan: Any) -> Any:
-        window = real(self, plan)
+    def begin(self: CapturedWindows, plan: Any, *rest: Any) -> Any:
+        window = real(self, plan, *rest)
         self.quiet, self.on_commit = True, ()
         return window
 
     real = CapturedWindows.begin
     return mock.patch.object(CapturedWindows, "begin", begin)
+
+
+def takes_rows_for_saved() -> Any:
+    """A window whose forward has not come yet puts back what an earlier step saved."""
+    never = property(lambda self: False, lambda self, value: None)
+    return mock.patch.object(CapturedWindow, "_unsaved", never)
 
 
 def hides_what_a_replay_wrote() -> Any:
@@ -396,4 +396,5 @@ CORE_CAUGHT_BY: dict[Callable[[], Any], str] = {
     tells_of_rows_that_were_not_written: "test_an_abort_between_layers",
     writes_settled_rows_again: "test_a_failing_step_loses_nothing",
     puts_back_rows_that_were_not_saved: "test_a_failing_step_restores_and_raises",
+    takes_rows_for_saved: "test_an_abort_before_a_forward_that_saves",
 }

@@ -4,7 +4,7 @@
 forward. ``postprocess_sampled`` is told how many tokens were sampled, so the commit is there: the
 sampled tokens are on their way to the host by then, and the drafter has not seen the cache. With a
 KV connector the commit comes before that, in ``sample``. The forward itself may be a replayed graph
-and is not touched.
+and is not touched, but for what ``saving_graphs`` puts before it.
 
 On pipeline stages before the last one ``postprocess_sampled`` is told of an earlier step, when a
 later one begins: ``serving.pipeline_steps`` says why a commit there is right.
@@ -20,15 +20,23 @@ from ...serving.graph_steps import GraphSteps
 from ...serving.pipeline_steps import PipelineSteps
 from ..attach import hook_runner
 from ..audit.gpu_runners import mixins_and_methods
-from ..internals import Foreign, batches
+from ..internals import Foreign, batches, whole_graphs
 from ..settings import PluginSettings
 from .runner import GpuRunnerMixin
+from .saving_graphs import let_graphs_save
 
 
 class GpuRunnerV2(GpuRunnerMixin):
-    """A mixin of vLLM's V2 runner: each method runs vLLM's own code in a window."""
+    """A mixin of vLLM's V2 runner: each method runs vLLM's own code in a window.
+
+    Attributes:
+        kvtxn_whole: the mode of steps whose graphs save rows; None if no graph does.
+        kvtxn_mode: the mode in which the step that is under way runs its forward.
+    """
 
     kvtxn: GraphSteps | PipelineSteps | None
+    kvtxn_whole: object = None
+    kvtxn_mode: object = None
 
     def make_graph_steps(
         self, manager: TransactionManager, rows: LayerRows | None
@@ -38,7 +46,27 @@ class GpuRunnerV2(GpuRunnerMixin):
         later = batches.steps_until_known(self)
         if later is not None:
             return PipelineSteps(manager, slots, batches.query_len(self), later)
-        return GraphSteps(manager, slots, batches.query_len(self), rows)
+        steps = GraphSteps(manager, slots, batches.query_len(self), rows)
+        if manager.policy == "undo":
+            self.kvtxn_let_graphs_save(steps)
+        return steps
+
+    def kvtxn_let_graphs_save(self, steps: GraphSteps) -> None:
+        """Let the graphs of whole forwards save the rows that drafts overwrite, if they can."""
+        undo = let_graphs_save(self, steps)
+        if undo is not None:
+            self.kvtxn_undo.callback(setattr, self, "kvtxn_whole", None)
+            self.kvtxn_undo.callback(undo)
+            self.kvtxn_whole = whole_graphs.whole()
+
+    def prepare_inputs(
+        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
+    ) -> Any:
+        """Note how the step's forward will run."""
+        self.kvtxn_mode = whole_graphs.mode(batch_desc)
+        return super().prepare_inputs(  # type: ignore[misc]
+            scheduler_output, batch_req_state, batch_desc, *others
+        )
 
     def update_pp_decode_requests(self) -> None:
         """On an earlier pipeline stage, commit the step whose acceptance the runner takes now.
@@ -62,7 +90,8 @@ class GpuRunnerV2(GpuRunnerMixin):
         if isinstance(steps, PipelineSteps):
             steps.begin(*batches.batch_rows(input_batch), batches.batch_name(input_batch))
         elif steps is not None:
-            steps.begin(*batches.batch_rows(input_batch))
+            replayed = self.kvtxn_whole is not None and self.kvtxn_mode is self.kvtxn_whole
+            steps.begin(*batches.batch_rows(input_batch), replayed)
         return prepared
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:

@@ -35,6 +35,9 @@ V1_GPU_METHODS: Final = {
 V2_METHODS: Final = {
     "profile_run": ("randomize_inputs",),
     "initialize_kv_cache": ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    "prepare_inputs": (
+        *("scheduler_output", "batch_req_state", "batch_desc", "num_active_loras?"),
+    ),
     "prepare_attn": ("input_batch",),
     "sample": ("hidden_states", "input_batch", "grammar_output"),
     "postprocess_sampled": (

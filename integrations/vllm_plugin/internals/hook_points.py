@@ -25,6 +25,7 @@ from . import (
     scheduling,
     state_layers,
     verified_rows,
+    whole_graphs,
 )
 
 #: Where a hook point matters: on any device, on a CPU, on a GPU, or for recurrent states on a CPU
@@ -134,7 +135,11 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             (*batches.V2_METHODS, *audited_v2.AUDITED_METHODS, "get_kv_cache_spec", *_STEP),
         ),
         # What the ledger reads in between, or is told by.
-        *_of(_V2, ("finish_requests", "add_requests", "prepare_inputs")),
+        *_of(_V2, ("finish_requests", "add_requests")),
+        *_of("vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager", ("capture", "run_fullgraph")),
+        *_of("vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager", whole_graphs.METHODS),
+        "vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor",
+        "vllm.config.compilation.CUDAGraphMode",
         # When pipeline stages hear what was accepted; ``serving.pipeline_steps`` builds on it.
         f"{_V2}._remove_request",
         *_of(

@@ -76,6 +76,9 @@ class Own:
     ):
         self.calls.append("caches")
 
+    def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, num_active_loras):
+        """As vLLM's own."""
+
     def prepare_attn(self, input_batch):
         return input_batch
 

@@ -49,7 +49,8 @@ class Steps:
     def __init__(self, calls) -> None:
         self.calls = calls
 
-    def begin(self, drafts, lengths, prefilling):
+    def begin(self, drafts, lengths, prefilling, replayed):
+        assert not replayed
         self.calls.append(("begin", drafts, lengths.tolist(), prefilling.tolist()))
 
     def commit(self, sampled):
@@ -130,7 +131,9 @@ def test_a_runner_that_does_not_sample_has_steps_of_its_own():
     rig = Rig("undo")
     tables = SimpleNamespace(slot_mappings=rig.slots)
     handler = SimpleNamespace(queue=deque([None] * 3), is_last_rank=False)
-    runner = SimpleNamespace(block_tables=tables, decode_query_len=4, pp_handler=handler)
+    runner = Own()
+    runner.block_tables, runner.decode_query_len, runner.pp_handler = tables, 4, handler
+    swap_class(runner, GpuRunnerV2)
     named = SimpleNamespace(groups={"group.0": 1})
 
     class Manager:
@@ -139,13 +142,13 @@ def test_a_runner_that_does_not_sample_has_steps_of_its_own():
         def __getattr__(self, name):
             return getattr(named, name, None) or getattr(rig.manager, name)
 
-    steps = GpuRunnerV2.make_graph_steps(runner, Manager(), None)
+    steps = runner.make_graph_steps(Manager(), None)
     assert isinstance(steps, PipelineSteps)
     assert len(steps.lanes) == 3
     handler.is_last_rank = True
-    assert isinstance(GpuRunnerV2.make_graph_steps(runner, Manager(), None), GraphSteps)
+    assert isinstance(runner.make_graph_steps(Manager(), None), GraphSteps)
     runner.pp_handler = None
-    assert isinstance(GpuRunnerV2.make_graph_steps(runner, Manager(), None), GraphSteps)
+    assert isinstance(runner.make_graph_steps(Manager(), None), GraphSteps)
 
 
 def queue_of(stages):

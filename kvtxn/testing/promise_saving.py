@@ -1,0 +1,146 @@
+"""Under ``undo`` a captured forward may save the rows that it overwrites; promises hold."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from ..errors import WindowStateError
+from ..states import WindowState
+from .batches import SHAPES, random_counts
+from .captured_forward import CapturedForward, exact_steps
+from .faults import InjectedFault
+from .kit import Kit, KitBase
+from .promise_fallback import either
+from .promise_hooks import Offloader
+from .promise_steps import COUNTS, SHAPE, STEPS
+from .rig import Rig
+
+#: Who saves: a launch in the captured forward, or one of the window's own just before it.
+SAVERS: Final = ("forward", "window")
+
+
+class SavingForwards(KitBase):
+    """Promises 1, 2, 7 and 8, where old rows are saved by the forward that overwrites them."""
+
+    @pytest.mark.parametrize("shape", STEPS)
+    def test_a_forward_that_saves_is_exact(self, kit: Kit, shape: str) -> None:
+        """Each replay saves the rows of its own step, more than the window has."""
+        rig = kit.rig("undo")
+        exact_steps(rig, CapturedForward(rig, saves=True), SHAPES[shape])
+
+    @pytest.mark.parametrize("saver", SAVERS)
+    def test_saving_forwards_of_changing_shape(self, kit: Kit, saver: str) -> None:
+        """Shapes and padding change; a replay without a window saves for nobody."""
+        rig = kit.rig("undo")
+        forward = saving(rig, saver)
+        for name in ("one", "uneven", "seventeen-rows", "uneven", "one"):
+            batch = rig.batch(STEPS[name], padding=0.3)
+            forward.step(batch, random_counts(batch, rig.rng))
+            rig.check(f"a step of shape {name}")
+            plain = rig.batch(((1, 1), (2, 3)))
+            forward.load(plain)
+            forward.run()
+            rig.write(plain, [True] * plain.num_rows)
+            rig.check("a step without a window")
+
+    @pytest.mark.parametrize("saver", SAVERS)
+    def test_an_abort_before_a_forward_that_saves(self, kit: Kit, saver: str) -> None:
+        """Nothing was overwritten: rows that an earlier step saved are not put anywhere."""
+        rig = kit.rig("undo")
+        forward = saving(rig, saver)
+        offloader = Offloader(rig)
+        forward.step(rig.batch(SHAPE), COUNTS)
+        assert offloader.seen()
+        window = forward.begin(rig.batch(SHAPE))
+        window.abort()
+        assert window.state is WindowState.ABORTED
+        rig.check("aborted before the forward")
+        if forward.leaves_saving:
+            assert not offloader.seen(), "a hook was told of rows that nobody wrote"
+        forward.step(rig.batch(SHAPE), COUNTS)
+        rig.check("the step after it")
+
+    @pytest.mark.parametrize("saver", SAVERS)
+    def test_an_abort_after_a_forward_that_saved(self, kit: Kit, saver: str) -> None:
+        """Every draft is taken back; settled rows stay."""
+        rig = kit.rig("undo")
+        forward = saving(rig, saver)
+        for _ in range(2):
+            batch = rig.batch(SHAPE)
+            window = forward.begin(batch)
+            forward.run()
+            rig.expect_staged(batch)
+            window.abort()
+            rig.expect_committed(batch, [False] * batch.num_rows)
+            rig.check("aborted")
+            forward.step(rig.batch(SHAPE), COUNTS)
+            rig.check("the step after it")
+
+    @pytest.mark.parametrize("form", ["sampled", "counts"])
+    @pytest.mark.parametrize("on_error", ["fallback", "raise"])
+    def test_a_forward_that_did_not_save(self, kit: Kit, on_error: str, form: str) -> None:
+        """A commit cannot put rows back that nobody saved: it keeps all, as stock does."""
+        rig = kit.rig("undo", on_error=on_error)
+        forward = CapturedForward(rig, saves=True)
+        if not forward.leaves_saving:
+            pytest.skip(f"{kit.name} has no launch that saves")
+        forward.step(rig.batch(SHAPE), COUNTS)
+        before, batch = rig.rows(), rig.batch(SHAPE)
+        window = forward.begin(batch)
+        forward.run_eagerly(window, range(len(rig.refs)))
+        committed = (
+            (lambda: window.commit_sampled(forward.sampled(COUNTS)))
+            if form == "sampled"
+            else lambda: window.commit(list(COUNTS))
+        )
+        if on_error == "raise":
+            with pytest.raises(WindowStateError, match="did not come"):
+                committed()
+            assert window.state is WindowState.ABORTED
+        else:
+            committed()
+            assert (window.state, window.fallback_reason) == (WindowState.FELL_BACK, "begin")
+            staged, kept = batch.count(batch.kept(COUNTS), list(batch.slots))
+            added = zip(before, (staged, kept, staged - kept), strict=True)
+            assert rig.rows() == tuple(a + b for a, b in added)
+        rig.write(batch, [True] * batch.num_rows)
+        rig.check("as stock leaves them")
+        forward.step(rig.batch(SHAPE), COUNTS)
+        rig.check("the step after it")
+
+    @pytest.mark.parametrize("on_error", ["fallback", "raise"])
+    def test_saving_late_fails(self, kit: Kit, on_error: str) -> None:
+        """No draft was saved: under fallback every row is written, else the window is aborted."""
+        rig, faults = kit.faulty_rig("undo", on_error=on_error)
+        forward = saving(rig, "window")
+        if not forward.leaves_saving:
+            pytest.skip(f"{kit.name} has no launch that saves")
+        forward.step(rig.batch(SHAPE), COUNTS)
+        window = forward.begin(batch := rig.batch(SHAPE))
+        faults.arm("save")
+        if on_error == "raise":
+            with pytest.raises(InjectedFault):
+                window.before_forward(saves=False)
+            assert window.state is WindowState.ABORTED
+            rig.check("aborted before the forward")
+        else:
+            forward.run()
+            assert window.fallback_reason == "begin"
+            window.commit_sampled(forward.sampled(COUNTS))
+            rig.expect_settled(batch)
+            rig.write(batch, batch.kept(COUNTS))
+            either(rig, batch)
+            rig.check("as stock leaves them")
+            assert window.state is WindowState.FELL_BACK
+        forward.step(rig.batch(SHAPE), COUNTS)
+        rig.check("the step after it")
+
+
+def saving(rig: Rig, saver: str) -> CapturedForward:
+    """Make a forward whose windows leave the saving to it, or to a launch just before it."""
+    forward = CapturedForward(rig, saves=True)
+    if saver == "window":
+        forward.save_before()
+    return forward
