@@ -148,6 +148,11 @@ class EnginePool:
         path = self._folder / name / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def partial(self, name: str) -> str:
+        """Return what an engine wrote into ``partial.json`` before it ended; empty if nothing."""
+        path = self._folder / name / "partial.json"
+        return path.read_text() if path.exists() else ""
+
     def stop(self) -> None:
         """End the engines that still run: nobody will ask for them."""
         self._stopped = True

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import gpu_jobs
 import gpu_planted
+import one_gpu_jobs
 import planted_states
 from connected_jobs import EXAMPLE, OFFLOAD, SIMPLE, WHOLE
 from gpu_jobs import V1, drafter
@@ -20,6 +21,9 @@ MORE: Final = [*FULL, "reused", "aborted", "sampled", "n2"]
 #: Here tokens are drawn by lot.
 DRAWN: Final = ("sampled", "n2")
 STEADY: Final = {"async_scheduling": False}
+EAGER: Final = {"enforce_eager": True}
+#: Graphs of whole forwards, without what takes long to compile.
+UNCOMPILED: Final = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
 FULL_GRAPHS: Final = {"compilation_config": {"cudagraph_mode": "FULL"}}
 DRAFT: Final = {"method": "draft_model", "num_speculative_tokens": 3}
 GEMMA: Final = {"prefix_cache_retention_interval": None}
@@ -68,6 +72,21 @@ def recurrent(model: str, **more: Any) -> dict[str, Any]:
     """One engine of a small hybrid with random weights."""
     given = {"scenarios": ["eight", "chunked"], "options": RECURRENT, "states": True, **more}
     return engine(model, None, LEDGER, random=True, **given)
+
+
+def shared(
+    asked: dict[str, Any], size: str, environment: dict[str, str] | None = None, **more: Any
+) -> dict[str, Any]:
+    """One engine of two ranks that share a GPU, without graphs, to start sooner."""
+    return engine(
+        *("llama", "TRITON_ATTN", asked),
+        dtype="float32",
+        scenarios=["eight", "prefix"],
+        options=EAGER | NO_LIMIT | one_gpu_jobs.OPTIONS | {size: 2},
+        environment=one_gpu_jobs.ENVIRONMENT | (environment or {}),
+        worker="one_gpu_audit.AuditWorker",
+        **more,
+    )
 
 
 def connected(*connectors: Any, **more: Any) -> dict[str, Any]:
@@ -173,6 +192,13 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         options={"pipeline_parallel_size": 2},
         gpus=2,
     ),
+    # Two ranks on one GPU: what they say to each other goes through gloo (``one_gpu``).
+    "tp2-shared": shared(LEDGER, "tensor_parallel_size", ranks_differ=True),
+    "tp2-shared-v1": shared(LEDGER, "tensor_parallel_size", V1, ranks_differ=True),
+    "tp2-shared-bytes": shared(BYTES | {"audit_every": 8}, "tensor_parallel_size"),
+    "pp2-shared": shared(
+        LEDGER, "pipeline_parallel_size", speculation=gpu_jobs.ON_GPU, unwatched_ranks=[0]
+    ),
     # Rows leave through a connector, and come back.
     "offload": connected(OFFLOAD, scenarios=[*COME_BACK, "full_blocks"]),
     "offload-undo": connected(OFFLOAD, asked=LEDGER | UNDO),
@@ -203,6 +229,14 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     ),
     # Faults: nothing is scheduled ahead, so that it is known which step reads what.
     "planted": engine("llama", FA, LEDGER, options=STEADY, faults=names(gpu_planted.V2)),
+    "planted-full": engine(
+        *("llama", FA, LEDGER), options=STEADY | UNCOMPILED, faults=names(gpu_planted.V2)
+    ),
+    "planted-every": engine(
+        *("llama", FA, BYTES | {"audit_every": 1}),
+        options=STEADY | EAGER,
+        faults=names(gpu_planted.BYTES),
+    ),
     "planted-bytes": engine("llama", FA, BYTES, options=STEADY, faults=names(gpu_planted.BYTES)),
     "planted-mla": engine(
         *("deepseek", "TRITON_MLA", BYTES),
@@ -227,7 +261,11 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         *("demo", FA, LEDGER | {"on_violation": "contain"}), options=STEADY, contains=True
     ),
     "planted-states": recurrent(
-        "qwen3_5", options=RECURRENT | STEADY, environment=V1, faults=names(planted_states.FAULTS)
+        "qwen3_5",
+        # A graph would read the layers' own tensors, not those that a fault puts in their place.
+        options=RECURRENT | STEADY | EAGER,
+        environment=V1,
+        faults=names(planted_states.FAULTS),
     ),
     "planted-v1-bytes": engine(
         *("llama", FA, BYTES), options=STEADY, environment=V1, faults=names(gpu_planted.BYTES)

@@ -71,6 +71,8 @@ def wrong(job: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
         f"long: {long[name]} {name}" for name in ("violations", "unjudged") if long.get(name)
     )
     yield from unfound(report.get("planted"))
+    if job.get("ranks_differ"):
+        yield from undistinguished(report["ranks"])
     if job.get("contains"):
         yield from unhealed(report["contained"])
     facts = report["facts"][-1]
@@ -102,6 +104,16 @@ def unfound(report: dict[str, Any] | None) -> Iterator[str]:
                 yield f"fault {name}: {struck}, found {violations[:3]}"
     if not isinstance(report["again"], list) or report["again"][1]:
         yield f"after faults: {report['again']}"
+
+
+def undistinguished(ranks: list[list[list[Any]]]) -> Iterator[str]:
+    """Say which of two ranks did not report the step in which they wrote something else.
+
+    The rank that took a token for another may find later reads of its rows wrong as well.
+    """
+    told = [[step for kind, step in rank if kind == "ranks"] for rank in ranks]
+    if any(len(steps) != 1 or steps != told[0] for steps in told) or len(ranks[0]) > 1:
+        yield f"ranks that differ report {ranks}"
 
 
 def unhealed(report: dict[str, Any]) -> Iterator[str]:
@@ -231,6 +243,7 @@ def judge(pool: EnginePool, name: str, job: dict[str, Any], out: Path) -> bool:
         lacking = next((why for sign, why in LACKING.items() if sign in pool.log(name)), None)
         found = [str(failed)] if lacking is None else []
         print(f"{name}: {'FAILED' if found else f'skipped: {lacking}'}", flush=True)
+        found += until_then(job, pool.partial(name), out / f"{name}.partial.json")
     except Exception as error:  # the others go on
         found = [f"its report cannot be judged: {error!r}"]
         print(f"{name}: FAILED", flush=True)
@@ -243,6 +256,20 @@ def judge(pool: EnginePool, name: str, job: dict[str, Any], out: Path) -> bool:
         if not line.startswith(("active", "violation")):
             print(f"    log: {line}", flush=True)
     return bool(found)
+
+
+def until_then(job: dict[str, Any], partial: str, keep: Path) -> list[str]:
+    """Keep what an engine without a report has reported so far; say what is wrong in that."""
+    if not partial:
+        return []
+    keep.write_text(partial)
+    report = json.loads(partial)
+    found = report.get("planted", {}).get("found", {})
+    done = f"until then: {', '.join(report.get('healthy', ()))}; {len(found)} faults planted"
+    try:
+        return [done, *wrong({**job, "contains": False, "ranks_differ": False}, report)]
+    except Exception as error:  # it ended in the middle of something
+        return [done, f"its report cannot be judged: {error!r}"]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import traceback
@@ -16,8 +17,6 @@ import gpu_oracle
 import gpu_planted
 import long_life
 import planted_engines
-import planted_states
-import planted_transfers
 import scenarios
 import torch
 from connected_jobs import transfer
@@ -67,6 +66,22 @@ class AuditWorker(gpu_oracle.Watch):
             return False
         gpu_planted.compare_all(_Held(watch))
         return True
+
+    def audit_misunderstand(self) -> None:
+        """Let the second rank take the fourth token of the next request for another."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        real = runner.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            for new in scheduler_output.scheduled_new_reqs[:1]:
+                both = (new.prompt_token_ids, new.prefill_token_ids)  # or one list, named twice
+                for tokens in {id(each): each for each in both if each}.values():
+                    tokens[3] ^= 1
+                runner.execute_model = real
+            return real(scheduler_output, *args, **kwargs)
+
+        if self.rank == 1:  # type: ignore[attr-defined]
+            runner.execute_model = execute_model
 
     def audit_facts(self) -> dict[str, Any]:
         """Sizes and counts of a rank."""
@@ -171,7 +186,7 @@ def build(job: dict[str, Any], folder: Path) -> Any:
         disable_log_stats=False,
         speculative_config=speculation,
         additional_config={"kvtxn": job["asked"]},
-        worker_extension_cls="gpu_audit_child.AuditWorker",
+        worker_extension_cls=job.get("worker", "gpu_audit_child.AuditWorker"),
         **(options | job.get("options", {})),
     )
 
@@ -200,11 +215,13 @@ def aborted(engine: Engine) -> Any:
     return []
 
 
-def healthy(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Run scenarios without the audit and with it: tokens are compared, violations are kept."""
+def healthy(llm: Any, job: dict[str, Any], found: dict[str, Any], keep: Any) -> None:
+    """Run scenarios without the audit and with it: tokens are compared, violations are kept.
+
+    ``found`` gets what came of each; ``keep`` is called after each.
+    """
     from kvtxn.integrations.vllm_plugin import audit_report, snapshots
 
-    found: dict[str, Any] = {}
     llm.collective_rpc("audit_switch", args=(False,))
     say(llm, job["scenarios"][0])  # whatever vLLM compiles late
     for name in job["scenarios"]:
@@ -229,7 +246,7 @@ def healthy(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
             found[name] = {"error": repr(error)}
             if "EngineDead" in repr(error):
                 break
-    return found
+        keep()
 
 
 def _audit(counts: dict[str, float]) -> dict[str, float]:
@@ -248,23 +265,25 @@ def timing(llm: Any, name: str) -> dict[str, Any]:
     return found
 
 
-def planted(llm: Any, names: list[str]) -> dict[str, Any]:
-    """Plant faults one after the other until each has struck; report what was found of each."""
+def planted(llm: Any, job: dict[str, Any], report: dict[str, Any], keep: Any) -> None:
+    """Plant faults one after the other until each has struck; report what was found of each.
+
+    Args:
+        llm: the engine.
+        job: has the names of the faults, and what is asked of the audit.
+        report: gets ``healthy``, ``found`` by fault, and ``again``.
+        keep: keeps what is known so far; called after each fault.
+    """
     llm.reset_prefix_cache()
     llm.collective_rpc("audit_switch", args=(True,))
-    llm.collective_rpc("audit_compare_all")
+    if "audit_every" not in job["asked"]:
+        llm.collective_rpc("audit_compare_all")
     rig = Rig(llm)
     before = work(rig)
-    report: dict[str, Any] = {"healthy": rig.found()[:5], "found": {}}
-    faults = {
-        fault.__name__: fault
-        for fault in (*gpu_planted.V2, *gpu_planted.V1, *gpu_planted.BYTES, *gpu_planted.DRAFTERS)
-    }
-    more = (*planted_transfers.FAULTS, *planted_states.FAULTS)
-    faults |= {fault.__name__: fault for fault in more}
-    if hasattr(rig.runner, "prepare_attn"):
-        faults |= {fault.__name__: fault for fault in gpu_planted.V2}
-    for name in names:
+    report |= {"healthy": rig.found()[:5], "found": {}, "again": "it did not come to that"}
+    faults = gpu_planted.by_name(v2=hasattr(rig.runner, "prepare_attn"))
+    for name in job["faults"]:
+        keep()
         try:
             rig.clear()
             with faults[name](rig):
@@ -282,11 +301,24 @@ def planted(llm: Any, names: list[str]) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         report["again"] = repr(error)
-    return report
+
+
+def ranks_differ(llm: Any, name: str) -> list[list[Any]]:
+    """Let one rank take a token for another; returns the kinds and steps that each rank reports."""
+    from kvtxn.integrations.vllm_plugin import audit_report
+
+    llm.reset_prefix_cache()
+    llm.collective_rpc("audit_switch", args=(True,))
+    llm.collective_rpc("audit_misunderstand")
+    say(llm, name)
+    return [[[each["kind"], each["step"]] for each in rank] for rank in audit_report(llm)]
 
 
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Build an engine and run it; returns its report."""
+    """Build an engine and run it; returns its report.
+
+    ``partial.json`` in the folder has what is known so far, in case the engine is ended.
+    """
     assert not torch.cuda.is_initialized(), "a process that is forked could not use the GPU"
     os.environ.update(job.get("environment", {}))
     begin = time.monotonic()
@@ -295,9 +327,17 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"facts": llm.collective_rpc("audit_facts")}
     if job.get("random"):
         llm.collective_rpc("randomise", args=(0.08,))
-    if job["asked"]["audit"] == "bytes":
+    if job["asked"]["audit"] == "bytes" and "audit_every" not in job["asked"]:
         report["compare_all"] = llm.collective_rpc("audit_compare_all")
-    report["healthy"] = healthy(llm, job)
+
+    def keep() -> None:
+        report["seconds"] = [round(started - begin), round(time.monotonic() - started)]
+        (folder / "partial.json").write_text(json.dumps(report))
+
+    keep()
+    healthy(llm, job, report.setdefault("healthy", {}), keep)
+    if job.get("ranks_differ"):
+        report["ranks"] = ranks_differ(llm, job["scenarios"][0])
     if job.get("long"):
         llm.reset_prefix_cache()
         llm.collective_rpc("audit_switch", args=(True,))
@@ -311,6 +351,6 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         faults = [fault for fault in planted_engines.HEALED if fault.__name__ in known]
         report["contained"] = planted_engines.contain(llm, job, folder, faults)
     if job.get("faults"):
-        report["planted"] = planted(llm, job["faults"])
-    report["seconds"] = [round(started - begin), round(time.monotonic() - started)]
+        planted(llm, job, report.setdefault("planted", {}), keep)
+    keep()
     return report

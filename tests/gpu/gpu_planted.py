@@ -8,6 +8,8 @@ from typing import Any
 import attrs
 import planted_blocks
 import planted_rows
+import planted_states
+import planted_transfers
 import torch
 from model_files import VOCAB
 from planting import Batch, Rig, around, prepared
@@ -191,7 +193,7 @@ _INPUTS = tuple(
         *(
             "one_block_in_two_tables",
             "anothers_last_block",
-            "positions_off_by_one",
+            *("positions_off_by_one", "positions_after_the_first", "positions_of_drafts"),
             "wrong_prompt_token",
             "wrong_last_token",
         ),
@@ -211,3 +213,13 @@ V1 = (
 )
 BYTES = (flipped_bit, stray_writer)
 DRAFTERS = (flipped_drafters_row,)
+
+
+def by_name(*, v2: bool) -> dict[str, Any]:
+    """Every fault by its name, as it is planted in a runner; few are planted in each in its way."""
+    others = (*BYTES, *DRAFTERS, *planted_transfers.FAULTS, *planted_states.FAULTS)
+    found: dict[str, Any] = {}
+    for fault in (*(V2 if v2 else V1), *others):
+        if found.setdefault(fault.__name__, fault) is not fault:
+            raise ValueError(f"two faults are named {fault.__name__}: one would hide the other")
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -83,6 +85,43 @@ def test_engines_share_the_gpus(monkeypatch):
     assert not {"tp2", "pp2"} & set(gpu_audit.jobs([], 1))
 
 
-def test_each_fault_has_a_name_of_its_own():
-    for faults in (gpu_planted.V1, gpu_planted.V2):
+def test_each_fault_has_a_name_of_its_own(monkeypatch):
+    """Two faults with one name: the engine would plant one of them in place of the other."""
+    for v2, faults in ((False, gpu_planted.V1), (True, gpu_planted.V2)):
+        known = gpu_planted.by_name(v2=v2)
         assert len({fault.__name__ for fault in faults}) == len(faults) > 15
+        assert all(known[fault.__name__] is fault for fault in faults)
+    planted = {name for job in gpu_audit.ENGINES.values() for name in job.get("faults", ())}
+    assert planted <= {*gpu_planted.by_name(v2=False), *gpu_planted.by_name(v2=True)}
+
+    def lost_write(rig):
+        """Another fault."""
+
+    monkeypatch.setattr(gpu_planted, "BYTES", (lost_write,))
+    with pytest.raises(ValueError, match="two faults are named lost_write"):
+        gpu_planted.by_name(v2=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "well"),
+    [
+        ([[["ranks", 7]], [["foreign", 6], ["ranks", 7]]], True),
+        ([[["ranks", 7]], [["ranks", 8]]], False),
+        ([[["ranks", 7], ["foreign", 8]], [["ranks", 7]]], False),
+        ([[["ranks", 7]], []], False),
+        ([[], []], False),
+    ],
+)
+def test_ranks_that_differ_both_say_so(ranks, well):
+    assert well == (not list(gpu_audit.undistinguished(ranks)))
+
+
+def test_what_an_engine_reported_before_it_was_ended_is_judged(tmp_path):
+    whole = report(planted={"healthy": [], "found": {}, "again": "it did not come to that"})
+    whole["planted"]["found"]["lost"] = {"struck": None, "violations": []}
+    kept = tmp_path / "partial.json"
+    said = gpu_audit.until_then(JOB, json.dumps(whole), kept)
+    assert said[0] == "until then: eight; 1 faults planted"
+    assert said[1:] == ["fault lost has not struck", "after faults: it did not come to that"]
+    assert json.loads(kept.read_text()) == whole
+    assert gpu_audit.until_then(JOB, "", kept) == []

@@ -76,7 +76,7 @@ def count_one_too_many(rig: Rig) -> Any:
     return _metadata(rig, change)
 
 
-def columns_swapped(rig: Rig) -> Any:
+def state_columns_swapped(rig: Rig) -> Any:
     """The columns of a request's table change places."""
 
     def change(metadata: Any, mask: list[int]) -> None:
@@ -189,6 +189,6 @@ def state_of_the_request_before(rig: Rig) -> Any:
 
 
 FAULTS = (
-    *(count_one_too_few, count_one_too_many, columns_swapped, anothers_state),
+    *(count_one_too_few, count_one_too_many, state_columns_swapped, anothers_state),
     *(first_column_without_drafts, counts_forgotten, state_of_the_request_before),
 )
