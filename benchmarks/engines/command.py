@@ -187,10 +187,14 @@ def _environment() -> dict[str, str]:
 
 
 def _cache(args: argparse.Namespace, policy: str) -> dict[str, Any]:
-    """Choose the size of a hybrid's cache: all requests fit, in every engine."""
+    """Choose the size of a hybrid's cache: all requests fit in every engine, or all are alike."""
     shape = MODELS[args.model].shape
     if shape.states is None or not torch.cuda.is_available():
         return {}
+    if args.equal_cache is not None:
+        tokens = max(each.context + each.tokens for each in vllm_options.points(args))
+        given = args.equal_cache, tokens + args.drafts, args.drafts
+        return {"kv_cache_memory_bytes": hybrids.equal_cache_bytes(shape, *given)}
     sizes = [
         hybrids.cache_bytes(
             shape, each.requests, each.context + each.tokens + args.drafts, args.drafts, policy

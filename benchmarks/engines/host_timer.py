@@ -22,6 +22,8 @@ _CALLS: Final = {
     "begin": ("plan", "begin_among", "begin", "before_replay"),
     "commit": ("commit_ids", "commit"),
 }
+#: Begins the labels of calls that commit recurrent states.
+_OF_STATES: Final = "states."
 #: The runner's method that reads vLLM's step and makes most of the watch's calls.
 _TELL: Final = "kvtxn_tell"
 #: The watch's calls that come just before a forward: on a CPU, and on a GPU.
@@ -47,7 +49,9 @@ def clock(worker: Any, on: bool) -> dict[str, float] | None:
     runner = workers.runner_of_worker(worker)
     if on:
         steps, watch = getattr(runner, "kvtxn", None), getattr(runner, "kvtxn_audit", None)
-        worker.kvtxn_clock = _OfAudit(runner, watch) if steps is None else _OfWindows(steps)
+        states = getattr(runner, "kvtxn_states", None)
+        made = _OfAudit(runner, watch) if steps is None else _OfWindows(steps, states)
+        worker.kvtxn_clock = made
         return None
     found: _Clock = worker.__dict__.pop("kvtxn_clock")
     return found.stop()
@@ -66,7 +70,7 @@ class _Clock(abc.ABC):
         self._now = dict.fromkeys(_CALLS, 0.0)
         self._seen: list[dict[str, float]] = []
         for owner, name in calls:
-            setattr(owner, name, self._timed(getattr(owner, name), name))
+            setattr(owner, name, self._timed(getattr(owner, name), self._label(owner, name)))
 
     def stop(self) -> dict[str, float] | None:
         """Remove the wrappers, and return the times."""
@@ -96,6 +100,10 @@ class _Clock(abc.ABC):
 
         return call
 
+    def _label(self, owner: Any, name: str) -> str:
+        """Return what ``_took`` is told of a call."""
+        return name
+
     @abc.abstractmethod
     def _state(self) -> int:
         """Return a number that ``_took`` compares with the number after the call."""
@@ -114,14 +122,24 @@ class _Clock(abc.ABC):
 
 
 class _OfWindows(_Clock):
-    """Times steps that have a window; a step ends with its commit."""
+    """Times steps that have a window; a step ends with its commit.
 
-    def __init__(self, steps: Any) -> None:
-        self._steps = steps
+    Recurrent states on a GPU are committed before it, by calls of their own.
+    """
+
+    def __init__(self, steps: Any, states: Any = None) -> None:
+        self._steps, self._states = steps, states
         self._parts = {
             name: part for part, names in _CALLS.items() for name in names if hasattr(steps, name)
         }
-        super().__init__([(steps, name) for name in self._parts])
+        calls = [(steps, name) for name in self._parts]
+        if states is not None:
+            calls += [(states, name) for name in _CALLS]
+            self._parts |= {f"{_OF_STATES}{name}": name for name in _CALLS}
+        super().__init__(calls)
+
+    def _label(self, owner: Any, name: str) -> str:
+        return f"{_OF_STATES}{name}" if owner is self._states else name
 
     def _state(self) -> int:
         """Count the windows that have ended."""
@@ -130,7 +148,7 @@ class _OfWindows(_Clock):
     def _took(self, name: str, before: int, seconds: float) -> None:
         part = self._parts[name]
         self._now[part] += seconds
-        if part == "commit":
+        if part == "commit" and not name.startswith(_OF_STATES):
             self._step_ends(counts=self._state() > before)
 
 

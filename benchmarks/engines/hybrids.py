@@ -61,6 +61,25 @@ def cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int, policy: s
         drafts: per request and step.
         policy: of the engine: stock has a state for each draft as well.
     """
+    each, page = _pages(shape, tokens, drafts, policy)
+    return (requests * (each + 1) + 2) * page * 17 // 16
+
+
+def equal_cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int) -> int:
+    """Return the bytes of a cache in which stock holds so many requests, and no more.
+
+    Args:
+        shape: a hybrid's.
+        requests: that stock runs at once.
+        tokens: of each of them.
+        drafts: per request and step.
+    """
+    each, page = _pages(shape, tokens, drafts, "stock")
+    return (requests * each + 2) * page  # one block is nobody's
+
+
+def _pages(shape: Shape, tokens: int, drafts: int, policy: str) -> tuple[int, int]:
+    """Return the pages of a request, and the bytes of a page in all layers of a group."""
     states = _states(shape)
     attention = shape.layers - states.layers
     size = states.heads * states.value_size * states.key_size * 4
@@ -68,8 +87,8 @@ def cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int, policy: s
     page = size + (TAPS - 1 + drafts) * channels * _BYTES
     blocks = 1 if policy in RECURRENT else 1 + drafts
     rows = math.ceil(page / shape.row_bytes / 16) * 16  # vLLM makes both kinds of pages alike
-    each = states.layers // attention * blocks + math.ceil(tokens / rows) + 1
-    return (requests * each + 2) * attention * rows * shape.row_bytes * 17 // 16
+    each = states.layers // attention * blocks + math.ceil(tokens / rows)
+    return each, attention * rows * shape.row_bytes
 
 
 def _states(shape: Shape) -> States:

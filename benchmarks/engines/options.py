@@ -77,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--batch", type=natural, help="most requests that run at once; default: all")
     what.add_argument(
+        "--equal-cache",
+        type=natural,
+        metavar="N",
+        help="hybrids: every engine has the cache in which stock holds N requests of the longest "
+        "cell, and where more come at once, the others wait; default: all requests fit",
+    )
+    what.add_argument(
         "--engine-args",
         type=_object,
         default={},
@@ -154,6 +161,13 @@ def check(args: argparse.Namespace) -> None:
             "policies do not fit the model",
             expected=f"stock, {' and '.join(RECURRENT)} for models with recurrent states alone",
             got=f"{' '.join(args.policies)} for {args.model}",
+        )
+    if args.equal_cache is not None and not hybrid:
+        raise ConfigError(
+            "bench vllm",
+            "--equal-cache has no effect on a model without recurrent states",
+            expected="a hybrid",
+            got=args.model,
         )
     if args.arrivals is not None and not any(SCENARIOS[load.scenario].mixed for load in loads):
         raise ConfigError(

@@ -199,8 +199,20 @@ def test_engines_of_a_hybrid_hold_their_states_by_name(tmp_path, monkeypatch):
     state = 24 * 32 * 128 * 128 * 4
     assert caches[0] - caches[1] >= 32 * 4 * state
     assert caches[1] == caches[2] >= 32 * state
+    page = 8 * 544 * 4096  # of eight layers with attention; each state has one of its group
+    alike = parse(*given, "--acceptance", "0.5", "--equal-cache", "32")
+    caches = {
+        each.arguments["kv_cache_memory_bytes"] for each in vllm_bench.specs(alike, arguments)
+    }
+    assert caches == {(32 * (3 * 5 + 1) + 2) * page}
     own = parse(*given, "--engine-args", '{"kv_cache_memory_bytes": 5}')
     assert vllm_bench.specs(own, arguments)[0].arguments["kv_cache_memory_bytes"] == 5
+
+
+def test_caches_of_other_models_are_not_alike():
+    args = parse("--model", "tiny", "--policies", "stock", "undo", "--equal-cache", "3")
+    with pytest.raises(ConfigError, match="--equal-cache has no effect"):
+        vllm_options.check(args)
 
 
 @pytest.mark.parametrize(("model", "policy"), [("qwen3.5-9b", "undo"), ("tiny", "fast")])

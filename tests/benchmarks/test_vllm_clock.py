@@ -80,6 +80,34 @@ def test_a_step_is_all_its_calls(kind, begin, commit):
     assert found["both"] == pytest.approx(begin + commit)
 
 
+class States:
+    """Recurrent states of a GPU, which are committed before the window is."""
+
+    def begin(self, metadata, batch=None, **how):
+        time.sleep(0.0001)
+
+    def commit(self, sampled):
+        time.sleep(0.0004)
+
+
+def test_states_are_part_of_a_step():
+    """Their commit does not end it; a step without a window does not count."""
+    steps, states = Steps(), States()
+    timed = worker(steps)
+    timed.model_runner.kvtxn_states = states
+    clock(timed, True)
+    for outcome in ("committed", None, "committed"):
+        steps.begin()
+        states.begin("metadata", captured=False)
+        states.commit("sampled")
+        steps.commit(outcome)
+    found = clock(timed, False)
+    assert found["steps"] == 2
+    assert found["begin"] == pytest.approx(2100)
+    assert found["commit"] == pytest.approx(5400)
+    assert "begin" not in vars(states)
+
+
 class Watch:
     """An audit's calls, each of a known time."""
 
