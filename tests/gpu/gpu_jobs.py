@@ -133,7 +133,7 @@ BLOCKS_OF_64 = {"block_size": 64, "num_gpu_blocks_override": 20}
 JOBS: dict[str, dict[str, Any]] = {
     "flash": job("llama", "FLASH_ATTN", OTHER, "every schedule", scenarios=FULL),
     "full_graphs": job(
-        *("llama", "FLASH_ATTN", ("deferred",), "graphs that serve prompts and drafts together"),
+        *("llama", "FLASH_ATTN", BOTH, "graphs that serve prompts and drafts together"),
         options={"compilation_config": {"cudagraph_mode": "FULL"}},
     ),
     "triton": job("llama", "TRITON_ATTN", ROWS, "another attention", scenarios=FULL),
@@ -238,8 +238,8 @@ STEADY = {
     "v1_flash": "the V1 runner",
     "v1_eagle": "the V1 runner, EAGLE",
 }
-#: Kinds that are there for a schedule's sake, or for one policy's.
-PARTIAL = ("full_graphs", *(f"{name}_steady" for name in STEADY))
+#: Kinds that are there for a schedule's sake.
+PARTIAL = tuple(f"{name}_steady" for name in STEADY)
 
 JOBS |= {
     f"{name}_steady": steady(JOBS[name], f"{says}, nothing scheduled ahead")

@@ -1,4 +1,4 @@
-"""Engines whose pipeline stages share a GPU, and the rules for their reports."""
+"""Engines whose pipeline stages or ranks share a GPU, and the rules for their reports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from gpu_ties import compare
 #: Variables and options of an engine whose ranks share a GPU.
 ENVIRONMENT = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 OPTIONS = {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+
+#: Options of an engine that has several ranks.
+SEVERAL = {"pipeline_parallel_size", "tensor_parallel_size"}
 
 SCENARIOS = ["eight", "chunked", "prefix", "preempted", "leaving", "reused", "same_step"]
 
@@ -36,6 +39,15 @@ FLOAT32 = {
     "options": {"enforce_eager": True},
 }
 
+
+def ranks(count: int) -> dict[str, Any]:
+    """So many tensor-parallel ranks of one stage."""
+    options = {"enforce_eager": True, "tensor_parallel_size": count}
+    return FLOAT32 | {"stages": 1, "options": options, "scenarios": SCENARIOS[:4]}
+
+
+#: Steps of an idle data-parallel rank between those of requests.
+IDLE = {"stages": 1, "scenarios": ["eight", "idle"]}
 RANKS = FLOAT32 | {"options": {"enforce_eager": True, "tensor_parallel_size": 2}}
 THREE = FLOAT32 | {"options": {"enforce_eager": True, "pipeline_parallel_size": 3}}
 GEMMA3 = FLOAT32 | {
@@ -66,13 +78,22 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ranks.auto": engine("auto", **RANKS),
     "eagle.stock": engine("stock", **EAGLE),
     "eagle.auto": engine("auto", **EAGLE),
+    "tp2.stock": engine("stock", **ranks(2)),
+    "tp2.auto": engine("auto", **ranks(2)),
+    "tp2.undo": engine("undo", **ranks(2)),
+    "tp4.stock": engine("stock", **ranks(4)),
+    "tp4.auto": engine("auto", **ranks(4)),
+    "tp4.undo": engine("undo", **ranks(4)),
+    "idle.stock": engine("stock", **IDLE),
+    "idle.auto": engine("auto", **IDLE),
+    "idle.undo": engine("undo", **IDLE),
 }
 
 
 def placed(name: str, *, several: bool) -> dict[str, Any]:
     """Return an engine's job: with a GPU for each stage, or with one for all."""
     job = ENGINES[name]
-    if several or "pipeline_parallel_size" not in job["options"]:
+    if several or not SEVERAL & job["options"].keys():
         return job | {"watch": "stage_oracle.Watch"}
     shared = {"watch": "one_gpu.Watch", "environment": ENVIRONMENT}
     return job | shared | {"options": job["options"] | OPTIONS}
@@ -90,7 +111,7 @@ def compared(reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             found[name] = {"wrong": [report["error"]]}
             continue
         stock = reports.get(name.partition(".")[0] + ".stock", {})
-        for scenario in [each for each in SCENARIOS if each in report]:
+        for scenario in [each for each in (*SCENARIOS, "idle") if each in report]:
             found[f"{name} {scenario}"] = judged(report, stock, scenario)
     return found
 

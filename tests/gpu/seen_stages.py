@@ -22,7 +22,9 @@ not judged. *Rejected stay*: rejected drafts that stay in the caches, in stock a
 *Lost*: accepted rows that are not there. *Strays*: layers that a commit changed elsewhere.
 *Counts*: kvtxn's are the oracle's. *After a fault*: each part of a step failed once on each early
 stage, was counted once, and tokens are stock's. An engine without a stock one beside it (-) is
-compared with itself, windows off.
+compared with itself, windows off. *tp2* and *tp4* have tensor-parallel ranks of one stage, and in
+*idle* steps of an idle data-parallel rank come between those of requests: one that writes into a
+cache, or has a window, fails the scenario.
 """
 
 
@@ -99,6 +101,12 @@ def recovered(fault: Mapping[str, Any], tokens: Any, early: list[bool]) -> bool:
     )
 
 
+def shown(name: str) -> str:
+    """Name an engine; its policy is a column of its own, unless the engine asked for another."""
+    kind, _, policy = name.partition(".")
+    return kind if policy == "auto" else name
+
+
 def drawn(engines: Mapping[str, Any]) -> str:
     """Draw the table."""
     header = ["engine", "graphs", "worker", "policy", "same tokens", "on and off", "windows"]
@@ -110,7 +118,7 @@ def drawn(engines: Mapping[str, Any]) -> str:
             faults = each["faults"].values() if not stage["last"] else ()
             rows.append(
                 [
-                    *(name.partition(".")[0], each["graphs"], str(number + 1), stage["policy"]),
+                    *(shown(name), each["graphs"], str(number + 1), stage["policy"]),
                     "-" if each["same"] is None else f"{each['same']} / {each['requests']}",
                     f"{each['on_and_off']} / {each['requests']}",
                     *(str(stage["windows"]), str(stage["heard"] or "-")),

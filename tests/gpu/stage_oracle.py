@@ -14,7 +14,7 @@ from typing import Any
 
 import gpu_oracle
 import torch
-from cache_oracle import Step, caches_of, groups_of
+from cache_oracle import Step, caches_of, groups_of, words
 from failing_stage import failing_stage
 
 
@@ -80,6 +80,14 @@ def judge(
     counts["strays"] += now.strays(rejected)  # by the commit alone: other steps ran in between
 
 
+def windows_of(runner: Any) -> int:
+    """Count the windows that ended on a rank, and the one that is open."""
+    steps = getattr(runner, "kvtxn", None)
+    if steps is None:
+        return 0
+    return int(sum(steps.manager.metrics.windows.values())) + (steps.manager.current is not None)
+
+
 class Watch(gpu_oracle.Watch):
     """The worker extension: the oracle, on every stage."""
 
@@ -98,6 +106,23 @@ class Watch(gpu_oracle.Watch):
             "policy": None if steps is None else steps.manager.policy,
             "steps": None if steps is None else type(steps).__name__,
         }
+
+    def idle_steps(self, count: int) -> dict[str, int]:
+        """Run steps as an idle data-parallel rank does; returns what they changed.
+
+        Args:
+            count: of the steps.
+        """
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        caches = caches_of(runner, groups_of(runner))
+        before = {name: cache.clone() for name, cache in caches.items()}
+        windows = windows_of(runner)
+        for _ in range(count):
+            self.execute_dummy_batch()  # type: ignore[attr-defined]
+        changed = sum(
+            not torch.equal(words(caches[name]), words(was)) for name, was in before.items()
+        )
+        return {"layers_changed": changed, "windows": windows_of(runner) - windows}
 
     def early_fault_install(self, stage: str, after: int) -> None:
         """On a stage before the last one, let a part of its steps fail once."""

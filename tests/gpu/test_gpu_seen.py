@@ -143,7 +143,7 @@ def test_stages_are_those_of_stock(engine):
     assert found["on_and_off"] == found["requests"] > 0
     assert found["same"] in (None, found["requests"])
     early = [each for each in found["stages"] if not each["last"]]
-    assert 0 < len(early) < len(found["stages"])
+    assert len(early) < len(found["stages"])
     for each in found["stages"]:  # of a tensor-parallel group each rank is a line
         assert each["steps"] == ("GraphSteps" if each["last"] else "PipelineSteps")
     for each in found["stages"]:

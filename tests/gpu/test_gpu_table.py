@@ -45,6 +45,7 @@ def test_a_record_without_the_newer_columns_is_drawn():
 NEW: tuple[str, ...] = (
     "v1_mla.deferred",
     "v1_mtp.deferred",
+    "full_graphs.undo",
 )
 
 

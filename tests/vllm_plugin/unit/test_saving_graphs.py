@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from kernels_here import importing_kernels
-from step_rig import Rig, anywhere  # noqa: F401  # a fixture
+from step_rig import DEVICE, Rig, anywhere  # noqa: F401  # a fixture
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.attach import is_swapped, swap_class
@@ -137,7 +137,9 @@ class Engine:
         return self.rig.forward()
 
     def sampled(self, counts):
-        self.runner.postprocess_sampled("idx", "ids", torch.tensor(counts, dtype=torch.int32), None)
+        self.runner.postprocess_sampled(
+            "idx", "ids", torch.tensor(counts, dtype=torch.int32, device=DEVICE), None
+        )
 
     def step(self, drafts, lengths, counts, how=WHOLE):
         """A whole step; every byte is compared."""
