@@ -28,8 +28,9 @@ from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
 from ..internals.layers import TargetLayer
-from ..policy.engine import EngineFacts
+from ..policy.engine import GATED_DELTA, EngineFacts
 from ..policy.rules import decide
+from ..policy.state_rules import measured_fast
 from ..settings import PluginSettings
 from .runner_v2 import GpuRunnerV2
 
@@ -131,9 +132,11 @@ class GpuStateRunnerV2(GpuRunnerV2):
         make = captures() if uses_graphs(self) else None
         states = self.kvtxn_hook_states(lambda error: manager.note_fallback("states", error), make)
         self.kvtxn_states = states
+        gated = any(layer.kind == GATED_DELTA for layer in states.layers)
         return {
             "states": len(states.layers),
             "recurrent": self.kvtxn_settings.recurrent,
+            **({"with_fast": measured_fast()} if gated and not self.kvtxn_fast else {}),
             "state_blocks": 1,
             "state_buffer_bytes": states.nbytes,
             "commit_graphs": 0 if states.graphs is None else states.graphs.count,

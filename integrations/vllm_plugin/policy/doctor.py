@@ -19,7 +19,7 @@ from .fitting import check_fit
 from .matrix import matrix
 from .moved import compare, is_checked
 from .rules import decide
-from .state_rules import PROMISES, without_fast_form
+from .state_rules import PROMISES, measured_fast, without_fast_form
 
 #: Printed with every decision about an engine that does not run yet.
 ASSUMED: Final = (
@@ -156,7 +156,7 @@ def _states(asked: str, facts: EngineFacts) -> _Outcome:
         return _Outcome("recurrent", asked, asked)
     says = PROMISES[asked]
     if asked == "exact" and not without_fast_form(facts):
-        says += f'; with "fast" {PROMISES["fast"]}'
+        says += f'; with "fast" {PROMISES["fast"]}; {measured_fast()}'
     return _Outcome("recurrent", asked, asked, says)
 
 

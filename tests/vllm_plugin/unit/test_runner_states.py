@@ -216,6 +216,8 @@ def test_the_setting_chooses_the_kernels(runner):
     fast = runner.kvtxn_bytes_of_states()
     runner.initialize_kv_cache(None)
     assert [each["recurrent"] for each in runner.opened] == ["exact", "fast"]
+    assert "of stock's time" in runner.opened[0]["with_fast"]
+    assert "with_fast" not in runner.opened[1]
     assert [each["state_buffer_bytes"] for each in runner.opened] == [exact, fast]
     assert exact != fast
     assert runner.kvtxn_states._replayed is not None

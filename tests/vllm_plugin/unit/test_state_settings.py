@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import attrs
 import model_files
 import pytest
 from engine_jobs import missing
-from kvtxn.integrations.vllm_plugin.policy import doctor, supported
+from kvtxn.integrations.vllm_plugin.policy import doctor, state_rules, supported
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
@@ -20,6 +23,7 @@ from kvtxn.integrations.vllm_plugin.settings import asked_states, settings
 
 from kvtxn import ConfigError
 
+ROOT = Path(__file__).parents[3]
 EXACT = {"kvtxn": {"policy": "auto", "recurrent": "exact"}}
 FAST = {"kvtxn": {"policy": "auto", "recurrent": "fast"}}
 ON_GPU = {"device": "cuda", "runner": "v2"}
@@ -166,8 +170,22 @@ def test_the_doctor_says_what_the_setting_does(asked, kind, says):
     assert policy.found == "deferred"
     assert str(recurrent).startswith(f"recurrent {asked} -> {asked} (")
     assert says in str(recurrent)
-    assert ('with "fast"' in str(recurrent)) == ((asked, kind) == ("exact", GATED_DELTA))
+    other = (asked, kind) == ("exact", GATED_DELTA)
+    assert ('with "fast"' in str(recurrent)) == other
+    assert ("took 0.45 of stock's time with 1 request, 0.66 with 8, " in str(recurrent)) == other
     assert not recurrent.lacks
+
+
+def test_what_fast_brings_was_measured():
+    """Each number is that of the result beside these sources, with the norm that it leaves out."""
+    found = json.loads((ROOT / "benchmarks/results/h200-recurrent.json").read_text())
+    rows = [row for row in found["rows"] if (row["dtype"], row["drafts"]) == ("float32", 4)]
+    measured = {
+        row["requests"]: round(row["fast"]["of_stock"]["vLLM's, fused"]["median"], 2)
+        for row in rows
+        if row["model"] == "qwen3.5-9b"
+    }
+    assert measured == state_rules.FAST_OF_STOCK
 
 
 def test_on_a_gpu_states_go_with_every_policy():
