@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
             _play(args, engine_args, kept, path)
     verdict = judge(kept["pieces"], windows=args.policy != "stock")
     if args.json:
-        print(json.dumps({**verdict.sums, "seconds": verdict.seconds, "wrong": verdict.wrong}))
+        said = {"seconds": verdict.seconds, "halves": verdict.halves, "wrong": verdict.wrong}
+        print(json.dumps({**verdict.sums, **said}))
     else:
         print(verdict)
     return 1 if verdict.wrong else 0

@@ -84,6 +84,16 @@ def test_each_fault_is_said(changes, said):
     assert said in wrong
 
 
+def test_a_pieces_halves_are_compared():
+    """By processors' seconds, without the first quarter; short pieces say nothing."""
+    slower = piece(
+        cpu=lambda n: 8.0 * n + max(0, n - 7) * 2.0
+    )  # ten seconds where there were eight
+    even, late = verdict.judge([piece(), slower, piece(4)], windows=True).halves
+    assert even == pytest.approx(0.0)
+    assert late == pytest.approx(100.0 * (8.0 / 10.0 - 1.0))
+
+
 def test_a_text_that_is_not_stocks_and_a_piece_that_ended_early_are_said():
     """Near-ties are not."""
     bad = piece()

@@ -46,6 +46,13 @@ class Steps:
             self.manager.metrics.windows[outcome] += 1
 
 
+class Replayed(Steps):
+    """A call more, right before the forward."""
+
+    def before_replay(self, *, saves):
+        time.sleep(0.001 if saves else 1.0)
+
+
 class Packed(Steps):
     """Two more calls, which make those."""
 
@@ -63,7 +70,9 @@ def worker(steps):
 
 
 @pytest.mark.parametrize(
-    ("kind", "begin", "commit"), [(Steps, 2000, 5000), (Packed, 5000, 7000)], ids=str
+    ("kind", "begin", "commit"),
+    [(Steps, 2000, 5000), (Replayed, 3000, 5000), (Packed, 5000, 7000)],
+    ids=str,
 )
 def test_a_step_is_all_its_calls(kind, begin, commit):
     """Those that others make count once."""
@@ -72,6 +81,7 @@ def test_a_step_is_all_its_calls(kind, begin, commit):
     assert clock(timed, True) is None
     for _ in range(3):
         getattr(steps, "begin_among", steps.begin)()
+        getattr(steps, "before_replay", lambda *, saves: None)(saves=True)
         getattr(steps, "commit_ids", steps.commit)("committed")
     found = clock(timed, False)
     assert found["steps"] == 3
