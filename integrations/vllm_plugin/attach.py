@@ -133,6 +133,13 @@ def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
 # -- a model runner -----------------------------------------------------------------
 
 
+def keep_for_graphs(runner: Foreign, owner: object) -> None:
+    """Keep the owner of buffers that a runner's captured graphs read, for as long as it lives."""
+    kept = vars(runner).get("kvtxn_kept", [])
+    kept.append(owner)
+    runner.kvtxn_kept = kept
+
+
 def check_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> str | None:
     """Compare a class's methods with the expected ones.
 
@@ -221,9 +228,8 @@ def hook_runner(
 def unhook_runner(runner: Foreign) -> None:
     """Give a hooked runner its own class back, and undo every hook around the runner.
 
-    A window that is open is aborted. Only ``kvtxn_kept`` stays, if the runner has one: buffers that
-    vLLM's captured graphs read for as long as the runner lives. Does nothing to a runner that is
-    not hooked.
+    A window that is open is aborted. Only what ``keep_for_graphs`` keeps stays. Does nothing to a
+    runner that is not hooked.
     """
     if not is_hooked(runner):
         return

@@ -153,6 +153,36 @@ class Ledger(Exchange):
         with self._as_written():
             self.passes.check(step)
 
+    def launch_step(self, step: Step) -> None:
+        """Launch what ``write`` and ``check`` launch, so that a CUDA graph captures it.
+
+        A replay writes and checks what the step's tensors hold by then; a step all of whose lines
+        are -1 is a step of nobody's. Call this once before it is captured. The step has to be kept
+        for as long as the graph is replayed. Nobody else's calls are in between, and the ledger is
+        told of each replay by ``replayed``.
+
+        Raises:
+            ConfigError: as in ``write``.
+        """
+        self.require("launch_step", step)
+        self.passes.write(step)
+        self.passes.check(step)
+
+    def replayed(self, step: Step) -> None:
+        """Begin a step whose ``write`` and ``check`` a replay of a CUDA graph does.
+
+        Args:
+            step: has the rows that the replay finds in the tensors that were captured, in tensors
+                of its own or in the same ones. Requests that the captured step has beyond these are
+                padding.
+
+        Raises:
+            ConfigError: as in ``write``.
+        """
+        self.require("replayed", step)
+        self._open, self._unread = step, False
+        self._later.clear()
+
     def _as_written(self) -> AbstractContextManager[None]:
         """Hide the requests that came since the open step was written.
 

@@ -11,13 +11,15 @@ from an earlier step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
-from ....audit import Key, RowGroup, StateGroup, Step, Stretch
+from ....audit import Key, RecordingLedger, RowGroup, StateGroup, Step, Stretch
 from ....audit.glance import Glance
 from ....host_values import to_device
 from ..internals import ranks
@@ -47,6 +49,9 @@ class DeviceWatch(Watch):
         lines: as for ``Watch``.
         record: as for ``Watch``; it makes each step wait.
         key: as for ``Watch``.
+
+    Attributes:
+        in_graphs: graphs of whole forwards write and check the steps that they are replayed for.
     """
 
     begun = False
@@ -87,6 +92,9 @@ class DeviceWatch(Watch):
             or (group.window is not None and group.window < group.block_size + drafts + 1)
         ]
         number = self.ledger.books.sizes.max_requests
+        self.in_graphs = False
+        self._captured: list[Step] = []  # graphs have the addresses of their tensors
+        self._due: Step | None = None  # a replay will write and check it
         with torch.inference_mode(False):
             self._published: Final = [
                 (group, torch.zeros(number, dtype=torch.int64, device=device)) for group in narrow
@@ -100,13 +108,20 @@ class DeviceWatch(Watch):
         self._known.clear()
         self._batch = self._glance = self._prints = self._unsealed = None
         self._steps = self._compared = 0
-        self._awaits = False
+        self._awaits, self._due = False, None
         try:
+            self._hide()
             self.warm_up()
             if self.transfers is not None:
                 self.transfers.restart()
         except Exception as error:
             self.stop(error)
+
+    def stop(self, error: Exception) -> None:
+        """Stop watching after an error of the audit's own; replayed graphs find padding alone."""
+        Watch.stop(self, error)
+        with suppress(Exception):
+            self._hide()
 
     def warm_up(self) -> None:
         """Compile the kernels: launch every pass once, over a step of padding, and forget that.
@@ -165,6 +180,7 @@ class DeviceWatch(Watch):
         self,
         read: Callable[[], tuple[Rows, States | None]],
         returning: Callable[[str], Arrival],
+        whole: Callable[[], bool] = lambda: False,
     ) -> None:
         """Note what a forward writes, and compare what it reads.
 
@@ -172,11 +188,13 @@ class DeviceWatch(Watch):
             read: reads the batch's rows, and its states if any are watched. It is called here, so
                 that steps are counted alike on all ranks, whatever fails on one of them.
             returning: describes a request, given its name, that the ledger has forgotten.
+            whole: tells, once the rows were read, whether ``before_replay`` will be called.
         """
         self._steps += 1
         if not self._stopped:
             try:
                 rows, states = read()
+                self._replayed = whole()
                 self._forward(rows, returning, states)
             except AuditError:
                 raise
@@ -194,11 +212,20 @@ class DeviceWatch(Watch):
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0
-        self.ledger.write(step)
-        self.ledger.check(step)
-        self._awaits = True
-        if self._caches_prefixes:
-            self._publish_on_device(step)
+        if self._due is not None:
+            raise RuntimeError("a step's forward was neither replayed nor sampled")
+        self._due, self._awaits = step, True
+        if not self._replayed:
+            self._write_and_check()
+            if self._caches_prefixes:
+                self._publish_on_device(step)
+
+    def _write_and_check(self) -> None:
+        """Note and compare the step that is due; does nothing without one."""
+        step, self._due = self._due, None
+        if step is not None:
+            self.ledger.write(step)
+            self.ledger.check(step)
 
     def _form(self, rows: Rows, lines: Tensor, states: States | None) -> tuple[Step, Copies]:
         if not self.drafts_late:
@@ -242,11 +269,56 @@ class DeviceWatch(Watch):
         if self._stopped or not self._awaits:  # the step came before the first that is watched
             return
         self._awaits = False
+        self._write_and_check()
         self.ledger.resolve(number, ids, besides=1)
         if self._unsealed is not None:
             self._unsealed = self._unsealed[0], number, 1
         if not self.drafts_late:
             self._seal()
+
+    # -- forwards that are captured as one graph -----------------------------------------------
+
+    def can_be_in_graphs(self) -> bool:
+        """Tell whether graphs of whole forwards can write and check the steps.
+
+        They cannot where something has to be launched between two of a step's passes, or read.
+        """
+        reads = isinstance(self.ledger, RecordingLedger)
+        return not (reads or self.states or (self._caches_prefixes and self._published))
+
+    def launch_of(self, rows: Rows) -> Callable[[], None]:
+        """Return a launch that a graph begins with, so that its replays write and check steps.
+
+        Launches it once, over padding alone, which compiles its kernels.
+
+        Args:
+            rows: where the forward finds the rows of a step.
+        """
+        self._hide()
+        step = Watch._form(self, rows, self._all_lines[: len(rows.first)], None)[0]
+        self.ledger.launch_step(step)
+        self._captured.append(step)
+        return partial(self.ledger.launch_step, step)
+
+    def before_replay(self, included: bool) -> None:
+        """Hear that a graph of a whole forward is replayed now.
+
+        Args:
+            included: the graph writes and checks the step.
+        """
+        if self._stopped or self._due is None:
+            self._hide()  # a forward of nobody's, to keep ranks in step, say
+        elif included:
+            step, self._due = self._due, None
+            self.ledger.replayed(step)
+        else:
+            self._write_and_check()
+
+    def _hide(self) -> None:
+        """Let replays find padding alone, until the next step."""
+        if self._shown:
+            self.ledger.passes.put(self._all_lines[: self._shown], [-1] * self._shown)
+            self._batch, self._shown = None, 0
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for no NaN: looking would wait for the device."""

@@ -1,8 +1,8 @@
 """vLLM's V2 and V1 model runners on a GPU, watched by a ledger.
 
-The ledger's passes are launched beside the forward, which may be a replayed graph and is not
-touched: once slots and tables are in place, before the forward; and once the sampler has decided,
-before the drafter. Nothing waits for the device.
+The ledger's passes are launched beside the forward: once slots and tables are in place, before the
+forward; and once the sampler has decided, before the drafter. Where the V2 runner replays the
+forward as one graph, the graph begins with the first of them. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -12,44 +12,37 @@ from typing import Any
 
 from torch import Tensor
 
-from ....audit import Key, Scrub
-from ....log import get_logger
-from ..attach import hook_runner, mix_in, stay_out
+from ..attach import hook_runner, keep_for_graphs, mix_in
+from ..begun_graphs import NotesMode
 from ..internals import (
     Foreign,
     audited,
     audited_states,
     audited_v1,
     audited_v2,
-    config,
     connectors,
     held_states,
-    ranks,
+    whole_graphs,
     workers,
 )
-from ..internals import layers as attention_layers
 from ..internals.audited import Rows
 from ..internals.audited_states import States
 from ..policy.engine import EngineFacts
 from ..settings import PluginSettings
 from .device_watch import DeviceWatch
-from .expected import last_stage_only, no_bytes
 from .gpu_telling import TellingConnector, TellingModelState
 from .memory import rest
+from .opening import open_device_watch
 from .runner import AuditedRunner, AuditedRunnerV1
 from .transfers import (
     TransferWatch,
-    WatchedConnector,
-    WatchedConnectorV1,
     WatchedConnectorV2,
-    watch_transfers,
 )
 from .watch import Watch
+from .watching_graphs import let_graphs_watch
 
-log = get_logger()
 
-
-class AuditedGpuRunnerV2(AuditedRunner):
+class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
     """A mixin of the V2 runner: each method runs vLLM's own code and tells the ledger of it.
 
     Attributes:
@@ -80,6 +73,8 @@ class AuditedGpuRunnerV2(AuditedRunner):
         if watch is not None:
             self.kvtxn_reader = audited_v2.StepReader(self, watch.groups, watch.ledger.passes)
             self.kvtxn_waits = watch.transfers is not None or bool(watch.states)
+            if watch.can_be_in_graphs() and audited_v2.graphs_find_rows(self):
+                self.kvtxn_let_graphs_watch(watch)
             if watch.states:
                 self.kvtxn_state_reader = new_state_reader(self, watch)
                 state = held_states.model_state(self)
@@ -88,6 +83,26 @@ class AuditedGpuRunnerV2(AuditedRunner):
                 own = connectors.of_runner(self)
                 self.kvtxn_undo.callback(mix_in(own, TellingConnector, kvtxn_runner=self))
         return watch
+
+    def kvtxn_let_graphs_watch(self, watch: DeviceWatch) -> None:
+        """Let the graphs of whole forwards write and check the steps, if they can."""
+        undo = let_graphs_watch(self, watch, self.kvtxn_reader)
+        if undo is not None:
+            watch.in_graphs = self.kvtxn_reader.in_graphs = True
+            self.kvtxn_undo.callback(undo)
+            keep_for_graphs(self, watch)
+
+    def kvtxn_replays(self) -> bool:
+        """Tell whether the step's forward is a graph, which finds its rows where they lie.
+
+        Raises:
+            LookupError: it is, and the rows lie elsewhere.
+        """
+        if not self.kvtxn_reader.in_graphs or self.kvtxn_mode is not whole_graphs.whole():
+            return False
+        if not self.kvtxn_reader.placed:
+            raise LookupError("the step's rows are not where a captured forward finds them")
+        return True
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""
@@ -151,7 +166,7 @@ def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watc
         total = audited_v2.num_rows(batch)
         return rows, runner.kvtxn_state_reader.read(runner.kvtxn_metadata, rows, total)
 
-    watch.step(read, _unknown)
+    watch.step(read, _unknown, runner.kvtxn_replays)
 
 
 def new_state_reader(runner: Any, watch: DeviceWatch) -> audited_states.DeviceStateReader:
@@ -271,117 +286,3 @@ def reserve_memory(wrapper: Foreign, settings: PluginSettings) -> None:
     if settings.audit != "off" and hasattr(runner, "kvtxn_unhook"):
         undo = workers.less_cache_memory(wrapper, partial(rest, runner, settings))
         runner.kvtxn_unhook.callback(undo)
-
-
-def open_device_watch(
-    runner: AuditedRunner,
-    lacking: str | None,
-    lines: int | None,
-    mixin: type[WatchedConnector] = WatchedConnectorV1,
-) -> DeviceWatch | None:
-    """Open a ledger over a runner's new caches on a GPU.
-
-    Args:
-        runner: the runner.
-        lacking: the reason why this runner cannot be watched; None if it can.
-        lines: as for ``Watch``.
-        mixin: for the class of a KV connector.
-
-    Returns:
-        The watch; None if that is impossible on some rank, and then the reason is logged.
-
-    Raises:
-        RequiredError: it is impossible, and the user requires the audit.
-    """
-    rank, required = runner.kvtxn_rank, runner.kvtxn_required
-    facts = config.runner_facts(runner)
-    groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
-    late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
-    if late is not None:  # the last stage is watched: there, the engine has its audit
-        stay_out(late, rank)
-        return None
-    why, error = lacking, None
-    if not groups and not states:
-        why = "no layer of this model keeps rows or states that the ledger knows"
-        why = f"there is nothing to audit: {why}"
-    watch = None
-    key = ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
-    if why is None:
-        try:
-            watch = _new_watch(runner, groups, states, lines, key)
-        except Exception as failed:
-            why, error = f"the ledger cannot be made: {failed}", failed
-    if key is not None and not all(ranks.of_all(watch is not None)):
-        why, watch = why or "another rank cannot be watched", None
-    if watch is None:
-        stay_out(str(why), rank, required=required, error=error)
-        return None
-    if runner.kvtxn_settings.audit == "bytes":
-        _compare_bytes(runner, watch, facts)
-    watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop, mixin)
-    try:
-        watch.warm_up()
-    except Exception as failed:
-        watch.stop(failed)
-    left_out = audited.groups_left_out(runner, [*groups, *states])
-    if left_out:
-        effect = f"{', '.join(left_out)}: rows or states there are not compared on a GPU"
-        log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
-    log.info(
-        "kvtxn.audit_active",
-        rank=rank,
-        groups=len(groups) + len(states),
-        bytes=watch.ledger.books.num_bytes,
-        vllm=workers.version(),
-    )
-    return watch
-
-
-def _new_watch(
-    runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None
-) -> DeviceWatch:
-    """Make a watch over a runner's groups of rows, and of states."""
-    wanted = runner.kvtxn_settings
-    return DeviceWatch(
-        groups,
-        audited.room(runner),
-        runner.kvtxn_rank,
-        wanted.on_violation,
-        device=audited_v2.runner_device(runner),
-        drafts=audited.most_drafts(runner),
-        states=states,
-        lines=lines,
-        record=wanted.record,
-        key=key,
-    )
-
-
-def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts) -> None:
-    """Let a watch compare the bytes of rows, too; if that is impossible, log why.
-
-    Nothing is poisoned: not every attention of a GPU skips masked rows.
-
-    Raises:
-        RequiredError: it is impossible, and the user requires the audit.
-    """
-    from ..gpu.runner import layer_refs
-
-    error, missing = None, {*watch.groups}
-    try:
-        layers, loaded = attention_layers.target_layers(runner)
-        why = no_bytes(str(loaded.attention), facts.kv_cache_dtype)
-        if why is None:
-            drafters = attention_layers.rows_of_drafters(runner)
-            watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
-            refs = layer_refs(watched, facts.kv_cache_dtype)
-            watch.scrub = Scrub(watch.ledger, refs, every=runner.kvtxn_settings.audit_every)
-            watch.drafts_late = bool(drafters)
-            missing -= {ref.group for ref in refs}
-            why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"
-    except Exception as refused:
-        why, error, watch.scrub = repr(refused), refused, None
-    if missing:
-        if runner.kvtxn_required:
-            stay_out(why, runner.kvtxn_rank, required=True, error=error)
-        effect = "digests are compared, and no bytes"
-        log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)

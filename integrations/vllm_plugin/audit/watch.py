@@ -123,10 +123,11 @@ class Watch:
         self.on_violation = on_violation
         self._known: OrderedDict[str, None] = OrderedDict()  # by the last batch of each
         self._batch: tuple[list[str], Tensor] | None = None
+        self._shown = 0  # the first so many of all lines are not -1
         self._forms: dict[tuple[int, int], tuple[object, Step, Copies]] = {}
         number = self.ledger.books.sizes.max_requests
         with torch.inference_mode(False):
-            self._all_lines: Final = torch.zeros(number, dtype=torch.int64, device=device)
+            self._all_lines: Final = torch.full((number,), -1, device=device)
         self._filled: Final = FilledBlocks(self.ledger, groups)
         self._report: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
         self._found = 0
@@ -270,9 +271,9 @@ class Watch:
                     self.admit([returning(name)])
                 self._known.move_to_end(name)
             found = [self.ledger.line(name) for name in names]
-            there = self._all_lines[: len(names)]
-            self.ledger.passes.put(there, found)
-            self._batch = list(names), there
+            number, shown = len(names), max(len(names), self._shown)
+            self.ledger.passes.put(self._all_lines[:shown], found + [-1] * (shown - number))
+            self._batch, self._shown = (list(names), self._all_lines[:number]), number
         return self._batch[1]
 
     def sampled(self, accepted: Tensor, ids: Tensor) -> None:

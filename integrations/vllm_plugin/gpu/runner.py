@@ -19,6 +19,7 @@ from ....manager import TransactionManager
 from ....row_io import LayerRows
 from ...serving.graph_steps import GraphSteps
 from ...serving.pipeline_steps import PipelineSteps
+from ..attach import keep_for_graphs
 from ..internals import (
     Foreign,
     backends,
@@ -54,13 +55,11 @@ class GpuRunnerMixin(WindowedRunnerMixin):
 
     Attributes:
         kvtxn_spare: blocks behind vLLM's own, for drafts that wait; None without any.
-        kvtxn_kept: steps that were unhooked; captured graphs still read their buffers.
         kvtxn_keeps_order: vLLM's order of a batch must stay, since sums depend on it.
         kvtxn_connected: the engine has a KV connector, which may read rows once a step is over.
     """
 
     kvtxn_spare: SpareBlocks | None = None
-    kvtxn_kept: GraphSteps | PipelineSteps | None = None
     kvtxn_keeps_order: bool = False
     kvtxn_connected: bool = False
 
@@ -91,7 +90,7 @@ class GpuRunnerMixin(WindowedRunnerMixin):
         if steps is not None:
             if steps.deferred:
                 steps.windows.mark(None)
-            self.kvtxn_kept = steps
+            keep_for_graphs(self, steps)
 
     def kvtxn_facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
         """Add the fact ``spare_blocks``: True if every layer's attention can read spare blocks."""

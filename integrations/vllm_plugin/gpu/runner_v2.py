@@ -20,23 +20,22 @@ from ...serving.graph_steps import GraphSteps
 from ...serving.pipeline_steps import PipelineSteps
 from ..attach import hook_runner
 from ..audit.gpu_runners import mixins_and_methods
+from ..begun_graphs import NotesMode
 from ..internals import Foreign, batches, whole_graphs
 from ..settings import PluginSettings
 from .runner import GpuRunnerMixin
 from .saving_graphs import let_graphs_save
 
 
-class GpuRunnerV2(GpuRunnerMixin):
+class GpuRunnerV2(NotesMode, GpuRunnerMixin):
     """A mixin of vLLM's V2 runner: each method runs vLLM's own code in a window.
 
     Attributes:
         kvtxn_whole: the mode of steps whose graphs save rows; None if no graph does.
-        kvtxn_mode: the mode in which the step that is under way runs its forward.
     """
 
     kvtxn: GraphSteps | PipelineSteps | None
     kvtxn_whole: object = None
-    kvtxn_mode: object = None
 
     def make_graph_steps(
         self, manager: TransactionManager, rows: LayerRows | None
@@ -58,15 +57,6 @@ class GpuRunnerV2(GpuRunnerMixin):
             self.kvtxn_undo.callback(setattr, self, "kvtxn_whole", None)
             self.kvtxn_undo.callback(undo)
             self.kvtxn_whole = whole_graphs.whole()
-
-    def prepare_inputs(
-        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
-    ) -> Any:
-        """Note how the step's forward will run."""
-        self.kvtxn_mode = whole_graphs.mode(batch_desc)
-        return super().prepare_inputs(  # type: ignore[misc]
-            scheduler_output, batch_req_state, batch_desc, *others
-        )
 
     def update_pp_decode_requests(self) -> None:
         """On an earlier pipeline stage, commit the step whose acceptance the runner takes now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import is_not
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from .audited import NO_CHANGES, Arrival, Changes, Rows
 AUDITED_METHODS: Final = {
     "initialize_kv_cache": batches.V2_METHODS["initialize_kv_cache"],
     "update_requests": ("scheduler_output",),
+    "prepare_inputs": batches.V2_METHODS["prepare_inputs"],
     "prepare_attn": batches.V2_METHODS["prepare_attn"],
     "postprocess_sampled": batches.V2_METHODS["postprocess_sampled"],
     "sample_tokens": ("grammar_output",),
@@ -100,6 +101,15 @@ def samples(runner: Any) -> bool:
     return bool(runner.is_last_pp_rank)
 
 
+def graphs_find_rows(runner: Any) -> bool:
+    """Tell whether the steps of a V2 runner lie where its captured forwards find them.
+
+    They do not where drafts are shared out on the device, nor where ranks share a context.
+    """
+    usual = getattr(runner, "adaptive_verification", None) is None
+    return usual and getattr(runner, "pcp_manager", None) is None
+
+
 #: Sets of tensors that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
 
@@ -114,13 +124,20 @@ class StepReader:
         runner: the runner, with its KV cache.
         groups: the groups to read, by name.
         passes: puts numbers of the host into buffers.
+
+    Attributes:
+        in_graphs: captured forwards read the rows themselves, as ``in_place`` describes them.
+        placed: the last step's rows lie as ``in_place`` describes them.
     """
+
+    in_graphs: bool = False
+    placed: bool = False
 
     def __init__(self, runner: Any, groups: Mapping[str, RowGroup], passes: Passes) -> None:
         self._runner: Final = runner
         self._passes: Final = passes
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
-        self._known: dict[tuple[int, ...], Rows] = {}
+        self._known: dict[tuple[int, ...], tuple[Rows, bool]] = {}
         self._lasting: tuple[Tensor, ...] = ()
         number, device = int(runner.max_num_reqs), runner_device(runner)
         with torch.inference_mode(False):  # steps write into them in inference mode or not
@@ -146,31 +163,64 @@ class StepReader:
             *(number, drafts is None, batch.query_start_loc.data_ptr()),
             *[tables[group].data_ptr() for group in self._numbers.values()],
         )
-        rows = self._known.get(key)
-        if rows is not None and rows.names == batch.req_ids:
-            return rows
-        if rows is not None:
+        known = self._known.get(key)
+        if known is not None:
+            rows, self.placed = known
+            if rows.names == batch.req_ids:
+                return rows
             rows = attrs.evolve(rows, names=batch.req_ids)
         else:
-            rows = Rows(
-                names=batch.req_ids,
-                starts=batch.query_start_loc[: number + 1],
-                first=self._first[:number],
-                tokens=inputs.input_ids,
-                drafts=drafts,
-                slots={name: slots[group] for name, group in self._numbers.items()},
-                tables={name: tables[group] for name, group in self._numbers.items()},
-                positions=inputs.positions,
-                buffers=object(),
-            )
-        self._known[key] = rows
+            rows = self._rows(batch.req_ids, batch.query_start_loc, tables, number, drafts)
+            self.placed = self._is_placed(batch, tables)
+        self._known[key] = rows, self.placed
         return rows
+
+    def _rows(
+        self,
+        names: Any,
+        starts: Tensor,
+        tables: Sequence[Tensor],
+        number: int,
+        drafts: Tensor | None,
+    ) -> Rows:
+        inputs, slots = self._runner.input_buffers, self._runner.block_tables.slot_mappings
+        return Rows(
+            names=names,
+            starts=starts[: number + 1],
+            first=self._first[:number],
+            tokens=inputs.input_ids,
+            drafts=drafts,
+            slots={name: slots[group] for name, group in self._numbers.items()},
+            tables={name: tables[group] for name, group in self._numbers.items()},
+            positions=inputs.positions,
+            buffers=object(),
+        )
+
+    def in_place(self, number: int) -> Rows:
+        """Describe the rows of any step of at most so many requests by where a forward finds them.
+
+        What is beyond a step's own requests is padding.
+        """
+        tables = [each[:number] for each in self._runner.block_tables.input_block_tables]
+        starts = self._runner.input_buffers.query_start_loc
+        return self._rows((), starts, tables, number, self._there[:number])
+
+    def _is_placed(self, batch: Any, tables: Sequence[Tensor]) -> bool:
+        """Tell whether a step's tensors lie where ``in_place`` says that they do."""
+        if not self.in_graphs:
+            return False
+        theirs, runner = self._runner.block_tables.input_block_tables, self._runner
+        pairs = [(tables[group], theirs[group]) for group in self._numbers.values()]
+        pairs.append((batch.query_start_loc, runner.input_buffers.query_start_loc))
+        return all(one.data_ptr() == other.data_ptr() for one, other in pairs)
 
     def _drafts_of(self, batch: Any, number: int) -> Tensor | None:
         """Return the drafts of each request, int ``[num_requests]``; None without drafts."""
-        if not batch.num_draft_tokens or batch.num_draft_tokens_per_req is None:
-            return None
         there = self._there[:number]
+        if not batch.num_draft_tokens or batch.num_draft_tokens_per_req is None:
+            if self.in_graphs:
+                self._put_drafts(there, numpy.zeros(number, numpy.int32))
+            return None
         if getattr(self._runner, "adaptive_verification", None) is not None:
             self._drafts = b""
             ends: Tensor = batch.cu_num_logits[
@@ -181,16 +231,25 @@ class StepReader:
         if batch.has_prefill:  # where a prompt goes on, vLLM computes the prompt's tokens
             end = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
             drafts = numpy.where(batch.is_prefilling_np & (end <= batch.prefill_len_np), 0, drafts)
+        self._put_drafts(there, drafts)
+        return there
+
+    def _put_drafts(self, there: Tensor, drafts: Any) -> None:
+        """Put the drafts of each request in place, unless they are there."""
         now = drafts.tobytes()
         if self._drafts != now:
             self._drafts = now
             self._passes.put(there, drafts.tolist())
-        return there
 
 
 def runner_device(runner: Any) -> torch.device:
     """Return the device of a runner's tensors."""
     return torch.device(runner.device)
+
+
+def most_requests(runner: Any) -> int:
+    """Return the most requests of one step."""
+    return int(runner.max_num_reqs)
 
 
 def lines(runner: Any) -> int:

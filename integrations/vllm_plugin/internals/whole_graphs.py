@@ -48,6 +48,8 @@ def count(owner: Any) -> int:
 def before_each(model: Any, call: Callable[[int], None]) -> Callable[[], None]:
     """Call a function at the beginning of each forward of a model, with the forward's rows.
 
+    Forwards that are captured in pieces are left out.
+
     Returns:
         A function that undoes it.
     """
@@ -62,10 +64,17 @@ def before_each(model: Any, call: Callable[[int], None]) -> Callable[[], None]:
 
 
 def _rows() -> int:
-    """Count the rows, padding included, whose slots the forward that begins is given."""
+    """Count the rows, padding included, whose slots the forward that begins is given.
+
+    A forward in pieces has none. One that is captured whole is in no mode itself.
+    """
+    from vllm.config.compilation import CUDAGraphMode
     from vllm.forward_context import get_forward_context
 
-    slots = get_forward_context().slot_mapping
+    context = get_forward_context()
+    if context.cudagraph_runtime_mode is not CUDAGraphMode.NONE:
+        return 0
+    slots = context.slot_mapping
     given = slots.values() if isinstance(slots, dict) else ()
     return max((int(each.shape[0]) for each in given), default=0)
 

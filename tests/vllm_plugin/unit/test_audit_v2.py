@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Rig
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.audit import gpu_runners, memory
+    from kvtxn.integrations.vllm_plugin.audit import memory, opening
 
 from kvtxn.integrations.vllm_plugin.audit.watch import AuditError
 from kvtxn.integrations.vllm_plugin.internals import cache_sizes, ranks
@@ -26,7 +26,7 @@ from kvtxn.integrations.vllm_plugin.settings import settings
 def engine_facts(monkeypatch):
     """What a configuration would say of the engine; there is one rank."""
     facts = EngineFacts(device="cuda", runner="v2")
-    monkeypatch.setattr(gpu_runners.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
     return facts
 
@@ -318,7 +318,7 @@ def test_an_error_of_the_audits_own_ends_the_audit_alone(lines):
 
 def test_stages_before_the_last_are_left_out_where_there_are_drafts(monkeypatch, lines):
     facts = EngineFacts(device="cuda", runner="v2", last_stage=False)
-    monkeypatch.setattr(gpu_runners.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
     rig = Rig()
     rig.runner.initialize_kv_cache(rig.config)
     assert rig.watch is None

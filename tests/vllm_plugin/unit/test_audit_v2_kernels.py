@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 with importing_kernels():
     from kvtxn.backends.audit import TritonPasses
 
-from kvtxn.integrations.vllm_plugin.audit import gpu_runners
+from kvtxn.integrations.vllm_plugin.audit import opening
 from kvtxn.integrations.vllm_plugin.internals import ranks
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from v2_rig import Rig
@@ -30,7 +30,7 @@ class FewPrograms(TritonPasses):
 def rig(monkeypatch, request):
     """A rig whose ledger has Triton's passes."""
     facts = EngineFacts(device="cuda", runner="v2")
-    monkeypatch.setattr(gpu_runners.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
     monkeypatch.setattr(kvtxn.audit.ledger, "choose", lambda backend, device: FewPrograms)
     made = Rig(window=request.param)

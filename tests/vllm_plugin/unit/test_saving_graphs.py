@@ -17,63 +17,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.internals import whole_graphs
 
 pytest.importorskip("vllm")
-from vllm.config.compilation import CUDAGraphMode
-
-SIZES = (4, 8, 16)
-WHOLE = SimpleNamespace(cg_mode=CUDAGraphMode.FULL)
-PARTS = SimpleNamespace(cg_mode=CUDAGraphMode.PIECEWISE)
-
-
-class Capture:
-    """What is launched now, and what a graph has recorded: functions that are called again."""
-
-    def __init__(self, monkeypatch, rig):
-        self.recorded = None
-        monkeypatch.setattr(whole_graphs, "capturing", lambda: self.recorded is not None)
-        monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: self.context)
-        save_in_forward = rig.steps.windows.save_in_forward
-
-        def recording(rows):
-            save = save_in_forward(rows)
-
-            def launched():
-                (save if self.recorded is None else partial_of(self.recorded.append, save))()
-
-            return None if save is None else launched
-
-        rig.steps.windows.save_in_forward = recording
-
-    def forward(self, model, rows, *, into=None):
-        """Call the model on so many rows, captured or not."""
-        self.recorded = into
-        self.context = SimpleNamespace(slot_mapping={"layer": torch.empty(rows)})
-        try:
-            model(None)
-        finally:
-            self.recorded = None
-
-
-def partial_of(function, argument):
-    return lambda: function(argument)
-
-
-class Manager:
-    """Stands for vLLM's graph manager: a graph is the list of what was launched in its capture."""
-
-    def __init__(self, capture):
-        self.graphs, self._capture, self.replayed = {}, capture, []
-
-    def capture(self, model, sizes=SIZES):
-        for rows in sizes:
-            self._capture.forward(model, rows)
-            self.graphs[rows] = []
-            self._capture.forward(model, rows, into=self.graphs[rows])
-
-    def run_fullgraph(self, desc):
-        for launch in self.graphs[desc]:
-            launch()
-        self.replayed.append(desc)
-        return "output"
+from graph_rig import PARTS, SIZES, WHOLE, Capture, Manager
 
 
 class Silent(torch.nn.Identity):
@@ -103,7 +47,8 @@ class Engine:
 
     def __init__(self, monkeypatch, model=torch.nn.Identity, on_error="fallback"):
         self.rig = Rig("undo", on_error)
-        self.capture = Capture(monkeypatch, self.rig)
+        self.capture = Capture(monkeypatch)
+        self.capture.records(self.rig.steps.windows, "save_in_forward")
         self.model = model()
         self.runner = Own()
         self.runner.cudagraph_manager = self.manager = Manager(self.capture)
@@ -132,8 +77,7 @@ class Engine:
             size = min(size for size in SIZES if size >= rows)
             assert self.manager.run_fullgraph(size) == "output"
         else:
-            self.capture.context = SimpleNamespace(slot_mapping={})
-            self.model(None)
+            self.capture.forward(self.model, 0)
         return self.rig.forward()
 
     def sampled(self, counts):

@@ -227,7 +227,7 @@ def test_buffers_that_graphs_read_outlive_the_hooks(clean, monkeypatch):
     worker.model_runner.kvtxn = steps
     plugin.unregister()
     assert said == ["abandoned", None]
-    assert vars(worker.model_runner) == {"kvtxn_kept": steps}
+    assert vars(worker.model_runner) == {"kvtxn_kept": [steps]}
 
 
 def test_attention_on_a_gpu_is_given_back(monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.audit import gpu_runners
+from kvtxn.integrations.vllm_plugin.audit import opening
 from kvtxn.integrations.vllm_plugin.audit import runner as cpu_runners
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, ranks
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
@@ -53,7 +53,7 @@ def opened(request, monkeypatch):
         runner = SimpleNamespace(
             kvtxn_rank=0, kvtxn_required=required, kvtxn_settings=settings, device="cpu"
         )
-        module = cpu_runners if request.param == "cpu" else gpu_runners
+        module = cpu_runners if request.param == "cpu" else opening
         monkeypatch.setattr(module, "watch_transfers", lambda *args: None)
         if fails == "ledger":
             error = LayerError("Ledger", "no room")
@@ -65,13 +65,13 @@ def opened(request, monkeypatch):
         if module is cpu_runners:
             return cpu_runners.open_watch(runner), other.calls
         facts = EngineFacts(device="cuda", runner="v2")
-        monkeypatch.setattr(gpu_runners.config, "runner_facts", lambda runner: facts)
-        monkeypatch.setattr(gpu_runners.workers, "version", lambda: "0.32.0")
+        monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
+        monkeypatch.setattr(opening.workers, "version", lambda: "0.32.0")
         if fails != "ledger":
             ledger = SimpleNamespace(books=SimpleNamespace(num_bytes=1))
             watch = SimpleNamespace(ledger=ledger, stop=None, warm_up=lambda: None)
-            monkeypatch.setattr(gpu_runners, "_new_watch", lambda *args: watch)
-        return gpu_runners.open_device_watch(runner, None, None), other.calls
+            monkeypatch.setattr(opening, "_new_watch", lambda *args: watch)
+        return opening.open_device_watch(runner, None, None), other.calls
 
     return open_it
 
@@ -105,7 +105,7 @@ def test_an_audit_that_is_required_stops_the_start_on_every_rank(opened):
         opened(peer=False, required=True)
 
 
-@pytest.mark.parametrize("module", [cpu_runners, gpu_runners])
+@pytest.mark.parametrize("module", [cpu_runners, opening])
 def test_the_rate_of_comparing_bytes_is_the_user_s(monkeypatch, module):
     """On a CPU and on a GPU the scrub is told."""
     told = {}

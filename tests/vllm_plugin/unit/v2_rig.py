@@ -21,7 +21,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 with importing_kernels():
+    from graph_rig import PARTS, SIZES, WHOLE, Manager
     from kvtxn.integrations.vllm_plugin.attach import hook_runner
+    from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
     from kvtxn.integrations.vllm_plugin.audit.gpu_runners import mixins_and_methods
 
 from kvtxn.integrations.vllm_plugin.settings import settings
@@ -71,10 +73,13 @@ class Own:
             torch.zeros(REQUESTS, LENGTH // SIZE + 2, dtype=torch.int32) for _ in range(number)
         ]
         slots = torch.zeros(number, 64, dtype=torch.int64)
-        self.block_tables = SimpleNamespace(slot_mappings=slots)
+        self.block_tables = SimpleNamespace(slot_mappings=slots, input_block_tables=self.tables)
 
     def update_requests(self, scheduler_output):
         self.told = scheduler_output
+
+    def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, num_active_loras):
+        return "inputs"
 
     def prepare_attn(self, input_batch):
         return tuple(self.tables), self.block_tables.slot_mappings
@@ -103,11 +108,16 @@ class Rig:
     Args:
         asked: the user's settings.
         window: see ``cache_config``.
+        capture: a ``graph_rig.Capture``: forwards of decode steps are replayed graphs.
     """
 
-    def __init__(self, window=None, seed=0, **asked):
+    def __init__(self, window=None, seed=0, capture=None, **asked):
         self.chance = random.Random(seed)
         self.runner = Own()
+        self.capture = capture
+        if capture is not None:
+            self.runner.cudagraph_manager = Manager(capture)
+            capture.records(DeviceWatch, "launch_of")
         wanted = settings({"kvtxn": {"audit": "ledger", **asked}}, 1, "cuda")
         mixins, methods = mixins_and_methods(wanted, "v2")
         hook_runner(self.runner, wanted, 0, methods, *mixins)
@@ -124,6 +134,8 @@ class Rig:
 
     def start(self):
         self.runner.initialize_kv_cache(self.config)
+        if self.capture is not None:
+            self.runner.cudagraph_manager.capture(torch.nn.Identity())
         self.watch.begin()
 
     def blocks(self, count):
@@ -163,11 +175,20 @@ class Rig:
         self.gone, self.preempted = set(), set()
         if self.tamper is not None:
             self.tamper(self, batch)
+        replayed = self.capture is not None and not batch.has_prefill
+        self.runner.prepare_inputs("scheduled", "state", WHOLE if replayed else PARTS, 0)
         prepared = self.runner.prepare_attn(batch)
         assert len(prepared) == 2
+        if replayed:
+            self.replay(int(batch.query_start_loc[-1]))
         ids, sampled = self._sample(batch)
         self.runner.postprocess_sampled(batch.idx_mapping, ids, sampled, None)
         return self.runner.sample_tokens(None)
+
+    def replay(self, rows):
+        """Replay the smallest graph of at least so many rows."""
+        size = min(size for size in SIZES if size >= rows)
+        self.runner.cudagraph_manager.run_fullgraph(size)
 
     def _batch(self, chunk):
         runner, rows, starts, drafts, lengths = self.runner, [], [0], [], []
@@ -185,6 +206,7 @@ class Rig:
         self._tell(dict(zip([r.name for r in self.running], lengths, strict=True)))
         runner.input_buffers.input_ids[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
         runner.input_buffers.query_start_loc[: len(starts)] = torch.tensor(starts)
+        runner.input_buffers.query_start_loc[len(starts) :] = len(rows)
         first = [request.computed for request in self.running]
         for group, slots in enumerate(runner.block_tables.slot_mappings):
             slots.fill_(-1)

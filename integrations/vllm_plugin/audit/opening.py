@@ -1,0 +1,139 @@
+"""Opening a ledger over a runner's caches on a GPU, or saying why that is impossible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....audit import Key, Scrub
+from ....log import get_logger
+from ..attach import stay_out
+from ..internals import (
+    audited,
+    audited_states,
+    audited_v2,
+    config,
+    ranks,
+    workers,
+)
+from ..internals import layers as attention_layers
+from ..policy.engine import EngineFacts
+from .device_watch import DeviceWatch
+from .expected import last_stage_only, no_bytes
+from .runner import AuditedRunner
+from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
+
+log = get_logger()
+
+
+def open_device_watch(
+    runner: AuditedRunner,
+    lacking: str | None,
+    lines: int | None,
+    mixin: type[WatchedConnector] = WatchedConnectorV1,
+) -> DeviceWatch | None:
+    """Open a ledger over a runner's new caches on a GPU.
+
+    Args:
+        runner: the runner.
+        lacking: the reason why this runner cannot be watched; None if it can.
+        lines: as for ``Watch``.
+        mixin: for the class of a KV connector.
+
+    Returns:
+        The watch; None if that is impossible on some rank, and then the reason is logged.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    rank, required = runner.kvtxn_rank, runner.kvtxn_required
+    facts = config.runner_facts(runner)
+    groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
+    late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
+    if late is not None:  # the last stage is watched: there, the engine has its audit
+        stay_out(late, rank)
+        return None
+    why, error = lacking, None
+    if not groups and not states:
+        why = "no layer of this model keeps rows or states that the ledger knows"
+        why = f"there is nothing to audit: {why}"
+    watch = None
+    key = ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
+    if why is None:
+        try:
+            watch = _new_watch(runner, groups, states, lines, key)
+        except Exception as failed:
+            why, error = f"the ledger cannot be made: {failed}", failed
+    if key is not None and not all(ranks.of_all(watch is not None)):
+        why, watch = why or "another rank cannot be watched", None
+    if watch is None:
+        stay_out(str(why), rank, required=required, error=error)
+        return None
+    if runner.kvtxn_settings.audit == "bytes":
+        _compare_bytes(runner, watch, facts)
+    watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop, mixin)
+    try:
+        watch.warm_up()
+    except Exception as failed:
+        watch.stop(failed)
+    left_out = audited.groups_left_out(runner, [*groups, *states])
+    if left_out:
+        effect = f"{', '.join(left_out)}: rows or states there are not compared on a GPU"
+        log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
+    log.info(
+        "kvtxn.audit_active",
+        rank=rank,
+        groups=len(groups) + len(states),
+        bytes=watch.ledger.books.num_bytes,
+        vllm=workers.version(),
+    )
+    return watch
+
+
+def _new_watch(
+    runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None
+) -> DeviceWatch:
+    """Make a watch over a runner's groups of rows, and of states."""
+    wanted = runner.kvtxn_settings
+    return DeviceWatch(
+        groups,
+        audited.room(runner),
+        runner.kvtxn_rank,
+        wanted.on_violation,
+        device=audited_v2.runner_device(runner),
+        drafts=audited.most_drafts(runner),
+        states=states,
+        lines=lines,
+        record=wanted.record,
+        key=key,
+    )
+
+
+def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts) -> None:
+    """Let a watch compare the bytes of rows, too; if that is impossible, log why.
+
+    Nothing is poisoned: not every attention of a GPU skips masked rows.
+
+    Raises:
+        RequiredError: it is impossible, and the user requires the audit.
+    """
+    from ..gpu.runner import layer_refs
+
+    error, missing = None, {*watch.groups}
+    try:
+        layers, loaded = attention_layers.target_layers(runner)
+        why = no_bytes(str(loaded.attention), facts.kv_cache_dtype)
+        if why is None:
+            drafters = attention_layers.rows_of_drafters(runner)
+            watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
+            refs = layer_refs(watched, facts.kv_cache_dtype)
+            watch.scrub = Scrub(watch.ledger, refs, every=runner.kvtxn_settings.audit_every)
+            watch.drafts_late = bool(drafters)
+            missing -= {ref.group for ref in refs}
+            why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"
+    except Exception as refused:
+        why, error, watch.scrub = repr(refused), refused, None
+    if missing:
+        if runner.kvtxn_required:
+            stay_out(why, runner.kvtxn_rank, required=True, error=error)
+        effect = "digests are compared, and no bytes"
+        log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
