@@ -115,8 +115,7 @@ class Watch:
         self._unsealed: tuple[Step, Tensor | None, int] | None = None
         self._has_peers = key is not None
         self.rows: Rows | None = None
-        self._stopped = False
-        self._steps = self._compared = 0
+        self._stopped, self._steps, self._compared = False, 0, 0
         self._most = most
         self._caches_prefixes = room.caches_prefixes
         self._rank = rank
