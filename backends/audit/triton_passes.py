@@ -136,13 +136,23 @@ class TritonPasses(Passes):
         grid = (-(-len(target) // _TOKENS), 1, 1)
         self._putting.launch(grid, (packed, target, len(target), _TOKENS), kind)
 
-    def count(self, ids: Tensor, left_out: Tensor, end: int, counts: Tensor, kept: Tensor) -> None:
+    def count(
+        self,
+        ids: Tensor,
+        left_out: Tensor,
+        end: int,
+        counts: Tensor,
+        kept: Tensor,
+        drafts: Tensor | None = None,
+    ) -> None:
         """Count sampled tokens, as ``Passes.count`` describes."""
         ids = ids.contiguous()
         number, width = ids.shape
         tensors = (ids, left_out, counts, kept)
         kind = tuple([(each.dtype, each.data_ptr() % ALIGNED) for each in tensors])
         self._counting.launch((number, 1, 1), (*tensors, width, end, _DRAFTS), kind)
+        if drafts is not None:
+            counts.clamp_(max=drafts + 1)
 
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""

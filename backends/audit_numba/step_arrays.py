@@ -17,7 +17,8 @@ from ...audit.step import Step
 #: Arrays of int64.
 Ints = NDArray[numpy.int64]
 
-_NONE: Final[Ints] = numpy.zeros(0, numpy.int64)
+#: For what is not there.
+NONE: Final[Ints] = numpy.zeros(0, numpy.int64)
 _NO_TABLE: Final = numpy.zeros((0, 0), numpy.int32)
 
 
@@ -63,7 +64,7 @@ class StepArrays:
 def ints(tensor: Tensor | None) -> Ints:
     """Return a tensor as int64, contiguous; an empty array for None."""
     if tensor is None:
-        return _NONE
+        return NONE
     found: Ints = tensor.to(torch.int64).contiguous().numpy()  # the tensor itself, as a rule
     return found
 

@@ -153,6 +153,21 @@ class Ledger(Exchange):
         with self._as_written():
             self.passes.check(step)
 
+    def write_and_check(self, step: Step) -> None:
+        """Call ``write`` and then ``check``, which is quicker on a CPU if nothing comes between.
+
+        Raises:
+            ConfigError: as in ``write``.
+        """
+        known = not self._on_gpu and isinstance(step, Step) and step in self._buffers
+        if known and self.passes.write_and_check(step):
+            self._open = self._checked = step
+            self._unread = False
+            self._later.clear()
+            return
+        self.write(step)
+        self.check(step)
+
     def launch_step(self, step: Step) -> None:
         """Launch what ``write`` and ``check`` launch, so that a CUDA graph captures it.
 
@@ -249,11 +264,19 @@ class Ledger(Exchange):
         if self._open is None:
             raise WindowStateError("resolve", "no step was written", hint="call write first")
         besides = arguments.tokens_besides("resolve", besides)
-        counts, ids = self.outcome("resolve", self._open, accepted, sampled, besides)
-        with self._as_written():
-            self.passes.resolve(self._open, counts, ids, besides)
+        if not self._resolved_at_once(self._open, accepted, sampled, besides):
+            counts, ids = self.outcome("resolve", self._open, accepted, sampled, besides)
+            with self._as_written():
+                self.passes.resolve(self._open, counts, ids, besides)
         self._open, self._unread = None, False
         self._later.clear()
+
+    def _resolved_at_once(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
+        """Resolve a step on a CPU in the usual case; tells whether this is it."""
+        if self._on_gpu or self._later:
+            return False
+        usual = checks.are_there(accepted, sampled, step.lines.shape[0], self.device)
+        return usual and self.passes.resolve_taken(step, accepted, sampled, besides)
 
     def outcome(
         self, operation: str, step: Step, accepted: Any, sampled: Any = None, besides: int = 0

@@ -18,6 +18,7 @@ from .byte_passes import BytePasses, TorchBytePasses
 from .changes import Change
 from .digest import UNWRITTEN
 from .step import Step
+from .step_buffers import StepBuffers, copy_step
 from .violation import NOBODY
 
 #: A run of wrong rows ends where a block ends, and at every multiple of this many positions.
@@ -140,7 +141,48 @@ class Passes(ABC):
         """
         target.copy_(to_device(numbers, target.device, target.dtype))
 
-    def count(self, ids: Tensor, left_out: Tensor, end: int, counts: Tensor, kept: Tensor) -> None:
+    def copy_step(
+        self,
+        source: StepBuffers,
+        target: StepBuffers,
+        first: Tensor,
+        drafts: Tensor,
+        number: int,
+    ) -> bool:
+        """Copy a step out of an engine's buffers, which it may write into again; for CPUs.
+
+        Args:
+            source: the engine's.
+            target: the ledger's own, with tables as wide as the engine's.
+            first: int64 ``[max_requests]``, filled with the position of each request's first row.
+            drafts: int64 ``[max_requests]``, drafts of each request; cut to the rows that it has.
+            number: of requests.
+
+        Returns:
+            True if all known ``source.lengths`` are the positions after the requests' last rows.
+        """
+        return copy_step(source, target, first, drafts, number)
+
+    def reaches(self, step: Step, ends: Tensor) -> bool:
+        """Tell whether a request's rows before its drafts reach a position; for CPUs.
+
+        Args:
+            step: the step that was written last; its requests are admitted ones.
+            ends: int64 ``[num_lines]``, the position by line.
+        """
+        settled = step.first + step.starts.diff()
+        settled = settled if step.drafts is None else settled - step.drafts
+        return bool((settled >= ends[step.lines]).any())
+
+    def count(
+        self,
+        ids: Tensor,
+        left_out: Tensor,
+        end: int,
+        counts: Tensor,
+        kept: Tensor,
+        drafts: Tensor | None = None,
+    ) -> None:
         """Count the tokens that were sampled for each request, and put the others out.
 
         Args:
@@ -149,9 +191,11 @@ class Passes(ABC):
             end: the size of the vocabulary.
             counts: int64 ``[num_requests]``, filled with the number of tokens.
             kept: int64 ``[num_requests, n]``, filled with ``ids``, and -1 for what is no token.
+            drafts: int64 ``[num_requests]``; no request counts more tokens than these and one.
         """
         real = (ids >= 0) & (ids < end) & ~left_out[: len(ids)].bool()[:, None]
-        counts.copy_(real.sum(1))
+        number = real.sum(1)
+        counts.copy_(number if drafts is None else number.minimum(drafts + 1))
         kept.copy_(torch.where(real, ids, -1))
 
     @abstractmethod
@@ -172,6 +216,31 @@ class Passes(ABC):
     @abstractmethod
     def check(self, step: Step) -> None:
         """Compare every row that the step's queries read with the reader's own digests."""
+
+    def write_and_check(self, step: Step) -> bool:
+        """Do ``write`` and ``check``, if ``takes`` says that the step is well-formed; for CPUs.
+
+        Returns:
+            Whether that was done; if not, nothing has changed but ``Step.first``.
+        """
+        if not self.takes(step):
+            return False
+        self.write(step)
+        self.check(step)
+        return True
+
+    def resolve_taken(
+        self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
+    ) -> bool:
+        """Do ``resolve``, if ``takes`` says that the outcome is possible; for CPUs.
+
+        Returns:
+            Whether that was done; if not, nothing has changed.
+        """
+        if not self.takes(step, accepted, besides, released=True):
+            return False
+        self.resolve(step, accepted, sampled, besides)
+        return True
 
     @abstractmethod
     def resolve(

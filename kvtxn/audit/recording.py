@@ -165,6 +165,11 @@ class RecordingLedger(Ledger):
             requests, rows, drafts = requests + 1, rows + count, drafts + draft
         self._steps.append([requests, rows, drafts, 0])
 
+    def write_and_check(self, step: Step) -> None:
+        """Do what ``Ledger.write_and_check`` says, and record it."""
+        self.write(step)
+        self.check(step)
+
     def resolve(
         self,
         accepted: Tensor | Sequence[int],

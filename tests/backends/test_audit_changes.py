@@ -102,7 +102,11 @@ def test_sampled_tokens_are_counted(pair, dtype):  # noqa: F811
                 for row, out in zip(ids.tolist(), left_out.tolist()[:6], strict=True)
             ]
             assert kept.tolist() == own
-            assert counts.tolist() == [sum(token >= 0 for token in row) for row in own]
+            found = [sum(token >= 0 for token in row) for row in own]
+            assert counts.tolist() == found
+            drafts = torch.arange(6, device=DEVICE)
+            ledger.passes.count(ids, left_out, 50, counts, kept, drafts)
+            assert counts.tolist() == [min(n, i + 1) for i, n in enumerate(found)]
 
 
 class Event:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-import numpy
 import torch
 
 from ....audit import Ledger, RowGroup, Step, Stretch
@@ -24,7 +23,9 @@ class FilledBlocks:
         self._ledger: Final = ledger
         # By group and line, the position after the block that is filled next.
         number = ledger.books.sizes.max_requests
-        self._next: Final = [(group, numpy.zeros(number, numpy.int64)) for group in groups.values()]
+        with torch.inference_mode(False):  # steps write into them in inference mode or not
+            zeros = [torch.zeros(number, dtype=torch.int64) for _ in groups]
+        self._next: Final = [*zip(groups.values(), zeros, strict=True)]
 
     def begin(self, line: int, computed: int) -> None:
         """Note how many positions of a request are computed: blocks before them are known."""
@@ -33,15 +34,12 @@ class FilledBlocks:
 
     def publish(self, rows: Rows, step: Step) -> None:
         """Check the blocks that a step fills, since other requests may already find them."""
-        lines, starts = step.lines.numpy(), rows.starts.numpy()
-        settled = rows.first.numpy() + starts[1:] - starts[:-1]
-        if rows.drafts is not None:
-            settled -= rows.drafts.numpy()
         for group, ends in self._next:
-            size, end = group.block_size, ends[lines]
-            if (settled >= end).any():
-                first, full = end - size, numpy.maximum(settled // size * size, end - size)
-                bounds = torch.from_numpy(first), torch.from_numpy(full)
+            if self._ledger.passes.reaches(step, ends):
+                first = ends[step.lines] - group.block_size
+                settled = rows.first + rows.starts.diff()
+                settled = settled if rows.drafts is None else settled - rows.drafts
+                full = first.maximum(settled // group.block_size * group.block_size)
                 tables = {group.name: step.tables[group.name]}
-                self._ledger.inspect(Stretch(step.lines, *bounds, tables, "published"))
-                ends[lines] = full + size
+                self._ledger.inspect(Stretch(step.lines, first, full, tables, "published"))
+                ends[step.lines] = full + group.block_size

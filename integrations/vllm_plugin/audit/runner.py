@@ -111,17 +111,21 @@ class AuditedRunnerV1(AuditedRunner):
         kvtxn_outputs: the rows of the forward that is sampled next which have logits; None for a
             forward that the ledger does not know.
         kvtxn_reader: reads the runner's steps on a CPU.
+        kvtxn_samples: reads what was sampled in them.
     """
 
     kvtxn_prepared: Any = None
     kvtxn_outputs: Tensor | None = None
     kvtxn_reader: audited_cpu.StepReader
+    kvtxn_samples: audited_cpu.SampledReader
 
     def kvtxn_open_watch(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         watch = open_watch(self)
         if watch is not None:
-            self.kvtxn_reader = audited_cpu.StepReader(self, watch.groups)
+            passes = watch.ledger.passes
+            self.kvtxn_reader = audited_cpu.StepReader(self, watch.groups, passes)
+            self.kvtxn_samples = audited_cpu.SampledReader(self, passes)
         return watch
 
     def _update_states(self, scheduler_output: Any) -> Any:
@@ -168,7 +172,7 @@ def _tell_forward(runner: AuditedRunnerV1, watch: Watch, prepared: Foreign) -> N
 
 def _tell_sampled(runner: AuditedRunnerV1, output: Foreign, watch: Watch) -> None:
     """Tell a watch what was sampled."""
-    watch.sampled(*audited_cpu.sampled(runner, output, watch.rows))
+    watch.sampled(*runner.kvtxn_samples.of_step(output, watch.rows))
 
 
 def audit_mixins(settings: PluginSettings) -> tuple[type, ...]:

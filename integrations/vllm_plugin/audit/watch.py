@@ -225,8 +225,7 @@ class Watch:
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0
-        self.ledger.write(step)
-        self.ledger.check(step)
+        self.ledger.write_and_check(step)
         report_lengths(self.ledger.books, step, rows.lengths)
         if self._caches_prefixes:
             self._filled.publish(rows, step)
@@ -275,16 +274,17 @@ class Watch:
             self._batch, self._shown = (list(names), self._all_lines[:number]), number
         return self._batch[1]
 
-    def sampled(self, accepted: Tensor, ids: Tensor) -> None:
+    def sampled(self, number: Tensor, ids: Tensor) -> None:
         """Tell the ledger which drafts were accepted, and which tokens come next.
 
         Args:
-            accepted: int64 ``[num_requests]``, accepted drafts; -1 for a request without a token.
+            number: int64 ``[num_requests]``, sampled tokens: the accepted drafts and the next
+                token; 0 for a request that has none.
             ids: int64 ``[num_requests, n]``, -1 where there is none.
         """
         if self._stopped:
             return
-        self.ledger.resolve(accepted, ids)
+        self.ledger.resolve(number, ids, besides=1)
         if self._unsealed is not None:
             step = self._unsealed[0]
             self._unsealed = step, self.ledger.kept(step), 0

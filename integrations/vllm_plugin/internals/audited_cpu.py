@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any, Final
 
-import numpy
+import attrs
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ....audit import RowGroup
-from . import audited, given_forwards
+from ....audit.passes import Passes
+from ....audit.step_buffers import StepBuffers
+from . import audited, audited_v1, given_forwards
 from .audited import Rows
-
-#: By bytes: as unsigned numbers, those below 0 are the largest.
-_UNSIGNED: Final = {4: numpy.uint32, 8: numpy.uint64}
-_NO_TOKEN: Final = numpy.int64(-1)
-
-#: The tensors of a step, in the order of ``Rows``.
-_Buffers = tuple[
-    Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor], Tensor
-]
 
 
 class StepReader:
@@ -33,11 +26,14 @@ class StepReader:
     Args:
         runner: the runner, with its KV cache.
         groups: the groups to read, by name.
+        passes: copies what the runner says.
     """
 
-    def __init__(self, runner: Any, groups: Mapping[str, RowGroup]) -> None:
+    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], passes: Passes) -> None:
         self._runner: Final = runner
+        self._passes: Final = passes
         self._sizes: Final = {name: group.block_size for name, group in groups.items()}
+        self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
         self._layers: Final = {name: given_forwards.layers_of(runner, name) for name in groups}
         #: Layers of chunks are given lengths and tables by chunk.
         self._chunked: Final = {name for name, group in groups.items() if group.chunk is not None}
@@ -47,22 +43,25 @@ class StepReader:
             def zeros(length: int) -> Tensor:
                 return torch.zeros(length, dtype=torch.int64, device="cpu")
 
-            self._starts: Final = zeros(requests + 1)
             self._first: Final = zeros(requests)
             self._drafts: Final = zeros(requests)
-            self._tokens: Final = zeros(rows)
-            self._positions: Final = zeros(rows)
-            self._slots: Final = {name: zeros(rows) for name in groups}
-            self._tables: Final = {
-                name: torch.zeros_like(audited.own_blocks(self._table(name), requests, size))
-                for name, size in self._sizes.items()
-            }
-        own = (self._starts, self._first, self._drafts, self._tokens, self._positions)
-        self._arrays: Final = tuple(tensor.numpy() for tensor in own)
-        self._known: dict[tuple[int, bool], _Buffers] = {}
+            self._own: Final = StepBuffers(
+                starts=zeros(requests + 1),
+                positions=zeros(rows),
+                tokens=zeros(rows),
+                slots=tuple(zeros(rows) for _ in groups),
+                tables=tuple(
+                    torch.zeros_like(audited.own_blocks(self._table(name), requests, size))
+                    for name, size in self._sizes.items()
+                ),
+            )
+        self._drafted: Final = self._drafts.numpy()
+        self._given: tuple[Tensor, ...] = ()
+        self._source: StepBuffers | None = None
+        self._known: dict[tuple[int, bool], Rows] = {}
 
     def _table(self, name: str) -> Any:
-        return self._runner.input_batch.block_table[int(name.partition(".")[2])]
+        return self._runner.input_batch.block_table[self._numbers[name]]
 
     def rows(self, prepared: Any) -> Rows:
         """Read the rows of the forward that comes next, in its context.
@@ -70,89 +69,110 @@ class StepReader:
         Args:
             prepared: the result of ``_prepare_inputs``.
         """
-        runner, metadata = self._runner, prepared[1]
-        names = runner.input_batch.req_ids
+        names, metadata = self._runner.input_batch.req_ids, prepared[1]
         number = len(names)
-        starts, first, drafted, tokens, positions = self._arrays
-        starts[: number + 1] = runner.query_start_loc.np[: number + 1]
-        total = int(starts[number])
-        positions[:total] = runner.positions.numpy()[:total]
-        first[:number] = positions[starts[:number]]
-        tokens[:total] = runner.input_ids.gpu.numpy()[:total]
         drafts = metadata is not None and any(metadata.num_draft_tokens)
         if drafts:  # a scheduler at fault may count drafts whose rows the step does not have
-            lengths = starts[1 : number + 1] - starts[:number]
-            numpy.minimum(metadata.num_draft_tokens, lengths, out=drafted[:number])
-        lengths = self._read_groups(
-            number, total, first[:number] + numpy.diff(starts[: number + 1])
-        )
-        buffers = self._known.get((number, drafts))
-        if buffers is None:
-            buffers = self._known[number, drafts] = self._buffers(number, drafts)
-        return Rows(names, *buffers, buffers=buffers, lengths=lengths or None)
+            self._drafted[:number] = metadata.num_draft_tokens
+        source, odd = self._read_groups(number)
+        right = self._passes.copy_step(source, self._own, self._first, self._drafts, number)
+        known = self._known.get((number, drafts))
+        if known is None:
+            known = self._rows(number, drafts)
+        if known.names != names:
+            known = attrs.evolve(known, names=[*names])
+        self._known[number, drafts] = known
+        if right and not odd:
+            return known
+        lengths = self._wrong_lengths(odd or self._sizes, known)
+        return attrs.evolve(known, lengths=lengths or None)
 
-    def _read_groups(
-        self, number: int, total: int, ends: NDArray[numpy.int64]
-    ) -> dict[str, Tensor]:
-        """Read the slots and tables that each group's layers are given.
+    def _read_groups(self, number: int) -> tuple[StepBuffers, Sequence[str]]:
+        """Find the buffers that each group's layers are given; as a rule, the runner's own.
 
         Args:
             number: of requests.
-            total: of rows.
-            ends: int64 ``[num_requests]``, the position after each request's last row.
 
         Returns:
-            By group, the lengths that its layers are given, if some are wrong.
+            The buffers, which are the same object where the tensors are, and the names of groups
+            whose layers are given lengths of their own.
         """
-        context, starts = given_forwards.context(), self._runner.query_start_loc.gpu
-        lengths = {}
+        runner, context = self._runner, given_forwards.context()
+        starts, odd = runner.query_start_loc.gpu, []
+        total = int(runner.query_start_loc.np[number])
+        given: list[Tensor] = [starts, runner.positions, runner.input_ids.gpu]
         for name, size in self._sizes.items():
-            table, layers = self._table(name), self._layers[name]
+            table, metadata = self._table(name), self._metadata(context, name)
             # Not its ``np``: where groups differ, vLLM makes tables with memory apart from that.
-            slots = given_forwards.slots(context, layers, table.slot_mapping.gpu, total)
-            self._slots[name].numpy()[:total] = slots.numpy()[:total]
-            given = (
-                () if name in self._chunked else given_forwards.metadata(context, layers, starts)
+            own = table.slot_mapping.gpu
+            blocks = given_forwards.blocks(metadata, table.block_table.gpu)
+            if size != int(table.block_size):
+                blocks = audited.own_blocks(table, number, size, blocks)
+            lengths = given_forwards.lengths(metadata, runner.seq_lens)
+            if lengths is None:
+                odd.append(name)
+                lengths = given_forwards.NO_LENGTHS
+            slots = given_forwards.slots(context, self._layers[name], own, total)
+            given += slots, blocks, lengths
+        if self._source is None or not all(map(is_, given, self._given)):
+            self._given = tuple(given)
+            self._source = StepBuffers(
+                starts=starts,
+                positions=runner.positions,
+                tokens=runner.input_ids.gpu,
+                slots=tuple(given[3::3]),
+                tables=tuple(given[4::3]),
+                lengths=tuple(given[5::3]),
             )
-            blocks = given_forwards.blocks(given, table.block_table.gpu)
-            blocks = audited.own_blocks(table, number, size, blocks)
-            self._tables[name].numpy()[:number] = blocks.numpy()
-            wrong = given_forwards.wrong_lengths(given, ends)
-            if wrong is not None:
-                lengths[name] = wrong
-        return lengths
+        return self._source, odd
 
-    def _buffers(self, number: int, drafts: bool) -> _Buffers:
-        """Return the tensors of steps with a number of requests."""
-        return (
-            self._starts[: number + 1],
-            self._first[:number],
-            self._tokens,
-            self._drafts[:number] if drafts else None,
-            self._slots,
-            {name: table[:number] for name, table in self._tables.items()},
-            self._positions,
+    def _metadata(self, context: Any, name: str) -> Sequence[Any]:
+        """Return the metadata of a group's layers that say what its requests read."""
+        if name in self._chunked:
+            return ()
+        starts = self._runner.query_start_loc.gpu
+        return given_forwards.metadata(context, self._layers[name], starts)
+
+    def _wrong_lengths(self, names: Sequence[str] | Mapping[str, int], rows: Rows) -> Any:
+        """Return, by group, the lengths that its layers are given, if some are wrong."""
+        context, found = given_forwards.context(), {}
+        ends = (rows.first + rows.starts.diff()).numpy()
+        for name in names:
+            wrong = given_forwards.wrong_lengths(self._metadata(context, name), ends)
+            if wrong is not None:
+                found[name] = wrong
+        return found
+
+    def _rows(self, number: int, drafts: bool) -> Rows:
+        """Return the rows of steps with a number of requests."""
+        own = self._own
+        return Rows(
+            names=[],
+            starts=own.starts[: number + 1],
+            first=self._first[:number],
+            tokens=own.tokens,
+            drafts=self._drafts[:number] if drafts else None,
+            slots=dict(zip(self._sizes, own.slots, strict=True)),
+            tables={
+                name: table[:number] for name, table in zip(self._sizes, own.tables, strict=True)
+            },
+            positions=own.positions,
+            buffers=object(),
         )
 
 
-def sampled(runner: Any, output: Any, rows: Rows | None) -> tuple[Tensor, Tensor]:
-    """Return accepted drafts, -1 for a request without a token, and the sampled ids.
-
-    Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.
+class SampledReader(audited_v1.SampledReader):
+    """Reads what a V1 runner on a CPU has sampled into buffers of its own.
 
     A request whose prompt goes on after its rows has no token: vLLM samples for it and forgets it.
-
-    Args:
-        runner: the runner.
-        output: the sampler's.
-        rows: the rows of the step; None if they are not known.
     """
-    ids = output.sampled_token_ids.numpy()
-    real = ids.view(_UNSIGNED[ids.itemsize]) < int(runner.input_batch.vocab_size)
-    discarded = runner.discard_request_mask.np[: len(ids)]
-    if discarded.any():
-        real[discarded] = False
-    count = real.sum(1) - 1
-    if rows is not None and rows.drafts is not None:
-        numpy.minimum(count, rows.drafts.numpy(), out=count)
-    return torch.from_numpy(count), torch.from_numpy(numpy.where(real, ids, _NO_TOKEN))
+
+    def of_step(self, output: Any, rows: Rows | None) -> tuple[Tensor, Tensor]:
+        """Return the number of sampled tokens of each request, and their ids, as ``sampled`` does.
+
+        Args:
+            output: the sampler's.
+            rows: the rows of the step; None if they are not known. A request has no more tokens
+                than drafts and one.
+        """
+        return self.sampled(output, None if rows is None else rows.drafts)

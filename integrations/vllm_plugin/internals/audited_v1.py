@@ -135,13 +135,14 @@ class SampledReader:
         self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def sampled(self, output: Any) -> tuple[Tensor, Tensor]:
+    def sampled(self, output: Any, drafts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the number of sampled tokens of each request, and their ids.
 
         Shapes: int64 ``[num_requests]``, and int64 ``[num_requests, n]``, -1 where there is none.
 
         Args:
             output: the sampler's.
+            drafts: int64 ``[num_requests]``; a request has no more tokens than these and one.
         """
         runner, ids = self._runner, output.sampled_token_ids
         number, width = ids.shape
@@ -150,7 +151,7 @@ class SampledReader:
             counts, kept = self._buffers_of(width, ids.device)
             found = self._known[number, width] = counts[:number], kept[:number]
         discarded = runner.discard_request_mask.gpu
-        self._passes.count(ids, discarded, int(runner.input_batch.vocab_size), *found)
+        self._passes.count(ids, discarded, int(runner.input_batch.vocab_size), *found, drafts)
         return found
 
     def _buffers_of(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

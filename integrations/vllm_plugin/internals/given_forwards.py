@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+#: The lengths of requests of which none are known.
+NO_LENGTHS: Final = torch.zeros(0, dtype=torch.int32)
 
 
 def layers_of(runner: Any, group: str) -> tuple[str, ...]:
@@ -85,6 +89,19 @@ def blocks(metadata: Sequence[Any], own: Tensor) -> Tensor:
         if given.data_ptr() != own.data_ptr() and given.shape[1:] == own.shape[1:]:
             return given
     return own
+
+
+def lengths(metadata: Sequence[Any], own: Tensor) -> Tensor | None:
+    """Return the runner's lengths, if all metadata have them; None if some have others.
+
+    Args:
+        metadata: those of one group's layers; without any, no lengths are known.
+        own: the runner's lengths of all requests.
+    """
+    for each in metadata:
+        if each.seq_lens.data_ptr() != own.data_ptr():
+            return None
+    return own if metadata else NO_LENGTHS
 
 
 def wrong_lengths(metadata: Sequence[Any], ends: NDArray[numpy.int64]) -> Tensor | None:

@@ -6,7 +6,6 @@ import logging
 from types import SimpleNamespace
 
 import attrs
-import numpy
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit import containing
@@ -325,19 +324,21 @@ def drawn(ids, rows, discarded=(False,)):
     """What the plug-in reads of a sampler's output."""
     runner = SimpleNamespace(
         input_batch=SimpleNamespace(vocab_size=50),
-        discard_request_mask=SimpleNamespace(np=numpy.array(discarded)),
+        discard_request_mask=SimpleNamespace(gpu=torch.tensor(discarded)),
+        max_num_reqs=len(ids),
     )
     output = SimpleNamespace(sampled_token_ids=torch.tensor(ids, dtype=torch.int32))
-    return audited_cpu.sampled(runner, output, rows)
+    reader = audited_cpu.SampledReader(runner, watch().ledger.passes)
+    return reader.of_step(output, rows)
 
 
 def test_what_is_no_token_was_not_sampled():
     """Neither placeholders nor numbers beyond the vocabulary, nor what vLLM throws away."""
     ids = [[4, 5, -1], [6, 50, -1], [7, 8, 9], [-1, -1, -1]]
-    accepted, kept = drawn(ids, None, [False, False, True, False])
-    assert accepted.tolist() == [1, 0, -1, -1]
+    number, kept = drawn(ids, None, [False, False, True, False])
+    assert number.tolist() == [2, 1, 0, 0]
     assert kept.tolist() == [[4, 5, -1], [6, -1, -1], [-1, -1, -1], [-1, -1, -1]]
-    assert accepted.dtype is kept.dtype is torch.int64
+    assert number.dtype is kept.dtype is torch.int64
 
 
 def test_more_drafts_than_there_were_are_not_accepted(lines):

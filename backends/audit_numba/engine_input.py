@@ -1,0 +1,58 @@
+"""What an engine says of a step, compiled: its buffers are copied, its sampled tokens counted."""
+
+from __future__ import annotations
+
+from .words import compiled
+
+
+@compiled
+def copy_step(
+    starts, positions, tokens, slots, tables, lengths,
+    own_starts, own_positions, own_tokens, own_slots, own_tables, first, drafts, number,
+):  # fmt: skip
+    """Copy a step; see ``Passes.copy_step``. Tuples have an array for each group."""
+    for index in range(number + 1):
+        own_starts[index] = starts[index]
+    total, right = own_starts[number], True
+    for row in range(total):
+        own_positions[row], own_tokens[row] = positions[row], tokens[row]
+    for index in range(number):
+        count = own_starts[index + 1] - own_starts[index]
+        first[index] = own_positions[own_starts[index]]
+        drafts[index] = min(drafts[index], count)
+        for group in range(len(lengths)):
+            if len(lengths[group]) and lengths[group][index] != first[index] + count:
+                right = False
+    for group in range(len(slots)):
+        for row in range(total):
+            own_slots[group][row] = slots[group][row]
+    for group in range(len(tables)):
+        for index in range(number):
+            for column in range(tables[group].shape[1]):
+                own_tables[group][index, column] = tables[group][index, column]
+    return right
+
+
+@compiled
+def count_tokens(ids, left_out, drafts, end, counts, kept):
+    """Count sampled tokens; see ``Passes.count``."""
+    for index in range(ids.shape[0]):
+        found = 0
+        for column in range(ids.shape[1]):
+            token = ids[index, column]
+            real = 0 <= token < end and not left_out[index]
+            kept[index, column] = token if real else -1
+            found += real
+        counts[index] = min(found, drafts[index] + 1) if len(drafts) else found
+
+
+@compiled
+def reaches(lines, starts, first, drafts, ends):
+    """Tell whether a request's rows before its drafts reach a position; see ``Passes.reaches``."""
+    for index in range(len(lines)):
+        settled = first[index] + starts[index + 1] - starts[index]
+        if len(drafts):
+            settled -= drafts[index]
+        if settled >= ends[lines[index]]:
+            return True
+    return False
