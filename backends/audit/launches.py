@@ -92,7 +92,11 @@ class Launches:
             self._known.setdefault(step, {}).setdefault(number, []).append(launch)
 
     def launch(
-        self, grid: tuple[int, int, int], arguments: Sequence[Any], kind: Hashable = None
+        self,
+        grid: tuple[int, int, int],
+        arguments: Sequence[Any],
+        kind: Hashable = None,
+        vary: Sequence[int] = (),
     ) -> Any:
         """Launch once.
 
@@ -101,6 +105,7 @@ class Launches:
             arguments: all arguments, constants included, in the order of the kernel's signature.
             kind: stands for all that the compiled kernel depends on; None finds that out, which
                 takes a look at every argument.
+            vary: numbers of the arguments that differ between launches of one ``kind``; none: any.
 
         Returns:
             What Triton compiled; None where nothing was compiled, as by the interpreter.
@@ -110,7 +115,7 @@ class Launches:
             kind = (*map(_kind, arguments[:variable]), *arguments[variable:])
         found = self._compiled.get(kind)
         if found is not None:
-            found.run_with(grid, arguments)
+            found.run_with(grid, arguments, vary)
             return found.compiled
         compiled = self._kernel[grid](*arguments)
         if compiled is not None:
@@ -186,12 +191,14 @@ class _Launch:
         self._run(*self._before, *addresses, *self._after)
         return True
 
-    def run_with(self, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+    def run_with(
+        self, grid: tuple[int, int, int], arguments: Sequence[Any], vary: Sequence[int] = ()
+    ) -> None:
         """Launch with another grid and other arguments, of which none is held."""
         packed = self._packed
         if packed is not None and all(grid):
             words = packed.words
-            for index in range(len(words) - SCRATCH):
+            for index in vary or range(len(words) - SCRATCH):
                 words[index] = address_of(arguments[index])
             for size, wanted in zip(packed.programs, grid, strict=True):
                 size.value = wanted

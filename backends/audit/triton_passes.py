@@ -34,6 +34,8 @@ _TOKENS: Final = 512
 _ROWS: Final = 128
 #: Draft rows that a program marks at a time, and sampled tokens that it counts.
 _DRAFTS: Final = 16
+#: The arguments of a change that differ between launches: the numbers, and how many there are.
+_VARY: Final = (0, 6, 7, 8, 9)
 #: Journal entries that are looked through at a time, where something was found.
 _ENTRIES: Final = 1024
 
@@ -124,7 +126,7 @@ class TritonPasses(Passes):
             tokens, requests, blocks, released, columns, lines, seals is not None, _TOKENS,
         )  # fmt: skip
         kind = seals is None, packed.data_ptr() % ALIGNED
-        self._changing.launch((requests + blocks + 1, 1, 1), arguments, kind)
+        self._changing.launch((requests + blocks + 1, 1, 1), arguments, kind, _VARY)
 
     def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
         """Copy numbers of the host, as ``Passes.put`` describes."""

@@ -28,8 +28,10 @@ from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .watch import AuditError, Copies, Watch
 
-#: Steps between two looks at the counters.
-_LOOK_EVERY: Final = 8
+#: Steps between two looks at the counters, which cost the host more than a step does; and where
+#: somebody waits for them.
+_LOOK_EVERY: Final = 32
+_LOOK_SOON: Final = 8
 #: Steps between two comparisons of the ranks, and from a copy of the fingerprints until it is used.
 _COMPARED_EVERY: Final = 200
 _COMPARED_LATER: Final = 8
@@ -95,6 +97,8 @@ class DeviceWatch(Watch):
         self.in_graphs = False
         self._captured: list[Step] = []  # graphs have the addresses of their tensors
         self._due: Step | None = None  # a replay will write and check it
+        self._last: Step | None = None  # the same of the step before
+        self._replayed = False
         with torch.inference_mode(False):
             self._published: Final = [
                 (group, torch.zeros(number, dtype=torch.int64, device=device)) for group in narrow
@@ -203,6 +207,22 @@ class DeviceWatch(Watch):
         self._compare_now_and_then()
         self._look()
 
+    def step_again(self) -> bool:
+        """Note a forward of the same requests as the one before, in the same buffers.
+
+        Returns:
+            False if that is not enough to know the step: then nothing was noted.
+        """
+        waits = self.scrub is not None or self.transfers is not None or self._due is not None
+        if self._last is None or self._batch is None or waits:
+            return False
+        self._steps += 1
+        if not self._stopped:
+            self._due, self._awaits = self._last, True
+        self._compare_now_and_then()
+        self._look()
+        return True
+
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
@@ -215,6 +235,7 @@ class DeviceWatch(Watch):
         if self._due is not None:
             raise RuntimeError("a step's forward was neither replayed nor sampled")
         self._due, self._awaits = step, True
+        self._last = step if self._replayed else None
         if not self._replayed:
             self._write_and_check()
             if self._caches_prefixes:
@@ -336,7 +357,8 @@ class DeviceWatch(Watch):
             self._spare = glance
             if self.ledger.findings.has_more(glance):
                 self._say()
-        if self._glance is None and self._steps % _LOOK_EVERY == 0:
+        every = _LOOK_EVERY if self.on_violation == "log" else _LOOK_SOON
+        if self._glance is None and self._steps % every == 0:
             self._glance = self.ledger.glance(self._spare, prints=False)
 
     def _compare_now_and_then(self) -> None:

@@ -104,6 +104,12 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
             raise LookupError("the step's rows are not where a captured forward finds them")
         return True
 
+    def kvtxn_replays_again(self, input_batch: Any) -> bool:
+        """Tell whether the step's forward is a graph, and its requests those of the step before."""
+        reader = self.kvtxn_reader
+        whole = reader.in_graphs and self.kvtxn_mode is whole_graphs.whole()
+        return whole and reader.repeats(input_batch)
+
     def update_requests(self, scheduler_output: Any) -> None:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""
         watch = self.kvtxn_audit
@@ -158,6 +164,8 @@ def _leave_v2(
 def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that is about to run."""
     assert isinstance(watch, DeviceWatch)
+    if runner.kvtxn_replays_again(batch) and watch.step_again():
+        return
 
     def read() -> tuple[Rows, States | None]:
         rows = runner.kvtxn_reader.rows(batch, prepared)

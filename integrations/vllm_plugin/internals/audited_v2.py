@@ -144,6 +144,14 @@ class StepReader:
             self._first: Final = torch.zeros(number, dtype=torch.int64, device=device)
             self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
         self._drafts = b""
+        self._names: list[str] = []
+
+    def repeats(self, batch: Any) -> bool:
+        """Tell whether a step has the requests and the numbers of drafts of the last one read."""
+        if batch.has_prefill or not batch.num_draft_tokens or batch.req_ids != self._names:
+            return False
+        drafts = batch.num_draft_tokens_per_req
+        return drafts is not None and bool(drafts.tobytes() == self._drafts)
 
     def rows(self, batch: Any, prepared: Any) -> Rows:
         """Read the rows of the forward that comes next.
@@ -153,6 +161,7 @@ class StepReader:
             prepared: the result of ``prepare_attn``: block tables and slot mappings.
         """
         runner, number, tables = self._runner, int(batch.num_reqs), prepared[0]
+        self._names = batch.req_ids
         inputs, slots = runner.input_buffers, runner.block_tables.slot_mappings
         lasting = (inputs.positions, inputs.input_ids, slots)
         if any(map(is_not, lasting, self._lasting)) or len(self._known) >= _MAX_REMEMBERED:

@@ -151,3 +151,42 @@ def test_what_is_hooked_is_unhooked(monkeypatch):
     assert not [name for name in vars(manager) if name.startswith("kvtxn")]
     assert vars(rig.runner)["kvtxn_kept"] == [watch]
     manager.run_fullgraph(8)
+
+
+class Steady:
+    """Draws as many drafts as there can be; of these, all but one are accepted."""
+
+    def __init__(self):
+        self._drawn = 0
+
+    def randrange(self, first, last=None):
+        if last is not None:
+            return first + 7
+        self._drawn += 1
+        return first - 1 if self._drawn % 2 else first - 2
+
+
+def test_steps_of_the_same_requests_and_drafts_are_told_without_being_read(monkeypatch):
+    """Blocks are handed out in between; who comes, goes, or has a prompt left is read."""
+    rig, _ = started(monkeypatch)
+    rig.chance = Steady()
+    read, rows = [], rig.runner.kvtxn_reader.rows
+    rig.runner.kvtxn_reader.rows = lambda *given: (read.append(given), rows(*given))[1]
+    one = rig.add("one", prompt(1, 9))
+    for _ in range(8):
+        rig.step()
+    assert len(read) == 2  # the prompt, and the first of the others
+    rig.add("two", prompt(2, 9))
+    for _ in range(4):
+        rig.step()
+    assert len(read) == 4
+    rig.replay(8)  # nobody's
+    rig.step()
+    assert len(read) == 5
+    rig.end(one)
+    for _ in range(3):
+        rig.step()
+    assert len(read) == 6
+    assert rig.watch.report() == []
+    assert counted(rig)["kvtxn_audit_steps_total"] == 17
+    assert counted(rig)["kvtxn_audit_unjudged_total"] == 0
