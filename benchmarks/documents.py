@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import states
+from ..integrations.vllm_plugin.policy import state_choice
 from .common.machine import RESULTS
 from .common.markdown import machine_line, table
 from .engines import audit_report, capacity, exactness_tables
@@ -208,8 +209,36 @@ def headline() -> str:
     return vllm_report.headline(found)
 
 
+def states_chosen() -> str:
+    """State the rule of ``recurrent="auto"``, and the numbers behind it."""
+    times, held = state_choice.EXACT_OF_STOCK, state_choice.HELD_OF_STOCK
+    counts = list(next(iter(times.values())))
+    header = ["the states' kernels of a verify step, part of stock's time", "1 request"]
+    rows = [
+        [f"vLLM's {kernel} kernel", *(f"{found[count]:.2f}" for count in counts)]
+        for kernel, found in times.items()
+    ]
+    lengths = list(dict.fromkeys(tokens for tokens, _ in held))
+    room = [
+        [f"prefix cache {'on' if cached else 'off'}"]
+        + [f"{held[tokens, cached]:.2f}" for tokens in lengths]
+        for cached in dict.fromkeys(cached for _, cached in held)
+    ]
+    return "\n\n".join(
+        [
+            state_choice.rule_in_words(),
+            table([*header, *(str(count) for count in counts[1:])], rows),
+            table(["times as many requests", *(f"of {n} tokens" for n in lengths)], room),
+        ]
+    )
+
+
 #: The documents that have generated parts, from the root of the repo.
-DOCUMENTS: Final = (Path("README.md"), Path("benchmarks/README.md"))
+DOCUMENTS: Final = (
+    Path("README.md"),
+    Path("benchmarks/README.md"),
+    Path("integrations/README.md"),
+)
 
 #: Marker -> the function that generates the part between the markers.
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
@@ -251,6 +280,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
     "capacity": lambda: capacity.report(load("capacity-scheduler")),
     "hybrids": lambda: recurrent.sentence(load("h200-recurrent")),
+    "states-auto": states_chosen,
     "delta-tiles": lambda: delta_tiles.report(load("h200-delta-tiles")),
     "soak": lambda: soak.report([load("h200-soak"), load("cpu-soak")]),
     "vllm-gpu-hybrid": lambda: vllm_gpu("h200-vllm-qwen3.5-9b"),

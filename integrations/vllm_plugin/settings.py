@@ -30,8 +30,10 @@ WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": graph_steps.WI
 
 
 #: The values of ``recurrent``: whether, and by which operators, windows hold recurrent states.
-#: "exact" runs vLLM's own, "fast" kvtxn's kernels where it has some; policy "auto" chooses neither.
-RECURRENT: Final = ("off", "exact", "fast")
+#: "exact" runs vLLM's own, "fast" kvtxn's kernels where it has some; "auto" is "exact" or "off", by
+#: the rule of ``policy.state_choice``. "off" is the default: without a window stock writes rows of
+#: attention, but an engine with one state per request stops if its commits cannot run.
+RECURRENT: Final = ("off", "exact", "fast", "auto")
 
 #: The values of ``audit`` and ``on_violation``, and what a violation does.
 AUDITS: Final = ("off", "ledger", "bytes")
@@ -233,7 +235,7 @@ def _audit_every(given: Mapping[str, Any], audit: str) -> int:
 
 def _check_recurrent(value: str, device: str, *, windows: bool) -> None:
     """Raise ConfigError for a value of ``recurrent`` that has no effect."""
-    known = device in ("cpu", "cuda")
+    known = device in ("cpu", "cuda") or value == "auto"
     if not known:
         why = f"on device {device}: kvtxn's vLLM plug-in holds states on CPUs and GPUs only"
     elif not windows:

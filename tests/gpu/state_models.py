@@ -156,14 +156,16 @@ _RANKS: Final[dict[str, Any]] = {
     "tensor_parallel_size": 2,
 }
 
-#: By name: model, options of the engine, and what runs beside stock.
+#: By name: model, options of the engine, and what runs beside stock. "auto" and "undo" are policies
+#: with the setting "exact"; "fast" is that setting; "chosen" is the setting "auto", whose rule
+#: takes "exact" here.
 KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "triton_float32": (
         "qwen3_5",
         {**_TRITON, **_BY_TRITON, **_32},
         ("again", "auto", "undo", "fast"),
     ),
-    "fused_float32": ("qwen3_5", {**_TRITON, **_32}, ("again", "auto", "undo", "fast")),
+    "fused_float32": ("qwen3_5", {**_TRITON, **_32}, ("again", "auto", "undo", "fast", "chosen")),
     "nemotron": ("nemotron_h", {}, ("auto",)),
     "lfm2": ("lfm2", {}, ("auto",)),
     "triton_bfloat16": ("qwen3_5", {**_TRITON, **_BY_TRITON, **_16}, ("auto", "fast")),
@@ -230,7 +232,7 @@ def engines() -> dict[str, dict[str, Any]]:
                 if mode == "eager" and who == "again":
                     continue
                 policy = "undo" if who == "undo" else "auto"
-                how = "fast" if who == "fast" else "exact"
+                how = {"fast": "fast", "chosen": "auto"}.get(who, "exact")
                 ours = {**_EXACT, "policy": policy, "recurrent": how}
                 ours |= {"unchecked": True} if kind in _EAGER else {}
                 kvtxn = {} if who in ("stock", "again") else ours

@@ -27,9 +27,10 @@ from ..internals import (
 from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
-from ..internals.layers import TargetLayer
+from ..internals.layers import TargetLayer, attention_of
 from ..policy.engine import GATED_DELTA, EngineFacts
 from ..policy.rules import decide
+from ..policy.state_choice import takes
 from ..policy.state_rules import measured_fast
 from ..settings import PluginSettings
 from .runner_v2 import GpuRunnerV2
@@ -111,9 +112,11 @@ class GpuStateRunnerV2(GpuRunnerV2):
             )
 
     def kvtxn_facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Add the dtype of the states, and what attention can do once the caches exist."""
+        """Add the dtype of the states; and the attention, or what it can do once caches exist."""
         known = attrs.evolve(facts, state_dtype=state_layers.state_dtype(self))
-        return super().kvtxn_facts(layers, known) if layers else known
+        if layers:
+            return super().kvtxn_facts(layers, known)
+        return attrs.evolve(known, attention=attention_of(self, facts.device))
 
     def kvtxn_bytes_of_states(self) -> int:
         """Return the bytes of the buffers in which rows wait for the commit of the states."""
@@ -133,9 +136,11 @@ class GpuStateRunnerV2(GpuRunnerV2):
         states = self.kvtxn_hook_states(lambda error: manager.note_fallback("states", error), make)
         self.kvtxn_states = states
         gated = any(layer.kind == GATED_DELTA for layer in states.layers)
+        chosen = self.kvtxn_settings.recurrent == "auto"
         return {
             "states": len(states.layers),
-            "recurrent": self.kvtxn_settings.recurrent,
+            "recurrent": "exact" if chosen else self.kvtxn_settings.recurrent,
+            **({"recurrent_why": takes(runner_facts(self))} if chosen else {}),
             **({"with_fast": measured_fast()} if gated and not self.kvtxn_fast else {}),
             "state_blocks": 1,
             "state_buffer_bytes": states.nbytes,

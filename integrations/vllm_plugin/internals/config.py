@@ -10,8 +10,9 @@ import attrs
 
 from ..policy import releases, supported
 from ..policy.engine import GATED_DELTA, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
+from ..policy.state_choice import TOKENS
 from ..settings import asked_states, wants
-from . import Foreign, flash, workers
+from . import Foreign, flash, state_share, workers
 
 
 def config_from(engine_args: Mapping[str, Any]) -> Foreign:
@@ -70,7 +71,7 @@ def config_facts(config: Any) -> EngineFacts:
     parallel, model = config.parallel_config, config.model_config
     speculation, on_gpu = config.speculative_config, config.device_config.device_type == "cuda"
     context = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    return EngineFacts(
+    facts = EngineFacts(
         version=number,
         device=config.device_config.device_type,
         runner="v2" if config.use_v2_model_runner else "v1",
@@ -93,6 +94,22 @@ def config_facts(config: Any) -> EngineFacts:
         and not getattr(model, "disable_cascade_attn", True),
         graph_writes=on_gpu and _writes_elsewhere(config, mla=model.use_mla),
     )
+    return attrs.evolve(facts, **_room(config)) if on_gpu and facts.states == "auto" else facts
+
+
+def _room(config: Any) -> dict[str, Any]:
+    """Read the facts by which ``recurrent="auto"`` chooses on a GPU."""
+    model = config.model_config
+    found: dict[str, Any] = {
+        "model": model.hf_text_config.model_type,
+        "most_requests": int(config.scheduler_config.max_num_seqs),
+    }
+    if _states(model) != GATED_DELTA:
+        return found
+    tokens = min(TOKENS, int(model.max_model_len))
+    gain = state_share.one_state_gain(config, drafts(config), tokens)
+    dtype = state_share.state_dtype(config)
+    return {**found, "state_dtype": dtype, "gain": round(gain, 2), "gain_tokens": tokens}
 
 
 def _writes_elsewhere(config: Any, *, mla: bool) -> bool:

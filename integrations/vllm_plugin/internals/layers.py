@@ -109,6 +109,28 @@ def target_layers(runner: Any) -> tuple[list[TargetLayer], EngineFacts]:
     return layers, facts
 
 
+def attention_of(runner: Any, device: str) -> str | None:
+    """Name the attention backend of a loaded model's layers, before caches exist.
+
+    Args:
+        runner: a model runner.
+        device: that the engine runs on, such as ``"cuda"``.
+
+    Returns:
+        If the layers differ, a backend that is not supported comes first; None without any layer.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    by_name, others = runner.compilation_config.static_forward_context, draft_layers(runner)
+    found = [
+        module.get_attn_backend().get_name()
+        for name, module in by_name.items()
+        if name not in others and type(module) in (Attention, MLAAttention)
+    ]
+    known = ATTENTION.get(device, ())
+    return next(iter(sorted(found, key=lambda name: name in known)), None)
+
+
 def rows_of_drafters(runner: Any) -> list[TargetLayer]:
     """Find the drafter's layers whose rows can be addressed, in the order of their groups."""
     names, by_name = draft_layers(runner), runner.compilation_config.static_forward_context

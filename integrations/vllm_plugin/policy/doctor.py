@@ -19,6 +19,7 @@ from .fitting import check_fit
 from .matrix import matrix
 from .moved import compare, is_checked
 from .rules import decide
+from .state_choice import takes
 from .state_rules import PROMISES, measured_fast, without_fast_form
 
 #: Printed with every decision about an engine that does not run yet.
@@ -143,7 +144,9 @@ class _Outcome:
     @property
     def lacks(self) -> bool:
         """True if the user does not get what is asked for; "auto" is any policy."""
-        return self.found == "off" if self.setting == "policy" else self.found != self.asked
+        if self.asked == "auto" or self.setting == "policy":
+            return self.found == "off"
+        return self.found != self.asked
 
     def __str__(self) -> str:
         why = f" ({self.why})" if self.why else ""
@@ -154,10 +157,11 @@ def _states(asked: str, facts: EngineFacts) -> _Outcome:
     """Say how recurrent states are held, and what the other setting would bring."""
     if facts.device != "cuda":
         return _Outcome("recurrent", asked, asked)
-    says = PROMISES[asked]
-    if asked == "exact" and not without_fast_form(facts):
+    found = "exact" if asked == "auto" else asked
+    says = PROMISES[found] if found == asked else f"{takes(facts)}; {PROMISES[found]}"
+    if found == "exact" and not without_fast_form(facts):
         says += f'; with "fast" {PROMISES["fast"]}; {measured_fast()}'
-    return _Outcome("recurrent", asked, asked, says)
+    return _Outcome("recurrent", asked, found, says)
 
 
 def _outcomes(wanted: PluginSettings, facts: EngineFacts, config: Foreign) -> Iterator[_Outcome]:
@@ -167,7 +171,7 @@ def _outcomes(wanted: PluginSettings, facts: EngineFacts, config: Foreign) -> It
         gone = unchecked.hook_gone(facts) if policy != "off" else None
         policy, why = (policy, why) if gone is None else ("off", gone)
         yield _Outcome("policy", wanted.txn.policy, policy, why)
-        if wanted.recurrent != "off" and policy != "off":
+        if wanted.recurrent != "off" and facts.recurrent is not None and policy != "off":
             yield _states(wanted.recurrent, facts)
     if wanted.audit == "off":
         return

@@ -37,11 +37,16 @@ class EngineFacts:
         mla: the model has multi-head latent attention.
         recurrent: kind of the layers that keep a state instead of rows: one of ``KNOWN_STATES``,
             or ``OTHER_STATES``; None without such layers.
-        states: the user's setting ``recurrent``: "off", "exact" or "fast".
+        states: the user's setting ``recurrent``: "off", "exact", "fast" or "auto".
+        model: the model's type, as its configuration names it.
+        most_requests: the most requests that run at once.
+        gain: how many times as many requests of ``gain_tokens`` tokens fit into the cache with one
+            state block each as in stock, rounded to hundredths; 1.0 if that is not known.
+        gain_tokens: see ``gain``.
         unchecked: the user lets windows run with a release that was not checked, after a self-test,
             and on pipeline stages before the last one.
         cached_states: the prefix cache keeps states at block boundaries.
-        state_dtype: dtype of the states; None before the model is loaded.
+        state_dtype: dtype of the states; None if it is not known before the model is loaded.
         microbatches: vLLM cuts the batch into overlapping halves.
         adaptive: the number of drafts to verify changes from step to step.
         batch_invariant: a request's sums must not depend on the other requests in its batch.
@@ -75,6 +80,10 @@ class EngineFacts:
     mla: bool = False
     recurrent: str | None = None
     states: str = "off"
+    model: str = ""
+    most_requests: int = 1
+    gain: float = 1.0
+    gain_tokens: int = 0
     unchecked: bool = False
     cached_states: bool = False
     state_dtype: str | None = None

@@ -71,7 +71,7 @@ def check_states(wanted: PluginSettings, facts: EngineFacts) -> None:
     Raises:
         ConfigError: the model has no recurrent layers, or none with a fast form.
     """
-    if wanted.recurrent != "off" and facts.recurrent is None:
+    if wanted.recurrent not in ("off", "auto") and facts.recurrent is None:
         raise ConfigError(
             _WHERE,
             "recurrent has no effect: the model has no recurrent layers",

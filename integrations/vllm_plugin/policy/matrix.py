@@ -14,6 +14,7 @@ import attrs
 from .engine import GATED_DELTA, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
 from .rule_type import Decision
 from .rules import decide
+from .state_choice import TAKEN
 
 Changes = Mapping[str, object]
 
@@ -23,6 +24,7 @@ ALIBI: Final = "Bloom, MPT (ALiBi)"
 SINKS: Final = "gpt-oss (sinks)"
 STATES: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "exact"'
 FAST: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "fast"'
+CHOSEN: Final = 'Qwen3.5 with "recurrent": "auto" where its rule takes "exact"'
 MIXED: Final = 'Nemotron-H, Granite 4, Falcon-H1, Mamba-2 with "recurrent": "exact"'
 CONVOLVED: Final = 'LFM2 with "recurrent": "exact"'
 SHARED: Final = "Gemma3n (layers share rows)"
@@ -36,6 +38,7 @@ FAMILIES: Final[Mapping[str, Changes]] = {
     SHARED: {"kv_sharing": True},
     STATES: {"recurrent": GATED_DELTA, "states": "exact", "dtype": "bfloat16"},  # over fp8, too
     FAST: {"recurrent": GATED_DELTA, "states": "fast", "dtype": "bfloat16"},
+    CHOSEN: {name: fact for name, fact in TAKEN.items() if name not in ("device", "runner")},
     MIXED: {"recurrent": MAMBA2, "states": "exact"},
     CONVOLVED: {"recurrent": SHORT_CONV, "states": "exact"},
     "Jamba, OLMo hybrid (recurrent)": {"recurrent": OTHER_STATES},
@@ -114,6 +117,7 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
         (LATENT, "FLASH_ATTN_MLA", "bfloat16", _ONE): _BOTH,
         (STATES, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
         (FAST, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (CHOSEN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,  # it is "exact", which was seen
         (MIXED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (CONVOLVED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
     },
@@ -124,6 +128,7 @@ ONLY: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     ("cuda", "v2"): {
         STATES: "Qwen3.5",
         FAST: "Qwen3.5",
+        CHOSEN: 'Qwen3.5, with "exact"',
         MIXED: "Nemotron-H and Granite 4",
     },
 }

@@ -32,8 +32,9 @@ class Rule:
         reason: one sentence; ``{names}`` are facts, ``{lacking}`` is the result of ``lacking``,
             ``{connector}`` that of ``connector``, ``{no_rows}`` says why the attention does not
             read blocks of one row, and ``{state_releases}`` are the releases whose
-            recurrent layers were checked on the engine's device. States of no known dtype, before
-            the model is loaded, are "recurrent".
+            recurrent layers were checked on the engine's device, and ``{or_auto}`` is another value
+            of the setting ``recurrent`` there. States of no known dtype, before the model is
+            loaded, are "recurrent".
         example: facts of an engine that the rule concerns; all its other facts are the defaults of
             ``EngineFacts``.
     """
@@ -52,6 +53,7 @@ class Rule:
             "state_releases": ", ".join(supported.state_releases_for(facts.device)),
             "no_rows": supported.reads_no_rows(facts.attention, facts.flash),
             "state_dtype": facts.state_dtype or "recurrent",
+            "or_auto": ' or "auto"' if facts.device == "cuda" else "",
         }
         return self.reason.format_map(attrs.asdict(facts) | found)
 

@@ -8,6 +8,7 @@ from typing import Final
 from . import supported
 from .engine import GATED_DELTA, KNOWN_STATES, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
 from .rule_type import Rule
+from .state_choice import CHOICE_RULES, ON_CPUS, by_requests
 
 #: Devices with recurrent layers whose operators or kernels kvtxn knows.
 _DEVICES: Final = ("cpu", "cuda")
@@ -50,7 +51,7 @@ def _unchecked(facts: EngineFacts) -> bool:
 
 def _held(facts: EngineFacts) -> bool:
     """Tell whether nothing speaks against states in the windows of an engine on a CPU."""
-    if facts.device == "cuda" or facts.states == "fast":
+    if facts.device == "cuda" or facts.states in ("fast", "auto"):
         return False
     known = facts.version in supported.STATE_RELEASES and not facts.cached_states
     ranks = facts.tensor_parallel == 1 or facts.recurrent == GATED_DELTA
@@ -61,7 +62,7 @@ def _held(facts: EngineFacts) -> bool:
 def _over_ranks(facts: EngineFacts) -> bool:
     """Tell whether states may be spread over ranks: that was checked, or the user lets them."""
     if facts.device == "cuda":
-        return facts.unchecked
+        return facts.unchecked and facts.states != "auto"
     return facts.recurrent == GATED_DELTA
 
 
@@ -84,11 +85,9 @@ FAST_OF_STOCK: Final[Mapping[int, float]] = {1: 0.45, 8: 0.66, 32: 0.52, 128: 0.
 
 def measured_fast() -> str:
     """Say what "fast" was measured to bring."""
-    parts = [f"{part:.2f} of stock's time with {n}" for n, part in FAST_OF_STOCK.items()]
-    first, *others = (part.replace(" of stock's time", "") for part in parts[1:])
     return (
-        f"on an H200 the states' kernels of a verify step took {parts[0]} request, "
-        f"{', '.join([first, *others])} (Qwen3.5-9B, 4 drafts, float32 states)"
+        f"on an H200 the states' kernels of a verify step took {by_requests(FAST_OF_STOCK)} "
+        "(Qwen3.5-9B, 4 drafts, float32 states)"
     )
 
 
@@ -117,9 +116,10 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "states not asked for",
         "windows",
         lambda f: f.device in _DEVICES and f.recurrent in KNOWN_STATES and f.states == "off",
-        'the model has recurrent states, and the settings lack "recurrent": "exact"',
+        'the model has recurrent states, and the settings lack "recurrent": "exact"{or_auto}',
         {"recurrent": GATED_DELTA, "dtype": "bfloat16"},
     ),
+    ON_CPUS,
     Rule(
         "fast states on CPUs",
         "windows",
@@ -198,6 +198,7 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "moves those states by Triton kernels alone: set enable_prefix_caching to False",
         {**_WITH_STATES, "cached_states": True},
     ),
+    *CHOICE_RULES,
     Rule(
         "states wait for the commit",
         "others",

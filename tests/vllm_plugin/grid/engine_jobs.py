@@ -251,7 +251,7 @@ STATES = {
     **{"two-ranks": 40, "two-ranks-greedy": 30, "windows": 13, "nemotron_h": 8, "lfm2": 6},
     **dict.fromkeys(("greedy", "forced", "mamba2", "falcon_h1", "falcon_h1-greedy"), 5),
     **dict.fromkeys(("nemotron_h-greedy", "mamba2-greedy", "lfm2-greedy"), 3),
-    **dict.fromkeys(("stock", "raise", "mamba2-stock"), 2),
+    **dict.fromkeys(("stock", "raise", "mamba2-stock", "chosen"), 2),
 }
 
 #: Engines of ``tests/vllm_plugin/connectors/connected_engines.py``: weights, and the policies.

@@ -46,6 +46,7 @@ class StateProbe(Faults, StateOracle):
         config = runner.kv_cache_config
         at_once = get_max_concurrency_for_kv_cache_config(runner.vllm_config, config)
         return {
+            "runner": type(runner).__name__,
             "blocks_per_request": config.num_blocks / at_once,
             "state_blocks": sorted({1 + s.num_speculative_blocks for s in states.values()}),
             "block_bytes": [s.page_size_bytes for s in states.values()],

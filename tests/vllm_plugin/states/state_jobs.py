@@ -80,6 +80,7 @@ JOBS = {
     ),
     "greedy": Job(scenarios=SCENARIOS, speculates=False),
     "stock": Job(scenarios=["chunked"], watched=False, blocks=120),
+    "chosen": Job(scenarios=[], kvtxn=EXACT | {"recurrent": "auto"}, watched=False, blocks=120),
     "raise": Job(scenarios=["chunked@half_advance"], kvtxn=EXACT | {"on_error": "raise"}),
     "forced": Job(scenarios=[], kvtxn=EXACT, forced=True),
     "two-ranks": Job(scenarios=["one", "chunked"], kvtxn=EXACT, model="qwen3next_two", ranks=2),

@@ -149,6 +149,14 @@ def test_a_request_has_one_state(found):
     assert stock["past"] == [7, 7]
 
 
+def test_auto_leaves_states_to_stock_on_a_cpu(found):
+    """Its caches are stock's, and no class of vLLM's is replaced: windows would change the text."""
+    chosen, stock = found("chosen"), found("stock")
+    for part in ("runner", "state_blocks", "blocks_per_request", "past"):
+        assert chosen[part] == stock[part]
+    assert found("windows")["runner"] != stock["runner"]
+
+
 def test_every_hook_is_undone(found):
     """And vLLM's own operator refuses drafts over caches with one state per request."""
     undone = found("windows")["undone"]

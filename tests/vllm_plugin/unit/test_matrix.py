@@ -105,6 +105,8 @@ def test_of_hybrids_on_gpus_it_says_which_were_seen():
     assert seen.endswith("; deferred" + told)
     assert "on FLASH_ATTN | bfloat16 | one worker: deferred, undo by name" in seen
     assert any("fp8" in line for line in mixed if line != seen)
+    [chosen] = [line for line in lines if line.endswith('; seen running: Qwen3.5, with "exact"')]
+    assert chosen.startswith('Qwen3.5 with "recurrent": "auto" where its rule takes "exact" on ')
     [gated] = [line for line in lines if line.endswith("; seen running: Qwen3.5")]
     assert gated.startswith('Qwen3-Next, Qwen3.5 with "recurrent": "exact" on FLASH_ATTN |')
 

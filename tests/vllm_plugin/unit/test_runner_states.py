@@ -19,7 +19,9 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu import runner as gpu_runner
     from kvtxn.integrations.vllm_plugin.gpu import runner_states
     from kvtxn.integrations.vllm_plugin.internals import held_states, state_sizes
+    from kvtxn.integrations.vllm_plugin.internals.layers import attention_of
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
+    from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
     from kvtxn.integrations.vllm_plugin.settings import PluginSettings
 
     from kvtxn import KVTxnError, TxnConfig
@@ -225,6 +227,58 @@ def test_the_setting_chooses_the_kernels(runner):
     runner.initialize_kv_cache(None, is_profiling=True)
     assert "_forward_core" in vars(layer)
     runner.kvtxn_undo.close()
+
+
+def test_auto_is_exact_where_its_rule_takes_it(runner, monkeypatch):
+    """With stock's kernels and one state per request; the log says why. Else nothing is hooked."""
+    taken = attrs.evolve(EngineFacts(flash=3), **TAKEN)
+    runner.kvtxn_settings = attrs.evolve(runner.kvtxn_settings, recurrent="auto")
+    for facts, blocks in ((attrs.evolve(taken, gain=1.2), 3), (taken, 0)):
+        runner.kvtxn_one_state = None
+        monkeypatch.setattr(runner_states, "runner_facts", lambda _, facts=facts: facts)
+        assert runner.get_kv_cache_spec()["it"].num_speculative_blocks == blocks
+        assert (runner.kvtxn_bytes_of_states() > 0) == (blocks == 0)
+    runner.initialize_kv_cache(None)
+    [told] = runner.opened
+    assert told["recurrent"] == "exact"
+    assert told["recurrent_why"].startswith('"auto" takes "exact": 2.09 times as many requests')
+    assert "of stock's time" in told["with_fast"]
+    assert runner.kvtxn_states._replayed is None
+    runner.kvtxn_undo.close()
+
+
+@pytest.mark.parametrize(("attention", "one_state"), [("FLASH_ATTN", True), ("TREE_ATTN", False)])
+def test_the_attention_is_known_before_the_caches(runner, monkeypatch, attention, one_state):
+    """An attention backend that kvtxn does not know leaves the engine to stock, which then runs."""
+    monkeypatch.setattr(runner_states, "attention_of", lambda *_: attention)
+    specs = runner.get_kv_cache_spec()
+    assert (specs["it"].num_speculative_blocks == 0) == one_state
+    runner.opened = []
+    monkeypatch.setattr(runner_module, "open_steps", lambda _: None)
+    if not one_state:
+        runner.initialize_kv_cache(None)
+        assert runner.kvtxn_states is None
+
+
+def test_of_layers_that_differ_an_unknown_attention_counts(monkeypatch):
+    """It is read from the loaded model's layers of attention; a drafter's are left out."""
+    from vllm.model_executor.layers.attention import Attention
+
+    def layer(name):
+        found = Attention.__new__(Attention)
+        vars(found)["get_attn_backend"] = lambda: SimpleNamespace(get_name=lambda: name)
+        return found
+
+    layers = {"a": layer("FLASH_ATTN"), "b": layer("TREE_ATTN"), "c": layer("UNKNOWN"), "d": 1}
+    own = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        speculator=SimpleNamespace(draft_attn_layer_names={"c"}),
+    )
+    assert attention_of(own, "cuda") == "TREE_ATTN"
+    layers.pop("b")
+    assert attention_of(own, "cuda") == "FLASH_ATTN"
+    layers.clear()
+    assert attention_of(own, "cuda") is None
 
 
 def test_an_engine_without_steps_does_not_start(runner, monkeypatch):

@@ -43,7 +43,8 @@ def test_the_setting_is_off_unless_it_is_given():
 @pytest.mark.parametrize(
     ("given", "device", "says"),
     [
-        ({"policy": "auto", "recurrent": "bits"}, "cpu", "one of 'off', 'exact', 'fast'"),
+        ({"policy": "auto", "recurrent": "bits"}, "cpu", "one of 'off', 'exact', 'fast', 'auto'"),
+        ({"audit": "ledger", "recurrent": "auto"}, "cuda", "without a policy: no window"),
         ({"policy": "auto", "recurrent": "fast"}, "cpu", "vLLM's own operator is exact there"),
         ({"policy": "auto", "recurrent": "exact"}, "xpu", "on CPUs and GPUs only"),
         ({"policy": "auto", "recurrent": "fast"}, "cpu", 'has no faster one.*; use "exact"'),
@@ -79,7 +80,7 @@ def test_what_rules_deferred_out_leaves_nothing_else():
     [
         ({"states": "off"}, 'the settings lack "recurrent": "exact"'),
         ({"recurrent": OTHER_STATES}, "of no other recurrent layers"),
-        ({**ON_GPU, "states": "off"}, 'the settings lack "recurrent": "exact"'),
+        ({**ON_GPU, "states": "off"}, 'the settings lack "recurrent": "exact" or "auto"'),
         ({"states": "fast"}, 'set "recurrent" to "exact"'),
         ({**ON_GPU, "runner": "v1"}, "V2 model runner alone"),
         ({**ON_GPU, "tensor_parallel": 2}, "under tensor parallelism"),
