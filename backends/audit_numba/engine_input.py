@@ -1,8 +1,33 @@
-"""What an engine says of a step, compiled: its buffers are copied, its sampled tokens counted."""
+"""What an engine says, compiled: requests begin, a step is copied, sampled tokens are counted."""
 
 from __future__ import annotations
 
-from .words import compiled
+from typing import Final
+
+from ...audit import beginning as field
+from ...audit import books as book
+from .words import compiled, term
+
+LINE, SERIAL, BEGIN, COUNT = field.LINE, field.SERIAL, field.BEGIN, field.COUNT
+SEED, AGAIN, FIELDS = field.SEED, field.AGAIN, field.NUM_FIELDS
+OWNER: Final = book.SERIAL
+OUTSIDE, KNOWN, DURABLE = book.OUTSIDE, book.KNOWN, book.DURABLE
+
+
+@compiled
+def begin_requests(packed, num_tokens, num_requests, key, own, facts):
+    """Begin requests; see ``Passes.begin``. ``packed`` is that of ``Beginning``."""
+    for number in range(num_requests):
+        given = packed[num_tokens + number * FIELDS :]
+        line, begin, count, digest = given[LINE], given[BEGIN], given[COUNT], given[SEED]
+        own[line, 0] = digest
+        for position in range(count):
+            digest += term(packed[begin + position], position, key)
+            own[line, position + 1] = digest
+        durable = min(facts[DURABLE, line], count) if given[AGAIN] else count
+        facts[:, line] = -1
+        facts[OWNER, line], facts[OUTSIDE, line] = given[SERIAL], 0
+        facts[KNOWN, line], facts[DURABLE, line] = count, durable
 
 
 @compiled

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...audit import books as book
 from ...audit import rows
+from ...audit.beginning import Beginning
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
 from ...audit.byte_passes import BytePasses
@@ -25,7 +26,7 @@ from ...audit.step import Step
 from ...audit.step_buffers import StepBuffers
 from ...audit.torch_passes import TorchPasses
 from .compare_rows import compare_rows, compare_states, compare_stretches
-from .engine_input import copy_step, count_tokens, reaches
+from .engine_input import begin_requests, copy_step, count_tokens, reaches
 from .numba_byte_passes import NumbaBytePasses
 from .requests import fill_first, well_formed
 from .step_arrays import NONE, StepArrays, StepReader, ints
@@ -84,6 +85,7 @@ class NumbaPasses(TorchPasses):
         self.resolve(step, none, None)
         self.resolve_taken(step, none, None)
         self.reaches(step, none)
+        self.begin(Beginning(none, 0, 0))
         no_ids = torch.zeros(0, 1, dtype=torch.int32)
         self.count(no_ids, torch.zeros(0, dtype=torch.bool), 0, none, no_ids.long())
         self._counters[:], self._fingerprints[:] = before
@@ -114,6 +116,11 @@ class NumbaPasses(TorchPasses):
             return self._read.read(step)
         fill_first(read.starts, read.positions, read.first[: len(read.lines)], read.num_rows)
         return read
+
+    def begin(self, beginning: Beginning) -> None:
+        """Do what ``Passes.begin`` says."""
+        numbers = beginning.num_tokens, beginning.num_requests
+        begin_requests(beginning.packed.numpy(), *numbers, self._key, self._own, self._facts)
 
     def copy_step(
         self,

@@ -153,7 +153,8 @@ class AuditedRunnerV1(AuditedRunner):
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Tell the ledger of a NaN that came out, and which drafts were accepted."""
         rows, self.kvtxn_outputs = self.kvtxn_outputs, None
-        if rows is not None and logits is not None:
+        looks = self.kvtxn_audit is not None and self.kvtxn_audit.scrub is not None
+        if rows is not None and logits is not None and looks:
             self.kvtxn_tell(lambda watch: watch.came_out(logits, rows))
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         if rows is not None:
