@@ -106,3 +106,10 @@ def mamba2() -> Any:
     module = load("model_executor/layers/mamba/ops/mamba_ssm.py")
     module.softplus, module.fast_exp = softplus, fast_exp
     return module.selective_state_update
+
+
+def olmo_delta() -> Any:
+    """The kernel of gated delta nets of OLMo hybrid."""
+    module = load("third_party/flash_linear_attention/ops/fused_recurrent.py")
+    module.exp = fast_exp
+    return module.fused_recurrent_gated_delta_rule

@@ -9,7 +9,14 @@ from typing import Any, Final
 import attrs
 
 from ..policy import releases, supported
-from ..policy.engine import GATED_DELTA, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
+from ..policy.engine import (
+    GATED_DELTA,
+    MAMBA2,
+    OLMO_DELTA,
+    OTHER_STATES,
+    SHORT_CONV,
+    EngineFacts,
+)
 from ..policy.state_choice import TOKENS
 from ..settings import asked_states, wants
 from . import Foreign, flash, state_share, workers
@@ -133,6 +140,7 @@ def runner_facts(runner: Any) -> EngineFacts:
 #: Model types, by the kind of their recurrent layers; see ``state_layers.kind_of``.
 _STATES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), GATED_DELTA),
+    "olmo_hybrid": OLMO_DELTA,
     **dict.fromkeys(("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1"), MAMBA2),
     **dict.fromkeys(("lfm2", "lfm2_moe"), SHORT_CONV),
 }

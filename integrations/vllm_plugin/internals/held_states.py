@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ....errors import KVTxnError, LayerError
 from ....log import get_logger
-from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
+from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
+from .olmo_rows import OlmoDeltaRows
 from .replayed_rows import ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers
 from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
@@ -43,6 +44,7 @@ METHODS: Final = {
 #: By kind of layer, the field of its metadata that has the blocks of requests with drafts.
 _TABLES: Final[Mapping[str, str]] = {
     GATED_DELTA: "spec_state_indices_tensor",
+    OLMO_DELTA: "spec_state_indices_tensor",
     MAMBA2: "state_indices_tensor_d",
     SHORT_CONV: "state_indices_tensor_d",
 }
@@ -172,6 +174,8 @@ class HeldStates:
                     shape = 2, rows, heads, module.head_v_dim
                     shared = torch.zeros(shape, dtype=dtype, device=device).unbind()
                 made.append(GatedDeltaRows(layer, self.tables, group, rows, dtype, shared))
+            elif layer.kind == OLMO_DELTA:
+                made.append(OlmoDeltaRows(layer, self.tables, group, rows, dtype))
             elif layer.kind == MAMBA2:
                 if shared is None:
                     heads = module.num_heads // module.tp_size
@@ -358,6 +362,7 @@ def _mamba2_step(given: Any, metadata: Any) -> VerifyStep | None:
 
 _STEPS: Final[Mapping[str, Callable[[Any, Any], VerifyStep | None]]] = {
     GATED_DELTA: _gated_delta_step,
+    OLMO_DELTA: _gated_delta_step,
     MAMBA2: _mamba2_step,
 }
 

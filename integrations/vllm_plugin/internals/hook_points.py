@@ -22,6 +22,7 @@ from . import (
     held_states,
     layers,
     mixers,
+    olmo_rows,
     scheduling,
     state_layers,
     verified_rows,
@@ -44,6 +45,7 @@ _LATENT: Final = f"{_LAYERS}.attention.mla_attention"
 _TRITON: Final = "vllm.v1.attention.backends.triton_attn"
 _OPS: Final = "vllm.v1.attention.ops"
 _MAMBA_COPIES: Final = "vllm.v1.worker.mamba_utils"
+_FLA: Final = "vllm.third_party.flash_linear_attention.ops"
 _CONNECTORS: Final = "vllm.distributed.kv_transfer"
 
 #: Methods of the runners that are not replaced, but say in which order the replaced ones run.
@@ -230,8 +232,14 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention",
             (*verified_rows.LAUNCHES[GATED_DELTA], *gated_delta_hooks.NORM),
         ),
-        "vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating"
-        ".fused_sigmoid_gating_delta_rule_update",
+        *_of(
+            f"{_LAYERS}.mamba.gdn.olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention",
+            olmo_rows.METHODS,
+        ),
+        f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule",
+        f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_fwd",
+        f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel",
+        f"{_FLA}.fused_sigmoid_gating.fused_sigmoid_gating_delta_rule_update",
         *_of(
             "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState",
             held_states.METHODS,

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
+from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign
 
 #: Methods of the runner that states need, beside those in ``batches.V1_METHODS``.
@@ -19,6 +19,7 @@ METHODS: Final = {"get_kv_cache_spec": ()}
 #: By the name of vLLM's class, since not every release has its module.
 KINDS: Final[Mapping[str, str]] = {
     "QwenGatedDeltaNetAttention": GATED_DELTA,
+    "OlmoHybridGatedDeltaNetAttention": OLMO_DELTA,
     "MambaMixer2": MAMBA2,
     "ShortConv": SHORT_CONV,
 }

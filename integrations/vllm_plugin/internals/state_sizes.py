@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....backends.gated_delta import DeltaRows
-from ..policy.engine import GATED_DELTA
+from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from . import config
 from .commit_graphs import BRANCHES, uses_graphs
 from .replayed_rows import sizes_of
@@ -26,10 +26,11 @@ def bytes_of_buffers(runner: Any, *, fast: bool = False) -> int:
 def bytes_of_graphs(runner: Any, kinds: Sequence[tuple[Any, str]]) -> int:
     """Return the bytes of outputs that captured commits write and nobody reads.
 
-    vLLM's Triton kernel of gated delta nets makes them anew for each layer; those of the layers in
+    vLLM's Triton kernels of gated delta nets make them anew for each layer; those of the layers in
     one branch of a graph take each other's place.
     """
-    sizes = [module.value_dim // module.tp_size for module, kind in kinds if kind == GATED_DELTA]
+    makes = (GATED_DELTA, OLMO_DELTA)
+    sizes = [module.value_dim // module.tp_size for module, kind in kinds if kind in makes]
     most = sum(sizes[:BRANCHES])
     return most_rows(runner) * int(most) * int(runner.dtype.itemsize)
 
@@ -66,7 +67,9 @@ def _scratch_elements(module: Any, kind: str) -> int:
     """Return how many numbers per row the commits write that nobody reads."""
     if kind == GATED_DELTA:
         return 2 * int(module.value_dim // module.tp_size)
-    return int(module.num_heads // module.tp_size * module.head_dim)
+    if kind == MAMBA2:
+        return int(module.num_heads // module.tp_size * module.head_dim)
+    return 0
 
 
 def found_kinds(modules: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from ..policy.engine import GATED_DELTA, MAMBA2
-from . import gated_delta_hooks
+from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
+from . import gated_delta_hooks, olmo_rows
 from .gated_delta_hooks import FUSED, with_globals
 from .state_layers import StateLayer
 from .state_tables import StateCommits, StateTables, VerifyStep
@@ -27,6 +27,7 @@ from .state_tables import StateCommits, StateTables, VerifyStep
 #: vLLM's methods that contain a kernel's launch, by kind of layer, with their parameters.
 LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     GATED_DELTA: gated_delta_hooks.METHODS,
+    OLMO_DELTA: olmo_rows.METHODS,
     MAMBA2: {"conv_ssm_forward": ("projected_states", "output")},
 }
 
@@ -49,6 +50,8 @@ def row_elements(module: Any, kind: str) -> int:
     ranks = module.tp_size
     if kind == GATED_DELTA:
         return int((2 * module.key_dim + module.value_dim + 2 * module.num_v_heads) // ranks)
+    if kind == OLMO_DELTA:
+        return olmo_rows.row_elements(module)
     if kind == MAMBA2:
         groups = 2 * module.n_groups * module.ssm_state_size
         return int((module.num_heads * (module.head_dim + 1) + groups) // ranks)

@@ -10,9 +10,10 @@ from . import supported
 
 #: Kinds of recurrent layers: those whose operators kvtxn knows, and all others.
 GATED_DELTA: Final = "gated delta nets"
+OLMO_DELTA: Final = "gated delta nets of OLMo hybrid"
 MAMBA2: Final = "Mamba-2 layers"
 SHORT_CONV: Final = "short convolutions"
-KNOWN_STATES: Final = (GATED_DELTA, MAMBA2, SHORT_CONV)
+KNOWN_STATES: Final = (GATED_DELTA, OLMO_DELTA, MAMBA2, SHORT_CONV)
 OTHER_STATES: Final = "other recurrent layers"
 
 

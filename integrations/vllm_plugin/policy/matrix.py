@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import attrs
 
-from .engine import GATED_DELTA, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
+from .engine import GATED_DELTA, MAMBA2, OLMO_DELTA, OTHER_STATES, SHORT_CONV, EngineFacts
 from .rule_type import Decision
 from .rules import decide
 from .state_choice import TAKEN
@@ -25,6 +25,7 @@ SINKS: Final = "gpt-oss (sinks)"
 STATES: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "exact"'
 FAST: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "fast"'
 CHOSEN: Final = 'Qwen3.5 with "recurrent": "auto" where its rule takes "exact"'
+OLMO: Final = 'OLMo hybrid with "recurrent": "exact"'
 MIXED: Final = 'Nemotron-H, Granite 4, Falcon-H1, Mamba-2 with "recurrent": "exact"'
 CONVOLVED: Final = 'LFM2 with "recurrent": "exact"'
 SHARED: Final = "Gemma3n (layers share rows)"
@@ -39,9 +40,10 @@ FAMILIES: Final[Mapping[str, Changes]] = {
     STATES: {"recurrent": GATED_DELTA, "states": "exact", "dtype": "bfloat16"},  # over fp8, too
     FAST: {"recurrent": GATED_DELTA, "states": "fast", "dtype": "bfloat16"},
     CHOSEN: {name: fact for name, fact in TAKEN.items() if name not in ("device", "runner")},
+    OLMO: {"recurrent": OLMO_DELTA, "states": "exact"},
     MIXED: {"recurrent": MAMBA2, "states": "exact"},
     CONVOLVED: {"recurrent": SHORT_CONV, "states": "exact"},
-    "Jamba, OLMo hybrid (recurrent)": {"recurrent": OTHER_STATES},
+    "Jamba, Kimi (recurrent)": {"recurrent": OTHER_STATES},
 }
 
 FORMATS: Final[Mapping[str, Changes]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import attrs
 
@@ -16,6 +16,10 @@ class Decision(NamedTuple):
 
     policy: str
     reason: str
+
+
+#: Ends a reason where nothing but a check on several GPUs is missing.
+_TRIAL: Final = '; "unchecked": true lets "recurrent": "exact" start'
 
 
 @attrs.frozen
@@ -33,8 +37,9 @@ class Rule:
             ``{connector}`` that of ``connector``, ``{no_rows}`` says why the attention does not
             read blocks of one row, and ``{state_releases}`` are the releases whose
             recurrent layers were checked on the engine's device, and ``{or_auto}`` is another value
-            of the setting ``recurrent`` there. States of no known dtype, before the model is
-            loaded, are "recurrent".
+            of the setting ``recurrent`` there, and ``{trial}`` the setting that lets states over
+            ranks start there. States of no known dtype, before the model is loaded, are
+            "recurrent".
         example: facts of an engine that the rule concerns; all its other facts are the defaults of
             ``EngineFacts``.
     """
@@ -54,6 +59,7 @@ class Rule:
             "no_rows": supported.reads_no_rows(facts.attention, facts.flash),
             "state_dtype": facts.state_dtype or "recurrent",
             "or_auto": ' or "auto"' if facts.device == "cuda" else "",
+            "trial": _TRIAL if facts.device == "cuda" else "",
         }
         return self.reason.format_map(attrs.asdict(facts) | found)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from .engine import GATED_DELTA, KNOWN_STATES, EngineFacts
+from .engine import GATED_DELTA, KNOWN_STATES, OLMO_DELTA, EngineFacts
 from .rule_type import Rule
 
 #: "auto" takes "exact" where more requests than these may run at once. Up to so many, the kernels
@@ -116,7 +116,7 @@ _INSTEAD: Final = 'set "recurrent" to "exact" to hold them anyway'
 ON_CPUS: Final = Rule(
     "states chosen on CPUs",
     "windows",
-    lambda f: _auto(f) and f.device == "cpu",
+    lambda f: _auto(f) and f.device == "cpu" and f.recurrent != OLMO_DELTA,
     f"{_LEAVES}, whose text with drafts is not greedy's on a CPU: windows would change it; set "
     '"recurrent" to "exact" for the text of greedy decoding',
     {"recurrent": GATED_DELTA, "states": "auto", "dtype": "bfloat16"},

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Final
 
 from . import supported
-from .engine import GATED_DELTA, KNOWN_STATES, MAMBA2, OTHER_STATES, SHORT_CONV, EngineFacts
+from .engine import (
+    GATED_DELTA,
+    KNOWN_STATES,
+    MAMBA2,
+    OLMO_DELTA,
+    OTHER_STATES,
+    SHORT_CONV,
+    EngineFacts,
+)
 from .rule_type import Rule
 from .state_choice import CHOICE_RULES, ON_CPUS, by_requests
 
@@ -16,6 +24,7 @@ _DEVICES: Final = ("cpu", "cuda")
 #: Dtypes that were checked on a CPU: of a model, and of its states.
 _CHECKED: Final = {
     GATED_DELTA: (("bfloat16", "float32"),),
+    OLMO_DELTA: (),
     MAMBA2: (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")),
     SHORT_CONV: (("float32", "float32"), ("bfloat16", "bfloat16")),
 }
@@ -24,9 +33,16 @@ _CHECKED: Final = {
 _ON_GPU: Final = (("bfloat16", "float32"), ("bfloat16", "bfloat16"))
 
 
+def _known(facts: EngineFacts) -> bool:
+    """Tell whether kvtxn knows the operators of the model's recurrent layers on this device."""
+    if facts.recurrent == OLMO_DELTA:
+        return facts.device == "cuda"
+    return facts.device in _DEVICES and facts.recurrent in KNOWN_STATES
+
+
 def _asked(facts: EngineFacts) -> bool:
     """Tell whether states are to be in the windows, of layers that kvtxn knows."""
-    return facts.device in _DEVICES and facts.recurrent in KNOWN_STATES and facts.states != "off"
+    return _known(facts) and facts.states != "off"
 
 
 def _on_gpu(facts: EngineFacts) -> bool:
@@ -67,7 +83,9 @@ def _over_ranks(facts: EngineFacts) -> bool:
 
 
 #: Says why an engine with other recurrent layers cannot have "fast".
-NO_FAST_FORM: Final = "kvtxn has fast kernels for gated delta nets, and none for {recurrent}"
+NO_FAST_FORM: Final = (
+    "kvtxn has fast kernels for the gated delta nets of Qwen, and none for {recurrent}"
+)
 
 #: By value of ``recurrent``, what it does on a GPU; the doctor and the documents say it.
 PROMISES: Final[Mapping[str, str]] = {
@@ -93,7 +111,7 @@ def measured_fast() -> str:
 
 def without_fast_form(facts: EngineFacts) -> bool:
     """Tell whether kvtxn knows a model's recurrent layers, and has no fast kernels for them."""
-    return facts.recurrent in (MAMBA2, SHORT_CONV)
+    return facts.recurrent in (OLMO_DELTA, MAMBA2, SHORT_CONV)
 
 
 #: An engine whose states are in the windows.
@@ -107,15 +125,23 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "other states",
         "windows",
         lambda f: f.device in _DEVICES and f.recurrent == OTHER_STATES,
-        "kvtxn knows vLLM's operators of gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 "
-        "(Nemotron-H, Granite 4, Falcon-H1) and short convolutions (LFM2), and of no other "
-        "recurrent layers",
+        "kvtxn knows vLLM's operators of gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid), "
+        "Mamba-2 (Nemotron-H, Granite 4, Falcon-H1) and short convolutions (LFM2); of other "
+        "recurrent layers it would have to know which states a verify step reads and writes",
         {"recurrent": OTHER_STATES},
+    ),
+    Rule(
+        "states by Triton alone",
+        "windows",
+        lambda f: f.device == "cpu" and f.recurrent == OLMO_DELTA,
+        "vLLM computes {recurrent} by Triton kernels alone, which need a GPU, with or without "
+        "kvtxn",
+        {"recurrent": OLMO_DELTA},
     ),
     Rule(
         "states not asked for",
         "windows",
-        lambda f: f.device in _DEVICES and f.recurrent in KNOWN_STATES and f.states == "off",
+        lambda f: _known(f) and f.states == "off",
         'the model has recurrent states, and the settings lack "recurrent": "exact"{or_auto}',
         {"recurrent": GATED_DELTA, "dtype": "bfloat16"},
     ),
@@ -151,14 +177,17 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "states with the V1 runner",
         "windows",
         lambda f: _on_gpu(f) and f.runner == "v1",
-        "on GPUs kvtxn knows the recurrent states of vLLM's V2 model runner alone",
+        "on GPUs kvtxn knows the recurrent states of vLLM's V2 model runner alone: with V1 the "
+        "steps of states would have to begin in _build_attention_metadata, and their commits in "
+        "_update_states_after_model_execute",
         {**_WITH_STATES_ON_GPU, "runner": "v1"},
     ),
     Rule(
         "states over stages",
         "windows",
         lambda f: _on_gpu(f) and f.pipeline_parallel > 1,
-        "kvtxn was not checked with recurrent states under pipeline parallelism",
+        "kvtxn was not checked with recurrent states under pipeline parallelism: each step that is "
+        "under way would need buffers of its own for rows",
         {**_WITH_STATES_ON_GPU, "pipeline_parallel": 2},
     ),
     Rule(
@@ -179,15 +208,15 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "states over ranks",
         "windows",
         lambda f: _asked(f) and f.tensor_parallel > 1 and not _over_ranks(f),
-        "kvtxn was not checked with {recurrent} under tensor parallelism on device {device}",
+        "kvtxn was not checked with {recurrent} under tensor parallelism on device {device}{trial}",
         {**_WITH_STATES, "recurrent": MAMBA2, "tensor_parallel": 2},
     ),
     Rule(
-        # A connector would have to read a state after the states' own commit.
         "states beside a connector",
         "windows",
         lambda f: _asked(f) and bool(f.connectors),
-        "kvtxn was not checked with recurrent states beside a KV connector",
+        "kvtxn was not checked with recurrent states beside a KV connector, which would have to "
+        "read them after their commit",
         {**_WITH_STATES, "connectors": ("ExampleConnector",)},
     ),
     Rule(

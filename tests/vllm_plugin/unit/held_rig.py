@@ -1,7 +1,7 @@
 """Layers that hold states, and the same layers of vLLM's own: a step's calls, on both sides.
 
 vLLM's own code runs: its layers' methods, its builders' metadata classes, and its kernels through
-Triton's interpreter; the convolution alone is written out here, and is the same on both sides.
+Triton's interpreter; what ``held_layers`` writes out is the same on both sides.
 """
 
 from __future__ import annotations
@@ -12,130 +12,26 @@ import attrs
 import interpreted
 import pytest
 import torch
+from held_layers import (
+    BLOCKS,
+    DELTAS,
+    DRAFTS,
+    HEADS,
+    KINDS,
+    REQUESTS,
+    SIZE,
+    WIDTH,
+    Layer,
+)
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.internals.commit_graphs import Capture
 from kvtxn.integrations.vllm_plugin.internals.gated_delta_hooks import with_globals
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from kvtxn.integrations.vllm_plugin.policy.engine import MAMBA2
 from torch import Tensor
 
 with importing_kernels():  # before a step imports them, and so as its interpreter's
     import kvtxn.backends.recurrent.stage  # noqa: F401
-
-DRAFTS, REQUESTS, BLOCKS = 3, 4, 20
-HEADS, KEY_HEADS, SIZE, WIDTH = 2, 1, 16, 4
-
-
-def convolve(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    *,
-    conv_state_indices: Tensor,
-    num_accepted_tokens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    validate_data: bool = False,
-) -> Tensor:
-    """Convolve the rows of a verify step as vLLM does: one window, read where drafts ended."""
-    assert max_query_len == DRAFTS + 1
-    indices = conv_state_indices if conv_state_indices.ndim == 1 else conv_state_indices[:, 0]
-    out, width = x.clone(), weight.shape[1]
-    for place, block in enumerate(indices.tolist()):
-        start, end = query_start_loc[place : place + 2].tolist()
-        if not block or start == end:
-            continue
-        at = int(num_accepted_tokens[place]) - 1
-        past = conv_state[block][:, at : at + width - 1]
-        window = torch.cat([past, x[start:end].T], 1)
-        for row in range(end - start):
-            made = (window[:, row : row + width].float() * weight.float()).sum(1)
-            out[start + row] = torch.nn.functional.silu(made).to(x.dtype)
-        kept = window[:, 1:]
-        conv_state[block][:, : kept.shape[1]] = kept
-    return out
-
-
-class Layer(SimpleNamespace):
-    """What vLLM's layer has, as far as its methods ask."""
-
-
-def gated_delta(dtype: torch.dtype) -> tuple[type, dict[str, object], tuple[int, ...]]:
-    """A class with vLLM's method, the values of its objects, and the shape of a state."""
-    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as own
-
-    keys, values = KEY_HEADS * SIZE, HEADS * SIZE
-    channels = 2 * keys + values
-    kernel = interpreted.gated_delta()
-    names = {
-        "causal_conv1d_update": convolve,
-        "fused_sigmoid_gating_delta_rule_update": kernel,
-        "is_conv_state_dim_first": lambda: False,
-    }
-    real = own.QwenGatedDeltaNetAttention
-    methods = {
-        "_forward_core": with_globals(real._forward_core, **names),
-        "rearrange_mixed_qkv": real.rearrange_mixed_qkv,
-    }
-    kind = type("QwenGatedDeltaNetAttention", (Layer,), methods)
-    given = {
-        "key_dim": keys,
-        "value_dim": values,
-        "num_k_heads": KEY_HEADS,
-        "num_v_heads": HEADS,
-        "head_k_dim": SIZE,
-        "head_v_dim": SIZE,
-        "A_log": torch.randn(HEADS),
-        "dt_bias": torch.randn(HEADS).to(dtype),
-        "conv1d": SimpleNamespace(weight=torch.randn(channels, 1, WIDTH).to(dtype), bias=None),
-        "activation": "silu",
-        "enable_packed_recurrent_decode": True,
-        "channels": channels,
-    }
-    return kind, given, (HEADS, SIZE, SIZE)
-
-
-def mamba2(dtype: torch.dtype) -> tuple[type, dict[str, object], tuple[int, ...]]:
-    """The same for a Mamba-2 layer."""
-    from vllm.model_executor.layers.mamba import mamba_mixer2 as own
-
-    inner, groups = HEADS * SIZE, 1
-    channels = inner + 2 * groups * SIZE
-    names = {
-        "causal_conv1d_update": lambda *args, **more: convolve(
-            *args[:5], **more, validate_data=False
-        ),
-        "is_conv_state_dim_first": lambda: False,
-    }
-    methods = {"conv_ssm_forward": with_globals(own.MambaMixer2.conv_ssm_forward, **names)}
-    kind = type("MambaMixer2", (Layer,), methods)
-    given = {
-        "num_heads": HEADS,
-        "head_dim": SIZE,
-        "ssm_state_size": SIZE,
-        "n_groups": groups,
-        "num_spec": DRAFTS,
-        "use_replayssm": False,
-        "cache_config": SimpleNamespace(),
-        "tped_intermediate_size": inner,
-        "tped_conv_size": channels,
-        "tped_dt_size": HEADS,
-        "conv_weights": torch.randn(channels, WIDTH).to(dtype),
-        "conv1d": SimpleNamespace(bias=None),
-        "activation": "silu",
-        "split_hidden_states_B_C_fn": lambda rows: rows.split([inner, SIZE, SIZE], dim=-1),
-        "A": -torch.rand(HEADS),
-        "D": torch.randn(HEADS),
-        "dt_bias": torch.randn(HEADS),
-        "is_blackwell": False,
-        "channels": channels,
-    }
-    return kind, given, (HEADS, SIZE, SIZE)
-
-
-KINDS = {GATED_DELTA: gated_delta, MAMBA2: mamba2}
 
 
 @attrs.define(eq=False)
@@ -154,7 +50,7 @@ def metadata(kind: str, table: Tensor, lengths: list[int], accepted: Tensor) -> 
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     rows, count = sum(lengths), len(lengths)
     none = {"num_prefills": 0, "num_prefill_tokens": 0}
-    if kind == GATED_DELTA:
+    if kind in DELTAS:
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
         return GDNAttentionMetadata(
@@ -168,6 +64,8 @@ def metadata(kind: str, table: Tensor, lengths: list[int], accepted: Tensor) -> 
             spec_state_indices_tensor=table,
             spec_sequence_masks=torch.ones(count, dtype=torch.bool),
             spec_sequence_masks_cpu=torch.ones(count, dtype=torch.bool),
+            spec_token_indx=torch.arange(rows),
+            non_spec_token_indx=torch.arange(0),
             num_accepted_tokens=accepted,
         )
     from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
@@ -200,12 +98,15 @@ class Rig:
         make: Capture | None = None,
     ) -> None:
         from vllm.model_executor.layers.mamba import mamba_mixer2
+        from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
         from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
 
         torch.manual_seed(0)
         self.kind, self.dtype, self.make = kind, torch.bfloat16, make
         kernel = interpreted.gated_delta()
         monkeypatch.setattr(qwen, "fused_sigmoid_gating_delta_rule_update", kernel)
+        kernel = interpreted.olmo_delta()
+        monkeypatch.setattr(olmo, "fused_recurrent_gated_delta_rule", kernel)
         monkeypatch.setattr(mamba_mixer2, "selective_state_update", interpreted.mamba2())
         monkeypatch.setattr(
             "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first", lambda: False
@@ -228,7 +129,7 @@ class Rig:
                 stock.layer.kv_cache[cache][stock.table[request, 0]] = first
         # vLLM's methods look their globals up where the rig has put them.
         for side in self.sides:
-            name = "_forward_core" if kind == GATED_DELTA else "conv_ssm_forward"
+            name = "_forward_core" if kind in DELTAS else "conv_ssm_forward"
             own = with_globals(
                 getattr(cls, name),
                 get_forward_context=lambda: self.context,
@@ -271,7 +172,7 @@ class Rig:
         if side is self.sides[1]:
             self.states.begin(self.context.attn_metadata, self.batch)
         out = torch.zeros(rows.shape[0], HEADS, SIZE, dtype=self.dtype)
-        if self.kind == GATED_DELTA:
+        if self.kind in DELTAS:
             b, a = more.unbind(1)
             layer._forward_core(mixed_qkv=rows.clone(), b=b, a=a, core_attn_out=out)
         else:
@@ -333,7 +234,10 @@ def built(kind, rig, batch, *, full):
     from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    maker = {GATED_DELTA: GDNAttentionMetadataBuilder, MAMBA2: Mamba2AttentionMetadataBuilder}
+    maker = {
+        **dict.fromkeys(DELTAS, GDNAttentionMetadataBuilder),
+        MAMBA2: Mamba2AttentionMetadataBuilder,
+    }
     padding = [(0, -1)] * 2 if full else []
     lengths, drafts = zip(*batch, *padding, strict=True)
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -393,4 +297,7 @@ def built(kind, rig, batch, *, full):
     )
 
 
-SPEC = {GATED_DELTA: "spec_state_indices_tensor", MAMBA2: "state_indices_tensor_d"}
+SPEC = {
+    **dict.fromkeys(DELTAS, "spec_state_indices_tensor"),
+    MAMBA2: "state_indices_tensor_d",
+}

@@ -18,7 +18,7 @@ from engine_jobs import missing
 from kernels_here import ON_GPU, importing_kernels
 from kvtxn.integrations.vllm_plugin.internals import aligned_states
 from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from torch import Tensor
 
 with importing_kernels():
@@ -165,6 +165,8 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         (GATED_DELTA, torch.bfloat16, "exact"),
         (GATED_DELTA, torch.float32, "fast"),
         (GATED_DELTA, torch.bfloat16, "fast"),
+        (OLMO_DELTA, torch.float32, "graphs"),
+        (OLMO_DELTA, torch.bfloat16, "exact"),
         (MAMBA2, torch.float32, "exact"),
     ],
     ids=str,

@@ -8,10 +8,11 @@ import held_rig as held
 import pytest
 import torch
 from engine_jobs import missing
+from held_layers import DELTAS
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.internals import held_states
 from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -37,7 +38,10 @@ class Graph:
             self.own(self.tables, group, table)
 
 
-@pytest.fixture(params=[(GATED_DELTA, False), (GATED_DELTA, True), (MAMBA2, False)], ids=str)
+@pytest.fixture(
+    params=[(GATED_DELTA, False), (GATED_DELTA, True), (OLMO_DELTA, False), (MAMBA2, False)],
+    ids=str,
+)
 def rig(request, monkeypatch):
     kind, fast = request.param
     monkeypatch.setattr(held.Rig, "fast", fast)
@@ -54,7 +58,7 @@ def forward(rig, table, lengths, **how):
     rig.states.begin(rig.context.attn_metadata, **how)
     rows = torch.randn(sum(lengths), layer.channels).to(rig.dtype)
     more = torch.randn(sum(lengths), 2, held.HEADS).to(rig.dtype)
-    if rig.kind == GATED_DELTA:
+    if rig.kind in DELTAS:
         out = torch.zeros(rows.shape[0], held.HEADS, held.SIZE, dtype=rig.dtype)
         b, a = more.unbind(1)
         layer._forward_core(mixed_qkv=rows.clone(), b=b, a=a, core_attn_out=out)

@@ -11,6 +11,7 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 from engine_jobs import missing
+from held_layers import DELTAS
 from held_rig import (
     DRAFTS,
     HEADS,
@@ -20,8 +21,13 @@ from held_rig import (
     built,
 )
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals import held_states, verified_rows
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
+from kvtxn.integrations.vllm_plugin.internals import (
+    held_states,
+    olmo_rows,
+    state_sizes,
+    verified_rows,
+)
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 
 from kvtxn.errors import KVTxnError
 
@@ -38,8 +44,9 @@ def make(request):
 
 
 @pytest.fixture(params=[(GATED_DELTA, torch.float32), (GATED_DELTA, torch.bfloat16),
+                        (OLMO_DELTA, torch.float32), (OLMO_DELTA, torch.bfloat16),
                         (MAMBA2, torch.float32), (MAMBA2, torch.bfloat16)],
-                ids=lambda p: f"{p[0].split()[0]}-{p[1]}")  # fmt: skip
+                ids=lambda p: f"{p[0].split()[0]}-{p[0].split()[-1]}-{p[1]}")  # fmt: skip
 def rig(request, make, monkeypatch):
     made = Rig(*request.param, monkeypatch, make)
     made.states.warm_up()
@@ -63,6 +70,16 @@ def test_states_and_outputs_are_stocks(rig):
         assert (rig.make.captured, rig.make.replays) == (3, 10)  # of 1, 2 and 4 requests
 
 
+def test_the_memory_of_rows_is_that_of_the_formula(monkeypatch):
+    """Of a gated delta net of OLMo hybrid, whose decays and step sizes are float32."""
+    rig = Rig(OLMO_DELTA, torch.float32, monkeypatch)
+    [rows] = rig.states._verified
+    kept = [part for part in vars(rows).values() if isinstance(part, torch.Tensor)]
+    assert {part.dtype for part in kept} == {torch.bfloat16, torch.float32}
+    formula = verified_rows.row_elements(rig.sides[1].layer, OLMO_DELTA) * rig.dtype.itemsize
+    assert sum(part.nbytes for part in kept) == state_sizes.most_rows(rig.runner) * formula
+
+
 def test_commits_that_cannot_be_captured_are_made_layer_by_layer(monkeypatch):
     """The log says so; the states are the same."""
 
@@ -82,7 +99,8 @@ def test_commits_that_cannot_be_captured_are_made_layer_by_layer(monkeypatch):
 
 def test_a_grid_too_large_for_two_lines_a_request(rig, monkeypatch):
     """Each request's own line alone, and so all of its rows: the states are the same."""
-    monkeypatch.setattr(verified_rows, "_MOST_PROGRAMS", 3 * HEADS)
+    for module in (verified_rows, olmo_rows):
+        monkeypatch.setattr(module, "_MOST_PROGRAMS", 3 * HEADS)
     rig.step([4, 3, 4, 1], [3, 1, 4, 1])
     rig.step([2, 4], [1, 4])
     stock, ours = rig.sides
@@ -168,14 +186,14 @@ def test_steps_of_vllms_builders_are_understood(rig, full):
 def test_requests_that_verify_are_found_among_prompts(rig):
     """Their places, their rows, and of which request each count is."""
     batch = [(4, 3), (1, 0), (9, -1)]
-    if rig.kind == GATED_DELTA:
+    if rig.kind in DELTAS:
         batch = [(9, -1), *batch[:2]]  # vLLM does not sort this kind of batch
     given = built(rig.kind, rig, batch, full=False)
     rig.states.begin({"it": given})
     step = rig.states._step
     assert (step.requests, step.rows) == (2, 5)
     assert step.starts.tolist() == [0, 4, 5]
-    rig.states.commit(torch.tensor([1, 3, 1] if rig.kind == GATED_DELTA else [3, 1, 1]))
+    rig.states.commit(torch.tensor([1, 3, 1] if rig.kind in DELTAS else [3, 1, 1]))
     first = 1 + batch.index((4, 3))
     tables = rig.states.tables
     expected = [[0, 0, first, 0, first], [first + 1, 0, 0, 0, first + 1]]

@@ -13,6 +13,7 @@ import held_rig as held
 import pytest
 import torch
 from engine_jobs import missing
+from held_layers import KEY_HEADS
 from kernels_here import importing_kernels
 from kvtxn.backends.gated_delta import DeltaRows
 from kvtxn.integrations.vllm_plugin.internals import (
@@ -256,7 +257,7 @@ def test_layers_without_a_fast_form_keep_the_exact_one(monkeypatch):
     both = state_sizes.bytes_by_formula(kinds, *sizes, fast=True)
     [one, other] = (state_sizes.bytes_by_formula([each], *sizes, fast=True) for each in kinds)
     assert both == one + other
-    staged = DeltaRows.row_bytes(held.KEY_HEADS, held.HEADS, held.SIZE, held.SIZE)
+    staged = DeltaRows.row_bytes(KEY_HEADS, held.HEADS, held.SIZE, held.SIZE)
     assert other == 16 * staged + 12 * 64 * 8
     [layer] = fast.states._verified[0].layers
     room = layer.rows

@@ -13,7 +13,12 @@ from kvtxn.benchmarks.engines.models import MODELS
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import state_share
 from kvtxn.integrations.vllm_plugin.policy import doctor, state_choice
-from kvtxn.integrations.vllm_plugin.policy.engine import MAMBA2, OTHER_STATES, EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.engine import (
+    MAMBA2,
+    OLMO_DELTA,
+    OTHER_STATES,
+    EngineFacts,
+)
 from kvtxn.integrations.vllm_plugin.policy.fitting import check_states
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
@@ -151,7 +156,8 @@ def test_it_takes_exact_where_all_conditions_hold():
         ({"tensor_parallel": 2}, "under tensor parallelism"),
         ({"runner": "v1"}, "V2 model runner alone"),
         ({"version": "0.31.0", "unchecked": True}, "not checked with vLLM 0.31.0"),
-        ({"recurrent": OTHER_STATES}, "of no other recurrent layers"),
+        ({"recurrent": OLMO_DELTA}, "with gated delta nets of OLMo hybrid and"),
+        ({"recurrent": OTHER_STATES}, "of other recurrent layers it would have to know"),
     ],
 )
 def test_else_it_leaves_the_states_to_stock_with_a_reason(changes, says):

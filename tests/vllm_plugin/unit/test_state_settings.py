@@ -14,6 +14,7 @@ from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
     MAMBA2,
+    OLMO_DELTA,
     OTHER_STATES,
     EngineFacts,
 )
@@ -79,13 +80,26 @@ def test_what_rules_deferred_out_leaves_nothing_else():
     ("changes", "says"),
     [
         ({"states": "off"}, 'the settings lack "recurrent": "exact"'),
-        ({"recurrent": OTHER_STATES}, "of no other recurrent layers"),
+        (
+            {"recurrent": OTHER_STATES},
+            "of other recurrent layers it would have to",
+        ),
         ({**ON_GPU, "states": "off"}, 'the settings lack "recurrent": "exact" or "auto"'),
         ({"states": "fast"}, 'set "recurrent" to "exact"'),
-        ({**ON_GPU, "runner": "v1"}, "V2 model runner alone"),
-        ({**ON_GPU, "tensor_parallel": 2}, "under tensor parallelism"),
-        ({**ON_GPU, "pipeline_parallel": 2}, "under pipeline parallelism"),
-        ({**ON_GPU, "recurrent": OTHER_STATES}, "of no other recurrent layers"),
+        ({**ON_GPU, "runner": "v1"}, "V2 model runner alone: with V1 the steps of states would"),
+        (
+            {**ON_GPU, "tensor_parallel": 2},
+            'cuda; "unchecked": true lets "recurrent"',
+        ),
+        ({**ON_GPU, "pipeline_parallel": 2}, "under pipeline parallelism: each step that is under"),
+        ({**ON_GPU, "connectors": ("ExampleConnector",)}, "would have to read them after their"),
+        ({"recurrent": OLMO_DELTA}, "by Triton kernels alone, which need a GPU"),
+        ({"recurrent": OLMO_DELTA, "states": "off"}, "by Triton kernels alone, which need a GPU"),
+        ({**ON_GPU, "recurrent": OLMO_DELTA, "states": "fast"}, "and none for gated delta nets of"),
+        (
+            {**ON_GPU, "recurrent": OTHER_STATES},
+            "of other recurrent layers it would have to",
+        ),
         ({**ON_GPU, "dtype": "float16"}, "not checked with recurrent states of a float16 model"),
         ({"cached_states": True}, "set enable_prefix_caching to False"),
         ({"state_dtype": "bfloat16"}, "not checked with bfloat16 states"),
@@ -206,4 +220,5 @@ def test_the_matrix_names_both_kinds_of_states():
         mine = [line for line in held if f'{family} with "recurrent": "exact"' in line]
         assert mine
         assert all(line.endswith("; seen running") for line in mine if "bfloat16" in line)
-    assert any("Jamba, OLMo hybrid" in line and ": off (kvtxn knows" in line for line in lines)
+    assert any("Jamba, Kimi" in line and ": off (kvtxn knows" in line for line in lines)
+    assert any("OLMo hybrid" in line and "Triton kernels alone" in line for line in lines)
