@@ -285,7 +285,6 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "soak": lambda: soak.report([load("h200-soak"), load("cpu-soak")]),
     "vllm-gpu-hybrid": lambda: vllm_gpu("h200-vllm-qwen3.5-9b"),
     "vllm-gpu-audit": lambda: vllm_gpu("h200-vllm-llama3-8b-audit"),
-    "vllm-gpu-audit-later": lambda: vllm_gpu("h200-vllm-llama3-8b-audit-later"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
     "vllm-gpu-audit-rows": lambda: audit_report.audit(load("h200-vllm-llama3-8b-audit")),
 }

@@ -207,21 +207,18 @@ class DeviceWatch(Watch):
         self._compare_now_and_then()
         self._look()
 
-    def step_again(self) -> bool:
-        """Note a forward of the same requests as the one before, in the same buffers.
-
-        Returns:
-            False if that is not enough to know the step: then nothing was noted.
-        """
+    def can_repeat(self) -> bool:
+        """Tell whether the requests and drafts of a step are all that has to be known of it."""
         waits = self.scrub is not None or self.transfers is not None or self._due is not None
-        if self._last is None or self._batch is None or waits:
-            return False
+        return self._last is not None and self._batch is not None and not waits
+
+    def step_again(self) -> None:
+        """Note a forward of the same requests and drafts as the one before; see ``can_repeat``."""
         self._steps += 1
         if not self._stopped:
             self._due, self._awaits = self._last, True
         self._compare_now_and_then()
         self._look()
-        return True
 
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None

@@ -164,7 +164,8 @@ def _leave_v2(
 def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that is about to run."""
     assert isinstance(watch, DeviceWatch)
-    if runner.kvtxn_replays_again(batch) and watch.step_again():
+    if watch.can_repeat() and runner.kvtxn_replays_again(batch):
+        watch.step_again()
         return
 
     def read() -> tuple[Rows, States | None]:
