@@ -215,7 +215,7 @@ def compare_rows(
                 lane = position == here
                 what = tl.sum(tl.where(lane, code, 0), axis=0).to(tl.int64)
                 where = tl.sum(tl.where(lane, place, 0), axis=0)
-                is_new = where == where
+                is_new = tl.full((), True, tl.int1)
                 if STEPPING:  # noqa: SIM102 - one is known when this is compiled, the other is not
                     if where < 0:
                         bit = number % 63

@@ -216,7 +216,7 @@ def run(pool: EnginePool, findings: Findings, seconds: int) -> None:
 def main() -> int:
     """Run the engines; returns 1 if one of them failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for what was found")
+    parser.add_argument("--out", type=Path, help="folder for what was found")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of engines")
     parser.add_argument("--jobs", type=int, default=8, help="engines at once")
     parser.add_argument("--seconds", type=float, default=280.0, help="what one engine may take")
@@ -238,6 +238,8 @@ def main() -> int:
     if given.list:
         print(*jobs, f"kinds {len(KINDS)}, drafts {DRAFTS}", sep="\n")
         return 0
+    if given.out is None:
+        parser.error("--out is required, but for --list")
     import tempfile
 
     given.out.mkdir(parents=True, exist_ok=True)

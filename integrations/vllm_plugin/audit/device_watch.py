@@ -26,7 +26,8 @@ from ..internals import ranks
 from ..internals.audited import Arrival, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
-from .watch import AuditError, Copies, Watch
+from .found_violations import AuditError
+from .watch import Copies, Watch
 
 #: Steps between two looks at the counters, which cost the host more than a step does; and where
 #: somebody waits for them.
@@ -389,5 +390,5 @@ class DeviceWatch(Watch):
     def take_wrong(self) -> Wrong | None:
         """Return the wrong reads since the last call; waits if they are contained."""
         if self.on_violation == "contain" and not self._stopped:
-            self._take()
+            self.found.take(self.on_violation)
         return Watch.take_wrong(self)

@@ -29,8 +29,9 @@ from ..internals import (
 )
 from ..internals import layers as attention_layers
 from ..settings import PluginSettings
+from .found_violations import AuditError
 from .transfers import watch_transfers
-from .watch import AuditError, Watch
+from .watch import Watch
 
 log = get_logger()
 

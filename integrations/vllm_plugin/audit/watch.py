@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,29 +17,20 @@ from ....audit import (
     Scrub,
     StateGroup,
     Step,
-    Violation,
 )
 from ....audit.lengths import report_lengths
-from ....errors import KVTxnError
 from ....log import get_logger
 from ..internals import ranks
 from ..internals.audited import NO_CHANGES, Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .filled_blocks import FilledBlocks
+from .found_violations import FoundViolations
 from .new_in_step import admissions, fresh_blocks
 from .transfers import TransferWatch
 
 log = get_logger()
 
-#: Violations that are remembered for ``audit_report``; older ones are forgotten.
-REMEMBERED: Final = 10_000
-#: Violations that are logged one by one; of later ones, one in so many.
-_LOGGED: Final = 20
-_ONE_IN: Final = 1000
-#: Kinds of violations after which nothing is computed again: the rows have left, or are on one
-#: rank only.
-_PAST_CONTAINING: Final = ("exported", "ranks")
 #: Forms of steps that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
 #: Steps after which ranks of one tensor-parallel group compare what they wrote.
@@ -47,12 +38,6 @@ _COMPARED_AFTER: Final = 100
 
 #: Pairs of a tensor of the runner's and the watch's own copy of it.
 Copies = Sequence[tuple[Tensor, Tensor]]
-
-
-class AuditError(KVTxnError, RuntimeError):
-    """A wrong row was read, and the user set ``on_violation`` to "raise"."""
-
-    default_hint = "`audit_report` has the details; on_violation='log' goes on"
 
 
 class Watch:
@@ -80,6 +65,7 @@ class Watch:
         drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
             that a step leaves are known when it ends.
         rows: the rows of the last forward.
+        found: logs the violations that the ledger finds, and remembers them.
         on_violation: the argument; it may be changed between steps.
         begun: False until the engine has warmed up; steps before are nobody's.
     """
@@ -128,9 +114,7 @@ class Watch:
         with torch.inference_mode(False):
             self._all_lines: Final = torch.full((number,), -1, device=device)
         self._filled: Final = FilledBlocks(self.ledger, groups)
-        self._report: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
-        self._found = 0
-        self._wrong = Wrong()
+        self.found: Final = FoundViolations(self.ledger, rank)
 
     # -- requests and blocks -----------------------------------------------------------------
 
@@ -341,22 +325,7 @@ class Watch:
         Raises:
             AuditError: there is a violation, and ``on_violation`` is "raise".
         """
-        new = self._take()
-        if new and self.on_violation == "raise":
-            raise AuditError("audit", str(new[0]))
-
-    def _take(self) -> Sequence[Violation]:
-        """Log the violations that were found since the last call, and return them."""
-        new: Sequence[Violation] = self.ledger.violations()
-        for violation in new:
-            if self.on_violation == "contain":
-                self._wrong |= _wrong(violation)
-            self._report.append(violation.as_dict())
-            self._found += 1
-            if self._found <= _LOGGED or self._found % _ONE_IN == 0:
-                facts = {k: v for k, v in violation.as_dict().items() if v is not None}
-                log.warning("kvtxn.audit_violation", rank=self._rank, number=self._found, **facts)
-        return new
+        self.found.say(self.on_violation)
 
     def take_wrong(self) -> Wrong | None:
         """Return the wrong reads since the last call, those of the other ranks included.
@@ -366,7 +335,7 @@ class Watch:
         """
         if self.on_violation != "contain":
             return None
-        wrong, self._wrong = self._wrong, Wrong()
+        wrong = self.found.take_wrong()
         if self._has_peers and ranks.any_of_all(bool(wrong.requests)):
             for theirs in ranks.of_all(wrong):
                 wrong |= theirs
@@ -375,8 +344,7 @@ class Watch:
     def report(self) -> list[dict[str, Any]]:
         """Return the violations that were found, oldest first; all ranks must call this."""
         self.compare_ranks()
-        self._take()
-        return list(self._report)
+        return self.found.report(self.on_violation)
 
     def recording(self) -> dict[str, Any] | None:
         """Return the life of every slot; None without a recording."""
@@ -389,12 +357,3 @@ class Watch:
             **self.ledger.counters(),
             "kvtxn_audit_active": float(self.begun and not self._stopped),
         }
-
-
-def _wrong(violation: Violation) -> Wrong:
-    """Return what has to be contained of a violation."""
-    if violation.request is None or violation.kind in _PAST_CONTAINING:
-        return Wrong()
-    block = frozenset(() if violation.block is None else (violation.block,))
-    unnoticed = violation.kind == "changed" and violation.found == "bytes"
-    return Wrong(frozenset((violation.request,)), block, block if unnoticed else frozenset())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import is_not
 from typing import Any, Final
 
 import attrs
@@ -15,10 +14,7 @@ from ....audit import RowGroup
 from ....audit.passes import Passes
 from . import audited
 from .audited import Rows
-from .audited_v2 import runner_device
-
-#: Sets of tensors that are remembered; beyond, all are forgotten.
-_MAX_REMEMBERED: Final = 2048
+from .gpu_step_reader import GpuStepReader
 
 
 def num_rows(runner: Any) -> int:
@@ -26,7 +22,7 @@ def num_rows(runner: Any) -> int:
     return int(runner.query_start_loc.np[len(runner.input_batch.req_ids)])
 
 
-class StepReader:
+class StepReader(GpuStepReader[Rows]):
     """Reads the steps of a V1 runner on a GPU out of its buffers.
 
     The runner's buffers stay where they are, so the tensors of a step are made once for each number
@@ -39,22 +35,16 @@ class StepReader:
     """
 
     def __init__(self, runner: Any, groups: Mapping[str, RowGroup], passes: Passes) -> None:
-        self._runner: Final = runner
-        self._passes: Final = passes
+        super().__init__(runner, passes)
         self._groups: Final = dict(groups)
-        self._known: dict[tuple[int, bool], Rows] = {}
-        self._lasting: tuple[Any, ...] = ()
-        number, device = int(runner.max_num_reqs), runner_device(runner)
+        number = int(runner.max_num_reqs)
         with torch.inference_mode(False):  # steps write into them in inference mode or not
-            self._first: Final = torch.zeros(number, dtype=torch.int64, device=device)
-            self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
             #: Tables whose kernels have smaller blocks than the scheduler.
             self._tables: Final = {
                 name: torch.zeros_like(audited.own_blocks(table, number, groups[name].block_size))
                 for name, table in self._own_tables()
                 if table.block_size != groups[name].block_size
             }
-        self._drafts = b""
 
     def _own_tables(self) -> list[tuple[str, Any]]:
         """Return the runner's table of each group, by name."""
@@ -75,10 +65,7 @@ class StepReader:
             *(runner.positions, runner.input_ids.gpu, starts),
             *[tensor for _, t in own for tensor in (t.slot_mapping.gpu, t.block_table.gpu)],
         )
-        changed = len(lasting) != len(self._lasting) or any(map(is_not, lasting, self._lasting))
-        if changed or len(self._known) >= _MAX_REMEMBERED:
-            self._known.clear()
-        self._lasting = lasting
+        self._forget_unless(lasting)
         for name, table in own:
             if name in self._tables:
                 blocks = audited.own_blocks(table, number, self._groups[name].block_size)
@@ -114,10 +101,7 @@ class StepReader:
         lengths = numpy.diff(self._runner.query_start_loc.np[: number + 1])
         # A scheduler at fault may count drafts whose rows the step does not have.
         drafts = numpy.minimum(numpy.asarray(metadata.num_draft_tokens, numpy.int32), lengths)
-        now = drafts.tobytes()
-        if self._drafts != now:
-            self._drafts = now
-            self._passes.put(there, drafts.tolist())
+        self._put_drafts(there, drafts)
         return there
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_not
 from typing import Any, Final
 
 import attrs
@@ -15,6 +14,7 @@ from ....audit import RowGroup
 from ....audit.passes import Passes
 from . import audited, batches
 from .audited import NO_CHANGES, Arrival, Changes, Rows
+from .gpu_step_reader import GpuStepReader
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
@@ -110,11 +110,7 @@ def graphs_find_rows(runner: Any) -> bool:
     return usual and getattr(runner, "pcp_manager", None) is None
 
 
-#: Sets of tensors that are remembered; beyond, all are forgotten.
-_MAX_REMEMBERED: Final = 2048
-
-
-class StepReader:
+class StepReader(GpuStepReader[tuple[Rows, bool]]):
     """Reads the steps of a V2 runner out of its buffers.
 
     The runner's buffers stay where they are, so the tensors of a step are made once for each number
@@ -134,16 +130,8 @@ class StepReader:
     placed: bool = False
 
     def __init__(self, runner: Any, groups: Mapping[str, RowGroup], passes: Passes) -> None:
-        self._runner: Final = runner
-        self._passes: Final = passes
+        super().__init__(runner, passes)
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
-        self._known: dict[tuple[int, ...], tuple[Rows, bool]] = {}
-        self._lasting: tuple[Tensor, ...] = ()
-        number, device = int(runner.max_num_reqs), runner_device(runner)
-        with torch.inference_mode(False):  # steps write into them in inference mode or not
-            self._first: Final = torch.zeros(number, dtype=torch.int64, device=device)
-            self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
-        self._drafts = b""
         self._names: list[str] = []
 
     def repeats(self, batch: Any) -> bool:
@@ -163,10 +151,7 @@ class StepReader:
         runner, number, tables = self._runner, int(batch.num_reqs), prepared[0]
         self._names = batch.req_ids
         inputs, slots = runner.input_buffers, runner.block_tables.slot_mappings
-        lasting = (inputs.positions, inputs.input_ids, slots)
-        if any(map(is_not, lasting, self._lasting)) or len(self._known) >= _MAX_REMEMBERED:
-            self._known.clear()
-        self._lasting = lasting
+        self._forget_unless((inputs.positions, inputs.input_ids, slots))
         drafts = self._drafts_of(batch, number)
         key = (
             *(number, drafts is None, batch.query_start_loc.data_ptr()),
@@ -242,13 +227,6 @@ class StepReader:
             drafts = numpy.where(batch.is_prefilling_np & (end <= batch.prefill_len_np), 0, drafts)
         self._put_drafts(there, drafts)
         return there
-
-    def _put_drafts(self, there: Tensor, drafts: Any) -> None:
-        """Put the drafts of each request in place, unless they are there."""
-        now = drafts.tobytes()
-        if self._drafts != now:
-            self._drafts = now
-            self._passes.put(there, drafts.tolist())
 
 
 def runner_device(runner: Any) -> torch.device:

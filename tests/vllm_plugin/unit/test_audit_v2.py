@@ -16,7 +16,7 @@ from v2_rig import DRAFTS, LENGTH, REQUESTS, SIZE, Rig
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.audit import memory, opening
 
-from kvtxn.integrations.vllm_plugin.audit.watch import AuditError
+from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
 from kvtxn.integrations.vllm_plugin.internals import cache_sizes, ranks
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.settings import settings

@@ -9,7 +9,8 @@ import attrs
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit import containing
-from kvtxn.integrations.vllm_plugin.audit.watch import AuditError, Watch
+from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
+from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals import audited_cpu
 from kvtxn.integrations.vllm_plugin.internals.audited import (
     Arrival,

@@ -1,0 +1,90 @@
+"""``FoundViolations``: what is said of a worker's violations, and what is remembered of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ....audit import Ledger, Violation
+from ....errors import KVTxnError
+from ....log import get_logger
+from ..internals.scheduling import Wrong
+
+log = get_logger()
+
+#: Violations that are remembered for ``audit_report``; older ones are forgotten.
+REMEMBERED: Final = 10_000
+#: Violations that are logged one by one; of later ones, one in so many.
+_LOGGED: Final = 20
+_ONE_IN: Final = 1000
+#: Kinds of violations after which nothing is computed again: the rows have left, or are on one
+#: rank only.
+_PAST_CONTAINING: Final = ("exported", "ranks")
+
+
+class AuditError(KVTxnError, RuntimeError):
+    """A wrong row was read, and the user set ``on_violation`` to "raise"."""
+
+    default_hint = "`audit_report` has the details; on_violation='log' goes on"
+
+
+class FoundViolations:
+    """The violations that a worker's ledger has found.
+
+    Args:
+        ledger: the ledger.
+        rank: the worker's rank, for the log.
+    """
+
+    def __init__(self, ledger: Ledger, rank: int) -> None:
+        self._ledger: Final = ledger
+        self._rank: Final = rank
+        self._report: Final[deque[dict[str, Any]]] = deque(maxlen=REMEMBERED)
+        self._number = 0
+        self._wrong = Wrong()
+
+    def say(self, on_violation: str) -> None:
+        """Log the violations that were found since the last call.
+
+        Args:
+            on_violation: ``"log"``, ``"raise"`` or ``"contain"``.
+
+        Raises:
+            AuditError: there is a violation, and ``on_violation`` is "raise".
+        """
+        new = self.take(on_violation)
+        if new and on_violation == "raise":
+            raise AuditError("audit", str(new[0]))
+
+    def take(self, on_violation: str) -> Sequence[Violation]:
+        """Log the violations that were found since the last call, and return them."""
+        new: Sequence[Violation] = self._ledger.violations()
+        for violation in new:
+            if on_violation == "contain":
+                self._wrong |= _wrong(violation)
+            self._report.append(violation.as_dict())
+            self._number += 1
+            if self._number <= _LOGGED or self._number % _ONE_IN == 0:
+                facts = {k: v for k, v in violation.as_dict().items() if v is not None}
+                log.warning("kvtxn.audit_violation", rank=self._rank, number=self._number, **facts)
+        return new
+
+    def take_wrong(self) -> Wrong:
+        """Return what has to be contained of the violations that were taken since the last call."""
+        wrong, self._wrong = self._wrong, Wrong()
+        return wrong
+
+    def report(self, on_violation: str) -> list[dict[str, Any]]:
+        """Return the violations that are remembered, oldest first, the newest included."""
+        self.take(on_violation)
+        return list(self._report)
+
+
+def _wrong(violation: Violation) -> Wrong:
+    """Return what has to be contained of a violation."""
+    if violation.request is None or violation.kind in _PAST_CONTAINING:
+        return Wrong()
+    block = frozenset(() if violation.block is None else (violation.block,))
+    unnoticed = violation.kind == "changed" and violation.found == "bytes"
+    return Wrong(frozenset((violation.request,)), block, block if unnoticed else frozenset())
