@@ -1,4 +1,4 @@
-"""What an engine says, compiled: requests begin, a step is copied, sampled tokens are counted."""
+"""Compiled calls that take what an engine says: requests begin, a step is copied, sampled tokens are counted."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .internals import Foreign, whole_graphs
 
 
 class Beginning(Protocol):
-    """What a graph begins with."""
+    """A sort of launch that graphs begin with."""
 
     def launch_in_forward(self, num_rows: int) -> Callable[[], None] | None:
         """Return a launch for the beginning of a forward, once it has compiled.
@@ -44,7 +44,7 @@ class Beginning(Protocol):
 
 @attrs.define(eq=False)
 class _Counted:
-    """A beginning, and what graphs include it.
+    """A beginning, and the graphs that include it.
 
     Attributes:
         beginning: the beginning.

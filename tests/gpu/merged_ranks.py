@@ -1,4 +1,4 @@
-"""What the ranks of an engine saw of its states, as one report."""
+"""The reports of an engine's ranks on its states, made into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the readers of both GPU runners keep for the ledger from step to step."""
+"""A base of the readers of both GPU runners: tensors that last from step to step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests a hybrid's cache holds with one state block each, of those that stock holds.
+"""The number of requests that a hybrid's cache holds with one state block each, of stock's number.
 
 From the configuration alone, so that every process of an engine, and the doctor, find one number.
 """

@@ -19,7 +19,7 @@ PARTS = SimpleNamespace(cg_mode=CUDAGraphMode.PIECEWISE)
 
 
 class Capture:
-    """What is launched now, and what a graph has recorded: functions that are called again."""
+    """Launches that are made now, and those that a graph has recorded: functions called again."""
 
     def __init__(self, monkeypatch):
         self.recorded, self._monkeypatch = None, monkeypatch
