@@ -29,6 +29,13 @@ _MEANING: Final[Mapping[str, str]] = {
     "ranks": "ranks wrote different rows",
 }
 
+#: By finding: what a connector brought.
+_BROUGHT: Final[Mapping[str, str]] = {
+    "unwritten": "nobody had written it when it was stored",
+    "rejected": "what was stored was a draft that was rejected",
+    "foreign": "what was stored was a row of other tokens",
+}
+
 _HEALTHY, _WRONG, _NOTHING, _PARTLY = "healthy", "violations", "nothing read", "not all judged"
 
 #: By reason: the requests of steps that the ledger could not judge.
@@ -142,6 +149,8 @@ def tell(violation: Mapping[str, Any]) -> str:
         f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
         f"{violation['position']}, tokens {in_text(violation['expected'], ' ')}"
     )
+    if violation["kind"] == "imported" and found in _BROUGHT:
+        return f"{said}: {_BROUGHT[found]}."
     if violation["written_step"] is None:
         ending = {
             "unwritten": "nobody had written it since its block was handed out.",
@@ -150,12 +159,21 @@ def tell(violation: Mapping[str, Any]) -> str:
         return f"{said}: {ending.get(found, 'its writer is not known any more.')}"
     writer = violation["written_request"] or "a copy"
     who = "the same request" if writer == violation["request"] else writer
-    said += f"; {who} had written it in step {violation['written_step']}"
+    if _is_brought(violation):
+        said += f"; a connector had brought it for {who}"
+    else:
+        said += f"; {who} had written it"
+    said += f" in step {violation['written_step']}"
     if violation["written_position"] is not None:
         said += f" for position {violation['written_position']}"
     if violation["written_for"]:
         said += f", tokens {in_text(violation['written_for'], ' ')}"
     return said + (", a draft that was rejected." if found == "rejected" else ".")
+
+
+def _is_brought(violation: Mapping[str, Any]) -> bool:
+    """Tell whether a connector brought the row; of such rows no position is known."""
+    return violation["written_request"] is not None and violation["written_position"] is None
 
 
 def _place(violation: Mapping[str, Any]) -> str:

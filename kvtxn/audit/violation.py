@@ -78,8 +78,10 @@ class Violation:
     """A wrong read, write or count.
 
     A run of neighbouring wrong rows of one kind in one block is one violation, named by its first
-    row. A reported slot is not reported again before it is written anew; steps of a request that
-    read outside a group of rows are reported once per group.
+    row. Each request that reads a wrong row is told of it once, until its tokens are given again
+    (a session's next turn), it goes back to earlier positions, or it gets rows of a connector.
+    Whoever publishes or exports the row is told each time. Steps of a request that read outside a
+    group of rows are reported once per group.
 
     Attributes:
         kind: one of ``KINDS``.
@@ -94,9 +96,11 @@ class Violation:
         expected: up to three tokens: the reader's last tokens up to ``position``.
         written_for: up to three tokens: the last tokens of the prefix that the row was computed
             from; empty if the writer is not known any more.
-        written_position: the position that the row was written for; None if not known any more.
+        written_position: the position that the row was written for; None if not known any more, or
+            if a connector brought the row.
         written_step: the step that wrote the row; None if not known any more.
-        written_request: the request that wrote the row; None if not known any more.
+        written_request: the request that wrote the row, or that a connector brought it for; None if
+            not known any more.
     """
 
     kind: str
@@ -129,7 +133,9 @@ class Violation:
             text += f", tokens {in_text(self.expected)}"
         text += f"; found {self.found}"
         if self.written_step is not None:
-            text += f", written in step {self.written_step} by {_named(self.written_request)}"
+            brought = self.written_position is None and self.written_request is not None
+            deed, by = ("brought", "for") if brought else ("written", "by")
+            text += f", {deed} in step {self.written_step} {by} {_named(self.written_request)}"
         if self.written_position is not None:
             text += f" for position {self.written_position}, tokens {in_text(self.written_for)}"
         return text

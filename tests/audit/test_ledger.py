@@ -188,6 +188,7 @@ def test_rows_that_come_are_judged_by_what_they_were_stored_of(ledger):
     (violation,) = ledger.violations()
     assert (violation.kind, violation.request, violation.written_request) == ("imported", "c", "c")
     assert violation.written_for == ()
+    assert str(violation).endswith(", brought in step 1 for request c")
 
 
 def test_states_and_counts(ledger):

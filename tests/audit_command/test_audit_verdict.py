@@ -89,6 +89,20 @@ def test_who_wrote_it_is_named():
     assert other.endswith(", a draft that was rejected.")
 
 
+def test_what_a_connector_brought_is_told_as_such():
+    """The request that a row was brought for has not written it."""
+    brought = {**VIOLATION, "found": "rejected", "written_for": [], "written_position": None}
+    said = tell({**brought, "kind": "rejected"})
+    assert said.endswith(
+        "; a connector had brought it for the same request in step 35, a draft that was rejected."
+    )
+    said = tell({**brought, "kind": "imported", "step": 35})
+    assert said.startswith("In step 35 session 5 was given slot 1187 (block 37) of group.0 as ")
+    assert said.endswith("...[5 7 9]: what was stored was a draft that was rejected.")
+    copied = tell({**brought, "written_request": None})
+    assert "; a copy had written it in step 35" in copied
+
+
 def test_content_that_is_embedded_is_told_as_such():
     """An id that stands for a part of an image means nothing to people."""
     embedded = {**VIOLATION, "expected": [5, 788687773248, 9], "written_for": [2**39 - 1, 2**39]}
