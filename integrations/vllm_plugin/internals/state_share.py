@@ -27,7 +27,8 @@ def one_state_gain(config: Foreign, drafts: int, tokens: int) -> float:
     """Return how many times as many requests fit with one state block each as in stock.
 
     Every page of a hybrid's cache has the same bytes: a state with its past, or the rows of as many
-    tokens of attention as need that much room. So requests are counted in pages.
+    tokens of attention as need that much room. So requests are counted in pages. A drafter's layers
+    are left out.
 
     Args:
         config: the ``VllmConfig`` of a model with gated delta nets.

@@ -1,4 +1,4 @@
-"""The choice that ``recurrent="auto"`` makes: the rule, the numbers behind it, and its rows of the table.
+"""The choice of ``recurrent="auto"``: its rule, the numbers behind it, and its rows of the table.
 
 It never changes tokens, so it takes "exact" or leaves the states to stock. The numbers are those of
 result files in ``benchmarks/results``; a test compares them.

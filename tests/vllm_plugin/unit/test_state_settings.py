@@ -201,6 +201,12 @@ def test_what_fast_brings_was_measured():
         if row["model"] == "qwen3.5-9b"
     }
     assert measured == state_rules.FAST_OF_STOCK
+    engines = json.loads((ROOT / "benchmarks/results/h200-vllm-qwen3.5-9b.json").read_text())
+    found = {
+        cell["requests"]: round(cell["engines"]["fast"]["of_stock"]["per_token_ms"]["median"], 2)
+        for cell in engines["cells"]
+    }
+    assert found == state_rules.FAST_PER_TOKEN
 
 
 def test_on_a_gpu_states_go_with_every_policy():
