@@ -1,4 +1,4 @@
-"""Compiled calls that take what an engine says: requests begin, a step is copied, sampled tokens are counted."""
+"""Compiled calls that take what an engine says: begun requests, copied steps, sampled tokens."""
 
 from __future__ import annotations
 
