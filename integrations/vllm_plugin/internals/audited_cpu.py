@@ -84,7 +84,7 @@ class StepReader:
         self._known[number, drafts] = known
         if right and not odd:
             return known
-        lengths = self._wrong_lengths(odd or self._sizes, known)
+        lengths = self._wrong_lengths(odd if right else self._sizes, known)
         return attrs.evolve(known, lengths=lengths or None)
 
     def _read_groups(self, number: int) -> tuple[StepBuffers, Sequence[str]]:

@@ -1,0 +1,87 @@
+"""Reading the V1 runner's steps on a CPU, without an engine: two groups, each with its metadata."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvtxn.integrations.vllm_plugin.internals import audited_cpu, given_forwards
+
+from kvtxn.audit import Ledger, RowGroup
+
+GROUPS = {f"group.{number}": RowGroup(f"group.{number}", 4, 12) for number in range(2)}
+
+
+def held(tensor):
+    """A buffer as vLLM keeps it, for the host and for the device."""
+    return SimpleNamespace(gpu=tensor, np=tensor.numpy())
+
+
+def ints(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@pytest.fixture
+def rig(monkeypatch):
+    """A runner with a step of two requests, of three rows and one, and the reader of its steps."""
+    tables = [
+        SimpleNamespace(
+            slot_mapping=held(torch.arange(16)),
+            block_table=held(torch.arange(12, dtype=torch.int32).view(4, 3)),
+            block_size=4,
+        )
+        for _ in GROUPS
+    ]
+    layers = [SimpleNamespace(layer_names=[f"layer.{number}"]) for number in range(2)]
+    runner = SimpleNamespace(
+        max_num_reqs=4,
+        query_start_loc=held(ints(0, 3, 4, 4, 4)),
+        positions=torch.tensor([5, 6, 7, 9, *[0] * 12]),
+        input_ids=held(torch.arange(16, dtype=torch.int32)),
+        seq_lens=ints(8, 10, 0, 0),
+        input_batch=SimpleNamespace(req_ids=["a", "b"], block_table=tables),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=layers),
+    )
+    metadata = [
+        SimpleNamespace(
+            query_start_loc=runner.query_start_loc.gpu,
+            block_table=table.block_table.gpu[:2],
+            seq_lens=runner.seq_lens[:2],
+        )
+        for table in tables
+    ]
+    given = {f"layer.{number}": each for number, each in enumerate(metadata)}
+    context = SimpleNamespace(slot_mapping={}, attn_metadata=given)
+    monkeypatch.setattr(given_forwards, "context", lambda: context)
+    ledger = Ledger(list(GROUPS.values()), max_requests=4, max_length=32)
+    reader = audited_cpu.StepReader(runner, GROUPS, ledger.passes)
+    return SimpleNamespace(runner=runner, metadata=metadata, reader=reader)
+
+
+def wrong_lengths(rig):
+    """By group, the lengths that are reported."""
+    found = rig.reader.rows((None, None)).lengths
+    return {} if found is None else {name: each.tolist() for name, each in found.items()}
+
+
+def test_right_lengths_are_not_reported(rig):
+    assert wrong_lengths(rig) == {}
+    rig.metadata[0].seq_lens = rig.metadata[0].seq_lens.clone()
+    assert wrong_lengths(rig) == {}
+
+
+@pytest.mark.parametrize("copied", [(), (0,), (1,)])
+def test_a_wrong_length_of_the_runners_own_is_reported(rig, copied):
+    """A group with a right copy hides no group that reads the runner's own."""
+    for number in copied:
+        rig.metadata[number].seq_lens = rig.metadata[number].seq_lens.clone()
+    rig.runner.seq_lens[0] = 6
+    right = {f"group.{number}" for number in copied}
+    assert wrong_lengths(rig) == {name: [6, 10] for name in GROUPS.keys() - right}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_wrong_length_of_a_groups_own_is_reported(rig, number):
+    rig.metadata[number].seq_lens = ints(8, 12)
+    assert wrong_lengths(rig) == {f"group.{number}": [8, 12]}
