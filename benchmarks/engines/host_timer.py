@@ -26,9 +26,8 @@ _CALLS: Final = {
 _OF_STATES: Final = "states."
 #: The runner's method that reads vLLM's step and makes most of the watch's calls.
 _TELL: Final = "kvtxn_tell"
-#: The watch's calls that come just before a forward: on a CPU, and on a GPU, where a step that
-#: repeats the one before has a call of its own.
-_FORWARDS: Final = ("forward", "step_again", "step")
+#: The watch's calls that come just before a forward: on a CPU, and on a GPU.
+_FORWARDS: Final = ("forward", "step")
 #: The watch's calls.
 _WATCHED: Final = (
     *("change", *_FORWARDS, "came_out", "sampled", "sampled_on_device", "ended", "take_wrong"),

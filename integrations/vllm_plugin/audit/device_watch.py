@@ -100,6 +100,7 @@ class DeviceWatch(Watch):
         self._due: Step | None = None  # a replay will write and check it
         self._last: Step | None = None  # the same of the step before
         self._replayed = False
+        self._idle = 0  # replays that were for no step, and counted as one by the device
         with torch.inference_mode(False):
             self._published: Final = [
                 (group, torch.zeros(number, dtype=torch.int64, device=device)) for group in narrow
@@ -113,7 +114,7 @@ class DeviceWatch(Watch):
         self._known.clear()
         self._batch = self._glance = self._prints = self._unsealed = None
         self._steps = self._compared = 0
-        self._awaits, self._due = False, None
+        self._awaits, self._due, self._last, self._idle = False, None, None, 0
         try:
             self._hide()
             self.warm_up()
@@ -186,6 +187,7 @@ class DeviceWatch(Watch):
         read: Callable[[], tuple[Rows, States | None]],
         returning: Callable[[str], Arrival],
         whole: Callable[[], bool] = lambda: False,
+        repeats: Callable[[], bool] = lambda: False,
     ) -> None:
         """Note what a forward writes, and compare what it reads.
 
@@ -194,13 +196,18 @@ class DeviceWatch(Watch):
                 that steps are counted alike on all ranks, whatever fails on one of them.
             returning: describes a request, given its name, that the ledger has forgotten.
             whole: tells, once the rows were read, whether ``before_replay`` will be called.
+            repeats: tells whether the step has the requests and drafts of the one before, and
+                ``before_replay`` will be called; asked where that is all that has to be known.
         """
         self._steps += 1
         if not self._stopped:
             try:
-                rows, states = read()
-                self._replayed = whole()
-                self._forward(rows, returning, states)
+                if self._can_repeat() and repeats():
+                    self._due, self._awaits = self._last, True
+                else:
+                    rows, states = read()
+                    self._replayed = whole()
+                    self._forward(rows, returning, states)
             except AuditError:
                 raise
             except Exception as error:
@@ -208,18 +215,10 @@ class DeviceWatch(Watch):
         self._compare_now_and_then()
         self._look()
 
-    def can_repeat(self) -> bool:
+    def _can_repeat(self) -> bool:
         """Tell whether the requests and drafts of a step are all that has to be known of it."""
         waits = self.scrub is not None or self.transfers is not None or self._due is not None
         return self._last is not None and self._batch is not None and not waits
-
-    def step_again(self) -> None:
-        """Note a forward of the same requests and drafts as the one before; see ``can_repeat``."""
-        self._steps += 1
-        if not self._stopped:
-            self._due, self._awaits = self._last, True
-        self._compare_now_and_then()
-        self._look()
 
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
@@ -327,6 +326,7 @@ class DeviceWatch(Watch):
         """
         if self._stopped or self._due is None:
             self._hide()  # a forward of nobody's, to keep ranks in step, say
+            self._idle += bool(included)
         elif included:
             step, self._due = self._due, None
             self.ledger.replayed(step)
@@ -338,6 +338,11 @@ class DeviceWatch(Watch):
         if self._shown:
             self.ledger.passes.put(self._all_lines[: self._shown], [-1] * self._shown)
             self._batch, self._shown = None, 0
+
+    def counters(self) -> dict[str, float]:
+        """Return the audit's counters; replays that were for no step count as none."""
+        found, steps = Watch.counters(self), "kvtxn_audit_steps_total"
+        return {**found, steps: found[steps] - self._idle}
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for no NaN: looking would wait for the device."""

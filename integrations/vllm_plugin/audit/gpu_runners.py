@@ -164,9 +164,6 @@ def _leave_v2(
 def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that is about to run."""
     assert isinstance(watch, DeviceWatch)
-    if watch.can_repeat() and runner.kvtxn_replays_again(batch):
-        watch.step_again()
-        return
 
     def read() -> tuple[Rows, States | None]:
         rows = runner.kvtxn_reader.rows(batch, prepared)
@@ -175,7 +172,8 @@ def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watc
         total = audited_v2.num_rows(batch)
         return rows, runner.kvtxn_state_reader.read(runner.kvtxn_metadata, rows, total)
 
-    watch.step(read, _unknown, runner.kvtxn_replays)
+    again = partial(runner.kvtxn_replays_again, batch)
+    watch.step(read, _unknown, runner.kvtxn_replays, again)
 
 
 def new_state_reader(runner: Any, watch: DeviceWatch) -> audited_states.DeviceStateReader:

@@ -124,6 +124,10 @@ def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[s
     does at once a request with a block whose bytes changed, since its earlier tokens may be wrong;
     and as any cached row may come from such a block, the prefix cache is emptied then.
 
+    Of a request of the step that has left meanwhile, or lost its blocks, nobody knows which blocks
+    it has read and computed. Then the prefix cache is emptied, too, and every request that runs is
+    computed again; those that did not read wrong themselves may be so any number of times.
+
     Args:
         scheduler: the scheduler, while it takes in the output of the step.
         wrong: what was read.
@@ -144,17 +148,43 @@ def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[s
     ]
     ended, _ = _readers(running, frozenset(), wrong.changed, whole=True)
     spoilt, spoils = _readers(running, wrong.requests | set(ended), wrong.blocks, whole=False)
+    away = _away(scheduler, {*scheduled, *wrong.requests})
+    again = {each.request.request_id: each.request for each in running} if away else spoilt
     everything = range(1, int(scheduler.kv_cache_config.num_blocks))
-    manager.evict_blocks(everything if wrong.changed else spoils)
-    scheduler.running = [each for each in scheduler.running if each.request_id not in spoilt]
-    for name, request in reversed(spoilt.items()):
+    manager.evict_blocks(everything if wrong.changed or away else spoils)
+    scheduler.running = [each for each in scheduler.running if each.request_id not in again]
+    for request in reversed(again.values()):
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         request.is_prefill_chunk = True  # or else it would get the drafts of this step
+    for request in away.values():
+        request.drop_stale_output = True
+    spoilt |= {name: away[name] for name in wrong.requests & away.keys()}
+    for name, request in (again | away).items():
         request.skip_reading_prefix_cache = True
-        request.kvtxn_contained = getattr(request, "kvtxn_contained", 0) + 1
+        request.kvtxn_contained = getattr(request, "kvtxn_contained", 0) + int(name in spoilt)
         if request.kvtxn_contained > _ONCE or name in ended:
             _end_with_error(scheduler, name)
-    return set(spoilt)
+    return {*again, *away} & {*scheduler.requests}
+
+
+def _away(scheduler: Any, names: Collection[str]) -> dict[str, Any]:
+    """Return the requests, by name, of a step that do not run any more as they did in it.
+
+    Those that have left for good are in it too, with an object of nobody's.
+    """
+    running = {each.request_id for each in scheduler.running}
+    found = {}
+    for name in names:
+        request = scheduler.requests.get(name)
+        if request is None or request.is_finished():
+            found[name] = _Left()
+        elif name not in running or getattr(request, "num_stale_output_tokens", 0):
+            found[name] = request
+    return found
+
+
+class _Left:
+    """Stands for a request that has left."""
 
 
 def _end_with_error(scheduler: Any, name: str) -> None:
@@ -181,8 +211,14 @@ class _Reader:
         computed = int(self.request.num_computed_tokens)
         return {block for table, size in self.tables for block in table[: -(-computed // size)]}
 
+    def begin(self) -> int:
+        """Return the first position of the step, at the latest; later steps may be under way."""
+        under_way = int(getattr(self.request, "num_in_flight_tokens", 0))
+        return int(self.request.num_computed_tokens) - max(self.scheduled, under_way)
+
     def since(self, begin: int) -> set[int]:
         """Return the blocks from that of a position on."""
+        begin = max(begin, 0)
         found = {block for table, size in self.tables for block in table[begin // size :]}
         return found - {_NOBODYS}
 
@@ -210,9 +246,7 @@ def _readers(
             if request.request_id in found:
                 continue
             if request.request_id in names or not wrong.isdisjoint(reader.read()):
-                wrong |= reader.since(
-                    0 if whole else request.num_computed_tokens - reader.scheduled
-                )
+                wrong |= reader.since(0 if whole else reader.begin())
                 found[request.request_id] = request
                 grown = True
     return found, wrong

@@ -26,8 +26,12 @@ class Scheduler:
         self.kv_cache_manager = self
         self.grammar_compile_error_reqs = ending
         self.running = [
-            SimpleNamespace(request_id=name, num_computed_tokens=COMPUTED) for name in TABLES
+            SimpleNamespace(
+                request_id=name, num_computed_tokens=COMPUTED, is_finished=lambda: False
+            )
+            for name in TABLES
         ]
+        self.requests = {each.request_id: each for each in self.running}
         self.evicted, self.preempted = set(), []
 
     def get_block_ids(self, name):
@@ -90,3 +94,48 @@ def test_requests_that_share_no_block_go_on():
     scheduler = Scheduler(set())
     assert again(scheduler, Wrong(frozenset({"a"}))) == {"a"}
     assert again(scheduler, Wrong(frozenset({"b"}), frozenset({1}))) == {"a", "b"}
+
+
+def test_steps_under_way_are_spoilt_with_the_one_that_read():
+    """A scheduler that is a step ahead has counted the rows of two steps as computed."""
+    scheduler = Scheduler(set())
+    scheduler.running[0].num_in_flight_tokens = 8
+    assert again(scheduler, Wrong(frozenset({"a"}))) == {"a"}
+    assert scheduler.evicted == {2, 3}
+
+
+@pytest.mark.parametrize("how", ["gone", "finished", "preempted", "resumed"])
+@pytest.mark.parametrize("who", ["reader", "another"])
+def test_requests_that_left_a_step_spoil_what_nobody_knows(how, who):
+    """Nothing that is cached is trusted, and others are computed again, by no fault of theirs."""
+    scheduler = Scheduler(set())
+    left = scheduler.running[2]
+    if how == "gone":
+        del scheduler.requests["c"]
+    elif how == "finished":
+        left.is_finished = lambda: True
+    elif how == "resumed":
+        left.num_stale_output_tokens = 4
+    if how != "resumed":
+        scheduler.running.remove(left)
+    stays = [each.request_id for each in scheduler.running]
+    wrong = Wrong(frozenset({"c"}))
+    if who == "another":
+        wrong = Wrong(frozenset({"a"}), frozenset({2}))
+    found = scheduling.contain(scheduler, wrong, dict.fromkeys(TABLES, 4))
+    assert found == {*stays} | ({"c"} & scheduler.requests.keys())
+    assert scheduler.evicted == set(range(1, 10))
+    assert scheduler.preempted == stays[::-1]
+    assert not scheduler.running
+    counts = {
+        each.request_id: each.kvtxn_contained
+        for each in scheduler.requests.values()
+        if hasattr(each, "kvtxn_contained")
+    }
+    if how in ("preempted", "resumed"):
+        assert left.drop_stale_output
+        assert left.skip_reading_prefix_cache
+        assert counts["c"] == (who == "reader")
+    assert counts["a"] == (who == "another")
+    assert counts["b"] == 0
+    assert not scheduler.grammar_compile_error_reqs

@@ -183,5 +183,5 @@ def test_steps_of_the_same_requests_and_drafts_are_told_without_being_read(monke
         rig.step()
     assert len(read) == 6
     assert rig.watch.report() == []
-    assert rig.watch.counters()["kvtxn_audit_steps_total"] == 17
+    assert rig.watch.counters()["kvtxn_audit_steps_total"] == 16
     assert rig.watch.counters()["kvtxn_audit_unjudged_total"] == 0
