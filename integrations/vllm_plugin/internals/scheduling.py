@@ -178,7 +178,7 @@ def _away(scheduler: Any, names: Collection[str]) -> dict[str, Any]:
         request = scheduler.requests.get(name)
         if request is None or request.is_finished():
             found[name] = _Left()
-        elif name not in running or getattr(request, "num_stale_output_tokens", 0):
+        elif name not in running or int(getattr(request, "num_stale_output_tokens", 0)):
             found[name] = request
     return found
 
