@@ -12,6 +12,8 @@ LINE, SERIAL, BEGIN, COUNT = field.LINE, field.SERIAL, field.BEGIN, field.COUNT
 SEED, AGAIN, FIELDS = field.SEED, field.AGAIN, field.NUM_FIELDS
 OWNER: Final = book.SERIAL
 OUTSIDE, KNOWN, DURABLE = book.OUTSIDE, book.KNOWN, book.DURABLE
+#: What ``copy_step`` returns if the step does not lie inside its buffers.
+OUTSIDE_BUFFERS: Final = -1
 
 
 @compiled
@@ -31,14 +33,49 @@ def begin_requests(packed, num_tokens, num_requests, key, own, facts):
 
 
 @compiled
+def lies_inside(
+    starts, positions, tokens, slots, tables, lengths,
+    own_starts, own_positions, own_tokens, own_slots, own_tables, first, drafts, number,
+):  # fmt: skip
+    """Tell whether a step lies inside all of its buffers; indices are not checked here."""
+    requests = min(len(starts) - 1, len(own_starts) - 1, len(first), len(drafts))
+    rows = min(len(positions), len(tokens), len(own_positions), len(own_tokens))
+    for group in range(len(slots)):
+        rows = min(rows, len(slots[group]), len(own_slots[group]))
+    for group in range(len(tables)):
+        requests = min(requests, tables[group].shape[0], own_tables[group].shape[0])
+        if tables[group].shape[1] != own_tables[group].shape[1]:
+            return False
+    for group in range(len(lengths)):
+        if len(lengths[group]):
+            requests = min(requests, len(lengths[group]))
+    if number > requests or starts[0] < 0 or starts[number] > rows:
+        return False
+    for index in range(number):
+        if starts[index] > starts[index + 1] or starts[index] >= rows:
+            return False
+    return True
+
+
+@compiled
 def copy_step(
     starts, positions, tokens, slots, tables, lengths,
     own_starts, own_positions, own_tokens, own_slots, own_tables, first, drafts, number,
 ):  # fmt: skip
-    """Copy a step; see ``Passes.copy_step``. Tuples have an array for each group."""
+    """Copy a step; see ``Passes.copy_step``. Tuples have an array for each group.
+
+    Returns:
+        1 if all known lengths are right, 0 if some are not, and ``OUTSIDE_BUFFERS`` if nothing was
+        copied, because the step does not lie inside all of the buffers.
+    """
+    if not lies_inside(
+        starts, positions, tokens, slots, tables, lengths,
+        own_starts, own_positions, own_tokens, own_slots, own_tables, first, drafts, number,
+    ):  # fmt: skip
+        return OUTSIDE_BUFFERS
     for index in range(number + 1):
         own_starts[index] = starts[index]
-    total, right = own_starts[number], True
+    total, right = own_starts[number], 1
     for row in range(total):
         own_positions[row], own_tokens[row] = positions[row], tokens[row]
     for index in range(number):
@@ -47,7 +84,7 @@ def copy_step(
         drafts[index] = min(drafts[index], count)
         for group in range(len(lengths)):
             if len(lengths[group]) and lengths[group][index] != first[index] + count:
-                right = False
+                right = 0
     for group in range(len(slots)):
         for row in range(total):
             own_slots[group][row] = slots[group][row]

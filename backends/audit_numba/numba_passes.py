@@ -26,7 +26,7 @@ from ...audit.step import Step
 from ...audit.step_buffers import StepBuffers
 from ...audit.torch_passes import TorchPasses
 from .compare_rows import compare_rows, compare_states, compare_stretches
-from .engine_input import begin_requests, copy_step, count_tokens, reaches
+from .engine_input import OUTSIDE_BUFFERS, begin_requests, copy_step, count_tokens, reaches
 from .numba_byte_passes import NumbaBytePasses
 from .requests import fill_first, well_formed
 from .step_arrays import NONE, StepArrays, StepReader, ints
@@ -137,8 +137,10 @@ class NumbaPasses(TorchPasses):
             self._copies = _copies_of(*given)
         if not self._copies:
             return super().copy_step(source, target, first, drafts, number)
-        right: bool = copy_step(*self._copies, number)
-        return right
+        right: int = copy_step(*self._copies, number)
+        if right == OUTSIDE_BUFFERS:
+            return super().copy_step(source, target, first, drafts, number)  # says what is wrong
+        return bool(right)
 
     def reaches(self, step: Step, ends: Tensor) -> bool:
         """Do what ``Passes.reaches`` says."""

@@ -160,6 +160,9 @@ class Passes(ABC):
 
         Returns:
             True if all known ``source.lengths`` are the positions after the requests' last rows.
+
+        Raises:
+            ConfigError: the step does not lie inside all of the buffers; nothing was copied.
         """
         return copy_step(source, target, first, drafts, number)
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import attrs
 import torch
 from torch import Tensor
+
+from ..errors import ConfigError
+
+_HINT: Final = "give the buffers that the engine fills for its forward; nothing was copied"
 
 
 @attrs.frozen(eq=False)
@@ -33,6 +39,7 @@ def copy_step(
     source: StepBuffers, target: StepBuffers, first: Tensor, drafts: Tensor, number: int
 ) -> bool:
     """Copy a step, as ``Passes.copy_step`` describes."""
+    _check(source, target, first, drafts, number)
     target.starts[: number + 1] = source.starts[: number + 1]
     starts = target.starts[: number + 1]
     total = int(starts[number])
@@ -46,3 +53,38 @@ def copy_step(
         own[:number] = theirs[:number]
     ends = first[:number] + starts.diff()
     return all(torch.equal(each[:number].long(), ends) for each in source.lengths if len(each))
+
+
+def _check(
+    source: StepBuffers, target: StepBuffers, first: Tensor, drafts: Tensor, number: int
+) -> None:
+    """Refuse a step that does not lie inside all of its buffers."""
+    several = [*source.tables, *target.tables, *(each for each in source.lengths if len(each))]
+    room = min(
+        *(len(source.starts) - 1, len(target.starts) - 1),
+        *(len(each) for each in (first, drafts, *several)),
+    )
+    if number > room:
+        raise ConfigError(
+            "copy_step", "a buffer has fewer requests than the step",
+            expected=f"at most {room}", got=number, hint=_HINT,
+        )  # fmt: skip
+    ours = [tuple(each.shape[1:]) for each in target.tables]
+    theirs = [tuple(each.shape[1:]) for each in source.tables]
+    if ours != theirs:
+        raise ConfigError(
+            "copy_step", "a table has another width than the ledger's own",
+            expected=ours, got=theirs, hint=_HINT,
+        )  # fmt: skip
+    rows = min(
+        len(each)
+        for buffers in (source, target)
+        for each in (buffers.positions, buffers.tokens, *buffers.slots)
+    )
+    starts = source.starts[: number + 1].tolist()
+    inside = starts[0] >= 0 and starts == sorted(starts) and starts[-1] <= rows
+    if not inside or any(start >= rows for start in starts[:-1]):  # a first row has a position
+        raise ConfigError(
+            "copy_step", "the first rows of the requests are not those of a step",
+            expected=f"ascending numbers of rows, from 0 to {rows}", got=starts, hint=_HINT,
+        )  # fmt: skip

@@ -208,6 +208,58 @@ def test_a_step_is_copied_out_of_an_engines_buffers(passes, alike):
     assert own.tokens[0] == 70
 
 
+def engine_buffers(dtype):
+    """Buffers of four requests and six rows, of which two requests have two rows each."""
+    return StepBuffers(
+        starts=torch.tensor([0, 2, 4, 4, 4], dtype=dtype),
+        positions=torch.tensor([4, 5, 0, 1, 0, 0]),
+        tokens=torch.arange(6, dtype=dtype),
+        slots=(torch.arange(6),),
+        tables=(torch.zeros(4, 3, dtype=torch.int32),),
+        lengths=(torch.tensor([6, 2, 0, 0], dtype=torch.int32),),
+    )
+
+
+@pytest.mark.parametrize("passes", [TorchPasses, NumbaPasses])
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"starts": [0, 2, 8_000_000]}, r"got \[0, 2, 8000000\]"),
+        ({"starts": [0, 8_000_000, 4]}, "ascending numbers of rows, from 0 to 6"),
+        ({"starts": [-3, 2, 4]}, "ascending numbers of rows, from 0 to 6"),
+        ({"starts": [0, 6, 6]}, "ascending numbers of rows, from 0 to 6"),
+        ({"starts": [0, 2]}, "fewer requests than the step; expected at most 1, got 2"),
+        ({"positions": [4, 5, 0]}, "from 0 to 3"),
+        ({"tokens": [7, 8, 9]}, "from 0 to 3"),
+        ({"slots": ([1, 2, 3],)}, "from 0 to 3"),
+        ({"tables": ([[1, 2, 3]],)}, "fewer requests than the step; expected at most 1, got 2"),
+        ({"tables": ([[1], [2]],)}, "a table has another width"),
+        ({"tables": ([[1] * 9, [2] * 9],)}, "a table has another width"),
+        ({"lengths": ([6],)}, "fewer requests than the step; expected at most 1, got 2"),
+    ],
+)
+def test_a_step_outside_its_buffers_is_refused(passes, broken, message):
+    """Nothing is read or written outside of them, and nothing is copied."""
+    ledger = new_ledger("plain", backend=passes)
+    theirs, own = engine_buffers(torch.int32), engine_buffers(torch.int64)
+    own = attrs.evolve(own, tokens=zeros(6), lengths=())
+    first, drafts = zeros(4), zeros(4)
+    assert ledger.passes.copy_step(theirs, own, first, drafts, 2)
+    for name, given in broken.items():
+        real = getattr(theirs, name)
+        if isinstance(given, tuple):
+            tampered = tuple(torch.tensor(each, dtype=real[0].dtype) for each in given)
+        else:
+            tampered = torch.tensor(given, dtype=real.dtype)
+        theirs = attrs.evolve(theirs, **{name: tampered})
+    own.tokens.fill_(-5)
+    with pytest.raises(ConfigError, match=f"copy_step: .*{message}.*nothing was copied"):
+        ledger.passes.copy_step(theirs, own, first, drafts, 2)
+    assert (own.tokens == -5).all()
+    with pytest.raises(ConfigError, match="fewer requests than the step"):
+        ledger.passes.copy_step(engine_buffers(torch.int32), own, first, drafts, 5)
+
+
 @pytest.mark.parametrize("passes", [TorchPasses, NumbaPasses])
 def test_a_step_of_a_model_without_rows_is_copied(passes):
     ledger = new_ledger("plain", backend=passes)

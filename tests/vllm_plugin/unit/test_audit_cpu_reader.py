@@ -8,6 +8,7 @@ import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.internals import audited_cpu, given_forwards
 
+from kvtxn import ConfigError
 from kvtxn.audit import Ledger, RowGroup
 
 GROUPS = {f"group.{number}": RowGroup(f"group.{number}", 4, 12) for number in range(2)}
@@ -85,3 +86,9 @@ def test_a_wrong_length_of_the_runners_own_is_reported(rig, copied):
 def test_a_wrong_length_of_a_groups_own_is_reported(rig, number):
     rig.metadata[number].seq_lens = ints(8, 12)
     assert wrong_lengths(rig) == {f"group.{number}": [8, 12]}
+
+
+def test_a_table_with_fewer_requests_than_the_step_is_refused(rig):
+    rig.metadata[1].block_table = rig.metadata[1].block_table[:1].clone()
+    with pytest.raises(ConfigError, match="fewer requests than the step; expected at most 1"):
+        rig.reader.rows((None, None))
