@@ -8,7 +8,7 @@ import pytest
 import recorded
 
 from kvtxn.audit import RecordingLedger, RowGroup, Step
-from kvtxn.testing.audit_mutants import KeepsOneRowTooMany
+from kvtxn.testing.audit_mutants import KeepsOneRowTooMany, LoadsAnotherBlock
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 torch = pytest.importorskip("torch")
@@ -147,6 +147,17 @@ def test_a_violation_is_one_key_away(show):
     tab.click("#violations tbody tr:last-child button")
     count = len(result.recordings[0]["violations"])
     assert tab.inner_text("#status").startswith(f"violation {count} of {count}")
+
+
+def test_a_row_that_a_connector_brought_is_told_as_such(show):
+    """The request that a row was brought for has not written it."""
+    result = recorded.found(engine=LoadsAnotherBlock)
+    kinds = [each["kind"] for each in result.recordings[0]["violations"]]
+    tab = show(result)
+    tab.locator("#violations tbody tr button").nth(kinds.index("imported")).click()
+    status = tab.inner_text("#status")
+    assert "; a connector brought it for " in status
+    assert "written" not in status
 
 
 def test_keys_move_and_zoom(show):

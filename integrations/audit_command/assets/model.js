@@ -228,7 +228,9 @@ function tellViolation(v) {
   const deed = v.found === "count" ? "was told a wrong number of accepted drafts" : DEEDS[v.kind] ?? "read it";
   let text = `${v.kind}: ${v.request ?? "a request"} ${deed}, position ${v.position}, `;
   text += `tokens ${tokensText(v.expected)}`;
-  if (v.written_step !== null)
+  if (v.written_request !== null && v.written_position === null)
+    text += `; a connector brought it for ${v.written_request} in step ${v.written_step}`;
+  else if (v.written_step !== null)
     text += `; written in step ${v.written_step} by ${v.written_request ?? "a copy"}, ` +
       `tokens ${tokensText(v.written_for)}`;
   return text;
