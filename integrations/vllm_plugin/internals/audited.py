@@ -280,12 +280,21 @@ def arrival_of(
         tables: as for ``Arrival``.
     """
     lora = getattr(state, "lora_request", None)
-    extras = [] if lora is None else [int(lora.lora_int_id)]
+    extras = [] if lora is None else [_adapter(lora)]
     embedded = _embedded(state)
     if runner.model_config.is_encoder_decoder:  # what the encoder takes has no position here
         extras += sorted(set(embedded.values()))
         embedded = {}
     return Arrival(name, list(tokens), extras, embedded, int(computed), tables)
+
+
+def _adapter(lora: Any) -> int:
+    """Hash what vLLM's prefix cache tells adapters apart by.
+
+    The adapter's number is no part of it: an adapter that is loaded again has another number, and
+    its old rows are right.
+    """
+    return _hash(repr((str(lora.lora_name), str(lora.lora_path))).encode())
 
 
 def _embedded(state: Any) -> dict[int, int]:

@@ -135,7 +135,7 @@ def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
     feature = SimpleNamespace(
         mm_position=SimpleNamespace(offset=6, length=4), identifier="a picture"
     )
-    lora = SimpleNamespace(lora_int_id=3)
+    lora = SimpleNamespace(lora_name="poet", lora_int_id=3, lora_path="/poet")
     states = rig.runner.requests
     states["c"] = state_of([7, 8], TOKENS[:10], lora_request=lora, mm_features=[feature])
     arrival = audited.arrival_of(rig.runner, states["c"], "c", TOKENS[:10], 0, [[7, 8]])
@@ -146,6 +146,20 @@ def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
     rig.watch.begin(stored(rig, 7, 8))
     rig.watch.end()
     assert kinds(rig) == ([] if right else ["exported", "exported"])
+
+
+def test_an_adapter_is_known_by_its_name_and_path(rig):
+    """As in vLLM's prefix cache: one that is loaded again has another number and the same rows."""
+
+    def extras(name, number, path):
+        lora = SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
+        state = state_of([7, 8], TOKENS[:10], lora_request=lora)
+        return audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
+
+    assert extras("poet", 1, "/poet") == extras("poet", 2, "/poet")
+    others = [extras(*at) for at in (("poet", 1, "/x"), ("x", 1, "/poet"), ("poe", 1, "t/poet"))]
+    assert extras("poet", 1, "/poet") not in others
+    assert len({tuple(each) for each in others}) == 3
 
 
 def test_another_block_comes_back(rig):
