@@ -59,6 +59,29 @@ class StepReader:
         self._given: tuple[Tensor, ...] = ()
         self._source: StepBuffers | None = None
         self._known: dict[tuple[int, bool], Rows] = {}
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Copy a step without requests, so that nothing is compiled in a request's step.
+
+        What is compiled depends on the dtypes and layouts of the runner's own buffers.
+        """
+        runner, number = self._runner, int(self._runner.max_num_reqs)
+        tables = {name: self._table(name) for name in self._sizes}
+        source = StepBuffers(
+            starts=torch.zeros_like(runner.query_start_loc.gpu),
+            positions=runner.positions,
+            tokens=runner.input_ids.gpu,
+            slots=tuple(table.slot_mapping.gpu for table in tables.values()),
+            tables=tuple(
+                table.block_table.gpu
+                if self._sizes[name] == int(table.block_size)
+                else audited.own_blocks(table, number, self._sizes[name])
+                for name, table in tables.items()
+            ),
+            lengths=tuple(runner.seq_lens for _ in tables),
+        )
+        self._passes.copy_step(source, self._own, self._first, self._drafts, 0)
 
     def _table(self, name: str) -> Any:
         return self._runner.input_batch.block_table[self._numbers[name]]

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kvtxn.backends.audit_numba.engine_input import copy_step
 from kvtxn.integrations.vllm_plugin.internals import audited_cpu, given_forwards
 
 from kvtxn import ConfigError
 from kvtxn.audit import Ledger, RowGroup
 
-GROUPS = {f"group.{number}": RowGroup(f"group.{number}", 4, 12) for number in range(2)}
+GROUPS = {"group.0", "group.1"}
 
 
 def held(tensor):
@@ -24,17 +25,23 @@ def ints(*numbers):
 
 
 @pytest.fixture
-def rig(monkeypatch):
-    """A runner with a step of two requests, of three rows and one, and the reader of its steps."""
+def rig(monkeypatch, request):
+    """A runner with a step of two requests, of three rows and one, and the reader of its steps.
+
+    It has two groups, or as many as a test asks for.
+    """
+    number_of_groups = getattr(request, "param", 2)
+    names = [f"group.{number}" for number in range(number_of_groups)]
+    groups = {name: RowGroup(name, 4, 12) for name in names}
     tables = [
         SimpleNamespace(
             slot_mapping=held(torch.arange(16)),
             block_table=held(torch.arange(12, dtype=torch.int32).view(4, 3)),
             block_size=4,
         )
-        for _ in GROUPS
+        for _ in groups
     ]
-    layers = [SimpleNamespace(layer_names=[f"layer.{number}"]) for number in range(2)]
+    layers = [SimpleNamespace(layer_names=[f"layer.{number}"]) for number in range(len(groups))]
     runner = SimpleNamespace(
         max_num_reqs=4,
         query_start_loc=held(ints(0, 3, 4, 4, 4)),
@@ -55,8 +62,8 @@ def rig(monkeypatch):
     given = {f"layer.{number}": each for number, each in enumerate(metadata)}
     context = SimpleNamespace(slot_mapping={}, attn_metadata=given)
     monkeypatch.setattr(given_forwards, "context", lambda: context)
-    ledger = Ledger(list(GROUPS.values()), max_requests=4, max_length=32)
-    reader = audited_cpu.StepReader(runner, GROUPS, ledger.passes)
+    ledger = Ledger(list(groups.values()), max_requests=4, max_length=32)
+    reader = audited_cpu.StepReader(runner, groups, ledger.passes)
     return SimpleNamespace(runner=runner, metadata=metadata, reader=reader)
 
 
@@ -79,7 +86,7 @@ def test_a_wrong_length_of_the_runners_own_is_reported(rig, copied):
         rig.metadata[number].seq_lens = rig.metadata[number].seq_lens.clone()
     rig.runner.seq_lens[0] = 6
     right = {f"group.{number}" for number in copied}
-    assert wrong_lengths(rig) == {name: [6, 10] for name in GROUPS.keys() - right}
+    assert wrong_lengths(rig) == {name: [6, 10] for name in GROUPS - right}
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -92,3 +99,13 @@ def test_a_table_with_fewer_requests_than_the_step_is_refused(rig):
     rig.metadata[1].block_table = rig.metadata[1].block_table[:1].clone()
     with pytest.raises(ConfigError, match="fewer requests than the step; expected at most 1"):
         rig.reader.rows((None, None))
+
+
+@pytest.mark.parametrize("rig", [5], indirect=True)
+def test_nothing_is_compiled_in_a_requests_step(rig):
+    """It is when the reader is made; no other test has five groups, for which the copy is made."""
+    before = len(copy_step.signatures)
+    for draft_counts in (None, [1, 0]):
+        drafts = draft_counts and SimpleNamespace(num_draft_tokens=draft_counts)
+        rig.reader.rows((None, drafts))
+    assert len(copy_step.signatures) == before
