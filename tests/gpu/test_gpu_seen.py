@@ -91,7 +91,20 @@ def test_the_matrix_says_which_hybrids_were_seen():
         (where, family): text
         for where, each in matrix.ONLY.items()
         for family, text in each.items()
+        if family != matrix.CHOSEN
     }
+
+
+def test_what_the_rule_of_auto_takes_was_seen_by_its_own_name():
+    """An engine for which "auto" takes "exact" is one with "exact"."""
+    for where, kinds in matrix.SEEN.items():
+        named = {
+            kind[1:]: {*policies} for kind, policies in kinds.items() if kind[0] == matrix.STATES
+        }
+        for kind, policies in kinds.items():
+            if kind[0] == matrix.CHOSEN:
+                assert {*policies} <= named[kind[1:]], where
+    assert any(kind[0] == matrix.CHOSEN for kinds in matrix.SEEN.values() for kind in kinds)
 
 
 def as_remark(captured):

@@ -109,7 +109,7 @@ def test_the_matrix_says_what_was_seen():
                 kinds = found.setdefault(("cuda", seen["runner"]), {})
                 kinds[kind] = kinds.get(kind, set()) | {policy}
     own = vllm_matrix
-    hybrid = (own.STATES, own.FAST, own.MIXED, own.CONVOLVED)  # in seen.json
+    hybrid = (own.STATES, own.CHOSEN, own.FAST, own.MIXED, own.CONVOLVED)  # in seen.json
     for where, kinds in found.items():
         assert kinds == {
             kind: set(policies)
