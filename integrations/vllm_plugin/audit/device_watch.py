@@ -52,9 +52,6 @@ class DeviceWatch(Watch):
         lines: as for ``Watch``.
         record: as for ``Watch``; it makes each step wait.
         key: as for ``Watch``.
-
-    Attributes:
-        in_graphs: graphs of whole forwards write and check the steps that they are replayed for.
     """
 
     begun = False
@@ -95,7 +92,6 @@ class DeviceWatch(Watch):
             or (group.window is not None and group.window < group.block_size + drafts + 1)
         ]
         number = self.ledger.books.sizes.max_requests
-        self.in_graphs = False
         self._captured: list[Step] = []  # graphs have the addresses of their tensors
         self._due: Step | None = None  # a replay will write and check it
         self._last: Step | None = None  # the same of the step before

@@ -88,9 +88,13 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
         """Let the graphs of whole forwards write and check the steps, if they can."""
         undo = let_graphs_watch(self, watch, self.kvtxn_reader)
         if undo is not None:
-            watch.in_graphs = self.kvtxn_reader.in_graphs = True
+            self.kvtxn_reader.in_graphs = True
             self.kvtxn_undo.callback(undo)
             keep_for_graphs(self, watch)
+
+    def kvtxn_is_whole(self) -> bool:
+        """Tell whether the step's forward is a graph that may check it."""
+        return self.kvtxn_reader.in_graphs and self.kvtxn_mode is whole_graphs.whole()
 
     def kvtxn_replays(self) -> bool:
         """Tell whether the step's forward is a graph, which finds its rows where they lie.
@@ -98,7 +102,7 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
         Raises:
             LookupError: it is, and the rows lie elsewhere.
         """
-        if not self.kvtxn_reader.in_graphs or self.kvtxn_mode is not whole_graphs.whole():
+        if not self.kvtxn_is_whole():
             return False
         if not self.kvtxn_reader.placed:
             raise LookupError("the step's rows are not where a captured forward finds them")
@@ -106,9 +110,7 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
 
     def kvtxn_replays_again(self, input_batch: Any) -> bool:
         """Tell whether the step's forward is a graph, and its requests those of the step before."""
-        reader = self.kvtxn_reader
-        whole = reader.in_graphs and self.kvtxn_mode is whole_graphs.whole()
-        return whole and reader.repeats(input_batch)
+        return self.kvtxn_is_whole() and self.kvtxn_reader.repeats(input_batch)
 
     def update_requests(self, scheduler_output: Any) -> None:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""

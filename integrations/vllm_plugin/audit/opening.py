@@ -13,13 +13,12 @@ from ..internals import (
     audited_v2,
     config,
     ranks,
-    workers,
 )
 from ..internals import layers as attention_layers
 from ..policy.engine import EngineFacts
 from .device_watch import DeviceWatch
 from .expected import last_stage_only, no_bytes
-from .runner import AuditedRunner
+from .runner import AuditedRunner, say_active, say_without_bytes
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
 
 log = get_logger()
@@ -79,13 +78,7 @@ def open_device_watch(
     if left_out:
         effect = f"{', '.join(left_out)}: rows or states there are not compared on a GPU"
         log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
-    log.info(
-        "kvtxn.audit_active",
-        rank=rank,
-        groups=len(groups) + len(states),
-        bytes=watch.ledger.books.num_bytes,
-        vllm=workers.version(),
-    )
+    say_active(watch, rank)
     return watch
 
 
@@ -133,7 +126,4 @@ def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts
     except Exception as refused:
         why, error, watch.scrub = repr(refused), refused, None
     if missing:
-        if runner.kvtxn_required:
-            stay_out(why, runner.kvtxn_rank, required=True, error=error)
-        effect = "digests are compared, and no bytes"
-        log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
+        say_without_bytes(runner, why, error)

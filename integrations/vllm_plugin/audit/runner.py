@@ -210,10 +210,30 @@ def _compare_bytes(runner: AuditedRunner, watch: Watch) -> None:
     except KVTxnError as refused:
         missing, why, error = {*watch.groups}, str(refused), refused
     if missing:
-        if runner.kvtxn_required:
-            stay_out(why, runner.kvtxn_rank, required=True, error=error)
-        effect = "digests are compared, and no bytes"
-        log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
+        say_without_bytes(runner, why, error)
+
+
+def say_without_bytes(runner: AuditedRunner, why: str, error: Exception | None) -> None:
+    """Log that the bytes of some rows or states are not compared, and why.
+
+    Raises:
+        RequiredError: the user requires the audit.
+    """
+    if runner.kvtxn_required:
+        stay_out(why, runner.kvtxn_rank, required=True, error=error)
+    effect = "digests are compared, and no bytes"
+    log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
+
+
+def say_active(watch: Watch, rank: int) -> None:
+    """Log that a worker is watched."""
+    log.info(
+        "kvtxn.audit_active",
+        rank=rank,
+        groups=len(watch.groups) + len(watch.states),
+        bytes=watch.ledger.books.num_bytes,
+        vllm=workers.version(),
+    )
 
 
 def _nothing() -> None:
@@ -253,11 +273,5 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
     if wanted.audit == "bytes":
         _compare_bytes(runner, watch)
     watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop)
-    log.info(
-        "kvtxn.audit_active",
-        rank=rank,
-        groups=len(groups) + len(states),
-        bytes=watch.ledger.books.num_bytes,
-        vllm=workers.version(),
-    )
+    say_active(watch, rank)
     return watch

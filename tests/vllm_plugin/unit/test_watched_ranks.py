@@ -66,10 +66,12 @@ def opened(request, monkeypatch):
             return cpu_runners.open_watch(runner), other.calls
         facts = EngineFacts(device="cuda", runner="v2")
         monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
-        monkeypatch.setattr(opening.workers, "version", lambda: "0.32.0")
+        monkeypatch.setattr(cpu_runners.workers, "version", lambda: "0.32.0")
         if fails != "ledger":
             ledger = SimpleNamespace(books=SimpleNamespace(num_bytes=1))
-            watch = SimpleNamespace(ledger=ledger, stop=None, warm_up=lambda: None)
+            watch = SimpleNamespace(
+                ledger=ledger, stop=None, warm_up=lambda: None, groups={}, states={}
+            )
             monkeypatch.setattr(opening, "_new_watch", lambda *args: watch)
         return opening.open_device_watch(runner, None, None), other.calls
 
