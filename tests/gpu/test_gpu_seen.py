@@ -41,12 +41,15 @@ def test_fast_states_are_those_of_the_kept_rows(engine):
     assert found["noise"] <= NOISE
     if "states" not in found:  # stock beside stock
         return
-    for wrong in ("off", "blind", "other_blocks", "strays"):
+    for wrong in ("off", "other_blocks", "strays"):
         assert found.get(wrong, 0) == 0
+    # A state that two counts leave alike cannot show a wrong one: few of a rank with few heads.
+    assert found["blind"] <= (found["states"] / 20 if engine.startswith("ranks") else 0)
     assert found["states"] > 500
     assert found["repeated"] > 0
     assert found["fault"]
-    assert found["seen_wrong"] == found["given_wrong"] > 20
+    assert found["given_wrong"] >= found["seen_wrong"] >= found["given_wrong"] - found["blind"]
+    assert found["seen_wrong"] > 20
     assert (found["replays"] > 0) == (found["graphs"] != "NONE")
     stock, ours = found["blocks"]
     assert sum(ours) < sum(stock)
@@ -55,7 +58,9 @@ def test_fast_states_are_those_of_the_kept_rows(engine):
 #: By the beginning of an engine's name: its model's family in the doctor's matrix, and its model.
 FAMILIES = {
     **dict.fromkeys(("triton", "fused", "ahead", "mtp", "few"), (matrix.STATES, "Qwen3.5")),
+    "ranks": (matrix.STATES, "Qwen3.5"),
     "experts": (matrix.STATES, "Qwen3-Next"),
+    "olmo": (matrix.OLMO, "OLMo hybrid"),
     "nemotron": (matrix.MIXED, "Nemotron-H"),
     "granite": (matrix.MIXED, "Granite 4"),
     "lfm2": (matrix.CONVOLVED, "LFM2"),
@@ -70,28 +75,26 @@ def test_the_matrix_says_which_hybrids_were_seen():
         if engine.startswith("vLLM"):
             continue
         kind, _, policy = engine.rpartition(".")
-        family, name = FAMILIES[kind.partition(".")[0].partition("_")[0]]
+        start = kind.partition(".")[0].partition("_")[0]
+        family, name = FAMILIES[start]
         family = matrix.FAST if policy == "fast" else family
-        where = ("cuda", found["runner"])
-        # "auto" is "deferred" where FlashAttention 3 reads the rows, as it does on an H200.
-        policies = seen.setdefault((where, family), set())
-        policies.add({"auto": "deferred", "fast": "deferred"}.get(policy, policy))
-        captured = graphs.setdefault((where, family), {})
+        key = (("cuda", found["runner"]), family, "tensor" if start == "ranks" else "one worker")
+        # "auto" is "deferred" where FlashAttention 3 reads the rows, as on an H200; "chosen"
+        # is "exact", taken by the rule.
+        given = {"auto": "deferred", "fast": "deferred", "chosen": "deferred"}
+        seen.setdefault(key, set()).add(given.get(policy, policy))
+        captured = graphs.setdefault(key, {})
         captured[name] = captured.get(name, False) or found["graphs"] != "NONE"
     said = {
-        (where, kind[0]): set(policies)
+        (where, kind[0], kind[-1]): set(policies)
         for where, kinds in matrix.SEEN.items()
         for kind, policies in kinds.items()
         if where[0] == "cuda"
         and kind[0] in {family for family, _ in FAMILIES.values()} | {matrix.FAST}
     }
     assert seen == said
-    only = {key: as_remark(captured) for key, captured in graphs.items()}
-    assert {key: text for key, text in only.items() if not key[1].startswith(f"{text} with")} == {
-        (where, family): text
-        for where, each in matrix.ONLY.items()
-        for family, text in each.items()
-        if family != matrix.CHOSEN
+    assert {key: as_remark(key[1], captured) for key, captured in graphs.items()} == {
+        key: matrix.ONLY[key[0]].get(key[1:], "") for key in graphs
     }
 
 
@@ -107,8 +110,13 @@ def test_what_the_rule_of_auto_takes_was_seen_by_its_own_name():
     assert any(kind[0] == matrix.CHOSEN for kinds in matrix.SEEN.values() for kind in kinds)
 
 
-def as_remark(captured):
-    """Name the models that were seen with captured graphs, then those that were not."""
+def as_remark(family, captured):
+    """Name the models that were seen with captured graphs, then those that were not.
+
+    Nothing is to be said of a family whose models were all seen with them.
+    """
+    if all(captured.values()) and set(captured) == {*family.partition(" with")[0].split(", ")}:
+        return ""
     with_graphs, eager = ([n for n in captured if captured[n] == each] for each in (True, False))
     parts = [" and ".join(with_graphs)] if with_graphs else []
     parts += [f"{' and '.join(eager)} with enforce_eager=True"] if eager else []

@@ -45,7 +45,6 @@ def test_a_record_without_the_newer_columns_is_drawn():
 NEW: tuple[str, ...] = (
     "v1_mla.deferred",
     "v1_mtp.deferred",
-    "full_graphs.undo",
 )
 
 
@@ -109,7 +108,7 @@ def test_the_matrix_says_what_was_seen():
                 kinds = found.setdefault(("cuda", seen["runner"]), {})
                 kinds[kind] = kinds.get(kind, set()) | {policy}
     own = vllm_matrix
-    hybrid = (own.STATES, own.CHOSEN, own.FAST, own.MIXED, own.CONVOLVED)  # in seen.json
+    hybrid = (own.STATES, own.CHOSEN, own.FAST, own.OLMO, own.MIXED, own.CONVOLVED)  # in seen.json
     for where, kinds in found.items():
         assert kinds == {
             kind: set(policies)

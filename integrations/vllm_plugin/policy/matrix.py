@@ -118,20 +118,23 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
         (LATENT, "FLASHMLA", "bfloat16", _ONE): _UNDO,
         (LATENT, "FLASH_ATTN_MLA", "bfloat16", _ONE): _BOTH,
         (STATES, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
+        (STATES, "FLASH_ATTN", "bfloat16", "tensor"): ("deferred",),
         (FAST, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (FAST, "FLASH_ATTN", "bfloat16", "tensor"): ("deferred",),
+        (OLMO, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (CHOSEN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,  # it is "exact", which was seen
         (MIXED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (CONVOLVED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
     },
 }
 
-#: By device and runner: the only engines of a family that were seen.
-ONLY: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
+#: By device and runner, family and parallelism: the only engines that were seen.
+ONLY: Final[Mapping[tuple[str, str], Mapping[tuple[str, str], str]]] = {
     ("cuda", "v2"): {
-        STATES: "Qwen3.5",
-        FAST: "Qwen3.5",
-        CHOSEN: 'Qwen3.5, with "exact"',
-        MIXED: "Nemotron-H and Granite 4",
+        (STATES, "tensor"): "Qwen3.5 with enforce_eager=True",
+        (FAST, "tensor"): "Qwen3.5 with enforce_eager=True",
+        (CHOSEN, _ONE): 'Qwen3.5, with "exact"',
+        (MIXED, _ONE): "Nemotron-H and Granite 4",
     },
 }
 
@@ -224,7 +227,7 @@ def _row(here: EngineFacts, kind: tuple[str, str], number: str, parallelism: str
     named = tuple(policy for policy in POLICIES if decide(policy, facts).policy == policy)
     known = SEEN.get((here.device, here.runner), {}).get((*kind, number, parallelism), ())
     seen = tuple(policy for policy in named if policy in known)
-    only = ONLY.get((here.device, here.runner), {}).get(family, "") if seen else ""
+    only = ONLY.get((here.device, here.runner), {}).get((family, parallelism), "") if seen else ""
     auto = decide("auto", facts)
     return Row((kind,), (number,), (parallelism,), auto, named, seen, only, (facts,))
 

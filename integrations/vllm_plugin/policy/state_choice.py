@@ -133,6 +133,13 @@ CHOICE_RULES: Final[tuple[Rule, ...]] = (
         {**TAKEN, "state_dtype": "bfloat16"},
     ),
     Rule(
+        "states chosen over ranks",
+        "windows",
+        lambda f: _on_gpu(f) and f.tensor_parallel > 1,
+        f"{_UNSEEN} under tensor parallelism with captured graphs; {_INSTEAD}",
+        {**TAKEN, "tensor_parallel": 2},
+    ),
+    Rule(
         "states chosen unseen",
         "windows",
         lambda f: _on_gpu(f) and f.model not in SEEN_MODELS,

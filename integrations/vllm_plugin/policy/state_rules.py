@@ -77,9 +77,9 @@ def _held(facts: EngineFacts) -> bool:
 
 def _over_ranks(facts: EngineFacts) -> bool:
     """Tell whether states may be spread over ranks: that was checked, or the user lets them."""
-    if facts.device == "cuda":
-        return facts.unchecked and facts.states != "auto"
-    return facts.recurrent == GATED_DELTA
+    if facts.recurrent == GATED_DELTA:
+        return True
+    return facts.device == "cuda" and facts.unchecked and facts.states != "auto"
 
 
 #: Says why an engine with other recurrent layers cannot have "fast".

@@ -172,8 +172,8 @@ def test_else_it_leaves_the_states_to_stock_with_a_reason(changes, says):
 
 
 def test_it_tries_nothing_out():
-    """``unchecked`` lets states start over ranks with "exact", but "auto" takes what was seen."""
-    ranks = attrs.evolve(ENGINE, tensor_parallel=2, unchecked=True)
+    """``unchecked`` lets such states start over ranks with "exact"; "auto" takes what was seen."""
+    ranks = attrs.evolve(ENGINE, recurrent=MAMBA2, tensor_parallel=2, unchecked=True)
     assert decide("auto", ranks).policy == "off"
     assert decide("auto", attrs.evolve(ranks, states="exact")).policy == "deferred"
 

@@ -88,7 +88,7 @@ def test_what_rules_deferred_out_leaves_nothing_else():
         ({"states": "fast"}, 'set "recurrent" to "exact"'),
         ({**ON_GPU, "runner": "v1"}, "V2 model runner alone: with V1 the steps of states would"),
         (
-            {**ON_GPU, "tensor_parallel": 2},
+            {**ON_GPU, "recurrent": MAMBA2, "tensor_parallel": 2},
             'cuda; "unchecked": true lets "recurrent"',
         ),
         ({**ON_GPU, "pipeline_parallel": 2}, "under pipeline parallelism: each step that is under"),
@@ -119,11 +119,15 @@ def test_a_prefix_cache_may_keep_states_on_a_gpu(asked):
     assert decide("auto", facts).policy == "deferred"
 
 
-def test_states_over_ranks_on_gpus_are_the_users_trial():
-    """They start with ``unchecked``; on a CPU gated delta nets were checked, and no others."""
-    ranks = {**ON_GPU, "flash": 3, "tensor_parallel": 2, "unchecked": True}
-    assert decide("auto", attrs.evolve(ENGINE, **ranks)).policy == "deferred"
+@pytest.mark.parametrize("asked", ["exact", "fast"])
+def test_gated_delta_nets_over_ranks_were_checked(asked):
+    """Each rank commits its own heads; other layers start on GPUs with ``unchecked``."""
+    ranks = {**ON_GPU, "flash": 3, "tensor_parallel": 2}
+    assert decide("auto", attrs.evolve(ENGINE, **ranks, states=asked)).policy == "deferred"
     assert decide("auto", attrs.evolve(ENGINE, tensor_parallel=2)).policy == "deferred"
+    olmo = attrs.evolve(ENGINE, **ranks, recurrent=OLMO_DELTA, states="exact")
+    assert decide("auto", olmo).policy == "off"
+    assert decide("auto", attrs.evolve(olmo, unchecked=True)).policy == "deferred"
     mamba = {"recurrent": MAMBA2, "tensor_parallel": 2, "unchecked": True}
     off = decide("auto", attrs.evolve(ENGINE, **mamba))
     assert "under tensor parallelism on device cpu" in off.reason
