@@ -50,7 +50,10 @@ class PackedLaunch:
         programs: the sizes of the grid; a ``value`` that is set counts likewise.
     """
 
-    __slots__ = ("_at", "_device", "_fixed", "_launch", "_stream_of", "programs", "words")
+    __slots__ = (
+        *("_arguments", "_at", "_device", "_fixed", "_launch", "_stream", "_stream_of"),
+        *("programs", "words"),
+    )
 
     def __init__(
         self, compiled: Any, grid: tuple[int, int, int], arguments: Sequence[int], device: int
@@ -66,11 +69,16 @@ class PackedLaunch:
         self._launch: Final = _launcher()
         self._stream_of: Final = triton.runtime.driver.active.get_current_stream
         self._device: Final = device
+        self._stream = self._stream_of(device)
+        self._arguments = *self._fixed, ctypes.c_void_p(self._stream), self._at, None
 
     def run(self) -> bool:
         """Launch on the current stream; tells whether the driver took it."""
-        stream = ctypes.c_void_p(self._stream_of(self._device))
-        return bool(self._launch(*self._fixed, stream, self._at, None) == 0)
+        stream = self._stream_of(self._device)
+        if stream != self._stream:
+            self._stream = stream
+            self._arguments = *self._fixed, ctypes.c_void_p(stream), self._at, None
+        return bool(self._launch(*self._arguments) == 0)
 
 
 def pack(

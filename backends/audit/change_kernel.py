@@ -11,6 +11,10 @@ Memory contract of ``change_books``:
   ``words``.
 - Every address is computed in int64.
 
+``take_blocks`` has one program per block that a record has room for. It reads the record of the
+step that comes, from memory of the host, and writes ``words`` as ``change_books`` does; what lies
+in a record of another step is not used.
+
 ``put_numbers`` reads ``numbers``, perhaps from memory of the host, and writes ``target``.
 ``count_tokens`` reads ``ids`` and ``left_out``, and writes ``counts`` and ``kept``; each request's
 by a program of its own.
@@ -23,6 +27,7 @@ import triton.language as tl
 
 from ...audit import beginning, digest, violation
 from ...audit import books as book
+from . import handed_out
 from .words import term
 
 LINE = tl.constexpr(beginning.LINE)
@@ -40,6 +45,12 @@ TOLD = tl.constexpr(book.TOLD)
 TELLING = tl.constexpr(book.TELLING)
 KEPT = tl.constexpr(book.KEPT)
 KEPT_BEFORE = tl.constexpr(book.KEPT_BEFORE)
+STEP = tl.constexpr(book.STEP)
+RECORDS = tl.constexpr(handed_out.RECORDS)
+COLUMNS = tl.constexpr(handed_out.COLUMNS)
+RECORD_STEP = tl.constexpr(handed_out.STEP)
+RECORD_COUNT = tl.constexpr(handed_out.COUNT)
+BLOCKS = tl.constexpr(handed_out.BLOCKS)
 UNWRITTEN = tl.constexpr(digest.UNWRITTEN)
 NOBODY = tl.constexpr(violation.NOBODY)
 
@@ -94,6 +105,21 @@ def begin_request(
     tl.store(fact + TELLING * num_lines, count * 0 - 1)
 
 
+@triton.jit
+def hand_out(words: tl.tensor, first: tl.tensor, count: tl.tensor, TILE: tl.constexpr) -> None:
+    """Mark the words of a block as unwritten.
+
+    Args:
+        words: int64 ``[num_words]``.
+        first: the block's first word.
+        count: its words.
+        TILE: words at a time.
+    """
+    for at in range(0, count, TILE):
+        word = at + tl.arange(0, TILE).to(tl.int64)
+        tl.store(words + first + word, word * 0 + UNWRITTEN, mask=word < count)
+
+
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_requests", "num_blocks", "num_released", "own_stride", "num_lines",
@@ -119,8 +145,8 @@ def change_books(
 
     Args:
         packed: int64, one after the other: the tokens of the requests that begin, and
-            ``NUM_FIELDS`` fields of each, as in ``kvtxn.audit.beginning``; for each block that is
-            handed out its first word, then for each the number of its words; lines that nobody has.
+            ``NUM_FIELDS`` fields of each, as in ``kvtxn.audit.beginning``; of each block that is
+            handed out the first word and the number of words; lines that nobody has.
         key: int64 ``[3]``.
         own: int64 ``[num_lines, own_stride]``.
         facts: int64 ``[NUM_FACTS, num_lines]``.
@@ -142,13 +168,11 @@ def change_books(
         fields = requests + index * NUM_FIELDS
         begin_request(packed, fields, key, own, facts, own_stride, num_lines, TILE)
     elif index < num_requests + num_blocks:
-        block = blocks + (index - num_requests)
-        first, count = tl.load(block), tl.load(block + num_blocks)
-        for at in range(0, count, TILE):
-            word = at + tl.arange(0, TILE).to(tl.int64)
-            tl.store(words + first + word, word * 0 + UNWRITTEN, mask=word < count)
-            if SEALS:
-                tl.store(seals + first + word, word * 0 + UNWRITTEN, mask=word < count)
+        block = blocks + 2 * (index - num_requests)
+        first, count = tl.load(block), tl.load(block + 1)
+        hand_out(words, first, count, TILE)
+        if SEALS:
+            hand_out(seals, first, count, TILE)
     else:
         lines = blocks + 2 * num_blocks
         for at in range(0, num_released, TILE):
@@ -156,6 +180,29 @@ def change_books(
             line = tl.load(lines + released, mask=released < num_released, other=0)
             where = facts + SERIAL * num_lines + line
             tl.store(where, line * 0 + NOBODY, mask=released < num_released)
+
+
+@triton.jit
+def take_blocks(
+    records: tl.tensor, counters: tl.tensor, words: tl.tensor, TILE: tl.constexpr
+) -> None:
+    """Hand out the blocks of the step that is written next. Grid: (MOST,).
+
+    Args:
+        records: int64 ``[RECORDS, COLUMNS]``, see ``handed_out``.
+        counters: int64 ``[NUM_COUNTERS]``.
+        words: int64 ``[num_words]``.
+        TILE: words at a time.
+    """
+    index = tl.program_id(0)
+    step = tl.load(counters + STEP) + 1
+    record = records + step % RECORDS * COLUMNS
+    block = record + BLOCKS + 2 * index
+    # No load waits for another one: each takes a way to the host and back.
+    of_step, number = tl.load(record + RECORD_STEP), tl.load(record + RECORD_COUNT)
+    first, count = tl.load(block), tl.load(block + 1)
+    if (of_step == step) & (index < number):
+        hand_out(words, first, count, TILE)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -40,17 +40,17 @@ class Launches:
         self._known: WeakKeyDictionary[Step, dict[int, list[_Launch]]] = WeakKeyDictionary()
         self._last: tuple[Step, dict[int, list[_Launch]]] | None = None  # the usual one
 
-    def again(self, step: Step, given: Sequence[Tensor] = (), number: int = 0) -> bool:
+    def again(self, step: Step, given: Sequence[Any] = (), number: int = 0) -> bool:
         """Launch for a step as before.
 
         Args:
             step: the step.
-            given: contiguous tensors that replace those of the earlier launch.
+            given: what replaces the tensors of the earlier launch.
             number: a number among the arguments that may differ.
 
         Returns:
-            False if ``first`` was not called for this step and tensors of this form; then nothing
-            was launched.
+            False if ``first`` was not called for this step and tensors of this form, device
+            and shape included, or they are not contiguous; then nothing was launched.
         """
         last = self._last
         if last is None or last[0] is not step:
@@ -160,26 +160,31 @@ class _Launch:
         self._after: Final = tuple(fixed[end:])
         self._held: Final = (*arguments[:at], *arguments[end:])
         self._at: Final = at
-        self._forms: Final = tuple((t.dtype, t.shape[-1], t.data_ptr() % ALIGNED) for t in given)
+        self._forms: Final = tuple(map(_form, given))
         words = fixed[: len(fixed) - constants]
         self._packed: PackedLaunch | None = None
         if all(grid):  # the driver refuses to launch nothing
             self._packed = pack(compiled, grid, words, device)
 
-    def run(self, given: Sequence[Tensor]) -> bool:
-        """Launch with these tensors in the place of those that vary.
+    def run(self, given: Sequence[Any]) -> bool:
+        """Launch with these in the place of the tensors that vary.
 
         Returns:
-            False if these are of another form; then nothing was launched.
+            False if these are no such tensors; then nothing was launched.
         """
+        forms = self._forms
+        if len(given) != len(forms):
+            return False
         addresses = []
-        for each, (dtype, width, aligned) in zip(given, self._forms, strict=False):
+        for each, (dtype, shape, device, aligned) in zip(given, forms, strict=False):
+            if type(each) is not Tensor or each.dtype is not dtype or each.shape != shape:
+                return False
             address = each.data_ptr()
-            if each.dtype is not dtype or each.shape[-1] != width or address % ALIGNED != aligned:
+            if address % ALIGNED != aligned or each.get_device() != device:
+                return False
+            if not each.is_contiguous():
                 return False
             addresses.append(address)
-        if len(given) != len(self._forms):
-            return False
         packed, at = self._packed, self._at
         if packed is not None:
             for address in addresses:
@@ -206,6 +211,11 @@ class _Launch:
                 return
             self._packed = None  # as in ``run``
         self.compiled[grid](*map(address_of, arguments))
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, int, int]:
+    """Return all of a contiguous tensor by which a launch could differ, but its address."""
+    return tensor.dtype, tensor.shape, tensor.get_device(), tensor.data_ptr() % ALIGNED
 
 
 def _kind(argument: Any) -> Hashable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ from ...audit.byte_books import ByteBooks
 from ...audit.changes import Change
 from ...audit.digest import REJECTED
 from ...audit.group_lines import group_lines
+from ...audit.groups import Place
 from ...audit.passes import Passes, Stretch
 from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
 from . import change_kernel, compare_kernel, write_kernel
 from .byte_passes import TritonBytePasses
+from .handed_out import MOST, HandedOut
 from .launches import ALIGNED, Launches
 from .plan import Addresses, contiguous
 from .staging import Staging, memoryview_of
@@ -66,13 +68,16 @@ class TritonPasses(Passes):
     def __init__(self, books: Books) -> None:
         super().__init__(books)
         device = books.words.device
+        self._on_gpu: Final = device.type == "cuda"
         self._groups: Final = group_lines(books)
         self._key: Final = books.key.constants(device)
         self._num_groups: Final = len(books.layout.places)
         self._addresses: Final = {what: Addresses(books) for what in ("slots", "tables", "sources")}
         self._held: dict[str, dict[str, Tensor]] = {}
         self._staging: Final = Staging(device)
+        self._handed_out: Final = HandedOut(device)
         self._changing: Final = Launches(change_kernel.change_books, 2, device)
+        self._taking: Final = Launches(change_kernel.take_blocks, 1, device)
         self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
         self._counting: Final = Launches(change_kernel.count_tokens, 1, device)
         self._writing: Final = Launches(write_kernel.write_rows, 4, device)
@@ -87,12 +92,17 @@ class TritonPasses(Passes):
         nothing = torch.zeros(2, dtype=torch.int64, device=device)
         self._padding: Final = Step(padding, nothing, nothing[:1], nothing[:0], {})
 
+    def restart(self) -> None:
+        """Begin anew, as ``Passes.restart`` describes."""
+        self._handed_out.restart()
+
     def begin(self, beginning: Beginning) -> None:
         """Begin requests, as ``Passes.begin`` describes."""
         self._change(beginning.packed, beginning.num_tokens, beginning.num_requests, 0, 0, None)
 
     def change(self, change: Change) -> None:
         """Put in place what a step changes, as ``Passes.change`` describes."""
+        self.settle()
         coming, given, numbers = change.coming, change.given, array("q")
         pieces = [] if coming is None else [*map(memoryview_of, coming.owns)]
         if coming is not None:
@@ -100,10 +110,9 @@ class TritonPasses(Passes):
         begun = (0, 0) if coming is None else (coming.num_tokens, len(coming.owns))
         for place, blocks in given:
             base, stride = place.base, place.stride
-            numbers.extend([base + block * stride for block in blocks])
+            for block in blocks:
+                numbers.extend((base + block * stride, stride))
         handed = sum([len(blocks) for _, blocks in given])
-        for place, blocks in given:
-            numbers.extend([place.stride] * len(blocks))
         numbers.extend(change.released)
         pieces.append(memoryview(numbers))
         packed = self._staging.put(pieces)
@@ -127,6 +136,41 @@ class TritonPasses(Passes):
         )  # fmt: skip
         kind = seals is None, packed.data_ptr() % ALIGNED
         self._changing.launch((requests + blocks + 1, 1, 1), arguments, kind, _VARY)
+
+    def hand_out_later(self, given: Sequence[tuple[Place, Sequence[int]]]) -> bool:
+        """Hand out blocks with the next step, as ``Passes.hand_out_later`` describes."""
+        return self._handed_out.add(given)
+
+    def settle(self) -> None:
+        """Hand out the blocks that wait for a step, as ``Passes.settle`` describes."""
+        if self._handed_out.waiting:
+            pairs, count = self._handed_out.take()
+            self._change(pairs, 0, 0, count, 0, None)
+
+    def launch_step(self, step: Step) -> None:
+        """Launch what a graph begins with, as ``Passes.launch_step`` describes."""
+        self.settle()
+        self._take_blocks()
+        self._write(step)
+        self.check(step)
+        self._handed_out.used = True
+        if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+            self._handed_out.launched()
+
+    def _take_blocks(self) -> None:
+        """Launch ``take_blocks``."""
+        books = self.books
+        arguments = (self._handed_out.records, books.counters, books.words, _TOKENS)
+        self._taking.launch((MOST, 1, 1), arguments)
+
+    def replayed(self) -> None:
+        """Hear that a graph writes a step, as ``Passes.replayed`` describes."""
+        self._handed_out.launched()
+
+    @property
+    def num_steps(self) -> int | None:
+        """The steps that were launched, as ``Passes.num_steps`` describes."""
+        return self._handed_out.steps if self._handed_out.used else None
 
     def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
         """Copy numbers of the host, as ``Passes.put`` describes."""
@@ -158,6 +202,12 @@ class TritonPasses(Passes):
 
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""
+        self.settle()
+        self._handed_out.launched()
+        self._write(step)
+
+    def _write(self, step: Step) -> None:
+        """Launch what notes the rows of a step."""
         if step.sources or step.told is not None:
             self._compare_states(step)
         if self._writing.again(step):
@@ -204,6 +254,7 @@ class TritonPasses(Passes):
 
     def inspect(self, stretch: Stretch) -> None:
         """Check a stretch of rows, as ``Passes.inspect`` describes."""
+        self.settle()
         lines, first, end = (
             each.contiguous() for each in (stretch.lines, stretch.first, stretch.end)
         )
@@ -237,10 +288,16 @@ class TritonPasses(Passes):
         """Return the kernels of a scrub over the same ledger."""
         return TritonBytePasses(books, self._groups, self._key, self._table, self._as_they_are)
 
+    def resolve_again(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
+        """Resolve a step as before, as ``Passes.resolve_again`` describes."""
+        given = (accepted,) if sampled is None else (accepted, sampled)
+        return not self._handed_out.waiting and self._resolving.again(step, given, besides)
+
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0
     ) -> None:
         """Mark the rejected rows, as ``Passes.resolve`` describes."""
+        self.settle()
         if not step.lines.shape[0]:
             step, accepted, sampled = self._padding, self._unread, None
         ids = None if sampled is None else sampled.contiguous()

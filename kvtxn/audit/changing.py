@@ -51,6 +51,7 @@ class Changing:
 
     def watch_bytes(self, books: ByteBooks) -> None:
         """Keep the books of a scrub up to date when blocks change hands."""
+        self.passes.settle()
         self._bytes = books
 
     @property
@@ -165,7 +166,9 @@ class Changing:
         """
         if gone is _NONE and admissions is _NONE:  # the usual change: requests get blocks
             if given and (blocks := self._blocks(given)):
-                self.passes.change(Change((), blocks, None, self._seals()))
+                waits = self._bytes is None and self.passes.hand_out_later(blocks)
+                if not waits:
+                    self.passes.change(Change((), blocks, None, self._seals()))
             return []
         gone = listed("release", "gone", gone, "a list of names")
         checks.check_names("release", gone)

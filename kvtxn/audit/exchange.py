@@ -50,6 +50,7 @@ class Exchange(Changing):
                 "copy", "source and target differ in length", expected=f"{len(given)} targets",
                 got=len(wanted), hint="name a target for each source; nothing was changed",
             )  # fmt: skip
+        self.passes.settle()
         pool, there, here = self._pool(place), self._upload(wanted), self._upload(given)
         pool.index_copy_(0, there, pool.index_select(0, here))
         if self._bytes is not None:
@@ -253,6 +254,7 @@ class Exchange(Changing):
                     hint="give what export returned for these rows; nothing was changed",
                 )  # fmt: skip
             words = given.to(self.device, non_blocking=True)
+        self.passes.settle()
         where = self._words(place, table, first, end)
         books.words[where] = words
         if self._bytes is not None:

@@ -94,6 +94,7 @@ class Ledger(Exchange):
 
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches."""
+        self.passes.settle()
         self._roster.clear()
         self.books.words.fill_(UNWRITTEN)
         self.books.owners.fill_(NOBODY)
@@ -113,6 +114,7 @@ class Ledger(Exchange):
         if self._bytes is not None:
             self._bytes.seals.zero_()
         self.findings.restart()
+        self.passes.restart()
         self._parted = False
 
     # -- steps -------------------------------------------------------------------------------
@@ -180,21 +182,26 @@ class Ledger(Exchange):
             ConfigError: as in ``write``.
         """
         self.require("launch_step", step)
-        self.passes.write(step)
-        self.passes.check(step)
+        self.passes.launch_step(step)
 
-    def replayed(self, step: Step) -> None:
+    def replayed(self, step: Step | None) -> None:
         """Begin a step whose ``write`` and ``check`` a replay of a CUDA graph does.
+
+        Call it before the replay.
 
         Args:
             step: has the rows that the replay finds in the tensors that were captured, in tensors
                 of its own or in the same ones. Requests that the captured step has beyond these are
-                padding.
+                padding. None: the replay finds padding alone.
 
         Raises:
             ConfigError: as in ``write``.
         """
+        if step is None:
+            self.passes.replayed()
+            return
         self.require("replayed", step)
+        self.passes.replayed()
         self._open, self._unread = step, False
         self._later.clear()
 
@@ -261,13 +268,18 @@ class Ledger(Exchange):
             WindowStateError: no step was written, or the last one is resolved already.
             AcceptanceError: the arguments do not fit the step, which can be resolved still.
         """
-        if self._open is None:
+        step = self._open
+        if step is None:
             raise WindowStateError("resolve", "no step was written", hint="call write first")
+        usual = type(besides) is int and not self._later  # told quickly
+        if usual and self.passes.resolve_again(step, accepted, sampled, besides):
+            self._open, self._unread = None, False
+            return
         besides = arguments.tokens_besides("resolve", besides)
-        if not self._resolved_at_once(self._open, accepted, sampled, besides):
-            counts, ids = self.outcome("resolve", self._open, accepted, sampled, besides)
+        if not self._resolved_at_once(step, accepted, sampled, besides):
+            counts, ids = self.outcome("resolve", step, accepted, sampled, besides)
             with self._as_written():
-                self.passes.resolve(self._open, counts, ids, besides)
+                self.passes.resolve(step, counts, ids, besides)
         self._open, self._unread = None, False
         self._later.clear()
 
@@ -341,7 +353,7 @@ class Ledger(Exchange):
             spare: an earlier copy that nobody looks at any more, whose memory is used again.
             prints: copy the fingerprints, too; as it was for ``spare``.
         """
-        return self.findings.glance(spare, prints=prints)
+        return self.findings.glance(spare, prints=prints, steps=self.passes.num_steps)
 
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return what ``compare_ranks`` compares: by step and group, a word. Waits for the device.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 import torch
@@ -17,6 +17,7 @@ from .byte_books import ByteBooks
 from .byte_passes import BytePasses, TorchBytePasses
 from .changes import Change
 from .digest import UNWRITTEN
+from .groups import Place
 from .step import Step
 from .step_buffers import StepBuffers, copy_step
 from .violation import NOBODY
@@ -132,6 +133,46 @@ class Passes(ABC):
         if change.coming is not None:
             self.begin(change.coming.beginning(device))
 
+    def hand_out_later(self, given: Sequence[tuple[Place, Sequence[int]]]) -> bool:
+        """Hand out blocks with the next step, as ``change`` does without ``seals``, if it can wait.
+
+        It is done before that step is written, by a graph that begins with ``launch_step`` or by
+        ``write``, and before any other pass and ``settle``.
+
+        Args:
+            given: as for ``Change``.
+
+        Returns:
+            False if it cannot wait; ``change`` has to do it then.
+        """
+        return False
+
+    def settle(self) -> None:
+        """Hand out the blocks that wait for the next step."""
+        return
+
+    def launch_step(self, step: Step) -> None:
+        """Hand out the blocks that wait for a step, ``write`` it and ``check`` it, for a graph.
+
+        Args:
+            step: the step.
+        """
+        self.write(step)
+        self.check(step)
+
+    def replayed(self) -> None:
+        """Hear that a graph is replayed which begins with ``launch_step``, once each time."""
+        return
+
+    @property
+    def num_steps(self) -> int | None:
+        """The steps that were written since the last ``restart``; None if nobody counts them."""
+        return None
+
+    def restart(self) -> None:
+        """Begin anew; the books have been cleared."""
+        return
+
     def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
         """Copy numbers of the host into a tensor on the device, without waiting for it.
 
@@ -244,6 +285,21 @@ class Passes(ABC):
             return False
         self.resolve(step, accepted, sampled, besides)
         return True
+
+    def resolve_again(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
+        """Do ``resolve`` for arguments of the forms that it was given for this step before.
+
+        Args:
+            step: as for ``resolve``.
+            accepted: anything.
+            sampled: anything.
+            besides: an int.
+
+        Returns:
+            Whether that was done. False if the forms are not known, or not remembered; they have to
+            be examined then.
+        """
+        return False
 
     @abstractmethod
     def resolve(

@@ -322,7 +322,9 @@ class DeviceWatch(Watch):
         """
         if self._stopped or self._due is None:
             self._hide()  # a forward of nobody's, to keep ranks in step, say
-            self._idle += bool(included)
+            if included:
+                self._idle += 1
+                self.ledger.replayed(None)
         elif included:
             step, self._due = self._due, None
             self.ledger.replayed(step)
@@ -350,10 +352,12 @@ class DeviceWatch(Watch):
 
         Raises:
             AuditError: there is a violation, and ``on_violation`` is "raise".
+            WindowStateError: graphs were replayed of which nobody was told.
         """
         if self._glance is not None and self._glance.ready:
             glance, self._glance = self._glance, None
             self._spare = glance
+            self.ledger.findings.require_all_steps(glance)
             if self.ledger.findings.has_more(glance):
                 self._say()
         every = _LOOK_EVERY if self.on_violation == "log" else _LOOK_SOON

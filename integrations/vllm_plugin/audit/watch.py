@@ -90,6 +90,9 @@ class Watch:
         kind = RecordingLedger if record else Ledger
         self.groups: Final = groups
         self.states: Final = states or {}
+        self._numbers: Final = [
+            (name, int(name.partition(".")[2])) for name in (*groups, *self.states)
+        ]
         every: list[RowGroup | StateGroup] = [*groups.values(), *self.states.values()]
         # One more line: for rows that a connector stores under tokens of nobody's.
         self.ledger: Final = kind(
@@ -136,6 +139,9 @@ class Watch:
             self._seal()
         if changes is NO_CHANGES:
             return
+        if not (changes.gone or changes.arrivals or changes.copies or self.transfers):
+            self._give(changes.grown)
+            return
         # A connector may still store rows of a request that ended.
         gone = changes.gone if self.transfers is None else ()
         fresh = fresh_blocks(changes, self.groups)
@@ -147,6 +153,12 @@ class Watch:
             for name in list(self.groups)[:1]:  # all groups share the blocks
                 source, target = zip(*changes.copies, strict=True)
                 self.ledger.copy(name, source, target)
+
+    def _give(self, grown: Sequence[Sequence[int]]) -> None:
+        """Tell the ledger of the usual change: requests that run get blocks."""
+        given = {name: grown[number] for name, number in self._numbers if grown[number]}
+        if given:
+            self.ledger.change(given=given)
 
     def admit(self, arrivals: Iterable[Arrival]) -> None:
         """Begin requests or renew their tokens; a full ledger forgets requests that wait."""
@@ -161,7 +173,7 @@ class Watch:
             for name, blocks in fresh.items()
             if blocks and (name in self.groups or name in self.states)
         }
-        if not (gone or arrivals):  # the usual change: requests that run get blocks
+        if not (gone or arrivals):
             if given:
                 self.ledger.change(given=given)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import attrs
@@ -39,13 +40,14 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
     told, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     new, copies = told.scheduled_new_reqs, told.kv_cache_block_copies or ()
     gone = told.finished_req_ids or told.preempted_req_ids
-    if not (gone or new or copies or any(cached.new_block_ids)):
+    by_request = [blocks for blocks in cached.new_block_ids if blocks]
+    if not (gone or new or copies or by_request):
         return NO_CHANGES
     grown: list[list[int]] = [[] for _ in runner.kv_cache_config.kv_cache_groups]
-    for blocks in cached.new_block_ids:
-        if blocks is not None:
-            for known, more in zip(grown, blocks, strict=True):
-                known += more
+    if by_request:
+        by_group = zip(*by_request, strict=True)
+        for known, blocks in zip(grown, by_group, strict=True):
+            known += chain.from_iterable(blocks)
     return Changes(
         gone=sorted({*told.finished_req_ids, *(told.preempted_req_ids or ())}),
         arrivals=[_arrival(runner, each) for each in new],

@@ -1,0 +1,214 @@
+"""Blocks that are handed out wait for the next step's graph, or for any other pass before it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import ClassVar
+
+import pytest
+import torch
+from kernels_here import ON_GPU, importing_kernels
+from ledger_pairs import DEVICE, FewPrograms, assert_equal_books, step_of
+from test_audit_passes import every_call
+
+from kvtxn.audit.books import STEP
+from kvtxn.audit.digest import UNWRITTEN
+from kvtxn.errors import WindowStateError
+from kvtxn.testing.audit_connector import ConnectedEngine
+from kvtxn.testing.audit_life import live, new_engine, new_ledger, said
+from kvtxn.testing.audit_mutants import MUTANTS
+
+with importing_kernels():
+    from kvtxn.backends.audit import handed_out
+    from kvtxn.backends.audit.handed_out import MOST, RECORDS, HandedOut
+
+
+class Replayed(FewPrograms):
+    """Passes of which two steps of three are written by graphs, whose launches are made here."""
+
+    def __init__(self, books):
+        super().__init__(books)
+        self._handed_out.used = True
+        self._turn = itertools.count()
+        self.waited = 0
+
+    def write(self, step):
+        if next(self._turn) % 3:
+            self.waited += self._handed_out.waiting
+            self.replayed()
+            self._take_blocks()
+            self._write(step)
+        else:
+            super().write(step)
+
+
+@pytest.fixture
+def pair():
+    """Make two ledgers of one key for the groups of a name: one in torch, and a replayed one."""
+
+    def made(name):
+        one = new_ledger(name, device=DEVICE, backend="torch", journal=128)
+        named = {"key": one.books.key, "journal": 128, "backend": Replayed}
+        return one, new_ledger(name, device=DEVICE, **named)
+
+    return made
+
+
+@pytest.mark.parametrize("name", ["plain", "sliding", "states"])
+def test_a_healthy_life(pair, name):
+    ledgers = pair(name)
+    live(new_engine(ConnectedEngine, name, ledgers, seed=2, device=DEVICE), 60 if ON_GPU else 14)
+    assert ledgers[1].passes.waited > 5
+    ledgers[1].passes.settle()
+    assert_equal_books(*ledgers)
+    assert said(ledgers[0]) == said(ledgers[1]) == []
+    glance = ledgers[1].glance()
+    glance.wait()
+    assert glance.steps == ledgers[0].counters()["kvtxn_audit_steps_total"] > 5
+    ledgers[1].findings.require_all_steps(glance)
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if not m.contested and not m.needs])
+def test_the_same_is_found(pair, mutant):
+    ledgers = pair("plain")
+    live(new_engine(mutant, "plain", ledgers, seed=3, device=DEVICE), 9)
+    one, other = ({(v.kind, v.step) for v in ledger.violations()} for ledger in ledgers)
+    assert one == other
+    ledgers[1].passes.settle()
+    assert torch.equal(ledgers[0].books.words, ledgers[1].books.words)
+
+
+def test_every_call_agrees(pair):
+    """What copies, loads, takes out or publishes rows finds the blocks as they were handed out."""
+    ledgers = pair("states")
+    for ledger in ledgers:
+        every_call(ledger)
+    one, other = ([str(v) for v in ledger.violations()] for ledger in ledgers)
+    assert one == other
+    assert len(one) > 5
+    assert_equal_books(*ledgers)
+
+
+CALLS = {
+    "copy": lambda ledger: ledger.copy("full", [1], [3]),
+    "import": lambda ledger: ledger.import_rows("a", "full", [1, 2], 0, 4),
+    "publish": lambda ledger: ledger.publish("a", "full", [1, 2], 0, 4),
+    "resolve": lambda ledger: ledger.resolve(torch.tensor([0, 0], device=DEVICE)),
+    "release": lambda ledger: ledger.release("a"),
+    "reset": lambda ledger: ledger.reset(),
+}
+
+
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_no_other_call_comes_before_what_was_handed_out(pair, make):
+    ledgers = pair("states")
+    for ledger in ledgers:
+        ledger.admit("a", [1, 2, 3, 4, 5])
+        step = step_of(ledger, "a", 0, [1, 2, 3, 4, 5], range(4, 9), [1, 2], [-1] * 5, -1)
+        ledger.write(step)
+        ledger.check(step)
+        ledger.hand_out("full", [1, 7])
+        waits = ledger is ledgers[1]
+        assert bool(int(ledger.books.words[4]) != UNWRITTEN) == waits
+        make(ledger)
+    assert ledgers[1].passes._handed_out.waiting == 0
+    assert_equal_books(*ledgers)
+    assert [str(v) for v in ledgers[0].violations()] == [str(v) for v in ledgers[1].violations()]
+
+
+def test_a_replay_takes_what_was_handed_out_for_it(pair):
+    """A steady step has no launch for it; more than a record holds is launched at once."""
+    ledger = pair("plain")[1]
+    passes, launched = ledger.passes, []
+    launch = passes._changing.launch
+    passes._changing.launch = lambda *given: (launched.append(given), launch(*given))
+    words = ledger.books.layout.places["full"].pool_of(ledger.books.words)
+    for number in range(3):
+        words.fill_(77)
+        ledger.hand_out("full", [number])
+        ledger.hand_out("full", [number + 10, number + 20])
+        assert int((words == UNWRITTEN).sum()) == 0
+        ledger.replayed(None)
+        passes._take_blocks()
+        fresh = [number, number + 10, number + 20]
+        assert (words == UNWRITTEN).any(1).nonzero().flatten().tolist() == fresh
+        assert (words == UNWRITTEN).all(1).sum() == 3
+        ledger.books.counters[STEP] += 1
+    assert not launched
+    words.fill_(77)
+    ledger.hand_out("full", [5])
+    passes.hand_out_later([(ledger.books.layout.places["full"], [1] * MOST)])
+    ledger.hand_out("full", [*range(30)] * 5)
+    assert len(launched) == 2
+    assert (words == UNWRITTEN).all(1).nonzero().flatten().tolist() == [*range(30)]
+    ledger.hand_out("full", [35])  # its record is read by a launch already
+    assert len(launched) == 3
+
+
+def test_replays_that_nobody_told_of_are_noticed(pair):
+    ledger = pair("plain")[1]
+    ledger.replayed(None)
+    glance = ledger.glance()
+    glance.wait()
+    with pytest.raises(WindowStateError, match="expected 1 steps, got 0"):
+        ledger.findings.require_all_steps(glance)
+    ledger.restart()
+    ledger.findings.require_all_steps(glance)
+    glance = ledger.glance()
+    glance.wait()
+    ledger.findings.require_all_steps(glance)
+
+
+class Event:
+    """An event that has passed when it is told to."""
+
+    made: ClassVar[list[Event]] = []
+
+    def __init__(self):
+        self.passed, self.recorded = False, 0
+        self.made.append(self)
+
+    def record(self):
+        self.passed, self.recorded = False, self.recorded + 1
+
+    def query(self):
+        return self.passed
+
+
+def test_a_record_is_filled_anew_once_it_was_read(monkeypatch):
+    """Each half of the ring waits for an event behind the steps that had it before."""
+    Event.made.clear()
+    monkeypatch.setattr(handed_out.torch.cuda, "Event", Event)
+    place = new_ledger("plain", backend="torch").books.layout.places["full"]
+    ring = HandedOut(torch.device("cpu"))
+    ring._on_gpu, ring.used = True, True
+    given, half = [(place, [2])], RECORDS // 2
+
+    def until(step):
+        while ring.steps + 1 < step:
+            ring.launched()
+
+    assert not ring.add(given)  # nobody knows what was launched before
+    [event] = Event.made
+    event.passed = True
+    assert ring.add(given)
+    assert ring.records[1].tolist()[:4] == [1, 1, 2 * place.stride, place.stride]
+    until(half)
+    assert ring.add(given)  # nobody had the second half before
+    until(2 * half)
+    assert not ring.add(given)  # the device may be anywhere in the first half
+    assert not ring.add(given)
+    event.passed = True
+    assert ring.add(given)
+    until(3 * half)
+    event.passed = True  # the steps before the third half are done, and so all of the second
+    assert ring.add(given)
+    assert event.recorded == 4
+    until(6 * half)  # halves without any blocks: what was recorded lies too far back
+    event.passed = True
+    assert not ring.add(given)
+    event.passed = True
+    assert ring.add(given)
+    ring.restart()
+    assert not ring.add(given)
+    assert int(ring.records[:, 0].max()) == -1
