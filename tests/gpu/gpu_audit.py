@@ -58,6 +58,8 @@ def wrong(job: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
         for rank, found in enumerate(cell["violations"]):
             for each in found[:2]:
                 yield f"{name}: rank {rank}: {each}"
+        if any(cell.get("idle", ())):
+            yield f"{name}: while nothing was watched: {cell['idle']}"
         if job["asked"].get("audit") == "bytes" and not cell["facts"].get("compared"):
             yield f"{name}: no bytes were compared"
         if job.get("connectors") and name in COME_BACK[:1] and not cell["facts"].get("brought"):
@@ -126,7 +128,8 @@ def unhealed(report: dict[str, Any]) -> Iterator[str]:
         pairs = zip(found["texts"], report["stock"], strict=True)
         other = [index for index, (text, right) in enumerate(pairs) if text != right]
         if other:
-            yield f"contained {name}: texts {other} are other ones"
+            later = found.get("later")
+            yield f"contained {name}: texts {other} are other ones; found later: {later}"
     if all(texts == report["stock"] for texts in report["logged"].values()):
         yield "contained: the faults change no text where they are logged alone"
 

@@ -38,11 +38,12 @@ class AuditWorker(gpu_oracle.Watch):
         watch = getattr(self.model_runner, "kvtxn_audit", None)  # type: ignore[attr-defined]
         if watch is None:
             return False
-        if on:
-            watch.begin()
-            self.audit_brought = 0
-            self._count_imports(watch.ledger)
-        watch.begun = on
+        if not on:
+            watch.pause()
+            return True
+        watch.begin()
+        self.audit_brought = 0
+        self._count_imports(watch.ledger)
         return True
 
     def _count_imports(self, ledger: Any) -> None:
@@ -227,18 +228,21 @@ def healthy(llm: Any, job: dict[str, Any], found: dict[str, Any], keep: Any) -> 
     for name in job["scenarios"]:
         try:
             llm.collective_rpc("audit_switch", args=(False,))
+            known = audit_report(llm)
             without = say(llm, name)
             llm.reset_prefix_cache()
+            idle = audit_report(llm)
             on = llm.collective_rpc("audit_switch", args=(True,))
             tokens = say(llm, name)
             counts = snapshots(llm)
-            same = sum(a == b for a, b in zip(tokens, without, strict=True))
+            same = sum(a == b for a, b in zip(tokens, without, strict=False))
             found[name] = {
                 "watched": on,
                 "same": f"{same} of {len(tokens)}",
                 "exact": tokens == without,
                 "counters": [_audit(each) for each in counts],
-                "violations": [each[:5] for each in audit_report(llm)],
+                "idle": _new(idle, known),
+                "violations": _new(audit_report(llm), idle),
                 "facts": llm.collective_rpc("audit_facts")[-1],
             }
         except Exception as error:
@@ -247,6 +251,11 @@ def healthy(llm: Any, job: dict[str, Any], found: dict[str, Any], keep: Any) -> 
             if "EngineDead" in repr(error):
                 break
         keep()
+
+
+def _new(report: list[list[Any]], known: list[list[Any]]) -> list[list[Any]]:
+    """Each rank's first five violations beyond those that were known."""
+    return [new[len(old) : len(old) + 5] for new, old in zip(report, known, strict=True)]
 
 
 def _audit(counts: dict[str, float]) -> dict[str, float]:

@@ -42,6 +42,7 @@ JOB = gpu_audit.ENGINES["llama-bytes"]
         ({"counters": {"kvtxn_audit_violations_total": 2.0}}, "found 2"),
         ({"counters": {"kvtxn_audit_unjudged_total": 1}}, "could not judge"),
         ({"violations": [{"kind": "foreign"}]}, "foreign"),
+        ({"cell": {"idle": [[{"kind": "foreign"}]]}}, "while nothing was watched"),
         ({"cell": {"exact": False, "same": "7 of 8"}}, "7 of 8 texts are the same"),
         ({"cell": {"facts": {"compared": 0, "ahead": False}}}, "no bytes"),
         ({"time": {"waits": {"step: there": 3}}}, "waits"),

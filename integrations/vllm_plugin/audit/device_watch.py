@@ -11,7 +11,6 @@ from an earlier step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -111,6 +110,7 @@ class DeviceWatch(Watch):
         self._batch = self._glance = self._prints = self._unsealed = None
         self._steps = self._compared = 0
         self._awaits, self._due, self._last, self._idle = False, None, None, 0
+        self.found.take_wrong()
         try:
             self._hide()
             self.warm_up()
@@ -119,11 +119,10 @@ class DeviceWatch(Watch):
         except Exception as error:
             self.stop(error)
 
-    def stop(self, error: Exception) -> None:
-        """Stop watching after an error of the audit's own; replayed graphs find padding alone."""
-        Watch.stop(self, error)
-        with suppress(Exception):
-            self._hide()
+    def pause(self) -> None:
+        """Watch no longer, until ``begin``: replayed graphs find padding, and nothing is healed."""
+        self.begun = False
+        self._hide()
 
     def warm_up(self) -> None:
         """Compile the kernels: launch every pass once, over a step of padding, and forget that.
@@ -331,12 +330,6 @@ class DeviceWatch(Watch):
         else:
             self._write_and_check()
 
-    def _hide(self) -> None:
-        """Let replays find padding alone, until the next step."""
-        if self._shown:
-            self.ledger.passes.put(self._all_lines[: self._shown], [-1] * self._shown)
-            self._batch, self._shown = None, 0
-
     def counters(self) -> dict[str, float]:
         """Return the audit's counters; replays that were for no step count as none."""
         found, steps = Watch.counters(self), "kvtxn_audit_steps_total"
@@ -394,6 +387,8 @@ class DeviceWatch(Watch):
 
     def take_wrong(self) -> Wrong | None:
         """Return the wrong reads since the last call; waits if they are contained."""
+        if not self.begun:
+            return None
         if self.on_violation == "contain" and not self._stopped:
             self.found.take(self.on_violation)
         return Watch.take_wrong(self)

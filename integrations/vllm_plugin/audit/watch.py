@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -130,6 +131,14 @@ class Watch:
             why = f"the audit failed: {error!r}"
             log.error("kvtxn.audit_inactive", rank=self._rank, why=why, exc_info=error)
         self._stopped = True
+        with suppress(Exception):
+            self._hide()
+
+    def _hide(self) -> None:
+        """Let graphs that are replayed find padding alone, until the next step."""
+        if self._shown:
+            self.ledger.passes.put(self._all_lines[: self._shown], [-1] * self._shown)
+            self._batch, self._shown = None, 0
 
     def change(self, changes: Changes) -> None:
         """Tell the ledger the changes that a step makes before its forward."""

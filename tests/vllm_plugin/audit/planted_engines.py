@@ -77,6 +77,14 @@ def _of_fault(rig: Rig) -> dict[str, Any]:
     return {"struck": struck, "violations": rig.found()[:10]}
 
 
+def _later(rig: Rig) -> dict[str, Any]:
+    """Say where a fault has struck, and what of the first violations after it explains them."""
+    fields = ("kind", "step", "request", "position", "found", "written_step", "written_request")
+    struck = None if rig.struck is None else attrs.asdict(rig.struck)
+    after = [v for v in rig.found() if struck is not None and v["step"] > struck["step"]]
+    return {"struck": struck, "later": [{k: v.get(k) for k in fields} for v in after[:5]]}
+
+
 def find_afterwards(llm: Any, faults: Iterable[Fault]) -> dict[str, Any]:
     """Plant faults in an engine that has worked."""
     rig, report = Rig(llm), {}
@@ -109,6 +117,7 @@ def contain(
             "texts": found,
             "violations": len(rig.found()) if rig.struck else 0,
             "contained": len(again),
+            **_later(rig),
         }
     rig.watch.on_violation = "log"
     for fault in faults:

@@ -16,6 +16,7 @@ from v2_rig import Rig
 
 with importing_kernels():
     from kvtxn.integrations.vllm_plugin.attach import is_swapped, unhook_runner
+    from kvtxn.integrations.vllm_plugin.internals import scheduling
 
 
 class Silent(torch.nn.Identity):
@@ -146,6 +147,34 @@ def test_what_is_hooked_is_unhooked(monkeypatch):
     assert not [name for name in vars(manager) if name.startswith("kvtxn")]
     assert vars(rig.runner)["kvtxn_kept"] == [watch]
     manager.run_fullgraph(8)
+
+
+def test_while_a_watch_pauses_replays_find_nothing_and_nothing_is_healed(monkeypatch):
+    """The graphs would go on with the last requests' lines, over other requests' rows."""
+    rig, _ = started(monkeypatch, on_violation="contain")
+    old = rig.add("old", prompt(1, 9))
+    for _ in range(3):
+        rig.step()
+    assert rig.step() is None
+    checked = rig.watch.counters()["kvtxn_audit_rows_checked_total"]
+    rig.watch.pause()
+    marked = []
+    monkeypatch.setattr(scheduling, "mark", lambda output, wrong: marked.append(wrong))
+    rig.end(old)
+    rig.add("new", prompt(2, 9))
+    for _ in range(4):
+        rig.step()
+    assert rig.watch.counters()["kvtxn_audit_rows_checked_total"] == checked
+    assert rig.watch.counters()["kvtxn_audit_active"] == 0
+    assert (rig.watch.report(), marked) == ([], [])
+    rig.end(rig.running[0])
+    rig.watch.begin()
+    rig.add("newest", prompt(3, 9))
+    for _ in range(4):
+        rig.step()
+    assert rig.watch.counters()["kvtxn_audit_active"] == 1
+    assert rig.watch.counters()["kvtxn_audit_rows_checked_total"] > 9
+    assert (rig.watch.report(), marked) == ([], [])
 
 
 class Steady:
