@@ -167,8 +167,34 @@ def counts_forgotten(rig: Rig) -> Any:
 
 
 def state_of_the_request_before(rig: Rig) -> Any:
-    """Requests keep the counts of those that had their place in the batch before."""
+    """Requests keep the counts of those that had their place in the batch before.
+
+    Few drafts are accepted of a model with random weights, and then no request may end just when
+    counts differ. So the last request of the batch gets right drafts, those of an earlier request
+    with its prompt; once they are kept, another one is aborted, and the last takes its place.
+    """
     counts: dict[int, int] = {}
+    texts: dict[tuple[int, ...], list[int]] = {}
+    most = int(rig.runner.speculative_config.num_speculative_tokens)
+
+    def schedule(*args: Any) -> None:
+        if rig.struck is not None:
+            return
+        _arrived(rig)
+        names = rig.runner.input_batch.req_ids
+        running = {each.request_id: each for each in rig.scheduler.running}
+        for request in running.values():
+            tokens, prompt = [*request.all_token_ids], tuple(request.prompt_token_ids)
+            texts[prompt] = max(texts.get(prompt, []), tokens, key=len)
+        if len(names) < 2 or names[-1] not in running:
+            return
+        *accepted, own = rig.runner.input_batch.num_accepted_tokens_cpu[: len(names)].tolist()
+        others = zip(names[:-1], accepted, strict=True)
+        if (other := next((n for n, a in others if n in running and a != own), None)) is not None:
+            rig.engine.abort_request([other], internal=True)
+        elif (last := running[names[-1]]).num_output_tokens:
+            right = texts[tuple(last.prompt_token_ids)][last.num_tokens :][:most]
+            last.spec_token_ids = right or last.spec_token_ids
 
     def before(*args: Any) -> None:
         _arrived(rig)
@@ -185,7 +211,10 @@ def state_of_the_request_before(rig: Rig) -> Any:
                 batch.num_accepted_tokens_cpu[index] = counts[index]
                 rig.strike(name, known - 1, None)
 
-    return around(rig.runner, "_update_states", before, after)
+    stack = ExitStack()
+    stack.enter_context(around(rig.scheduler, "schedule", schedule))
+    stack.enter_context(around(rig.runner, "_update_states", before, after))
+    return stack
 
 
 FAULTS = (
