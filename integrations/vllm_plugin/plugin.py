@@ -272,8 +272,10 @@ def _attach(
 
     if facts.recurrent is not None and facts.device == "cpu":
         from .cpu.runner_states import attach
+    elif facts.recurrent is not None and facts.runner == "v1":
+        from .gpu.runner_states_v1 import attach
     elif facts.recurrent is not None:
-        from .gpu.runner_states import attach
+        from .gpu.runner_states_v2 import attach
     elif facts.device == "cpu":
         from .cpu.runner_v1 import attach
     elif facts.runner == "v1":

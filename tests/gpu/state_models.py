@@ -175,6 +175,10 @@ _RANKS: Final[dict[str, Any]] = {
     "tensor_parallel_size": 2,
 }
 
+_V1: Final[dict[str, Any]] = {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
+_BY_TRITON_V1: Final = {"environment": {**_BY_TRITON["environment"], **_V1["environment"]}}
+_FEW: Final[dict[str, Any]] = {"blocks": True, "speculation": _BY_LOGITS, "scenarios": ["growing"]}
+
 #: By name: model, options of the engine, and what runs beside stock. "auto" and "undo" are policies
 #: with the setting "exact"; "fast" is that setting; "chosen" is the setting "auto", whose rule
 #: takes "exact" here.
@@ -201,7 +205,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "mtp": ("qwen3_5", {**_TRITON, "speculation": {"method": "mtp"}}, ("auto", "fast")),
     "few": (
         "qwen3_5",
-        {**_TRITON, "blocks": True, "speculation": _BY_LOGITS, "scenarios": ["growing"]},
+        {**_TRITON, **_FEW},
         ("auto", "fast"),
     ),
     "experts": ("qwen3_next", {**_TRITON, **_32}, ("auto", "fast")),
@@ -210,6 +214,26 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "fused_cached": ("qwen3_5", {**_TRITON, **_32, **_CACHED}, ("auto", "fast")),
     "nemotron_cached": ("nemotron_h", _CACHED, ("auto",)),
     "lfm2_cached": ("lfm2", _CACHED, ("auto",)),
+    "fused_float32_v1": ("qwen3_5", {**_TRITON, **_32, **_V1}, ("auto", "undo", "fast")),
+    "triton_bfloat16_v1": (
+        "qwen3_5",
+        {**_TRITON, **_BY_TRITON_V1, **_16},
+        ("auto", "fast"),
+    ),
+    "nemotron_v1": ("nemotron_h", _V1, ("auto",)),
+    "granite_v1": ("granite", _V1, ("auto",)),
+    "lfm2_v1": ("lfm2", _V1, ("auto",)),
+    "olmo_v1": ("olmo_hybrid", {**_32, **_V1}, ("auto",)),
+    "ahead_v1": (
+        "qwen3_5",
+        {**_TRITON, **_32, **_V1, "speculation": {"method": "ngram_gpu"}},
+        ("auto", "fast"),
+    ),
+    "mtp_v1": ("qwen3_5", {**_TRITON, **_V1, "speculation": {"method": "mtp"}}, ("auto", "fast")),
+    "few_v1": ("qwen3_5", {**_TRITON, **_V1, **_FEW}, ("auto", "fast")),
+    "fused_cached_v1": ("qwen3_5", {**_TRITON, **_32, **_V1, **_CACHED}, ("auto", "fast")),
+    "nemotron_cached_v1": ("nemotron_h", {**_V1, **_CACHED}, ("auto",)),
+    "lfm2_cached_v1": ("lfm2", {**_V1, **_CACHED}, ("auto",)),
 }
 #: Graphs of few sizes, so that engines start sooner.
 _SIZES: Final = {"cudagraph_capture_sizes": [(DRAFTS + 1) * count for count in (1, 2, 4, 8, 16)]}
@@ -231,6 +255,8 @@ _GRAPHS: Final = (
     "olmo_cached",
     "nemotron_cached",
     "lfm2_cached",
+    *("ahead_v1", "mtp_v1", "few_v1"),
+    *("fused_cached_v1", "nemotron_cached_v1", "lfm2_cached_v1"),
 )
 #: Kinds that run without graphs alone: a graph cannot hold what goes through the host.
 _EAGER: Final = ("ranks",)
@@ -257,7 +283,8 @@ def engines() -> dict[str, dict[str, Any]]:
                 policy = "undo" if who == "undo" else "auto"
                 how = {"fast": "fast", "chosen": "auto"}.get(who, "exact")
                 ours = {**_EXACT, "policy": policy, "recurrent": how}
-                ours |= {"unchecked": True} if kind in _EAGER else {}
+                v1 = kind.endswith("_v1")
+                ours |= {"unchecked": True} if v1 or kind in _EAGER else {}
                 kvtxn = {} if who in ("stock", "again") else ours
                 more = {**options, **_MODES[mode]}
                 scenarios = more.pop("scenarios", [])
@@ -268,6 +295,7 @@ def engines() -> dict[str, dict[str, Any]]:
                     "kvtxn": kvtxn,
                     "options": more,
                     "more": scenarios,
+                    "v1": v1,
                 }
     return found
 

@@ -1,4 +1,7 @@
-"""Reads the recurrent states on the device around every step of a GPU's V2 runner."""
+"""Reads the recurrent states on the device around every step of a GPU's V2 runner.
+
+``state_watch_v1`` does it in the V1 runner.
+"""
 
 from __future__ import annotations
 
@@ -82,13 +85,7 @@ class Watch(Base):
     def watch(self) -> None:
         """Digest states from now on."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        self.found = state_layers(runner)
-        self.num_blocks = own_blocks(runner)
-        self.held = getattr(runner, "kvtxn_states", None) is not None
-        self.aligned = runner.vllm_config.cache_config.mamba_cache_mode == "align"
-        replayed = getattr(getattr(runner, "kvtxn_states", None), "_replayed", None)
-        self.replayed = () if replayed is None else replayed.layers
-        self.begin(0)
+        self.know(runner)
         prepare, sampled_by = runner.prepare_attn, runner.postprocess_sampled
         manager = runner.cudagraph_manager
         replay, model_state = manager.run_fullgraph, runner.model_state
@@ -127,6 +124,16 @@ class Watch(Base):
         runner.prepare_attn, runner.postprocess_sampled = prepared, sampled
         model_state.preprocess_state = moved
         manager.run_fullgraph = replayed
+
+    def know(self, runner: Any) -> None:
+        """Find what is watched."""
+        self.found = state_layers(runner)
+        self.num_blocks = own_blocks(runner)
+        self.held = getattr(runner, "kvtxn_states", None) is not None
+        self.aligned = runner.vllm_config.cache_config.mamba_cache_mode == "align"
+        replayed = getattr(getattr(runner, "kvtxn_states", None), "_replayed", None)
+        self.replayed = () if replayed is None else replayed.layers
+        self.begin(0)
 
     def begin(self, seed: int) -> None:
         """Forget what was seen; the same lots are drawn again."""
@@ -245,8 +252,22 @@ class Watch(Base):
     def note(self, num_sampled: torch.Tensor, idx_mapping: torch.Tensor) -> None:
         """Digest the state of each request of the batch."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        count = self.batch.num_reqs
         computed = runner.req_states.num_computed_tokens.gpu[idx_mapping].tolist()
+        # Where vLLM has moved a state to the first column, it counts one accepted row.
+        accepted = runner.model_state.num_accepted_tokens_gpu[idx_mapping[: self.batch.num_reqs]]
+        self.note_states(num_sampled, computed, accepted.long() - 1)
+
+    def note_states(
+        self, num_sampled: torch.Tensor, computed: list[int], place: torch.Tensor
+    ) -> None:
+        """Digest the state of each request of the batch.
+
+        Args:
+            num_sampled: tokens sampled for each request.
+            computed: tokens of each request after the step.
+            place: int64, where vLLM finds the past of each: its first row.
+        """
+        count = self.batch.num_reqs
         kept = num_sampled[:count].clamp(min=1).long()
         self.counts["steps"] += 1
         prefilling = self.batch.is_prefilling_np.tolist()
@@ -255,8 +276,6 @@ class Watch(Base):
             if not prefilling[number]:
                 self.accepted[tokens] += 1
                 self.counts["zero_draft_rows"] += drafts is None or not int(drafts[number])
-        # Where vLLM has moved a state to the first column, it counts one accepted row.
-        place = runner.model_state.num_accepted_tokens_gpu[idx_mapping[:count]].long() - 1
         digests = self.digests_in(
             self.column(), torch.zeros_like(kept) if self.held else place, place
         )

@@ -2,8 +2,9 @@
 
 Small models with random weights: Qwen3.5 by vLLM's Triton kernel, which Qwen3-Next has, and by its
 fused one; Nemotron-H and Granite (Mamba-2); LFM2 (short convolutions); with captured graphs, and
-without. All but the kind "experts", Qwen3-Next itself, are dense. Each kind runs as stock and with
-windows, both over the same requests, whose drafts are accepted by lot.
+without. All but the kind "experts", Qwen3-Next itself, are dense; kinds that end with "_v1" have
+vLLM's V1 runner. Each kind runs as stock and with windows, both over the same requests, whose
+drafts are accepted by lot.
 
 After every step each engine digests the state of each request: equal digests are equal bits. They
 are compared where both engines have given a request the same tokens; how many of an engine's
@@ -81,7 +82,8 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if job["model"] == "qwen3_next":
         experts_in_torch.stand_in()
     several = job["options"].get("tensor_parallel_size", 1) > 1
-    watch = "one_gpu_states.Watch" if several else "state_watch.Watch"
+    own = "state_watch_v1.Watch" if job["v1"] else "state_watch.Watch"
+    watch = "one_gpu_states.Watch" if several else own
     options = options_of(job) | {"worker_extension_cls": watch}
     llm = LLM(model=model, additional_config=settings, **options)
     report: dict[str, Any] = llm.collective_rpc("describe")[0]

@@ -1,29 +1,24 @@
-"""vLLM's V2 model runner on a GPU, with recurrent states that only a commit writes.
+"""Recurrent states that only a commit writes: what vLLM's two model runners on a GPU share.
 
 Each request has one block for its state, where stock has one more per draft. So vLLM alone can no
 longer speculate over these caches: if kvtxn cannot make its steps, the engine does not start.
+
+Each runner's own mixin tells the states of every step, and when to commit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
 
+from ....config import TxnConfig
 from ....errors import KVTxnError
 from ....log import get_logger
 from ....manager import TransactionManager
-from ..attach import hook_runner, mix_in
-from ..audit.gpu_runners import mixins_and_methods
-from ..internals import (
-    Foreign,
-    aligned_states,
-    batches,
-    held_states,
-    state_layers,
-    state_sizes,
-)
+from ..internals import Foreign, aligned_states, held_states, state_layers, state_sizes
 from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
@@ -33,35 +28,24 @@ from ..policy.rules import decide
 from ..policy.state_choice import takes
 from ..policy.state_rules import measured_fast
 from ..settings import PluginSettings
-from .runner_v2 import GpuRunnerV2
 
 log = get_logger()
 
 
-class ReportedModelState:
-    """A mixin of vLLM's ``model_state``: tells the states about the metadata of each step."""
+class GpuStateMixin:
+    """A mixin of vLLM's runners on a GPU, for models with recurrent layers.
 
-    kvtxn_states: HeldStates
-
-    def prepare_attn(self, input_batch: Any, cudagraph_mode: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make the metadata, and let the states' kernels find their blocks."""
-        metadata = super().prepare_attn(  # type: ignore[misc]
-            input_batch, cudagraph_mode, *args, **kwargs
-        )
-        captured = held_states.is_capture(args, kwargs)
-        replayed = not captured and held_states.is_replay(cudagraph_mode)
-        self.kvtxn_states.begin(metadata, input_batch, captured=captured, replayed=replayed)
-        return metadata
-
-
-class GpuStateRunnerV2(GpuRunnerV2):
-    """A mixin of vLLM's V2 runner, for models with recurrent layers.
+    It comes before that of the runner's windows, ``GpuRunnerV1`` or ``GpuRunnerV2``.
 
     Attributes:
         kvtxn_one_state: the caches have one state per request; None before that is decided.
         kvtxn_states: the states; None while kvtxn stays out.
     """
 
+    kvtxn: Any
+    kvtxn_config: TxnConfig
+    kvtxn_rank: int
+    kvtxn_undo: ExitStack
     kvtxn_settings: PluginSettings
     kvtxn_one_state: bool | None = None
     kvtxn_states: HeldStates | None = None
@@ -74,6 +58,10 @@ class GpuStateRunnerV2(GpuRunnerV2):
     def kvtxn_unknown(self) -> str | None:
         """Say in a sentence what kvtxn does not know about the layers; None if nothing."""
         return held_states.launches_differ(self, fast=self.kvtxn_fast)
+
+    def kvtxn_report_steps(self, states: HeldStates) -> Callable[[], None]:
+        """Let the states be told of each step's metadata; returns a function that undoes it."""
+        raise NotImplementedError
 
     def get_kv_cache_spec(self) -> dict[str, Foreign]:
         """Ask for one block per request and state, if commits will write the states."""
@@ -100,7 +88,9 @@ class GpuStateRunnerV2(GpuRunnerV2):
             KVTxnError: kvtxn stays out, though the caches have one state per request.
         """
         self.kvtxn_states = None
-        super().initialize_kv_cache(kv_cache_config, is_profiling, **others)
+        super().initialize_kv_cache(  # type: ignore[misc]
+            kv_cache_config, is_profiling, **others
+        )
         if self.kvtxn_one_state and is_profiling:  # the forward shall be the one to come
             self.kvtxn_hook_states(lambda _: None, None).forget_caches()
         elif self.kvtxn_one_state and self.kvtxn is None:
@@ -115,7 +105,8 @@ class GpuStateRunnerV2(GpuRunnerV2):
         """Add the dtype of the states; and the attention, or what it can do once caches exist."""
         known = attrs.evolve(facts, state_dtype=state_layers.state_dtype(self))
         if layers:
-            return super().kvtxn_facts(layers, known)
+            found: EngineFacts = super().kvtxn_facts(layers, known)  # type: ignore[misc]
+            return found
         return attrs.evolve(known, attention=attention_of(self, facts.device))
 
     def kvtxn_bytes_of_states(self) -> int:
@@ -160,40 +151,8 @@ class GpuStateRunnerV2(GpuRunnerV2):
         states.warm_up()
         self.kvtxn_undo.callback(states.unhook)
         states.hook()
-        self.kvtxn_undo.callback(report_steps(self, states))
+        self.kvtxn_undo.callback(self.kvtxn_report_steps(states))
         if states.aligned:
             ends = not states.writes_ends
             self.kvtxn_undo.callback(aligned_states.hook_copies(self, ends=ends))
         return states
-
-    def postprocess_sampled(
-        self,
-        idx_mapping: Any,
-        sampled_tokens: Any,
-        num_sampled: Any,
-        num_rejected: Any,
-        *others: Any,
-        **named: Any,
-    ) -> None:
-        """Commit the states, then the rows of attention; see ``GpuRunnerV2``."""
-        if self.kvtxn_states is not None:
-            self.kvtxn_states.commit(num_sampled)
-        super().postprocess_sampled(
-            *(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named
-        )
-
-
-def report_steps(runner: Any, states: HeldStates) -> Any:
-    """Let a runner's ``model_state`` tell the states about each step.
-
-    Returns:
-        A function that undoes it.
-    """
-    return mix_in(held_states.model_state(runner), ReportedModelState, kvtxn_states=states)
-
-
-def attach(runner: Foreign, settings: PluginSettings, rank: int) -> None:
-    """Put the mixins before a runner's class, once, before its KV cache exists."""
-    mixins, audited = mixins_and_methods(settings, "v2")
-    methods = {**batches.V2_METHODS, **state_layers.METHODS, **audited}
-    hook_runner(runner, settings, rank, methods, *mixins, GpuStateRunnerV2)

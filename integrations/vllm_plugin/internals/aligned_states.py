@@ -31,7 +31,14 @@ METHODS: Final = {
         *("num_reqs", "num_accepted_tokens_gpu", "state_idx_gpu"),
         *("new_num_computed_tokens_gpu", "idx_mapping"),
     ),
+    "run_fused_postprocess": (
+        *("num_reqs", "num_accepted_tokens_gpu", "mamba_state_idx_gpu"),
+        *("num_scheduled_tokens_gpu", "num_computed_tokens_gpu", "num_draft_tokens_gpu"),
+    ),
 }
+
+#: The methods of the V1 runner that make this context, with their parameters.
+V1_METHODS: Final = {"_get_mamba_bufs": (), "_get_mamba_state_copy_funcs": ()}
 
 #: The fields of this class that have one number for each state or past.
 FIELDS: Final = (
@@ -59,15 +66,24 @@ def block_tables(runner: Any, groups: list[str]) -> BlockTables:
     """Return the block tables of a runner's groups; a table has a line for each place of a batch.
 
     Args:
-        runner: a V2 runner whose caches exist.
+        runner: a runner whose caches exist.
         groups: names of groups, such as ``"group.0"``.
     """
     from ....backends.recurrent.boundaries import BlockTables
 
     numbers = [int(group.partition(".")[2]) for group in groups]
-    tables = [runner.block_tables.input_block_tables[number] for number in numbers]
+    if hasattr(runner, "block_tables"):  # V2 gathers the lines of the batch
+        tables = [runner.block_tables.input_block_tables[number] for number in numbers]
+    else:
+        tables = [_v1_table(runner, number) for number in numbers]
     spec = runner.kv_cache_config.kv_cache_groups[numbers[0]].kv_cache_spec
     return BlockTables.build(tuple(tables), int(spec.block_size))
+
+
+def _v1_table(runner: Any, number: int) -> Tensor:
+    """Return the block table of a group of the V1 runner, whose lines are those of the batch."""
+    table: Tensor = runner.input_batch.block_table[number].get_device_tensor(runner.max_num_reqs)
+    return table
 
 
 class OneStateCopies:
@@ -78,6 +94,7 @@ class OneStateCopies:
         kvtxn_states: the part that copies states.
         kvtxn_none: int32 ``[max_requests]``, zeros: columns between a state and the first one.
         kvtxn_one: int32 ``[max_requests]``, ones: accepted rows, by which vLLM finds a column.
+        kvtxn_order: int32 ``[max_requests]``, 0, 1, ...: the places of a batch of the V1 runner.
         kvtxn_ends: copy states that are at a block's end after their last kept row. Without, the
             commits have written both.
     """
@@ -86,6 +103,7 @@ class OneStateCopies:
     kvtxn_states: Any
     kvtxn_none: Tensor
     kvtxn_one: Tensor
+    kvtxn_order: Tensor
     kvtxn_ends: bool
 
     def run_fused_precopy(
@@ -116,6 +134,30 @@ class OneStateCopies:
         if self.kvtxn_ends and self.kvtxn_states.num_states:
             self.kvtxn_states.run_fused_postprocess_align(num_reqs, self.kvtxn_one, *given)
 
+    def run_fused_postprocess(
+        self,
+        num_reqs: int,
+        num_accepted_tokens_gpu: Tensor,
+        mamba_state_idx_gpu: Tensor,
+        num_scheduled_tokens_gpu: Tensor,
+        num_computed_tokens_gpu: Tensor,
+        num_draft_tokens_gpu: Tensor,
+    ) -> None:
+        """Do the same for the V1 runner, which counts the tokens after the step in the kernel.
+
+        Its next step reads a past at the count that is left in ``num_accepted_tokens_out``.
+        """
+        pasts, accepted = self.kvtxn_pasts, num_accepted_tokens_gpu[:num_reqs]
+        counts = num_scheduled_tokens_gpu, num_computed_tokens_gpu, num_draft_tokens_gpu
+        pasts.run_fused_postprocess(num_reqs, num_accepted_tokens_gpu, mamba_state_idx_gpu, *counts)
+        out: Any = self
+        out.num_accepted_tokens_out[:num_reqs].copy_(pasts.num_accepted_tokens_out[:num_reqs])
+        if self.kvtxn_ends and self.kvtxn_states.num_states:
+            scheduled, computed, drafts = (count[:num_reqs] for count in counts)
+            after = computed + scheduled - drafts + accepted - 1
+            given = mamba_state_idx_gpu, after, self.kvtxn_order
+            self.kvtxn_states.run_fused_postprocess_align(num_reqs, self.kvtxn_one, *given)
+
 
 def part_of(context: Any, chosen: Tensor) -> Any:
     """Return a copy of vLLM's context of copies that knows some of the states alone.
@@ -136,13 +178,15 @@ def hook_copies(runner: Any, *, ends: bool) -> Callable[[], None]:
     """Let vLLM copy the one state that each request has.
 
     Args:
-        runner: a V2 runner whose caches exist.
+        runner: a runner whose caches exist.
         ends: see ``OneStateCopies.kvtxn_ends``.
 
     Returns:
         A function that undoes it.
     """
-    context = runner.model_state._mamba_ctx
+    context = (
+        runner.model_state._mamba_ctx if hasattr(runner, "model_state") else _v1_copies(runner)
+    )
     pasts = context.state_conv_widths > 0
     one = torch.ones_like(context.num_accepted_tokens_out)
     return mix_in(
@@ -152,5 +196,18 @@ def hook_copies(runner: Any, *, ends: bool) -> Callable[[], None]:
         kvtxn_states=part_of(context, ~pasts),
         kvtxn_none=torch.zeros_like(one),
         kvtxn_one=one,
+        kvtxn_order=torch.arange(len(one), dtype=torch.int32, device=one.device),
         kvtxn_ends=ends,
     )
+
+
+def _v1_copies(runner: Any) -> Any:
+    """Return the V1 runner's context of copies, filled, for which it else waits until a step."""
+    context = runner._get_mamba_bufs().postprocess_align
+    context.initialize_from_forward_context(
+        runner.kv_cache_config,
+        runner.compilation_config.static_forward_context,
+        runner._get_mamba_state_copy_funcs(),
+        [_v1_table(runner, number) for number in context.mamba_group_ids],
+    )
+    return context

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
+import torch
 from torch import Tensor
 
 from ....errors import LayerError
@@ -30,6 +31,15 @@ V1_GPU_METHODS: Final = {
         name: V1_METHODS[name]
         for name in ("initialize_kv_cache", "_update_states", "_prepare_inputs", "_sample")
     },
+}
+#: Of the V1 runner on a GPU, if recurrent states are in the windows:
+V1_STATE_METHODS: Final = {
+    "_build_attention_metadata": (
+        *("num_tokens", "num_reqs", "max_query_len", "num_tokens_padded", "num_reqs_padded"),
+        *("ubatch_slices", "logits_indices", "max_num_sampled_tokens", "use_spec_decode"),
+        *("for_cudagraph_capture", "num_scheduled_tokens", "cascade_attn_prefix_lens?"),
+        "slot_mappings",
+    ),
 }
 #: Of the V2 runner:
 V2_METHODS: Final = {
@@ -63,6 +73,14 @@ def sampled_ids(output: Any) -> Tensor:
     """Return sampled token ids ``[num_requests, drafts + 1]``, -1 where there is none."""
     ids: Tensor = output.sampled_token_ids
     return ids
+
+
+def kept_counts(output: Any) -> Tensor:
+    """Count the tokens that the V1 runner's ``_sample`` got for each request, as vLLM does; int32.
+
+    By this count vLLM finds the past of a convolution in the next step.
+    """
+    return (sampled_ids(output) != -1).sum(1, dtype=torch.int32)
 
 
 # -- on a CPU -------------------------------------------------------------------------
@@ -210,6 +228,29 @@ def prepared_rows(runner: Any, prepared: Any, lengths: Any) -> BatchRows:
         drafts[:] = metadata.num_draft_tokens
     known = batch.num_computed_tokens_cpu[:count]
     return drafts, lengths, known < batch.num_prompt_tokens[:count]
+
+
+@attrs.frozen(eq=False)
+class StepRows:
+    """Where the rows of a step of the V1 runner lie; its buffers, which are filled anew each step.
+
+    Attributes:
+        seq_lens: int32 ``[max_requests]``, the tokens of each request, the step's included.
+        query_start_loc: int32 ``[max_requests + 1]``, the first row of each, and the end.
+    """
+
+    seq_lens: Tensor
+    query_start_loc: Tensor
+
+    @classmethod
+    def of(cls, runner: Any) -> StepRows:
+        """Read a runner's."""
+        return cls(runner.seq_lens, runner.query_start_loc.gpu)
+
+
+def metadata_by_layer(built: Any) -> Any:
+    """Return the metadata by layer in what the V1 runner's ``_build_attention_metadata`` made."""
+    return built[0]
 
 
 def lead_with_drafts(runner: Any, scheduler_output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Recurrent states of vLLM's V2 runner on a GPU: one block for each request, and a commit per step.
+"""Recurrent states of vLLM's runners on a GPU: one block for each request, and a commit per step.
 
 In a verify step vLLM itself writes a state per row, 1 + k of them, and reads the one it needs in
 the next step. Here the step writes none. Its rows wait in fixed buffers until the sampler has said
@@ -92,15 +92,14 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
                 f"with {_FUSED_COLUMNS - 1} drafts vLLM's fused kernel of gated delta nets has no "
                 "column left to read from; take fewer drafts, or VLLM_GDN_DECODE_KERNEL=triton"
             )
-    wrong = aligned_states.copies_differ() if aligned_states.is_aligned(runner) else None
-    return wrong or check_methods(type(runner.model_state), METHODS)
+    return aligned_states.copies_differ() if aligned_states.is_aligned(runner) else None
 
 
 class HeldStates:
     """The states of a runner's recurrent layers.
 
     Args:
-        runner: a V2 runner whose KV cache exists.
+        runner: a runner whose KV cache exists.
         note: called with an error after which the commit of the states was repeated.
         make: captures the commits of all layers; None commits layer by layer.
         fast: kvtxn's own kernels verify and commit gated delta nets.
@@ -237,7 +236,8 @@ class HeldStates:
 
         Args:
             metadata: vLLM's, by layer.
-            batch: vLLM's input batch; not read unless the prefix cache keeps states.
+            batch: vLLM's input batch, or the V1 runner's ``StepRows``; not read unless the prefix
+                cache keeps states.
             captured: the forward will be captured, in a graph that names the blocks by itself.
             replayed: the forward is the replay of such a graph, so the host has no block to name.
         """

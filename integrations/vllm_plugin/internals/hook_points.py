@@ -249,6 +249,11 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_of(f"{_MAMBA_COPIES}.MambaSpecDecodeGPUContext", ("create", *aligned_states.METHODS)),
         f"{_MAMBA_COPIES}.precopy_mamba_align_fused_kernel",
         f"{_MAMBA_COPIES}.postprocess_mamba_fused_kernel",
+        *_of(_V1, (*batches.V1_STATE_METHODS, *aligned_states.V1_METHODS)),
+        # Where the V1 runner counts accepted drafts, and where it copies states and pasts.
+        f"{_V1}._update_states_after_model_execute",
+        *_of(_MAMBA_COPIES, ("preprocess_mamba", "postprocess_mamba_align_gpu")),
+        f"{_MAMBA_COPIES}.MambaSpecDecodeGPUContext.initialize_from_forward_context",
         "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder.build",
         "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder.update_block_table",
     ),

@@ -45,7 +45,8 @@ class EngineFacts:
             state block each as in stock, rounded to hundredths; 1.0 if that is not known.
         gain_tokens: see ``gain``.
         unchecked: the user lets windows run with a release that was not checked, after a self-test,
-            and on pipeline stages before the last one.
+            on pipeline stages before the last one, and over states that were not compared with
+            stock.
         cached_states: the prefix cache keeps states at block boundaries.
         state_dtype: dtype of the states; None if it is not known before the model is loaded.
         microbatches: vLLM cuts the batch into overlapping halves.

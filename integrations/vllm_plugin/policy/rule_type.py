@@ -18,7 +18,7 @@ class Decision(NamedTuple):
     reason: str
 
 
-#: Ends a reason where nothing but a check on several GPUs is missing.
+#: Ends a reason where nothing but a check on a GPU, or on several, is missing.
 _TRIAL: Final = '; "unchecked": true lets "recurrent": "exact" start'
 
 
@@ -37,8 +37,8 @@ class Rule:
             ``{connector}`` that of ``connector``, ``{no_rows}`` says why the attention does not
             read blocks of one row, and ``{state_releases}`` are the releases whose
             recurrent layers were checked on the engine's device, and ``{or_auto}`` is another value
-            of the setting ``recurrent`` there, and ``{trial}`` the setting that lets states over
-            ranks start there. States of no known dtype, before the model is loaded, are
+            of the setting ``recurrent`` there, and ``{trial}`` the setting that lets states start
+            there all the same. States of no known dtype, before the model is loaded, are
             "recurrent".
         example: facts of an engine that the rule concerns; all its other facts are the defaults of
             ``EngineFacts``.

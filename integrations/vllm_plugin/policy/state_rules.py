@@ -79,7 +79,12 @@ def _over_ranks(facts: EngineFacts) -> bool:
     """Tell whether states may be spread over ranks: that was checked, or the user lets them."""
     if facts.recurrent == GATED_DELTA:
         return True
-    return facts.device == "cuda" and facts.unchecked and facts.states != "auto"
+    return facts.device == "cuda" and _on_trial(facts)
+
+
+def _on_trial(facts: EngineFacts) -> bool:
+    """Tell whether the user lets windows hold states where that was not compared with stock."""
+    return facts.unchecked and facts.states != "auto"
 
 
 #: Says why an engine with other recurrent layers cannot have "fast".
@@ -181,10 +186,8 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "states with the V1 runner",
         "windows",
-        lambda f: _on_gpu(f) and f.runner == "v1",
-        "on GPUs kvtxn knows the recurrent states of vLLM's V2 model runner alone: with V1 the "
-        "steps of states would have to begin in _build_attention_metadata, and their commits in "
-        "_update_states_after_model_execute",
+        lambda f: _on_gpu(f) and f.runner == "v1" and not _on_trial(f),
+        "with vLLM's V1 model runner recurrent states were not compared with stock on a GPU{trial}",
         {**_WITH_STATES_ON_GPU, "runner": "v1"},
     ),
     Rule(

@@ -32,7 +32,7 @@ NEAR = {torch.float32: 2e-6, torch.bfloat16: 2**-5}
 
 
 class Engine:
-    """The part of vLLM's ``model_state`` that moves states between blocks, of one side."""
+    """The part of vLLM's V2 runner that moves states between blocks, of one side."""
 
     def __init__(self, side: held.Side, spec_blocks: int, tables: Tensor) -> None:
         from vllm.model_executor.layers.mamba import mamba_utils as copies
@@ -47,16 +47,30 @@ class Engine:
             mamba_cache_mode="align",
             num_speculative_blocks=spec_blocks,
         )
-        config = KVCacheConfig(held.BLOCKS, [], [KVCacheGroupSpec(["it"], spec)])
+        self.spec, self.side, self.tables, self.own = spec, side, tables, own
+        self.config = KVCacheConfig(held.BLOCKS, [], [KVCacheGroupSpec(["it"], spec)])
         functions = {spec.mamba_type: (copies.get_conv_copy_spec, copies.get_temporal_copy_spec)}
+        self.functions = functions
         self.context = own.MambaSpecDecodeGPUContext.create(
-            held.REQUESTS, config, functions, torch.device("cpu"), lambda *_, **__: None
+            held.REQUESTS, self.config, functions, torch.device("cpu"), self.buffer
         )
-        self.context._populate_metadata(config, {"it": side.layer}, functions, [tables], [tables])
-        self.side, self.tables, self.own = side, tables, own
+        self.begin()
         self.column = torch.full((held.REQUESTS,), -1, dtype=torch.int32)
         self.source, self.offset = self.column.clone(), self.column.clone()
         self.accepted = torch.ones(held.REQUESTS, dtype=torch.int32)
+
+    def buffer(self, *_: int, **__: object) -> object:
+        """Make no buffer: V2 has its own."""
+
+    def begin(self) -> None:
+        """Begin in the middle of blocks."""
+        tables, layers = [self.tables], {"it": self.side.layer}
+        self.context._populate_metadata(self.config, layers, self.functions, tables, tables)
+
+    def under(self, runner: Any) -> None:
+        """Become part of a runner."""
+        runner.block_tables = SimpleNamespace(input_block_tables=[self.tables])
+        runner.model_state = SimpleNamespace(_mamba_ctx=self.context)
 
     def prepare(self, computed: Tensor, starts: Tensor, spec_blocks: int) -> None:
         """Move states to the blocks of the step's last rows, as vLLM does before a forward."""
@@ -92,15 +106,89 @@ class Engine:
         return self.block(request, column)[1]
 
 
+class EngineV1(Engine):
+    """The part of vLLM's V1 runner that does it, whose counts are on the host."""
+
+    def buffer(self, size: int, dtype: torch.dtype) -> object:
+        """Make a buffer as the runner does."""
+        from vllm.v1.utils import CpuGpuBuffer
+
+        return CpuGpuBuffer(size, dtype=dtype, device=torch.device("cpu"), pin_memory=False)
+
+    def begin(self) -> None:
+        """Begin in the middle of blocks; vLLM fills the context in the first step."""
+        names = [str(number) for number in range(held.REQUESTS)]
+        self.kept = torch.ones(held.REQUESTS, dtype=torch.int32)
+        self.columns = dict.fromkeys(names, 0)
+        table = SimpleNamespace(get_device_tensor=lambda count: self.tables[:count])
+        counts = self.kept.numpy()
+        self.batch = SimpleNamespace(
+            req_ids=names, num_accepted_tokens_cpu=counts, block_table=[table]
+        )
+        none = SimpleNamespace(mamba_group_ids=[0], mamba_spec=self.spec, offset=0)
+        self.buffers = SimpleNamespace(preprocess=none, postprocess_align=self.context)
+        self.cache = self.config, {"it": self.side.layer}, self.functions
+
+    def under(self, runner: Any) -> None:
+        """Become part of a runner."""
+        runner.input_batch, runner.kv_cache_config = self.batch, self.config
+        runner._get_mamba_bufs = lambda: self.buffers
+        runner._get_mamba_state_copy_funcs = lambda: self.functions
+
+    def prepare(self, computed: Tensor, starts: Tensor, spec_blocks: int) -> None:
+        """Move states to the blocks of the step's last rows, as vLLM does before a forward."""
+        names, lengths = self.batch.req_ids, starts.diff().tolist()
+        step = SimpleNamespace(
+            finished_req_ids=(),
+            preempted_req_ids=None,
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()),
+            num_scheduled_tokens=dict(zip(names, lengths, strict=True)),
+            scheduled_spec_decode_tokens={
+                name: [0] * (length - 1) for name, length in zip(names, lengths, strict=True)
+            },
+        )
+        both = zip(names, computed.tolist(), strict=True)
+        requests = {name: SimpleNamespace(num_computed_tokens=count) for name, count in both}
+        config, layers, functions = self.cache
+        self.own.preprocess_mamba(
+            *(step, config, SimpleNamespace(enable_prefix_caching=True), self.columns),
+            *(self.batch, requests, layers, functions, self.buffers.preprocess),
+            align_ctx=self.context,
+        )
+        given = names, len(names), requests, self.columns
+        self.own.stage_postprocess_inputs_to_gpu(self.context, step, *given)
+        self.column = torch.tensor([self.columns[name] for name in names])
+        self.accepted = self.kept.clone()
+        columns = self.column[:, None] + torch.arange(1 + spec_blocks)
+        self.side.table = self.tables.gather(1, columns)
+
+    def finish(self, sampled: Tensor, _: Tensor) -> None:
+        """Copy what is at the ends of blocks, as vLLM does after a step's tokens are known."""
+        config, layers, functions = self.cache
+        self.own.postprocess_mamba_align_gpu(
+            bufs=self.buffers,
+            num_reqs=held.REQUESTS,
+            num_accepted_tokens_gpu=sampled.clamp(min=1),
+            num_accepted_tokens_cpu_tensor=self.kept,
+            input_batch=self.batch,
+            kv_cache_config=config,
+            forward_context=layers,
+            mamba_state_copy_funcs=functions,
+        )
+        self.accepted = self.kept.clone()
+
+
 class Rig(held.Rig):
     """Stock and one state per request, both with states at the ends of blocks."""
+
+    engine = Engine
 
     def hold(self, layer: held.Layer) -> Any:
         requests, spread = held.REQUESTS, held.DRAFTS + 1
         tables = [1 + torch.arange(requests * n).view(requests, n).int()
                   for n in (COLUMNS + spread, COLUMNS)]  # fmt: skip
         pairs = zip(self.sides, (held.DRAFTS, 0), tables, strict=True)
-        self.engines = [Engine(side, blocks, table) for side, blocks, table in pairs]
+        self.engines = [self.engine(side, blocks, table) for side, blocks, table in pairs]
         for request in range(requests):  # the same state and past before the first step
             for mine, theirs in zip(*(e.block(request, 0) for e in self.engines), strict=True):
                 theirs.copy_(mine)
@@ -109,12 +197,11 @@ class Rig(held.Rig):
         states = super().hold(layer)
         config = self.runner.vllm_config.cache_config
         config.mamba_cache_mode = "align"
-        self.runner.block_tables = SimpleNamespace(input_block_tables=[tables[1]])
+        self.engines[1].under(self.runner)
         [group] = self.runner.kv_cache_config.kv_cache_groups
-        group.kv_cache_spec = SimpleNamespace(block_size=TOKENS)
+        group.kv_cache_spec = self.engines[1].spec
         states = type(states)(self.runner, self.errors.append, self.make, fast=self.fast)
         states.hook()
-        self.runner.model_state = SimpleNamespace(_mamba_ctx=self.engines[1].context)
         self.undo = aligned_states.hook_copies(self.runner, ends=not states.writes_ends)
         self.computed = torch.tensor([1, 3, 4, 6], dtype=torch.int32)
         self.crossed = 0
@@ -158,6 +245,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "BLOCKS", 80)
 
 
+@pytest.mark.parametrize("engine", [Engine, EngineV1], ids=["v2", "v1"])
 @pytest.mark.parametrize(
     ("kind", "stored", "form"),
     [
@@ -171,9 +259,10 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_blocks_keep_the_states_at_their_ends(kind, stored, form, monkeypatch):
+def test_blocks_keep_the_states_at_their_ends(kind, stored, form, engine, monkeypatch):
     """As stock does: where drafts cross an end, stop at it, begin at it, and fall short of it."""
     monkeypatch.setattr(Rig, "fast", form == "fast")
+    monkeypatch.setattr(Rig, "engine", engine)
     rig = Rig(kind, stored, monkeypatch, held.Captures() if form == "graphs" else None)
     if rig.states.graphs is not None:
         rig.states.graphs.capture()

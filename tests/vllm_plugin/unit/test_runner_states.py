@@ -1,4 +1,4 @@
-"""The V2 runner with recurrent states: what the hooked class asks for, commits and undoes."""
+"""GPU runners with recurrent states: what the hooked classes ask for, commit and undo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin import attach as attaching
     from kvtxn.integrations.vllm_plugin import runner as runner_module
     from kvtxn.integrations.vllm_plugin.gpu import runner as gpu_runner
-    from kvtxn.integrations.vllm_plugin.gpu import runner_states
+    from kvtxn.integrations.vllm_plugin.gpu import (
+        runner_states,
+        runner_states_v1,
+        runner_states_v2,
+    )
     from kvtxn.integrations.vllm_plugin.internals import held_states, state_sizes
     from kvtxn.integrations.vllm_plugin.internals.layers import attention_of
     from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
@@ -50,12 +54,11 @@ class ModelState:
 
 
 class Own:
-    """Stands for vLLM's runner; its model is one layer."""
+    """Stands for vLLM's runners; its model is one layer."""
 
     def __init__(self, rig):
         vars(self).update(vars(rig.runner))
         self.rig, self.calls = rig, []
-        self.model_state, self.speculator = ModelState(), None
         self.model_config = SimpleNamespace(is_hybrid=True)
 
     def get_model(self):
@@ -78,6 +81,64 @@ class Own:
     ):
         self.calls.append("caches")
 
+
+class OwnV1(Own):
+    """Stands for vLLM's V1 runner."""
+
+    def __init__(self, rig):
+        super().__init__(rig)
+        self.seq_lens = torch.tensor([40, 30], dtype=torch.int32)
+        self.query_start_loc = SimpleNamespace(gpu=torch.tensor([0, 4, 6], dtype=torch.int32))
+
+    def _update_states(self, scheduler_output):
+        self.calls.append("update")
+
+    def _may_reorder_batch(self, scheduler_output):
+        self.calls.append("reorder")
+
+    def _prepare_inputs(self, scheduler_output, num_scheduled_tokens):
+        self.calls.append("prepare")
+
+    def _build_attention_metadata(
+        self,
+        num_tokens,
+        num_reqs,
+        max_query_len,
+        num_tokens_padded=None,
+        num_reqs_padded=None,
+        ubatch_slices=None,
+        logits_indices=None,
+        max_num_sampled_tokens=None,
+        use_spec_decode=False,
+        for_cudagraph_capture=False,
+        num_scheduled_tokens=None,
+        slot_mappings=None,
+    ):
+        return self.made, "common"
+
+    def _sample(self, logits, spec_decode_metadata):
+        self.calls.append("sample")
+        return SimpleNamespace(sampled_token_ids=logits)
+
+    def begin(self, metadata):
+        """Make the metadata of a step."""
+        self.made = metadata
+        assert self._build_attention_metadata(6, 2, max_query_len=4) == (metadata, "common")
+
+    def sampled(self, counts):
+        """Sample so many tokens of each request."""
+        ids = torch.where(torch.arange(held.DRAFTS + 1) < torch.tensor(counts)[:, None], 7, -1)
+        assert self._sample(ids, None).sampled_token_ids is ids
+        assert self.calls[-1] == "sample"
+
+
+class OwnV2(Own):
+    """Stands for vLLM's V2 runner."""
+
+    def __init__(self, rig):
+        super().__init__(rig)
+        self.model_state, self.speculator = ModelState(), None
+
     def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, num_active_loras):
         """As vLLM's own."""
 
@@ -95,21 +156,35 @@ class Own:
     def update_pp_decode_requests(self):
         pass  # one stage
 
+    def begin(self, metadata):
+        """Make the metadata of a step."""
+        assert self.model_state.prepare_attn(metadata, *[None] * 5) == metadata
 
-@pytest.fixture
-def runner(monkeypatch):
+    def sampled(self, counts):
+        """Sample so many tokens of each request."""
+        self.postprocess_sampled(None, None, torch.tensor(counts).int(), None)
+        assert self.calls[-1] == "postprocess"
+
+
+RUNNERS = {"v1": (OwnV1, runner_states_v1), "v2": (OwnV2, runner_states_v2)}
+
+
+@pytest.fixture(params=RUNNERS)
+def runner(request, monkeypatch):
     """A hooked runner whose attention has no windows."""
+    cls, module = RUNNERS[request.param]
+    facts = attrs.evolve(FACTS, runner=request.param, unchecked=True)
     rig = held.Rig(GATED_DELTA, torch.float32, monkeypatch)
     rig.sides[1].layer.get_state_dtype = lambda: (torch.bfloat16, torch.float32)
     monkeypatch.setattr(held_states, "LAUNCHES", {GATED_DELTA: {"_forward_core": (
         *("mixed_qkv", "b", "a", "core_attn_out"),
     )}})  # fmt: skip
-    for module in (runner_states, gpu_runner.config):
-        monkeypatch.setattr(module, "runner_facts", lambda _: FACTS)
+    for where in (runner_states, gpu_runner.config):
+        monkeypatch.setattr(where, "runner_facts", lambda _: facts)
     monkeypatch.setattr(gpu_runner, "add_spare_blocks", lambda _, config: config)
-    own = Own(rig)
+    own = cls(rig)
     wanted = PluginSettings(TxnConfig(policy="undo", max_rows=8), recurrent="exact")
-    runner_states.attach(own, wanted, 0)
+    module.attach(own, wanted, 0)
     assert attaching.is_hooked(own)
     manager = SimpleNamespace(note_fallback=lambda *_: None)
     own.opened = []
@@ -125,6 +200,9 @@ class Steps:
     """Stands for the windows of attention."""
 
     deferred = False
+
+    def commit_ids(self, ids):
+        pass
 
     def abandon(self):
         pass
@@ -196,17 +274,19 @@ def test_a_step_is_noted_and_committed(runner):
     given = held.metadata(
         GATED_DELTA, torch.tensor([[3], [5]]).int(), [4, 2], torch.ones(2, dtype=torch.int32)
     )
-    assert runner.model_state.prepare_attn({"it": given}, *[None] * 5) == {"it": given}
+    runner.begin({"it": given})
     assert given.spec_state_indices_tensor.shape == (2, held.DRAFTS + 1)
     before = layer.kv_cache[1].clone()
-    runner.postprocess_sampled(None, None, torch.tensor([2, 1]).int(), None)
-    assert runner.calls[-1] == "postprocess"
+    runner.sampled([2, 1])
     changed = (layer.kv_cache[1] != before).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed == [3, 5]
-    runner.postprocess_sampled(None, None, torch.tensor([2, 1]).int(), None)
+    runner.sampled([2, 1])
     runner.kvtxn_undo.close()
     assert "_forward_core" not in vars(layer)
-    assert type(runner.model_state) is ModelState
+    if isinstance(runner, OwnV2):
+        assert type(runner.model_state) is ModelState
+    runner.begin({"it": given})
+    assert runner.kvtxn_states._step is None
 
 
 def test_the_setting_chooses_the_kernels(runner):
