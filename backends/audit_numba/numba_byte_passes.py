@@ -81,9 +81,23 @@ class NumbaBytePasses(TorchBytePasses):
             place: [self._layer(layer) for layer in layers]
             for place, layers in books.layers.items()
         }
+        self._compile()
+
+    def _compile(self) -> None:
+        """Call every function for a step without requests, which changes nothing."""
         none = torch.zeros(0, dtype=torch.int64, device="cpu")
         for place in self._layers:
             self.sums(place, none)
+        row, places = none.new_zeros(1), self.books.books.layout.places
+        states = {name for name, place in places.items() if place.group.is_state}
+        step = Step(
+            none, row, none, row,
+            slots=dict.fromkeys(places, row - 1),
+            tables={name: row.int()[None] for name in places if name not in states},
+            sources=dict.fromkeys(states, row - 1),
+        )  # fmt: skip
+        self._due(step)
+        self.seal(step, none)
 
     def _layer(self, layer: Watched) -> tuple[Ints, Sequence[PlaneArrays]]:
         """Return the stored checksums of a layer, and its planes."""

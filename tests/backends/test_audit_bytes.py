@@ -240,6 +240,35 @@ def apart(tensor):
     return torch.stack([tensor, torch.full_like(tensor, -9)], 1)[:, 0]
 
 
+COUNT_COMPILED = """
+import sys
+from kvtxn.backends.audit_numba import NumbaPasses, byte_rows
+from kvtxn.testing.audit_bytes import ByteEngine
+from kvtxn.testing.audit_life import GROUPS, MAX_LENGTH, live, new_ledger
+def counts():
+    names = "add_checksums", "due_rows", "due_states", "slots_left"
+    return [len(getattr(byte_rows, name).signatures) for name in names]
+engine = ByteEngine(
+    GROUPS[sys.argv[1]], new_ledger(sys.argv[1], backend=NumbaPasses), max_length=MAX_LENGTH,
+    device="cpu", poison=False, seed=4, every=2,
+)
+before = counts()
+live(engine, 6)
+assert engine.scrub.compared > 0
+print(before, counts())
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "states"])
+def test_nothing_is_compiled_in_a_step(name):
+    """Everything is when the scrub is made; in a process of its own, where nothing is yet."""
+    command = [sys.executable, "-c", COUNT_COMPILED, name]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    before, after = ran.stdout.strip().split("] [")
+    assert before.strip("[") == after.strip("]")
+
+
 def test_steps_of_any_stride():
     """Each call of a scrub reads tensors that are columns of larger ones as what they are."""
     key, books, said = None, [], []
