@@ -25,14 +25,15 @@ class Batch:
     def of(cls, runner: Any, metadata: Any, lengths: Any) -> Batch:
         """Read a V1 runner that has prepared a step, without drafts where that has none."""
         batch, count = runner.input_batch, len(lengths)
-        drafts = [0] * count if metadata is None else metadata.num_draft_tokens
+        drafts = numpy.array([0] * count if metadata is None else metadata.num_draft_tokens)
+        prompts = batch.num_computed_tokens_cpu[:count] < batch.num_prompt_tokens[:count]
         return cls(
             count,
             list(batch.req_ids),
             runner.seq_lens[:count].clone(),
             runner.query_start_loc.gpu[: count + 1].clone(),
-            batch.num_computed_tokens_cpu[:count] < batch.num_prompt_tokens[:count],
-            numpy.array(drafts),
+            prompts | (lengths - drafts > 1),  # a preempted request computes its answer like a prompt
+            drafts,
         )
 
 
