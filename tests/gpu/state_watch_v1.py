@@ -27,12 +27,14 @@ class Batch:
         batch, count = runner.input_batch, len(lengths)
         drafts = numpy.array([0] * count if metadata is None else metadata.num_draft_tokens)
         prompts = batch.num_computed_tokens_cpu[:count] < batch.num_prompt_tokens[:count]
+        # A preempted request computes its answer like a prompt.
+        prompts |= lengths - drafts > 1
         return cls(
             count,
             list(batch.req_ids),
             runner.seq_lens[:count].clone(),
             runner.query_start_loc.gpu[: count + 1].clone(),
-            prompts | (lengths - drafts > 1),  # a preempted request computes its answer like a prompt
+            prompts,
             drafts,
         )
 
