@@ -22,6 +22,7 @@ _PARTS: Final = 4
 _NUMBERS: Final = 1 << 17
 #: A launch is compiled for addresses that are multiples of 16 bytes.
 _EVEN: Final = 2
+_INT64: Final = torch.int64
 
 
 class Staging:
@@ -47,11 +48,11 @@ class Staging:
         self._numbers: Final = numbers
         self._part = self._filled = 0
 
-    def put(self, pieces: Sequence[memoryview]) -> Tensor:
+    def put(self, pieces: Sequence[memoryview | Tensor]) -> Tensor:
         """Return numbers, one piece after the other, where a kernel can read them.
 
         Args:
-            pieces: of int64.
+            pieces: memory of int64, or tensors of ints on the host.
 
         Returns:
             int64 ``[n]``; its memory is another call's as soon as the launch that comes next has
@@ -59,15 +60,22 @@ class Staging:
         """
         count = sum(map(len, pieces))
         if not self._make_room(count):
-            whole = [torch.frombuffer(each, dtype=torch.int64) for each in pieces if len(each)]
+            whole = [
+                each.long() if isinstance(each, Tensor) else torch.frombuffer(each, dtype=_INT64)
+                for each in pieces
+                if len(each)
+            ]
             return to_device(torch.cat(whole), self._device, torch.int64)
         begin = end = self._filled
-        view = self._views[self._part]
+        part, view = self._parts[self._part], self._views[self._part]
         for each in pieces:
             begin, end = end, end + len(each)
-            view[begin:end] = each
+            if isinstance(each, Tensor):
+                part[begin:end].copy_(each)
+            else:
+                view[begin:end] = each
         begin, self._filled = self._filled, end + count % _EVEN
-        return self._parts[self._part][begin:end]
+        return part[begin:end]
 
     def _make_room(self, count: int) -> bool:
         """Go on to the next part where this one is full; tells whether the numbers fit."""

@@ -28,7 +28,7 @@ from .byte_passes import TritonBytePasses
 from .handed_out import MOST, HandedOut
 from .launches import ALIGNED, Launches
 from .plan import Addresses, contiguous
-from .staging import Staging, memoryview_of
+from .staging import Staging
 
 #: Tokens of a request that begins, at a time.
 _TOKENS: Final = 512
@@ -104,14 +104,13 @@ class TritonPasses(Passes):
         """Put in place what a step changes, as ``Passes.change`` describes."""
         self.settle()
         coming, given, numbers = change.coming, change.given, array("q")
-        pieces = [] if coming is None else [*map(memoryview_of, coming.owns)]
+        pieces: list[memoryview | Tensor] = [] if coming is None else [*coming.owns]
         if coming is not None:
             numbers.extend(coming.fields)
         begun = (0, 0) if coming is None else (coming.num_tokens, len(coming.owns))
         for place, blocks in given:
             base, stride = place.base, place.stride
-            for block in blocks:
-                numbers.extend((base + block * stride, stride))
+            numbers.extend([n for block in blocks for n in (base + block * stride, stride)])
         handed = sum([len(blocks) for _, blocks in given])
         numbers.extend(change.released)
         pieces.append(memoryview(numbers))

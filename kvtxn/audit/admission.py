@@ -6,10 +6,12 @@ admission of its own for each would launch a dozen small kernels.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
+import torch
 from torch import Tensor
 
 from ..errors import CapacityError, ConfigError
@@ -20,6 +22,8 @@ from .digest import EMBEDDED
 
 #: The least and the most number of 64 bits, given with a sign or without.
 _WORDS: Final = (-(1 << 63), (1 << 64) - 1)
+#: The type and the bytes of an array's numbers that are token ids, whichever they are.
+_UINT32: Final = ("I", 4)
 
 
 @attrs.frozen
@@ -74,8 +78,8 @@ def own_words(books: Books, given: Admission) -> tuple[Tensor, int]:
         given: the request.
 
     Returns:
-        int64 ``[n]`` on the host, with a hash in place of the token where content is embedded, and
-        an int64.
+        int64 or uint32 ``[n]`` on the host, with a hash in place of the token where content is
+        embedded, and an int64.
 
     Raises:
         CapacityError: there are more tokens than a line of the books holds.
@@ -84,23 +88,26 @@ def own_words(books: Books, given: Admission) -> tuple[Tensor, int]:
     """
     key, longest = books.key, books.sizes.max_length
     own = _own_tokens(given.tokens, given.embedded, longest)
-    if len(own) > longest:
+    if own.shape[0] > longest:
         raise CapacityError(
             "admit", f"request {given.request!r} has too many tokens",
-            expected=f"at most {longest}", got=len(own), hint="raise max_length",
+            expected=f"at most {longest}", got=own.shape[0], hint="raise max_length",
         )  # fmt: skip
     seed = key.seed(_own_extras(given.extras))
-    own = own.clone() if given.embedded else own
+    own = own.long().clone() if given.embedded else own
     for position, content in (given.embedded or {}).items():
         own[position] = key.embedded_id(content, position)
     return own, seed
 
 
 def _own_tokens(tokens: Any, embedded: Mapping[int, int] | None, max_length: int) -> Tensor:
-    """Return a request's tokens, int64 ``[n]`` on the host; see ``Ledger.admit``."""
+    """Return a request's tokens as ``own_words`` does; see ``Ledger.admit``."""
     if isinstance(tokens, Tensor) and not tokens.is_meta:
         tokens = tokens.cpu()
-    own = checks.bounded("admit", "tokens", tokens, EMBEDDED)
+    if type(tokens) is array and (tokens.typecode, tokens.itemsize) == _UINT32 and tokens:
+        own = torch.frombuffer(tokens, dtype=torch.uint32)  # none is below 0 or from EMBEDDED on
+    else:
+        own = checks.bounded("admit", "tokens", tokens, EMBEDDED)
     if embedded is not None and not isinstance(embedded, Mapping):
         raise ConfigError(
             "admit", "embedded is not valid", expected="by position, a hash", got=repr(embedded),
@@ -114,5 +121,7 @@ def _own_tokens(tokens: Any, embedded: Mapping[int, int] | None, max_length: int
 
 def _own_extras(extras: Any) -> list[int]:
     """Return the ``extras`` of a request; see ``Ledger.admit``."""
+    if type(extras) in (list, tuple) and not extras:
+        return []  # the usual case, told quickly
     given = listed("admit", "extras", extras, "a sequence of ints; their order counts")
     return [checks.whole("admit", "a number of extras", each, *_WORDS) for each in given]

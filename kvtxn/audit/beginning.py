@@ -55,7 +55,7 @@ class Coming:
     """Requests that begin together, as the host has them: in pieces.
 
     Attributes:
-        owns: the tokens of each request, int64 ``[n]`` on the host.
+        owns: the tokens of each request, int64 or uint32 ``[n]`` on the host.
         fields: the fields of one request after another, see ``Beginning``.
         num_tokens: tokens of all requests.
     """
@@ -75,17 +75,19 @@ class Coming:
 
         Args:
             entries: line and serial number of each request, no line twice.
-            owns: its tokens, int64 on the host, and its seed, see ``own_words``.
+            owns: its tokens on the host, and its seed, see ``own_words``.
             again: whether it was admitted before.
         """
         fields: list[int] = []
         begin = 0
         for (line, serial), (own, seed), known in zip(entries, owns, again, strict=True):
-            fields += (line, serial, begin, len(own), seed, int(known))
-            begin += len(own)
+            count = own.shape[0]
+            fields += (line, serial, begin, count, seed, int(known))
+            begin += count
         return cls([own for own, _ in owns], fields, begin)
 
     def beginning(self, device: torch.device) -> Beginning:
         """Bring them to a device in one copy, without waiting for it."""
-        packed = to_device(torch.cat([*self.owns, torch.tensor(self.fields)]), device, torch.int64)
+        tokens = [each.long() for each in self.owns]
+        packed = to_device(torch.cat([*tokens, torch.tensor(self.fields)]), device, torch.int64)
         return Beginning(packed, self.num_tokens, len(self.owns))

@@ -74,6 +74,10 @@ class Changing:
         """
         return self._roster.line(request, operation)
 
+    def lines_of(self, requests: Sequence[str]) -> list[int] | None:
+        """Return the lines of requests; None if one of them is not admitted."""
+        return self._roster.lines_of(requests)
+
     def admit(
         self,
         request: str,

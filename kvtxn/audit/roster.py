@@ -87,6 +87,14 @@ class Roster:
             )
         return self._lines[request][0]
 
+    def lines_of(self, requests: Sequence[str]) -> list[int] | None:
+        """Return the lines of requests; None if one of them is not admitted."""
+        known = self._lines
+        try:
+            return [known[request][0] for request in requests]
+        except KeyError:
+            return None
+
     def release(self, request: str) -> int | None:
         """Free the line of a request, and return it; an unknown name is harmless."""
         entry = self._lines.pop(request, None)

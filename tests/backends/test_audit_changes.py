@@ -158,3 +158,27 @@ def test_memory_is_filled_part_after_part_and_anew_once_it_was_read(memory):
 def test_what_does_not_fit_is_copied(memory):
     assert memory.put(pieces(9)).tolist() == [*range(9, 18)]
     assert memory.put(pieces(8)).data_ptr() == memory._parts[0].data_ptr()
+
+
+@pytest.mark.parametrize("embedded", [None, {2: 99}])
+def test_tokens_may_come_in_an_array_of_32_bits(pair, embedded):  # noqa: F811
+    """None of these is too large; longer ones are looked at."""
+    tokens = [5, (1 << 32) - 1, 0, 77]
+    for ledger in (one for name in ("plain", "sliding") for one in pair(name)):
+        lines = ledger.change(
+            (),
+            [
+                Admission("a", tokens, (), embedded),
+                Admission("b", array("I", tokens), (), embedded),
+                Admission("c", array("q", tokens), (), embedded),
+                Admission("none", array("I")),
+            ],
+        )
+        own = ledger.books.own[lines[:3], :5]
+        assert torch.equal(own[0], own[1])
+        assert torch.equal(own[0], own[2])
+        assert len({*own[0].tolist()}) == 5
+        with pytest.raises(CapacityError, match="too many tokens"):
+            ledger.admit("long", array("I", [1] * 100))
+        with pytest.raises(ConfigError, match="tokens"):
+            ledger.admit("wrong", array("q", [1 << 40]))

@@ -10,7 +10,7 @@ from an earlier step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -162,14 +162,10 @@ class DeviceWatch(Watch):
 
     # -- requests and blocks -----------------------------------------------------------------
 
-    def _come_and_go(
-        self, gone: Iterable[str], arrivals: Sequence[Arrival], fresh: Mapping[str, Sequence[int]]
-    ) -> None:
-        """Tell the ledger of requests that end and begin, and of blocks that are handed out."""
-        Watch._come_and_go(self, gone, arrivals, fresh)
+    def _have_begun(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
+        """Note what is known of requests that came, given their lines."""
         if not (arrivals and self._published):
             return
-        lines = [self.ledger.line(each.name) for each in arrivals]
         there = to_device(lines, self.ledger.device, torch.int64)
         for group, published in self._published:
             full = [each.computed // group.block_size * group.block_size for each in arrivals]

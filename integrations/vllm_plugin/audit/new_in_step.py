@@ -35,6 +35,14 @@ def admissions(arrivals: Iterable[Arrival]) -> list[Admission]:
         arrivals: the requests.
     """
     return [
-        Admission(each.name, array("q", each.tokens), each.extras, each.embedded)
+        Admission(each.name, _in_array(each.tokens), each.extras, each.embedded)
         for each in arrivals
     ]
+
+
+def _in_array(tokens: list[int]) -> array[int]:
+    """Return token ids in an array: of 32 bits, so that nobody need look for too large ones."""
+    try:
+        return array("I", tokens)
+    except OverflowError:
+        return array("q", tokens)

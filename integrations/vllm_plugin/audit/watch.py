@@ -198,7 +198,11 @@ class Watch:
         if leaving or named:
             self._batch = None
         lines = self.ledger.change(leaving, admissions(named.values()), given)
-        for line, each in zip(lines, named.values(), strict=True):
+        self._have_begun(lines, [*named.values()])
+
+    def _have_begun(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
+        """Note what is known of requests that came, given their lines."""
+        for line, each in zip(lines, arrivals, strict=True):
             self._filled.begin(line, each.computed)
 
     # -- a forward ---------------------------------------------------------------------------
@@ -269,11 +273,13 @@ class Watch:
     def _lines(self, names: Sequence[str], returning: Callable[[str], Arrival]) -> Tensor:
         """Return the lines of requests, int64 ``[num_requests]``; admit those forgotten."""
         if self._batch is None or self._batch[0] != names:
+            found = self.ledger.lines_of(names)
             for name in names:
-                if name not in self.ledger:
+                if found is None and name not in self.ledger:
                     self.admit([returning(name)])
                 self._known.move_to_end(name)
-            found = [self.ledger.line(name) for name in names]
+            if found is None:
+                found = [self.ledger.line(name) for name in names]
             number, shown = len(names), max(len(names), self._shown)
             self.ledger.passes.put(self._all_lines[:shown], found + [-1] * (shown - number))
             self._batch, self._shown = (list(names), self._all_lines[:number]), number
