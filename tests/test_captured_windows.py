@@ -351,3 +351,37 @@ def test_a_captured_commit_is_replayed_at_its_own_address_alone():
         window.commit_sampled(torch.sparse_coo_tensor([[0]], [3], (2,), dtype=torch.int32))
     window.abort()
     assert replayed == [[3, 3]] * 3
+
+
+def test_a_launch_of_the_callers_ends_a_window_in_place_of_its_own():
+    """Its own launch is not made; what the launch misses is repaired as any failed launch is."""
+    forward, launched = Forward(), []
+    window = forward.begin(3)
+    sampled = torch.tensor([3, 3], dtype=torch.int32)
+    assert window.to_launch() is window._plan
+
+    def launch() -> None:
+        launched.append(True)
+        window._plan.launches.commit(sampled)
+
+    forward.run(10.0)
+    assert window.commit_sampled(sampled, launch) is WindowState.COMMITTED
+    assert launched == [True]
+    window = forward.windows.begin(window._plan)
+
+    def failing() -> None:
+        raise RuntimeError("no launch")
+
+    forward.run(20.0)
+    assert window.commit_sampled(sampled, failing) is WindowState.FELL_BACK
+
+
+def test_a_launch_of_the_callers_is_not_made_for_a_window_that_it_does_not_end():
+    forward = Forward()
+    window = forward.begin(3)
+    window.note_staged(next(iter(forward.manager.layers.values())))
+    if window.to_launch() is not None:  # it was the only layer
+        window.abort()
+    assert window.to_launch() is None
+    with pytest.raises(WindowStateError, match="does not end in one launch"):
+        window.commit_sampled(torch.tensor([3, 3], dtype=torch.int32), pytest.fail)

@@ -145,6 +145,21 @@ class StaticLayout(LayoutLaunches):
         if sampled.is_cuda and len(self.replays) < _MOST_PLACES and sampled.dtype is torch.int32:
             self._note_place(sampled)
 
+    def capture_with(
+        self, sampled: Tensor, beside: Callable[[], None]
+    ) -> Callable[[], None] | None:
+        """Capture the commit behind the caller's launches; None before a first commit."""
+        run = self._run
+        if run is None:
+            return None
+
+        def both() -> None:
+            beside()
+            run.run(sampled)
+
+        graph = self._launches.captured(both)
+        return None if graph is None else graph.replay
+
     def _note_place(self, sampled: Tensor) -> None:
         """Count an acceptance's address; capture the commit if this address recurs."""
         assert self._run is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,25 @@ def check_settings(config: TxnConfig) -> None:
             )
 
 
+class Beside(Protocol):
+    """An object that is committed in each step beside the rows: recurrent states."""
+
+    def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
+        """Commit, before the step's rows are committed.
+
+        Args:
+            window: the step's, if it has one.
+            sampled: as ``GraphSteps.commit`` got it.
+
+        Returns:
+            None: it is committed. Or a launch for ``window.commit_sampled``, which commits both;
+            ``finish`` comes after it.
+        """
+
+    def finish(self, sampled: Tensor) -> None:
+        """Commit what the launch left, which is everything if it failed."""
+
+
 class GraphSteps:
     """The windows of one model runner.
 
@@ -84,6 +103,7 @@ class GraphSteps:
         layers: the target's, in the order of the forward.
         deferred: the policy is ``deferred``, so draft rows wait outside their slots.
         layout: the rows of requests with drafts, by drafts and settled rows of each.
+        beside: what is committed beside the rows; None where nothing is.
 
     Raises:
         ConfigError: a setting has no effect, see ``check_settings``.
@@ -103,6 +123,7 @@ class GraphSteps:
         self.layers = tuple(manager.layers.values())
         self.query_len = query_len
         self.window: CapturedWindow | None = None
+        self.beside: Beside | None = None
         self.deferred = manager.policy == "deferred"
         self._slots = slots
         with torch.inference_mode(False):  # its tensors outlive the mode they are made in
@@ -261,12 +282,13 @@ class GraphSteps:
         Args:
             sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
         """
-        window = self.window
+        window, beside = self.window, self.beside
+        launch = None if beside is None else beside.commit(window, sampled)
         if window is None:
             return
         try:
             try:
-                state = window.commit_sampled(sampled)
+                state = window.commit_sampled(sampled, launch)
             except IncompleteWindowError as error:  # something else wrote the rows of other layers
                 self.fall_back(error)
                 state = window.commit_sampled(sampled)
@@ -274,6 +296,9 @@ class GraphSteps:
             if window.state.is_final:
                 self.window = None  # else ``sampled`` was refused, and the next step aborts it
             raise
+        finally:
+            if launch is not None:
+                beside.finish(sampled)  # type: ignore[union-attr]
         self.window = None
         if state is _COMMITTED:
             self._pause = _REST

@@ -69,6 +69,21 @@ class LayoutLaunches(abc.ABC):
                 checked the tensor, but no value in it: counts clamp.
         """
 
+    def capture_with(
+        self, sampled: Tensor, beside: Callable[[], None]
+    ) -> Callable[[], None] | None:
+        """Capture a commit together with launches of the caller's, as one launch.
+
+        Args:
+            sampled: as for ``commit``, contiguous int32. The launch reads it where it lies now.
+            beside: makes the caller's launches. They were made once before, and wait for nothing.
+
+        Returns:
+            A function that launches all of them; one that raises wrote and counted nothing. None if
+            the executor captures none, or not yet.
+        """
+        return None
+
     def warm_up(self, sampled: Tensor) -> None:
         """Launch everything once while every slot is -1, before the first step.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Final
 
@@ -32,9 +33,13 @@ class StepPlan:
         launches: the executor's prepared launches; None if it has none.
         marks: int64 ``[max_rows]``, the content of ``position`` that marks these drafts.
         stage_operations: number of rows x number of layers whose drafts wait for commit.
+        together: launches of ``LayoutLaunches.capture_with``, by what the caller knows them by.
     """
 
-    __slots__ = ("launches", "layout", "marks", "num_requests", "stage_operations", "windows")
+    __slots__ = (
+        *("launches", "layout", "marks", "num_requests", "stage_operations"),
+        *("together", "windows"),
+    )
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class StepPlan:
         self.launches = launches
         self.marks = marks
         self.stage_operations = stage_operations
+        self.together: dict[Hashable, Callable[[], None]] = {}
 
 
 class SharedPlaces:

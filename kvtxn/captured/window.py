@@ -9,9 +9,9 @@ that all windows share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,15 +25,15 @@ from ..layers import LayerRef
 from ..layout import RowLayout
 from ..lifecycle import Lifecycle
 from ..staged_input import check_ref
-from ..states import TRANSITIONS, Event, WindowState, allowed
-from ..window import Window
+from ..states import TRANSITIONS, Event, WindowState
+from .saving import SavingWindow
 from .shared import OPEN, STAGED, SharedPlaces, StepPlan
 
 _INT32: Final = torch.int32
 _COMMITTED: Final = TRANSITIONS[STAGED, Event.COMMIT]
 
 
-class CapturedWindow(Window):
+class CapturedWindow(SavingWindow):
     """A transaction over a captured forward; made by ``CapturedWindows.begin``, used once.
 
     Under ``deferred`` the window is OPEN until ``note_staged`` has noted every layer, or until its
@@ -51,7 +51,6 @@ class CapturedWindow(Window):
     _to_stage = "call note_staged for every layer, or fall_back"
     _only_holds = False
     _noted: dict[str, LayerRef] | None = None
-    _unsaved = False  # True while the old rows are still to be saved, see ``before_forward``
 
     def __init__(self, shared: SharedPlaces, number: int, plan: StepPlan) -> None:
         self.number = number
@@ -132,63 +131,18 @@ class CapturedWindow(Window):
             hint="call note_staged(ref) where the host sees the forward",
         )
 
-    # -- the rows that drafts overwrite -------------------------------------------------
-
-    def save(self) -> None:
-        """Save the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
-        if self._plan.launches is not None:
-            self._plan.launches.save()
-            return
-        txn = self._life.txn
-        assert txn is not None
-        for group in self._context.groups:
-            self._context.save(txn, group)
-
-    def save_failed(self, error: Exception) -> None:
-        """Go DIRECT, since no old row is there to be put back, or abort and raise ``error``."""
-        life = self._life
-        if self._plan.launches is not None and life.txn is not None:
-            life.txn.saved = {}  # one launch saves them all, so nothing was saved
-        life.go_direct("begin", error)
-        life.missing.clear()  # the forward writes every row
-
-    def before_forward(self, *, saves: bool) -> None:
-        """Say that the forward comes now, if ``begin`` left the saving of old rows to it.
-
-        Until then an abort puts nothing back, as nothing was overwritten. Does nothing to a window
-        whose rows were saved when it began.
-
-        Args:
-            saves: the forward begins with ``CapturedWindows.save_in_forward``, for as many rows as
-                the window has. Else the rows are saved now; if that fails, the window is DIRECT.
-
-        Raises:
-            Exception: what saving raised, under ``on_error="raise"``.
-        """
-        if not self._unsaved or self._state is None:
-            return
-        self._unsaved = False
-        if saves:
-            return
-        try:
-            self.save()
-        except Exception as error:
-            self.save_failed(error)
-        except BaseException:
-            self._life.finish(Event.FAIL)
-            raise
-
-    def _miss_saving(self, operation: str) -> None:
-        """Treat a commit before ``before_forward`` as a failed save: nothing can be put back."""
-        life, self._unsaved = self._life, False
-        if allowed(life.state, Event.FALL_BACK):
-            why = "the forward was to save the rows that drafts overwrite, and did not come"
-            hint = "call before_forward right before the forward"
-            self.save_failed(WindowStateError(operation, why, state=life.state.name, hint=hint))
-
     # -- the end of a step ----------------------------------------------------------
 
-    def commit_sampled(self, sampled: Tensor) -> WindowState:
+    def to_launch(self) -> StepPlan | None:
+        """Return the window's plan if one prepared launch commits it as it is now; else None."""
+        state = self._state
+        if self._unsaved or (state is not STAGED and (state is not OPEN or self._noted)):
+            return None
+        return self._plan
+
+    def commit_sampled(
+        self, sampled: Tensor, launch: Callable[[], None] | None = None
+    ) -> WindowState:
         """Commit the drafts that were sampled: for each request, its sampled tokens less one.
 
         One prepared launch; nothing waits for the device. ``commit`` takes accepted drafts in any
@@ -197,6 +151,8 @@ class CapturedWindow(Window):
         Args:
             sampled: int ``[num_requests]`` or longer, on the caches' device: the number of tokens
                 sampled for each request. Counts clamp to the draft lengths.
+            launch: made in place of the prepared launch; ``LayoutLaunches.capture_with`` of this
+                plan captured it over ``sampled``. Give it if ``to_launch`` returns the plan alone.
 
         Returns:
             The window's final state: COMMITTED, or FELL_BACK after a failure.
@@ -205,13 +161,18 @@ class CapturedWindow(Window):
             AcceptanceError: ``sampled`` is not such a tensor; the window stays as it is.
             IncompleteWindowError: some layers were noted as staged and some were not; nothing was
                 written, and the window stays open.
-            WindowStateError: the window is over.
+            WindowStateError: the window is over; or ``launch`` is given, and ``to_launch`` returns
+                None: that was not made.
             Exception: under ``on_error="raise"``, the launch's own error, after the caches were
                 restored; or a hook's error.
         """
+        if launch is not None:
+            if self._state is None or self.to_launch() is None:
+                self._refuse_launch()
+            return self._commit_by(launch, sampled)
         if self._unsaved:
             self._miss_saving("commit_sampled")
-        state, shared, plan = self._state, self._shared, self._plan
+        state, plan = self._state, self._plan
         launches, replay = plan.launches, None
         if state is not STAGED and (state is not OPEN or self._noted is not None):
             launches = None  # the window is over, or waits for layers: no launch alone can end it
@@ -230,6 +191,19 @@ class CapturedWindow(Window):
             if launches is None:
                 return self._commit_any(sampled)
             replay = partial(launches.commit, sampled)
+        return self._commit_by(replay, sampled)
+
+    def _refuse_launch(self) -> NoReturn:
+        raise WindowStateError(
+            "commit_sampled",
+            "a launch was given, and the window does not end in one launch",
+            state=self.state.name,
+            hint="give none: commit_sampled(sampled)",
+        )
+
+    def _commit_by(self, replay: Callable[[], None], sampled: Tensor) -> WindowState:
+        """Make the launch that commits the window, and end it."""
+        shared = self._shared
         try:
             replay()
         except Exception as error:
@@ -240,7 +214,7 @@ class CapturedWindow(Window):
             raise
         if shared.quiet and not shared.on_commit:  # as in ``Lifecycle.finish``, with none to tell
             self._state = _COMMITTED
-            shared.metrics.layer_calls += plan.stage_operations
+            shared.metrics.layer_calls += self._plan.stage_operations
             shared.outcomes["committed"] += 1
             shared.turn.window = None
             return _COMMITTED

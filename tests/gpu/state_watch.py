@@ -352,6 +352,7 @@ class Watch(Base):
         self.repeated = Counter[str]()
         if not states._verified:
             return
+        self.by_themselves()
         ways = ("commit_sampled", states._alone), ("run", states.graphs)
         found = [(name, each) for name, each in ways if each is not None]
         name, self.spoiled = next(iter(found), ("commit", states._verified[-1]))
@@ -370,11 +371,25 @@ class Watch(Base):
         """Everything works again; returns how often the commit failed."""
         for name in ("commit", "commit_sampled", "run"):
             vars(getattr(self, "spoiled", self)).pop(name, None)
+        self.together()
         return dict(self.repeated)
+
+    def by_themselves(self) -> None:
+        """Let states be committed without rows, so that a test can put itself between."""
+        steps: Any = self.model_runner.kvtxn  # type: ignore[attr-defined]
+        self.beside = getattr(steps, "beside", None)
+        if self.beside is not None:
+            steps.beside = None
+
+    def together(self) -> None:
+        """Commit states and rows by one launch again, where they were before."""
+        if getattr(self, "beside", None) is not None:
+            self.model_runner.kvtxn.beside = self.beside  # type: ignore[attr-defined]
 
     def miscount(self) -> None:
         """Let the commit of every fifth step take in one row less or more than is kept."""
         states: Any = self.model_runner.kvtxn_states  # type: ignore[attr-defined]
+        self.by_themselves()
         commit, calls, self.miscounted = states.commit, [0], 0
 
         def miscounting(sampled: torch.Tensor) -> None:
@@ -396,4 +411,5 @@ class Watch(Base):
     def count_again(self) -> int:
         """Commit what is kept again; returns how many states were given a wrong count."""
         del self.model_runner.kvtxn_states.commit  # type: ignore[attr-defined]
+        self.together()
         return self.miscounted

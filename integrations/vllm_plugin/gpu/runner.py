@@ -120,11 +120,16 @@ class GpuRunnerMixin(WindowedRunnerMixin):
             self.kvtxn_keeps_order = attention_layers.keep_order(layers)
             hook_attention(steps, layers, spare.first, builders)
         steps.warm_up()
-        return steps, {"buffer_bytes": steps.nbytes, **self.kvtxn_hold_states(manager)}
+        more = {"buffer_bytes": steps.nbytes, **self.kvtxn_hold_states(manager)}
+        self.kvtxn_join_commits(steps)
+        return steps, more
 
     def kvtxn_hold_states(self, manager: TransactionManager) -> dict[str, object]:
         """Let commits write recurrent states, if the model has any; returns fields for the log."""
         return {}
+
+    def kvtxn_join_commits(self, steps: GraphSteps | PipelineSteps) -> None:
+        """Let the commits of steps include that of recurrent states, if there are any."""
 
     def kvtxn_bytes_of_states(self) -> int:
         """Return the bytes that recurrent states need beside their caches."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...serving.graph_steps import GraphSteps
+from ...serving.pipeline_steps import PipelineSteps
 from ..attach import check_methods, hook_runner, mix_in
 from ..audit.gpu_runners import mixins_and_methods
-from ..internals import Foreign, batches, held_states, state_layers
+from ..internals import Foreign, batches, held_states, state_layers, verify_steps
 from ..internals.held_states import HeldStates
 from ..settings import PluginSettings
+from .joint_commits import JointCommits
 from .runner_states import GpuStateMixin
 from .runner_v2 import GpuRunnerV2
 
@@ -28,8 +31,8 @@ class ReportedModelState:
         metadata = super().prepare_attn(  # type: ignore[misc]
             input_batch, cudagraph_mode, *args, **kwargs
         )
-        captured = held_states.is_capture(args, kwargs)
-        replayed = not captured and held_states.is_replay(cudagraph_mode)
+        captured = verify_steps.is_capture(args, kwargs)
+        replayed = not captured and verify_steps.is_replay(cudagraph_mode)
         self.kvtxn_states.begin(metadata, input_batch, captured=captured, replayed=replayed)
         return metadata
 
@@ -40,11 +43,20 @@ class GpuStateRunnerV2(GpuStateMixin, GpuRunnerV2):
     def kvtxn_unknown(self) -> str | None:
         """Say what kvtxn does not know about the layers, or about ``model_state``."""
         wrong = super().kvtxn_unknown()
-        return wrong or check_methods(type(held_states.model_state(self)), held_states.METHODS)
+        return wrong or check_methods(type(held_states.model_state(self)), verify_steps.METHODS)
 
     def kvtxn_report_steps(self, states: HeldStates) -> Callable[[], None]:
         """Let the runner's ``model_state`` tell the states of each step."""
         return mix_in(held_states.model_state(self), ReportedModelState, kvtxn_states=states)
+
+    def kvtxn_join_commits(self, steps: GraphSteps | PipelineSteps) -> None:
+        """Let steps commit the states beside the rows.
+
+        With a KV connector rows are committed sooner than states, so each by themselves.
+        """
+        states = self.kvtxn_states
+        if isinstance(steps, GraphSteps) and states is not None and not self.kvtxn_connected:
+            steps.beside = JointCommits(states)
 
     def postprocess_sampled(
         self,
@@ -55,9 +67,10 @@ class GpuStateRunnerV2(GpuStateMixin, GpuRunnerV2):
         *others: Any,
         **named: Any,
     ) -> None:
-        """Commit the states, then the rows of attention; see ``GpuRunnerV2``."""
-        if self.kvtxn_states is not None:
-            self.kvtxn_states.commit(num_sampled)
+        """Commit the states, then the rows of attention or both at once; see ``GpuRunnerV2``."""
+        states = self.kvtxn_states
+        if states is not None and getattr(self.kvtxn, "beside", None) is None:
+            states.commit(num_sampled)
         super().postprocess_sampled(
             *(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named
         )

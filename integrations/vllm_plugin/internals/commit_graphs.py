@@ -132,6 +132,16 @@ class CommitGraphs:
             kept: int ``[num_requests]``, the tokens sampled for each request; requests of the step
                 beyond these have no rows.
         """
+        self.fill(step, kept)
+        self.graph_of(step)()
+
+    def graph_of(self, step: VerifyStep) -> Callable[[], None]:
+        """Return the launch of the graph that a step takes, once ``fill`` was launched."""
+        size = next(size for size in self._sizes if size >= step.requests)
+        return self._graphs[size, self._verified[0].was_fused(step)]
+
+    def fill(self, step: VerifyStep, kept: Tensor) -> None:
+        """Copy a step's counts and first rows to where the graphs read them; see ``run``."""
         requests = step.requests
         size = next(size for size in self._sizes if size >= requests)
         self._sampled[: kept.shape[0]].copy_(kept)
@@ -141,7 +151,6 @@ class CommitGraphs:
             # among ``step.rows``, and lines beyond the step's name blocks of earlier requests.
             beyond = self._starts[requests + 1 : size + 1]
             beyond.copy_(step.starts[requests:].expand_as(beyond))
-        self._graphs[size, self._verified[0].was_fused(step)]()
 
 
 def uses_graphs(runner: Any) -> bool:

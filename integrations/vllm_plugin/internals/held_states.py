@@ -22,24 +22,17 @@ from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
-from .olmo_rows import OlmoDeltaRows
+from .made_rows import make_rows
 from .replayed_rows import ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers
 from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
-from .state_tables import StateCommits, StateTables, VerifyStep
-from .verified_rows import LAUNCHES, GatedDeltaRows, Mamba2Rows
+from .state_tables import StateTables, VerifyStep
+from .verified_rows import LAUNCHES
+from .verify_steps import PLACES, STEPS, kept
 
 log = get_logger()
 
 _SLOWER: Final = "each step commits its states layer by layer, which takes the host longer"
-
-#: The method of vLLM's ``model_state`` that makes a step's metadata, with its parameters.
-METHODS: Final = {
-    "prepare_attn": (
-        *("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups"),
-        *("kv_cache_config", "for_capture", "ubatch_idx", "model_specific_attn_metadata"),
-    ),
-}
 
 #: By kind of layer, the field of its metadata that has the blocks of requests with drafts.
 _TABLES: Final[Mapping[str, str]] = {
@@ -141,7 +134,10 @@ class HeldStates:
                 groups = [self._groups.index(each.group) for each in own]
                 self._replayed = ReplayedRows(own, self.tables, groups, rows, self._width)
             made = [] if self._replayed is None else [self._replayed]
-            self._verified = [*made, *self._make_rows(others, rows, runner.dtype, device)]
+            self._verified = [
+                *made,
+                *make_rows(others, self._groups, self.tables, rows, runner.dtype),
+            ]
             #: One launch commits all layers, so there is nothing to capture.
             self._alone = self._replayed if made == self._verified else None
             self.graphs: CommitGraphs | None = None
@@ -149,7 +145,10 @@ class HeldStates:
                 most = int(runner.max_num_reqs)
                 self.graphs = CommitGraphs(self._verified, self.tables, self._width, most, make)
         self._dtype = runner.dtype
-        self._step: VerifyStep | None = None
+        self._given: Any = None
+        self._known: VerifyStep | None = None
+        self._replays = False
+        self._joins = self._alone is not None or self.graphs is not None
         self._batch: Any = None
         self._done = 0
         self.nbytes = bytes_of_buffers(runner, fast=fast)
@@ -157,30 +156,6 @@ class HeldStates:
         nothing = torch.empty(0)
         self.layers = [attrs.evolve(each, past=nothing, state=None) for each in self.layers]
         self._first = next((each for each in self.layers if each.kind in LAUNCHES), None)
-
-    def _make_rows(
-        self, layers: list[StateLayer], rows: int, dtype: torch.dtype, device: torch.device
-    ) -> list[StateCommits]:
-        """Make the buffers of each layer that has a state, and whose kernels are vLLM's."""
-        made: list[StateCommits] = []
-        shared: Any = None
-        for layer in layers:
-            module: Any = layer.module
-            group = self._groups.index(layer.group)
-            if layer.kind == GATED_DELTA:
-                if shared is None:
-                    heads = module.num_v_heads // module.tp_size
-                    shape = 2, rows, heads, module.head_v_dim
-                    shared = torch.zeros(shape, dtype=dtype, device=device).unbind()
-                made.append(GatedDeltaRows(layer, self.tables, group, rows, dtype, shared))
-            elif layer.kind == OLMO_DELTA:
-                made.append(OlmoDeltaRows(layer, self.tables, group, rows, dtype))
-            elif layer.kind == MAMBA2:
-                if shared is None:
-                    heads = module.num_heads // module.tp_size
-                    shared = torch.zeros(rows, heads, module.head_dim, dtype=dtype, device=device)
-                made.append(Mamba2Rows(layer, self.tables, group, rows, dtype, shared))
-        return made
 
     def hook(self) -> None:
         """Let the layers verify without writing a state."""
@@ -221,7 +196,7 @@ class HeldStates:
                 try:
                     self.graphs.capture()
                 except Exception as error:
-                    self.graphs = None
+                    self.graphs, self._joins = None, False
                     log.warning("kvtxn.commits_not_captured", why=repr(error), hint=_SLOWER)
 
     # -- a step ---------------------------------------------------------------------
@@ -241,20 +216,32 @@ class HeldStates:
             captured: the forward will be captured, in a graph that names the blocks by itself.
             replayed: the forward is the replay of such a graph, so the host has no block to name.
         """
-        self._step, self._batch, self._done = None, batch, 0
+        self._known, self._done = None, 0
+        self._given, self._batch, self._replays = metadata, batch, replayed
+        if replayed:
+            return  # the step is described when it is committed, if it has to be
         self.tables.begin_forward()
         if not isinstance(metadata, dict):
+            self._given = None
             return
         seen: set[int] = set()
-        for layer in () if replayed else self.layers:
+        for layer in self.layers:
             given = metadata.get(layer.name)
             if given is None or id(given) in seen:
                 continue
             seen.add(id(given))
             self._prepare(layer, given, captured=captured)
-        first = self._first
-        if first is not None and first.name in metadata:
-            self._step = _STEPS[first.kind](metadata[first.name], metadata)
+        self._known = self._step
+
+    @property
+    def _step(self) -> VerifyStep | None:
+        """The step that is under way, if it verifies."""
+        known, first, metadata = self._known, self._first, self._given
+        if known is None and first is not None and isinstance(metadata, dict):
+            given = metadata.get(first.name)
+            if given is not None:
+                known = self._known = STEPS[first.kind](given, metadata)
+        return known
 
     def _prepare(self, layer: StateLayer, metadata: Any, *, captured: bool) -> None:
         """Name the blocks of a group's requests to its kernels.
@@ -294,97 +281,108 @@ class HeldStates:
         if step is None or not step.requests:
             return
         try:
-            self._name_ends(step)
+            self._name_ends(step, self._batch)
             if self._alone is not None:
-                self._alone.commit_sampled(step, _kept(step, sampled))
+                whole = step.places is None
+                self._alone.commit_sampled(step, sampled if whole else kept(step, sampled))
             elif self.graphs is not None and self.graphs.takes(step):
-                self.graphs.run(step, _kept(step, sampled))
+                self.graphs.run(step, kept(step, sampled))
             else:
                 self._commit(step, sampled)
         except Exception as error:
-            self._note(error)
-            try:
-                self._name_ends(step)
-                self._commit(step, sampled)  # layers that are done are left out
-            except Exception as again:
-                raise KVTxnError(
-                    "commit",
-                    f"a state did not take in its accepted drafts: {again!r}",
-                    hint="the state is not that of its request: start the engine again",
-                ) from again
-        self._step, self._batch, self._done = None, None, 0
+            self._repeat(error, step, sampled)
+        self.abandon()
 
-    def _name_ends(self, step: VerifyStep) -> None:
+    def commit_behind(self, graph: Callable[[], None], sampled: Tensor) -> None:
+        """Write the states by the graph that ``launches`` returned, behind what it goes with.
+
+        Raises:
+            KVTxnError: as ``commit`` does.
+        """
+        try:
+            graph()
+        except Exception as error:
+            step = self._step
+            assert step is not None
+            self._repeat(error, step, sampled)
+        self.abandon()
+
+    def _repeat(self, error: Exception, step: VerifyStep, sampled: Tensor) -> None:
+        """Commit layer by layer after an error; layers that are done are left out."""
+        self._note(error)
+        try:
+            self._name_ends(step, self._batch)
+            self._commit(step, sampled)
+        except Exception as again:
+            raise KVTxnError(
+                "commit",
+                f"a state did not take in its accepted drafts: {again!r}",
+                hint="the state is not that of its request: start the engine again",
+            ) from again
+
+    def _name_ends(self, step: VerifyStep, batch: Any) -> None:
         """Name the blocks that keep the states at the ends of blocks, if any are kept."""
         if self._blocks is not None:
-            lengths, starts = self._batch.seq_lens, self._batch.query_start_loc
+            lengths, starts = batch.seq_lens, batch.query_start_loc
             self.tables.name_snapshots(self._blocks, lengths, starts, step)
 
     def _commit(self, step: VerifyStep, sampled: Tensor) -> None:
         """Launch what is left of the step's commits, layer by layer."""
-        self.tables.name_commits(_kept(step, sampled), step.starts)
+        self.tables.name_commits(kept(step, sampled), step.starts)
         for rows in self._verified[self._done :]:
             rows.commit(step)
             self._done += 1
 
     def abandon(self) -> None:
         """Forget the step; its states stay as they were before it."""
-        self._step, self._batch, self._done = None, None, 0
+        self._given = self._known = self._batch = None
+        self._done = 0
 
+    # -- together with the step's rows ------------------------------------------------------
 
-def _kept(step: VerifyStep, sampled: Tensor) -> Tensor:
-    """Select the counts of the step's requests from those of the batch."""
-    return sampled[: step.requests] if step.places is None else sampled[step.places]
+    def place(self, sampled: Tensor) -> tuple[object, ...] | None:
+        """Return what a captured commit of the step depends on, beside its number of rows.
 
+        Args:
+            sampled: as for ``commit``.
 
-def _gated_delta_step(given: Any, metadata: Any) -> VerifyStep | None:
-    """Describe the step of gated delta nets, by the metadata of one of them."""
-    count = int(given.num_spec_decodes)
-    if given.spec_sequence_masks is None or not count:
-        return None
-    places = None
-    if given.num_prefills or given.num_decodes:
-        # Sorted on the device, since counting what is true there would make the host wait.
-        first = given.spec_sequence_masks.to(torch.int8).argsort(descending=True, stable=True)
-        places = first[:count]
-    starts = given.spec_query_start_loc[: count + 1]
-    return VerifyStep(count, int(given.num_spec_decode_tokens), starts, places, metadata)
+        Returns:
+            The number of its requests, and where all lies that its launches read; None if the
+            forward was no captured graph, if some request does not verify, or if its commits are
+            launched layer by layer.
+        """
+        first, metadata = self._first, self._given
+        if not self._replays or first is None or metadata is None or not self._joins:
+            return None
+        found = PLACES[first.kind](metadata[first.name])
+        if found is None or sampled.dtype is not torch.int32:
+            return None
+        batch = self._batch
+        if self._blocks is None:
+            return (*found, sampled.data_ptr())
+        more = batch.seq_lens.data_ptr(), batch.query_start_loc.data_ptr()
+        return (*found, sampled.data_ptr(), *more)
 
+    def launches(self, sampled: Tensor) -> tuple[Callable[[], None], Callable[[], None] | None]:
+        """Return the launches of the step's commit that can be captured with those of its rows.
 
-def _mamba2_step(given: Any, metadata: Any) -> VerifyStep | None:
-    """Describe the step of Mamba-2 layers, by the metadata of one of them."""
-    count = int(given.num_decodes)
-    if not count or given.num_accepted_tokens is None:
-        return None
-    starts = given.query_start_loc_d[: count + 1]
-    return VerifyStep(count, int(given.num_decode_tokens), starts, None, metadata)
+        Args:
+            sampled: as for ``commit``; int32.
 
+        Returns:
+            They, as one function; and the graph to be launched behind them, if there is one.
+        """
+        step, batch, alone, graphs = self._step, self._batch, self._alone, self.graphs
+        assert step is not None
 
-_STEPS: Final[Mapping[str, Callable[[Any, Any], VerifyStep | None]]] = {
-    GATED_DELTA: _gated_delta_step,
-    OLMO_DELTA: _gated_delta_step,
-    MAMBA2: _mamba2_step,
-}
+        def run() -> None:
+            self._name_ends(step, batch)
+            if alone is not None:
+                alone.commit_sampled(step, sampled)
+            else:
+                graphs.fill(step, kept(step, sampled))  # type: ignore[union-attr]
 
-
-#: Place of ``for_capture`` among the arguments after the mode of graphs, in ``METHODS``.
-_FOR_CAPTURE: Final = METHODS["prepare_attn"].index("for_capture") - 2
-
-
-def is_capture(args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Tell whether metadata is made for a forward that will be captured.
-
-    Args:
-        args: of vLLM's ``prepare_attn``, those after the mode of graphs.
-        named: its arguments by name.
-    """
-    given = args[_FOR_CAPTURE] if len(args) > _FOR_CAPTURE else named.get("for_capture")
-    return bool(given)
-
-
-def is_replay(mode: Any) -> bool:
-    """Tell whether a step of a mode of graphs is the replay of a graph of a whole forward."""
-    return getattr(mode, "name", "") == "FULL"
+        return run, None if graphs is None else graphs.graph_of(step)
 
 
 def model_state(runner: Any) -> Foreign:

@@ -19,13 +19,13 @@ from . import (
     connectors,
     gated_delta,
     gated_delta_hooks,
-    held_states,
     layers,
     mixers,
     olmo_rows,
     scheduling,
     state_layers,
     verified_rows,
+    verify_steps,
     whole_graphs,
 )
 
@@ -242,7 +242,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_FLA}.fused_sigmoid_gating.fused_sigmoid_gating_delta_rule_update",
         *_of(
             "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState",
-            held_states.METHODS,
+            verify_steps.METHODS,
         ),
         "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.preprocess_state",
         "vllm.v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.postprocess_state",

@@ -235,7 +235,7 @@ class ReplayedRows:
             Exception: the launch's own; it has written nothing.
         """
         if not sampled.is_cuda:
-            self._tables.name_commits(sampled, step.starts)
+            self._tables.name_commits(sampled[: step.requests], step.starts)
             self.commit(step)
             return
         if self._recurring is None:

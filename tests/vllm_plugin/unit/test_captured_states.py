@@ -10,7 +10,7 @@ import torch
 from engine_jobs import missing
 from held_layers import DELTAS
 from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.internals import held_states
+from kvtxn.integrations.vllm_plugin.internals import verify_steps
 from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 
@@ -150,5 +150,5 @@ def test_the_place_of_for_capture_is_vllms():
     names = list(signature(MambaHybridModelState.prepare_attn).parameters)
     names = names[names.index("cudagraph_mode") + 1 :]
     args = [name == "for_capture" for name in names]
-    assert held_states.is_capture(tuple(args), {})
-    assert not held_states.is_capture(tuple(not each for each in args), {})
+    assert verify_steps.is_capture(tuple(args), {})
+    assert not verify_steps.is_capture(tuple(not each for each in args), {})

@@ -366,3 +366,23 @@ def test_an_engine_without_steps_does_not_start(runner, monkeypatch):
     monkeypatch.setattr(runner_module, "open_steps", lambda _: None)
     with pytest.raises(KVTxnError, match="the caches have one state per request"):
         runner.initialize_kv_cache(None)
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_states_are_committed_beside_rows(runner, monkeypatch, connected):
+    """By the steps, unless a KV connector wants rows sooner than states."""
+    committed = []
+    runner.get_kv_cache_spec()
+    runner.initialize_kv_cache(None)
+    steps = gpu_runner.GraphSteps.__new__(gpu_runner.GraphSteps)
+    steps.beside, steps.window = None, None
+    runner.kvtxn_connected = connected
+    runner.kvtxn_join_commits(steps)
+    assert (steps.beside is None) == connected
+    runner.kvtxn = steps
+    monkeypatch.setattr(runner.kvtxn_states, "commit", committed.append)
+    counts = torch.tensor([2, 1]).int()
+    runner.postprocess_sampled(None, None, counts, None)
+    assert committed == [counts]
+    runner.kvtxn = Steps()
+    runner.kvtxn_undo.close()

@@ -39,7 +39,7 @@ class Watched:
         self.watch = watch = state_watch.Watch()
         watch.found = [StateLayer("it", "group.0", GATED_DELTA, layer, *layer.kv_cache)]
         watch.replayed, watch.held = self.rig.states._replayed.layers, True
-        watch.model_runner = SimpleNamespace(kvtxn_states=self.rig.states)
+        watch.model_runner = SimpleNamespace(kvtxn_states=self.rig.states, kvtxn=None)
         watch.tables = lambda _: self.ours.table[: watch.batch.num_reqs].long()
         watch.all_tables = lambda: [watch.tables(None)]
         watch.num_blocks = held.BLOCKS

@@ -1,0 +1,132 @@
+"""One launch for a step's two commits: of the rows of attention, and of recurrent states.
+
+In a usual step each launch takes the host longer than all else that a commit does. The addresses
+that both commits read recur from step to step, so both are captured as one graph for each kind of
+batch. Every other step commits its states by themselves, and then its rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+import attrs
+from torch import Tensor
+
+from ....captured.shared import StepPlan
+from ....captured.window import CapturedWindow
+from ....log import get_logger
+from ..internals.held_states import HeldStates
+
+log = get_logger()
+
+#: Capture both commits once a plan came at the same places this often, and at most at so many
+#: places: it is done in the middle of serving.
+_OFTEN: Final = 8
+_MOST_PLACES: Final = 8
+#: Places that are counted; when there are more, all are forgotten.
+_MOST_SEEN: Final = 4096
+
+
+@attrs.define(eq=False)
+class _Together:
+    """A graph of both commits.
+
+    Attributes:
+        replay: launches the graph.
+        then: launches what belongs behind it, if anything does.
+        made: the graph was launched.
+    """
+
+    replay: Callable[[], None]
+    then: Callable[[], None] | None
+    made: bool = False
+
+    def __call__(self) -> None:
+        self.replay()
+        self.made = True
+
+
+class JointCommits:
+    """The states of a runner's steps, committed with the rows of its windows.
+
+    Args:
+        states: the states.
+    """
+
+    def __init__(self, states: HeldStates) -> None:
+        self._states = states
+        self._seen: Counter[tuple[object, ...]] = Counter()
+        self._now: Any = None  # a ``_Together``
+
+    def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
+        """Commit the states, or return the launch that commits both; see ``Beside``.
+
+        Raises:
+            KVTxnError: a state could not be written. The engine must not go on.
+        """
+        plan = None if window is None else window.to_launch()
+        place = None if plan is None else self._states.place(sampled)
+        if place is not None:
+            found = self._now = plan.together.get(place)  # type: ignore[union-attr]
+            if found is not None:
+                return found
+        self._alone(plan, place, sampled)
+        return None
+
+    def finish(self, sampled: Tensor) -> None:
+        """Launch what comes behind the graph; commit the states if the graph was not launched.
+
+        Raises:
+            KVTxnError: a state could not be written. The engine must not go on.
+        """
+        now, self._now = self._now, None
+        if now is None or not now.made:
+            self._states.commit(sampled)
+            return
+        now.made = False
+        if now.then is None:
+            self._states.abandon()
+        else:
+            self._states.commit_behind(now.then, sampled)
+
+    def _alone(
+        self, plan: StepPlan | None, place: tuple[object, ...] | None, sampled: Tensor
+    ) -> None:
+        """Commit the states by themselves; capture both commits if this kind of step recurs."""
+        if plan is None or place is None or not self._recurs(plan, place):
+            self._states.commit(sampled)
+            return
+        launches = self._states.launches(sampled)
+        self._states.commit(sampled)
+        self._capture(plan, place, sampled, *launches)
+
+    def _recurs(self, plan: StepPlan, place: tuple[object, ...]) -> bool:
+        """Count a kind of step; tell whether it is to be captured now."""
+        if plan.num_requests != place[0] or len(plan.together) >= _MOST_PLACES:
+            return False
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+        key = id(plan), *place
+        self._seen[key] += 1
+        return self._seen[key] == _OFTEN
+
+    def _capture(
+        self,
+        plan: StepPlan,
+        place: tuple[object, ...],
+        sampled: Tensor,
+        launches: Callable[[], None],
+        then: Callable[[], None] | None,
+    ) -> None:
+        """Capture both commits; the step's own rows are committed after this."""
+        if plan.launches is None:
+            return
+        try:
+            replay = plan.launches.capture_with(sampled, launches)
+        except Exception as error:  # both commits still work, one after the other
+            log.debug("joint_commits.not_captured", error=repr(error))
+            return
+        if replay is not None:
+            plan.together[place] = _Together(replay, then)

@@ -1,0 +1,201 @@
+"""States and rows that one launch commits: the same states as stock's, whatever fails."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import held_rig as held
+import pytest
+import torch
+from engine_jobs import missing
+from held_layers import DELTAS, DRAFTS, REQUESTS
+from kernels_here import importing_kernels
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+with importing_kernels():
+    from kvtxn.integrations.vllm_plugin.gpu import joint_commits
+    from kvtxn.integrations.vllm_plugin.gpu.joint_commits import JointCommits
+
+    from kvtxn.captured.launches import LayoutLaunches
+    from kvtxn.captured.shared import StepPlan
+
+
+class Launches(LayoutLaunches):
+    """Stands for a layout's launches: a captured launch makes the same calls again."""
+
+    def __init__(self):
+        self.captured, self.replayed, self.fails = 0, 0, False
+
+    def save(self):
+        """Nothing is saved here."""
+
+    def commit(self, sampled):
+        """The rows are not what is tested here."""
+
+    def capture_with(self, sampled, beside):
+        self.captured += 1
+
+        def replay():
+            if self.fails:
+                raise RuntimeError("no launch")
+            self.replayed += 1
+            beside()
+
+        return replay
+
+
+class Window(SimpleNamespace):
+    """Stands for the window of a step whose forward was replayed."""
+
+    def to_launch(self):
+        return self.plan
+
+
+class Rig(held.Rig):
+    """States that are committed as ``GraphSteps`` does, from buffers that stay where they are."""
+
+    def joins(self):
+        self.launches = Launches()
+        layout = SimpleNamespace(num_requests=REQUESTS)
+        self.window = Window(plan=StepPlan(None, layout, self.launches, None, 0))
+        self.starts = torch.zeros(REQUESTS + 1, dtype=torch.int32)
+        self.sampled = torch.zeros(REQUESTS, dtype=torch.int32)
+        self.joint, self.own, self.together = JointCommits(self.states), self.states, 0
+        self.states = self
+        return self
+
+    def begin(self, metadata, batch):
+        """As a replayed forward: its blocks are named, and its rows begin where they always do."""
+        self.own.begin(metadata, batch)
+        self.own._known, self.own._replays = None, True
+        given = metadata["it"]
+        name = "spec_query_start_loc" if self.kind in DELTAS else "query_start_loc_d"
+        starts = getattr(given, name)
+        self.starts[: starts.shape[0]] = starts
+        setattr(given, name, self.starts[: starts.shape[0]])
+
+    def commit(self, counts):
+        sampled = self.sampled[: counts.shape[0]]
+        sampled.copy_(counts)
+        launch = self.joint.commit(self.window, sampled)
+        if launch is not None:
+            self.together += 1
+            try:
+                launch()
+            except RuntimeError:
+                assert self.launches.fails
+            self.joint.finish(sampled)
+        assert self.own._step is None
+
+
+KINDS = [(GATED_DELTA, True), (GATED_DELTA, False), (OLMO_DELTA, False), (MAMBA2, False)]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{'fast' if kind[1] else 'exact'}")
+def rig(request, monkeypatch):
+    monkeypatch.setattr(joint_commits, "_OFTEN", 2)
+    kind, fast = request.param
+    monkeypatch.setattr(held.Rig, "fast", fast)
+    if fast:  # its sums are in another order than stock's
+        monkeypatch.setattr(torch, "equal", nearly)
+    made = Rig(kind, torch.float32, monkeypatch, held.Captures())
+    made.states.warm_up()
+    made.states.hook()
+    return made.joins()
+
+
+def nearly(one, other):
+    """Tell whether two tensors are as near as float32 sums in two orders, rounded to bfloat16."""
+    return bool(((one - other).abs() <= 2**-7 * other.abs().max()).all())
+
+
+STEPS = [[1, 2, 3, 4], [4, 1, 1, 2], [2, 2, 4, 1], [1, 1, 1, 3], [4, 4, 4, 4], [3, 1, 2, 4]]
+
+
+def test_states_are_those_of_stock(rig):
+    """From the third step of a kind on states and rows have one launch."""
+    for sampled in STEPS:
+        rig.step([DRAFTS + 1] * REQUESTS, sampled)
+    assert (rig.launches.captured, rig.launches.replayed, rig.together) == (1, 4, 4)
+    replays = 0 if rig.own._alone else len(STEPS)
+    assert rig.make.replays == replays
+
+
+def test_steps_of_another_kind_are_committed_by_themselves(rig):
+    """Fewer requests, other rows; no window, or one that is not ended by one launch."""
+    full = [DRAFTS + 1] * REQUESTS
+    for sampled in STEPS[:3]:
+        rig.step(full, sampled)
+    assert rig.together == 1
+    rig.step([4, 4], [3, 1])
+    whole, rig.window = rig.window, Window(plan=None)
+    rig.step(full, STEPS[3])
+    rig.window = None
+    rig.step(full, STEPS[4])
+    assert rig.together == 1
+    rig.window = whole
+    rig.step(full, STEPS[5])
+    assert rig.together == 2
+
+
+def test_forwards_that_are_no_graph_are_committed_by_themselves(rig, monkeypatch):
+    full = [DRAFTS + 1] * REQUESTS
+    for sampled in STEPS[:3]:
+        rig.step(full, sampled)
+    begin = rig.begin
+
+    def eager(metadata, batch):
+        begin(metadata, batch)
+        rig.own._replays = False
+
+    monkeypatch.setattr(rig, "begin", eager)
+    rig.step(full, STEPS[3])
+    assert rig.together == 1
+
+
+def test_a_launch_that_fails_leaves_the_states_to_be_committed(rig):
+    """It wrote nothing; the states are committed by themselves, and nothing is lost."""
+    full = [DRAFTS + 1] * REQUESTS
+    for sampled in STEPS[:3]:
+        rig.step(full, sampled)
+    rig.launches.fails = True
+    rig.step(full, STEPS[3])
+    rig.launches.fails = False
+    rig.step(full, STEPS[4])
+    assert (rig.together, rig.launches.replayed) == (3, 2)
+    assert rig.errors == []
+
+
+def test_a_graph_behind_the_launch_that_fails_is_repeated(rig, monkeypatch):
+    full = [DRAFTS + 1] * REQUESTS
+    for sampled in STEPS[:3]:
+        rig.step(full, sampled)
+    if rig.own._alone is not None:
+        return  # nothing comes behind
+    [together] = rig.window.plan.together.values()
+
+    def failing():
+        raise RuntimeError("no graph")
+
+    own, together.then = together.then, failing
+    rig.step(full, STEPS[3])
+    together.then = own
+    rig.step(full, STEPS[4])
+    assert [str(error) for error in rig.errors] == ["no graph"]
+
+
+def test_what_cannot_be_captured_stays_two_launches(rig, monkeypatch):
+    monkeypatch.setattr(rig.launches, "capture_with", lambda *_: None)
+    for sampled in STEPS[:4]:
+        rig.step([DRAFTS + 1] * REQUESTS, sampled)
+
+    def failing(*_):
+        raise RuntimeError("no capture")
+
+    monkeypatch.setattr(joint_commits, "_OFTEN", 5)
+    monkeypatch.setattr(rig.launches, "capture_with", failing)
+    for sampled in STEPS[:2]:
+        rig.step([DRAFTS + 1] * REQUESTS, sampled)
+    assert (rig.together, rig.errors) == (0, [])
