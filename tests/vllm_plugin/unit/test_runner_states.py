@@ -370,8 +370,10 @@ def test_an_engine_without_steps_does_not_start(runner, monkeypatch):
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_states_are_committed_beside_rows(runner, monkeypatch, connected):
-    """By the steps, unless a KV connector wants rows sooner than states."""
+    """By the V2 runner's steps, unless a KV connector wants rows sooner than states."""
     committed = []
+    if not isinstance(runner, OwnV2):
+        return  # there each is committed by itself
     runner.get_kv_cache_spec()
     runner.initialize_kv_cache(None)
     steps = gpu_runner.GraphSteps.__new__(gpu_runner.GraphSteps)
