@@ -202,11 +202,10 @@ class _Launch:
         """Launch with another grid and other arguments, of which none is held."""
         packed = self._packed
         if packed is not None and all(grid):
-            words = packed.words
+            words, programs = packed.words, packed.programs
             for index in vary or range(len(words) - SCRATCH):
                 words[index] = address_of(arguments[index])
-            for size, wanted in zip(packed.programs, grid, strict=True):
-                size.value = wanted
+            programs[0].value, programs[1].value, programs[2].value = grid
             if packed.run():
                 return
             self._packed = None  # as in ``run``

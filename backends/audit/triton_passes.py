@@ -175,11 +175,11 @@ class TritonPasses(Passes):
         """Copy numbers of the host, as ``Passes.put`` describes."""
         if not len(target):
             return
-        given = numbers.tolist() if isinstance(numbers, Tensor) else numbers
-        packed = self._staging.put([memoryview(array("q", given))])
-        kind = target.dtype, *(each.data_ptr() % ALIGNED for each in (packed, target))
-        grid = (-(-len(target) // _TOKENS), 1, 1)
-        self._putting.launch(grid, (packed, target, len(target), _TOKENS), kind)
+        given = numbers if isinstance(numbers, Tensor) else memoryview(array("q", numbers))
+        packed, count = self._staging.put([given]), target.shape[0]
+        kind = target.dtype, packed.data_ptr() % ALIGNED, target.data_ptr() % ALIGNED
+        grid = (-(-count // _TOKENS), 1, 1)
+        self._putting.launch(grid, (packed, target, count, _TOKENS), kind)
 
     def count(
         self,

@@ -26,6 +26,7 @@ from ..internals.audited import Arrival, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .found_violations import AuditError
+from .next_forward import NextForward
 from .watch import Copies, Watch
 
 #: Steps between two looks at the counters, which cost the host more than a step does; and where
@@ -173,37 +174,29 @@ class DeviceWatch(Watch):
 
     # -- a forward ---------------------------------------------------------------------------
 
-    def step(
-        self,
-        read: Callable[[], tuple[Rows, States | None]],
-        returning: Callable[[str], Arrival],
-        whole: Callable[[], bool] = lambda: False,
-        repeats: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def step(self, forward: NextForward, returning: Callable[[str], Arrival]) -> None:
         """Note what a forward writes, and compare what it reads.
 
         Args:
-            read: reads the batch's rows, and its states if any are watched. It is called here, so
-                that steps are counted alike on all ranks, whatever fails on one of them.
+            forward: is read here, so that steps are counted alike on all ranks, whatever fails on
+                one of them.
             returning: describes a request, given its name, that the ledger has forgotten.
-            whole: tells, once the rows were read, whether ``before_replay`` will be called.
-            repeats: tells whether the step has the requests and drafts of the one before, and
-                ``before_replay`` will be called; asked where that is all that has to be known.
         """
         self._steps += 1
         if not self._stopped:
             try:
-                if self._can_repeat() and repeats():
+                if self._can_repeat() and forward.repeats():
                     self._due, self._awaits = self._last, True
                 else:
-                    rows, states = read()
-                    self._replayed = whole()
+                    rows, states = forward.read()
+                    self._replayed = forward.is_replay()
                     self._forward(rows, returning, states)
             except AuditError:
                 raise
             except Exception as error:
                 self.stop(error)
-        self._compare_now_and_then()
+        if self._has_peers:
+            self._compare_now_and_then()
         self._look()
 
     def _can_repeat(self) -> bool:
@@ -278,12 +271,13 @@ class DeviceWatch(Watch):
         if self._stopped or not self._awaits:  # the step came before the first that is watched
             return
         self._awaits = False
-        self._write_and_check()
+        if self._due is not None:
+            self._write_and_check()
         self.ledger.resolve(number, ids, besides=1)
         if self._unsealed is not None:
             self._unsealed = self._unsealed[0], number, 1
-        if not self.drafts_late:
-            self._seal()
+            if not self.drafts_late:
+                self._seal()
 
     # -- forwards that are captured as one graph -----------------------------------------------
 
@@ -355,8 +349,6 @@ class DeviceWatch(Watch):
 
     def _compare_now_and_then(self) -> None:
         """Compare what the ranks wrote until some steps ago."""
-        if not self._has_peers:
-            return
         if self._prints is None:
             if self._steps - self._compared >= _COMPARED_EVERY:
                 self._prints = self._steps, self.ledger.glance()

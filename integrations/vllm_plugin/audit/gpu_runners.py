@@ -32,6 +32,7 @@ from ..settings import PluginSettings
 from .device_watch import DeviceWatch
 from .gpu_telling import TellingConnector, TellingModelState
 from .memory import rest
+from .next_forward import NextForward
 from .opening import open_device_watch
 from .runner import AuditedRunner, AuditedRunnerV1
 from .transfers import (
@@ -96,22 +97,6 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
         """Tell whether the step's forward is a graph that may check it."""
         return self.kvtxn_reader.in_graphs and self.kvtxn_mode is whole_graphs.whole()
 
-    def kvtxn_replays(self) -> bool:
-        """Tell whether the step's forward is a graph, which finds its rows where they lie.
-
-        Raises:
-            LookupError: it is, and the rows lie elsewhere.
-        """
-        if not self.kvtxn_is_whole():
-            return False
-        if not self.kvtxn_reader.placed:
-            raise LookupError("the step's rows are not where a captured forward finds them")
-        return True
-
-    def kvtxn_replays_again(self, input_batch: Any) -> bool:
-        """Tell whether the step's forward is a graph, and its requests those of the step before."""
-        return self.kvtxn_is_whole() and self.kvtxn_reader.repeats(input_batch)
-
     def update_requests(self, scheduler_output: Any) -> None:
         """Tell the ledger which requests begin and end, and which blocks each request gets."""
         watch = self.kvtxn_audit
@@ -166,16 +151,51 @@ def _leave_v2(
 def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that is about to run."""
     assert isinstance(watch, DeviceWatch)
+    watch.step(_ForwardV2(runner, watch, batch, prepared), _unknown)
 
-    def read() -> tuple[Rows, States | None]:
-        rows = runner.kvtxn_reader.rows(batch, prepared)
-        if not watch.states:
+
+class _ForwardV2(NextForward):
+    """A step of the V2 runner that is about to run.
+
+    Args:
+        runner: the runner.
+        watch: its watch.
+        batch: vLLM's ``InputBatch``.
+        prepared: the result of ``prepare_attn``.
+    """
+
+    __slots__ = ("_batch", "_prepared", "_runner", "_watch")
+
+    def __init__(
+        self, runner: AuditedGpuRunnerV2, watch: DeviceWatch, batch: Foreign, prepared: Foreign
+    ) -> None:
+        self._runner, self._watch, self._batch, self._prepared = runner, watch, batch, prepared
+
+    def read(self) -> tuple[Rows, States | None]:
+        """Read the batch's rows, and its states if any are watched."""
+        runner, batch = self._runner, self._batch
+        rows = runner.kvtxn_reader.rows(batch, self._prepared)
+        if not self._watch.states:
             return rows, None
         total = audited_v2.num_rows(batch)
         return rows, runner.kvtxn_state_reader.read(runner.kvtxn_metadata, rows, total)
 
-    again = partial(runner.kvtxn_replays_again, batch)
-    watch.step(read, _unknown, runner.kvtxn_replays, again)
+    def is_replay(self) -> bool:
+        """Tell whether the step's forward is a graph, which finds its rows where they lie.
+
+        Raises:
+            LookupError: it is, and the rows lie elsewhere.
+        """
+        if not self._runner.kvtxn_is_whole():
+            return False
+        if not self._runner.kvtxn_reader.placed:
+            raise LookupError("the step's rows are not where a captured forward finds them")
+        return True
+
+    def repeats(self) -> bool:
+        """Tell whether the step's forward is a graph, and its requests those of the step before."""
+        runner = self._runner
+        return runner.kvtxn_is_whole() and runner.kvtxn_reader.repeats(self._batch)
 
 
 def new_state_reader(runner: Any, watch: DeviceWatch) -> audited_states.DeviceStateReader:
@@ -245,15 +265,29 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
 def _step_v1(runner: AuditedGpuRunnerV1, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that ``_prepare_inputs`` has prepared."""
     assert isinstance(watch, DeviceWatch)
+    watch.step(_ForwardV1(runner, watch, prepared), partial(audited.returning, runner))
 
-    def read() -> tuple[Rows, States | None]:
-        rows = runner.kvtxn_step_reader.rows(prepared)
-        if not watch.states:
+
+class _ForwardV1(NextForward):
+    """A step of the V1 runner that is about to run.
+
+    Args:
+        runner: the runner.
+        watch: its watch.
+        prepared: the result of ``_prepare_inputs``.
+    """
+
+    def __init__(self, runner: AuditedGpuRunnerV1, watch: DeviceWatch, prepared: Foreign) -> None:
+        self._runner, self._watch, self._prepared = runner, watch, prepared
+
+    def read(self) -> tuple[Rows, States | None]:
+        """Read the batch's rows, and its states if any are watched."""
+        runner = self._runner
+        rows = runner.kvtxn_step_reader.rows(self._prepared)
+        if not self._watch.states:
             return rows, None
         metadata, total = audited_states.forward_metadata(), audited_v1.num_rows(runner)
         return rows, runner.kvtxn_state_reader.read(metadata, rows, total)
-
-    watch.step(read, partial(audited.returning, runner))
 
 
 def _sampled_v1(runner: AuditedGpuRunnerV1, output: Foreign, watch: Watch) -> None:

@@ -304,7 +304,7 @@ class Watch:
 
     def ended(self) -> None:
         """Take the checksums that wait for the drafter."""
-        if not self._stopped:
+        if self._unsealed is not None and not self._stopped:
             self._seal()
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:

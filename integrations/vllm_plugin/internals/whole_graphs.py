@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -28,6 +29,7 @@ def differs(owner: Any) -> bool:
     return False
 
 
+@cache
 def whole() -> object:
     """Return the mode of a step whose forward is one graph; see ``mode``."""
     from vllm.config.compilation import CUDAGraphMode
