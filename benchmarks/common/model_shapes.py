@@ -32,6 +32,21 @@ class States:
 
 
 @attrs.frozen
+class Experts:
+    """The mixture of experts in each layer of a model.
+
+    Attributes:
+        number: the experts of a layer.
+        chosen: those that a token takes.
+        inner: width of an expert, and of the one that every token takes.
+    """
+
+    number: int
+    chosen: int
+    inner: int
+
+
+@attrs.frozen
 class Shape:
     """A model's size: a Llama's, a hybrid's, or one with DeepSeek's latent attention.
 
@@ -45,6 +60,8 @@ class Shape:
         latent: width of a latent, without its rotary part; 0 in a Llama.
         states: the recurrent states of a hybrid, whose other layers have attention.
         head_size: width of a head; 0 for that part of ``hidden``.
+        feeding: layers that have a feed-forward part alone; 0: each layer has one.
+        experts: in place of a dense feed-forward part; None in a dense model.
     """
 
     layers: int
@@ -56,6 +73,13 @@ class Shape:
     latent: int = 0
     states: States | None = None
     head_size: int = 0
+    feeding: int = 0
+    experts: Experts | None = None
+
+    @property
+    def attention(self) -> int:
+        """Layers with attention."""
+        return self.layers - self.feeding - (0 if self.states is None else self.states.layers)
 
     @property
     def head(self) -> int:
@@ -81,6 +105,7 @@ ROTARY: Final = 64
 #: By name; shapes from the models' configurations.
 STATES: Final[Mapping[str, States]] = {
     "qwen3.5-9b": States("gated_delta", 24, 32, 16, 128, 128),
+    "qwen3-next-a3b": States("gated_delta", 36, 32, 16, 128, 128),
     "nemotron-h-8b": States("mamba2", 24, 128, 8, 64, 128),
     "tiny-gated-delta": States("gated_delta", 2, 4, 2, 16, 16),
     "tiny-mamba2": States("mamba2", 2, 4, 2, 16, 16),
@@ -95,6 +120,19 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "tiny-latent": Shape(2, 128, 256, 16, 16, 512, latent=512),
     # Its vocabulary is cut, so that dummy weights and logits take less.
     "qwen3.5-9b": Shape(32, 4096, 12288, 16, 4, 32000, states=STATES["qwen3.5-9b"], head_size=256),
+    # As many active parameters as Qwen3-Next 80B-A3B, of 64 experts in place of 512.
+    "qwen3-next-a3b": Shape(
+        *(48, 2048, 5120, 16, 2, 32000),
+        states=STATES["qwen3-next-a3b"],
+        head_size=256,
+        experts=Experts(64, 10, 512),
+    ),
+    "nemotron-h-8b": Shape(
+        *(52, 4096, 21504, 32, 8, 32000),
+        states=STATES["nemotron-h-8b"],
+        head_size=128,
+        feeding=24,
+    ),
 }
 
 

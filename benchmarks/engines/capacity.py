@@ -46,7 +46,8 @@ _MORE: Final = 1.3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the suite's arguments."""
-    names = [name for name, model in MODELS.items() if model.shape.states is not None]
+    shapes = {name: model.shape for name, model in MODELS.items()}
+    names = [name for name, each in shapes.items() if each.states and not each.feeding]
     parser.add_argument("--model", choices=names, default=names[0])
     parser.add_argument("--layers", type=natural, default=4, help="of the model; default: 4")
     parser.add_argument(
@@ -147,7 +148,7 @@ def caches_of(shape: Shape, drafts: int) -> Any:
     assert states is not None
     channels = 2 * states.key_heads * states.key_size + states.heads * states.value_size
     return Layers(
-        attention=shape.layers - states.layers,
+        attention=shape.attention,
         recurrent=states.layers,
         kv_heads=shape.kv_heads,
         head_size=shape.head,

@@ -17,16 +17,21 @@ _BYTES: Final = 2
 
 
 def configuration(shape: Shape) -> dict[str, Any]:
-    """Return what the configuration of a hybrid has beside a Llama's: Qwen3.5, dense."""
+    """Return what the configuration of a hybrid has beside a Llama's.
+
+    That of Nemotron-H with states of Mamba-2; else Qwen3-Next's with a mixture of experts, and
+    Qwen3.5's without.
+    """
     states = _states(shape)
-    every = shape.layers // (shape.layers - states.layers)
-    full = ["full_attention" if (n + 1) % every == 0 else "linear_attention"
-            for n in range(shape.layers)]  # fmt: skip
-    return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
+    if states.kind == "mamba2":
+        return _nemotron_h(shape, states)
+    every = shape.layers // shape.attention
+    common = {
         "head_dim": shape.head,
-        "layer_types": full,
+        "layer_types": [
+            "full_attention" if (n + 1) % every == 0 else "linear_attention"
+            for n in range(shape.layers)
+        ],
         "rms_norm_eps": 1e-6,
         "rope_parameters": {
             "rope_type": "default",
@@ -38,7 +43,51 @@ def configuration(shape: Shape) -> dict[str, Any]:
         "linear_value_head_dim": states.value_size,
         "linear_num_key_heads": states.key_heads,
         "linear_num_value_heads": states.heads,
-        "mamba_ssm_dtype": "float32",
+    }
+    if shape.experts is None:
+        return common | {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            "mamba_ssm_dtype": "float32",
+            "mtp_num_hidden_layers": 1,
+        }
+    return common | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_experts": shape.experts.number,
+        "num_experts_per_tok": shape.experts.chosen,
+        "moe_intermediate_size": shape.experts.inner,
+        "shared_expert_intermediate_size": shape.experts.inner,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+
+
+def _nemotron_h(shape: Shape, states: States) -> dict[str, Any]:
+    """Return a configuration of Nemotron-H: attention ends each run of states and MLPs."""
+    run = ["linear_attention", "mlp"] * (states.layers // shape.attention) + ["full_attention"]
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "layers_block_type": run * shape.attention,
+        "head_dim": shape.head,
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": False,
+        "attention_bias": False,
+        "mamba_num_heads": states.heads,
+        "mamba_head_dim": states.value_size,
+        "ssm_state_size": states.key_size,
+        "n_groups": states.key_heads,
+        "conv_kernel": TAPS,
+        "chunk_size": 128,
+        "expand": 2,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "mamba_proj_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_ssm_cache_dtype": "float32",
+        "num_nextn_predict_layers": 0,
     }
 
 
@@ -81,14 +130,13 @@ def equal_cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int) -> 
 def _pages(shape: Shape, tokens: int, drafts: int, policy: str) -> tuple[int, int]:
     """Return the pages of a request, and the bytes of a page in all layers of a group."""
     states = _states(shape)
-    attention = shape.layers - states.layers
     size = states.heads * states.value_size * states.key_size * 4
     channels = 2 * states.key_heads * states.key_size + states.heads * states.value_size
     page = size + (TAPS - 1 + drafts) * channels * _BYTES
     blocks = 1 if policy in RECURRENT else 1 + drafts
     rows = math.ceil(page / shape.row_bytes / 16) * 16  # vLLM makes both kinds of pages alike
-    each = states.layers // attention * blocks + math.ceil(tokens / rows)
-    return each, attention * rows * shape.row_bytes
+    each = states.layers // shape.attention * blocks + math.ceil(tokens / rows)
+    return each, shape.attention * rows * shape.row_bytes
 
 
 def _states(shape: Shape) -> States:

@@ -45,6 +45,7 @@ class Model:
         """A line that describes the model's size and weights."""
         kind = "latent attention, " if self.shape.latent else ""
         kind = "recurrent states, " if self.shape.states else kind
+        kind += "experts, " if self.shape.experts else ""
         weights = "random weights" if self.folder is None else "trained: real text and acceptance"
         return f"{self.shape.layers} layers of {self.shape.hidden}, {kind}{weights}"
 
@@ -94,8 +95,11 @@ def _one_layer(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
 
 def _mtp(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
     """Drafts from the model's own extra layer."""
-    if not model.shape.latent and not model.shape.states:
-        raise _refused(f"{model.name!r} predicts one token at a time", "eagle or draft_model")
+    states = model.shape.states
+    dense = states is not None and states.kind == "gated_delta" and model.shape.experts is None
+    if not model.shape.latent and not dense:
+        instead = "eagle or draft_model" if states is None else "ngram"
+        raise _refused(f"{model.name!r} predicts one token at a time", instead)
     return {}
 
 
@@ -146,7 +150,7 @@ def _write(folder: Path, shape: Shape, layers: int, max_length: int) -> Path:
             "num_nextn_predict_layers": 1,
         }
     if shape.states is not None:
-        settings |= {**hybrids.configuration(shape), "mtp_num_hidden_layers": 1}
+        settings |= hybrids.configuration(shape)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
     return folder

@@ -222,3 +222,38 @@ def test_policies_that_do_not_fit_the_model_are_refused(model, policy):
         ConfigError, match=f"stock, exact and fast .*got stock {policy} for {model}"
     ):
         vllm_options.check(args)
+
+
+SHAPES = {"qwen3-next-a3b": (36, 12, 48), "nemotron-h-8b": (24, 4, 52)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_configurations_of_other_hybrids_are_vllms(name, tmp_path, monkeypatch):
+    """vLLM reads in them the layers, states and experts of the shape; n-grams alone draft."""
+    pytest.importorskip("vllm")
+    from vllm.config import ModelConfig
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = parse("--model", name, "--policies", "stock", "exact", "--requests", "4")
+    arguments = vllm_bench.engine_arguments(args, MODELS[name], tmp_path)
+    config = ModelConfig(model=arguments["model"], dtype="bfloat16", skip_tokenizer_init=True)
+    states, attention, layers = SHAPES[name]
+    assert config.is_hybrid
+    assert config.architectures[0] in ModelRegistry.get_supported_archs()
+    assert config.hf_config.num_hidden_layers == layers
+    kinds = getattr(config.hf_config, "layers_block_type", None) or config.hf_config.layer_types
+    found = [str(each) for each in kinds]
+    named = ("linear_attention", "mamba"), ("full_attention", "attention")
+    assert [sum(found.count(each) for each in names) for names in named] == [states, attention]
+    if MODELS[name].shape.experts:
+        assert (config.hf_config.num_experts, config.hf_config.num_experts_per_tok) == (64, 10)
+    stock, exact = vllm_bench.specs(args, arguments)
+    shape = MODELS[name].shape.states
+    state = shape.layers * shape.heads * shape.value_size * shape.key_size * 4
+    more = [each.arguments["kv_cache_memory_bytes"] for each in (stock, exact)]
+    assert more[0] - more[1] >= 4 * 4 * state
+    assert more[1] >= 4 * state
+    for drafter in ("mtp", "eagle"):
+        with pytest.raises(ConfigError, match="take --drafter"):
+            engine_arguments(tmp_path, "--model", name, "--drafter", drafter)

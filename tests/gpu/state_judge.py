@@ -15,6 +15,8 @@ SCENARIOS: Final[dict[str, tuple[int, int, int, int]]] = {
     # Past the end of a block of 272 tokens, and on from there: the second turn of each.
     "growing": (10, 225, 262, 56),
     "returning": (10, 0, 0, 40),
+    # Every third request is aborted in the middle.
+    "left": (12, 20, 60, 48),
 }
 
 
@@ -46,7 +48,8 @@ def judge(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
             f"    {name}: tokens equal {same}/{len(mine['tokens'])}; states equal after the same "
             f"tokens {len(equal)}/{len(common)} (stock has {len(theirs['digests'])}, this "
             f"{len(mine['digests'])}); steps {mine['counts'].get('steps')}, graphs "
-            f"{mine['counts'].get('graphs', 0)}, accepted counts {mine['accepted']} / stock "
+            f"{mine['counts'].get('graphs', 0)}, of both commits {mine['counts'].get('joint', 0)}, "
+            f"accepted counts {mine['accepted']} / stock "
             f"{theirs['accepted']}, cached tokens {mine['hits']} / {theirs['hits']}"
         )
         if unequal:
@@ -79,7 +82,8 @@ def near_ties(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
             f"    {name}: tokens equal {same}/{len(mine['tokens'])}; in steps of bfloat16 gap "
             f"{found['gap']:.1f} of {NEAR}, noise {found['noise']:.1f} of {NOISE}; by lot "
             f"{found['by_lot']}; steps {mine['counts'].get('steps')}, graphs "
-            f"{mine['counts'].get('graphs', 0)}, accepted counts {mine['accepted']} / "
+            f"{mine['counts'].get('graphs', 0)}, of both commits {mine['counts'].get('joint', 0)}, "
+            f"accepted counts {mine['accepted']} / "
             f"{theirs['accepted']}, cached tokens {mine['hits']} / {theirs['hits']}"
         )
         strays = {k: v for k, v in mine["counts"].items() if "stray" in k and v}

@@ -28,7 +28,9 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,7 +69,10 @@ def prompts(count: int, least: int, most: int) -> list[list[int]]:
 
 
 #: Scenarios of the kinds that name them alone.
-OF_KINDS: Final = ("growing", "returning")
+OF_KINDS: Final = ("growing", "returning", "left")
+
+#: Of the scenario "left" every third request is aborted after so many steps of the engine.
+_LEAVE_AFTER: Final = 7
 
 
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -85,6 +90,9 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     own = "state_watch_v1.Watch" if job["v1"] else "state_watch.Watch"
     watch = "one_gpu_states.Watch" if several else own
     options = options_of(job) | {"worker_extension_cls": watch}
+    drafter = options["speculative_config"].get("model")
+    if drafter is not None:
+        options["speculative_config"]["model"] = write(drafter, folder)
     llm = LLM(model=model, additional_config=settings, **options)
     report: dict[str, Any] = llm.collective_rpc("describe")[0]
     print("DESCRIBED", json.dumps(report), flush=True)
@@ -96,7 +104,8 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             before = report["growing"]
             both = zip(before["prompts"], before["tokens"], strict=True)
             turns = [[*prompt, *answer, 7] for prompt, answer in both]
-        report[name] = play(llm, SCENARIOS[name], turns)
+        with leaving(llm) if name == "left" else nullcontext():
+            report[name] = play(llm, SCENARIOS[name], turns)
         print("PLAYED", name, flush=True)
     report["preempted"] = preemptions(llm)
     if job["kvtxn"] and "eight" in job["scenarios"]:
@@ -111,6 +120,24 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return report
 
 
+@contextmanager
+def leaving(llm: Any) -> Iterator[None]:
+    """Abort every third request in the middle; the others go on."""
+    engine, steps = llm.llm_engine, count(1)
+    step = engine.step
+
+    def stepping() -> Any:
+        if next(steps) == _LEAVE_AFTER:
+            engine.abort_request(sorted(engine.output_processor.external_req_ids, key=int)[::3])
+        return step()
+
+    engine.step = stepping
+    try:
+        yield
+    finally:
+        del engine.step
+
+
 def preemptions(llm: Any) -> int:
     """The number of times that requests were preempted until now."""
     found = (each for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
@@ -123,17 +150,23 @@ def play(
     """Run one scenario; returns prompts, tokens, and what the worker saw."""
     from vllm import SamplingParams
 
-    count, least, most, outputs = shape
+    number, least, most, outputs = shape
     llm.collective_rpc("begin", args=(0,))
-    asked = asked or prompts(count, least, most)
+    asked = asked or prompts(number, least, most)
     plain: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     params = SamplingParams(**plain, max_tokens=outputs, logprobs=CANDIDATES)
+    first = llm.request_counter.counter
     results = llm.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
-    tokens = [list(result.outputs[0].token_ids) for result in results]
-    logits = [
-        [[[token, found.logprob] for token, found in step.items()] for step in output.logprobs]
-        for [output] in (result.outputs for result in results)
-    ]
+    tokens: list[list[int]] = [[] for _ in asked]
+    logits: list[Any] = [[] for _ in asked]
+    for result in results:
+        place, [output] = int(result.request_id) - first, result.outputs
+        if output.finish_reason == "abort":
+            continue  # its last tokens may be anybody's guess
+        tokens[place] = list(output.token_ids)
+        logits[place] = [
+            [[token, found.logprob] for token, found in step.items()] for step in output.logprobs
+        ]
     seen = merged(llm.collective_rpc("take"))
     hits = sum(result.num_cached_tokens or 0 for result in results)
     return {"prompts": asked, "tokens": tokens, "logits": logits, "hits": hits, **seen}

@@ -53,10 +53,14 @@ class JointCommits:
 
     Args:
         states: the states.
+
+    Attributes:
+        captured: the graphs of both commits that were captured so far.
     """
 
     def __init__(self, states: HeldStates) -> None:
         self._states = states
+        self.captured = 0
         self._seen: Counter[tuple[object, ...]] = Counter()
         self._now: Any = None  # a ``_Together``
 
@@ -130,3 +134,4 @@ class JointCommits:
             return
         if replay is not None:
             plan.together[place] = _Together(replay, then)
+            self.captured += 1
