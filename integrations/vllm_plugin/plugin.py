@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
@@ -22,11 +22,10 @@ from ...errors import KVTxnError
 from ...log import get_logger
 from . import unchecked
 from .attach import is_hooked, show_log, stay_out, unhook_runners
-from .audit.report import RECORDING, REPORT, audit_report
+from .audit.report import audit_report
 from .internals import Foreign
 from .metrics.snapshots import (
     NO_METRICS,
-    SNAPSHOT,
     last_snapshots,
     on_engine,
     snapshots,
@@ -64,10 +63,10 @@ def register() -> None:
     if _undo:
         return
     try:
+        from . import answers
         from .internals import frontend, scheduling, workers
 
-        methods = {SNAPSHOT: _snapshot, REPORT: _report, RECORDING: _recording}
-        _undo.append(workers.hook_workers(_on_worker, methods))
+        _undo.append(workers.hook_workers(_on_worker, answers.methods()))
         _undo.append(frontend.hook_engines(_before_engine, on_engine))
         _undo.append(scheduling.hook_schedulers(_on_scheduler))
     except Exception as error:
@@ -88,43 +87,6 @@ def unregister() -> None:
     for hooks in (_undo_engines, _undo):
         while hooks:
             hooks.pop()()
-
-
-def _snapshot(wrapper: Foreign) -> dict[str, float]:
-    """Return a worker's counters; workers get this function as method ``kvtxn_snapshot``."""
-    from .internals import config as engine_config
-    from .internals import workers
-
-    runner = workers.runner_of(wrapper)
-    steps, watch = getattr(runner, "kvtxn", None), getattr(runner, "kvtxn_audit", None)
-    found = {"kvtxn_active": 0.0}
-    if steps is not None:
-        found = {"kvtxn_active": 1.0, **steps.manager.snapshot()}
-    if watch is not None:
-        found |= watch.counters()
-    elif is_audited(engine_config.additional_config(workers.engine_config(wrapper))):
-        found["kvtxn_audit_active"] = 0.0
-    return found
-
-
-def _report(wrapper: Foreign) -> list[dict[str, Any]]:
-    """Return the violations that a worker's audit found; the method ``kvtxn_audit_report``."""
-    from .internals import workers
-
-    watch = getattr(workers.runner_of(wrapper), "kvtxn_audit", None)
-    return [] if watch is None else watch.report()
-
-
-def _recording(wrapper: Foreign) -> dict[str, Any] | None:
-    """Return the life of every slot, if it is recorded; the method ``kvtxn_audit_recording``."""
-    from .internals import workers
-
-    runner = workers.runner_of(wrapper)
-    watch, steps = getattr(runner, "kvtxn_audit", None), getattr(runner, "kvtxn", None)
-    recording: dict[str, Any] | None = None if watch is None else watch.recording()
-    if recording is None:
-        return None
-    return {**recording, "policy": None if steps is None else steps.manager.policy}
 
 
 def _on_scheduler(scheduler: Foreign, config: Foreign) -> None:
@@ -317,13 +279,18 @@ def _register_attention(rank: int, names: Sequence[str]) -> None:
 
 
 def _after_warm_up(wrapper: Foreign, facts: EngineFacts) -> None:
-    """Let ``_warmed_up`` be called when the worker of a hooked runner has warmed up."""
+    """Let ``_warmed_up`` be called when the worker of a hooked runner has warmed up.
+
+    Let it sleep then, too.
+    """
+    from . import answers
     from .internals import workers
 
     runner = workers.runner_of(wrapper)
     if is_hooked(runner):
         then = partial(_warmed_up, runner, facts.version)
         runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, then))
+        runner.kvtxn_unhook.callback(answers.let_sleep(wrapper))
 
 
 def _warmed_up(runner: Foreign, version: str) -> None:

@@ -260,6 +260,15 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "contained": engine(
         *("demo", FA, LEDGER | {"on_violation": "contain"}), options=STEADY, contains=True
     ),
+    "sleeps": engine(
+        *("demo", FA, BYTES),
+        scenarios=["eight"],
+        options=STEADY | {"enable_sleep_mode": True},
+        sleeps=True,
+    ),
+    "sleeps-ahead": engine(
+        *("demo", FA, LEDGER), scenarios=["eight"], options={"enable_sleep_mode": True}, sleeps=True
+    ),
     "planted-states": recurrent(
         "qwen3_5",
         # A graph would read the layers' own tensors, not those that a fault puts in their place.

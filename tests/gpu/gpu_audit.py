@@ -75,6 +75,8 @@ def wrong(job: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
     yield from unfound(report.get("planted"))
     if job.get("ranks_differ"):
         yield from undistinguished(report["ranks"])
+    if job.get("sleeps"):
+        yield from restless(report["slept"], report["facts"][-1]["ahead"])
     if job.get("contains"):
         yield from unhealed(report["contained"])
     facts = report["facts"][-1]
@@ -116,6 +118,19 @@ def undistinguished(ranks: list[list[list[Any]]]) -> Iterator[str]:
     told = [[step for kind, step in rank if kind == "ranks"] for rank in ranks]
     if any(len(steps) != 1 or steps != told[0] for steps in told) or len(ranks[0]) > 1:
         yield f"ranks that differ report {ranks}"
+
+
+def restless(report: dict[str, Any], ahead: bool) -> Iterator[str]:
+    """Say what is not as it should be in an engine that slept."""
+    for name, found in report["ways"].items():
+        if found["violations"]:
+            yield f"slept, {name}: {found['violations'][:2]}"
+        if not (found["answers"] and found["awake"]):
+            yield f"slept, {name}: other answers: {found['answers']}, then {found['awake']}"
+        if not found["same"] and not ahead:
+            yield f"slept, {name}: other texts"
+    if [each["kind"] for each in report["forgotten"][:1]] != ["unwritten"]:
+        yield f"slept: rows that were lost were read, found {report['forgotten']}"
 
 
 def unhealed(report: dict[str, Any]) -> Iterator[str]:
@@ -270,7 +285,10 @@ def until_then(job: dict[str, Any], partial: str, keep: Path) -> list[str]:
     found = report.get("planted", {}).get("found", {})
     done = f"until then: {', '.join(report.get('healthy', ()))}; {len(found)} faults planted"
     try:
-        return [done, *wrong({**job, "contains": False, "ranks_differ": False}, report)]
+        return [
+            done,
+            *wrong({**job, **dict.fromkeys(("contains", "ranks_differ", "sleeps"))}, report),
+        ]
     except Exception as error:  # it ended in the middle of something
         return [done, f"its report cannot be judged: {error!r}"]
 

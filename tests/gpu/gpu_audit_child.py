@@ -18,6 +18,7 @@ import gpu_planted
 import long_life
 import planted_engines
 import scenarios
+import sleeping_engines
 import torch
 from connected_jobs import transfer
 from first_configs import take_first_configs
@@ -359,6 +360,11 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         known = {fault.__name__ for fault in gpu_planted.V2}
         faults = [fault for fault in planted_engines.HEALED if fault.__name__ in known]
         report["contained"] = planted_engines.contain(llm, job, folder, faults)
+    if job.get("sleeps"):
+        llm.reset_prefix_cache()
+        llm.collective_rpc("audit_switch", args=(True,))
+        report["slept"] = sleeping_engines.live(llm)
+        keep()
     if job.get("faults"):
         planted(llm, job, report.setdefault("planted", {}), keep)
     keep()

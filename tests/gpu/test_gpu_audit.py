@@ -75,6 +75,24 @@ def test_a_fault_is_found_where_it_struck(found, well):
     assert well == (not list(gpu_audit.unfound(planted)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"violations": [{"kind": "foreign"}]}, "foreign"),
+        ({"answers": False}, "other answers"),
+        ({"awake": False}, "other answers"),
+        ({"same": False}, "other texts"),
+        ({"forgotten": []}, "were read, found"),
+    ],
+)
+def test_what_an_engine_that_slept_reports(changes, says):
+    lost = changes.pop("forgotten", [{"kind": "unwritten"}])
+    way = {"violations": [], "answers": True, "awake": True, "same": True} | changes
+    found = list(gpu_audit.restless({"ways": {"level 1": way}, "forgotten": lost}, ahead=False))
+    assert [says in each for each in found] == ([] if says is None else [True])
+
+
 def test_engines_share_the_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     two = gpu_audit.jobs([], 2)

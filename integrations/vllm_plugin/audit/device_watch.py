@@ -107,16 +107,12 @@ class DeviceWatch(Watch):
     def begin(self) -> None:
         """Watch from now on: the engine has warmed up."""
         self.begun = True
-        self._known.clear()
-        self._batch = self._glance = self._prints = self._unsealed = None
-        self._steps = self._compared = 0
-        self._awaits, self._due, self._last, self._idle = False, None, None, 0
+        self._glance = self._prints = None
+        self._steps = self._compared = self._idle = 0
         self.found.take_wrong()
         try:
-            self._hide()
+            self.forget()
             self.warm_up()
-            if self.transfers is not None:
-                self.transfers.restart()
         except Exception as error:
             self.stop(error)
 
@@ -124,6 +120,16 @@ class DeviceWatch(Watch):
         """Watch no longer, until ``begin``: replayed graphs find padding, and nothing is healed."""
         self.begun = False
         self._hide()
+
+    def forget(self) -> None:
+        """Forget every row and request, as the caches' content is lost; keep what was counted."""
+        self._hide()
+        self._known.clear()
+        self._batch = self._unsealed = None
+        self._awaits, self._due, self._last = False, None, None
+        self.ledger.reset()
+        if self.transfers is not None:
+            self.transfers.restart()
 
     def warm_up(self) -> None:
         """Compile the kernels: launch every pass once, over a step of padding, and forget that.

@@ -157,6 +157,8 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.worker.gpu.async_utils.AsyncOutput.get_output",
         "vllm.v1.worker.gpu_worker.Worker.compile_or_warm_up_model",
         "vllm.v1.worker.gpu_worker.Worker.determine_available_memory",
+        # What sleep takes away, and what comes back.
+        *_of("vllm.v1.worker.gpu_worker.Worker", ("sleep", "discard", "wake_up")),
         "vllm.v1.worker.gpu.input_batch.InputBatch",
         *_of(
             f"{_FLASH}.FlashAttentionMetadataBuilder",

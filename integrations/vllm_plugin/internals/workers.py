@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,6 @@ def after_warm_up(wrapper: Any, then: Callable[[], None]) -> Callable[[], None]:
     own = worker.compile_or_warm_up_model
     if hasattr(own, "kvtxn_hook"):
         raise KVTxnError("after_warm_up", "this worker is hooked already", hint="unhook it first")
-    shadowed = "compile_or_warm_up_model" in vars(worker)
 
     def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
         result = own(*args, **kwargs)
@@ -105,13 +105,69 @@ def after_warm_up(wrapper: Any, then: Callable[[], None]) -> Callable[[], None]:
         return result
 
     compile_or_warm_up_model.kvtxn_hook = True  # type: ignore[attr-defined]
-    worker.compile_or_warm_up_model = compile_or_warm_up_model
+    return _shadow(worker, "compile_or_warm_up_model", compile_or_warm_up_model)
+
+
+def around_sleep(
+    wrapper: Any,
+    *,
+    asleep: Callable[[], None],
+    lost: Callable[[], None],
+    awake: Callable[[], None],
+) -> Callable[[], None]:
+    """Call functions whenever a worker on a GPU falls asleep and wakes up.
+
+    Args:
+        wrapper: the worker's wrapper.
+        asleep: called before any memory is taken away.
+        lost: called before the content of the KV cache is lost, by sleep or by itself.
+        awake: called when all memory is back, but for the weights and the KV cache, maybe.
+
+    Returns:
+        A function that undoes the hooks.
+    """
+    worker = wrapper.worker
+
+    def hook(name: str, before: Callable[..., None] | None, after: Any = None) -> None:
+        own = getattr(worker, name, None)
+        if own is None:  # not every release has all of them
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(*args, **kwargs)
+            result = own(*args, **kwargs)
+            if after is not None:
+                after()
+            return result
+
+        undo.callback(_shadow(worker, name, call))
+
+    def sleep(*args: Any, **kwargs: Any) -> None:
+        asleep()
+        lost()
+
+    def discard(tags: Sequence[str]) -> None:
+        if "kv_cache" in tags:
+            lost()
+
+    undo = ExitStack()
+    hook("sleep", sleep)
+    hook("discard", discard)
+    hook("wake_up", None, awake)
+    return undo.close
+
+
+def _shadow(worker: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Give a worker a method of its own; returns a function that takes it away again."""
+    before = vars(worker).get(name)
+    setattr(worker, name, method)
 
     def undo() -> None:
-        if shadowed:
-            worker.compile_or_warm_up_model = own
+        if before is None:
+            delattr(worker, name)
         else:
-            del worker.compile_or_warm_up_model
+            setattr(worker, name, before)
 
     return undo
 
@@ -132,12 +188,7 @@ def less_cache_memory(wrapper: Any, rest: Callable[[int], int]) -> Callable[[], 
     def determine_available_memory() -> int:
         return rest(int(own()))
 
-    worker.determine_available_memory = determine_available_memory
-
-    def undo() -> None:
-        del worker.determine_available_memory
-
-    return undo
+    return _shadow(worker, "determine_available_memory", determine_available_memory)
 
 
 def engine_config(wrapper: Any) -> Foreign:

@@ -11,6 +11,7 @@ import contained_engines
 import planted_bytes
 import planted_engines
 import recurrent_models
+import sleeping_engines
 from device_on_cpu import watch_as_on_a_gpu
 from engine_jobs import two_cores
 from engine_options import connector, options
@@ -162,6 +163,12 @@ ENGINES |= {
         "kvtxn": {"on_violation": "contain"},
         "faults": planted_engines.HEALED,
         "work": planted_engines.contain,
+    },
+    "sleeps": {
+        "model": "llama",
+        "as_on_a_gpu": True,
+        "faults": (),
+        "work": sleeping_engines.pretend,
     },
     # Two groups with blocks of different sizes, and the core in a process of its own.
     "contained-process": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import attrs
@@ -107,6 +108,27 @@ def test_nothing_is_hooked_twice(clean):
     with pytest.raises(KVTxnError, match="this worker is hooked already"):
         workers.after_warm_up(worker, lambda: None)
     assert changes(before, vllms_own()) == []
+
+
+@pytest.mark.parametrize("release", ["0.28", "0.32"])
+def test_a_worker_that_sleeps_is_heard(release):
+    """Releases up to 0.29 have no ``discard``; of it, the KV cache alone matters."""
+    said = []
+    own = {"sleep": lambda level=1: level, "wake_up": lambda tags=None: said.append("up")}
+    if release == "0.32":
+        own["discard"] = said.append
+    worker = SimpleNamespace(**own)
+    heard = {name: partial(said.append, name) for name in ("asleep", "lost", "awake")}
+    undo = workers.around_sleep(SimpleNamespace(worker=worker), **heard)
+    assert worker.sleep(level=2) == 2
+    worker.wake_up(tags=["weights"])
+    assert said == ["asleep", "lost", "up", "awake"]
+    if release == "0.32":
+        worker.discard(("weights",))
+        worker.discard(("kv_cache",))
+        assert said[4:] == [("weights",), "lost", ("kv_cache",)]
+    undo()
+    assert vars(worker) == own
 
 
 def test_an_attention_backend_of_somebody_elses_stays(clean):

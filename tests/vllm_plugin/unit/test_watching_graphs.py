@@ -177,6 +177,29 @@ def test_while_a_watch_pauses_replays_find_nothing_and_nothing_is_healed(monkeyp
     assert (rig.watch.report(), marked) == ([], [])
 
 
+def test_rows_that_were_forgotten_are_not_read_again(monkeypatch):
+    """The engine has slept: what is computed afterwards is right, a hit on old rows is not."""
+    rig, _ = started(monkeypatch)
+    old = rig.add("old", prompt(1, 9))
+    for _ in range(3):
+        rig.step()
+    steps = rig.watch.counters()["kvtxn_audit_steps_total"]
+    rig.end(old)
+    rig.watch.forget()
+    rig.replay(8)  # nobody's
+    rig.add("new", prompt(1, 9))
+    for _ in range(3):
+        rig.step()
+    assert rig.watch.report() == []
+    assert rig.watch.counters()["kvtxn_audit_steps_total"] == steps + 3
+    assert rig.watch.counters()["kvtxn_audit_unjudged_total"] == 0
+    rig.add("wrong", prompt(1, 9), hit=old)
+    rig.step()
+    assert {(each["request"], each["kind"]) for each in rig.watch.report()} == {
+        ("wrong", "unwritten")
+    }
+
+
 class Steady:
     """Draws as many drafts as there can be; of these, all but one are accepted."""
 
