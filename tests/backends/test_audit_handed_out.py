@@ -11,6 +11,7 @@ from kernels_here import ON_GPU, importing_kernels
 from ledger_pairs import DEVICE, FewPrograms, assert_equal_books, step_of
 from test_audit_passes import every_call
 
+from kvtxn.audit import Step
 from kvtxn.audit.books import STEP
 from kvtxn.audit.digest import UNWRITTEN
 from kvtxn.errors import WindowStateError
@@ -143,6 +144,66 @@ def test_a_replay_takes_what_was_handed_out_for_it(pair):
     assert (words == UNWRITTEN).all(1).nonzero().flatten().tolist() == [*range(30)]
     ledger.hand_out("full", [35])  # its record is read by a launch already
     assert len(launched) == 3
+
+
+def replay_of(ledger, step):
+    """Return a function that replays a graph of ``launch_step``; its launches, without a GPU."""
+    ledger.launch_step(step)
+    if not ON_GPU:
+        return lambda: (
+            ledger.passes._take_blocks(),
+            ledger.passes._write(step),
+            ledger.passes.check(step),
+        )
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        ledger.launch_step(step)
+    return graph.replay
+
+
+def test_a_graph_follows_steps_whose_blocks_change_hands():
+    """Three requests in turn have the same blocks; nothing waits for the device in between."""
+    ledgers = [new_ledger("plain", device=DEVICE, backend="torch")]
+    ledgers.append(
+        new_ledger("plain", device=DEVICE, key=ledgers[0].books.key, backend=FewPrograms)
+    )
+    lines = torch.full((1,), -1, device=DEVICE)
+    starts, first = torch.tensor([0, 4], device=DEVICE), torch.zeros_like(lines)
+    tokens, slots = torch.zeros(4, device=DEVICE).long(), torch.zeros(4, device=DEVICE).long()
+    table = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
+    step = Step(lines, starts, first, tokens, {"full": slots}, {"full": table})
+    replay = replay_of(ledgers[1], step)
+    for ledger in ledgers:
+        ledger.restart()
+        if ON_GPU:  # the first blocks do not wait: nobody knows what the device reads
+            ledger.hand_out("full", [30])
+            torch.cuda.synchronize()
+    for turn in range(12):
+        for ledger in ledgers:
+            if turn % 4 == 0:
+                line = ledger.admit(f"r{turn}", [turn * 20 + at for at in range(16)])
+            blocks = [1 + turn % 4, 5 + turn % 4]  # of the second, nothing is written
+            ledger.change(given={"full": blocks})
+        block = blocks[turn % 8 == 7]
+        rows = torch.arange(4, device=DEVICE)
+        lines.fill_(line)
+        first.fill_(turn % 4 * 4)
+        tokens.copy_(turn // 4 * 80 + turn % 4 * 4 + rows)
+        slots.copy_(blocks[0] * 4 + rows)
+        table[0, turn % 4] = block
+        ledgers[0].write(step)
+        ledgers[0].check(step)
+        assert ledgers[1].passes._handed_out.waiting == 2
+        ledgers[1].replayed(step)
+        replay()
+        if turn % 4 == 3:
+            for ledger in ledgers:
+                ledger.release(f"r{turn - 3}")
+    one, other = ([str(v) for v in ledger.violations()] for ledger in ledgers)
+    assert one == other
+    assert [text.partition(":")[0] for text in one] == ["unwritten"]
+    assert_equal_books(*ledgers)
 
 
 def test_replays_that_nobody_told_of_are_noticed(pair):
