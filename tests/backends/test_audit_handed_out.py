@@ -183,15 +183,15 @@ def test_a_graph_follows_steps_whose_blocks_change_hands():
         for ledger in ledgers:
             if turn % 4 == 0:
                 line = ledger.admit(f"r{turn}", [turn * 20 + at for at in range(16)])
-            blocks = [1 + turn % 4, 5 + turn % 4]  # of the second, nothing is written
+            blocks = [1 + turn % 4, 5 + turn % 4]
             ledger.change(given={"full": blocks})
-        block = blocks[turn % 8 == 7]
+        written, read = blocks[turn < 4], blocks[turn < 4 or turn == 7]
         rows = torch.arange(4, device=DEVICE)
         lines.fill_(line)
         first.fill_(turn % 4 * 4)
         tokens.copy_(turn // 4 * 80 + turn % 4 * 4 + rows)
-        slots.copy_(blocks[0] * 4 + rows)
-        table[0, turn % 4] = block
+        slots.copy_(written * 4 + rows)
+        table[0, turn % 4] = read
         ledgers[0].write(step)
         ledgers[0].check(step)
         assert ledgers[1].passes._handed_out.waiting == 2
