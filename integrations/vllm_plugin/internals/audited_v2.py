@@ -48,6 +48,8 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
         by_group = zip(*by_request, strict=True)
         for known, blocks in zip(grown, by_group, strict=True):
             known += chain.from_iterable(blocks)
+        if not (gone or new or copies):  # the usual change
+            return Changes((), (), grown, ())
     return Changes(
         gone=sorted({*told.finished_req_ids, *(told.preempted_req_ids or ())}),
         arrivals=[_arrival(runner, each) for each in new],
