@@ -280,10 +280,12 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
 _SIZES: Final = {"cudagraph_capture_sizes": [(DRAFTS + 1) * count for count in (1, 2, 4, 8, 16)]}
 _FULL: Final = {**_SIZES, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 #: "full" compiles nothing, and captures whole verify steps alone: such engines start soonest.
+#: "pieces" captures the pieces of other steps, too, without Inductor.
 _MODES: Final = {
     "graphs": {"compilation_config": _SIZES},
     "eager": {"enforce_eager": True},
     "full": {"compilation_config": _FULL},
+    "pieces": {"compilation_config": {**_SIZES, "backend": "eager"}},
 }
 #: Kinds that run with graphs alone.
 _GRAPHS: Final = (
@@ -315,9 +317,10 @@ def write(name: str, folder: Path) -> str:
 def engines() -> dict[str, dict[str, Any]]:
     """The engines by name, the most telling ones first."""
     found: dict[str, dict[str, Any]] = {}
-    for mode in ("eager", "graphs", "full"):
+    for mode in ("eager", "graphs", "full", "pieces"):
         for kind, (model, options, others) in KINDS.items():
-            if kind in (_GRAPHS if mode == "eager" else _EAGER):
+            v1 = kind.endswith("_v1")
+            if kind in (_GRAPHS if mode == "eager" else _EAGER) or (mode == "pieces" and not v1):
                 continue
             for who in ("stock", *others):
                 if mode == "eager" and who == "again":
@@ -325,7 +328,6 @@ def engines() -> dict[str, dict[str, Any]]:
                 policy = "undo" if who == "undo" else "auto"
                 how = {"fast": "fast", "chosen": "auto"}.get(who, "exact")
                 ours = {**_EXACT, "policy": policy, "recurrent": how}
-                v1 = kind.endswith("_v1")
                 ours |= {"unchecked": True} if v1 or kind in _EAGER else {}
                 kvtxn = {} if who in ("stock", "again") else ours
                 more = {**options, **_MODES[mode]}

@@ -4,6 +4,9 @@ The forward may be a replayed graph, and graphs read the tables of states at fix
 ``_build_attention_metadata``, which comes before each forward, names the blocks of its requests
 there, and before a forward that is captured it names none. ``_sample`` commits the states, before
 ``_update_states_after_model_execute`` counts the accepted drafts and the drafter sees the cache.
+
+By its rows alone vLLM takes a prompt of as many rows as a verify step has for drafts, and replays a
+graph of such steps, which knows nothing of the prompt. Here no step with a prompt replays one.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ class GpuStateRunnerV1(GpuStateMixin, GpuRunnerV1):
     Attributes:
         kvtxn_told: the states that are told of each step; those of a profiling run are not those
             that are committed.
+        kvtxn_has_prompts: a request of the present step has other rows than one and its drafts.
     """
 
     kvtxn_told: HeldStates | None = None
+    kvtxn_has_prompts: bool = False
 
     def kvtxn_unknown(self) -> str | None:
         """Say what kvtxn does not know about the layers, or about the copies of states."""
@@ -45,6 +50,23 @@ class GpuStateRunnerV1(GpuStateMixin, GpuRunnerV1):
             self.kvtxn_told = None
 
         return undo
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        """Plan the step, and note whether there are prompts in it."""
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        rows = batches.prepared_rows(self, prepared, num_scheduled_tokens)
+        self.kvtxn_has_prompts = batches.has_prompts(rows)
+        return prepared
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        """Let no step with a prompt count as one that verifies drafts alone.
+
+        vLLM's warm-up says itself what its steps are.
+        """
+        told = self.kvtxn_told is not None and kwargs.get("force_uniform_decode") is None
+        if told and self.kvtxn_has_prompts:
+            kwargs["force_uniform_decode"] = False
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Make the metadata, and let the states' kernels find their blocks."""

@@ -34,6 +34,11 @@ V1_GPU_METHODS: Final = {
 }
 #: Of the V1 runner on a GPU, if recurrent states are in the windows:
 V1_STATE_METHODS: Final = {
+    "_determine_batch_execution_and_padding": (
+        *("num_tokens", "num_reqs", "num_scheduled_tokens_np", "max_num_scheduled_tokens"),
+        *("use_cascade_attn", "allow_microbatching", "force_eager", "force_uniform_decode"),
+        *("force_has_lora", "force_num_active_loras", "num_encoder_reqs"),
+    ),
     "_build_attention_metadata": (
         *("num_tokens", "num_reqs", "max_query_len", "num_tokens_padded", "num_reqs_padded"),
         *("ubatch_slices", "logits_indices", "max_num_sampled_tokens", "use_spec_decode"),
@@ -228,6 +233,13 @@ def prepared_rows(runner: Any, prepared: Any, lengths: Any) -> BatchRows:
         drafts[:] = metadata.num_draft_tokens
     known = batch.num_computed_tokens_cpu[:count]
     return drafts, lengths, known < batch.num_prompt_tokens[:count]
+
+
+def has_prompts(rows: BatchRows) -> bool:
+    """Tell whether a request of the V1 runner's batch has more rows than one, and its drafts."""
+    drafts, lengths, prefilling = rows
+    settled = lengths if drafts is None else lengths - drafts
+    return bool((prefilling | (settled > 1)).any())
 
 
 @attrs.frozen(eq=False)

@@ -285,6 +285,9 @@ FORKING = (
     "audit-tensor-parallel",
 )
 
+#: Models of ``tests/vllm_plugin/states/v1_states.py``, with the weights of each engine.
+V1_STATES = {"nemotron_h": 40, "lfm2": 20}
+
 #: Engines with tests of their own, by the name that ``pytest.mark.engines`` has. ``work`` is the
 #: function that the process calls with its folder.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -305,6 +308,11 @@ OTHERS: dict[str, dict[str, Any]] = {
         *((f"command-{name}", weight, "audit_runs:run") for name, weight in AUDITS.items()),
         *((f"command-{name}", weight, "command_runs:run") for name, weight in COMMANDS.items()),
         *((f"states-{name}", weight, "state_engines:run") for name, weight in STATES.items()),
+        *(
+            (f"v1-{name}-{who}", weight, "v1_states:run")
+            for name, weight in V1_STATES.items()
+            for who in ("stock", "exact")
+        ),
     )
 }
 OTHERS |= {
