@@ -167,7 +167,8 @@ class CapturedWindow(SavingWindow):
                 restored; or a hook's error.
         """
         if launch is not None:
-            if self._state is None or self.to_launch() is None:
+            state = self._state  # the caller asked ``to_launch``, so this is all that can differ
+            if state is not OPEN and state is not STAGED:
                 self._refuse_launch()
             return self._commit_by(launch, sampled)
         if self._unsaved:

@@ -1,8 +1,9 @@
 """One launch for a step's two commits: of the rows of attention, and of recurrent states.
 
-In a usual step each launch takes the host longer than all else that a commit does. The addresses
-that both commits read recur from step to step, so both are captured as one graph for each kind of
-batch. Every other step commits its states by themselves, and then its rows.
+In a usual step each launch takes the host longer than all else that a commit does. Where the
+forward is a captured graph, all that both commits read is at fixed addresses but the counts, whose
+addresses recur. So both are captured as one graph for each kind of batch. Every other step commits
+its states by themselves, and then its rows.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class JointCommits:
     def __init__(self, states: HeldStates) -> None:
         self._states = states
         self.captured = 0
-        self._seen: Counter[tuple[object, ...]] = Counter()
+        self._seen: Counter[tuple[int, int]] = Counter()
         self._now: Any = None  # a ``_Together``
 
     def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
@@ -71,13 +72,14 @@ class JointCommits:
             KVTxnError: a state could not be written. The engine must not go on.
         """
         plan = None if window is None else window.to_launch()
-        place = None if plan is None else self._states.place(sampled)
-        if place is not None:
-            found = self._now = plan.together.get(place)  # type: ignore[union-attr]
-            if found is not None:
-                return found
-        self._alone(plan, place, sampled)
-        return None
+        if plan is None or not self._states.replayed(plan.num_requests):
+            self._states.commit(sampled)
+            return None
+        place = sampled.data_ptr()
+        found = self._now = plan.together.get(place)
+        if found is None:
+            self._by_themselves(plan, place, sampled)
+        return found
 
     def finish(self, sampled: Tensor) -> None:
         """Launch what comes behind the graph; commit the states if the graph was not launched.
@@ -95,31 +97,29 @@ class JointCommits:
         else:
             self._states.commit_behind(now.then, sampled)
 
-    def _alone(
-        self, plan: StepPlan | None, place: tuple[object, ...] | None, sampled: Tensor
-    ) -> None:
-        """Commit the states by themselves; capture both commits if this kind of step recurs."""
-        if plan is None or place is None or not self._recurs(plan, place):
-            self._states.commit(sampled)
-            return
-        launches = self._states.launches(sampled)
+    def _by_themselves(self, plan: StepPlan, place: int, sampled: Tensor) -> None:
+        """Commit the states; capture both commits if this kind of step recurs."""
+        launches = None
+        if self._recurs(plan, place):
+            launches = self._states.launches(sampled, plan.num_requests)
         self._states.commit(sampled)
-        self._capture(plan, place, sampled, *launches)
+        if launches is not None:
+            self._capture(plan, place, sampled, *launches)
 
-    def _recurs(self, plan: StepPlan, place: tuple[object, ...]) -> bool:
+    def _recurs(self, plan: StepPlan, place: int) -> bool:
         """Count a kind of step; tell whether it is to be captured now."""
-        if plan.num_requests != place[0] or len(plan.together) >= _MOST_PLACES:
+        if len(plan.together) >= _MOST_PLACES:
             return False
         if len(self._seen) > _MOST_SEEN:
             self._seen.clear()
-        key = id(plan), *place
+        key = id(plan), place
         self._seen[key] += 1
         return self._seen[key] == _OFTEN
 
     def _capture(
         self,
         plan: StepPlan,
-        place: tuple[object, ...],
+        place: int,
         sampled: Tensor,
         launches: Callable[[], None],
         then: Callable[[], None] | None,

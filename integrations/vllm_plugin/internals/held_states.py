@@ -28,7 +28,7 @@ from .state_layers import StateLayer, modules_of, state_layers
 from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
 from .state_tables import StateTables, VerifyStep
 from .verified_rows import LAUNCHES
-from .verify_steps import PLACES, STEPS, kept
+from .verify_steps import STEPS, kept
 
 log = get_logger()
 
@@ -148,7 +148,6 @@ class HeldStates:
         self._given: Any = None
         self._known: VerifyStep | None = None
         self._replays = False
-        self._joins = self._alone is not None or self.graphs is not None
         self._batch: Any = None
         self._done = 0
         self.nbytes = bytes_of_buffers(runner, fast=fast)
@@ -196,7 +195,7 @@ class HeldStates:
                 try:
                     self.graphs.capture()
                 except Exception as error:
-                    self.graphs, self._joins = None, False
+                    self.graphs = None
                     log.warning("kvtxn.commits_not_captured", why=repr(error), hint=_SLOWER)
 
     # -- a step ---------------------------------------------------------------------
@@ -340,40 +339,32 @@ class HeldStates:
 
     # -- together with the step's rows ------------------------------------------------------
 
-    def place(self, sampled: Tensor) -> tuple[object, ...] | None:
-        """Return what a captured commit of the step depends on, beside its number of rows.
+    def replayed(self, requests: int) -> bool:
+        """Tell whether the step's forward was a captured graph, over so many requests, and no more.
 
-        Args:
-            sampled: as for ``commit``.
-
-        Returns:
-            The number of its requests, and where all lies that its launches read; None if the
-            forward was no captured graph, if some request does not verify, or if its commits are
-            launched layer by layer.
+        Such a graph reads the first rows and the lengths of its requests at fixed addresses.
         """
-        first, metadata = self._first, self._given
-        if not self._replays or first is None or metadata is None or not self._joins:
-            return None
-        found = PLACES[first.kind](metadata[first.name])
-        if found is None or sampled.dtype is not torch.int32:
-            return None
         batch = self._batch
-        if self._blocks is None:
-            return (*found, sampled.data_ptr())
-        more = batch.seq_lens.data_ptr(), batch.query_start_loc.data_ptr()
-        return (*found, sampled.data_ptr(), *more)
+        return self._replays and batch is not None and batch.num_reqs == requests
 
-    def launches(self, sampled: Tensor) -> tuple[Callable[[], None], Callable[[], None] | None]:
+    def launches(
+        self, sampled: Tensor, requests: int
+    ) -> tuple[Callable[[], None], Callable[[], None] | None] | None:
         """Return the launches of the step's commit that can be captured with those of its rows.
 
         Args:
-            sampled: as for ``commit``; int32.
+            sampled: as for ``commit``.
+            requests: all of the batch.
 
         Returns:
-            They, as one function; and the graph to be launched behind them, if there is one.
+            They, as one function; and the graph to be launched behind them, if there is one. None
+            if some request does not verify, or if commits are launched layer by layer.
         """
         step, batch, alone, graphs = self._step, self._batch, self._alone, self.graphs
-        assert step is not None
+        if step is None or step.places is not None or step.requests != requests:
+            return None
+        if sampled.dtype is not torch.int32 or (alone is None and graphs is None):
+            return None
 
         def run() -> None:
             self._name_ends(step, batch)

@@ -56,27 +56,6 @@ STEPS: Final[Mapping[str, Callable[[Any, Any], VerifyStep | None]]] = {
 }
 
 
-def _gated_delta_place(given: Any) -> tuple[int, int] | None:
-    if given.num_prefills or given.num_decodes or given.spec_sequence_masks is None:
-        return None
-    return given.num_spec_decodes, given.spec_query_start_loc.data_ptr()
-
-
-def _mamba2_place(given: Any) -> tuple[int, int] | None:
-    if given.num_prefills or given.num_accepted_tokens is None:
-        return None
-    return given.num_decodes, given.query_start_loc_d.data_ptr()
-
-
-#: By kind of layer, what reads from the metadata of one of a step's layers the number of requests
-#: and the address of their first rows; None unless every request of the batch verifies.
-PLACES: Final[Mapping[str, Callable[[Any], tuple[int, int] | None]]] = {
-    GATED_DELTA: _gated_delta_place,
-    OLMO_DELTA: _gated_delta_place,
-    MAMBA2: _mamba2_place,
-}
-
-
 #: Place of ``for_capture`` among the arguments after the mode of graphs, in ``METHODS``.
 _FOR_CAPTURE: Final = METHODS["prepare_attn"].index("for_capture") - 2
 

@@ -70,6 +70,7 @@ class Rig(held.Rig):
         """As a replayed forward: its blocks are named, and its rows begin where they always do."""
         self.own.begin(metadata, batch)
         self.own._known, self.own._replays = None, True
+        self.own._batch = SimpleNamespace(num_reqs=len(metadata["it"].num_accepted_tokens))
         given = metadata["it"]
         name = "spec_query_start_loc" if self.kind in DELTAS else "query_start_loc_d"
         starts = getattr(given, name)
