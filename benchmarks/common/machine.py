@@ -84,7 +84,9 @@ def commit_of(here: Path = Path(__file__).parent) -> str:
     """
     if _run("git", "-C", str(here), "ls-files", Path(__file__).name):
         commit = _run("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
-        dirty = _run("git", "-C", str(here), "status", "--porcelain", "-uno")
+        # The file that a run adds to is no change of the sources.
+        others = (":/", ":(top,exclude)*/results/*.json")
+        dirty = _run("git", "-C", str(here), "status", "--porcelain", "-uno", "--", *others)
         return f"{commit}{'+changes' if dirty else ''}"
     for folder in (here, *here.parents[:2]):
         if (folder / "COMMIT").is_file():

@@ -34,6 +34,24 @@ def test_commit_from_git():
     assert found.removesuffix("+changes") == expected
 
 
+def test_a_result_that_grows_is_no_change_of_the_sources(elsewhere):
+    """A suite adds pieces to a file that git tracks; another change is said."""
+    root, (sources, results) = (
+        elsewhere.parent.parent,
+        [elsewhere / "common", elsewhere / "results"],
+    )
+    author = ["-c", "user.name=A", "-c", "user.email=a@b"]
+    for path in (sources / "machine.py", results / "soak.json"):
+        path.parent.mkdir()
+        path.write_text("1\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run(["git", "-C", str(root), *author, *command], check=True)
+    (results / "soak.json").write_text("2\n")
+    assert len(machine.commit_of(sources)) == 12
+    (sources / "machine.py").write_text("2\n")
+    assert machine.commit_of(sources).endswith("+changes")
+
+
 @pytest.mark.parametrize("above", [0, 1, 2])
 def test_commit_from_a_file(elsewhere, above):
     """Beside the sources, or in the package's folder, or in that of a checkout."""
