@@ -220,10 +220,8 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
                 self._put_drafts(there, numpy.zeros(number, numpy.int32))
             return None
         if getattr(self._runner, "adaptive_verification", None) is not None:
-            self._drafts = b""
-            ends: Tensor = batch.cu_num_logits[
-                : number + 1
-            ]  # how they are shared out is known there
+            self._forget_drafts()  # how they are shared out is known there
+            ends: Tensor = batch.cu_num_logits[: number + 1]
             return there.copy_(ends[1:] - ends[:-1] - 1)
         drafts = batch.num_draft_tokens_per_req
         if batch.has_prefill:  # where a prompt goes on, vLLM computes the prompt's tokens

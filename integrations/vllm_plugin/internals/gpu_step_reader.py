@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import is_not
 from typing import Any, Final, Generic, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ class GpuStepReader(Generic[Known]):
         with torch.inference_mode(False):  # steps write into them in inference mode or not
             self._first: Final = torch.zeros(number, dtype=torch.int64, device=device)
             self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
+        self._on_device: Final = numpy.zeros(number, numpy.int32)  # what ``_there`` has
         self._drafts = b""
 
     def _forget_unless(self, lasting: tuple[Any, ...]) -> None:
@@ -50,6 +52,14 @@ class GpuStepReader(Generic[Known]):
             drafts: numpy int ``[num_requests]``.
         """
         now = drafts.tobytes()
-        if self._drafts != now:
-            self._drafts = now
+        if self._drafts == now:
+            return
+        self._drafts, known = now, self._on_device[: len(drafts)]
+        if (known != drafts).any():  # while prompts come, there are more and more without drafts
+            known[:] = drafts
             self._passes.put(there, drafts.tolist())
+
+    def _forget_drafts(self) -> None:
+        """Forget which drafts are in place, because the device puts others there."""
+        self._drafts = b""
+        self._on_device.fill(-1)

@@ -237,3 +237,29 @@ def test_steps_of_the_same_requests_and_drafts_are_told_without_being_read(monke
     assert rig.watch.report() == []
     assert rig.watch.counters()["kvtxn_audit_steps_total"] == 16
     assert rig.watch.counters()["kvtxn_audit_unjudged_total"] == 0
+
+
+def test_drafts_are_put_in_place_where_others_are(monkeypatch):
+    """While prompts come there are none; so it is for each request more."""
+    rig, _ = started(monkeypatch)
+    reader, passes = rig.runner.kvtxn_reader, rig.watch.ledger.passes
+    puts, put = [], passes.put
+    there = reader._there.data_ptr()
+    noted = lambda target, numbers: (puts.append(target.data_ptr() == there), put(target, numbers))  # noqa: E731
+    monkeypatch.setattr(passes, "put", noted)
+    for number in range(3):
+        rig.add(f"request {number}", prompt(number, 40))
+        rig.step(chunk=3)
+    assert puts == [False] * 3
+    rig.chance = Steady()
+    drafts = []
+    rig.tamper = lambda rig, batch: drafts.append(batch.num_draft_tokens_per_req.tolist())
+    for _ in range(20):
+        rig.step(chunk=15)
+        known = reader._there[:3].tolist()
+        assert known == drafts[-1]
+        assert reader._on_device[:3].tolist() == known
+    assert {tuple(each) for each in drafts} == {(0, 0, 0), (3, 2, 3)}
+    assert puts.count(True) == 1
+    assert rig.watch.report() == []
+    assert rig.watch.counters()["kvtxn_audit_unjudged_total"] == 0
