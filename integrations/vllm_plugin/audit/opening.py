@@ -12,13 +12,12 @@ from ..internals import (
     audited_states,
     audited_v2,
     config,
-    ranks,
 )
 from ..internals import layers as attention_layers
 from ..policy.engine import EngineFacts
 from .device_watch import DeviceWatch
 from .expected import last_stage_only, no_bytes
-from .runner import AuditedRunner, say_active, say_without_bytes
+from .runner import AuditedRunner, on_all_ranks, say_active, say_without_bytes, shared_key
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
 
 log = get_logger()
@@ -44,7 +43,7 @@ def open_device_watch(
     Raises:
         RequiredError: it is impossible, and the user requires the audit.
     """
-    rank, required = runner.kvtxn_rank, runner.kvtxn_required
+    rank = runner.kvtxn_rank
     facts = config.runner_facts(runner)
     groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
     late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
@@ -56,16 +55,14 @@ def open_device_watch(
         why = "no layer of this model keeps rows or states that the ledger knows"
         why = f"there is nothing to audit: {why}"
     watch = None
-    key = ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
+    key = shared_key()
     if why is None:
         try:
             watch = _new_watch(runner, groups, states, lines, key)
         except Exception as failed:
             why, error = f"the ledger cannot be made: {failed}", failed
-    if key is not None and not all(ranks.of_all(watch is not None)):
-        why, watch = why or "another rank cannot be watched", None
+    watch = on_all_ranks(runner, key, watch, why, error)
     if watch is None:
-        stay_out(str(why), rank, required=required, error=error)
         return None
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch, facts)

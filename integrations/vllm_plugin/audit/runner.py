@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -34,6 +34,8 @@ from .transfers import watch_transfers
 from .watch import Watch
 
 log = get_logger()
+
+Watched = TypeVar("Watched", bound=Watch)
 
 
 class AuditedRunner:
@@ -225,6 +227,39 @@ def say_without_bytes(runner: AuditedRunner, why: str, error: Exception | None) 
     log.warning("kvtxn.audit_without_bytes", rank=runner.kvtxn_rank, why=why, effect=effect)
 
 
+def shared_key() -> Key | None:
+    """Return the key that this rank shares with its peers, who call this, too; None without any."""
+    return ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
+
+
+def on_all_ranks(
+    runner: AuditedRunner,
+    key: Key | None,
+    watch: Watched | None,
+    why: str | None,
+    error: Exception | None,
+) -> Watched | None:
+    """Return a watch if each rank has one, else None, and log why.
+
+    Ranks compare what they wrote: a rank that is watched would wait for one that is not.
+
+    Args:
+        runner: the runner.
+        key: as ``shared_key`` returned it; the peers call this, too.
+        watch: this rank's watch; None if it cannot be watched.
+        why: the reason for that.
+        error: the error that was met.
+
+    Raises:
+        RequiredError: a rank has none, and the user requires the audit.
+    """
+    if key is not None and not all(ranks.of_all(watch is not None)):
+        why, watch = why or "another rank cannot be watched", None
+    if watch is None:
+        stay_out(str(why), runner.kvtxn_rank, required=runner.kvtxn_required, error=error)
+    return watch
+
+
 def say_active(watch: Watch, rank: int) -> None:
     """Log that a worker is watched."""
     log.info(
@@ -252,7 +287,7 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
     rank, wanted = runner.kvtxn_rank, runner.kvtxn_settings
     groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
     why, error, watch = None, None, None
-    key = ranks.from_first(Key.new()) if ranks.number_of_ranks() > 1 else None
+    key = shared_key()
     if not groups and not states:
         why = "no layer of this model keeps rows or states that the ledger knows"
         why = f"there is nothing to audit: {why}"
@@ -264,11 +299,8 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
             )
         except KVTxnError as failed:
             why, error = str(failed), failed
-    # Ranks compare what they wrote: a rank that is watched would wait for one that is not.
-    if key is not None and not all(ranks.of_all(watch is not None)):
-        why, watch = why or "another rank cannot be watched", None
+    watch = on_all_ranks(runner, key, watch, why, error)
     if watch is None:
-        stay_out(str(why), rank, required=runner.kvtxn_required, error=error)
         return None
     if wanted.audit == "bytes":
         _compare_bytes(runner, watch)
