@@ -363,7 +363,8 @@ class HeldStates:
         step, batch, alone, graphs = self._step, self._batch, self._alone, self.graphs
         if step is None or step.places is not None or step.requests != requests:
             return None
-        if sampled.dtype is not torch.int32 or (alone is None and graphs is None):
+        known = alone is not None or (graphs is not None and graphs.takes(step))
+        if sampled.dtype is not torch.int32 or not known:
             return None
 
         def run() -> None:
