@@ -209,6 +209,21 @@ def headline() -> str:
     return vllm_report.headline(found)
 
 
+def hybrids() -> str:
+    """Write the README's sentences on hybrids: at equal memory, and the kernels' time."""
+    found = load("h200-vllm-qwen3.5-9b-equal-memory")
+    [cell] = found["cells"]
+    exact, fast = (
+        cell["engines"][name]["of_stock"]["tokens_per_s"]["median"] for name in ("exact", "fast")
+    )
+    return (
+        f"In a KV cache in which stock holds {found['settings']['equal_cache']} requests of "
+        f"Qwen3.5-9B, {cell['requests']} of them ran with **{exact:.1f} times stock's tokens per "
+        f"second** with `exact`, and {fast:.1f} times with `fast`. "
+        f"{recurrent.sentence(load('h200-recurrent'))}"
+    )
+
+
 def states_chosen() -> str:
     """State the rule of ``recurrent="auto"``, and the numbers behind it."""
     times, held = state_choice.EXACT_OF_STOCK, state_choice.HELD_OF_STOCK
@@ -279,11 +294,14 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "backends": lambda: backends.report(load("h200-backends")),
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
     "capacity": lambda: capacity.report(load("capacity-scheduler")),
-    "hybrids": lambda: recurrent.sentence(load("h200-recurrent")),
+    "hybrids": hybrids,
     "states-auto": states_chosen,
     "delta-tiles": lambda: delta_tiles.report(load("h200-delta-tiles")),
     "soak": lambda: soak.report([load("h200-soak"), load("cpu-soak")]),
     "vllm-gpu-hybrid": lambda: vllm_gpu("h200-vllm-qwen3.5-9b"),
+    "vllm-gpu-hybrid-host": lambda: vllm_report.clocked(load("h200-vllm-qwen3.5-9b")),
+    "vllm-gpu-hybrid-memory": lambda: vllm_gpu("h200-vllm-qwen3.5-9b-equal-memory"),
+    "vllm-gpu-hybrid-experts": lambda: vllm_gpu("h200-vllm-qwen3-next-a3b"),
     "vllm-gpu-audit": lambda: vllm_gpu("h200-vllm-llama3-8b-audit"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
     "vllm-gpu-audit-rows": lambda: audit_report.audit(load("h200-vllm-llama3-8b-audit")),

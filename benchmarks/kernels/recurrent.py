@@ -334,7 +334,7 @@ def sentence(found: Mapping[str, Any]) -> str:
     )
     return (
         f"With {most['requests']} requests and {most['drafts']} drafts each, the kernels of a "
-        f"verify step of Qwen3.5-9B take **{fast[0]:.2f} of stock's time** with `fast` and "
+        f"verify step of Qwen3.5-9B take {fast[0]:.2f} of stock's time with `fast` and "
         f"{exact[0]:.2f} with `exact`; with one request {fast[1]:.2f} and {exact[1]:.2f}."
     )
 
