@@ -328,7 +328,7 @@ def engines() -> dict[str, dict[str, Any]]:
                 policy = "undo" if who == "undo" else "auto"
                 how = {"fast": "fast", "chosen": "auto"}.get(who, "exact")
                 ours = {**_EXACT, "policy": policy, "recurrent": how}
-                ours |= {"unchecked": True} if v1 or kind in _EAGER else {}
+                ours |= {"unchecked": True} if kind in _EAGER else {}
                 kvtxn = {} if who in ("stock", "again") else ours
                 more = {**options, **_MODES[mode]}
                 scenarios = more.pop("scenarios", [])

@@ -102,6 +102,11 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
         (PLAIN, "TRITON_ATTN", "bfloat16", _ONE): _BOTH,
         (PLAIN, "FLASHINFER", "bfloat16", _ONE): _UNDO,
         (LATENT, "TRITON_MLA", "bfloat16", _ONE): _UNDO,
+        (STATES, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (FAST, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (OLMO, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (MIXED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (CONVOLVED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
     },
     ("cuda", "v2"): {
         (PLAIN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,
@@ -130,6 +135,11 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
 
 #: By device and runner, family and parallelism: the only engines that were seen.
 ONLY: Final[Mapping[tuple[str, str], Mapping[tuple[str, str], str]]] = {
+    ("cuda", "v1"): {
+        (STATES, _ONE): "Qwen3.5",
+        (FAST, _ONE): "Qwen3.5",
+        (MIXED, _ONE): "Nemotron-H",
+    },
     ("cuda", "v2"): {
         (STATES, "tensor"): "Qwen3.5 with enforce_eager=True",
         (FAST, "tensor"): "Qwen3.5 with enforce_eager=True",

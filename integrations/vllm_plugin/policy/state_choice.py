@@ -48,7 +48,8 @@ HELD_OF_STOCK: Final[Mapping[tuple[int, bool], float]] = {
 
 def rule_in_words() -> str:
     """State the rule in two sentences."""
-    seen = f"{', '.join(SEEN_MODELS.values())} with {MEASURED_STATES} states on one GPU, over "
+    seen = f"{', '.join(SEEN_MODELS.values())} with {MEASURED_STATES} states on one GPU, with "
+    seen += "vLLM's V2 model runner, over "
     seen += f"bfloat16 rows with {', '.join(SEEN_ATTENTION)}"
     return (
         f'`"auto"` takes `"exact"` on a GPU where three things hold: its tokens and states were '
@@ -124,6 +125,14 @@ ON_CPUS: Final = Rule(
 
 #: Rows for their end, in order of precedence.
 CHOICE_RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        "states chosen with the V1 runner",
+        "windows",
+        lambda f: _on_gpu(f) and f.runner == "v1",
+        f'{_LEAVES}: the time that "exact" takes was not measured with vLLM\'s V1 model runner; '
+        f"{_INSTEAD}",
+        {**TAKEN, "runner": "v1"},
+    ),
     Rule(
         "states chosen unmeasured",
         "windows",

@@ -154,7 +154,7 @@ def test_it_takes_exact_where_all_conditions_hold():
         ({"kv_cache_dtype": "fp8"}, "beside a KV cache of format fp8"),
         ({"device": "cpu", "runner": "v1"}, "whose text with drafts is not greedy's on a CPU"),
         ({"tensor_parallel": 2}, "under tensor parallelism"),
-        ({"runner": "v1"}, "V1 model runner recurrent states were not compared"),
+        ({"runner": "v1"}, "was not measured with vLLM's V1 model runner"),
         ({"version": "0.31.0", "unchecked": True}, "not checked with vLLM 0.31.0"),
         ({"recurrent": OLMO_DELTA}, "with gated delta nets of OLMo hybrid and"),
         ({"recurrent": OTHER_STATES}, "of other recurrent layers it would have to know"),
