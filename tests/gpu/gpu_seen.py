@@ -44,7 +44,8 @@ the digest of their bytes; *blocks* is how many state blocks a request has. *Req
 what vLLM says fits into the same memory. *After a fault*: launches of commits that were made to
 fail were repeated, and the tokens are stock's. In engines named *cached* the prefix cache keeps
 states: those at the ends of blocks are compared, too, and *from the cache* counts the prompt tokens
-that were found there.
+that were found there. In those named *left* every third request is aborted in the middle; *eagle*
+has a drafter that reads hidden states, and a layer of *falcon* has a state beside its attention.
 """
 FAST: Final = """## Recurrent states by kvtxn's own kernels
 

@@ -117,7 +117,7 @@ def test_a_commit_that_does_nothing(policy):
     """Deferred loses accepted rows, undo leaves rejected ones."""
 
     def spoil(rig):
-        rig.steps.window.commit_sampled = lambda sampled: rig.steps.window.state
+        rig.steps.window.commit_sampled = lambda *_: rig.steps.window.state
 
     seen = seen_after(policy, spoil)
     wrong = "lost" if policy == "deferred" else "rejected_written"

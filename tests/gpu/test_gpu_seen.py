@@ -58,11 +58,13 @@ def test_fast_states_are_those_of_the_kept_rows(engine):
 #: By the beginning of an engine's name: its model's family in the doctor's matrix, and its model.
 FAMILIES = {
     **dict.fromkeys(("triton", "fused", "ahead", "mtp", "few"), (matrix.STATES, "Qwen3.5")),
+    **dict.fromkeys(("eagle", "left"), (matrix.STATES, "Qwen3.5")),
     "ranks": (matrix.STATES, "Qwen3.5"),
     "experts": (matrix.STATES, "Qwen3-Next"),
     "olmo": (matrix.OLMO, "OLMo hybrid"),
     "nemotron": (matrix.MIXED, "Nemotron-H"),
     "granite": (matrix.MIXED, "Granite 4"),
+    "falcon": (matrix.MIXED, "Falcon-H1"),
     "lfm2": (matrix.CONVOLVED, "LFM2"),
 }
 
@@ -110,6 +112,11 @@ def test_what_the_rule_of_auto_takes_was_seen_by_its_own_name():
     assert any(kind[0] == matrix.CHOSEN for kinds in matrix.SEEN.values() for kind in kinds)
 
 
+def listed(names):
+    """Name all, with an "and" before the last one."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
 def as_remark(family, captured):
     """Name the models that were seen with captured graphs, then those that were not.
 
@@ -118,8 +125,8 @@ def as_remark(family, captured):
     if all(captured.values()) and set(captured) == {*family.partition(" with")[0].split(", ")}:
         return ""
     with_graphs, eager = ([n for n in captured if captured[n] == each] for each in (True, False))
-    parts = [" and ".join(with_graphs)] if with_graphs else []
-    parts += [f"{' and '.join(eager)} with enforce_eager=True"] if eager else []
+    parts = [listed(with_graphs)] if with_graphs else []
+    parts += [f"{listed(eager)} with enforce_eager=True"] if eager else []
     return ", ".join(parts)
 
 

@@ -144,7 +144,7 @@ ONLY: Final[Mapping[tuple[str, str], Mapping[tuple[str, str], str]]] = {
         (STATES, "tensor"): "Qwen3.5 with enforce_eager=True",
         (FAST, "tensor"): "Qwen3.5 with enforce_eager=True",
         (CHOSEN, _ONE): 'Qwen3.5, with "exact"',
-        (MIXED, _ONE): "Nemotron-H and Granite 4",
+        (MIXED, _ONE): "Nemotron-H, Granite 4 and Falcon-H1",
     },
 }
 

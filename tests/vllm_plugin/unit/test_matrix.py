@@ -100,7 +100,7 @@ def test_of_hybrids_on_gpus_it_says_which_were_seen():
     """And that other models of the family, formats and attention were not."""
     lines = [str(row) for row in matrix(EngineFacts(device="cuda", runner="v2"))]
     mixed = [line for line in lines if "Nemotron-H" in line and ": off" not in line]
-    told = " seen running: Nemotron-H and Granite 4"
+    told = " seen running: Nemotron-H, Granite 4 and Falcon-H1"
     [seen] = [line for line in mixed if not line.endswith("; not seen running")]
     assert seen.endswith("; deferred" + told)
     assert "on FLASH_ATTN | bfloat16 | one worker: deferred, undo by name" in seen
