@@ -87,7 +87,7 @@ def test_the_same_is_found(pair, mutant):
 
 
 def test_every_call_agrees(pair):
-    """What copies, loads, takes out or publishes rows finds the blocks as they were handed out."""
+    """Calls that copy, load, take out or publish rows find the blocks as they were handed out."""
     ledgers = pair("states")
     for ledger in ledgers:
         every_call(ledger)

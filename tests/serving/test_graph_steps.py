@@ -245,7 +245,7 @@ def test_a_layer_counts_once_and_while_its_window_is_open():
 
 
 class Beside:
-    """What is committed beside the rows; ``launch`` is what commits both."""
+    """A commit of states beside the rows'; ``launch`` commits both."""
 
     def __init__(self, launch=None):
         self.launch, self.calls = launch, []

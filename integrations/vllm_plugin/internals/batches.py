@@ -244,7 +244,7 @@ def has_prompts(rows: BatchRows) -> bool:
 
 @attrs.frozen(eq=False)
 class StepRows:
-    """Where the rows of a step of the V1 runner lie; its buffers, which are filled anew each step.
+    """The places of the rows of a step of the V1 runner, in buffers that each step fills anew.
 
     Attributes:
         seq_lens: int32 ``[max_requests]``, the tokens of each request, the step's included.

@@ -35,7 +35,7 @@ def live(llm: Any) -> dict[str, Any]:
 
 
 def _asked(llm: Any) -> list[Any]:
-    """What all workers answer."""
+    """Return the answers of all workers."""
     return [snapshots(llm), audit_report(llm)]
 
 

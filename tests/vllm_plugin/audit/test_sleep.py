@@ -31,6 +31,6 @@ def test_a_worker_that_sleeps_answers_as_before(reports):
 
 @pytest.mark.engines("audit-sleeps")
 def test_rows_that_were_lost_are_not_read_again(reports):
-    """Where somebody lets the workers sleep and the scheduler is not told."""
+    """Somebody lets the workers sleep, and the scheduler is not told."""
     first = reports("audit-sleeps")["alone"]["forgotten"][0]
     assert (first["kind"], first["position"]) == ("unwritten", 0)

@@ -94,13 +94,13 @@ class StateSteps:
         self.rows = DRAFTS * count, (DRAFTS + 1) * count, count < 0
 
     def begin(self) -> None:
-        """What comes before a forward."""
+        """Do all that comes before a forward."""
         self.steps.begin(*self.rows, True)
         self.states.begin(self.metadata, self.batch, replayed=True)
         self.steps.before_replay(saves=True)
 
     def commit(self) -> None:
-        """What comes after the sampler."""
+        """Do all that comes after the sampler."""
         if self.steps.beside is None:
             self.states.commit(self.sampled)
         self.steps.commit(self.sampled)
