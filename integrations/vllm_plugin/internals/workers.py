@@ -121,14 +121,15 @@ def around_sleep(
         wrapper: the worker's wrapper.
         asleep: called before any memory is taken away.
         lost: called before the content of the KV cache is lost, by sleep or by itself.
-        awake: called when all memory is back, but for the weights and the KV cache, maybe.
+        awake: called when all memory is back, but for the weights and the KV cache, maybe, and
+            where the worker's own sleep raises: it may go on without waking up.
 
     Returns:
         A function that undoes the hooks.
     """
     worker = wrapper.worker
 
-    def hook(name: str, before: Callable[..., None] | None, after: Any = None) -> None:
+    def hook(name: str, before: Any = None, after: Any = None, failed: Any = None) -> None:
         own = getattr(worker, name, None)
         if own is None:  # not every release has all of them
             return
@@ -136,7 +137,12 @@ def around_sleep(
         def call(*args: Any, **kwargs: Any) -> Any:
             if before is not None:
                 before(*args, **kwargs)
-            result = own(*args, **kwargs)
+            try:
+                result = own(*args, **kwargs)
+            except BaseException:
+                if failed is not None:
+                    failed()
+                raise
             if after is not None:
                 after()
             return result
@@ -152,9 +158,9 @@ def around_sleep(
             lost()
 
     undo = ExitStack()
-    hook("sleep", sleep)
+    hook("sleep", sleep, failed=awake)
     hook("discard", discard)
-    hook("wake_up", None, awake)
+    hook("wake_up", after=awake)
     return undo.close
 
 

@@ -131,6 +131,21 @@ def test_a_worker_that_sleeps_is_heard(release):
     assert vars(worker) == own
 
 
+def test_a_worker_that_cannot_sleep_is_heard_awake():
+    """Nobody wakes up a worker whose sleep failed: its answers are those of now."""
+    said = []
+
+    def sleep(level=1):
+        raise ValueError(f"no level {level}")
+
+    worker = SimpleNamespace(sleep=sleep, wake_up=lambda tags=None: None)
+    heard = {name: partial(said.append, name) for name in ("asleep", "lost", "awake")}
+    workers.around_sleep(SimpleNamespace(worker=worker), **heard)
+    with pytest.raises(ValueError, match="no level 3"):
+        worker.sleep(3)
+    assert said == ["asleep", "lost", "awake"]
+
+
 def test_an_attention_backend_of_somebody_elses_stays(clean):
     """Another plug-in's backend is neither replaced nor removed; kvtxn's is registered once."""
     undo = backends.register("FLASH_ATTN", "somebody.elses.Backend")
