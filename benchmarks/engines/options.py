@@ -47,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     what = parser.add_argument_group("engines")
     what.add_argument(
-        "--model", choices=sorted(MODELS), default="tiny", help="default: tiny; see below"
+        "--model",
+        choices=sorted(MODELS),
+        default="tiny",
+        metavar="MODEL",
+        help="default: tiny; see below",
     )
     what.add_argument("--drafter", choices=sorted(DRAFTERS), default="ngram", help="default: ngram")
     what.add_argument("--drafts", type=natural, default=4, help="per request; default: 4")

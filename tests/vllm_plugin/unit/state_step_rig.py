@@ -18,20 +18,18 @@ from typing import Any
 import numpy
 import torch
 
-if __name__ == "__main__":  # else the test's own configuration has done so
-    sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-    import folders
+HERE = Path(__file__).resolve().parent
+for folder in ("../..", "../../serving", "../grid", "../serve"):
+    sys.path.insert(0, str(HERE / folder))
 
-    sys.path[:0] = folders.python_path(Path(__file__).resolve().parent).split(":")
+import held_rig as held  # noqa: E402
+import pytest  # noqa: E402
+from held_layers import DRAFTS, REQUESTS  # noqa: E402
+from kernels_here import importing_kernels  # noqa: E402
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA  # noqa: E402
 
-import held_rig as held
-import pytest
-from held_layers import DRAFTS, REQUESTS
-from kernels_here import importing_kernels
-from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA
-
-from kvtxn import LayerRef, TransactionManager, TxnConfig
-from kvtxn.captured.launches import LayoutLaunches
+from kvtxn import LayerRef, TransactionManager, TxnConfig  # noqa: E402
+from kvtxn.captured.launches import LayoutLaunches  # noqa: E402
 
 with importing_kernels():
     from kvtxn.integrations.serving.graph_steps import GraphSteps

@@ -323,7 +323,6 @@ def test_seven_drafts_leave_no_column_to_vllms_fused_kernel_alone(monkeypatch, f
     layer.enable_fused_gdn_spec_decode = True
     methods = {"_forward_core": gated_delta_hooks.METHODS["_forward_core"]}
     monkeypatch.setattr(held_states, "LAUNCHES", {GATED_DELTA: methods})
-    monkeypatch.setattr(held_states, "METHODS", {})
     rig.runner.vllm_config.num_speculative_tokens = 7
     rig.runner.model_config = SimpleNamespace(is_hybrid=True)
     rig.runner.model_state = None
