@@ -212,6 +212,7 @@ def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettin
         RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
             as the user wants, and the user requires kvtxn.
     """
+    from .audit.containing import say_logged_alone
     from .internals import audited
 
     why = None if wanted.audit == "off" else audited.unwatched(config)
@@ -219,6 +220,8 @@ def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettin
         why = audited.uncontained(config) if wanted.on_violation == "contain" else None
         if why is not None and wanted.required:
             stay_out(why, rank, required=True)
+        if why is not None and rank == 0 and audited.foreign_scheduler(config) is not None:
+            say_logged_alone(why)  # other schedulers say so themselves
         return wanted
     if wanted.required:
         stay_out(why, rank, required=True)

@@ -20,9 +20,11 @@ from .beginning import Coming
 from .books import Books
 from .byte_books import ByteBooks
 from .changes import Change
+from .digest import UNWRITTEN
 from .groups import Place
 from .passes import Passes
 from .roster import Roster
+from .rows import Batch, ragged, word_at
 from .step import Step
 
 #: No requests.
@@ -224,6 +226,18 @@ class Changing:
         if left:
             left = [line for line in left if line not in lines]
         return lines, left, Coming.of(entries, owns, again)
+
+    def _unwrite(self, step: Step) -> None:
+        """Mark each row and state that a step writes as unwritten, and not sealed."""
+        batch = Batch.of(self.books, step, released=True)
+        owner, within = ragged(batch.counts)
+        row = batch.starts[owner] + within
+        for name, slots in step.slots.items():
+            place, slot = self.books.layout.places[name], slots[row].long()
+            where = word_at(place, slot[(slot >= 0) & (slot < place.num_slots)])
+            for words in (self.books.words, self._seals()):
+                if words is not None:
+                    words[where] = UNWRITTEN
 
     def _upload(self, numbers: Ints) -> Tensor:
         """Return numbers as int64 on the device, without waiting for it."""

@@ -283,6 +283,21 @@ class Ledger(Exchange):
         self._open, self._unread = None, False
         self._later.clear()
 
+    def take_back(self, step: Step) -> None:
+        """End a step whose forward failed: its rows and states are unwritten for all readers.
+
+        Waits for the device. It takes the place of ``resolve``, and of ``Scrub.seal``.
+
+        Raises:
+            ConfigError: as in ``write``.
+        """
+        self.require("take_back", step, after=True)
+        self._unwrite(step)
+        if step is self._open:
+            self.books.counters[book.OPEN] = 0
+            self._open, self._unread = None, False
+            self._later.clear()
+
     def _resolved_at_once(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
         """Resolve a step on a CPU in the usual case; tells whether this is it."""
         if self._on_gpu or self._later:

@@ -30,7 +30,7 @@ from .violation import Violation
 
 #: The things that can happen to a slot; a run has an index into this tuple.
 HAPPENINGS: Final = (
-    "handed_out",  # its block was given to a request: whatever it held counts as unwritten
+    "handed_out",  # its block was given away, or its forward failed: it counts as unwritten
     "durable",  # a row was written that will not be taken back
     "draft",  # the row of a draft token was written, or staged by a window
     "kept",  # the draft was accepted
@@ -194,6 +194,13 @@ class RecordingLedger(Ledger):
             self._add_rows("rejected", step, request, first + good, row + good, lost, after=1)
             self._lives[request].accepted += kept
             self._steps[-1][3] += kept
+
+    def take_back(self, step: Step) -> None:
+        """Do what ``Ledger.take_back`` says, and record it: as of blocks that are handed out."""
+        super().take_back(step)
+        for request, _, row, count, _ in self._open_batch:
+            if request >= 0:
+                self._add_rows("handed_out", step, -1, -1, row, count, after=1)
 
     def inspect(self, stretch: Stretch) -> None:
         """Do what ``Ledger.inspect`` says, and record it."""

@@ -73,11 +73,16 @@ def attach(scheduler: Foreign, config: Foreign, *, required: bool) -> None:
     if why is not None:
         if required:
             stay_out(why, 0, required=True)
-        effect = "wrong rows are logged and not contained"
-        log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect)
+        say_logged_alone(why)
         return
     swap_class(scheduler, ContainingScheduler)
     _hooked.add(scheduler)
+
+
+def say_logged_alone(why: str) -> None:
+    """Log that what the audit finds is not contained, and why."""
+    effect = "wrong rows are logged and not contained"
+    log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect)
 
 
 def unhook_schedulers() -> None:

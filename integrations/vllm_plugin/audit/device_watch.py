@@ -125,7 +125,7 @@ class DeviceWatch(Watch):
         """Forget every row and request, as the caches' content is lost; keep what was counted."""
         self._hide()
         self._known.clear()
-        self._batch = self._unsealed = None
+        self._batch = self._unsealed = self.under_way = None
         self._awaits, self._due, self._last = False, None, None
         self.ledger.reset()
         if self.transfers is not None:
@@ -193,6 +193,7 @@ class DeviceWatch(Watch):
             try:
                 if self._can_repeat() and forward.repeats():
                     self._due, self._awaits = self._last, True
+                    self.under_way = self._last
                 else:
                     rows, states = forward.read()
                     self._replayed = forward.is_replay()
@@ -222,6 +223,7 @@ class DeviceWatch(Watch):
         if self._due is not None:
             raise RuntimeError("a step's forward was neither replayed nor sampled")
         self._due, self._awaits = step, True
+        self.under_way = step
         self._last = step if self._replayed else None
         if not self._replayed:
             self._write_and_check()
@@ -265,6 +267,14 @@ class DeviceWatch(Watch):
             tables = {group.name: step.tables[group.name]}
             self.ledger.inspect(Stretch(step.lines, before, end, tables, "published"))
             published.index_copy_(0, lines, end)
+
+    def take_back(self) -> None:
+        """Do what ``Watch.take_back`` says; a step that waits for its replay wrote nothing."""
+        due, self._due = self._due, None
+        self._awaits, self._last = False, None
+        if due is not None:
+            self.under_way = self._unsealed = None
+        Watch.take_back(self)
 
     def sampled_on_device(self, number: Tensor, ids: Tensor) -> None:
         """Tell the ledger which drafts were accepted, and which tokens come next.

@@ -34,7 +34,7 @@ from .gpu_telling import TellingConnector, TellingModelState
 from .memory import rest
 from .next_forward import NextForward
 from .opening import open_device_watch
-from .runner import AuditedRunner, AuditedRunnerV1
+from .runner import AuditedRunner, AuditedRunnerV1, take_back
 from .transfers import (
     TransferWatch,
     WatchedConnectorV2,
@@ -104,6 +104,16 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
             watch.transfers.tell(partial(_leave_v2, self, scheduler_output, watch.transfers))
         super().update_requests(scheduler_output)  # type: ignore[misc]
         self.kvtxn_tell(lambda watch: watch.change(audited_v2.changes(self, scheduler_output)))
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; if it fails, tell the ledger, which was told of its rows before."""
+        if self.kvtxn_audit is not None:
+            self.kvtxn_audit.under_way = None  # the step before is over
+        try:
+            return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self.kvtxn_tell(take_back)
+            raise
 
     def prepare_attn(self, input_batch: Any) -> Any:
         """Tell the ledger which rows the forward writes and reads, if nothing else is awaited."""
@@ -246,10 +256,15 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Tell the ledger which rows the forward writes and reads, then run the forward."""
         prepared = self.kvtxn_prepared
-        if prepared is not None:
-            self.kvtxn_tell(partial(_step_v1, self, prepared))
-        self.kvtxn_prepared = None
-        output = super()._model_forward(*args, **kwargs)
+        try:
+            if prepared is not None:
+                self.kvtxn_tell(partial(_step_v1, self, prepared))
+            self.kvtxn_prepared = None
+            output = super()._model_forward(*args, **kwargs)
+        except BaseException:
+            if prepared is not None:
+                self.kvtxn_tell(take_back)
+            raise
         self.kvtxn_outputs = None if prepared is None else prepared[0]
         return output
 

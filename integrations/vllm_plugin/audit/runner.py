@@ -97,7 +97,11 @@ class AuditedRunner:
 
         The drafter has written its rows by then.
         """
-        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        try:
+            output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        except BaseException:
+            self.kvtxn_tell(_sampling_failed)
+            raise
         self.kvtxn_tell(Watch.ended)
         wrong = None if self.kvtxn_audit is None else self.kvtxn_audit.take_wrong()
         if wrong is not None:
@@ -149,9 +153,14 @@ class AuditedRunnerV1(AuditedRunner):
         """Tell the ledger which rows the forward writes and reads, then run the forward."""
         prepared, self.kvtxn_prepared = self.kvtxn_prepared, None
         self.kvtxn_outputs = None if prepared is None else prepared[0]
-        if prepared is not None:
-            self.kvtxn_tell(lambda watch: _tell_forward(self, watch, prepared))
-        return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        try:
+            if prepared is not None:
+                self.kvtxn_tell(lambda watch: _tell_forward(self, watch, prepared))
+            return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            if prepared is not None:
+                self.kvtxn_tell(take_back)
+            raise
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Tell the ledger of a NaN that came out, and which drafts were accepted."""
@@ -172,6 +181,21 @@ def _tell_forward(runner: AuditedRunnerV1, watch: Watch, prepared: Foreign) -> N
     if watch.states:
         states = audited_states.states(runner, watch.states, rows.starts, rows.first)
     watch.forward(rows, partial(audited.returning, runner), states)
+
+
+def take_back(watch: Watch) -> None:
+    """Tell a watch that the forward has failed."""
+    watch.take_back()
+
+
+def _sampling_failed(watch: Watch) -> None:
+    """Tell a watch that what follows the forward has failed; the forward's rows are there.
+
+    But a drafter that has rows of its own may not have written them, and states may not have been
+    moved to where the next step looks for them.
+    """
+    if watch.drafts_late or watch.states:
+        watch.take_back()
 
 
 def _tell_sampled(runner: AuditedRunnerV1, output: Foreign, watch: Watch) -> None:

@@ -66,6 +66,7 @@ class Watch:
         drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
             that a step leaves are known when it ends.
         rows: the rows of the last forward.
+        under_way: the step that was told last, until it has come to its end.
         found: logs the violations that the ledger finds, and remembers them.
         on_violation: the argument; it may be changed between steps.
         begun: False until the engine has warmed up; steps before are nobody's.
@@ -103,6 +104,7 @@ class Watch:
         self.scrub: Scrub | None = None
         self.drafts_late = False
         self._unsealed: tuple[Step, Tensor | None, int] | None = None
+        self.under_way: Step | None = None
         self._has_peers = key is not None
         self.rows: Rows | None = None
         self._stopped, self._steps, self._compared = False, 0, 0
@@ -144,6 +146,7 @@ class Watch:
         """Tell the ledger the changes that a step makes before its forward."""
         if self._stopped:
             return
+        self.under_way = None
         if self._unsealed is not None:
             self._seal()
         if changes is NO_CHANGES:
@@ -234,6 +237,7 @@ class Watch:
         if self.scrub is not None:
             self.scrub.compare(step)
             self._unsealed = step, None, 0
+        self.under_way = step
         self.ledger.write_and_check(step)
         report_lengths(self.ledger.books, step, rows.lengths)
         if self._caches_prefixes:
@@ -302,8 +306,16 @@ class Watch:
         if not self.drafts_late:
             self._seal()
 
+    def take_back(self) -> None:
+        """Hear that the forward failed: the prefix cache has the blocks of its rows already."""
+        step, self.under_way = self.under_way, None
+        if step is not None and not self._stopped:
+            self._unsealed = None
+            self.ledger.take_back(step)
+
     def ended(self) -> None:
         """Take the checksums that wait for the drafter."""
+        self.under_way = None
         if self._unsealed is not None and not self._stopped:
             self._seal()
 

@@ -126,7 +126,21 @@ def uncontained(config: Any) -> str | None:
             "an engine with pipeline stages has begun its next step when the scheduler takes in "
             "the last one's output, to which stages before the last add nothing"
         )
-    return None
+    if config.model_config.runner_type == "pooling":
+        return "a pooling engine ends a request in the step that reads the row"
+    return foreign_scheduler(config)
+
+
+def foreign_scheduler(config: Any) -> str | None:
+    """Say that the engine's scheduler is none of vLLM's, which nobody can tell; None if it is."""
+    if config.scheduler_config.scheduler_cls is None:
+        return None
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    own = config.scheduler_config.get_scheduler_cls()
+    if issubclass(own, Scheduler):
+        return None
+    return f"the scheduler {own.__name__} does not derive from vLLM's Scheduler"
 
 
 def groups_left_out(runner: Any, groups: Iterable[str]) -> list[str]:

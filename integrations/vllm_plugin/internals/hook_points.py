@@ -48,7 +48,8 @@ _MAMBA_COPIES: Final = "vllm.v1.worker.mamba_utils"
 _FLA: Final = "vllm.third_party.flash_linear_attention.ops"
 _CONNECTORS: Final = "vllm.distributed.kv_transfer"
 
-#: Methods of the runners that are not replaced, but say in which order the replaced ones run.
+#: Methods of the runners that say in which order the replaced ones run; the audit looks whether
+#: they fail, whatever they take.
 _STEP: Final = ("execute_model", "sample_tokens")
 
 #: Methods of attention backends and of their builders of metadata.

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from kvtxn.integrations.vllm_plugin.audit import containing
 from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
 from kvtxn.integrations.vllm_plugin.audit.watch import Watch
 from kvtxn.integrations.vllm_plugin.internals import audited_cpu
@@ -17,13 +16,12 @@ from kvtxn.integrations.vllm_plugin.internals.audited import (
     Changes,
     Room,
     Rows,
-    uncontained,
     unwatched,
 )
 from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.supported import RELEASES
-from kvtxn.integrations.vllm_plugin.settings import RequiredError, is_audited, settings
+from kvtxn.integrations.vllm_plugin.settings import is_audited, settings
 
 from kvtxn import ConfigError
 from kvtxn.audit import RowGroup
@@ -89,6 +87,10 @@ def config(**changes):
         "use_v2_model_runner": changes.get("v2", False),
         "kv_transfer_config": changes.get("connector"),
         "parallel_config": SimpleNamespace(**(parallel | changes.get("parallel", {}))),
+        "model_config": SimpleNamespace(runner_type=changes.get("work", "generate")),
+        "scheduler_config": SimpleNamespace(
+            scheduler_cls=changes.get("scheduler"), get_scheduler_cls=lambda: changes["scheduler"]
+        ),
     }
     return SimpleNamespace(**known)
 
@@ -129,23 +131,6 @@ def test_the_doctor_says_whether_the_ledger_can_watch(monkeypatch, facts, says):
     assert says in doctor.report(None)["audit"]
 
 
-def test_pipeline_stages_are_watched_and_not_contained():
-    assert uncontained(config()) is None
-    assert "pipeline stages" in uncontained(config(parallel={"pipeline_parallel_size": 2}))
-
-
-def test_a_scheduler_of_pipeline_stages_says_that_it_contains_nothing(lines):
-    """Where the user requires kvtxn, it does not start."""
-    stages = config(parallel={"pipeline_parallel_size": 2})
-    scheduler = SimpleNamespace()
-    containing.attach(scheduler, stages, required=False)
-    assert "audit_cannot_contain" in lines[0]
-    assert "pipeline stages" in lines[0]
-    with pytest.raises(RequiredError, match="pipeline stages"):
-        containing.attach(scheduler, stages, required=True)
-    assert type(scheduler) is SimpleNamespace
-
-
 STAGES = {"parallel": {"pipeline_parallel_size": 2}}
 CONTAIN = {"audit": "ledger", "on_violation": "contain"}
 STARTS = "required -> the engine starts, unless its loaded model"
@@ -181,6 +166,10 @@ STARTS = "required -> the engine starts, unless its loaded model"
              "required -> the start stops: kvtxn is required, but an engine with pipeline stages"],
         ),
         (CONTAIN, {}, {}, ["audit ledger -> ledger", "on_violation contain -> contain"]),
+        (
+            CONTAIN, {}, {"work": "pooling"},
+            ["audit ledger -> ledger", "on_violation contain -> log (a pooling engine ends"],
+        ),
         ({"audit": "ledger"}, {}, {"v2": True}, ["audit ledger -> off (on a CPU the ledger"]),
         (
             {"audit": "ledger", "required": True}, {}, {"v2": True},

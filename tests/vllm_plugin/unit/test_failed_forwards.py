@@ -1,0 +1,157 @@
+"""A forward that fails leaves rows that nobody computed; the prefix cache has their blocks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from kernels_here import importing_kernels
+
+pytest.importorskip("vllm")
+
+from graph_rig import Capture
+from test_audit_v2 import engine_facts, prompt  # noqa: F401  # a fixture
+from test_audit_watch import GROUP, Room, arrival, come, rows, unknown, watch
+from v2_rig import Rig
+
+with importing_kernels():
+    from kvtxn.integrations.vllm_plugin.attach import hook_runner
+    from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
+    from kvtxn.integrations.vllm_plugin.audit.gpu_runners import AuditedGpuRunnerV1
+    from kvtxn.integrations.vllm_plugin.audit.runner import AuditedRunnerV1
+
+from kvtxn.integrations.vllm_plugin.settings import settings
+
+TOKENS = [1, 2, 3, 4, 5]
+
+
+class Failing:
+    """Stands for vLLM's V1 runner; its forward and its sampling fail if they are told to."""
+
+    fails = ""
+
+    def _model_forward(self):
+        if self.fails == "forward":
+            raise RuntimeError("a kernel failed")
+
+    def sample_tokens(self, grammar_output):
+        if self.fails == "sampling":
+            raise RuntimeError("a kernel failed")
+
+
+def hooked(monkeypatch, mixin, told):
+    """A hooked runner, whose watch is told of a prompt's step before its forward."""
+    made = Failing()
+    hook_runner(made, settings({"kvtxn": {"audit": "ledger"}}, 1, "cpu"), 0, {}, mixin)
+    made.kvtxn_prepared = (None,)
+    module = mixin.__module__
+    name = "_step_v1" if mixin is AuditedGpuRunnerV1 else "_tell_forward"
+    monkeypatch.setattr(f"{module}.{name}", told)
+    return made
+
+
+def tell_cpu(runner, w, prepared):
+    w.forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown)
+
+
+def tell_gpu(runner, prepared, w):
+    w._forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown, None)
+
+
+def device_watch():
+    made = DeviceWatch(
+        {"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, "log",
+        device=torch.device("cpu"), drafts=2,
+    )  # fmt: skip
+    made.begin()
+    return made
+
+
+WAYS = [(AuditedRunnerV1, tell_cpu, watch), (AuditedGpuRunnerV1, tell_gpu, device_watch)]
+
+
+def read_again(w):
+    """Another request hits the first block; returns what is found."""
+    w.change(come(arrival("b", [1, 2, 3, 4, 6], [1, 3], computed=4), gone=["a"]))
+    w._forward(rows("b", 4, [6], [12], [1, 3]), unknown, None)
+    w.take_back()  # nobody hears of it in vain
+    return [(v["kind"], v["request"], v["position"]) for v in w.report()]
+
+
+@pytest.mark.parametrize(("mixin", "told", "make"), WAYS)
+@pytest.mark.parametrize(
+    ("fails", "late", "wrong"),
+    [("", False, False), ("forward", False, True), ("sampling", False, False),
+     ("sampling", True, True)],
+)  # fmt: skip
+def test_the_next_reader_is_told(monkeypatch, mixin, told, make, fails, late, wrong):
+    """Where sampling fails the rows are there, but for those of a drafter."""
+    runner, w = hooked(monkeypatch, mixin, told), make()
+    w.change(come(arrival("a", TOKENS, [1, 2])))
+    runner.kvtxn_audit, runner.fails, w.drafts_late = w, fails, late
+    with suppress(RuntimeError):
+        runner._model_forward()
+        runner.sample_tokens(None)
+    w.drafts_late = False
+    assert read_again(w) == ([("unwritten", "b", 0)] if wrong else [])
+
+
+def test_a_forward_of_nobodys_takes_nothing_back(monkeypatch):
+    runner, w = hooked(monkeypatch, AuditedRunnerV1, tell_cpu), watch()
+    w.change(come(arrival("a", TOKENS, [1, 2])))
+    runner.kvtxn_audit = w
+    runner._model_forward()
+    runner.fails = "forward"
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        runner._model_forward()  # nothing was prepared
+    assert read_again(w) == []
+
+
+@pytest.mark.parametrize(
+    ("graphs", "where", "kind"),
+    [
+        (False, "_sample", "unwritten"),
+        (True, "_sample", "unwritten"),
+        (True, "replay", "rejected"),  # the draft that the slot held before
+    ],
+)
+def test_a_step_of_the_v2_runner(monkeypatch, graphs, where, kind):
+    """In parts, or as a replayed graph: the replay was made, or never begun."""
+    rig = Rig(capture=Capture(monkeypatch) if graphs else None)
+    rig.start()
+    one = rig.add("one", prompt(1, 9))
+    for _ in range(3):
+        rig.step()
+    position = one.computed
+
+    def failing(given):
+        raise RuntimeError("a kernel failed")
+
+    setattr(rig, where, failing)
+    rig.runner.forward = rig.step
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        rig.runner.execute_model(None)
+    delattr(rig, where)
+    one.computed += 1  # as vLLM's scheduler does when it schedules a step
+    one.tokens.append(7)
+    for _ in range(3):
+        rig.step()
+    found = [(v["kind"], v["request"], v["position"]) for v in rig.watch.report()]
+    assert found[0] == (kind, "one", position)
+    assert rig.watch.counters()["kvtxn_audit_active"] == 1
+
+
+def test_what_fails_before_a_step_is_told_takes_nothing_back():
+    rig = Rig()
+    rig.start()
+    rig.add("one", prompt(1, 9))
+    rig.runner.forward = rig.step
+    for _ in range(3):
+        rig.runner.execute_model(None)
+    step = rig.step
+    rig.runner.forward = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        rig.runner.execute_model(None)
+    step()
+    assert rig.watch.report() == []
