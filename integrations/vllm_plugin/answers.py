@@ -1,4 +1,4 @@
-"""What a worker answers when it is asked for counters and violations, asleep or awake.
+"""Answers of a worker that is asked for counters and violations, asleep or awake.
 
 A worker that sleeps (vLLM's sleep mode) may have lost the memory that its counters lie in until it
 wakes up. So it counts once more before, and answers with that. The content of its KV cache is lost

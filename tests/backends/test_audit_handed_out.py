@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar
 
 import pytest
 import torch
 from kernels_here import ON_GPU, importing_kernels
 from ledger_pairs import DEVICE, FewPrograms, assert_equal_books, step_of
+from passing_event import Event
 from test_audit_passes import every_call
 
 from kvtxn.audit import Step
@@ -227,22 +227,6 @@ def test_replays_that_nobody_told_of_are_noticed(pair):
     glance = ledger.glance()
     glance.wait()
     ledger.findings.require_all_steps(glance)
-
-
-class Event:
-    """An event that has passed when it is told to."""
-
-    made: ClassVar[list[Event]] = []
-
-    def __init__(self):
-        self.passed, self.recorded = False, 0
-        self.made.append(self)
-
-    def record(self):
-        self.passed, self.recorded = False, self.recorded + 1
-
-    def query(self):
-        return self.passed
 
 
 def test_a_record_is_filled_anew_once_it_was_read(monkeypatch):
