@@ -2,6 +2,9 @@
 
 python tests/gpu/gpu_table.py RECORD.json COMMIT   takes over a record that a run left, and draws
 python tests/gpu/gpu_table.py                      draws again
+
+Each release of vLLM has a record and a page of its own: ``grid.json`` and ``GRID.md`` are those of
+the release that has every kind of engine, and another one's names say which it is.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from gpu_ties import compare, pairs  # noqa: E402
 
 RECORD = HERE / "grid.json"
 PAGE = HERE / "GRID.md"
+MAIN_RELEASE = "0.32.0"
 SEEN = ("windows", "rejected", "rejected_written", "strays", "early", "lost", "graphs")
 
 HEAD = """# vLLM on a GPU
@@ -268,27 +272,53 @@ def draw(grid: dict[str, Any]) -> str:
     return "\n".join([*parts, *notes, *(["\nDid not run:\n", *failed] if failed else []), ""])
 
 
-def main() -> None:
-    """Take a record over, policy by policy, and draw.
+def release_of(grid: dict[str, Any]) -> str:
+    """The release of vLLM that a record's machine ran."""
+    return str(grid["machine"]).rpartition("vLLM ")[2]
+
+
+def record_for(release: str) -> Path:
+    """The path of a release's record."""
+    return RECORD if release == MAIN_RELEASE else HERE / f"grid-{release}.json"
+
+
+def page_for(record: Path) -> Path:
+    """The path of the page that is drawn from a record."""
+    return record.with_name(record.name.replace("grid", "GRID")).with_suffix(".md")
+
+
+def records() -> list[Path]:
+    """The paths of all records, the main one first."""
+    return [RECORD, *sorted(HERE.glob("grid-*.json"))]
+
+
+def taken_over(grid: dict[str, Any], new: dict[str, Any], commit: str) -> dict[str, Any]:
+    """Return a record with the engines of another run put in, policy by policy.
 
     An engine whose attention was not installed keeps what an earlier run said of it.
     """
-    grid = json.loads(RECORD.read_text()) if RECORD.exists() else {"commits": [], "jobs": {}}
+    jobs = dict(grid["jobs"])
+    for name, policies in new["jobs"].items():
+        known = jobs.get(name, {}) | {
+            each: {"commit": commit, **found}
+            for each, found in policies.items()
+            if NOT_HERE not in found.get("error", "") or each not in jobs.get(name, {})
+        }
+        jobs[name] = {policy: known[policy] for policy in sorted(known)}
+    jobs = {name: jobs[name] for name in JOBS if name in jobs}
+    commits = {found["commit"] for policies in jobs.values() for found in policies.values()}
+    return {"machine": new["machine"], "commits": sorted(commits), "jobs": jobs}
+
+
+def main() -> None:
+    """Take a record over, and draw all pages."""
     if len(sys.argv) > 1:
         new, commit = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
-        for name, policies in new["jobs"].items():
-            known = grid["jobs"].get(name, {})
-            known |= {
-                each: {"commit": commit, **found}
-                for each, found in policies.items()
-                if NOT_HERE not in found.get("error", "") or each not in known
-            }
-            grid["jobs"][name] = {policy: known[policy] for policy in sorted(known)}
-        jobs = {name: grid["jobs"][name] for name in JOBS if name in grid["jobs"]}
-        commits = {found["commit"] for policies in jobs.values() for found in policies.values()}
-        grid = {"machine": new["machine"], "commits": sorted(commits), "jobs": jobs}
-        RECORD.write_text(json.dumps(grid, indent=1) + "\n")
-    PAGE.write_text(draw(grid))
+        path = record_for(release_of(new))
+        grid = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
+        path.write_text(json.dumps(taken_over(grid, new, commit), indent=1) + "\n")
+    for path in records():
+        page_for(path).write_text(draw(json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

@@ -6,22 +6,28 @@ import json
 
 import pytest
 from gpu_jobs import JOBS, scenarios, timed
-from gpu_table import PAGE, RECORD, draw
+from gpu_table import PAGE, RECORD, draw, page_for, record_for, records, release_of
 from gpu_ties import NEAR, NOISE
 from kvtxn.integrations.vllm_plugin.policy import matrix as vllm_matrix
 from kvtxn.integrations.vllm_plugin.policy.supported import ATTENTION, RUNNERS
 
 GRID = json.loads(RECORD.read_text())
+GRIDS = {release_of(grid): grid for grid in (json.loads(path.read_text()) for path in records())}
 SEEN = [
-    pytest.param(kind, policy, id=f"{kind}-{policy}")
-    for kind, policies in GRID["jobs"].items()
+    pytest.param(release, kind, policy, id=f"{release}-{kind}-{policy}")
+    for release, grid in GRIDS.items()
+    for kind, policies in grid["jobs"].items()
     for policy in policies
     if policy in ("undo", "deferred")
 ]
 
 
-def test_the_page_is_drawn_from_the_record():
-    assert PAGE.read_text() == draw(GRID)
+@pytest.mark.parametrize("release", GRIDS)
+def test_a_page_is_drawn_from_its_record(release):
+    assert page_for(record_for(release)).read_text() == draw(GRIDS[release])
+
+
+def test_another_record_gives_another_page():
     changed = json.loads(json.dumps(GRID))
     changed["jobs"]["flash"]["undo"]["cells"]["eight"]["rejected"] += 1
     assert PAGE.read_text() != draw(changed)
@@ -60,13 +66,13 @@ def test_what_needs_one_gpu_is_recorded():
                 assert list(seen["cells"]) == ["unwatched", *scenarios(name)]
 
 
-@pytest.mark.parametrize(("kind", "policy"), SEEN)
-def test_a_record_is_clean(kind, policy):
+@pytest.mark.parametrize(("release", "kind", "policy"), SEEN)
+def test_a_record_is_clean(release, kind, policy):
     """No rejected row left, none lost, nothing else changed, nothing early, no fallback, and ties.
 
     Older cells do not say what was lost, nor how near logits are.
     """
-    found = GRID["jobs"][kind][policy]
+    found = GRIDS[release]["jobs"][kind][policy]
     for scenario, cell in found["cells"].items():
         if "switched" in cell and not timed(found, kind, scenario):
             assert cell["switched"] == cell["requests"]
