@@ -66,6 +66,7 @@ class TritonBytePasses(BytePasses):
         self._listing_reads: Final = Launches(byte_lists.list_reads, 2, device)
         self._listing_written: Final = Launches(byte_lists.list_written, 2, device)
         self._doing: Final = Launches(byte_work.do_work, 4, device)
+        self._finding: Final = Launches(byte_work.find_nan, 3, device)
         self._any_step: Final = Step(self._none, self._none, self._none, self._none, {})
 
     def compare(self, step: Step) -> None:
@@ -134,13 +135,14 @@ class TritonBytePasses(BytePasses):
         if not len(flat):
             return
         step = contiguous(step)
-        byte_work.find_nan[(len(flat),)](
+        arguments = (
             flat, rows.long().contiguous(), step.lines, step.starts, step.first,
-            self._table("tables", step.tables, torch.int32), self._groups, books.words,
-            self.books.nans, books.own, books.facts, books.journal, books.found, books.counters,
-            len(step.lines), step.num_rows, flat.shape[1], *self._sizes(),
-            GROUPS=len(self._groups), ENTRIES=_NUMBERS, TILE=_NUMBERS,
+            self._table("tables", step.tables, torch.int32), self._groups, self._plan.groups,
+            books.words, self.books.nans, books.own, books.facts, books.journal, books.found,
+            books.counters, len(step.lines), step.num_rows, flat.shape[1], *self._sizes(),
+            len(self._groups), _NUMBERS, _NUMBERS,
         )  # fmt: skip
+        self._finding.launch((len(flat), 1, 1), arguments)
 
     def _sizes(self) -> tuple[int, int, int, int]:
         """Return columns of ``own``, lines, journal entries, and violations that can wait."""

@@ -88,9 +88,9 @@ class BytePlan:
             [
                 places[place.written].index,
                 int(places[place.written] in books.layers),
-                int(name in books.poisoned),
+                int(place.written in books.poisoned),
             ]
-            for name, place in places.items()
+            for place in places.values()
         ]
 
         def table(lines: list[list[int]], width: int) -> Tensor:

@@ -49,6 +49,8 @@ BLOCK_SIZE = tl.constexpr(group_lines.BLOCK_SIZE)
 NUM_BLOCKS = tl.constexpr(group_lines.NUM_BLOCKS)
 FIELDS = tl.constexpr(group_lines.FIELDS)
 
+POISONED = tl.constexpr(byte_plan.POISONED)
+GROUP_FIELDS = tl.constexpr(byte_plan.GROUP_FIELDS)
 LAYER_GROUP = tl.constexpr(byte_plan.GROUP)
 SUMS = tl.constexpr(byte_plan.SUMS)
 FIRST_PLANE = tl.constexpr(byte_plan.FIRST_PLANE)
@@ -277,6 +279,7 @@ def find_nan(
     first_position: tl.tensor,
     tables: tl.tensor,
     groups: tl.tensor,
+    watched: tl.tensor,
     words: tl.tensor,
     nans: tl.tensor,
     own: tl.tensor,
@@ -305,6 +308,7 @@ def find_nan(
         first_position: int ``[num_requests]``.
         tables: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of int32 tables; see ``plan.TENSOR``.
         groups: int64 ``[GROUPS, FIELDS]``.
+        watched: int64 ``[GROUPS, GROUP_FIELDS]``.
         words: int64 ``[num_words]``.
         nans: int64 ``[num_lines]``, exchanged atomically.
         own: int64 ``[num_lines, own_stride]``.
@@ -345,7 +349,8 @@ def find_nan(
                     slot_found = serial * 0 - 1
                     for each in tl.static_range(GROUPS):
                         address = tl.load(tables + each * NUM_TENSOR_FIELDS + AT_ADDRESS)
-                        if address != 0:
+                        poisoned = tl.load(watched + each * GROUP_FIELDS + POISONED)
+                        if (address != 0) & (poisoned != 0):
                             group = groups + each * FIELDS
                             size = tl.load(group + BLOCK_SIZE)
                             table = address.to(tl.pointer_type(tl.int32))

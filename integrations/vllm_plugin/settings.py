@@ -64,6 +64,7 @@ class PluginSettings:
         on_violation: one of ``ON_VIOLATION``.
         record: keep the life of every slot, as ``kvtxn audit`` does for its page.
         audit_every: audit "bytes" compares one slot in this many in each step.
+        poison: audit "bytes" fills dead rows and states with NaN; on a GPU alone.
     """
 
     txn: TxnConfig
@@ -75,6 +76,7 @@ class PluginSettings:
     record: bool = False
     unchecked: bool = False
     audit_every: int = EVERY
+    poison: bool = False
 
 
 def is_asked(additional_config: object) -> TypeGuard[Mapping[str, Any]]:
@@ -144,7 +146,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             got=dict(given),
             hint="""add "policy": "auto", or "audit": "ledger" to watch the engine alone""",
         )
-    audit_every = _audit_every(given, audit)
+    audit_every, poison = _audit_every(given, audit), _poison(given, audit, device)
     required, record = _flag(given, "required"), _flag(given, "record")
     unchecked = _flag(given, "unchecked")
     if unchecked and given.get("policy") is None:
@@ -180,7 +182,8 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     if windows:
         _check_backend(txn, device)
     return PluginSettings(
-        txn, required, windows, recurrent, audit, on_violation, record, unchecked, audit_every
+        *(txn, required, windows, recurrent, audit, on_violation, record, unchecked, audit_every),
+        poison=poison,
     )
 
 
@@ -231,6 +234,22 @@ def _audit_every(given: Mapping[str, Any], audit: str) -> int:
             hint=f"leave audit_every out for {EVERY}; 1 compares every slot in each step",
         )
     return value
+
+
+def _poison(given: Mapping[str, Any], audit: str, device: str) -> bool:
+    """Return whether dead rows and states are filled with NaN."""
+    value = _flag(given, "poison")
+    if "poison" not in given or (audit == "bytes" and (device == "cuda" or not value)):
+        return value
+    why = "without an audit of bytes"
+    if audit == "bytes":
+        why = f"on device {device}: its attention multiplies masked rows, and lets a NaN through"
+    raise ConfigError(
+        _WHERE,
+        f"poison has no effect {why}",
+        got=repr(value),
+        hint="leave poison out" if audit == "bytes" else 'add "audit": "bytes", or leave it out',
+    )
 
 
 def _check_recurrent(value: str, device: str, *, windows: bool) -> None:

@@ -67,8 +67,8 @@ class BytePasses(ABC):
         """Report the requests that have a NaN in an output, each of them once.
 
         The report names the first slot of the request's block tables that holds a rejected row,
-        if there is one, since such rows are what ``seal`` fills with NaN. If a slot of its tables
-        was reported before, the cause is known, and there is no further report.
+        if there is one in a poisoned group, since such rows are what ``seal`` fills with NaN. If a
+        slot of its tables was reported before, the cause is known, and there is no further report.
 
         Args:
             step: the step.
@@ -269,9 +269,10 @@ class TorchBytePasses(BytePasses):
             return  # the request was told already of a wrong row, which may have been the cause
         found: tuple[Place, int] | None = None
         for name in books.layout.places:
-            if name not in step.tables:
+            place = books.layout.places[name]
+            if name not in step.tables or place.written not in self.books.poisoned:
                 continue
-            place, table = books.layout.places[name], step.tables[name][index].long()
+            table = step.tables[name][index].long()
             inside = (table >= 0) & (table < place.group.num_blocks)
             slots = table[:, None] * place.group.block_size
             slots = slots + torch.arange(place.group.block_size, device=table.device)

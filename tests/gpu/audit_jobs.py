@@ -13,6 +13,7 @@ from gpu_jobs import V1, drafter
 
 LEDGER: Final = {"audit": "ledger"}
 BYTES: Final = {"audit": "bytes"}
+POISON: Final = {"audit": "bytes", "poison": True}
 UNDO: Final = {"policy": "undo", "on_error": "raise"}
 DEFERRED: Final = {"policy": "deferred", "on_error": "raise"}
 
@@ -25,6 +26,7 @@ EAGER: Final = {"enforce_eager": True}
 #: Graphs of whole forwards, without what takes long to compile.
 UNCOMPILED: Final = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
 FULL_GRAPHS: Final = {"compilation_config": {"cudagraph_mode": "FULL"}}
+PIECES: Final = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
 DRAFT: Final = {"method": "draft_model", "num_speculative_tokens": 3}
 GEMMA: Final = {"prefix_cache_retention_interval": None}
 SHARE: Final = 0.1
@@ -68,10 +70,10 @@ RECURRENT: Final = {
 }
 
 
-def recurrent(model: str, **more: Any) -> dict[str, Any]:
+def recurrent(model: str, asked: dict[str, Any] = LEDGER, **more: Any) -> dict[str, Any]:
     """One engine of a small hybrid with random weights."""
     given = {"scenarios": ["eight", "chunked"], "options": RECURRENT, "states": True, **more}
-    return engine(model, None, LEDGER, random=True, **given)
+    return engine(model, None, asked, random=True, **given)
 
 
 def shared(
@@ -278,5 +280,64 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     ),
     "planted-v1-bytes": engine(
         *("llama", FA, BYTES), options=STEADY, environment=V1, faults=names(gpu_planted.BYTES)
+    ),
+    # Bytes of states, and what is dead filled with NaN.
+    "poison": engine("llama", FA, POISON, scenarios=MORE),
+    "poison-full": engine("llama", FA, POISON, options=FULL_GRAPHS),
+    "poison-pieces": engine("llama", FA, POISON, options=PIECES),
+    "poison-fp8": engine("llama", FA, POISON, options=gpu_jobs.FP8),
+    "poison-triton": engine("llama", "TRITON_ATTN", POISON),
+    "poison-gemma3": engine("gemma3", FA, POISON, options=GEMMA),
+    "poison-mla": engine("deepseek", "TRITON_MLA", POISON),
+    "poison-mla-fp8": engine("deepseek", "TRITON_MLA", POISON, options=gpu_jobs.FP8),
+    "poison-deferred": engine("llama", FA, POISON | DEFERRED),
+    "poison-v1": engine("llama", FA, POISON, environment=V1),
+    "poison-qwen35": recurrent("qwen3_5", POISON),
+    "poison-nemotron": recurrent("nemotron_h", POISON),
+    "poison-v1-qwen35": recurrent("qwen3_5", POISON, environment=V1),
+    "bytes-qwen35": recurrent("qwen3_5", BYTES),
+    "bytes-qwen35-full": recurrent("qwen3_5", BYTES, options=RECURRENT | FULL_GRAPHS),
+    "bytes-v1-nemotron": recurrent("nemotron_h", BYTES, environment=V1),
+    "planted-dead": engine(
+        *("llama", FA, POISON),
+        options=STEADY,
+        faults=["dead_row_read", "not_a_number", *names(gpu_planted.BYTES)],
+        harmless=["dead_row_written"],
+    ),
+    "planted-dead-pieces": engine(
+        *("llama", FA, POISON),
+        options=STEADY | PIECES,
+        faults=["dead_row_read", "not_a_number"],
+        harmless=["dead_row_written"],
+    ),
+    "planted-dead-mla": engine(
+        *("deepseek", "TRITON_MLA", POISON),
+        options=STEADY,
+        faults=["dead_row_read", "not_a_number"],
+        harmless=["dead_row_written"],
+    ),
+    "planted-v1-nan": engine(
+        *("llama", FA, BYTES), options=STEADY, environment=V1, faults=["not_a_number"]
+    ),
+    "planted-states-bytes": recurrent(
+        *("qwen3_5", POISON),
+        options=RECURRENT | STEADY,
+        faults=["flipped_state", "dead_state_read"],
+    ),
+    "planted-states-nemotron": recurrent(
+        *("nemotron_h", POISON),
+        options=RECURRENT | STEADY,
+        faults=["flipped_state", "dead_state_read"],
+    ),
+    # Forwards that fail in an engine that goes on.
+    "fails": engine("llama", FA, BYTES, scenarios=["eight"], options=STEADY, fails=True),
+    "fails-full": engine(
+        *("llama", FA, LEDGER), scenarios=["eight"], options=STEADY | FULL_GRAPHS, fails=True
+    ),
+    "fails-v1": engine(
+        *("llama", FA, LEDGER), scenarios=["eight"], options=STEADY, environment=V1, fails=True
+    ),
+    "fails-deferred": engine(
+        *("llama", FA, LEDGER | DEFERRED), scenarios=["eight"], options=STEADY, fails=True
     ),
 }

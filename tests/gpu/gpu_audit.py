@@ -77,6 +77,8 @@ def wrong(job: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
         yield from undistinguished(report["ranks"])
     if job.get("sleeps"):
         yield from restless(report["slept"], report["facts"][-1]["ahead"])
+    if job.get("fails"):
+        yield from unheard(report["failed"])
     if job.get("contains"):
         yield from unhealed(report["contained"])
     facts = report["facts"][-1]
@@ -99,13 +101,17 @@ def unfound(report: dict[str, Any] | None) -> Iterator[str]:
             yield f"fault {name} was not found: {found['struck']}"
         else:
             struck, violations = found["struck"], found["violations"]
+            # The slot of a state is not known, nor in which of its rows a NaN comes out first.
             fields = ["request", "position", "slot"]
-            fields = fields[: 2 if struck["slot"] is None else 3]  # a state's slot is not known
+            fields = [field for field in fields if struck[field] is not None]
             place = [struck[field] for field in fields]
             places = [[violation.get(field) for field in fields] for violation in violations]
             late = violations[0].get("step", 0) > struck["step"] + 1
             if place not in places or late:
                 yield f"fault {name}: {struck}, found {violations[:3]}"
+    for name, (struck, violations) in report.get("harmless", {}).items():
+        if not struck or violations:
+            yield f"harmless {name}: struck {struck}, found {violations[:2]}"
     if not isinstance(report["again"], list) or report["again"][1]:
         yield f"after faults: {report['again']}"
 
@@ -131,6 +137,18 @@ def restless(report: dict[str, Any], ahead: bool) -> Iterator[str]:
             yield f"slept, {name}: other texts"
     if [each["kind"] for each in report["forgotten"][:1]] != ["unwritten"]:
         yield f"slept: rows that were lost were read, found {report['forgotten']}"
+
+
+def unheard(report: dict[str, Any]) -> Iterator[str]:
+    """Say what is not as it should be in an engine in which forwards failed."""
+    for name, found in report.items():
+        first = found["violations"][0] if found["violations"] else {}
+        if not found["failed"] or not found["hit"]:
+            yield f"failed, {name}: {found['ways']}, a hit of {found['hit']}"
+        elif (first.get("kind"), first.get("request")) != ("unwritten", found["request"]):
+            yield f"failed, {name}: its rows were read, found {found['violations'][:2]}"
+        if found["again"] or not found["same"]:
+            yield f"failed, {name}: then same {found['same']}, found {found['again'][:2]}"
 
 
 def unhealed(report: dict[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import attrs
 import connector_scenarios
+import failing_engines
 import gpu_oracle
 import gpu_planted
 import long_life
@@ -307,6 +308,11 @@ def planted(llm: Any, job: dict[str, Any], report: dict[str, Any], keep: Any) ->
             if "CUDA error" in repr(error):
                 break
     try:
+        for name in job.get("harmless", ()):
+            rig.clear()
+            with faults[name](rig):
+                work(rig)
+            report.setdefault("harmless", {})[name] = [rig.struck is not None, rig.found()[:5]]
         rig.clear()
         report["again"] = [work(rig) == before, rig.found()[:5]]
     except Exception as error:
@@ -367,6 +373,11 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         # vLLM would take what other engines on this GPU allocate meanwhile for its own.
         with mock.patch("torch.accelerator.get_memory_info", return_value=(0, 0)):
             report["slept"] = sleeping_engines.live(llm)
+        keep()
+    if job.get("fails"):
+        llm.reset_prefix_cache()
+        llm.collective_rpc("audit_switch", args=(True,))
+        report["failed"] = failing_engines.live(llm)
         keep()
     if job.get("faults"):
         planted(llm, job, report.setdefault("planted", {}), keep)

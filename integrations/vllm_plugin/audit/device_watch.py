@@ -1,7 +1,6 @@
 """``DeviceWatch``: a watch whose tensors are on a GPU; no call in a step waits for the device.
 
-A KV connector is the exception: a step in which it stores or loads blocks waits for the hashes of
-their bytes.
+A KV connector is the exception: a step in which it stores or loads blocks waits for their hashes.
 
 The device knows how many drafts were accepted, and so where each request stands, before the host
 does. So positions and counts stay there, and the host looks at a copy of the counters that arrived
@@ -84,7 +83,7 @@ class DeviceWatch(Watch):
         self._spare: Glance | None = None
         self._prints: tuple[int, Glance] | None = None
         # A row of a full block may have left the window of the step that fills the block. All other
-        # rows of a block that is published are rows that its step has read.
+        # rows of a published block are rows that its step has read.
         narrow = [
             group
             for group in groups.values()
@@ -162,6 +161,7 @@ class DeviceWatch(Watch):
                 self.ledger.check(step)
                 self.ledger.resolve(counts, one[None], besides=1)
                 if self.scrub is not None:
+                    self.scrub.trace(step, one[None].float(), one - 1)
                     self.scrub.seal(step, counts, besides=1)
             if self._published:
                 self._publish_on_device(step)
@@ -270,8 +270,8 @@ class DeviceWatch(Watch):
 
     def take_back(self) -> None:
         """Do what ``Watch.take_back`` says; a step that waits for its replay wrote nothing."""
-        due, self._due = self._due, None
-        self._awaits, self._last = False, None
+        due = self._due
+        self._awaits, self._due, self._last = False, None, None
         if due is not None:
             self.under_way = self._unsealed = None
         Watch.take_back(self)
@@ -342,7 +342,9 @@ class DeviceWatch(Watch):
         return {**found, steps: found[steps] - self._idle}
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
-        """Look for no NaN: looking would wait for the device."""
+        """Look for a NaN on the device; of poisoned rows a report names one, else no slot."""
+        if self._unsealed is not None and self.scrub is not None:
+            self.scrub.trace(self._unsealed[0], logits.float(), rows)
 
     # -- what came of it ---------------------------------------------------------------------
 

@@ -130,6 +130,14 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
             self.kvtxn_tell(partial(_step_v2, self, *prepared))
         self.kvtxn_metadata = None
 
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        """Look for a NaN in what the forward gave, if bytes are compared."""
+        watch = self.kvtxn_audit
+        if watch is not None and watch.scrub is not None:
+            given = audited_v2.sampled_outputs(hidden_states, input_batch)
+            self.kvtxn_tell(lambda watch: watch.came_out(*given))
+        return super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+
     def postprocess_sampled(
         self,
         idx_mapping: Any,
@@ -269,8 +277,8 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
         return output
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        """Tell the ledger which drafts were accepted."""
-        known, self.kvtxn_outputs = self.kvtxn_outputs is not None, None
+        """Look for a NaN that came out, and tell the ledger which drafts were accepted."""
+        known = self.kvtxn_take_outputs(logits) is not None
         output = super()._sample(logits, spec_decode_metadata)
         if known:
             self.kvtxn_tell(partial(_sampled_v1, self, output))

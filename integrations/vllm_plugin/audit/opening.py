@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....audit import Key, Scrub
+from ....audit import Key, Scrub, Window
+from ....layers import LayerRef
 from ....log import get_logger
 from ..attach import stay_out
 from ..internals import (
+    aligned_states,
     audited,
     audited_states,
     audited_v2,
@@ -99,28 +101,51 @@ def _new_watch(
 
 
 def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts) -> None:
-    """Let a watch compare the bytes of rows, too; if that is impossible, log why.
+    """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
-    Nothing is poisoned: not every attention of a GPU skips masked rows.
+    Nothing is poisoned unless the user asks for it: not every attention of a GPU skips masked rows.
 
     Raises:
         RequiredError: it is impossible, and the user requires the audit.
     """
     from ..gpu.runner import layer_refs
 
-    error, missing = None, {*watch.groups}
+    error, missing = None, {*watch.groups, *watch.states}
     try:
         layers, loaded = attention_layers.target_layers(runner)
-        why = no_bytes(str(loaded.attention), facts.kv_cache_dtype)
+        why = no_bytes(str(loaded.attention), facts.kv_cache_dtype) if watch.groups else None
         if why is None:
             drafters = attention_layers.rows_of_drafters(runner)
             watched = [layer for layer in (*layers, *drafters) if layer.group in watch.groups]
             refs = layer_refs(watched, facts.kv_cache_dtype)
-            watch.scrub = Scrub(watch.ledger, refs, every=runner.kvtxn_settings.audit_every)
+            refs += audited_states.state_refs(runner, watch.states)
             watch.drafts_late = bool(drafters)
+            watch.scrub = _new_scrub(runner, watch, refs)
             missing -= {ref.group for ref in refs}
-            why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"
+            named = ", ".join(sorted(missing))
+            why = f"no layer of {named} has rows or states that can be addressed"
     except Exception as refused:
         why, error, watch.scrub = repr(refused), refused, None
     if missing:
         say_without_bytes(runner, why, error)
+
+
+def _new_scrub(runner: AuditedRunner, watch: DeviceWatch, refs: list[LayerRef]) -> Scrub:
+    """Make the scrub of a watch; it poisons what is dead if the user asks for that.
+
+    A drafter's own rows are not dead where the target's are, so engines that have such are left as
+    they are; and so are states that the prefix cache keeps, and states without drafts.
+    """
+    wanted = runner.kvtxn_settings
+    poisoned: list[str] = []
+    windows: dict[str, Window] = {}
+    if wanted.poison and not watch.drafts_late:
+        poisoned = sorted({ref.group for ref in refs} - {*watch.states})
+        if audited.most_drafts(runner) and not aligned_states.is_aligned(runner):
+            recurrent = [ref for ref in refs if ref.group in watch.states]
+            windows = audited_states.past_windows(runner, recurrent)
+            others = {ref.group for ref in recurrent if ref.name not in windows}
+            poisoned += sorted({*watch.states} - others)
+    if wanted.poison:
+        log.info("kvtxn.audit_poisons", rank=runner.kvtxn_rank, groups=poisoned)
+    return Scrub(watch.ledger, refs, every=wanted.audit_every, poison=poisoned, windows=windows)

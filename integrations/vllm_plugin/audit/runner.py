@@ -164,14 +164,20 @@ class AuditedRunnerV1(AuditedRunner):
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Tell the ledger of a NaN that came out, and which drafts were accepted."""
-        rows, self.kvtxn_outputs = self.kvtxn_outputs, None
-        looks = self.kvtxn_audit is not None and self.kvtxn_audit.scrub is not None
-        if rows is not None and logits is not None and looks:
-            self.kvtxn_tell(lambda watch: watch.came_out(logits, rows))
+        rows = self.kvtxn_take_outputs(logits)
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         if rows is not None:
             self.kvtxn_tell(partial(_tell_sampled, self, output))
         return output
+
+    def kvtxn_take_outputs(self, logits: Any) -> Tensor | None:
+        """Look for a NaN in logits, if bytes are compared; returns the rows that they are of."""
+        rows, self.kvtxn_outputs = self.kvtxn_outputs, None
+        looks = self.kvtxn_audit is not None and self.kvtxn_audit.scrub is not None
+        if rows is not None and logits is not None and looks:
+            outputs = rows
+            self.kvtxn_tell(lambda watch: watch.came_out(logits, outputs))
+        return rows
 
 
 def _tell_forward(runner: AuditedRunnerV1, watch: Watch, prepared: Foreign) -> None:

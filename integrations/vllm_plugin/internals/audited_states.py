@@ -14,9 +14,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from ....audit import StateGroup
+from ....audit import StateGroup, Window
 from ....layers import LayerRef
+from . import audited
 from .audited import Rows
+from .state_layers import kind_of
 
 #: vLLM's block that belongs to nobody; a state with this block is not kept.
 _NULL_BLOCK: Final = 0
@@ -72,6 +74,24 @@ def state_refs(runner: Any, groups: Iterable[str]) -> list[LayerRef]:
         ].layer_names:
             refs.append(LayerRef.recurrent(name, *layers[name].kv_cache, group=group))
     return refs
+
+
+def past_windows(runner: Any, refs: Iterable[LayerRef]) -> dict[str, Window]:
+    """Describe the pasts of convolutions, of which a step with drafts reads a part, by layer.
+
+    Args:
+        runner: a runner whose requests may have drafts.
+        refs: recurrent layers, as ``state_refs`` describes them.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    drafts, dim = audited.most_drafts(runner), 2 if is_conv_state_dim_first() else 1
+    modules = runner.compilation_config.static_forward_context
+    found = {}
+    for ref in refs:
+        if kind_of(modules[ref.name]) is not None:  # the past is the first state of these
+            found[ref.name] = Window(0, int(ref.states[0].shape[dim]) - drafts, dim)
+    return found
 
 
 def states(runner: Any, groups: Iterable[str], starts: Tensor, first: Tensor) -> States:

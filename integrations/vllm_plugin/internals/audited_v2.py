@@ -23,6 +23,7 @@ AUDITED_METHODS: Final = {
     "update_requests": ("scheduler_output",),
     "prepare_inputs": batches.V2_METHODS["prepare_inputs"],
     "prepare_attn": batches.V2_METHODS["prepare_attn"],
+    "sample": batches.V2_METHODS["sample"],
     "postprocess_sampled": batches.V2_METHODS["postprocess_sampled"],
     "sample_tokens": ("grammar_output",),
 }
@@ -98,6 +99,12 @@ def note_requests(known: dict[str, Told], scheduler_output: Any) -> None:
 def num_rows(batch: Any) -> int:
     """Return the rows of a V2 runner's step, without padding."""
     return int(batch.num_tokens)
+
+
+def sampled_outputs(hidden_states: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return the outputs that a step samples from, float ``[n, hidden]``, and their rows."""
+    rows: Tensor = batch.logits_indices
+    return hidden_states[rows], rows
 
 
 def samples(runner: Any) -> bool:

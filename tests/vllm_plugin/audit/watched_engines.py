@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import contained_engines
+import failing_engines
 import planted_bytes
 import planted_engines
 import recurrent_models
@@ -163,6 +164,12 @@ ENGINES |= {
         "kvtxn": {"on_violation": "contain"},
         "faults": planted_engines.HEALED,
         "work": planted_engines.contain,
+    },
+    "fails": {
+        "model": "llama",
+        "kvtxn": {"audit": "bytes"},
+        "faults": (),
+        "work": failing_engines.report,
     },
     "sleeps": {
         "model": "llama",

@@ -242,7 +242,7 @@ WATCHED = {
     **{"planted-states": 14, "planted-rows": 7, "planted-transfers": 6, "planted-blocks": 6},
     **dict.fromkeys(("bytes", "planted-bytes", "latent", "draft-model", "hybrid-windows"), 5),
     **dict.fromkeys(("gated-delta-net", "short-convolution", "mamba", "fp8"), 4),
-    **dict.fromkeys(("two-block-sizes", "shared-rows", "mamba-with-drafts", "sleeps"), 3),
+    **dict.fromkeys(("two-block-sizes", "shared-rows", "mamba-with-drafts", "sleeps", "fails"), 3),
     **dict.fromkeys(("example-connector", "offloading-connector", "several-connectors"), 3),
 }
 

@@ -58,6 +58,9 @@ def test_an_audit_needs_no_policy():
         ({"audit": "ledger", "on_violation": "stop"}, "on_violation is not valid"),
         ({"audit": "ledger", "record": "yes"}, "record is not valid; expected true or false"),
         ({"audit": "off"}, "names no policy"),
+        ({"audit": "ledger", "poison": True}, "poison has no effect without an audit of bytes"),
+        ({"audit": "bytes", "poison": True}, "poison has no effect on device cpu"),
+        ({"audit": "bytes", "poison": 1}, "poison is not valid"),
         ({"audit": "ledger", "audit_every": 64}, "audit_every has no effect without an audit of b"),
         ({"policy": "undo", "audit_every": 64}, "audit_every has no effect without an audit of by"),
         *(

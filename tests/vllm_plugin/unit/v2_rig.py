@@ -87,6 +87,9 @@ class Own:
     def prepare_attn(self, input_batch):
         return tuple(self.tables), self.block_tables.slot_mappings
 
+    def sample(self, hidden_states, input_batch, grammar_output):
+        return "sampled"
+
     def postprocess_sampled(
         self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=None
     ):

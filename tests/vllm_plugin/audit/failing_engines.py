@@ -1,0 +1,140 @@
+"""Engines in which a forward fails and that go on: vLLM's prefix cache has its blocks already.
+
+A request is aborted by the failure; another one with the same tokens hits the blocks, and is told
+that nobody has computed their rows. A request that begins before them computes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from planting import Rig, around, texts
+
+#: Rows of a block.
+SIZE = 32
+
+
+class FailedForward(RuntimeError):
+    """A forward that a test lets fail."""
+
+
+class _Failing:
+    """Stands before the runner's model, whose forward fails before it begins or once it is done."""
+
+    def __init__(self, model: Any, fail: Callable[[str], None], *, late: bool) -> None:
+        self._model, self._fail, self._late = model, fail, late
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._late:
+            self._fail("model")
+        output = self._model(*args, **kwargs)
+        if self._late:
+            self._fail("model")
+        return output
+
+
+@contextmanager
+def _fails(rig: Rig, when: Callable[[Rig], bool], *, late: bool) -> Iterator[list[str]]:
+    """Let one forward fail, before it has computed anything or after; yields how it ran."""
+    ways: list[str] = []
+
+    def fail(way: str) -> None:
+        if not ways and when(rig):
+            ways.append(way)
+            raise FailedForward("a forward that a test lets fail")
+
+    def graph(*args: Any, **kwargs: Any) -> None:
+        fail("graph")
+
+    with ExitStack() as stack:
+        manager = getattr(rig.runner, "cudagraph_manager", None)
+        if hasattr(manager, "run_fullgraph"):
+            moment = {"after" if late else "before": graph}
+            stack.enter_context(around(manager, "run_fullgraph", **moment))
+        failing = _Failing(rig.runner.model, fail, late=late)
+        stack.enter_context(mock.patch.object(rig.runner, "model", failing))
+        yield ways
+
+
+def _scheduled(rig: Rig) -> Any:
+    """Return the one request that runs; None if others do."""
+    running = rig.scheduler.running
+    return running[0] if len(running) == 1 else None
+
+
+def _run(rig: Rig, prompt: list[int], outputs: int) -> list[int] | None:
+    """Run one request; None if a forward failed, and then the request is gone."""
+    try:
+        return rig.run([prompt], outputs)[0]
+    except FailedForward:
+        rig.engine.abort_request(list(rig.scheduler.requests), internal=True)
+        while rig.engine.has_unfinished_requests():
+            rig.engine.step()
+        return None
+
+
+def _reads(rig: Rig, prompt: list[int]) -> dict[str, Any]:
+    """Run a request that begins like the one that failed; returns its hit and what is found."""
+    known: list[tuple[str, int]] = []
+
+    def after(output: Any, *args: Any) -> None:
+        known.extend((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+
+    with around(rig.scheduler, "schedule", after=after):
+        rig.run([prompt], 4)
+    ((name, hit),) = known
+    return {"request": name, "hit": hit, "violations": rig.found()[:4]}
+
+
+def _fills_a_block(rig: Rig) -> bool:
+    """Tell whether the running request's last token is the last one of a block."""
+    request = _scheduled(rig)
+    return request is not None and bool(request.output_token_ids) and not request.num_tokens % SIZE
+
+
+def _prompts(rig: Rig) -> bool:
+    request = _scheduled(rig)
+    return request is not None and not request.output_token_ids
+
+
+def live(llm: Any) -> dict[str, Any]:
+    """Let forwards fail in each way, and report what the audit found of each.
+
+    Returns:
+        By way: how the forward ran, the hit of the request that came next, what was found, and
+        what was found of a request that computes all rows again.
+    """
+    rig = Rig(llm)
+    prompt = texts(5, 1, 3 * SIZE)[0][: 3 * SIZE - 1]  # the first decode step fills a block
+    report: dict[str, Any] = {}
+    rig.clear()
+    text = rig.run([prompt], 60)[0]
+    ways_to_fail = {
+        "prompt": (_prompts, False),
+        "decode": (_fills_a_block, False),
+        "late": (_fills_a_block, True),
+    }
+    for name, (when, late) in ways_to_fail.items():
+        rig.clear()
+        with _fails(rig, when, late=late) as ways:
+            whole = _run(rig, prompt, 60)
+        said = [*prompt, *text]
+        found: dict[str, Any] = {"ways": ways, "failed": whole is None}
+        # So long that each full block of the request that failed is hit.
+        found |= _reads(rig, said[: len(prompt) + (0 if name == "prompt" else 59)])
+        rig.clear()
+        again = rig.run([prompt], 60)[0]
+        report[name] = found | {"same": again == text, "again": rig.found()[:4]}
+    return report
+
+
+def report(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Do the same as the work of an engine on a CPU."""
+    return live(llm)
