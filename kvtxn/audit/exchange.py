@@ -19,7 +19,7 @@ from .changing import Changing, Ints
 from .digest import UNWRITTEN, as_word
 from .groups import Place
 from .passes import Stretch
-from .rows import through
+from .rows import through, word_at
 from .violation import NOBODY
 
 
@@ -60,6 +60,50 @@ class Exchange(Changing):
         rows = torch.arange(place.stride, device=self.device)
         where = place.base + there[:, None] * place.stride + rows
         self._journal(place, where.flatten(), NOBODY, NOBODY)
+
+    def carry(self, group: str, source: Tensor, target: Tensor) -> None:
+        """Record that the engine copied states, where the device alone knows which; never waits.
+
+        Args:
+            group: the group of the states.
+            source: int ``[n]`` on the ledger's device, the blocks copied from; -1 for none.
+            target: int ``[n]`` on it, the blocks copied to, all different; -1 for none.
+
+        Raises:
+            ConfigError: the group is unknown or has no states, or source and target do not fit.
+        """
+        place = checks.place_of("carry", self.books, group)
+        if not place.group.is_state:
+            raise ConfigError(
+                "carry", f"group {group!r} has rows", expected="a group of states", got=repr(group),
+                hint="record copies of whole blocks of rows by copy()",
+            )  # fmt: skip
+        given = checks.ints("carry", "source", source, "[n]")
+        wanted = checks.ints("carry", "target", target, "[n]")
+        if given.shape != wanted.shape or {given.device, wanted.device} != {self.device}:
+            raise ConfigError(
+                "carry", "source and target do not fit",
+                expected=f"two tensors of one length on {self.device}",
+                got=f"{list(given.shape)} on {given.device}, {list(wanted.shape)} on "
+                f"{wanted.device}",
+                hint="give a target for each source; nothing was changed",
+            )  # fmt: skip
+        self.passes.settle()
+        one, other, end = given.long(), wanted.long(), place.group.num_blocks
+        copied = (one >= 0) & (one < end) & (other >= 0) & (other < end) & (one != other)
+        here = word_at(place, torch.where(copied, one, 0))
+        there = word_at(place, torch.where(copied, other, 0))
+        owner = place.owners + torch.where(copied, other, 0)
+        seals = self._seals()
+        # Sums modulo 2^64: what is not copied adds nothing, wherever it points to.
+        for words, new in (
+            (self.books.words, self.books.words[here]),
+            (self.books.owners, torch.full_like(one, NOBODY)),
+            (seals, torch.zeros_like(one)),
+        ):
+            if words is not None:
+                at = owner if words is self.books.owners else there
+                words.index_add_(0, at, torch.where(copied, new - words[at], 0))
 
     # -- blocks that others will read ----------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 import gpu_jobs
 import gpu_planted
 import one_gpu_jobs
+import planted_ends
 import planted_states
 from connected_jobs import EXAMPLE, OFFLOAD, SIMPLE, WHOLE
 from gpu_jobs import V1, drafter
@@ -74,6 +75,20 @@ def recurrent(model: str, asked: dict[str, Any] = LEDGER, **more: Any) -> dict[s
     """One engine of a small hybrid with random weights."""
     given = {"scenarios": ["eight", "chunked"], "options": RECURRENT, "states": True, **more}
     return engine(model, None, asked, random=True, **given)
+
+
+#: The prefix cache keeps states at the ends of blocks.
+KEPT: Final = RECURRENT | {
+    "enable_prefix_caching": True,
+    "prefix_cache_retention_interval": None,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 1024,
+}
+
+
+def aligned(model: str, asked: dict[str, Any] = LEDGER, **more: Any) -> dict[str, Any]:
+    """One engine of a small hybrid whose prefix cache keeps states."""
+    return recurrent(model, asked, **{"scenarios": ["ends"], "options": KEPT, **more})
 
 
 def shared(
@@ -231,6 +246,12 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     ),
     # Faults: nothing is scheduled ahead, so that it is known which step reads what.
     "planted": engine("llama", FA, LEDGER, options=STEADY, faults=names(gpu_planted.V2)),
+    "planted-few": engine(
+        *("llama", FA, LEDGER),
+        scenarios=["eight"],
+        options=STEADY,
+        faults=["lost_write", "anothers_table", "accepted_one_too_many"],
+    ),
     "planted-full": engine(
         *("llama", FA, LEDGER), options=STEADY | UNCOMPILED, faults=names(gpu_planted.V2)
     ),
@@ -328,6 +349,22 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         *("nemotron_h", POISON),
         options=RECURRENT | STEADY,
         faults=["flipped_state", "dead_state_read"],
+    ),
+    # States at the ends of blocks, which the prefix cache keeps.
+    "aligned-qwen35": aligned("qwen3_5"),
+    "aligned-qwen35-plain": aligned("qwen3_5", speculation=None),
+    "aligned-nemotron": aligned("nemotron_h", BYTES),
+    "aligned-v1-qwen35": aligned("qwen3_5", BYTES, environment=V1),
+    "aligned-v1-nemotron": aligned("nemotron_h", environment=V1),
+    "planted-aligned": aligned(
+        "qwen3_5", options=KEPT | STEADY, ends=True, faults=names(planted_ends.FAULTS)
+    ),
+    "planted-aligned-v1": aligned(
+        *("qwen3_5",),
+        options=KEPT | STEADY,
+        environment=V1,
+        ends=True,
+        faults=names(planted_ends.FAULTS),
     ),
     # Forwards that fail in an engine that goes on.
     "fails": engine("llama", FA, BYTES, scenarios=["eight"], options=STEADY, fails=True),

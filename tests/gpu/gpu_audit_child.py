@@ -18,6 +18,7 @@ import failing_engines
 import gpu_oracle
 import gpu_planted
 import long_life
+import planted_ends
 import planted_engines
 import scenarios
 import sleeping_engines
@@ -25,7 +26,6 @@ import torch
 from connected_jobs import transfer
 from first_configs import take_first_configs
 from gpu_models import write
-from planted_engines import work
 from planting import Rig
 from scenarios import Engine
 
@@ -199,7 +199,8 @@ def say(llm: Any, name: str) -> Any:
     """Run one scenario; returns its tokens."""
     llm.reset_prefix_cache()
     llm.collective_rpc("oracle_seed", args=(0,))
-    known = connector_scenarios.SCENARIOS | scenarios.SCENARIOS | {"aborted": aborted}
+    own = {"aborted": aborted, "ends": planted_ends.ends}
+    known = connector_scenarios.SCENARIOS | scenarios.SCENARIOS | own
     return known[name](Engine(llm))
 
 
@@ -290,7 +291,7 @@ def planted(llm: Any, job: dict[str, Any], report: dict[str, Any], keep: Any) ->
     llm.collective_rpc("audit_switch", args=(True,))
     if "audit_every" not in job["asked"]:
         llm.collective_rpc("audit_compare_all")
-    rig = Rig(llm)
+    rig, work = Rig(llm), planted_ends.work if job.get("ends") else planted_engines.work
     before = work(rig)
     report |= {"healthy": rig.found()[:5], "found": {}, "again": "it did not come to that"}
     faults = gpu_planted.by_name(v2=hasattr(rig.runner, "prepare_attn"))

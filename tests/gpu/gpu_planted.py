@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import planted_blocks
 import planted_dead
+import planted_ends
 import planted_rows
 import planted_states
 import planted_transfers
@@ -219,7 +220,7 @@ DRAFTERS = (flipped_drafters_row,)
 def by_name(*, v2: bool) -> dict[str, Any]:
     """Every fault by its name, as it is planted in a runner; few are planted in each in its way."""
     others = (*BYTES, *DRAFTERS, *planted_transfers.FAULTS, *planted_states.FAULTS)
-    others += (*planted_dead.FAULTS, *planted_dead.HARMLESS)
+    others += (*planted_dead.FAULTS, *planted_dead.HARMLESS, *planted_ends.FAULTS)
     found: dict[str, Any] = {}
     for fault in (*(V2 if v2 else V1), *others):
         if found.setdefault(fault.__name__, fault) is not fault:

@@ -9,20 +9,24 @@ from ....audit import Admission, RowGroup
 from ..internals.audited import Arrival, Changes
 
 
-def fresh_blocks(changes: Changes, groups: Mapping[str, RowGroup]) -> dict[str, list[int]]:
+def fresh_blocks(
+    changes: Changes, groups: Mapping[str, RowGroup], kept: Mapping[str, int] | None = None
+) -> dict[str, list[int]]:
     """Return the blocks that a step hands out, by name of their KV-cache group.
 
     Args:
         changes: what the step changes.
         groups: the watched groups with a row per token, by name.
+        kept: the tokens of a block in groups whose states the prefix cache keeps at their ends.
     """
+    sizes = {**(kept or {}), **{name: group.block_size for name, group in groups.items()}}
     fresh = {f"group.{number}": [*blocks] for number, blocks in enumerate(changes.grown)}
     for arrival in changes.arrivals:
         for number, blocks in enumerate(arrival.tables):
             name = f"group.{number}"
-            known, group = fresh.setdefault(name, []), groups.get(name)
-            if group is not None:  # those before are of a hit, or of the turn before
-                known += blocks[-(-arrival.computed // group.block_size) :]
+            known, size = fresh.setdefault(name, []), sizes.get(name)
+            if size is not None:  # those before are of a hit, or of the turn before
+                known += blocks[-(-arrival.computed // size) :]
             elif not arrival.computed:
                 known += blocks
     return fresh

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from ....audit import Key, Scrub, Window
 from ....layers import LayerRef
@@ -13,6 +17,7 @@ from ..internals import (
     audited,
     audited_states,
     audited_v2,
+    carried_states,
     config,
 )
 from ..internals import layers as attention_layers
@@ -21,6 +26,7 @@ from .device_watch import DeviceWatch
 from .expected import last_stage_only, no_bytes
 from .runner import AuditedRunner, on_all_ranks, say_active, say_without_bytes, shared_key
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
+from .watch import Watch
 
 log = get_logger()
 
@@ -68,6 +74,10 @@ def open_device_watch(
         return None
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch, facts)
+    watch.kept_states = audited_states.block_sizes(runner, states)
+    if watch.kept_states:
+        undo = carried_states.tell_copies(runner, states, partial(_carry, runner))
+        runner.kvtxn_undo.callback(undo)
     watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop, mixin)
     try:
         watch.warm_up()
@@ -79,6 +89,16 @@ def open_device_watch(
         log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
     say_active(watch, rank)
     return watch
+
+
+def _carry(runner: AuditedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Tell a runner's watch which states are copied."""
+
+    def tell(watch: Watch) -> None:
+        for group, (source, target) in copies.items():
+            watch.ledger.carry(group, source, target)
+
+    runner.kvtxn_tell(tell)
 
 
 def _new_watch(

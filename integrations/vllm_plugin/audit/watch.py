@@ -61,6 +61,7 @@ class Watch:
         ledger: the ledger.
         groups: the watched groups with a row per token.
         states: the watched groups of recurrent layers.
+        kept_states: the tokens of a block in groups whose states the prefix cache keeps.
         transfers: follows the rows of a KV connector; None without a connector.
         scrub: compares the bytes of rows and states; None if digests alone are compared.
         drafts_late: the drafter has rows of its own, which it writes after the sampling: the bytes
@@ -100,6 +101,7 @@ class Watch:
         self.ledger: Final = kind(
             every, max_requests=most + 1, max_length=room.length, key=key, device=device
         )
+        self.kept_states: Mapping[str, int] = {}
         self.transfers: TransferWatch | None = None
         self.scrub: Scrub | None = None
         self.drafts_late = False
@@ -156,7 +158,7 @@ class Watch:
             return
         # A connector may still store rows of a request that ended.
         gone = changes.gone if self.transfers is None else ()
-        fresh = fresh_blocks(changes, self.groups)
+        fresh = fresh_blocks(changes, self.groups, self.kept_states)
         self._come_and_go(gone, changes.arrivals, fresh)
         if self.transfers is not None:
             given = [(name, block) for name, blocks in fresh.items() for block in blocks]

@@ -184,9 +184,7 @@ def hook_copies(runner: Any, *, ends: bool) -> Callable[[], None]:
     Returns:
         A function that undoes it.
     """
-    context = (
-        runner.model_state._mamba_ctx if hasattr(runner, "model_state") else _v1_copies(runner)
-    )
+    context = context_of(runner)
     pasts = context.state_conv_widths > 0
     one = torch.ones_like(context.num_accepted_tokens_out)
     return mix_in(
@@ -199,6 +197,24 @@ def hook_copies(runner: Any, *, ends: bool) -> Callable[[], None]:
         kvtxn_order=torch.arange(len(one), dtype=torch.int32, device=one.device),
         kvtxn_ends=ends,
     )
+
+
+def context_of(runner: Any) -> Any:
+    """Return the context of copies of a runner whose caches exist."""
+    return runner.model_state._mamba_ctx if hasattr(runner, "model_state") else _v1_copies(runner)
+
+
+def tables_of_requests(runner: Any, groups: list[str]) -> list[Tensor]:
+    """Return the block tables whose lines the context of copies counts by.
+
+    Args:
+        runner: a runner whose caches exist.
+        groups: names of groups, such as ``"group.0"``.
+    """
+    numbers = [int(group.partition(".")[2]) for group in groups]
+    if hasattr(runner, "block_tables"):  # V2 has a line for each request that it knows
+        return [runner.block_tables.block_tables[number].gpu for number in numbers]
+    return [_v1_table(runner, number) for number in numbers]
 
 
 def _v1_copies(runner: Any) -> Any:

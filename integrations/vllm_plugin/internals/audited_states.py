@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ....audit import StateGroup, Window
 from ....layers import LayerRef
-from . import audited
+from . import aligned_states, audited, carried_states
 from .audited import Rows
 from .state_layers import kind_of
 
@@ -47,13 +47,16 @@ class States:
 def state_groups(runner: Any) -> dict[str, StateGroup]:
     """Return, by name, the KV-cache groups of recurrent layers that have one table per request.
 
-    There is none where vLLM keeps states at block boundaries for its prefix cache ("align"), nor
-    where kvtxn's windows hold the states: a request has then no column for a draft.
+    There is none where kvtxn's windows hold the states, since a request has then no column for a
+    draft; and of prefix caches that keep states only those of GPUs are watched, whose runner says
+    on the device which states it copies.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
     config = runner.kv_cache_config
-    if getattr(runner.cache_config, "mamba_cache_mode", "none") != "none":
+    mode = getattr(runner.cache_config, "mamba_cache_mode", "none")
+    watched = mode == "none" or (mode == "align" and copies_are_told(runner))
+    if not watched:
         return {}
     speculates = runner.speculative_config is not None
     return {
@@ -62,6 +65,22 @@ def state_groups(runner: Any) -> dict[str, StateGroup]:
         if isinstance(group.kv_cache_spec, MambaSpec)
         and (group.kv_cache_spec.num_speculative_blocks or not speculates)
     }
+
+
+def copies_are_told(runner: Any) -> bool:
+    """Tell whether a runner whose prefix cache keeps states can say which it copies."""
+    if torch.device(runner.device).type != "cuda" or carried_states.lacks_context(runner):
+        return False
+    return aligned_states.copies_differ() is None
+
+
+def block_sizes(runner: Any, groups: Iterable[str]) -> dict[str, int]:
+    """Return the tokens of a block by group, where the prefix cache keeps states at their ends."""
+    if not groups or not aligned_states.is_aligned(runner):
+        return {}
+    every = runner.kv_cache_config.kv_cache_groups
+    numbers = {name: int(name.partition(".")[2]) for name in groups}
+    return {name: int(every[n].kv_cache_spec.block_size) for name, n in numbers.items()}
 
 
 def state_refs(runner: Any, groups: Iterable[str]) -> list[LayerRef]:
@@ -175,6 +194,7 @@ def _read(
 ) -> States:
     """Read the states of a forward from its attention metadata, without waiting for a device."""
     slots, sources, told = {}, {}, None
+    aligned = getattr(runner.cache_config, "mamba_cache_mode", "none") == "align"
     for name in groups:
         layers = runner.kv_cache_config.kv_cache_groups[int(name.partition(".")[2])].layer_names
         metadata = metadata_of.get(layers[0]) if isinstance(metadata_of, Mapping) else None
@@ -185,7 +205,10 @@ def _read(
         source = columns.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
         sources[name] = torch.where(first > 0, source, -1)
         slots[name] = _kept(columns, accepted > 0, starts.long(), total)
+        _add_checkpoints(slots[name], metadata, starts.long())
         told = accepted - 1  # all groups share one count
+        if aligned:  # a state that was copied is in the first column, whatever was accepted
+            told = torch.where(told > 0, told, -1)
     return States(slots, sources, told)
 
 
@@ -199,6 +222,20 @@ def _kept(columns: Tensor, speculates: Tensor, starts: Tensor, total: int) -> Te
     kept = (block != _NULL_BLOCK) & (column < columns.shape[1])
     kept &= speculates[owner] | (within == lengths[owner] - 1)
     return torch.where(kept, block, -1)
+
+
+def _add_checkpoints(slots: Tensor, metadata: Any, starts: Tensor) -> None:
+    """Note the blocks that get states in the middle of prompts, for the prefix cache."""
+    found = getattr(metadata, "checkpoint_meta", None)
+    if found is None:
+        return
+    offsets, blocks = found.checkpoint_offsets.long(), found.state_indices.long()
+    first = int(metadata.num_decodes)  # prompts come after them
+    begin, end = starts[first : first + len(offsets)], starts[first + 1 : first + 1 + len(offsets)]
+    offsets, blocks = offsets[: len(end)], blocks[: len(end)]
+    there = (offsets > 0) & (blocks != _NULL_BLOCK)
+    row = torch.where(there, begin + offsets, end) - 1
+    slots.index_copy_(0, row, torch.where(there, blocks, slots[row]))
 
 
 def _columns(metadata: Any, count: int) -> tuple[Tensor, Tensor] | None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kvtxn.integrations.vllm_plugin.audit.new_in_step import fresh_blocks
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states
 
 
@@ -34,10 +35,13 @@ def metadata_of_two():
     )
 
 
-def device_reader():
+def device_reader(mode="none"):
     group = SimpleNamespace(layer_names=["layer"])
     config = SimpleNamespace(kv_cache_groups=[group])
-    runner = SimpleNamespace(kv_cache_config=config, max_num_reqs=4, max_num_tokens=16)
+    cache = SimpleNamespace(mamba_cache_mode=mode)
+    runner = SimpleNamespace(
+        kv_cache_config=config, cache_config=cache, max_num_reqs=4, max_num_tokens=16
+    )
     return audited_states.DeviceStateReader(runner, ["group.0"], torch.device("cpu"))
 
 
@@ -157,3 +161,43 @@ def test_what_pads_a_captured_graph_is_not_read(metadata, sources, slots):
     assert found.sources["group.0"].tolist() == sources
     assert found.slots["group.0"][:6].tolist() == slots
     assert found.told is None or len(found.told) == 2
+
+
+def test_states_in_the_middle_of_prompts_are_kept_for_the_prefix_cache():
+    """Mamba-2 writes them in the forward; the second prompt has none."""
+    metadata = SimpleNamespace(
+        num_decodes=1,
+        state_indices_tensor_d=torch.tensor([[3]]),
+        state_indices_tensor_p=torch.tensor([6, 8]),
+        num_accepted_tokens=None,
+        checkpoint_meta=SimpleNamespace(
+            checkpoint_offsets=torch.tensor([2, 0], dtype=torch.int32),
+            state_indices=torch.tensor([5, 0], dtype=torch.int32),
+        ),
+    )
+    rows = rows_of([0, 1, 5, 7], [9, 0, 1, 2, 3, 0, 1])
+    found = device_reader().read({"layer": metadata}, rows, 7)
+    assert found.slots["group.0"][:7].tolist() == [3, -1, 5, -1, 6, -1, 8]
+
+
+@pytest.mark.parametrize(("kept", "fresh"), [(None, [8]), ({"group.0": 4}, [8, 6, 7])])
+def test_blocks_of_states_behind_a_hit_are_handed_out(kept, fresh):
+    """Without a prefix cache of states nobody hits one, and a session goes on in its block."""
+    arrival = audited.Arrival("a", [1] * 9, [], {}, 8, [[0, 5, 6, 7]])
+    changes = audited.Changes((), [arrival], [[8]], ())
+    assert fresh_blocks(changes, {}, kept) == {"group.0": fresh}
+
+
+@pytest.mark.parametrize(
+    ("accepted", "mode", "told"), [([2], "none", [1]), ([2], "align", [1]), ([1], "none", [0]),
+                                   ([1], "align", [-1])],
+)  # fmt: skip
+def test_counts_that_a_copy_may_have_reset_are_not_compared(accepted, mode, told):
+    metadata = SimpleNamespace(
+        spec_sequence_masks=torch.tensor([True]),
+        spec_state_indices_tensor=torch.tensor([[7, 8, 9]]),
+        num_accepted_tokens=torch.tensor(accepted),
+        non_spec_state_indices_tensor=None,
+    )
+    reader = device_reader(mode)
+    assert reader.read({"layer": metadata}, rows_of([0, 3], [4, 5, 6]), 3).told.tolist() == told

@@ -1,0 +1,150 @@
+"""The copies of states that vLLM makes between blocks where its prefix cache keeps states.
+
+Before a step that may reach another block, vLLM copies a request's state there; after a step whose
+accepted drafts crossed a block's end, it copies the state at this end into the block. Here the
+blocks of both copies are read from what vLLM gives to its kernels, without waiting for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attach import mix_in
+from .aligned_states import context_of, is_aligned, tables_of_requests
+
+#: Tells of copies: by group, int ``[num_requests]`` twice, the blocks copied from and those copied
+#: to; -1 where nothing is copied.
+Carry = Callable[[Mapping[str, tuple[Tensor, Tensor]]], None]
+
+
+class ToldCopies:
+    """A mixin of vLLM's context of copies: tells of each before it is made.
+
+    Attributes:
+        kvtxn_tables: by group, int32 ``[requests, columns]``, the blocks; a line for each request
+            that vLLM's kernels count by.
+        kvtxn_carry: is told.
+        kvtxn_size: tokens of a block.
+    """
+
+    kvtxn_tables: Mapping[str, Tensor]
+    kvtxn_carry: Carry
+    kvtxn_size: int
+
+    def run_fused_precopy(
+        self,
+        num_reqs: int,
+        state_idx_gpu: Tensor,
+        src_col_gpu: Tensor,
+        token_bias_gpu: Tensor,
+        idx_mapping: Tensor | None,
+    ) -> None:
+        """Tell of states that go to the blocks of their steps, then copy them."""
+        place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
+        source, target = src_col_gpu[place].long(), state_idx_gpu[place].long()
+        copied = live & (source >= 0) & (source != target)
+        self._kvtxn_tell(place, copied, source + token_bias_gpu[place], target)
+        given = num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu, idx_mapping
+        super().run_fused_precopy(*given)  # type: ignore[misc]
+
+    def run_fused_postprocess_align(
+        self,
+        num_reqs: int,
+        num_accepted_tokens_gpu: Tensor,
+        state_idx_gpu: Tensor,
+        new_num_computed_tokens_gpu: Tensor,
+        idx_mapping: Tensor,
+    ) -> None:
+        """Tell of states at the ends of blocks, then copy them."""
+        place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
+        after = new_num_computed_tokens_gpu[place].long()
+        running = after - num_accepted_tokens_gpu[place] + 1
+        self._kvtxn_tell_ends(place, live, state_idx_gpu[place].long(), running, after)
+        given = num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping
+        super().run_fused_postprocess_align(num_reqs, *given)  # type: ignore[misc]
+
+    def run_fused_postprocess(
+        self,
+        num_reqs: int,
+        num_accepted_tokens_gpu: Tensor,
+        mamba_state_idx_gpu: Tensor,
+        num_scheduled_tokens_gpu: Tensor,
+        num_computed_tokens_gpu: Tensor,
+        num_draft_tokens_gpu: Tensor,
+    ) -> None:
+        """Do the same in the V1 runner, which counts the tokens after the step in the kernel."""
+        place, live = _places(None, num_reqs, mamba_state_idx_gpu)
+        counts = num_scheduled_tokens_gpu, num_computed_tokens_gpu, num_draft_tokens_gpu
+        scheduled, computed, drafts = (count[place].long() for count in counts)
+        running = computed + scheduled - drafts
+        after = running + num_accepted_tokens_gpu[place] - 1
+        self._kvtxn_tell_ends(place, live, mamba_state_idx_gpu[place].long(), running, after)
+        given = num_accepted_tokens_gpu, mamba_state_idx_gpu, *counts
+        super().run_fused_postprocess(num_reqs, *given)  # type: ignore[misc]
+
+    def _kvtxn_tell_ends(
+        self, place: Tensor, live: Tensor, column: Tensor, running: Tensor, after: Tensor
+    ) -> None:
+        """Tell of states at the ends of blocks.
+
+        Args:
+            place: the lines of the requests.
+            live: the requests that are none of padding.
+            column: the column of the state after each request's first row of the step that counts.
+            running: the tokens that this state has taken in.
+            after: the tokens that the request's last state has taken in.
+        """
+        full = after // self.kvtxn_size
+        further = full * self.kvtxn_size - running
+        target = full - 1
+        copied = live & (further >= 0) & ((column != target) | (further != 0))
+        self._kvtxn_tell(place, copied, column + further, target)
+
+    def _kvtxn_tell(self, place: Tensor, copied: Tensor, source: Tensor, target: Tensor) -> None:
+        """Tell of copies from column to column of each group's table."""
+        told = {}
+        for name, table in self.kvtxn_tables.items():
+            lines, last = table[place].long(), table.shape[1] - 1
+            blocks = (
+                lines.gather(1, column.clamp(0, last)[:, None])[:, 0] for column in (source, target)
+            )
+            one, other = (torch.where(copied, block, -1) for block in blocks)
+            told[name] = one, other
+        self.kvtxn_carry(told)
+
+
+def _places(mapping: Tensor | None, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lines of a batch's requests, int64 ``[num_requests]``, and which have one."""
+    if mapping is None:
+        every = torch.arange(count, device=like.device)
+        return every, every >= 0
+    return mapping[:count].long().clamp(min=0), mapping[:count] >= 0
+
+
+def lacks_context(runner: Any) -> bool:
+    """Tell whether a runner copies states without the context: V1 does where nothing is drafted."""
+    return not hasattr(runner, "model_state") and runner.speculative_config is None
+
+
+def tell_copies(runner: Any, groups: Iterable[str], carry: Carry) -> Callable[[], None]:
+    """Let a runner's context tell of the copies that it makes.
+
+    Args:
+        runner: a runner whose prefix cache keeps states, and whose caches exist.
+        groups: names of the groups to tell of.
+        carry: is told.
+
+    Returns:
+        A function that undoes it.
+    """
+    assert is_aligned(runner)
+    names = [*groups]
+    tables = dict(zip(names, tables_of_requests(runner, names), strict=True))
+    context = context_of(runner)
+    size = int(context.block_size)
+    own: dict[str, Any] = {"kvtxn_tables": tables, "kvtxn_carry": carry, "kvtxn_size": size}
+    return mix_in(context, ToldCopies, **own)

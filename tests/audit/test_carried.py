@@ -1,0 +1,80 @@
+"""``Ledger.carry``: states that an engine copies, where the device alone knows which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtxn import ConfigError, LayerRef
+from kvtxn.audit import Ledger, RowGroup, Scrub, StateGroup, Step
+
+GROUPS = (RowGroup("a", 4, 8, pool="p"), StateGroup("s", 8, pool="p"))
+
+
+def step_of(ledger, name, first, source, target):
+    return Step(
+        lines=torch.tensor([ledger.line(name)]),
+        starts=torch.tensor([0, 1]),
+        first=torch.tensor([first]),
+        tokens=torch.tensor([[5, 6, 7][first]]),
+        slots={"s": torch.tensor([target])},
+        sources={"s": torch.tensor([source])},
+    )
+
+
+def begun(backend="auto"):
+    """Request "r" has left the state after its first token in block 3."""
+    ledger = Ledger(GROUPS, max_requests=4, max_length=30, backend=backend)
+    for name, tokens in (("r", [5, 6, 7]), ("t", [5, 6, 7]), ("u", [4, 6, 7])):
+        ledger.admit(name, tokens)
+    ledger.write(step_of(ledger, "r", 0, -1, 3))
+    return ledger
+
+
+def ints(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize(("name", "wrong"), [("r", []), ("t", []), ("u", ["foreign"])])
+def test_a_copy_is_the_state_that_it_was(backend, name, wrong):
+    """Of whoever has the same tokens; what is not copied stays, wherever else it points to."""
+    ledger = begun(backend)
+    before = ledger.books.words.clone()
+    ledger.carry("s", ints(-1, 3, 2, 9, 6), ints(0, 5, -1, 6, 6))
+    changed = (ledger.books.words != before).nonzero().flatten().tolist()
+    assert changed == [5 * 4]
+    ledger.write(step_of(ledger, name, 1, 5, 5))
+    assert [v.found for v in ledger.violations()] == wrong
+
+
+def test_a_state_that_nobody_wrote_is_unwritten_where_it_is_copied_to():
+    ledger = begun()
+    ledger.carry("s", ints(4), ints(3))
+    ledger.write(step_of(ledger, "r", 1, 3, 3))
+    assert [v.found for v in ledger.violations()] == ["unwritten"]
+
+
+def test_the_checksum_of_what_was_there_is_gone():
+    ledger = begun()
+    scrub = Scrub(ledger, [LayerRef.recurrent("layer", torch.ones(8, 3), group="s")], every=1)
+    for block in (3, 5):
+        step = step_of(ledger, "r", 0, -1, block)
+        ledger.write(step)
+        scrub.seal(step)
+    ledger.carry("s", ints(3), ints(5))
+    assert scrub.books.seals[[12, 20]].ne(0).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("a", ints(1), ints(2)), "has rows"),
+        (("b", ints(1), ints(2)), "carry"),
+        (("s", ints(1), ints(2, 3)), "do not fit"),
+        (("s", torch.tensor([1.0]), ints(2)), "source"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given, says):
+    with pytest.raises(ConfigError, match=says):
+        begun().carry(*given)

@@ -1,0 +1,255 @@
+"""The audit follows states that vLLM's prefix cache keeps at the ends of blocks, over whole lives.
+
+vLLM's own code decides what is copied and copies it; its kernels run through Triton's interpreter.
+What stands for a state is the sum of the tokens that it has taken in, so that each copy is seen.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import held_rig as held
+import pytest
+import torch
+from engine_jobs import missing
+from kernels_here import importing_kernels
+from test_aligned_states import COLUMNS, TOKENS, Engine, EngineV1
+from torch import Tensor
+
+with importing_kernels():
+    from kvtxn.integrations.vllm_plugin.internals import aligned_states, carried_states
+
+from kvtxn.audit import Ledger, StateGroup, Step
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+GROUP = "group.0"
+WIDE = held.DRAFTS + 1
+#: The block of nobody's, those of the requests, and one of a request that begins with a state.
+BLOCKS = 2 + held.REQUESTS * (COLUMNS + WIDE)
+OWN = BLOCKS - 1
+
+
+@attrs.define(eq=False)
+class Side:
+    """What the engines of ``test_aligned_states`` want: a layer's caches, and the step's table."""
+
+    layer: Any
+    table: Tensor
+
+
+class Life:
+    """Requests whose states vLLM moves, and a ledger that is told.
+
+    Args:
+        engine: vLLM's V2 or V1 runner, as far as it moves states.
+    """
+
+    compares = True
+
+    def __init__(self, engine: type[Engine]) -> None:
+        count = held.REQUESTS
+        past = torch.zeros(BLOCKS, 3 + held.DRAFTS, 2)
+        self.state = torch.zeros(BLOCKS, 2, dtype=torch.float64)
+        tables = 1 + torch.arange(BLOCKS - 2).view(count, -1).int()
+        side = Side(SimpleNamespace(kv_cache=[past, self.state]), tables[:, :WIDE])
+        self.engine = engine(side, held.DRAFTS, tables)
+        self.tables = tables
+        self.ledger = Ledger([StateGroup(GROUP, BLOCKS)], max_requests=count, max_length=200)
+        self.runner = SimpleNamespace(
+            vllm_config=SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="align")),
+            cache_config=SimpleNamespace(mamba_cache_mode="align"),
+            compilation_config=SimpleNamespace(static_forward_context={"it": side.layer}),
+            max_num_reqs=count,
+        )
+        self.engine.under(self.runner)
+        if engine is Engine:
+            self.runner.block_tables = SimpleNamespace(block_tables=[SimpleNamespace(gpu=tables)])
+        self.told: list[Any] = []
+        self.undo = carried_states.tell_copies(self.runner, [GROUP], self.carry)
+        self.texts = [[100 * request + 1] for request in range(count)]
+        self.computed = torch.zeros(count, dtype=torch.int32)
+        for request, text in enumerate(self.texts):
+            self.ledger.admit(str(request), text)
+        self.draw = random.Random(5)
+
+    def carry(self, copies: Any) -> None:
+        ((name, pair),) = copies.items()
+        self.told.append([each.tolist() for each in pair])
+        self.ledger.carry(name, *pair)
+
+    def step(self, drafts: list[int], kept: list[int]) -> None:
+        """Every request has its last token, and drafts of which so many are kept."""
+        lengths = [1 + number for number in drafts]
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        self.engine.prepare(self.computed, starts, held.DRAFTS)
+        table, accepted = self.engine.side.table.long(), self.engine.accepted
+        tokens, slots, sources, told = [], [], [], []
+        for request, length in enumerate(lengths):
+            text, first = self.texts[request], int(self.computed[request])
+            new = [text[-1], *(self.draw.randrange(1, 90) for _ in range(length - 1))]
+            source = int(table[request, int(accepted[request]) - 1])
+            if first and self.compares:  # the bytes: the state is what vLLM says that it is
+                assert self.state[source, 0] == sum(text[:first]), (request, first)
+            for row in range(length):
+                block = int(table[request, row])
+                self.state[block] = sum(text[:first]) + sum(new[: row + 1])
+                slots.append(block)
+            tokens += new
+            sources.append(source if first else -1)
+            told.append(int(accepted[request]) - 1)
+        number = torch.tensor(told)
+        step = Step(
+            lines=torch.tensor([self.ledger.line(str(r)) for r in range(len(lengths))]),
+            starts=starts,
+            first=self.computed.long(),
+            tokens=torch.tensor(tokens),
+            drafts=torch.tensor(drafts),
+            slots={GROUP: torch.tensor(slots)},
+            sources={GROUP: torch.tensor(sources)},
+            told=torch.where(number > 0, number, -1),
+        )
+        self.ledger.write(step)
+        self.ledger.check(step)
+        counts = torch.tensor([1 + number for number in kept])
+        ids = torch.full((len(lengths), WIDE), -1)
+        for request, number in enumerate(kept):
+            begin = int(starts[request]) + 1
+            text = [*tokens[begin : begin + number], self.draw.randrange(1, 90)]
+            self.texts[request] += text
+            ids[request, : len(text)] = torch.tensor(text)
+        self.ledger.resolve(counts, ids, besides=1)
+        self.computed = self.computed + counts.int()
+        self.engine.finish(counts.int(), self.computed)
+
+    def live(self, steps: int) -> None:
+        for _ in range(steps):
+            drafts = [self.draw.choice([0, held.DRAFTS, held.DRAFTS]) for _ in self.texts]
+            self.step(drafts, [self.draw.randint(0, number) for number in drafts])
+
+    def found(self) -> list[tuple[str, str, int, str]]:
+        return [(v.kind, v.request, v.position, v.found) for v in self.ledger.violations()]
+
+
+@pytest.fixture(params=[Engine, EngineV1], ids=["v2", "v1"])
+def life(request):
+    made = Life(request.param)
+    made.engine.column.fill_(-1)
+    if request.param is EngineV1:
+        made.engine.columns.clear()
+    return made
+
+
+def test_a_healthy_life(life):
+    """Drafts cross the ends of blocks, stop at them, and fall short of them."""
+    life.live(24)
+    assert life.found() == []
+    assert int(life.computed.min()) > 3 * TOKENS
+    assert sum(max(source) > 0 for source, _ in life.told) > 20
+    life.undo()
+    assert not hasattr(life.engine.context, "kvtxn_carry")
+
+
+def ends(life, request):
+    """Yield the tokens up to each end of a request's blocks that its steps have left behind."""
+    yield from range(TOKENS, int(life.computed[request]) - WIDE + 1, TOKENS)
+
+
+def hit(life, request, tokens, end):
+    """A request with these tokens begins with the state at an end; returns what is found."""
+    before = len(life.found())
+    block = int(life.tables[request, end // TOKENS - 1])
+    life.ledger.release("0")
+    life.ledger.admit("0", tokens[: end + 1])
+    life.ledger.carry(GROUP, torch.tensor([block]), torch.tensor([OWN]))
+    life.ledger.write(one_more(life.ledger, end, tokens))
+    return life.found()[before:]
+
+
+def test_states_at_the_ends_are_right_for_whoever_begins_with_the_same_tokens(life):
+    """And for nobody else."""
+    life.live(24)
+    read = 0
+    for request in range(1, held.REQUESTS):
+        text = life.texts[request]
+        for end in ends(life, request):
+            block = int(life.tables[request, end // TOKENS - 1])
+            assert life.state[block, 0] == sum(text[:end])
+            assert hit(life, request, text, end) == []
+            assert hit(life, request, [7, *text[1:]], end) == [("state", "0", end - 1, "foreign")]
+            read += 1
+    assert read > 8
+
+
+def tampered(life, monkeypatch, name, change):
+    """Let vLLM's runner give other arguments to a copy; ``change`` gets them by name."""
+    context = life.engine.context
+    real, names = getattr(context, name), aligned_states.METHODS[name]
+
+    def call(*args, **named):
+        given = {**dict(zip(names, args, strict=False)), **named}
+        return real(**{**given, **change(given)})
+
+    monkeypatch.setattr(context, name, call, raising=False)
+
+
+def test_a_state_of_a_wrong_column_that_is_copied_is_found(life, monkeypatch):
+    """That of the column before the last accepted draft's: the next step continues it."""
+    struck: list[str] = []
+
+    def change(given):
+        source, target = given["src_col_gpu"], given["state_idx_gpu"]
+        bias = given["token_bias_gpu"].clone()
+        for request in range(held.REQUESTS):
+            moves = int(source[request]) >= 0 and int(source[request]) != int(target[request])
+            if not struck and moves and int(bias[request]) > 0:
+                bias[request] -= 1
+                struck.append(str(request))
+        return {"token_bias_gpu": bias}
+
+    tampered(life, monkeypatch, "run_fused_precopy", change)
+    life.compares = False
+    life.live(24)
+    (kind, request, _, found), *_ = life.found()
+    assert (kind, [request], found) == ("state", struck, "foreign")
+
+
+def test_a_wrong_block_that_is_copied_to_an_end_is_found_by_whoever_reads_it(life, monkeypatch):
+    name = "run_fused_postprocess" + ("" if isinstance(life.engine, EngineV1) else "_align")
+    column = [each for each in aligned_states.METHODS[name] if "state_idx" in each]
+
+    def change(given):
+        return {each: (given[each] - 1).clamp(min=0) for each in column}
+
+    life.live(12)
+    before = life.computed.clone()
+    tampered(life, monkeypatch, name, change)
+    life.compares = False
+    life.live(8)
+    wrong = {request: [] for request in range(1, held.REQUESTS)}
+    for request, ends_found in wrong.items():
+        for end in ends(life, request):
+            block = int(life.tables[request, end // TOKENS - 1])
+            right = life.state[block, 0] == sum(life.texts[request][:end])
+            found = hit(life, request, life.texts[request], end)
+            assert bool(found) != right
+            if found:
+                assert found == [("state", "0", end - 1, "foreign")]
+                assert end > int(before[request]) - TOKENS
+                ends_found.append(end)
+    assert any(wrong.values())
+
+
+def one_more(ledger: Ledger, first: int, tokens: list[int]) -> Step:
+    """A step of one row that continues a state."""
+    return Step(
+        lines=torch.tensor([ledger.line("0")]),
+        starts=torch.tensor([0, 1]),
+        first=torch.tensor([first]),
+        tokens=torch.tensor([tokens[first]]),
+        slots={GROUP: torch.tensor([OWN])},
+        sources={GROUP: torch.tensor([OWN])},
+    )
