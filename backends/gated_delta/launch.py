@@ -20,7 +20,11 @@ from .verify_kernel import verify_rows
 #: The most rows of a request: keys and queries of all of them are one operand of tensor cores.
 MOST_ROWS: Final = 16
 
-_TYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_TYPES: Final = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
 @attrs.frozen
@@ -48,12 +52,19 @@ _MANY_BYTES: Final = 32 << 20
 
 #: By dtype of the states: the fastest ones for Qwen3.5's layer at 1 to 16 requests, at 16 (float32)
 #: or 32 (bfloat16) and more, and in commits; on an H200, with 4 and with 7 drafts.
-_VERIFY_FEW: Final = {torch.float32: Tile(16), torch.bfloat16: Tile(32)}
+#: float16 was not timed, and takes those of bfloat16.
+_VERIFY_FEW: Final = {
+    torch.float32: Tile(16),
+    **dict.fromkeys((torch.bfloat16, torch.float16), Tile(32)),
+}
 _VERIFY_MANY: Final = {
     torch.float32: Tile(16, tiles=8, stages=3),
-    torch.bfloat16: Tile(16, tiles=8, stages=3, registers=128),
+    **dict.fromkeys((torch.bfloat16, torch.float16), Tile(16, tiles=8, stages=3, registers=128)),
 }
-_ADVANCE: Final = {torch.float32: Tile(8, tiles=2), torch.bfloat16: Tile(16, warps=2)}
+_ADVANCE: Final = {
+    torch.float32: Tile(8, tiles=2),
+    **dict.fromkeys((torch.bfloat16, torch.float16), Tile(16, warps=2)),
+}
 
 
 def verify_tile_for(state: Tensor, requests: int) -> Tile:
@@ -98,18 +109,18 @@ def launch_verify(
     Raises:
         LayerError: a request may have more than ``MOST_ROWS`` rows.
     """
-    longest = _longest("verify_gated_delta", longest, out.shape[0])
+    longest = longest_of("verify_gated_delta", longest, out.shape[0])
     query, key = given[:2]
     _, heads, value_size, key_size = state.shape
     tile = tile or verify_tile_for(state, sources.shape[0])
     run = 16 // state.dtype.itemsize
-    width = max(4 * run, _power(key_size))
+    width = max(4 * run, power_of_two(key_size))
     runs = (
         *(state.data_ptr() % 16 == 0, state.stride(0) % run == 0, key_size % run == 0),
         *(part.data_ptr() % (run * part.dtype.itemsize) == 0 for part in (query, key)),
         *(part.stride(0) % run == 0 for part in (query, key)),
     )
-    values = min(tile.values, max(16, _power(value_size)))
+    values = min(tile.values, max(16, power_of_two(value_size)))
     tiles = min(tile.tiles, triton.cdiv(value_size, values))
     grid = triton.cdiv(value_size, values * tiles) * heads, sources.shape[0]
     verify_rows[grid](
@@ -131,7 +142,7 @@ def launch_verify(
         KEYS=width,
         VALUES=values,
         LONGEST=longest,
-        COLUMNS=max(4, _power(longest)),
+        COLUMNS=max(4, power_of_two(longest)),
         RUN=run,
         ALIGNED=all(runs),
         NORMALISE=normalise,
@@ -200,12 +211,12 @@ def advance_call(
     Raises:
         LayerError: a request may have more than ``MOST_ROWS`` rows.
     """
-    longest = _longest("advance_gated_delta", longest, layers.rows[0].num_rows)
+    longest = longest_of("advance_gated_delta", longest, layers.rows[0].num_rows)
     state = layers.states[0]
     _, heads, value_size, key_size = state.shape
     tile = tile or _ADVANCE[state.dtype]
     run = 16 // state.dtype.itemsize
-    values = min(tile.values, _power(value_size))
+    values = min(tile.values, power_of_two(value_size))
     tiles = min(tile.tiles, triton.cdiv(value_size, values))
     programs = triton.cdiv(value_size, values * tiles) * heads
     arguments = {
@@ -223,7 +234,7 @@ def advance_call(
         "HEADS": heads,
         "KEY_SIZE": key_size,
         "VALUE_SIZE": value_size,
-        "KEYS": _power(key_size),
+        "KEYS": power_of_two(key_size),
         "VALUES": values,
         "LONGEST": longest,
         "RUN": 1 if key_size % run else run,
@@ -235,7 +246,12 @@ def advance_call(
     return KernelCall(advance_rows, grid, arguments, tile.warps, {"maxnreg": tile.registers})
 
 
-def _longest(operation: str, given: int | None, rows: int) -> int:
+def longest_of(operation: str, given: int | None, rows: int) -> int:
+    """Return the most rows of a request: those given, or all for which there is room.
+
+    Raises:
+        LayerError: they are more than ``MOST_ROWS``.
+    """
     longest = max(1, rows) if given is None else given
     if longest > MOST_ROWS:
         raise LayerError(
@@ -248,5 +264,6 @@ def _longest(operation: str, given: int | None, rows: int) -> int:
     return longest
 
 
-def _power(size: int) -> int:
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is not below ``size``."""
     return 1 << (size - 1).bit_length()

@@ -14,7 +14,7 @@ from ...host_values import to_device
 from .rows import DeltaRows
 
 #: dtypes that states may have.
-STATES: Final = (torch.float32, torch.bfloat16)
+STATES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Columns of the table, one line per layer; addresses, and a stride in elements.
 COLUMNS: Final = ("state", "slot_stride", "key", "corrected", "decay", "group")
@@ -25,7 +25,7 @@ class DeltaLayers:
     """The layers whose states one commit advances; all of them have the same sizes and dtype.
 
     Attributes:
-        states: ``[slots, heads, value_size, key_size]`` each, float32 or bfloat16; one slot is
+        states: ``[slots, heads, value_size, key_size]`` each, of a dtype of ``STATES``; one slot is
             contiguous, the distance between slots is any.
         rows: the staged rows of each layer.
         groups: the line of ``sources`` that each layer has.
@@ -87,8 +87,8 @@ def check_state(operation: str, state: Tensor, rows: DeltaRows) -> None:
         raise LayerError(
             operation,
             "a state does not fit",
-            expected="[slots, heads, value_size, key_size], float32 or bfloat16, each slot dense"
-            " and on 16 bytes",
+            expected="[slots, heads, value_size, key_size], float32, bfloat16 or float16, each"
+            " slot dense and on 16 bytes",
             got=f"{state.dtype} {list(state.shape)} with strides {list(state.stride())}",
         )
     heads, value_size, key_size = sizes

@@ -43,7 +43,7 @@ def verify_gated_delta(
         b: like ``a``; a row is written with the strength ``sigmoid(b)``.
         A_log: ``[heads]``.
         dt_bias: ``[heads]``.
-        state: ``[slots, heads, value_size, key_size]``, float32 or bfloat16; one slot is
+        state: ``[slots, heads, value_size, key_size]``, of a dtype of ``STATES``; one slot is
             contiguous, the distance between slots is any.
         sources: int32 ``[num_requests]``, any stride: the slot of each request; 0 or less is none.
         starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.

@@ -46,7 +46,7 @@ def assert_near(found, expected, error):
     assert off <= error * largest
 
 
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "sizes", [(32, 16, 5), (64, 32, 64), (48, 20, 8), (48, 20, 5), (24, 40, 8)], ids=str

@@ -308,8 +308,8 @@ def test_both_forms_in_one_engine(make, monkeypatch):
 def test_a_state_that_the_kernels_do_not_take_stops_the_start(monkeypatch):
     rig = Rig(GATED_DELTA, torch.float32, monkeypatch)
     layer = rig.sides[1].layer
-    layer.kv_cache = (layer.kv_cache[0], layer.kv_cache[1].to(torch.float16))
-    with pytest.raises(LayerError, match="float32 or bfloat16"):
+    layer.kv_cache = (layer.kv_cache[0], layer.kv_cache[1].to(torch.float64))
+    with pytest.raises(LayerError, match="bfloat16 or float16"):
         rig.states.warm_up()
 
 

@@ -1,0 +1,99 @@
+"""Launches of the kernel: its constants, and the sizes of its tiles."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+from torch import Tensor
+
+from ..gated_delta.launch import Tile, longest_of, power_of_two
+from ..gated_delta.rows import DeltaRows
+from .verify_kernel import verify_rows
+
+#: From so many bytes of states in a launch on, programs take several tiles each and load ahead:
+#: enough programs are left for every multiprocessor of an H100 or H200.
+_MANY_BYTES: Final = 32 << 20
+
+#: Whatever the dtype of the states: with 32 rows of bfloat16, x would move between threads.
+_FEW: Final = Tile(16)
+_MANY: Final = Tile(16, tiles=8, stages=3)
+
+
+def verify_tile_for(state: Tensor, requests: int) -> Tile:
+    """Choose the kernel's tile, by what the host knows of a launch.
+
+    Args:
+        state: ``[slots, heads, head_size, state_size]``.
+        requests: their number; in a captured graph, those for which there is room.
+    """
+    size = state[0].numel() * state.element_size()
+    return _MANY if requests * size >= _MANY_BYTES else _FEW
+
+
+def launch_verify(
+    given: tuple[Tensor, ...],
+    state: Tensor,
+    sources: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    kept: DeltaRows,
+    *,
+    longest: int | None,
+    tile: Tile | None = None,
+) -> None:
+    """Launch ``verify_rows``.
+
+    Args:
+        given: x, dt, B, C, A, D and dt_bias.
+        state: as for ``step.verify_mamba2``, like all that follow.
+        sources: the slots.
+        starts: the first rows.
+        out: room for the outputs.
+        kept: room for the staged rows.
+        longest: the most rows of a request; None is all rows of ``out``.
+        tile: None takes that of ``verify_tile_for``.
+
+    Raises:
+        LayerError: a request may have too many rows.
+    """
+    longest = longest_of("verify_mamba2", longest, out.shape[0])
+    _, _, b, c = given[:4]
+    _, heads, head_size, state_size = state.shape
+    groups = b.shape[1]
+    tile = tile or verify_tile_for(state, sources.shape[0])
+    run = 16 // state.dtype.itemsize
+    runs = (
+        *(state.data_ptr() % 16 == 0, state.stride(0) % run == 0, state_size % run == 0),
+        *(part.data_ptr() % (run * part.dtype.itemsize) == 0 for part in (b, c)),
+        *(part.stride(0) % run == 0 for part in (b, c)),
+    )
+    values = min(tile.values, max(16, power_of_two(head_size)))
+    of_group = triton.cdiv(head_size, values) * (heads // groups)
+    tiles = max(count for count in range(1, tile.tiles + 1) if of_group % count == 0)
+    verify_rows[of_group // tiles * groups, sources.shape[0]](
+        *given,
+        state,
+        sources,
+        starts,
+        out,
+        *(kept.key, kept.corrected, kept.decay),
+        *(part.stride(0) for part in given[:4]),
+        state.stride(0),
+        out.stride(0),
+        sources.stride(0),
+        GROUPS=groups,
+        HEADS=heads,
+        STATE_SIZE=state_size,
+        HEAD_SIZE=head_size,
+        KEYS=max(4 * run, power_of_two(state_size)),
+        VALUES=values,
+        LONGEST=longest,
+        COLUMNS=max(8, power_of_two(longest)),
+        RUN=run,
+        ALIGNED=all(runs),
+        TILES=tiles,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+    )

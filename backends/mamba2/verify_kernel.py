@@ -1,0 +1,289 @@
+"""The kernel that verifies rows of Mamba-2 layers and writes no state.
+
+Memory contract of ``verify_rows``:
+
+- A program has ``TILES`` tiles of ``VALUES`` rows each of one request's state, in the heads of one
+  group. It reads them once, and writes the outputs and the staged values of these rows alone. The
+  programs of a head's first rows write the decays, the ones of a group's first rows the keys. So no
+  two programs write one byte.
+- A request that has no rows is skipped: nothing is read or written. The outputs of a request whose
+  slot is 0 or less are zeros, and nothing else is written for it.
+- The caller guarantees that slots are inside the cache, and starts inside the rows.
+
+How it computes. A row's update of the state, ``state * decay + (x * dt) (x) B``, is an update of
+the product ``P = state @ C`` as well, ``P * decay + (x * dt) (x) (B @ C)``, where the columns of
+``C`` are those of all rows of the window. So the state is read once and multiplied once, on tensor
+cores: float32 numbers as sums of three bfloat16 numbers, which is exact, with products that are
+exact and float32 sums. All heads of a group share ``C`` and ``B @ C``.
+
+Where it computes: see ``gated_delta.tiles``. Nothing of a state moves between threads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..gated_delta.tiles import product, runs, state_of
+
+
+@triton.jit
+def _appended(items: tl.tuple, item: tl.tensor) -> tl.tuple:
+    """Return a tuple with one more item; compilers know no lists."""
+    return items + (item,)  # noqa: RUF005 - nor unpacking
+
+
+@triton.jit
+def lines_of(
+    given: tl.tensor,
+    stride: tl.int32,
+    first: tl.tensor,
+    most: tl.tensor,
+    ROWS: tl.constexpr,
+    STATE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    RUN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+) -> tl.tensor:
+    """Load the first ``most`` rows of B or of C in one group, as ``runs`` loads them."""
+    turns = tl.arange(0, ROWS * KEYS // (4 * RUN)) % ROWS
+    rows = given + (first.to(tl.int64) + turns) * stride
+    return runs(rows, turns < most, ROWS, STATE_SIZE, KEYS, RUN, ALIGNED, False)
+
+
+@triton.jit
+def verify_tile(
+    now: tl.tensor,
+    reads: tl.tensor,
+    among: tl.tuple,
+    head: tl.tensor,
+    values: tl.tensor,
+    first: tl.tensor,
+    most: tl.tensor,
+    x: tl.tensor,
+    dt: tl.tensor,
+    A: tl.tensor,
+    D: tl.tensor,
+    dt_bias: tl.tensor,
+    out: tl.tensor,
+    kept_value: tl.tensor,
+    kept_decay: tl.tensor,
+    x_stride: tl.int32,
+    dt_stride: tl.int32,
+    out_stride: tl.int32,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    LONGEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RUN: tl.constexpr,
+) -> None:
+    """Compute and store the outputs of one tile; stage its values, and decays if it is a first one.
+
+    Args:
+        now: the tile, as ``state_of`` loads it.
+        reads: C of all rows, as ``lines_of`` loads it.
+        among: for each row, its B times each row's C, ``[COLUMNS]``.
+        head: the tile's head.
+        values: ``[VALUES]``, the tile's rows of that head.
+        first: the request's first row.
+        most: the rows that it has, and that are computed.
+        x: as for ``verify_rows``, like all that follow.
+        dt: likewise.
+        A: likewise.
+        D: likewise.
+        dt_bias: likewise.
+        out: likewise.
+        kept_value: likewise.
+        kept_decay: likewise.
+        x_stride: likewise.
+        dt_stride: likewise.
+        out_stride: likewise.
+        HEADS: likewise.
+        HEAD_SIZE: likewise.
+        KEYS: likewise.
+        VALUES: likewise.
+        LONGEST: likewise.
+        COLUMNS: likewise.
+        RUN: likewise.
+    """
+    columns = tl.arange(0, COLUMNS)
+    split_state: tl.constexpr = now.dtype != tl.bfloat16
+    split: tl.constexpr = reads.dtype != tl.bfloat16
+    seen = product(now, reads, VALUES, COLUMNS, KEYS, RUN, split_state, split)
+    outputs = tl.zeros([VALUES, COLUMNS], dtype=tl.float32)
+    some_values = values < HEAD_SIZE
+    rate = tl.load(A + head).to(tl.float32)
+    skip = tl.load(D + head).to(tl.float32)
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    begins = tl.min(values, axis=0) == 0
+    row = first.to(tl.int64)
+    for turn in tl.static_range(LONGEST):
+        live = most > turn
+        step = tl.load(dt + (row + turn) * dt_stride + head, mask=live, other=0.0)
+        step = step.to(tl.float32) + bias
+        step = tl.where(step <= 20.0, tl.log(1 + tl.exp(step)), step)
+        decay = tl.exp(step * rate)
+        inside = some_values & (most > turn + 0 * values)
+        here = x + (row + turn) * x_stride + head * HEAD_SIZE + values
+        given = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+        value = given * step
+        seen = seen * decay + value[:, None] * among[turn][None, :]
+        result = seen + (given * skip)[:, None]
+        outputs = tl.where((columns == turn)[None, :], result, outputs)
+        staged = kept_value + ((row + turn) * HEADS + head) * HEAD_SIZE + values
+        tl.store(staged, value, mask=inside)
+        tl.store(kept_decay + (row + turn) * HEADS + head, decay, mask=live & begins)
+    rows = row + columns
+    made = out + (rows * out_stride + head * HEAD_SIZE)[None, :] + values[:, None]
+    inside = some_values[:, None] & (columns < most)[None, :]
+    tl.store(made, outputs.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["source_stride"])
+def verify_rows(
+    x: tl.tensor,
+    dt: tl.tensor,
+    B: tl.tensor,
+    C: tl.tensor,
+    A: tl.tensor,
+    D: tl.tensor,
+    dt_bias: tl.tensor,
+    state: tl.tensor,
+    sources: tl.tensor,
+    starts: tl.tensor,
+    out: tl.tensor,
+    kept_key: tl.tensor,
+    kept_value: tl.tensor,
+    kept_decay: tl.tensor,
+    x_stride: tl.int32,
+    dt_stride: tl.int32,
+    b_stride: tl.int32,
+    c_stride: tl.int32,
+    slot_stride: tl.int64,
+    out_stride: tl.int32,
+    source_stride: tl.int32,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    STATE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    LONGEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RUN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Compute outputs, and stage B, ``x * dt`` and decays.
+
+    Grid: (programs of a group * GROUPS, requests).
+
+    Args:
+        x: ``[num_rows, HEADS, HEAD_SIZE]``, a row contiguous, as are all rows here.
+        dt: ``[num_rows, HEADS]``, before its bias and softplus.
+        B: ``[num_rows, GROUPS, STATE_SIZE]``.
+        C: likewise.
+        A: ``[HEADS]``, negative.
+        D: ``[HEADS]``.
+        dt_bias: ``[HEADS]``.
+        state: ``[slots, HEADS, HEAD_SIZE, STATE_SIZE]``, a slot contiguous.
+        sources: int32 ``[num_requests]``, the slot of each request.
+        starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
+        out: ``[num_rows, HEADS, HEAD_SIZE]``.
+        kept_key: float32 ``[num_rows, GROUPS, STATE_SIZE]``, contiguous.
+        kept_value: float32 ``[num_rows, HEADS, HEAD_SIZE]``, contiguous.
+        kept_decay: float32 ``[num_rows, HEADS]``, contiguous.
+        x_stride: elements between rows; likewise the next three.
+        dt_stride: of dt.
+        b_stride: of B.
+        c_stride: of C.
+        slot_stride: of slots.
+        out_stride: of outputs.
+        source_stride: elements between requests in ``sources``.
+        GROUPS: groups of heads that share B and C.
+        HEADS: heads of the state.
+        STATE_SIZE: columns of a head's state.
+        HEAD_SIZE: rows of a head's state.
+        KEYS: a power of two, at least ``STATE_SIZE``.
+        VALUES: rows of a tile, a multiple of 16.
+        LONGEST: the most rows of a request; further ones are left out.
+        COLUMNS: a power of two, at least ``LONGEST``, and 8 or more.
+        RUN: numbers of the state in 16 bytes.
+        ALIGNED: each run begins on 16 bytes in the state, and on a multiple of its size in B and C.
+        TILES: tiles of a program, one after another; divides the tiles of a group.
+        STAGES: tiles that are loaded before they are needed, and one more.
+    """
+    parts: tl.constexpr = (HEAD_SIZE + VALUES - 1) // VALUES
+    each: tl.constexpr = HEADS // GROUPS * parts
+    ROWS: tl.constexpr = COLUMNS if COLUMNS > 16 else 16
+    group = tl.program_id(0) // (each // TILES)
+    number = tl.program_id(1)
+    slot = tl.load(sources + number * source_stride).to(tl.int64)
+    first = tl.load(starts + number)
+    most = tl.minimum(tl.load(starts + number + 1) - first, LONGEST)
+    if most <= 0:
+        return
+    start = tl.program_id(0) * TILES  # numbered through all groups
+    columns = tl.arange(0, COLUMNS)
+    if slot <= 0:
+        rows = first.to(tl.int64) + columns
+        for tile in tl.range(0, TILES):
+            head = (start + tile) // parts
+            values = (start + tile) % parts * VALUES + tl.arange(0, VALUES)
+            made = out + (rows * out_stride + head * HEAD_SIZE)[None, :] + values[:, None]
+            inside = (values < HEAD_SIZE)[:, None] & (columns < most)[None, :]
+            tl.store(made, tl.zeros([VALUES, COLUMNS], out.dtype.element_ty), mask=inside)
+        return
+
+    begin = state + slot * slot_stride
+    if TILES == 1:
+        now = state_of(
+            begin + start // parts * (HEAD_SIZE * STATE_SIZE), start % parts * VALUES,
+            STATE_SIZE, HEAD_SIZE, KEYS, VALUES, RUN, ALIGNED,
+        )  # fmt: skip
+    reads = lines_of(
+        C + group * STATE_SIZE, c_stride, first, most,
+        COLUMNS, STATE_SIZE, KEYS, RUN, ALIGNED,
+    )  # fmt: skip
+    writes = lines_of(
+        B + group * STATE_SIZE, b_stride, first, most,
+        ROWS, STATE_SIZE, KEYS, RUN, ALIGNED,
+    )  # fmt: skip
+    split: tl.constexpr = writes.dtype != tl.bfloat16
+    pairs = product(writes, reads, ROWS, COLUMNS, KEYS, RUN, split, split)
+    turns = tl.arange(0, ROWS)
+    among = ()
+    for turn in tl.static_range(LONGEST):
+        among = _appended(among, tl.sum(tl.where((turns == turn)[:, None], pairs, 0.0), axis=0))
+    if start % each == 0:
+        lines = tl.arange(0, ROWS * KEYS // (4 * RUN))
+        keys = (lines // ROWS * (4 * RUN))[:, None] + tl.arange(0, 4 * RUN)[None, :]
+        row = first.to(tl.int64) + lines % ROWS
+        staged = kept_key + ((row * GROUPS + group) * STATE_SIZE)[:, None] + keys
+        inside = (lines % ROWS < most)[:, None] & (keys < STATE_SIZE)
+        tl.store(staged, writes.to(tl.float32), mask=inside)
+
+    if TILES == 1:
+        verify_tile(
+            now, reads, among, start // parts, start % parts * VALUES + tl.arange(0, VALUES),
+            first, most, x, dt, A, D, dt_bias, out, kept_value, kept_decay,
+            x_stride, dt_stride, out_stride,
+            HEADS, HEAD_SIZE, KEYS, VALUES, LONGEST, COLUMNS, RUN,
+        )  # fmt: skip
+    else:
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            head = (start + tile) // parts
+            begins = (start + tile) % parts * VALUES
+            now = state_of(
+                begin + head * (HEAD_SIZE * STATE_SIZE), begins,
+                STATE_SIZE, HEAD_SIZE, KEYS, VALUES, RUN, ALIGNED,
+            )  # fmt: skip
+            verify_tile(
+                now, reads, among, head, begins + tl.arange(0, VALUES),
+                first, most, x, dt, A, D, dt_bias, out, kept_value, kept_decay,
+                x_stride, dt_stride, out_stride,
+                HEADS, HEAD_SIZE, KEYS, VALUES, LONGEST, COLUMNS, RUN,
+            )  # fmt: skip
