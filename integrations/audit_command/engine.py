@@ -24,6 +24,11 @@ _MEMORY_STORE: Final = {
     "spec_name": "MemoryStoreSpec",
     "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
 }
+#: What to do with an engine that no workload of this command fits.
+_WATCH_IT: Final = (
+    'start it with additional_config={"kvtxn": {"audit": "ledger"}}, send it requests of your own, '
+    "and ask audit_report(llm)"
+)
 #: Seconds that the engine may take to start, or until one more request is done.
 _PATIENCE: Final = 1800.0
 _RANDOM: Final = re.compile(r"-[0-9a-f]{8}$")
@@ -130,6 +135,9 @@ async def _serve(job: Job, tell: Callable[[int], None]) -> Found | Refused:
             config = async_engine.config_of(arguments)
     except Exception as error:  # vLLM's and pydantic's, of any class
         return Refused(f"vLLM refuses these engine arguments: {_sentence(error)}")
+    why = async_engine.says_nothing(config)
+    if why is not None:
+        return Refused(f"no workload can be played here: {why}; {_WATCH_IT}")
     why = audited.unwatched(config)
     if why is not None:
         return Refused(f"the ledger cannot watch this engine: {why}")

@@ -239,11 +239,11 @@ def _audit_every(given: Mapping[str, Any], audit: str) -> int:
 def _poison(given: Mapping[str, Any], audit: str, device: str) -> bool:
     """Return whether dead rows and states are filled with NaN."""
     value = _flag(given, "poison")
-    if "poison" not in given or (audit == "bytes" and (device == "cuda" or not value)):
+    if "poison" not in given or (audit == "bytes" and (device != "cpu" or not value)):
         return value
     why = "without an audit of bytes"
     if audit == "bytes":
-        why = f"on device {device}: its attention multiplies masked rows, and lets a NaN through"
+        why = "on device cpu: its attention multiplies masked rows by zero, and lets a NaN through"
     raise ConfigError(
         _WHERE,
         f"poison has no effect {why}",

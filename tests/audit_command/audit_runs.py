@@ -74,6 +74,12 @@ def refused(folder: Path) -> Ended:
     return audit(folder, "chat", "--html", "page.html", engine={**PLAIN, "max_model_len": -3})
 
 
+def pooling(folder: Path) -> Ended:
+    """Audit an engine that generates nothing."""
+    engine = {"model": model_files.write("llama", folder), "runner": "pooling", **BARE}
+    return audit(folder, "chat", engine=engine, run=forked_commands.run)
+
+
 def trace(folder: Path) -> Ended:
     """Trace one prompt under ``deferred``."""
     words = ("--count", 1, "--max-tokens", 32, "--html", "t.html", "--svg", "t.svg")
@@ -99,6 +105,7 @@ RUNS: dict[str, Callable[[Path], Ended]] = {
     "chat": chat,
     "own-prompts": own_prompts,
     "refused": refused,
+    "pooling": pooling,
     "trace": trace,
     **{f"fault-{name}": lambda folder, name=name: known_fault(folder, name) for name in FAULTS},
 }

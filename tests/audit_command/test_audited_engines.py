@@ -11,7 +11,7 @@ from engine_jobs import missing
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.engines(
-        *(f"command-{name}" for name in ("chat", "own-prompts", "refused", "trace"))
+        *(f"command-{name}" for name in ("chat", "own-prompts", "refused", "trace", "pooling"))
     ),
 ]
 
@@ -66,6 +66,15 @@ def test_an_engine_that_does_not_start(ended):
     assert "Traceback" not in end.err
     assert len(end.err.splitlines()) <= 6
     assert not (folder / "page.html").exists()
+
+
+def test_a_pooling_engine_is_refused_before_it_starts(ended):
+    """One sentence, which says what to do instead."""
+    end, _ = ended("pooling")
+    assert (end.code, end.out) == (2, "")
+    said = " ".join(end.err.split())
+    assert "kvtxn audit: no workload can be played here: it is a pooling engine" in said
+    assert said.endswith("and ask audit_report(llm)")
 
 
 def test_a_trace_shows_what_a_window_does(ended):

@@ -33,6 +33,13 @@ def config_of(engine_args: Mapping[str, Any]) -> Foreign:
     return AsyncEngineArgs(**engine_args).create_engine_config()
 
 
+def says_nothing(config: Any) -> str | None:
+    """Say why an engine with this ``VllmConfig`` generates no tokens; None if it does."""
+    if config.model_config.runner_type == "pooling":
+        return "it is a pooling engine, which gives one vector for a text"
+    return None
+
+
 def sizes(config: Any) -> EngineSizes:
     """Read an engine's sizes from its ``VllmConfig``."""
     model = config.model_config

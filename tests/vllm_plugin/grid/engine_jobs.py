@@ -266,7 +266,7 @@ CONNECTED = {
 
 #: Runs of ``tests/audit_command/audit_runs.py``, by name, with their weights.
 AUDITS = {
-    **dict.fromkeys(("chat", "own-prompts", "refused", "trace"), 11),
+    **dict.fromkeys(("chat", "own-prompts", "refused", "trace", "pooling"), 11),
     **{"fault-mamba2": 20, "fault-sessions": 13, "fault-offloading": 13},
 }
 
