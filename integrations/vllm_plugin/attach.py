@@ -130,6 +130,28 @@ def mix_in(target: object, *mixins: type, **own: object) -> Callable[[], None]:
     return undo
 
 
+def follow(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[], None]:
+    """Call a function with each result of an object's method, whoever else has hooked it.
+
+    Args:
+        target: the object.
+        name: the method's name.
+        after: gets the result.
+
+    Returns:
+        A function that undoes it.
+    """
+    own = getattr(target, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        after(result)
+        return result
+
+    setattr(target, name, call)
+    return lambda: delattr(target, name)
+
+
 # -- a model runner -----------------------------------------------------------------
 
 

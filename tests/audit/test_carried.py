@@ -1,4 +1,4 @@
-"""``Ledger.carry``: states that an engine copies, where the device alone knows which."""
+"""``Ledger.carry`` and ``leave``: states that move, or are written, as the device alone knows."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_the_checksum_of_what_was_there_is_gone():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("a", ints(1), ints(2)), "has rows"),
-        (("b", ints(1), ints(2)), "carry"),
+        (("a", ints(1), ints(2)), "is not a group of states"),
+        (("b", ints(1), ints(2)), "is not a group of states"),
         (("s", ints(1), ints(2, 3)), "do not fit"),
         (("s", torch.tensor([1.0]), ints(2)), "source"),
     ],
@@ -78,3 +78,59 @@ def test_the_checksum_of_what_was_there_is_gone():
 def test_what_does_not_fit_is_refused(given, says):
     with pytest.raises(ConfigError, match=says):
         begun().carry(*given)
+
+
+def drafted(ledger, kept):
+    """A step of one token and two drafts, whose state is written once so many drafts are kept."""
+    step = Step(
+        lines=torch.tensor([ledger.line("r"), -1]),
+        starts=torch.tensor([0, 3, 3]),
+        first=torch.tensor([1, 0]),
+        tokens=torch.tensor([6, 8, 9]),
+        drafts=torch.tensor([2, 0]),
+        slots={"s": torch.tensor([-1, -1, -1])},
+        sources={"s": torch.tensor([3, -1])},
+    )
+    ledger.write(step)
+    ledger.check(step)
+    ledger.resolve([kept, 0], [[*[8, 9, 7][:kept], 4], [-1] * (kept + 1)])
+    return step
+
+
+def read(ledger, first, token):
+    step = Step(
+        lines=torch.tensor([ledger.line("r")]),
+        starts=torch.tensor([0, 1]),
+        first=torch.tensor([first]),
+        tokens=torch.tensor([token]),
+        slots={"s": torch.tensor([3])},
+        sources={"s": torch.tensor([3])},
+    )
+    ledger.write(step)
+    return [(v.kind, v.position, v.found) for v in ledger.violations()]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_a_state_is_left_after_the_kept_drafts(backend, kept):
+    """One that nobody has left is the old one, and so is one that is left for nobody."""
+    for left, wrong in ((3, []), (None, [("state", 1 + kept, "foreign")]), (-1, None)):
+        ledger = Ledger(GROUPS, max_requests=4, max_length=30, backend=backend)
+        ledger.admit("r", [5, 6])
+        ledger.write(step_of(ledger, "r", 0, -1, 3))
+        step = drafted(ledger, kept)
+        before = ledger.books.words.clone()
+        if left is not None:
+            ledger.leave(step.lines, {"s": ints(left, 5)})
+        changed = (ledger.books.words != before).nonzero().flatten().tolist()
+        assert changed == ([3 * 4] if left == 3 else [])
+        found = read(ledger, 2 + kept, 4)
+        assert found == ([("state", 1 + kept, "foreign")] if wrong is None else wrong)
+
+
+def test_blocks_that_do_not_fit_the_lines_are_refused():
+    ledger = begun()
+    with pytest.raises(ConfigError, match="do not fit the lines"):
+        ledger.leave(ints(0, 1), {"s": ints(1)})
+    with pytest.raises(ConfigError, match="is not a group of states"):
+        ledger.leave(ints(0), {"a": ints(1)})

@@ -18,6 +18,8 @@ POISON: Final = {"audit": "bytes", "poison": True}
 UNDO: Final = {"policy": "undo", "on_error": "raise"}
 DEFERRED: Final = {"policy": "deferred", "on_error": "raise"}
 
+HELD: Final = {"policy": "auto", "on_error": "raise", "recurrent": "exact"}
+
 FULL: Final = ["eight", "chunked", "prefix", "preempted", "same_step"]
 MORE: Final = [*FULL, "reused", "aborted", "sampled", "n2"]
 #: Here tokens are drawn by lot.
@@ -365,6 +367,17 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         environment=V1,
         ends=True,
         faults=names(planted_ends.FAULTS),
+    ),
+    # States that kvtxn's windows hold.
+    "held-qwen35": recurrent("qwen3_5", LEDGER | HELD),
+    "held-qwen35-fast": recurrent("qwen3_5", BYTES | HELD | {"recurrent": "fast"}),
+    "held-nemotron": recurrent("nemotron_h", LEDGER | HELD),
+    "held-v1-qwen35": recurrent("qwen3_5", LEDGER | HELD, environment=V1),
+    "planted-held-v1": recurrent(
+        *("qwen3_5", LEDGER | HELD),
+        options=RECURRENT | STEADY | EAGER,
+        environment=V1,
+        faults=["anothers_state", "count_one_too_few", "counts_forgotten"],
     ),
     # Forwards that fail in an engine that goes on.
     "fails": engine("llama", FA, BYTES, scenarios=["eight"], options=STEADY, fails=True),

@@ -30,7 +30,7 @@ from ..internals.audited_states import States
 from ..policy.engine import EngineFacts
 from ..settings import PluginSettings
 from .device_watch import DeviceWatch
-from .gpu_telling import TellingConnector, TellingModelState
+from .gpu_telling import TellingConnector, tell_metadata
 from .memory import rest
 from .next_forward import NextForward
 from .opening import open_device_watch
@@ -79,7 +79,7 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
             if watch.states:
                 self.kvtxn_state_reader = new_state_reader(self, watch)
                 state = held_states.model_state(self)
-                self.kvtxn_undo.callback(mix_in(state, TellingModelState, kvtxn_runner=self))
+                self.kvtxn_undo.callback(tell_metadata(state, self))
             if watch.transfers is not None:
                 own = connectors.of_runner(self)
                 self.kvtxn_undo.callback(mix_in(own, TellingConnector, kvtxn_runner=self))
@@ -155,7 +155,7 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
             *(idx_mapping, sampled_tokens, num_sampled, num_rejected, *others), **named
         )
         if self.kvtxn_audit is not None and audited_v2.samples(self):
-            self.kvtxn_tell(partial(_sampled_v2, sampled_tokens, num_sampled))
+            self.kvtxn_tell(partial(_sampled_v2, self, sampled_tokens, num_sampled))
 
 
 def _leave_v2(
@@ -221,10 +221,18 @@ def new_state_reader(runner: Any, watch: DeviceWatch) -> audited_states.DeviceSt
     return audited_states.DeviceStateReader(runner, watch.states, watch.ledger.device)
 
 
-def _sampled_v2(ids: Tensor, num_sampled: Tensor, watch: Watch) -> None:
+def _sampled_v2(runner: AuditedGpuRunnerV2, ids: Tensor, num_sampled: Tensor, watch: Watch) -> None:
     """Tell a watch what was sampled."""
     assert isinstance(watch, DeviceWatch)
     watch.sampled_on_device(num_sampled, ids)
+    _leave(runner, watch)
+
+
+def _leave(runner: AuditedGpuRunnerV1 | AuditedGpuRunnerV2, watch: DeviceWatch) -> None:
+    """Tell a watch which states windows have committed."""
+    leaves = runner.kvtxn_state_reader.take_leaves() if watch.states else {}
+    if leaves and watch.under_way is not None:
+        watch.ledger.leave(watch.under_way.lines, leaves)
 
 
 def _unknown(name: str) -> Any:
@@ -317,6 +325,7 @@ def _sampled_v1(runner: AuditedGpuRunnerV1, output: Foreign, watch: Watch) -> No
     """Tell a watch what was sampled."""
     assert isinstance(watch, DeviceWatch)
     watch.sampled_on_device(*runner.kvtxn_sampled_reader.sampled(output))
+    _leave(runner, watch)
 
 
 # -- attaching ----------------------------------------------------------------------------------

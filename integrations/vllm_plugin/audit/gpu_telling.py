@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from .watch import Watch
+from ..attach import follow
+from ..internals import Foreign
 
 
 class Telling(Protocol):
     """A runner, as these objects need it.
 
     Attributes:
-        kvtxn_audit: the watch, if there is one.
+        kvtxn_audit: the ``Watch``, if there is one.
         kvtxn_metadata: gets the step's attention metadata.
     """
 
-    kvtxn_audit: Watch | None
+    kvtxn_audit: Any
     kvtxn_metadata: Any
 
     def kvtxn_step_is_ready(self) -> None:
         """Tell the watch of the step."""
 
 
-class TellingModelState:
-    """A mixin of vLLM's ``model_state``: gives a runner the attention metadata of each step.
+def tell_metadata(state: Foreign, runner: Telling) -> Callable[[], None]:
+    """Let vLLM's ``model_state`` give a runner the attention metadata of each step.
 
-    Attributes:
-        kvtxn_runner: the runner.
+    The step is ready then, unless a connector brings rows. Windows that hold states may have put
+    themselves around the same method; they see the metadata first.
+
+    Returns:
+        A function that undoes it.
     """
 
-    kvtxn_runner: Telling
-
-    def prepare_attn(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the metadata; the step is ready, unless a connector brings rows."""
-        metadata = super().prepare_attn(*args, **kwargs)  # type: ignore[misc]
-        runner = self.kvtxn_runner
+    def prepared(metadata: Any) -> None:
         runner.kvtxn_metadata = metadata
         if runner.kvtxn_audit is not None and runner.kvtxn_audit.transfers is None:
             runner.kvtxn_step_is_ready()
-        return metadata
+
+    return follow(state, "prepare_attn", prepared)
 
 
 class TellingConnector:

@@ -33,6 +33,8 @@ class States:
             state that is not kept.
         sources: int64 ``[num_requests]`` by group, the block whose state each request continues;
             -1 for a request that begins without a state.
+        leaves: int64 ``[num_requests]`` by group, the block that gets the state after the last kept
+            row of each request once that is known; -1 for a request whose kernels write all states.
         told: int64 ``[num_requests]``, the number of drafts that the kernels take for accepted in
             the step before; -1 where they do not use it. None without any group of states.
         buffers: as for ``Rows``.
@@ -42,14 +44,15 @@ class States:
     sources: dict[str, Tensor]
     told: Tensor | None
     buffers: object | None = None
+    leaves: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 def state_groups(runner: Any) -> dict[str, StateGroup]:
     """Return, by name, the KV-cache groups of recurrent layers that have one table per request.
 
-    There is none where kvtxn's windows hold the states, since a request has then no column for a
-    draft; and of prefix caches that keep states only those of GPUs are watched, whose runner says
-    on the device which states it copies.
+    Of prefix caches that keep states only those of GPUs are watched, whose runner says on the
+    device which states it copies. Where kvtxn's windows hold the states, those are watched on a
+    GPU, unless the prefix cache keeps them.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -58,18 +61,26 @@ def state_groups(runner: Any) -> dict[str, StateGroup]:
     watched = mode == "none" or (mode == "align" and copies_are_told(runner))
     if not watched:
         return {}
-    speculates = runner.speculative_config is not None
+    columns = runner.speculative_config is not None and not holds_states(runner)
     return {
         f"group.{number}": StateGroup(f"group.{number}", int(config.num_blocks), pool="blocks")
         for number, group in enumerate(config.kv_cache_groups)
         if isinstance(group.kv_cache_spec, MambaSpec)
-        and (group.kv_cache_spec.num_speculative_blocks or not speculates)
+        and (group.kv_cache_spec.num_speculative_blocks or not columns)
     }
+
+
+def holds_states(runner: Any) -> bool:
+    """Tell whether kvtxn's windows hold a runner's states, in one block per request, on a GPU."""
+    held = getattr(runner, "kvtxn_states", None) is not None
+    return held and torch.device(runner.device).type == "cuda"
 
 
 def copies_are_told(runner: Any) -> bool:
     """Tell whether a runner whose prefix cache keeps states can say which it copies."""
     if torch.device(runner.device).type != "cuda" or carried_states.lacks_context(runner):
+        return False
+    if holds_states(runner):  # then commits write into the ends of blocks, too
         return False
     return aligned_states.copies_differ() is None
 
@@ -152,8 +163,10 @@ class DeviceStateReader:
 
             self._slots: Final = {name: zeros(rows) for name in self._groups}
             self._sources: Final = {name: zeros(requests) for name in self._groups}
+            self._leaves: Final = {name: zeros(requests) for name in self._groups}
             self._told: Final = zeros(requests)
         self._known: dict[tuple[object, ...], States] = {}
+        self._last: States | None = None
 
     def read(self, metadata: Any, rows: Rows, total: int) -> States:
         """Read the states of a forward.
@@ -171,17 +184,26 @@ class DeviceStateReader:
         for name, slots in found.slots.items():
             self._slots[name][:total].copy_(slots)
             self._sources[name][:count].copy_(found.sources[name])
+            if name in found.leaves:
+                self._leaves[name][:count].copy_(found.leaves[name])
         if found.told is not None:
             self._told[:count].copy_(found.told)
-        key = (count, found.told is None, *found.slots)
+        key = (count, found.told is None, *found.slots, *found.leaves)
         if key not in self._known:
             self._known[key] = States(
                 {name: self._slots[name] for name in found.slots},
                 {name: self._sources[name][:count] for name in found.sources},
                 None if found.told is None else self._told[:count],
                 buffers=key,
+                leaves={name: self._leaves[name][:count] for name in found.leaves},
             )
-        return self._known[key]
+        self._last = self._known[key]
+        return self._last
+
+    def take_leaves(self) -> dict[str, Tensor]:
+        """Return ``States.leaves`` of the last step that was read; empty if they were taken."""
+        last, self._last = self._last, None
+        return {} if last is None else last.leaves
 
 
 def _read(
@@ -193,7 +215,8 @@ def _read(
     total: int,
 ) -> States:
     """Read the states of a forward from its attention metadata, without waiting for a device."""
-    slots, sources, told = {}, {}, None
+    slots, sources, leaves, told = {}, {}, {}, None
+    held = holds_states(runner)
     aligned = getattr(runner.cache_config, "mamba_cache_mode", "none") == "align"
     for name in groups:
         layers = runner.kv_cache_config.kv_cache_groups[int(name.partition(".")[2])].layer_names
@@ -202,14 +225,19 @@ def _read(
         if found is None:
             continue
         columns, accepted = found
-        source = columns.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
+        if held:  # one block, whose state is written once drafts are decided
+            leaves[name] = torch.where((accepted > 0) & (columns[:, 0] > 0), columns[:, 0], -1)
+            source = columns[:, 0]
+            columns = torch.where(accepted[:, None] > 0, _NULL_BLOCK, columns)
+        else:
+            source = columns.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
         sources[name] = torch.where(first > 0, source, -1)
         slots[name] = _kept(columns, accepted > 0, starts.long(), total)
         _add_checkpoints(slots[name], metadata, starts.long())
         told = accepted - 1  # all groups share one count
         if aligned:  # a state that was copied is in the first column, whatever was accepted
             told = torch.where(told > 0, told, -1)
-    return States(slots, sources, told)
+    return States(slots, sources, told, leaves=leaves)
 
 
 def _kept(columns: Tensor, speculates: Tensor, starts: Tensor, total: int) -> Tensor:

@@ -201,3 +201,17 @@ def test_counts_that_a_copy_may_have_reset_are_not_compared(accepted, mode, told
     )
     reader = device_reader(mode)
     assert reader.read({"layer": metadata}, rows_of([0, 3], [4, 5, 6]), 3).told.tolist() == told
+
+
+def test_states_that_windows_hold_are_left_when_drafts_are_decided(monkeypatch):
+    """The prompt's is written by its last row; the verify step's in the one block there is."""
+    monkeypatch.setattr(audited_states, "holds_states", lambda runner: True)
+    metadata = metadata_of_two()
+    metadata.spec_state_indices_tensor = torch.tensor([[7]]).expand(1, 3)
+    reader = device_reader()
+    found = reader.read({"layer": metadata}, rows_of([0, 3, 6], [0, 1, 2, 40, 41, 42]), 6)
+    assert found.sources["group.0"].tolist() == [-1, 7]
+    assert found.slots["group.0"][:6].tolist() == [-1, -1, 4, -1, -1, -1]
+    assert found.told.tolist() == [-1, 1]
+    assert reader.take_leaves()["group.0"].tolist() == [-1, 7]
+    assert reader.take_leaves() == {}
