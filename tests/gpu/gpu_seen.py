@@ -7,7 +7,8 @@ python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k co
 python tests/gpu/gpu_seen.py stages FOLDER COMMIT            what ``try_stages.py`` left
 python tests/gpu/gpu_seen.py                                 draws again
 
-A record is taken over engine by engine: what a run left out keeps what an older one said.
+A record is taken over engine by engine: what a run left out keeps what an older one said. A run
+with another release of vLLM than the page's gives it after the commit; its engines' names say so.
 """
 
 from __future__ import annotations
@@ -377,8 +378,9 @@ def main() -> None:
         else:
             reduce = {"states": states, "fast": fast, "connectors": connectors}[kind]
             new = reduce(json.loads(path.read_text()))
+        release = f", vLLM {sys.argv[4]}" if len(sys.argv) > 4 else ""
         known = record.setdefault(kind, {})
-        known |= {name: {"commit": commit, **found} for name, found in new.items()}
+        known |= {f"{name}{release}": {"commit": commit, **each} for name, each in new.items()}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(draw(record))
 

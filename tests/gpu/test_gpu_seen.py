@@ -74,7 +74,7 @@ def test_the_matrix_says_which_hybrids_were_seen():
     seen, graphs = {}, {}
     engines = {**SEEN["states"], **SEEN.get("fast", {})}
     for engine, found in engines.items():
-        if engine.startswith("vLLM"):
+        if "vLLM" in engine:  # two kernels of stock's, or another release than the matrix's
             continue
         kind, _, policy = engine.rpartition(".")
         start = kind.partition(".")[0].partition("_")[0]

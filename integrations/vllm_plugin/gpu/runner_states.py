@@ -102,8 +102,12 @@ class GpuStateMixin:
             )
 
     def kvtxn_facts(self, layers: Sequence[TargetLayer], facts: EngineFacts) -> EngineFacts:
-        """Add the dtype of the states; and the attention, or what it can do once caches exist."""
-        known = attrs.evolve(facts, state_dtype=state_layers.state_dtype(self))
+        """Add what the states are; and the attention, or what it can do once caches exist."""
+        known = attrs.evolve(
+            facts,
+            state_dtype=state_layers.state_dtype(self),
+            inner_states=state_layers.leaves_inner_states(self),
+        )
         if layers:
             found: EngineFacts = super().kvtxn_facts(layers, known)  # type: ignore[misc]
             return found

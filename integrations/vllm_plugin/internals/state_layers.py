@@ -76,6 +76,16 @@ def state_dtype(runner: Any) -> str:
     return max(names, key=lambda name: name != "float32", default="float32")
 
 
+def leaves_inner_states(runner: Any) -> bool:
+    """Tell whether prompts leave states of gated delta nets in their middle, for the prefix cache.
+
+    FlashInfer's kernel does that since vLLM 0.33. (Mamba-2 layers did before, and are checked.)
+    """
+    delta = (module for module in modules_of(runner).values() if kind_of(module) == GATED_DELTA)
+    specs: Any = [module.get_kv_cache_spec(runner.vllm_config) for module in delta]
+    return any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs)
+
+
 def state_layers(runner: Any) -> list[StateLayer]:
     """Find the recurrent layers of a runner that has caches, in the order of their groups."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first

@@ -49,6 +49,8 @@ class EngineFacts:
             stock.
         cached_states: the prefix cache keeps states at block boundaries.
         state_dtype: dtype of the states; None if it is not known before the model is loaded.
+        inner_states: prompts leave states in their middle for the prefix cache, those of gated
+            delta nets, so that they need not be cut there.
         microbatches: vLLM cuts the batch into overlapping halves.
         adaptive: the number of drafts to verify changes from step to step.
         batch_invariant: a request's sums must not depend on the other requests in its batch.
@@ -89,6 +91,7 @@ class EngineFacts:
     unchecked: bool = False
     cached_states: bool = False
     state_dtype: str | None = None
+    inner_states: bool = False
     microbatches: bool = False
     adaptive: bool = False
     batch_invariant: bool = False

@@ -236,6 +236,15 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "moves those states by Triton kernels alone: set enable_prefix_caching to False",
         {**_WITH_STATES, "cached_states": True},
     ),
+    Rule(
+        "states in the middle of prompts",
+        "windows",
+        lambda f: _on_gpu(f) and f.inner_states and not _on_trial(f),
+        "kvtxn was not checked with FlashInfer's kernel of prompts, which since vLLM 0.33 leaves "
+        "states of gated delta nets in the middle of a prompt for the prefix cache: set "
+        "gdn_prefill_backend to 'triton'{trial}",
+        {**_WITH_STATES_ON_GPU, "version": "0.33.0", "cached_states": True, "inner_states": True},
+    ),
     *CHOICE_RULES,
     Rule(
         "states wait for the commit",

@@ -70,6 +70,7 @@ def gated_delta(dtype: torch.dtype) -> tuple[type, dict[str, object], tuple[int,
     methods = {
         "_forward_core": with_globals(real._forward_core, **names),
         "rearrange_mixed_qkv": real.rearrange_mixed_qkv,
+        "get_kv_cache_spec": lambda layer, vllm_config: None,
     }
     kind = type("QwenGatedDeltaNetAttention", (Layer,), methods)
     given = {

@@ -127,7 +127,7 @@ def test_what_was_checked_of_the_listed_releases():
     """One that was recorded and nothing more is no supported one."""
     assert {"0.28.0", "0.29.0", "0.31.0", "0.32.0"} <= set(supported.RELEASES)
     assert supported.MORE_GPU_RELEASES == supported.STATE_RELEASES == ("0.32.0",)
-    assert supported.GPU_STATE_RELEASES == ("0.32.0",)
+    assert supported.GPU_STATE_RELEASES == ("0.32.0", "0.33.0")
     assert set(supported.MORE_GPU_RELEASES) <= set(supported.GPU_RELEASES)
     assert supported.GPU_RELEASES == ("0.32.0", "0.33.0")
     assert "0.33.0" not in supported.RELEASES  # of vLLM for CPUs there is no such release

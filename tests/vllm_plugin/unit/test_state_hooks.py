@@ -114,6 +114,20 @@ def test_one_state_is_held_and_given_back():
     assert state_layers.state_dtype(runner_with()) == "float32"
 
 
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_states_in_the_middle_of_prompts_are_told(blocks):
+    """By the spec that the layer gives: a release without the field leaves none."""
+    layer, asked = QwenGatedDeltaNetAttention(), []
+    spec = SimpleNamespace(num_prefill_checkpoint_blocks=blocks)
+    layer.get_kv_cache_spec = lambda config: asked.append(config) or spec
+    runner = runner_with(gated=layer, other=SimpleNamespace())
+    runner.vllm_config = "the configuration"
+    assert state_layers.leaves_inner_states(runner) == bool(blocks)
+    assert asked == ["the configuration"]
+    layer.get_kv_cache_spec = lambda config: object()
+    assert not state_layers.leaves_inner_states(runner)
+
+
 @real_vllm
 def test_specs_of_states_ask_for_one_block():
     from vllm.v1.kv_cache_interface import MambaSpec

@@ -102,6 +102,10 @@ def test_what_rules_deferred_out_leaves_nothing_else():
         ),
         ({**ON_GPU, "dtype": "float16"}, "not checked with recurrent states of a float16 model"),
         ({"cached_states": True}, "set enable_prefix_caching to False"),
+        (
+            {**ON_GPU, "version": "0.33.0", "cached_states": True, "inner_states": True},
+            "set gdn_prefill_backend to 'triton'",
+        ),
         ({"state_dtype": "bfloat16"}, "not checked with bfloat16 states"),
         ({"version": "0.31.0"}, "supported: 0.32.0"),
     ],
