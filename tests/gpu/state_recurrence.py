@@ -1,4 +1,4 @@
-"""An oracle of gated delta nets: each state after a commit, against the recurrence in float64.
+"""An oracle of recurrent layers: each state after a commit, against the recurrence in float64.
 
 It knows nothing of how kvtxn verifies or commits. It copies what a layer's kernel is given in a
 verify step, also inside captured graphs, and the state before the step; then it computes the state
@@ -8,11 +8,13 @@ not be mistaken for any other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
-import attrs
 import torch
-from kvtxn.integrations.vllm_plugin.internals.replayed_rows import ReplayedLayer
+from kvtxn.integrations.vllm_plugin.internals.replayed_delta import ReplayedDelta
+from kvtxn.integrations.vllm_plugin.internals.replayed_mamba2 import ReplayedMamba2
+from kvtxn.integrations.vllm_plugin.internals.replayed_rows import REPLAYED
 from torch import Tensor
 
 #: How far a number of a state may be off, as a part of the state's largest number. In float32 a
@@ -24,65 +26,84 @@ TOLERANCE: Final = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-8 + 2.0**-18}
 APART: Final = 4
 
 
-@attrs.define(eq=False)
-class Given:
-    """What one layer's kernel was given in the last verify step."""
-
-    key: Tensor
-    value: Tensor
-    a: Tensor
-    b: Tensor
-
-
-#: By layer. Captured graphs write to these addresses.
-GIVEN: Final[dict[int, Given]] = {}
+#: By layer, what its kernel was given in the last verify step. Captured graphs write there.
+GIVEN: Final[dict[int, list[Tensor]]] = {}
 
 
 def watch_launches() -> None:
     """Copy what the kernels of verify steps are given from now on; before any graph is captured."""
-    launch = ReplayedLayer.launch
+    for kind in REPLAYED.values():
+        kind.launch = _copied(kind.launch)  # type: ignore[attr-defined]
 
-    def copied(self: Any, query: Any, key: Any, value: Any, a: Any, b: Any, *others: Any) -> None:
-        parts = key, value, a, b
-        room = self.rows.num_rows
+
+def _copied(launch: Any) -> Any:
+    """Return a launch that copies its rows; behind them come their starts, and the outputs."""
+
+    def copied(self: Any, *given: Tensor) -> None:
+        parts, room = given[:-2], self.rows.num_rows
         if id(self) not in GIVEN:
             with torch.inference_mode(False):
-                made = [part.new_zeros(room, *part.shape[1:]) for part in parts]
-            GIVEN[id(self)] = Given(*made)
-        kept = GIVEN[id(self)]
-        count = min(room, key.shape[0])
-        for target, part in zip((kept.key, kept.value, kept.a, kept.b), parts, strict=True):
+                GIVEN[id(self)] = [part.new_zeros(room, *part.shape[1:]) for part in parts]
+        count = min(room, parts[0].shape[0])
+        for target, part in zip(GIVEN[id(self)], parts, strict=True):
             target[:count].copy_(part[:count])
-        launch(self, query, key, value, a, b, *others)
+        launch(self, *given)
 
-    ReplayedLayer.launch = copied  # type: ignore[method-assign]
+    return copied
 
 
-def states_after(before: Tensor, given: Given, module: Any, rows: Tensor) -> Tensor:
-    """Compute the states after 0, 1, 2, ... rows.
+def _delta(state: Tensor, module: Any, rows: Sequence[Tensor]) -> Tensor:
+    """Take one row of each request into the states of a gated delta net.
+
+    Args:
+        state: float64 ``[num_requests, heads, value_size, key_size]``.
+        module: the layer.
+        rows: query, key, value, a and b, float64.
+    """
+    _, key, value, a, b = rows
+    key = key * (key.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    key = key.repeat_interleave(state.shape[1] // key.shape[1], dim=1)
+    x = a + module.dt_bias.double()
+    decay = torch.exp(-module.A_log.double().exp() * torch.nn.functional.softplus(x))
+    state = state * decay[:, :, None, None]
+    fresh = (value - (state @ key[..., None])[..., 0]) * torch.sigmoid(b)[..., None]
+    return state + fresh[..., None] * key[:, :, None, :]
+
+
+def _mamba2(state: Tensor, module: Any, rows: Sequence[Tensor]) -> Tensor:
+    """Take one row of each request into the states of a Mamba-2 layer.
+
+    Args:
+        state: float64 ``[num_requests, heads, head_size, state_size]``.
+        module: the layer.
+        rows: x, dt, B and C, float64.
+    """
+    x, dt, b, _ = rows
+    b = b.repeat_interleave(state.shape[1] // b.shape[1], dim=1)
+    step = torch.nn.functional.softplus(dt + module.dt_bias.double())
+    decay = torch.exp(step * module.A.double())
+    return state * decay[:, :, None, None] + (x * step[..., None])[..., None] * b[:, :, None, :]
+
+
+#: By kind of layer, what takes a row in.
+_TAKES: Final = {ReplayedDelta: _delta, ReplayedMamba2: _mamba2}
+
+
+def states_after(before: Tensor, layer: Any, rows: Tensor) -> Tensor:
+    """Compute the states after 0, 1, 2, ... rows of those that the layer's kernel was given.
 
     Args:
         before: ``[num_requests, heads, value_size, key_size]``.
-        given: what the kernel was given.
-        module: the layer.
+        layer: the ``ReplayedLayer``.
         rows: int64 ``[num_requests, most_rows]``, the rows of each request.
 
     Returns:
         float64 ``[1 + most_rows, num_requests, heads, value_size, key_size]``.
     """
-    state, found = before.double(), [before.double()]
-    heads = state.shape[1]
+    found, takes = [before.double()], _TAKES[type(layer)]
     for row in rows.T:
-        key = given.key[row].double()
-        key = key * (key.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-        key = key.repeat_interleave(heads // key.shape[1], dim=1)
-        x = given.a[row].double() + module.dt_bias.double()
-        decay = torch.exp(-module.A_log.double().exp() * torch.nn.functional.softplus(x))
-        state = state * decay[:, :, None, None]
-        fresh = given.value[row].double() - (state @ key[..., None])[..., 0]
-        fresh = fresh * torch.sigmoid(given.b[row].double())[..., None]
-        state = state + fresh[..., None] * key[:, :, None, :]
-        found.append(state)
+        given = [part[row].double() for part in GIVEN[id(layer)]]
+        found.append(takes(found[-1], layer.module, given))
     return torch.stack(found)
 
 
@@ -118,7 +139,7 @@ def compare(
     lengths = starts.diff()
     turns = torch.arange(most, device=now.device)
     rows = (starts[:-1, None] + turns).minimum(starts[-1] - 1)
-    every = states_after(before, GIVEN[id(layer)], layer.module, rows)
+    every = states_after(before, layer, rows)
     size = every.abs().amax((2, 3, 4)).clamp(min=1e-9)
     off = (every - now.double()).abs().amax((2, 3, 4)) / size
     right = kept.clamp(min=1).minimum(lengths)[None]

@@ -134,8 +134,8 @@ class Watch(Faults, Base):
         self.held = getattr(runner, "kvtxn_states", None) is not None
         self.aligned = runner.vllm_config.cache_config.mamba_cache_mode == "align"
         joint_commits._OFTEN = 2  # few steps are of one kind here
-        replayed = getattr(getattr(runner, "kvtxn_states", None), "_replayed", None)
-        self.replayed = () if replayed is None else replayed.layers
+        replayed = getattr(getattr(runner, "kvtxn_states", None), "_replayed", ())
+        self.replayed = [layer for rows in replayed for layer in rows.layers]
         self.begin(0)
 
     def begin(self, seed: int) -> None:

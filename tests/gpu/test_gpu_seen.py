@@ -67,6 +67,8 @@ FAMILIES = {
     "falcon": (matrix.MIXED, "Falcon-H1"),
     "lfm2": (matrix.CONVOLVED, "LFM2"),
 }
+#: The families of the same models with the setting "fast".
+FAST = {matrix.STATES: matrix.FAST, matrix.MIXED: matrix.MIXED_FAST}
 
 
 def test_the_matrix_says_which_hybrids_were_seen():
@@ -79,7 +81,7 @@ def test_the_matrix_says_which_hybrids_were_seen():
         kind, _, policy = engine.rpartition(".")
         start = kind.partition(".")[0].partition("_")[0]
         family, name = FAMILIES[start]
-        family = matrix.FAST if policy == "fast" else family
+        family = FAST[family] if policy == "fast" else family
         key = (("cuda", found["runner"]), family, "tensor" if start == "ranks" else "one worker")
         # "auto" is "deferred" where FlashAttention 3 reads the rows, as on an H200; "chosen"
         # is "exact", taken by the rule.
@@ -92,7 +94,7 @@ def test_the_matrix_says_which_hybrids_were_seen():
         for where, kinds in matrix.SEEN.items()
         for kind, policies in kinds.items()
         if where[0] == "cuda"
-        and kind[0] in {family for family, _ in FAMILIES.values()} | {matrix.FAST}
+        and kind[0] in {*(family for family, _ in FAMILIES.values()), *FAST.values()}
     }
     assert seen == said
     assert {key: as_remark(key[1], captured) for key, captured in graphs.items()} == {

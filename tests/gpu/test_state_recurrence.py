@@ -1,4 +1,4 @@
-"""The oracle of gated delta nets finds states that are off, and names those of another count."""
+"""The oracle of recurrent layers finds states that are off, and names those of another count."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.backends.gated_delta import DeltaLayers, DeltaRows, advance_gated_delta
-from kvtxn.integrations.vllm_plugin.internals.replayed_rows import ReplayedLayer
+from kvtxn.integrations.vllm_plugin.internals.replayed_rows import REPLAYED
 from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables
+from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2
 
 HEADS, KEY_HEADS, SIZE, WIDTH = 4, 2, 16, 5
 
@@ -16,7 +17,7 @@ HEADS, KEY_HEADS, SIZE, WIDTH = 4, 2, 16, 5
 class Net:
     """A layer with its states, one verify step, and the oracle's copies of it."""
 
-    def __init__(self, dtype: torch.dtype, lengths: list[int]) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype, lengths: list[int]) -> None:
         from state_recurrence import GIVEN, compare, watch_launches
 
         torch.manual_seed(0)
@@ -26,23 +27,27 @@ class Net:
             A_log=torch.randn(HEADS),
             dt_bias=torch.randn(HEADS),
             head_k_dim=SIZE,
+            A=-torch.rand(HEADS) - 0.1,
+            D=torch.randn(HEADS),
         )
         self.tables = StateTables.build(1, 8, WIDTH, torch.device("cpu"), replay=True)
         self.tables.name_sources(0, torch.arange(1, count + 1).int()[:, None])
         rows = DeltaRows.build(8 * WIDTH, KEY_HEADS, HEADS, SIZE, SIZE, torch.device("cpu"))
-        self.layer = ReplayedLayer(self.module, self.tables, 0, rows, WIDTH)
+        self.layer = REPLAYED[kind](self.module, self.tables, 0, rows, WIDTH)
         self.starts = torch.tensor([0, *lengths]).cumsum(0)
         self.before = self.module.kv_cache[1][1 : count + 1].clone()
-        parts = torch.randn(2, total, KEY_HEADS, SIZE), torch.randn(total, HEADS, SIZE)
-        gates = torch.randn(2, total, HEADS)
-        own = ReplayedLayer.launch
+        first, second = torch.randn(2, total, KEY_HEADS, SIZE).bfloat16()
+        value = torch.randn(total, HEADS, SIZE).bfloat16()
+        a, b = torch.randn(2, total, HEADS).bfloat16()
+        given = (first, second, value, a, b) if kind == GATED_DELTA else (value, a, first, second)
+        own = {each: each.launch for each in REPLAYED.values()}
         watch_launches()
         try:
-            made = *parts[0].bfloat16(), parts[1].bfloat16(), *gates.bfloat16()
-            self.layer.launch(*made, self.starts.int(), torch.zeros_like(made[2]))
+            self.layer.launch(*given, self.starts.int(), torch.zeros_like(value))
         finally:
-            ReplayedLayer.launch = own
-        assert GIVEN[id(self.layer)].key.shape[0] == 8 * WIDTH
+            for each, launch in own.items():
+                each.launch = launch
+        assert {part.shape[0] for part in GIVEN[id(self.layer)]} == {8 * WIDTH}
 
     def commit(self, counts: list[int]) -> None:
         """Let the states take rows in."""
@@ -64,42 +69,45 @@ class Net:
         return dict(zip(COUNTS, map(int, counts), strict=True)), worst
 
 
+@pytest.mark.parametrize("kind", [GATED_DELTA, MAMBA2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_after_the_kept_rows_are_right(dtype):
+def test_states_after_the_kept_rows_are_right(kind, dtype):
     from state_recurrence import TOLERANCE
 
-    net = Net(dtype, [5, 1, 3, 4])
+    net = Net(kind, dtype, [5, 1, 3, 4])
     net.commit([5, 1, 2, 1])
     counts, worst = net.seen([5, 1, 2, 1])
     assert counts == {"states": 4, "off": 0, "mistaken": 0, "blind": 0}
     assert 0 < worst <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("kind", [GATED_DELTA, MAMBA2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_after_another_count_is_seen(dtype):
+def test_a_state_after_another_count_is_seen(kind, dtype):
     """Also one that took no row in."""
-    net = Net(dtype, [5, 3, 3, 4])
+    net = Net(kind, dtype, [5, 3, 3, 4])
     net.commit([4, 2, 2, 2])
     net.module.kv_cache[1][4] = net.before[3]
     counts, _ = net.seen([5, 1, 2, 2])
     assert counts == {"states": 4, "off": 3, "mistaken": 3, "blind": 0}
 
 
-def test_a_state_that_is_wrong_in_one_number_is_off():
-    net = Net(torch.float32, [5, 3])
+@pytest.mark.parametrize("kind", [GATED_DELTA, MAMBA2])
+def test_a_state_that_is_wrong_in_one_number_is_off(kind):
+    net = Net(kind, torch.float32, [5, 3])
     net.commit([5, 3])
-    net.module.kv_cache[1][1, 0, 0, 0] += 1e-4
+    net.module.kv_cache[1][1, 0, 0, 0] += 1e-2
     counts, _ = net.seen([5, 3])
     assert (counts["off"], counts["mistaken"]) == (1, 0)
 
 
 def test_states_that_counts_do_not_change_are_named():
     """Where a row writes nothing, the comparison says nothing of the count."""
-    net = Net(torch.float32, [5])
+    net = Net(GATED_DELTA, torch.float32, [5])
     from state_recurrence import GIVEN
 
-    given = GIVEN[id(net.layer)]
-    given.a[1], given.b[1] = -1e4, -1e4
+    *_, a, b = GIVEN[id(net.layer)]
+    a[1], b[1] = -1e4, -1e4
     counts, _ = net.seen([1])
     assert counts["blind"] == 1
 

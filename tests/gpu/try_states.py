@@ -11,7 +11,7 @@ are compared where both engines have given a request the same tokens; how many o
 digests are distinct says that they tell states apart. An engine with windows also says which blocks
 of states the forward changed, and which the commit.
 
-Engines named ``fast`` run kvtxn's own kernels of gated delta nets. They may part from stock at
+Engines named ``fast`` run kvtxn's own kernels. They may part from stock at
 near-ties, as vLLM's two kernels part from each other. Their states are compared with a recurrence
 in float64 (``state_recurrence``), and commits are given wrong counts, which that has to see.
 

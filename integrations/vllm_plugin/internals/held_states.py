@@ -23,7 +23,7 @@ from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
 from .made_rows import make_rows
-from .replayed_rows import ReplayedRows
+from .replayed_rows import REPLAYED, ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers
 from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
 from .state_tables import StateTables, VerifyStep
@@ -47,7 +47,7 @@ _TABLES: Final[Mapping[str, str]] = {
 #: that per request vLLM takes the other kernel.
 _FUSED_COLUMNS: Final = 8
 
-#: Most rows of a request that kvtxn's kernels of gated delta nets take.
+#: Most rows of a request that kvtxn's kernels take.
 MOST_REPLAYED: Final = 16
 
 
@@ -55,7 +55,7 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     """Say in a sentence what kvtxn does not know about a model's recurrent layers; None if nothing.
 
     What vLLM's own kernels do with a table that names no block, they do on a GPU with Triton's
-    backend of Mamba-2 alone. With ``fast`` kvtxn's own kernels verify gated delta nets.
+    backend of Mamba-2 alone. With ``fast`` kvtxn's own kernels verify the layers of ``REPLAYED``.
     """
     from ..attach import check_methods
 
@@ -67,9 +67,9 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     if foreign:
         return f"layer {foreign[0]} is not the target's"
     for module, kind in found_kinds(modules).values():
-        replayed = fast and kind == GATED_DELTA
+        replayed = fast and kind in REPLAYED
         fused = getattr(module, "enable_fused_gdn_spec_decode", False)
-        split = gated_delta_hooks.SPLIT if replayed else {}
+        split = gated_delta_hooks.SPLIT if replayed and kind == GATED_DELTA else {}
         norm = gated_delta_hooks.NORM if replayed and fused else {}
         wrong = check_methods(type(module), {**LAUNCHES[kind], **split, **norm})
         if wrong is not None:
@@ -79,7 +79,7 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
         if getattr(module, "use_replayssm", False):
             return "vLLM's own replay of Mamba-2 layers is on"
         if replayed and width(runner) > MOST_REPLAYED:
-            return f"kvtxn's kernels of gated delta nets take at most {MOST_REPLAYED - 1} drafts"
+            return f"kvtxn's kernels of {kind} take at most {MOST_REPLAYED - 1} drafts"
         if fused and not replayed and width(runner) == _FUSED_COLUMNS:
             return (
                 f"with {_FUSED_COLUMNS - 1} drafts vLLM's fused kernel of gated delta nets has no "
@@ -95,7 +95,7 @@ class HeldStates:
         runner: a runner whose KV cache exists.
         note: called with an error after which the commit of the states was repeated.
         make: captures the commits of all layers; None commits layer by layer.
-        fast: kvtxn's own kernels verify and commit gated delta nets.
+        fast: kvtxn's own kernels verify and commit the layers of ``REPLAYED``.
 
     Attributes:
         layers: the recurrent layers, without their caches.
@@ -117,7 +117,7 @@ class HeldStates:
         self.layers = state_layers(runner)
         self._note, self._width = note, width(runner)
         self._groups = list(dict.fromkeys(layer.group for layer in self.layers))
-        own = [each for each in self.layers if fast and each.kind == GATED_DELTA]
+        own = [each for each in self.layers if fast and each.kind in REPLAYED]
         others = [each for each in self.layers if each not in own]
         requests, rows, device = most_requests(runner), most_rows(runner), runner.device
         self.aligned = aligned_states.is_aligned(runner)
@@ -129,17 +129,18 @@ class HeldStates:
             sizes = len(self._groups), requests, self._width, device
             replay = self.writes_ends
             self.tables = StateTables.build(*sizes, replay=replay, aligned=self.aligned)
-            self._replayed: ReplayedRows | None = None
-            if own:
-                groups = [self._groups.index(each.group) for each in own]
-                self._replayed = ReplayedRows(own, self.tables, groups, rows, self._width)
-            made = [] if self._replayed is None else [self._replayed]
+            self._replayed: list[ReplayedRows] = []
+            for kind in dict.fromkeys(each.kind for each in own):
+                alike = [each for each in own if each.kind == kind]
+                groups = [self._groups.index(each.group) for each in alike]
+                self._replayed.append(ReplayedRows(alike, self.tables, groups, rows, self._width))
             self._verified = [
-                *made,
+                *self._replayed,
                 *make_rows(others, self._groups, self.tables, rows, runner.dtype),
             ]
             #: One launch commits all layers, so there is nothing to capture.
-            self._alone = self._replayed if made == self._verified else None
+            alone = len(self._replayed) == len(self._verified) == 1
+            self._alone = self._replayed[0] if alone else None
             self.graphs: CommitGraphs | None = None
             if make is not None and self._verified and self._alone is None:
                 most = int(runner.max_num_reqs)
@@ -168,8 +169,8 @@ class HeldStates:
 
     def forget_caches(self) -> None:
         """Hold no cache, so that vLLM can give its memory back."""
-        if self._replayed is not None:
-            self._replayed.forget_caches()
+        for rows in self._replayed:
+            rows.forget_caches()
 
     def warm_up(self) -> None:
         """Compile the kernels of a commit, and kvtxn's own of a verify step.
@@ -182,8 +183,8 @@ class HeldStates:
         starts = torch.tensor([0, self._width], dtype=torch.int32, device=device)
         step = VerifyStep(1, self._width, starts, None, metadata)
         with torch.inference_mode():
-            if self._replayed is not None:
-                self._replayed.warm_up(self._dtype)
+            for replayed in self._replayed:
+                replayed.warm_up(self._dtype)
             if self._blocks is not None:
                 self.tables.name_snapshots(self._blocks, starts[:1], starts, step)
             self.tables.name_commits(self.tables.whole[:1], starts)

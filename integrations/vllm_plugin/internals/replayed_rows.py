@@ -1,144 +1,44 @@
-"""Gated delta nets of vLLM on a GPU, by kvtxn's own kernels: verify stages rows, a commit replays.
+"""Recurrent layers of vLLM on a GPU, by kvtxn's own kernels: verify stages rows, a commit replays.
 
-In a verify step one kernel takes the place of vLLM's two: it reads each request's state, writes
-none, and keeps per row what the state needs in order to take it in. The commit is one launch for
-all layers, which reads and writes each state once. Sums are in float32, as vLLM's are, but in
+In a verify step a kernel of kvtxn's takes the place of vLLM's: it reads each request's state,
+writes none, and keeps per row what the state needs in order to take it in. The commit is one launch
+for all layers, which reads and writes each state once. Sums are in float32, as vLLM's are, but in
 another order; so outputs differ from those of vLLM's kernels as these differ from each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-import attrs
 import torch
 from torch import Tensor
 
-from ....backends.gated_delta import (
-    DeltaLayers,
-    DeltaRows,
-    advance_gated_delta,
-    verify_gated_delta,
-)
-from . import gated_delta_hooks
+from ....backends.gated_delta import DeltaLayers, DeltaRows, advance_gated_delta
+from ..policy.engine import GATED_DELTA, MAMBA2
+from .replayed_delta import ReplayedDelta
+from .replayed_layer import ReplayedLayer
+from .replayed_mamba2 import ReplayedMamba2
 from .state_layers import StateLayer
 from .state_tables import StateTables, VerifyStep
 
+#: By kind of layer, the class of those that kvtxn's kernels verify.
+REPLAYED: Final[Mapping[str, type[ReplayedLayer]]] = {
+    GATED_DELTA: ReplayedDelta,
+    MAMBA2: ReplayedMamba2,
+}
 
-def sizes_of(module: Any) -> tuple[int, int, int, int]:
-    """Return a layer's heads of keys, its heads, and the sizes of a key and of a value."""
-    ranks = module.tp_size
-    heads = module.num_k_heads // ranks, module.num_v_heads // ranks
-    return (*heads, int(module.head_k_dim), int(module.head_v_dim))
 
-
-@attrs.frozen(eq=False)
-class ReplayedLayer:
-    """A gated delta net whose drafts kvtxn's own kernel verifies.
-
-    Attributes:
-        module: vLLM's layer.
-        tables: the tables of all layers.
-        group: number of the layer's group in the tables.
-        rows: room for what a step's rows leave.
-        longest: most rows of a request.
-    """
-
-    module: Any
-    tables: StateTables
-    group: int
-    rows: DeltaRows
-    longest: int
-
-    def verify(self, kernel: Callable[..., Any], **given: Any) -> Any:
-        """Verify in place of vLLM's Triton kernel; elsewhere launch that kernel."""
-        if given.get("num_accepted_tokens") is None:
-            return kernel(**given | {name: given[name].contiguous() for name in ("q", "k", "v")})
-        query, key, value = (given[name][0] for name in ("q", "k", "v"))
-        out = torch.empty_like(given["v"], memory_format=torch.contiguous_format)
-        starts = given["cu_seqlens"]
-        self.launch(query, key, value, given["a"], given["b"], starts, out[0])
-        return out, given["initial_state"]
-
-    def verify_fused(
-        self,
-        mixed_qkv: Tensor,
-        b: Tensor,
-        a: Tensor,
-        output_gate: Tensor,
-        core_attn_out: Tensor,
-        attn_metadata: Any,
-    ) -> None:
-        """Verify in place of vLLM's fused kernel, then apply the layer's gated norm."""
-        query, key, value = self.split(mixed_qkv)
-        starts = attn_metadata.spec_query_start_loc[: attn_metadata.num_spec_decodes + 1]
-        self.launch(query, key, value, a, b, starts, core_attn_out)
-        self.norm(core_attn_out, output_gate)
-
-    def norm(self, out: Tensor, gate: Tensor) -> None:
-        """Apply the layer's gated norm in place; in one launch, if it is one that is known."""
-        norm = self.module.norm
-        known = (
-            norm.norm_before_gate
-            and norm.bias is None
-            and norm.group_size in (None, out.shape[-1])
-            and norm.activation in ("silu", "swish", "sigmoid")
-        )
-        if not (known and out.is_cuda):
-            self.module._rms_norm_gated_cuda(out, gate, out)
-            return
-        from ....backends.recurrent.gated_norm import gated_norm
-
-        gated_norm(out, gate, norm.weight, norm.eps, sigmoid=norm.activation == "sigmoid")
-
-    def split(self, mixed_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of rows that have query, key and value in one piece."""
-        key_heads, heads, key_size, value_size = sizes_of(self.module)
-        widths = [key_heads * key_size] * 2 + [heads * value_size]
-        query, key, value = mixed_qkv.split(widths, dim=-1)
-        keys = key_heads, key_size
-        return query.unflatten(1, keys), key.unflatten(1, keys), value.unflatten(1, (heads, -1))
-
-    def views(self, mixed_qkv: Tensor | None) -> Any:
-        """Split rows as the layer's own method does, without copies, which kvtxn's kernel spares.
-
-        vLLM's kernel wants them; ``verify`` makes them where it launches that one.
-        """
-        if mixed_qkv is None:
-            return None, None, None
-        return tuple(part.unsqueeze(0) for part in self.split(mixed_qkv))
-
-    def launch(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        a: Tensor,
-        b: Tensor,
-        starts: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Launch the kernel over the states that the tables name."""
-        module = self.module
-        self.tables.name_in_graph(self.group, self)
-        verify_gated_delta(
-            *(query, key, value, a, b, module.A_log, module.dt_bias),
-            module.kv_cache[1],
-            self.tables.sources[self.group, : starts.shape[0] - 1, -1],
-            starts,
-            out,
-            self.rows,
-            scale=module.head_k_dim**-0.5,
-            longest=self.longest,
-        )
+def staged_bytes(module: Any, kind: str) -> int:
+    """Return the bytes that a row of a layer takes until the commit."""
+    return DeltaRows.row_bytes(*REPLAYED[kind].sizes_of(module))
 
 
 class ReplayedRows:
-    """The rows of all gated delta nets of a model in the present step, and one commit for all.
+    """The rows of all layers of a kind in the present step, and one commit for all.
 
     Args:
-        layers: the layers.
+        layers: the layers, of one kind that ``REPLAYED`` has.
         tables: the tables of all layers.
         groups: for each layer the number of its group in the tables.
         rows: most rows of a step.
@@ -165,8 +65,9 @@ class ReplayedRows:
         self.layers: list[ReplayedLayer] = []
         for layer, group in zip(layers, groups, strict=True):
             module: Any = layer.module
-            room = DeltaRows.build(rows, *sizes_of(module), layer.past.device)
-            self.layers.append(ReplayedLayer(module, tables, group, room, width))
+            replayed = REPLAYED[layer.kind]
+            room = DeltaRows.build(rows, *replayed.sizes_of(module), layer.past.device)
+            self.layers.append(replayed(module, tables, group, room, width))
 
     def was_fused(self, _: VerifyStep) -> bool:
         """Tell that there is one kernel."""
@@ -178,36 +79,16 @@ class ReplayedRows:
     def hook(self) -> None:
         """Let the layers verify without writing a state, and keep their rows."""
         for layer in self.layers:
-            fused = getattr(layer.module, "enable_fused_gdn_spec_decode", False)
-            gated_delta_hooks.hook_kernels(
-                *(layer.module, layer.verify, layer.verify_fused if fused else None),
-                split=layer.views,
-            )
+            layer.hook()
 
     def unhook(self) -> None:
         """Give the layers their own methods back."""
         for layer in self.layers:
-            gated_delta_hooks.unhook_kernels(layer.module)
+            layer.unhook()
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile the kernel that verifies, for the layouts of rows that vLLM's two paths have.
-
-        No request may have a block yet: the kernel reads and writes nothing then.
-        """
-        layer = self.layers[0]
-        key_heads, heads, key_size, value_size = sizes_of(layer.module)
-        keys, values, device = key_heads * key_size, heads * value_size, self._tables.whole.device
-        mixed = torch.zeros(layer.longest, 2 * keys + values, dtype=dtype, device=device)
-        b, a = torch.zeros(layer.longest, 2 * heads, dtype=dtype, device=device).chunk(2, dim=1)
-        starts = torch.tensor([0, layer.longest], dtype=torch.int32, device=device)
-        query, key, value = layer.split(mixed)
-        out = torch.empty_like(value, memory_format=torch.contiguous_format)
-        layer.launch(query, key, value, a, b, starts, out)
-        if getattr(layer.module, "enable_fused_gdn_spec_decode", False):
-            gate = out.new_zeros(layer.longest, 2 * values)[:, :values]
-            layer.norm(out, gate.unflatten(1, (heads, -1)))
-        query, key, value, a, b = (part.contiguous() for part in (query, key, value, a, b))
-        layer.launch(query, key, value, a, b, starts, out)
+        """Compile the kernel that verifies; see ``ReplayedLayer.warm_up``."""
+        self.layers[0].warm_up(dtype)
 
     def forget_caches(self) -> None:
         """Hold no cache; the next commit finds those that the layers have then."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....backends.gated_delta import DeltaRows
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
 from . import config
 from .commit_graphs import BRANCHES, uses_graphs
-from .replayed_rows import sizes_of
+from .replayed_rows import REPLAYED, staged_bytes
 from .state_layers import kind_of, modules_of
 from .verified_rows import LAUNCHES, row_elements
 
@@ -19,7 +18,7 @@ def bytes_of_buffers(runner: Any, *, fast: bool = False) -> int:
     kinds = list(found_kinds(modules_of(runner)).values())
     sizes = most_rows(runner), most_requests(runner), width(runner)
     found = bytes_by_formula(kinds, *sizes, int(runner.dtype.itemsize), fast=fast)
-    own = [(module, kind) for module, kind in kinds if not (fast and kind == GATED_DELTA)]
+    own = [(module, kind) for module, kind in kinds if not (fast and kind in REPLAYED)]
     return found + (bytes_of_graphs(runner, own) if uses_graphs(runner) else 0)
 
 
@@ -52,14 +51,14 @@ def bytes_by_formula(
         requests: most requests of a step.
         width: most rows of a request.
         size: bytes of a number of the model's dtype.
-        fast: kvtxn's own kernels verify gated delta nets, and keep float32 numbers.
+        fast: kvtxn's own kernels verify layers of ``REPLAYED``, and keep float32 numbers.
     """
-    own = [(module, kind) for module, kind in kinds if not (fast and kind == GATED_DELTA)]
-    replayed = [module for module, kind in kinds if fast and kind == GATED_DELTA]
+    own = [(module, kind) for module, kind in kinds if not (fast and kind in REPLAYED)]
+    replayed = [(module, kind) for module, kind in kinds if fast and kind in REPLAYED]
     elements = sum(row_elements(module, kind) for module, kind in own)
     shared = max((_scratch_elements(module, kind) for module, kind in own), default=0)
     tables = 12 * len(kinds) * requests * (width + 4)
-    staged = sum(DeltaRows.row_bytes(*sizes_of(module)) for module in replayed)
+    staged = sum(staged_bytes(module, kind) for module, kind in replayed)
     return rows * ((elements + shared) * size + staged) + tables
 
 

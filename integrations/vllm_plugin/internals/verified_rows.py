@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from types import MethodType
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA
-from . import gated_delta_hooks, olmo_rows
-from .gated_delta_hooks import FUSED, with_globals
+from . import gated_delta_hooks, mamba2_hooks, olmo_rows
+from .gated_delta_hooks import FUSED
 from .state_layers import StateLayer
 from .state_tables import StateCommits, StateTables, VerifyStep
 
@@ -28,7 +26,7 @@ from .state_tables import StateCommits, StateTables, VerifyStep
 LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     GATED_DELTA: gated_delta_hooks.METHODS,
     OLMO_DELTA: olmo_rows.METHODS,
-    MAMBA2: {"conv_ssm_forward": ("projected_states", "output")},
+    MAMBA2: mamba2_hooks.METHODS,
 }
 
 #: Most programs along the third axis of a grid, where vLLM's Triton kernel has requests and heads.
@@ -299,18 +297,11 @@ class Mamba2Rows:
 
     def hook(self) -> None:
         """Let the layer verify without writing a state, and keep its rows."""
-        from vllm.model_executor.layers.mamba import mamba_mixer2 as own
-
-        module = self._module
-        forward = with_globals(
-            type(module).conv_ssm_forward,
-            selective_state_update=partial(self._verify, own.selective_state_update),
-        )
-        module.conv_ssm_forward = MethodType(forward, module)
+        mamba2_hooks.hook_kernel(self._module, self._verify)
 
     def unhook(self) -> None:
         """Give the layer its own method back."""
-        vars(self._module).pop("conv_ssm_forward", None)
+        mamba2_hooks.unhook_kernel(self._module)
 
     def _verify(self, kernel: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Launch vLLM's kernel; in a verify step without a block to write to."""

@@ -27,6 +27,7 @@ FAST: Final = 'Qwen3-Next, Qwen3.5 with "recurrent": "fast"'
 CHOSEN: Final = 'Qwen3.5 with "recurrent": "auto" where its rule takes "exact"'
 OLMO: Final = 'OLMo hybrid with "recurrent": "exact"'
 MIXED: Final = 'Nemotron-H, Granite 4, Falcon-H1, Mamba-2 with "recurrent": "exact"'
+MIXED_FAST: Final = 'Nemotron-H, Granite 4, Falcon-H1, Mamba-2 with "recurrent": "fast"'
 CONVOLVED: Final = 'LFM2 with "recurrent": "exact"'
 SHARED: Final = "Gemma3n (layers share rows)"
 
@@ -42,6 +43,7 @@ FAMILIES: Final[Mapping[str, Changes]] = {
     CHOSEN: {name: fact for name, fact in TAKEN.items() if name not in ("device", "runner")},
     OLMO: {"recurrent": OLMO_DELTA, "states": "exact"},
     MIXED: {"recurrent": MAMBA2, "states": "exact"},
+    MIXED_FAST: {"recurrent": MAMBA2, "states": "fast"},
     CONVOLVED: {"recurrent": SHORT_CONV, "states": "exact"},
     "Jamba, Kimi (recurrent)": {"recurrent": OTHER_STATES},
 }

@@ -89,15 +89,15 @@ def _on_trial(facts: EngineFacts) -> bool:
 
 #: Says why an engine with other recurrent layers cannot have "fast".
 NO_FAST_FORM: Final = (
-    "kvtxn has fast kernels for the gated delta nets of Qwen, and none for {recurrent}"
+    "kvtxn has fast kernels for the gated delta nets of Qwen and for Mamba-2 layers, and none for "
+    "{recurrent}"
 )
 
 #: By value of ``recurrent``, what it does on a GPU; the doctor and the documents say it.
 PROMISES: Final[Mapping[str, str]] = {
     "exact": "vLLM's own kernels verify and commit: states and tokens are stock's to the bit",
-    "fast": "kvtxn's kernels verify and commit gated delta nets, each state is read once per "
-    "verify and written once per commit, all layers in one launch: tokens part from stock's at "
-    "near-ties alone",
+    "fast": "kvtxn's kernels verify and commit, each state is read once per verify and written "
+    "once per commit, all layers in one launch: tokens part from stock's at near-ties alone",
 }
 
 
@@ -121,7 +121,7 @@ def measured_fast() -> str:
 
 def without_fast_form(facts: EngineFacts) -> bool:
     """Tell whether kvtxn knows a model's recurrent layers, and has no fast kernels for them."""
-    return facts.recurrent in (OLMO_DELTA, MAMBA2, SHORT_CONV)
+    return facts.recurrent in (OLMO_DELTA, SHORT_CONV)
 
 
 #: An engine whose states are in the windows.
@@ -169,7 +169,7 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         "windows",
         lambda f: _on_gpu(f) and f.states == "fast" and without_fast_form(f),
         f'{NO_FAST_FORM}: set "recurrent" to "exact"',
-        {**_WITH_STATES_ON_GPU, "states": "fast", "recurrent": MAMBA2},
+        {**_WITH_STATES_ON_GPU, "states": "fast", "recurrent": OLMO_DELTA},
     ),
     Rule(
         "release for states",

@@ -253,6 +253,8 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         (GATED_DELTA, torch.bfloat16, "exact"),
         (GATED_DELTA, torch.float32, "fast"),
         (GATED_DELTA, torch.bfloat16, "fast"),
+        (MAMBA2, torch.float32, "fast"),
+        (MAMBA2, torch.bfloat16, "fast"),
         (OLMO_DELTA, torch.float32, "graphs"),
         (OLMO_DELTA, torch.bfloat16, "exact"),
         (MAMBA2, torch.float32, "exact"),

@@ -16,6 +16,7 @@ from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine import (
     GATED_DELTA,
     MAMBA2,
+    OLMO_DELTA,
     SHORT_CONV,
     EngineFacts,
 )
@@ -178,11 +179,12 @@ def test_a_model_without_states_refuses_the_setting():
     assert refused(EXACT, EngineFacts(version="0.1.0")) is None  # nothing is known of its models
 
 
-@pytest.mark.parametrize("kind", [MAMBA2, SHORT_CONV])
+@pytest.mark.parametrize("kind", [OLMO_DELTA, SHORT_CONV])
 def test_layers_without_fast_kernels_refuse_fast(kind):
-    """In a sentence that names them; gated delta nets take it."""
+    """In a sentence that names them; gated delta nets and Mamba-2 layers take it."""
     on_gpu = attrs.evolve(STATES, device="cuda", runner="v2", states="fast")
-    assert refused(FAST, on_gpu) is None
+    for known in (GATED_DELTA, MAMBA2):
+        assert refused(FAST, attrs.evolve(on_gpu, recurrent=known)) is None
     facts = attrs.evolve(on_gpu, recurrent=kind)
     assert f"none for {kind}; got 'fast'; use \"exact\"" in str(refused(FAST, facts))
     off = decide("auto", facts)

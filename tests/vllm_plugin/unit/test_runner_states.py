@@ -208,7 +208,7 @@ def test_auto_is_exact_where_its_rule_takes_it(runner, monkeypatch):
     assert told["recurrent"] == "exact"
     assert told["recurrent_why"].startswith('"auto" takes "exact": 2.09 times as many requests')
     assert "of stock's time" in told["with_fast"]
-    assert runner.kvtxn_states._replayed is None
+    assert runner.kvtxn_states._replayed == []
     runner.kvtxn_undo.close()
 
 

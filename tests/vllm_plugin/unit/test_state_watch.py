@@ -14,7 +14,7 @@ import test_aligned_states
 import test_replayed_rows
 import torch
 from engine_jobs import missing
-from kvtxn.integrations.vllm_plugin.internals.replayed_rows import ReplayedLayer
+from kvtxn.integrations.vllm_plugin.internals.replayed_rows import REPLAYED
 from kvtxn.integrations.vllm_plugin.internals.state_layers import StateLayer
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA
 
@@ -23,12 +23,18 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 GPU = str(Path(__file__).parents[2] / "gpu")
 
 
+def give_back(monkeypatch):
+    """Let launches be watched until the test's end."""
+    for kind in REPLAYED.values():
+        monkeypatch.setattr(kind, "launch", kind.launch)
+
+
 class Watched:
     """One layer whose steps are watched as those of an engine on a GPU."""
 
     def __init__(self, monkeypatch):
         monkeypatch.syspath_prepend(GPU)
-        monkeypatch.setattr(ReplayedLayer, "launch", ReplayedLayer.launch)  # given back in the end
+        give_back(monkeypatch)
         with mock.patch.dict(sys.modules):
             import state_watch
         self.rig = test_replayed_rows.Rig(GATED_DELTA, torch.float32, monkeypatch)
@@ -38,7 +44,7 @@ class Watched:
         layer = self.ours.layer
         self.watch = watch = state_watch.Watch()
         watch.found = [StateLayer("it", "group.0", GATED_DELTA, layer, *layer.kv_cache)]
-        watch.replayed, watch.held = self.rig.states._replayed.layers, True
+        watch.replayed, watch.held = self.rig.states._replayed[0].layers, True
         watch.model_runner = SimpleNamespace(kvtxn_states=self.rig.states, kvtxn=None)
         watch.tables = lambda _: self.ours.table[: watch.batch.num_reqs].long()
         watch.all_tables = lambda: [watch.tables(None)]
@@ -112,7 +118,7 @@ class AlignedWatch:
 
     def __init__(self, monkeypatch):
         monkeypatch.syspath_prepend(GPU)
-        monkeypatch.setattr(ReplayedLayer, "launch", ReplayedLayer.launch)
+        give_back(monkeypatch)
         monkeypatch.setattr(held, "BLOCKS", 80)
         monkeypatch.setattr(test_aligned_states.Rig, "fast", True)
         with mock.patch.dict(sys.modules):
@@ -121,7 +127,7 @@ class AlignedWatch:
         layer = rig.sides[1].layer
         self.watch = watch = state_watch.Watch()
         watch.found = [StateLayer("it", "group.0", GATED_DELTA, layer, *layer.kv_cache)]
-        watch.replayed, watch.held, watch.aligned = rig.states._replayed.layers, True, True
+        watch.replayed, watch.held, watch.aligned = rig.states._replayed[0].layers, True, True
         watch.model_runner = rig.runner
         watch.tables = lambda _: rig.engines[1].tables.long()
         watch.all_tables = lambda: [watch.tables(None)]
@@ -198,7 +204,7 @@ class RunnerV1:
 def watch_v1(monkeypatch):
     """The watch of V1 engines over a runner, whose device is the host."""
     monkeypatch.syspath_prepend(GPU)
-    monkeypatch.setattr(ReplayedLayer, "launch", ReplayedLayer.launch)
+    give_back(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with mock.patch.dict(sys.modules):
         import state_watch_v1

@@ -1,0 +1,35 @@
+"""Hook into vLLM's Mamba-2 layers on a GPU: another function runs in place of their kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any, Final
+
+from .gated_delta_hooks import with_globals
+
+#: The method that contains the launch, with its parameters.
+METHODS: Final = {"conv_ssm_forward": ("projected_states", "output")}
+
+
+def hook_kernel(module: Any, update: Callable[..., Any]) -> None:
+    """Let ``update`` run in place of a layer's kernel.
+
+    Args:
+        module: the layer.
+        update: called with vLLM's kernel, and with all that this kernel is given; in steps that
+            verify no drafts, too.
+    """
+    from vllm.model_executor.layers.mamba import mamba_mixer2 as own
+
+    forward = with_globals(
+        type(module).conv_ssm_forward,
+        selective_state_update=partial(update, own.selective_state_update),
+    )
+    module.conv_ssm_forward = MethodType(forward, module)
+
+
+def unhook_kernel(module: Any) -> None:
+    """Give a layer its own method back."""
+    vars(module).pop("conv_ssm_forward", None)
