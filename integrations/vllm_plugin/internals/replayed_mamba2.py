@@ -61,13 +61,13 @@ class ReplayedMamba2(ReplayedLayer):
         groups, heads, state_size, head_size = self.sizes_of(self.module)
         values, keys = heads * head_size, groups * state_size
         device = self.tables.whole.device
-        convolved = torch.zeros(self.longest, values + 2 * keys, dtype=dtype, device=device)
-        projected = torch.zeros(self.longest, values + heads, dtype=dtype, device=device)
+        widths = values, values, keys, keys, heads
+        projected = torch.zeros(self.longest, sum(widths), dtype=dtype, device=device)
+        _, x, b, c, dt = projected.split(widths, dim=1)
         starts = torch.tensor([0, self.longest], dtype=torch.int32, device=device)
-        x, b, c = convolved.split([values, keys, keys], dim=1)
         x, b, c = (
             part.unflatten(1, (-1, size))
             for part, size in ((x, head_size), (b, state_size), (c, state_size))
         )
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self.launch(x, projected[:, values:], b, c, starts, out)
+        self.launch(x, dt, b, c, starts, out)
