@@ -152,6 +152,27 @@ def follow(target: Any, name: str, after: Callable[[Any], None]) -> Callable[[],
     return lambda: delattr(target, name)
 
 
+def precede(target: Any, name: str, before: Callable[..., None]) -> Callable[[], None]:
+    """Call a function with the arguments of an object's method, before the method.
+
+    Args:
+        target: the object.
+        name: the method's name.
+        before: gets the arguments.
+
+    Returns:
+        A function that undoes it.
+    """
+    own = getattr(target, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return own(*args, **kwargs)
+
+    setattr(target, name, call)
+    return lambda: delattr(target, name)
+
+
 # -- a model runner -----------------------------------------------------------------
 
 

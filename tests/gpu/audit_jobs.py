@@ -373,6 +373,9 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "held-qwen35-fast": recurrent("qwen3_5", BYTES | HELD | {"recurrent": "fast"}),
     "held-nemotron": recurrent("nemotron_h", LEDGER | HELD),
     "held-v1-qwen35": recurrent("qwen3_5", LEDGER | HELD, environment=V1),
+    "held-aligned-qwen35": aligned("qwen3_5", LEDGER | HELD),
+    "held-aligned-fast": aligned("qwen3_5", LEDGER | HELD | {"recurrent": "fast"}),
+    "held-aligned-v1-nemotron": aligned("nemotron_h", LEDGER | HELD, environment=V1),
     "planted-held-v1": recurrent(
         *("qwen3_5", LEDGER | HELD),
         options=RECURRENT | STEADY | EAGER,

@@ -230,9 +230,13 @@ def _sampled_v2(runner: AuditedGpuRunnerV2, ids: Tensor, num_sampled: Tensor, wa
 
 def _leave(runner: AuditedGpuRunnerV1 | AuditedGpuRunnerV2, watch: DeviceWatch) -> None:
     """Tell a watch which states windows have committed."""
-    leaves = runner.kvtxn_state_reader.take_leaves() if watch.states else {}
-    if leaves and watch.under_way is not None:
-        watch.ledger.leave(watch.under_way.lines, leaves)
+    last = runner.kvtxn_state_reader.take_last() if watch.states else None
+    if last is None or not last.leaves or watch.under_way is None:
+        return
+    lines = watch.under_way.lines
+    watch.ledger.leave(lines, last.leaves)
+    if last.ends:
+        watch.ledger.leave(lines, last.ends, last.end_at)
 
 
 def _unknown(name: str) -> Any:

@@ -76,7 +76,8 @@ def open_device_watch(
         _compare_bytes(runner, watch, facts)
     watch.kept_states = audited_states.block_sizes(runner, states)
     if watch.kept_states:
-        undo = carried_states.tell_copies(runner, states, partial(_carry, runner))
+        held = audited_states.holds_states(runner)
+        undo = carried_states.tell_copies(runner, states, partial(_carry, runner), held=held)
         runner.kvtxn_undo.callback(undo)
     watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop, mixin)
     try:

@@ -71,13 +71,18 @@ def block_tables(runner: Any, groups: list[str]) -> BlockTables:
     """
     from ....backends.recurrent.boundaries import BlockTables
 
+    tables = tables_of_batch(runner, groups)
+    number = int(groups[0].partition(".")[2])
+    spec = runner.kv_cache_config.kv_cache_groups[number].kv_cache_spec
+    return BlockTables.build(tuple(tables), int(spec.block_size))
+
+
+def tables_of_batch(runner: Any, groups: list[str]) -> list[Tensor]:
+    """Return the block tables of a runner's groups, with a line for each place of a batch."""
     numbers = [int(group.partition(".")[2]) for group in groups]
     if hasattr(runner, "block_tables"):  # V2 gathers the lines of the batch
-        tables = [runner.block_tables.input_block_tables[number] for number in numbers]
-    else:
-        tables = [_v1_table(runner, number) for number in numbers]
-    spec = runner.kv_cache_config.kv_cache_groups[numbers[0]].kv_cache_spec
-    return BlockTables.build(tuple(tables), int(spec.block_size))
+        return [runner.block_tables.input_block_tables[number] for number in numbers]
+    return [_v1_table(runner, number) for number in numbers]
 
 
 def _v1_table(runner: Any, number: int) -> Tensor:

@@ -35,6 +35,9 @@ class States:
             -1 for a request that begins without a state.
         leaves: int64 ``[num_requests]`` by group, the block that gets the state after the last kept
             row of each request once that is known; -1 for a request whose kernels write all states.
+        ends: int64 ``[num_requests]`` by group, likewise, the block that gets the state after
+            ``end_at`` tokens, for the prefix cache, if these are kept.
+        end_at: int64 ``[num_requests]``; None without ``ends``.
         told: int64 ``[num_requests]``, the number of drafts that the kernels take for accepted in
             the step before; -1 where they do not use it. None without any group of states.
         buffers: as for ``Rows``.
@@ -45,14 +48,15 @@ class States:
     told: Tensor | None
     buffers: object | None = None
     leaves: dict[str, Tensor] = attrs.field(factory=dict)
+    ends: dict[str, Tensor] = attrs.field(factory=dict)
+    end_at: Tensor | None = None
 
 
 def state_groups(runner: Any) -> dict[str, StateGroup]:
     """Return, by name, the KV-cache groups of recurrent layers that have one table per request.
 
     Of prefix caches that keep states only those of GPUs are watched, whose runner says on the
-    device which states it copies. Where kvtxn's windows hold the states, those are watched on a
-    GPU, unless the prefix cache keeps them.
+    device which states it copies; and of states that kvtxn's windows hold those of GPUs.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -79,8 +83,6 @@ def holds_states(runner: Any) -> bool:
 def copies_are_told(runner: Any) -> bool:
     """Tell whether a runner whose prefix cache keeps states can say which it copies."""
     if torch.device(runner.device).type != "cuda" or carried_states.lacks_context(runner):
-        return False
-    if holds_states(runner):  # then commits write into the ends of blocks, too
         return False
     return aligned_states.copies_differ() is None
 
@@ -164,7 +166,10 @@ class DeviceStateReader:
             self._slots: Final = {name: zeros(rows) for name in self._groups}
             self._sources: Final = {name: zeros(requests) for name in self._groups}
             self._leaves: Final = {name: zeros(requests) for name in self._groups}
+            self._ends: Final = {name: zeros(requests) for name in self._groups}
+            self._end_at: Final = zeros(requests)
             self._told: Final = zeros(requests)
+        self._sizes: Final = block_sizes(runner, self._groups) if holds_states(runner) else {}
         self._known: dict[tuple[object, ...], States] = {}
         self._last: States | None = None
 
@@ -188,6 +193,7 @@ class DeviceStateReader:
                 self._leaves[name][:count].copy_(found.leaves[name])
         if found.told is not None:
             self._told[:count].copy_(found.told)
+        ends = self._put_ends(found.leaves, first)
         key = (count, found.told is None, *found.slots, *found.leaves)
         if key not in self._known:
             self._known[key] = States(
@@ -196,14 +202,32 @@ class DeviceStateReader:
                 None if found.told is None else self._told[:count],
                 buffers=key,
                 leaves={name: self._leaves[name][:count] for name in found.leaves},
+                ends={name: self._ends[name][:count] for name in ends},
+                end_at=self._end_at[:count] if ends else None,
             )
         self._last = self._known[key]
         return self._last
 
-    def take_leaves(self) -> dict[str, Tensor]:
-        """Return ``States.leaves`` of the last step that was read; empty if they were taken."""
+    def _put_ends(self, leaves: Mapping[str, Tensor], first: Tensor) -> list[str]:
+        """Name the blocks that get states at the ends of blocks; returns the groups with some."""
+        if not leaves or not self._sizes:
+            return []
+        names, count = [*leaves], len(first)
+        size = self._sizes[names[0]]  # one for all groups
+        column = first // size
+        self._end_at[:count].copy_((column + 1) * size)
+        tables = aligned_states.tables_of_batch(self._runner, names)
+        for name, table in zip(names, tables, strict=True):
+            last = table.shape[1] - 1
+            block = table[:count].long().gather(1, column.clamp(max=last)[:, None])[:, 0]
+            own = leaves[name]
+            self._ends[name][:count].copy_(torch.where((own >= 0) & (block != own), block, -1))
+        return names
+
+    def take_last(self) -> States | None:
+        """Return the states of the last step that was read; None if they were taken."""
         last, self._last = self._last, None
-        return {} if last is None else last.leaves
+        return last
 
 
 def _read(

@@ -8,12 +8,14 @@ blocks of both copies are read from what vLLM gives to its kernels, without wait
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from ..attach import mix_in
+from ..attach import precede
 from .aligned_states import context_of, is_aligned, tables_of_requests
 
 #: Tells of copies: by group, int ``[num_requests]`` twice, the blocks copied from and those copied
@@ -21,19 +23,23 @@ from .aligned_states import context_of, is_aligned, tables_of_requests
 Carry = Callable[[Mapping[str, tuple[Tensor, Tensor]]], None]
 
 
-class ToldCopies:
-    """A mixin of vLLM's context of copies: tells of each before it is made.
+@attrs.frozen(eq=False)
+class CopyTeller:
+    """Tells of the copies of vLLM's context before they are made; its methods have vLLM's names.
 
     Attributes:
-        kvtxn_tables: by group, int32 ``[requests, columns]``, the blocks; a line for each request
-            that vLLM's kernels count by.
-        kvtxn_carry: is told.
-        kvtxn_size: tokens of a block.
+        tables: by group, int32 ``[requests, columns]``, the blocks; a line for each request that
+            vLLM's kernels count by.
+        carry: is told.
+        size: tokens of a block.
+        held: kvtxn's windows hold one state per request, which is in the first column, whatever was
+            accepted; what is at the ends of blocks is left by their commits.
     """
 
-    kvtxn_tables: Mapping[str, Tensor]
-    kvtxn_carry: Carry
-    kvtxn_size: int
+    tables: Mapping[str, Tensor]
+    carry: Carry
+    size: int
+    held: bool = False
 
     def run_fused_precopy(
         self,
@@ -43,13 +49,12 @@ class ToldCopies:
         token_bias_gpu: Tensor,
         idx_mapping: Tensor | None,
     ) -> None:
-        """Tell of states that go to the blocks of their steps, then copy them."""
+        """Tell of states that go to the blocks of their steps."""
         place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
         source, target = src_col_gpu[place].long(), state_idx_gpu[place].long()
         copied = live & (source >= 0) & (source != target)
-        self._kvtxn_tell(place, copied, source + token_bias_gpu[place], target)
-        given = num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu, idx_mapping
-        super().run_fused_precopy(*given)  # type: ignore[misc]
+        bias = 0 if self.held else token_bias_gpu[place]
+        self._tell(place, copied, source + bias, target)
 
     def run_fused_postprocess_align(
         self,
@@ -59,13 +64,11 @@ class ToldCopies:
         new_num_computed_tokens_gpu: Tensor,
         idx_mapping: Tensor,
     ) -> None:
-        """Tell of states at the ends of blocks, then copy them."""
+        """Tell of states at the ends of blocks."""
         place, live = _places(idx_mapping, num_reqs, state_idx_gpu)
         after = new_num_computed_tokens_gpu[place].long()
         running = after - num_accepted_tokens_gpu[place] + 1
-        self._kvtxn_tell_ends(place, live, state_idx_gpu[place].long(), running, after)
-        given = num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping
-        super().run_fused_postprocess_align(num_reqs, *given)  # type: ignore[misc]
+        self._tell_ends(place, live, state_idx_gpu[place].long(), running, after)
 
     def run_fused_postprocess(
         self,
@@ -82,11 +85,9 @@ class ToldCopies:
         scheduled, computed, drafts = (count[place].long() for count in counts)
         running = computed + scheduled - drafts
         after = running + num_accepted_tokens_gpu[place] - 1
-        self._kvtxn_tell_ends(place, live, mamba_state_idx_gpu[place].long(), running, after)
-        given = num_accepted_tokens_gpu, mamba_state_idx_gpu, *counts
-        super().run_fused_postprocess(num_reqs, *given)  # type: ignore[misc]
+        self._tell_ends(place, live, mamba_state_idx_gpu[place].long(), running, after)
 
-    def _kvtxn_tell_ends(
+    def _tell_ends(
         self, place: Tensor, live: Tensor, column: Tensor, running: Tensor, after: Tensor
     ) -> None:
         """Tell of states at the ends of blocks.
@@ -98,23 +99,25 @@ class ToldCopies:
             running: the tokens that this state has taken in.
             after: the tokens that the request's last state has taken in.
         """
-        full = after // self.kvtxn_size
-        further = full * self.kvtxn_size - running
+        if self.held:
+            return
+        full = after // self.size
+        further = full * self.size - running
         target = full - 1
         copied = live & (further >= 0) & ((column != target) | (further != 0))
-        self._kvtxn_tell(place, copied, column + further, target)
+        self._tell(place, copied, column + further, target)
 
-    def _kvtxn_tell(self, place: Tensor, copied: Tensor, source: Tensor, target: Tensor) -> None:
+    def _tell(self, place: Tensor, copied: Tensor, source: Tensor, target: Tensor) -> None:
         """Tell of copies from column to column of each group's table."""
         told = {}
-        for name, table in self.kvtxn_tables.items():
+        for name, table in self.tables.items():
             lines, last = table[place].long(), table.shape[1] - 1
             blocks = (
                 lines.gather(1, column.clamp(0, last)[:, None])[:, 0] for column in (source, target)
             )
             one, other = (torch.where(copied, block, -1) for block in blocks)
             told[name] = one, other
-        self.kvtxn_carry(told)
+        self.carry(told)
 
 
 def _places(mapping: Tensor | None, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,13 +133,16 @@ def lacks_context(runner: Any) -> bool:
     return not hasattr(runner, "model_state") and runner.speculative_config is None
 
 
-def tell_copies(runner: Any, groups: Iterable[str], carry: Carry) -> Callable[[], None]:
+def tell_copies(
+    runner: Any, groups: Iterable[str], carry: Carry, *, held: bool = False
+) -> Callable[[], None]:
     """Let a runner's context tell of the copies that it makes.
 
     Args:
         runner: a runner whose prefix cache keeps states, and whose caches exist.
         groups: names of the groups to tell of.
         carry: is told.
+        held: as for ``CopyTeller``.
 
     Returns:
         A function that undoes it.
@@ -145,6 +151,12 @@ def tell_copies(runner: Any, groups: Iterable[str], carry: Carry) -> Callable[[]
     names = [*groups]
     tables = dict(zip(names, tables_of_requests(runner, names), strict=True))
     context = context_of(runner)
-    size = int(context.block_size)
-    own: dict[str, Any] = {"kvtxn_tables": tables, "kvtxn_carry": carry, "kvtxn_size": size}
-    return mix_in(context, ToldCopies, **own)
+    teller = CopyTeller(tables, carry, int(context.block_size), held)
+    undo = ExitStack()
+    for tell in (
+        teller.run_fused_precopy,
+        teller.run_fused_postprocess_align,
+        teller.run_fused_postprocess,
+    ):
+        undo.callback(precede(context, tell.__name__, tell))
+    return undo.close

@@ -40,8 +40,9 @@ def device_reader(mode="none"):
     config = SimpleNamespace(kv_cache_groups=[group])
     cache = SimpleNamespace(mamba_cache_mode=mode)
     runner = SimpleNamespace(
-        kv_cache_config=config, cache_config=cache, max_num_reqs=4, max_num_tokens=16
-    )
+        kv_cache_config=config, cache_config=cache, max_num_reqs=4, max_num_tokens=16,
+        vllm_config=SimpleNamespace(cache_config=cache),
+    )  # fmt: skip
     return audited_states.DeviceStateReader(runner, ["group.0"], torch.device("cpu"))
 
 
@@ -213,5 +214,5 @@ def test_states_that_windows_hold_are_left_when_drafts_are_decided(monkeypatch):
     assert found.sources["group.0"].tolist() == [-1, 7]
     assert found.slots["group.0"][:6].tolist() == [-1, -1, 4, -1, -1, -1]
     assert found.told.tolist() == [-1, 1]
-    assert reader.take_leaves()["group.0"].tolist() == [-1, 7]
-    assert reader.take_leaves() == {}
+    assert reader.take_last().leaves["group.0"].tolist() == [-1, 7]
+    assert reader.take_last() is None
