@@ -1,15 +1,17 @@
-"""Verify steps of gated delta nets with ``recurrent="fast"``: kvtxn's own kernels."""
+"""Verify steps with ``recurrent="fast"``: kvtxn's own kernels, of gated delta nets and Mamba-2."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...backends.gated_delta import DeltaLayers, DeltaRows, reference
 from ...backends.gated_delta.launch import launch_advance, launch_verify
+from ...backends.mamba2 import reference as mamba2_reference
+from ...backends.mamba2.launch import launch_verify as launch_verify_mamba2
 from ...backends.recurrent.gated_norm import gated_norm
 from .state_workload import StateWorkload, Step, Turn
 
@@ -25,17 +27,25 @@ class FastStates:
 
     Attributes:
         kept: the staged rows of each layer.
+        parts: what a step consists of.
     """
+
+    parts: tuple[str, ...] = ("verify", "norm", "commit")
 
     def __init__(self, load: StateWorkload) -> None:
         case, shape, self._load = load.case, load.case.shape, load
-        sizes = shape.key_heads, shape.heads, shape.key_size, shape.value_size
-        self.kept = [DeltaRows.build(case.rows, *sizes, load.device) for _ in load.states]
+        self.kept = [self._room() for _ in load.states]
         self._layers = DeltaLayers.build(list(load.states), self.kept)
         self._given = [self._rows() for _ in load.states]
         self._gate = load.random(case.rows, shape.heads, shape.value_size)
         self._weight = torch.ones_like(self._gate[0, 0])
         self._out = torch.zeros_like(self._gate)
+
+    def _room(self) -> DeltaRows:
+        """Make room for the staged rows of a layer."""
+        load, shape = self._load, self._load.case.shape
+        sizes = shape.key_heads, shape.heads, shape.key_size, shape.value_size
+        return DeltaRows.build(load.case.rows, *sizes, load.device)
 
     def _rows(self) -> tuple[Tensor, ...]:
         """Make a layer's rows: query, key and value in one tensor, as a convolution leaves them."""
@@ -60,11 +70,20 @@ class FastStates:
 
     def verify(self, turn: Turn) -> None:
         """Compute the outputs of all layers, and stage their rows."""
-        case, load = self._load.case, self._load
+        load = self._load
         for given, state, kept in zip(self._given, load.states, self.kept, strict=True):
-            where = state, turn.table[:, 0], load.starts, self._out, kept
-            scale, longest = case.shape.key_size**-0.5, case.drafts + 1
-            launch_verify(given, *where, scale=scale, normalise=True, longest=longest)
+            self._launch(given, state, turn.table[:, 0], load.starts, self._out, kept)
+
+    def _launch(self, given: tuple[Tensor, ...], *where: Any) -> None:
+        """Verify one layer, whose state, slots, first rows, outputs and room follow its rows."""
+        case = self._load.case
+        scale, longest = case.shape.key_size**-0.5, case.drafts + 1
+        launch_verify(given, *where, scale=scale, normalise=True, longest=longest)
+
+    def _refer(self, given: Any, *where: Any) -> None:
+        """Verify one layer in torch."""
+        scale = self._load.case.shape.key_size**-0.5
+        reference.verify_gated_delta(*given, *where, scale=scale)
 
     def norm(self, _: Turn) -> None:
         """Apply the gated norm to the outputs of all layers, as stock's fused kernel does."""
@@ -78,10 +97,12 @@ class FastStates:
 
     def steps(self) -> dict[str, Sequence[Step]]:
         """Return the steps of each part, one per turn."""
-        parts = {"verify": self.verify, "norm": self.norm, "commit": self.commit}
         return {
-            f"fast: {name}": [lambda part=part, turn=turn: part(turn) for turn in self._load.turns]  # type: ignore[misc]
-            for name, part in parts.items()
+            f"fast: {name}": [
+                lambda name=name, turn=turn: getattr(self, name)(turn)  # type: ignore[misc]
+                for turn in self._load.turns
+            ]
+            for name in self.parts
         }
 
     def check(self) -> None:
@@ -107,17 +128,36 @@ class FastStates:
 
     def _reference(self, layer: int, turn: Turn, states: Tensor) -> Tensor:
         """Return the states of one layer after a step, from those before it."""
-        load, shape = self._load, self._load.case.shape
+        load, kept = self._load, self._room()
         slots = torch.cat([states[:1], states])  # the first one is nobody's
         sources = torch.arange(1, len(slots), device=load.device, dtype=torch.int32)
-        sizes = shape.key_heads, shape.heads, shape.key_size, shape.value_size
-        kept = DeltaRows.build(load.case.rows, *sizes, load.device)
-        query, key, value, *gates = self._given[layer]
-        reference.verify_gated_delta(
-            *(query, key, value, gates[0], gates[1], gates[2], gates[3]),
-            *(slots, sources, load.starts, torch.empty_like(self._out), kept),
-            scale=shape.key_size**-0.5,
-        )
+        where = slots, sources, load.starts, torch.empty_like(self._out), kept
+        self._refer(self._given[layer], *where)
         layers = DeltaLayers.build([slots], [kept])
         reference.advance_gated_delta(layers, sources[None], turn.sampled, load.starts)
         return slots[1:]
+
+
+class FastMamba2(FastStates):
+    """The same of a model with Mamba-2 layers; no kernel of vLLM's applies their gated norm."""
+
+    parts = ("verify", "commit")
+
+    def _rows(self) -> tuple[Tensor, ...]:
+        """Make a layer's rows: x, B and C in one tensor, as a convolution leaves them."""
+        load, shape, rows = self._load, self._load.case.shape, self._load.case.rows
+        widths = [shape.heads * shape.value_size, *[shape.key_heads * shape.key_size] * 2]
+        mixed = load.random(rows, sum(widths)).split(widths, dim=1)
+        sizes = (shape.value_size, shape.key_size, shape.key_size)
+        x, b, c = (part.unflatten(1, (-1, size)) for part, size in zip(mixed, sizes, strict=True))
+        rates = -torch.rand(shape.heads, device=load.device)
+        dt, (skips, bias) = load.random(rows, shape.heads), load.random(2, shape.heads)
+        return x, dt, b, c, rates, skips, bias
+
+    def _launch(self, given: tuple[Tensor, ...], *where: Any) -> None:
+        """Verify one layer, whose state, slots, first rows, outputs and room follow its rows."""
+        launch_verify_mamba2(given, *where, longest=self._load.case.drafts + 1)
+
+    def _refer(self, given: Any, *where: Any) -> None:
+        """Verify one layer in torch."""
+        mamba2_reference.verify_mamba2(*given, *where)

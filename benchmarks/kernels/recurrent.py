@@ -6,8 +6,7 @@ Everything is measured in one run, by graph replays in turn, each of which finds
 - ``stage``, ``read``, ``commit``: what ``exact`` does in its place: keep the rows, verify without
   writing a state, and write one state per request, of all layers each; ``together`` is the commit
   as captured graphs have it, several layers side by side;
-- ``fast``: what ``recurrent="fast"`` does in its place, over gated delta nets: verify and commit by
-  kvtxn's own kernels;
+- ``fast``: what ``recurrent="fast"`` does in its place: verify and commit by kvtxn's own kernels;
 - ``replay``: the library's commit of a replayed layer, one launch, and ``floor``: a plain copy of
   as many bytes as the states have, one read and one written.
 
@@ -50,7 +49,7 @@ _PARTS: Final = ("stage", "read", "commit")
 _CAPTURED: Final = ("stage", "read", "together")
 _EVERY: Final = ("stock", *_PARTS, "together")
 
-#: Parts of a step with ``fast``; the norm is one of stock's fused kernel's, too.
+#: Parts of a step with ``fast``; the norm is one of stock's fused kernel's, which Mamba-2 lacks.
 _FAST: Final = ("verify", "norm", "commit")
 
 #: Calls by which the host's time is measured.
@@ -114,7 +113,7 @@ def measure(
     Raises:
         AssertionError: a commit left other bytes than it should have; nothing is timed then.
     """
-    from .fast_states import FastStates
+    from .fast_states import FastMamba2, FastStates
     from .state_workload import Replay, StateWorkload
     from .vllm_state_ops import operators
 
@@ -124,11 +123,10 @@ def measure(
     kernels: dict[str, Any] = {}
     candidates: dict[str, Sequence[Step]] = {"replay": replay.steps(), "floor": load.copies()}
     eager: dict[str, Sequence[Step]] = {"replay": replay.eager()}
-    fast = FastStates(load) if case.shape.kind == "gated_delta" else None
-    if fast is not None:
-        fast.check()
-        candidates |= fast.steps()
-        eager["fast"] = fast.steps()["fast: commit"]
+    fast = {"gated_delta": FastStates, "mamba2": FastMamba2}[case.shape.kind](load)
+    fast.check()
+    candidates |= fast.steps()
+    eager["fast"] = fast.steps()["fast: commit"]
     for ops in operators(load):
         check_exact(load, ops, _PARTS)
         check_exact(load, ops, _CAPTURED)
@@ -161,7 +159,7 @@ def measure(
             "buffer_bytes": replay.nbytes,
             "host_us": host["replay"],
         },
-        "fast": None if fast is None else of_fast(times, [*kernels], fast.nbytes, host["fast"]),
+        "fast": of_fast(times, [*kernels], fast.nbytes, host["fast"]),
     }
 
 
@@ -178,7 +176,7 @@ def of_fast(
         nbytes: bytes of the staged rows.
         host: microseconds of the host per commit.
     """
-    parts = {part: times[f"fast: {part}"] for part in _FAST}
+    parts = {part: times[f"fast: {part}"] for part in _FAST if f"fast: {part}" in times}
     both, whole = (
         [sum(each) for each in zip(*(parts[name] for name in names), strict=True)]
         for names in (("verify", "commit"), parts)
@@ -345,9 +343,14 @@ def fast_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         fast = row.get("fast") or {"of_stock": {}}
         for name, of in fast["of_stock"].items():
-            us = [row["kernels"][name]["us"]["stock"], *map(fast["us"].get, _FAST)]
+            us = [row["kernels"][name]["us"]["stock"]]
+            us += [fast["us"].get(part, "-") for part in _FAST]
             where = ", ".join([row["model"], row["dtype"], name]), row["drafts"], row["requests"]
-            cells = [*map(str, where), *(f"{each:.0f}" for each in us), _interval(of)]
+            cells = [
+                *map(str, where),
+                *(each if each == "-" else f"{each:.0f}" for each in us),
+                _interval(of),
+            ]
             cells += [_interval(fast["of_floor"]), f"{fast['buffer_bytes'] / 2**20:.1f}"]
             lines.append([*cells, f"{fast['host_us']:.0f}"])
     header = ["states, kernel of stock", "k", "requests", "stock", *_FAST]
