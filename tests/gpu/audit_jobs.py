@@ -355,6 +355,7 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     # States at the ends of blocks, which the prefix cache keeps.
     "aligned-qwen35": aligned("qwen3_5"),
     "aligned-qwen35-plain": aligned("qwen3_5", speculation=None),
+    "aligned-v1-plain": aligned("qwen3_5", speculation=None, environment=V1),
     "aligned-nemotron": aligned("nemotron_h", BYTES),
     "aligned-v1-qwen35": aligned("qwen3_5", BYTES, environment=V1),
     "aligned-v1-nemotron": aligned("nemotron_h", environment=V1),

@@ -20,6 +20,7 @@ from ..internals import (
     audited_states,
     audited_v1,
     audited_v2,
+    carried_states,
     connectors,
     held_states,
     whole_graphs,
@@ -255,15 +256,19 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
         kvtxn_step_reader: reads the runner's steps.
         kvtxn_sampled_reader: reads what the runner samples.
         kvtxn_state_reader: reads the states of the runner's steps.
+        kvtxn_copies: knows the states that the runner copies between blocks on the host's word;
+            None where the device decides, or nothing is copied.
     """
 
     kvtxn_audit: DeviceWatch | None
     kvtxn_step_reader: audited_v1.StepReader
     kvtxn_sampled_reader: audited_v1.SampledReader
     kvtxn_state_reader: audited_states.DeviceStateReader
+    kvtxn_copies: carried_states.HostCopies | None = None
 
     def kvtxn_open_watch(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
+        self.kvtxn_copies = None
         watch = open_device_watch(self, None, None)
         if watch is not None:
             passes = watch.ledger.passes
@@ -271,7 +276,15 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
             self.kvtxn_sampled_reader = audited_v1.SampledReader(self, passes)
             if watch.states:
                 self.kvtxn_state_reader = new_state_reader(self, watch)
+            if watch.kept_states and carried_states.lacks_context(self):
+                self.kvtxn_copies = carried_states.HostCopies(self, watch.kept_states)
         return watch
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Tell the ledger what changes, and note the columns of states before vLLM moves them."""
+        if self.kvtxn_copies is not None:
+            self.kvtxn_copies.begin(scheduler_output)
+        return super()._update_states(scheduler_output)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Tell the ledger which rows the forward writes and reads, then run the forward."""
@@ -300,6 +313,10 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
 def _step_v1(runner: AuditedGpuRunnerV1, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that ``_prepare_inputs`` has prepared."""
     assert isinstance(watch, DeviceWatch)
+    if runner.kvtxn_copies is not None:
+        for group, (source, target) in runner.kvtxn_copies.take().items():
+            if source:
+                watch.ledger.copy(group, source, target)
     watch.step(_ForwardV1(runner, watch, prepared), partial(audited.returning, runner))
 
 

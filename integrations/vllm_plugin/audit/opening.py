@@ -75,7 +75,7 @@ def open_device_watch(
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch, facts)
     watch.kept_states = audited_states.block_sizes(runner, states)
-    if watch.kept_states:
+    if watch.kept_states and not carried_states.lacks_context(runner):
         held = audited_states.holds_states(runner)
         undo = carried_states.tell_copies(runner, states, partial(_carry, runner), held=held)
         runner.kvtxn_undo.callback(undo)

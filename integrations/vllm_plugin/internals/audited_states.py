@@ -82,8 +82,10 @@ def holds_states(runner: Any) -> bool:
 
 def copies_are_told(runner: Any) -> bool:
     """Tell whether a runner whose prefix cache keeps states can say which it copies."""
-    if torch.device(runner.device).type != "cuda" or carried_states.lacks_context(runner):
+    if torch.device(runner.device).type != "cuda":
         return False
+    if carried_states.lacks_context(runner):  # the host knows the columns
+        return hasattr(runner, "mamba_state_idx")
     return aligned_states.copies_differ() is None
 
 

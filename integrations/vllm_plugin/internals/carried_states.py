@@ -128,6 +128,48 @@ def _places(mapping: Tensor | None, count: int, like: Tensor) -> tuple[Tensor, T
     return mapping[:count].long().clamp(min=0), mapping[:count] >= 0
 
 
+class HostCopies:
+    """The copies of a V1 runner that drafts nothing, whose columns are on the host.
+
+    Args:
+        runner: the runner.
+        sizes: tokens of a block, by group of states.
+    """
+
+    def __init__(self, runner: Any, sizes: Mapping[str, int]) -> None:
+        self._runner = runner
+        self._numbers = {name: int(name.partition(".")[2]) for name in sizes}
+        self._size = next(iter(sizes.values()))  # one for all groups
+        self._columns: dict[str, int] = {}
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Remember the columns of the states before vLLM has prepared a step."""
+        self._columns = dict(self._runner.mamba_state_idx)
+        told = scheduler_output
+        for names in (
+            told.finished_req_ids,
+            told.preempted_req_ids or (),
+            told.scheduled_cached_reqs.resumed_req_ids,
+        ):
+            for name in names:
+                self._columns.pop(name, None)
+
+    def take(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Return the blocks that vLLM has copied from and to since, by group."""
+        runner = self._runner
+        found: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in self._numbers}
+        for name in runner.input_batch.req_ids:
+            state, column = runner.requests[name], runner.mamba_state_idx[name]
+            before = self._columns.get(name, (state.num_computed_tokens - 1) // self._size)
+            if before in (-1, column):
+                continue
+            for group, number in self._numbers.items():
+                blocks = state.block_ids[number]
+                found[group][0].append(int(blocks[before]))
+                found[group][1].append(int(blocks[column]))
+        return found
+
+
 def lacks_context(runner: Any) -> bool:
     """Tell whether a runner copies states without the context: V1 does where nothing is drafted."""
     return not hasattr(runner, "model_state") and runner.speculative_config is None

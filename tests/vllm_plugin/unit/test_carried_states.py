@@ -320,3 +320,41 @@ def one_more(ledger: Ledger, first: int, tokens: list[int]) -> Step:
         slots={GROUP: torch.tensor([OWN])},
         sources={GROUP: torch.tensor([OWN])},
     )
+
+
+def test_copies_that_the_host_decides(monkeypatch):
+    """In the V1 runner without drafts: vLLM's own code, its scalar path, with its own columns."""
+    copied: list[list[int]] = []
+    runner = SimpleNamespace(mamba_state_idx={"a": 0, "b": 1, "c": 1, "left": 3})
+    sizes = {"a": 20, "b": 12, "c": 7, "new": 14, "fresh": 0}
+    lengths = {"a": 3, "b": 2, "c": 1, "new": 7, "fresh": 7}
+    runner.requests = {
+        name: SimpleNamespace(num_computed_tokens=count, block_ids=[[10 * n + c for c in range(5)]])
+        for n, (name, count) in enumerate(sizes.items(), 1)
+    }
+    runner.input_batch = SimpleNamespace(
+        req_ids=[*sizes], num_accepted_tokens_cpu=torch.ones(5, dtype=torch.int32).numpy()
+    )
+    output = SimpleNamespace(
+        finished_req_ids={"left"},
+        preempted_req_ids=None,
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"c"}),
+        num_scheduled_tokens=lengths,
+    )
+    from vllm.v1.worker import mamba_utils as own
+
+    def meta(buffers, config, functions, groups, source, target, bias, state, context):
+        copied.append([state.block_ids[0][source], state.block_ids[0][target], bias])
+
+    monkeypatch.setattr(own, "collect_mamba_copy_meta", meta)
+    copies = carried_states.HostCopies(runner, {GROUP: TOKENS})
+    copies.begin(output)
+    spec = SimpleNamespace(num_speculative_blocks=0, block_size=TOKENS)
+    buffers = SimpleNamespace(mamba_group_ids=[0], mamba_spec=spec, offset=0)
+    own.preprocess_mamba(
+        output, None, SimpleNamespace(enable_prefix_caching=True), runner.mamba_state_idx,
+        runner.input_batch, runner.requests, {}, None, buffers,
+    )  # fmt: skip
+    found = copies.take()
+    assert [[*pair, 0] for pair in zip(*found[GROUP], strict=True)] == copied
+    assert len(copied) == 3
