@@ -2,51 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..host_values import to_device
 from . import books as book
 from . import checks
+from .arguments import mapped
 from .changing import Changing
 from .digest import as_word
-from .groups import Place
-from .rows import word_at
 from .violation import NOBODY
+
+
+@attrs.frozen(eq=False)
+class _Groups:
+    """What the words of some groups of states lie by, int64 ``[num_groups, 1]`` on the device."""
+
+    base: Tensor
+    stride: Tensor
+    owners: Tensor
+    blocks: Tensor
+    salts: Tensor
 
 
 class Moving(Changing):
     """The calls of a ledger about states that come to their blocks by no row of a step."""
 
-    def carry(self, group: str, source: Tensor, target: Tensor) -> None:
+    _known_groups: dict[tuple[str, ...], _Groups] | None = None
+
+    def carry(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Record that the engine copied states, where the device alone knows which; never waits.
 
         Args:
-            group: the group of the states.
-            source: int ``[n]`` on the ledger's device, the blocks copied from; -1 for none.
-            target: int ``[n]`` on it, the blocks copied to, all different; -1 for none.
+            copies: by group of states, int ``[n]`` twice on the ledger's device, as many of each
+                group: the blocks copied from, and those copied to, all different; -1 for none.
 
         Raises:
-            ConfigError: the group is unknown or has no states, or source and target do not fit.
+            ConfigError: a group is unknown or has no states, or the blocks do not fit together.
         """
-        place = checks.place_of("carry", self.books, group, states=True)
-        given = checks.ints("carry", "source", source, "[n]")
-        wanted = checks.ints("carry", "target", target, "[n]")
-        if given.shape != wanted.shape or {given.device, wanted.device} != {self.device}:
-            raise ConfigError(
-                "carry", "source and target do not fit",
-                expected=f"two tensors of one length on {self.device}",
-                got=f"{list(given.shape)} on {given.device}, {list(wanted.shape)} on "
-                f"{wanted.device}",
-                hint="give a target for each source; nothing was changed",
-            )  # fmt: skip
+        pairs = mapped("carry", "copies", copies, "by name of the group, two tensors")
+        if not pairs:
+            return
+        groups = self._groups_of("carry", [*pairs])
+        tensors = {f"{name}, source": pair[0] for name, pair in pairs.items()}
+        tensors |= {f"{name}, target": pair[1] for name, pair in pairs.items()}
+        found = self._stacked("carry", tensors)
         self.passes.settle()
-        one, other, end = given.long(), wanted.long(), place.group.num_blocks
-        copied = (one >= 0) & (one < end) & (one != other)
-        words = self.books.words[word_at(place, torch.where(copied, one, 0))]
-        self._put_states(place, other, copied, words, torch.full_like(one, NOBODY))
+        one, other = found.chunk(2)
+        copied = (one >= 0) & (one < groups.blocks) & (one != other)
+        words = self.books.words[groups.base + torch.where(copied, one, 0) * groups.stride]
+        self._put_states(groups, other, copied, words, torch.full_like(one, NOBODY))
 
     def leave(
         self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None
@@ -66,36 +75,64 @@ class Moving(Changing):
         Raises:
             ConfigError: a group is unknown or has no states, or blocks do not fit the lines.
         """
-        line, serials = lines.long().clamp(min=0), self.books.facts[book.SERIAL]
-        serial, chosen = serials[line], lines >= 0
-        kept = self.books.facts[book.DURABLE][line].clamp(min=0)
+        given = mapped("leave", "blocks", blocks, "by name of the group, a tensor")
+        if not given:
+            return
+        groups, facts = self._groups_of("leave", [*given]), self.books.facts
+        found = self._stacked("leave", {"lines": lines, **given})[1:]
+        line = lines.long().clamp(min=0)
+        serial, kept = facts[book.SERIAL][line], facts[book.DURABLE][line].clamp(min=0)
+        chosen = (lines >= 0) & (serial >= 0)
         if lengths is not None:
             chosen &= lengths <= kept
             kept = torch.where(chosen, lengths.long(), 0)
-        for name, given in blocks.items():
-            place = checks.place_of("leave", self.books, name, states=True)
-            block = checks.ints("leave", f"blocks[{name!r}]", given, "[num_requests]").long()
-            if block.shape != line.shape or block.device != self.device:
-                raise ConfigError(
-                    "leave", "blocks do not fit the lines",
-                    expected=f"{list(line.shape)} on {self.device}",
-                    got=f"{list(block.shape)} on {block.device}", hint="give one for each request",
-                )  # fmt: skip
-            words = as_word(self.books.own[line, kept] + self.books.salts[name])
-            self._put_states(place, block, chosen & (serial >= 0), words, serial)
+        words = as_word(self.books.own[line, kept] + groups.salts)
+        self._put_states(groups, found, chosen, words, serial.expand_as(found))
+
+    def _groups_of(self, operation: str, names: Sequence[str]) -> _Groups:
+        """Return what the words of groups lie by; it is sent to the device once."""
+        if self._known_groups is None:
+            self._known_groups = {}
+        key = tuple(names)
+        if key not in self._known_groups:
+            places = [checks.place_of(operation, self.books, name, states=True) for name in names]
+            columns = [
+                [place.base for place in places],
+                [place.stride for place in places],
+                [place.owners for place in places],
+                [place.group.num_blocks for place in places],
+                [self.books.salts[name] for name in names],
+            ]
+            with torch.inference_mode(False):
+                numbers = to_device(torch.tensor(columns), self.device, torch.int64)
+            self._known_groups[key] = _Groups(*(column[:, None] for column in numbers))
+        return self._known_groups[key]
+
+    def _stacked(self, operation: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return tensors of one length on the device as one, int64 ``[len(tensors), n]``."""
+        every = [checks.ints(operation, name, each, "[n]") for name, each in tensors.items()]
+        if len({(each.shape, each.device) for each in every}) > 1 or every[0].device != self.device:
+            raise ConfigError(
+                operation, "tensors do not fit together",
+                expected=f"tensors of one length on {self.device}",
+                got=", ".join(f"{list(each.shape)} on {each.device}" for each in every),
+                hint="give a number for each request, -1 for none; nothing was changed",
+            )  # fmt: skip
+        return torch.stack([each.long() for each in every])
 
     def _put_states(
-        self, place: Place, block: Tensor, chosen: Tensor, words: Tensor, owners: Tensor
+        self, groups: _Groups, block: Tensor, chosen: Tensor, words: Tensor, owners: Tensor
     ) -> None:
         """Note the words and owners of chosen blocks of states, none of which is sealed now."""
-        there = chosen & (block >= 0) & (block < place.group.num_blocks)
+        there = chosen & (block >= 0) & (block < groups.blocks)
         block = torch.where(there, block, 0)
-        where = word_at(place, block)
+        where = groups.base + block * groups.stride
         # Sums modulo 2^64: what is not chosen adds nothing, wherever it points to.
         for known, at, new in (
             (self.books.words, where, words),
-            (self.books.owners, place.owners + block, owners),
+            (self.books.owners, groups.owners + block, owners),
             (self._seals(), where, torch.zeros_like(block)),
         ):
             if known is not None:
-                known.index_add_(0, at, torch.where(there, new - known[at], 0))
+                more = torch.where(there, new - known[at], 0)
+                known.index_add_(0, at.flatten(), more.flatten())

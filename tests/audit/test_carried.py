@@ -41,7 +41,7 @@ def test_a_copy_is_the_state_that_it_was(backend, name, wrong):
     """Of whoever has the same tokens; what is not copied stays, wherever else it points to."""
     ledger = begun(backend)
     before = ledger.books.words.clone()
-    ledger.carry("s", ints(-1, 3, 2, 9, 6), ints(0, 5, -1, 6, 6))
+    ledger.carry({"s": (ints(-1, 3, 2, 9, 6), ints(0, 5, -1, 6, 6))})
     changed = (ledger.books.words != before).nonzero().flatten().tolist()
     assert changed == [5 * 4]
     ledger.write(step_of(ledger, name, 1, 5, 5))
@@ -50,7 +50,7 @@ def test_a_copy_is_the_state_that_it_was(backend, name, wrong):
 
 def test_a_state_that_nobody_wrote_is_unwritten_where_it_is_copied_to():
     ledger = begun()
-    ledger.carry("s", ints(4), ints(3))
+    ledger.carry({"s": (ints(4), ints(3))})
     ledger.write(step_of(ledger, "r", 1, 3, 3))
     assert [v.found for v in ledger.violations()] == ["unwritten"]
 
@@ -62,22 +62,23 @@ def test_the_checksum_of_what_was_there_is_gone():
         step = step_of(ledger, "r", 0, -1, block)
         ledger.write(step)
         scrub.seal(step)
-    ledger.carry("s", ints(3), ints(5))
+    ledger.carry({"s": (ints(3), ints(5))})
     assert scrub.books.seals[[12, 20]].ne(0).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("a", ints(1), ints(2)), "is not a group of states"),
-        (("b", ints(1), ints(2)), "is not a group of states"),
-        (("s", ints(1), ints(2, 3)), "do not fit"),
-        (("s", torch.tensor([1.0]), ints(2)), "source"),
+        ({"a": (ints(1), ints(2))}, "is not a group of states"),
+        ({"b": (ints(1), ints(2))}, "is not a group of states"),
+        ({"s": (ints(1), ints(2, 3))}, "do not fit"),
+        ({"s": (torch.tensor([1.0]), ints(2))}, "source"),
+        ([], "copies"),
     ],
 )
 def test_what_does_not_fit_is_refused(given, says):
     with pytest.raises(ConfigError, match=says):
-        begun().carry(*given)
+        begun().carry(given)
 
 
 def drafted(ledger, kept):
@@ -130,7 +131,7 @@ def test_a_state_is_left_after_the_kept_drafts(backend, kept):
 
 def test_blocks_that_do_not_fit_the_lines_are_refused():
     ledger = begun()
-    with pytest.raises(ConfigError, match="do not fit the lines"):
+    with pytest.raises(ConfigError, match="do not fit together"):
         ledger.leave(ints(0, 1), {"s": ints(1)})
     with pytest.raises(ConfigError, match="is not a group of states"):
         ledger.leave(ints(0), {"a": ints(1)})

@@ -26,7 +26,6 @@ from .device_watch import DeviceWatch
 from .expected import last_stage_only, no_bytes
 from .runner import AuditedRunner, on_all_ranks, say_active, say_without_bytes, shared_key
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
-from .watch import Watch
 
 log = get_logger()
 
@@ -94,12 +93,7 @@ def open_device_watch(
 
 def _carry(runner: AuditedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Tell a runner's watch which states are copied."""
-
-    def tell(watch: Watch) -> None:
-        for group, (source, target) in copies.items():
-            watch.ledger.carry(group, source, target)
-
-    runner.kvtxn_tell(tell)
+    runner.kvtxn_tell(lambda watch: watch.ledger.carry(copies))
 
 
 def _new_watch(

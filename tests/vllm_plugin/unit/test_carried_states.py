@@ -89,9 +89,9 @@ class Life:
         return carried_states.tell_copies(self.runner, [GROUP], self.carry)
 
     def carry(self, copies: Any) -> None:
-        ((name, pair),) = copies.items()
+        (pair,) = copies.values()
         self.told.append([each.tolist() for each in pair])
-        self.ledger.carry(name, *pair)
+        self.ledger.carry(copies)
 
     def step(self, drafts: list[int], kept: list[int]) -> None:
         """Every request has its last token, and drafts of which so many are kept."""
@@ -226,7 +226,7 @@ def hit(life, request, tokens, end):
     block = int(life.tables[request, end // TOKENS - 1])
     life.ledger.release("0")
     life.ledger.admit("0", tokens[: end + 1])
-    life.ledger.carry(GROUP, torch.tensor([block]), torch.tensor([OWN]))
+    life.ledger.carry({GROUP: (torch.tensor([block]), torch.tensor([OWN]))})
     life.ledger.write(one_more(life.ledger, end, tokens))
     return life.found()[before:]
 
