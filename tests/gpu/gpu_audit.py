@@ -305,7 +305,9 @@ def until_then(job: dict[str, Any], partial: str, keep: Path) -> list[str]:
     try:
         return [
             done,
-            *wrong({**job, **dict.fromkeys(("contains", "ranks_differ", "sleeps"))}, report),
+            *wrong(
+                {**job, **dict.fromkeys(("contains", "ranks_differ", "sleeps", "fails"))}, report
+            ),
         ]
     except Exception as error:  # it ended in the middle of something
         return [done, f"its report cannot be judged: {error!r}"]

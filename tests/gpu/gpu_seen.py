@@ -72,7 +72,11 @@ counts requests that say the same both times where nothing is drawn by lot and n
 time; *wrong* is how many violations were reported though nothing was planted. *Faults* are planted
 one after the other: found means that the report names the request, the position and the slot.
 *Rows brought* came back through a KV connector. *Contained* counts faults after which every text,
-those of the requests that were computed again included, is the one without the fault.
+those of the requests that were computed again included, is the one without the fault. With *poison*
+what is dead was filled with NaN, so that a kernel that reads it would show it; a write into a dead
+row, which nobody reads, was reported nowhere. In *aligned* engines the prefix cache keeps states;
+in those named *held* kvtxn's windows hold them. *Failed* counts forwards that were made to fail,
+before or after the GPU computed them, in an engine that went on: whoever read their rows was told.
 """
 CONNECTORS: Final = """## KV connectors
 
@@ -217,13 +221,15 @@ def audit(folder: Path) -> dict[str, Any]:
             if name not in DRAWN and not (cell["facts"]["ahead"] and name in TIMED)
         ]
         found[path.stem] = {
-            "audit": job["asked"]["audit"],
+            "audit": job["asked"]["audit"] + ", poison" * job["asked"].get("poison", False),
             "windows": job["asked"].get("policy"),
             "runner": "V1" if job.get("environment", {}).get("VLLM_USE_V2_MODEL_RUNNER") else "V2",
             "rows": int(sum(c.get("kvtxn_audit_rows_checked_total", 0) for c in counts))
             + long["rows"],
             "wrong": int(sum(c.get("kvtxn_audit_violations_total", 0) for c in counts))
             + long["violations"],
+            "states": int(sum(c.get("kvtxn_audit_states_checked_total", 0) for c in counts)),
+            "failed": len(report.get("failed") or ()),
             "same": sum(int(a) for a, _ in told),
             "requests": sum(int(b) for _, b in told),
             "compared": sum(cell["facts"].get("compared") or 0 for cell in cells.values()),
@@ -327,10 +333,15 @@ def _audit(engines: Mapping[str, Any]) -> str:
     rows = [
         [
             *(name, each["runner"], each["audit"], each["windows"] or "-", str(each["rows"])),
-            *(str(each["wrong"]), str(each["compared"]), f"{each['same']} / {each['requests']}"),
+            *(
+                str(each.get("states") or "-"),
+                str(each["wrong"]),
+                str(each["compared"]),
+                f"{each['same']} / {each['requests']}",
+            ),
             str(each.get("brought", 0) or "-"),
             f"{each['found']} / {each['faults']}" if each["faults"] else "-",
-            str(each.get("healed", 0) or "-"),
+            *(str(each.get("healed", 0) or "-"), str(each.get("failed") or "-")),
         ]
         for name, each in engines.items()
     ]
@@ -344,8 +355,8 @@ def _audit(engines: Mapping[str, Any]) -> str:
         f"planted, {total['found']} of {faults} faults found"
         + (f"; not found: {missed}." if missed else ".")
     )
-    header = ["engine", "runner", "audit", "windows", "rows read", "wrong", "sums compared"]
-    header += ["texts", "rows brought", "faults", "contained"]
+    header = ["engine", "runner", "audit", "windows", "rows read", "states read", "wrong"]
+    header += ["sums compared", "texts", "rows brought", "faults", "contained", "failed"]
     return table(header, rows) + says + _commits(engines.values())
 
 

@@ -93,6 +93,33 @@ def test_what_an_engine_that_slept_reports(changes, says):
     assert [says in each for each in found] == ([] if says is None else [True])
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"failed": False}, "a hit of 64"),
+        ({"hit": 0}, "a hit of 0"),
+        ({"violations": []}, "its rows were read"),
+        ({"violations": [{"kind": "unwritten", "request": "2"}]}, "its rows were read"),
+        ({"again": [{"kind": "foreign"}]}, "then same True, found"),
+        ({"same": False}, "then same False"),
+    ],
+)
+def test_what_an_engine_whose_forward_failed_reports(changes, says):
+    told = [{"kind": "unwritten", "request": "1"}]
+    way = {"failed": True, "ways": ["graph"], "hit": 64, "request": "1", "violations": told}
+    found = list(gpu_audit.unheard({"late": way | {"again": [], "same": True} | changes}))
+    assert [says in each for each in found] == ([] if says is None else [True])
+
+
+@pytest.mark.parametrize(
+    ("harmless", "well"), [([True, []], True), ([False, []], False), ([True, [1]], False)]
+)
+def test_what_nobody_reads_is_reported_nowhere(harmless, well):
+    planted = {"healthy": [], "found": {}, "again": [True, []], "harmless": {"fault": harmless}}
+    assert well == (not list(gpu_audit.unfound(planted)))
+
+
 def test_engines_share_the_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     two = gpu_audit.jobs([], 2)
