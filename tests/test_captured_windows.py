@@ -365,7 +365,7 @@ def test_a_launch_of_the_callers_ends_a_window_in_place_of_its_own():
         window._plan.launches.commit(sampled)
 
     forward.run(10.0)
-    assert window.commit_sampled(sampled, launch) is WindowState.COMMITTED
+    assert window.commit_by(launch, sampled) is WindowState.COMMITTED
     assert launched == [True]
     window = forward.windows.begin(window._plan)
 
@@ -373,7 +373,7 @@ def test_a_launch_of_the_callers_ends_a_window_in_place_of_its_own():
         raise RuntimeError("no launch")
 
     forward.run(20.0)
-    assert window.commit_sampled(sampled, failing) is WindowState.FELL_BACK
+    assert window.commit_by(failing, sampled) is WindowState.FELL_BACK
 
 
 def test_a_launch_of_the_callers_is_not_made_for_a_window_that_is_over():
@@ -385,4 +385,4 @@ def test_a_launch_of_the_callers_is_not_made_for_a_window_that_is_over():
     window.abort()
     assert window.to_launch() is None
     with pytest.raises(WindowStateError, match="does not end in one launch"):
-        window.commit_sampled(torch.tensor([3, 3], dtype=torch.int32), pytest.fail)
+        window.commit_by(pytest.fail, torch.tensor([3, 3], dtype=torch.int32))

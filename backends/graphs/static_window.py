@@ -146,7 +146,10 @@ class StaticLayout(LayoutLaunches):
             self._note_place(sampled)
 
     def capture_with(
-        self, sampled: Tensor, beside: Callable[[], None]
+        self,
+        sampled: Tensor,
+        beside: Callable[[], None],
+        make: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     ) -> Callable[[], None] | None:
         """Capture the commit behind the caller's launches; None before a first commit."""
         run = self._run
@@ -157,6 +160,8 @@ class StaticLayout(LayoutLaunches):
             beside()
             run.run(sampled)
 
+        if make is not None:
+            return make(both)
         graph = self._launches.captured(both)
         return None if graph is None else graph.replay
 

@@ -10,7 +10,7 @@ error surfaces.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, Final, Protocol
 
@@ -77,12 +77,17 @@ class Beside(Protocol):
             sampled: as ``GraphSteps.commit`` got it.
 
         Returns:
-            None: it is committed. Or a launch for ``window.commit_sampled``, which commits both;
+            None: it is committed. Or a launch for ``window.commit_by``, which commits both;
             ``finish`` comes after it.
         """
 
-    def finish(self, sampled: Tensor) -> None:
-        """Commit what the launch left, which is everything if it failed."""
+    def finish(self, sampled: Tensor, *, made: bool) -> None:
+        """Commit what the launch left.
+
+        Args:
+            sampled: as ``commit`` got it.
+            made: the launch was made; else it failed, and left everything.
+        """
 
 
 class GraphSteps:
@@ -128,7 +133,7 @@ class GraphSteps:
         self._slots = slots
         with torch.inference_mode(False):  # its tensors outlive the mode they are made in
             self.windows = manager.captured_windows(slots, rows, beside=beside)
-        self._plans: dict[tuple[bytes, ...], StepPlan | str | None] = {}
+        self._plans: dict[Hashable, StepPlan | str | None] = {}
         self._pause = _REST
         self._rest = 0
         self.layout = lru_cache(maxsize=_MOST_BATCHES)(
@@ -153,7 +158,9 @@ class GraphSteps:
 
     # -- a step ---------------------------------------------------------------------
 
-    def begin(self, drafts: Any, lengths: Any, prefilling: Any, replayed: bool = False) -> None:
+    def begin(
+        self, drafts: Any, lengths: Any, prefilling: Any, replayed: bool = False, alike: int = 0
+    ) -> None:
         """Begin the step whose forward comes next; its slots are in place.
 
         Args:
@@ -161,12 +168,17 @@ class GraphSteps:
             lengths: numpy int32 ``[num_requests]``, rows of each request, drafts included.
             prefilling: numpy bool ``[num_requests]``, True for requests still at their prompt.
             replayed: the forward is one captured graph, and ``before_replay`` will be called.
+            alike: the number of requests, if each of them has ``query_len`` rows, all but one of
+                them drafts, and none is at its prompt. By it a plan is found sooner than by the
+                arrays, which have to say the same. 0: not known.
         """
         if self.window is not None:
             self.abandon()
         plan: StepPlan | str | None = None
         if drafts is not None:
-            key = (drafts.tobytes(), lengths.tobytes(), prefilling.tobytes())
+            key: Hashable = alike
+            if not alike:
+                key = (drafts.tobytes(), lengths.tobytes(), prefilling.tobytes())
             plan = self._plans.get(key, "")
             if plan.__class__ is not StepPlan or self._rest:
                 plan = self._without(plan, key, drafts, lengths, prefilling)
@@ -175,9 +187,7 @@ class GraphSteps:
         elif self.deferred:
             self._unmark()
 
-    def _without(
-        self, plan: StepPlan | str | None, key: tuple[bytes, ...], *batch: Any
-    ) -> StepPlan | None:
+    def _without(self, plan: StepPlan | str | None, key: Hashable, *batch: Any) -> StepPlan | None:
         """Plan a new kind of batch; if this step gets no window, count the reason."""
         if plan == "":
             try:
@@ -286,24 +296,33 @@ class GraphSteps:
         launch = None if beside is None else beside.commit(window, sampled)
         if window is None:
             return
+        state = None
         try:
-            try:
-                state = window.commit_sampled(sampled, launch)
-            except IncompleteWindowError as error:  # something else wrote the rows of other layers
-                self.fall_back(error)
-                state = window.commit_sampled(sampled)
+            if launch is not None:
+                state = window.commit_by(launch, sampled)
+            else:
+                state = self._commit_rows(window, sampled)
         except BaseException:
             if window.state.is_final:
                 self.window = None  # else ``sampled`` was refused, and the next step aborts it
             raise
         finally:
             if launch is not None:
-                beside.finish(sampled)  # type: ignore[union-attr]
+                made = state is _COMMITTED or window.state is _COMMITTED
+                beside.finish(sampled, made=made)  # type: ignore[union-attr]
         self.window = None
         if state is _COMMITTED:
             self._pause = _REST
         else:
             self._start_rest()
+
+    def _commit_rows(self, window: CapturedWindow, sampled: Tensor) -> WindowState:
+        """Commit the rows alone, of a window that no launch of ``beside`` commits."""
+        try:
+            return window.commit_sampled(sampled)
+        except IncompleteWindowError as error:  # something else wrote the rows of other layers
+            self.fall_back(error)
+            return window.commit_sampled(sampled)
 
     def abandon(self) -> None:
         """Abort the step's window, so that no draft row stays in a cache."""

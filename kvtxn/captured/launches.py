@@ -70,13 +70,19 @@ class LayoutLaunches(abc.ABC):
         """
 
     def capture_with(
-        self, sampled: Tensor, beside: Callable[[], None]
+        self,
+        sampled: Tensor,
+        beside: Callable[[], None],
+        make: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     ) -> Callable[[], None] | None:
         """Capture a commit together with launches of the caller's, as one launch.
 
         Args:
             sampled: as for ``commit``, contiguous int32. The launch reads it where it lies now.
             beside: makes the caller's launches. They were made once before, and wait for nothing.
+            make: captures what a function launches, and returns a function that launches it again:
+                the caller knows where memory is for what ``beside`` allocates. None: it allocates
+                nothing, and the executor captures.
 
         Returns:
             A function that launches all of them; one that raises wrote and counted nothing. None if

@@ -140,9 +140,7 @@ class CapturedWindow(SavingWindow):
             return None
         return self._plan
 
-    def commit_sampled(
-        self, sampled: Tensor, launch: Callable[[], None] | None = None
-    ) -> WindowState:
+    def commit_sampled(self, sampled: Tensor) -> WindowState:
         """Commit the drafts that were sampled: for each request, its sampled tokens less one.
 
         One prepared launch; nothing waits for the device. ``commit`` takes accepted drafts in any
@@ -151,8 +149,6 @@ class CapturedWindow(SavingWindow):
         Args:
             sampled: int ``[num_requests]`` or longer, on the caches' device: the number of tokens
                 sampled for each request. Counts clamp to the draft lengths.
-            launch: made in place of the prepared launch; ``LayoutLaunches.capture_with`` of this
-                plan captured it over ``sampled``. Give it if ``to_launch`` returns the plan alone.
 
         Returns:
             The window's final state: COMMITTED, or FELL_BACK after a failure.
@@ -161,16 +157,10 @@ class CapturedWindow(SavingWindow):
             AcceptanceError: ``sampled`` is not such a tensor; the window stays as it is.
             IncompleteWindowError: some layers were noted as staged and some were not; nothing was
                 written, and the window stays open.
-            WindowStateError: the window is over; or ``launch`` is given, and ``to_launch`` returns
-                None: that was not made.
+            WindowStateError: the window is over.
             Exception: under ``on_error="raise"``, the launch's own error, after the caches were
                 restored; or a hook's error.
         """
-        if launch is not None:
-            state = self._state  # the caller asked ``to_launch``, so this is all that can differ
-            if state is not OPEN and state is not STAGED:
-                self._refuse_launch()
-            return self._commit_by(launch, sampled)
         if self._unsaved:
             self._miss_saving("commit_sampled")
         state, plan = self._state, self._plan
@@ -192,21 +182,37 @@ class CapturedWindow(SavingWindow):
             if launches is None:
                 return self._commit_any(sampled)
             replay = partial(launches.commit, sampled)
-        return self._commit_by(replay, sampled)
+        return self.commit_by(replay, sampled)
 
     def _refuse_launch(self) -> NoReturn:
         raise WindowStateError(
-            "commit_sampled",
+            "commit_by",
             "a launch was given, and the window does not end in one launch",
             state=self.state.name,
             hint="give none: commit_sampled(sampled)",
         )
 
-    def _commit_by(self, replay: Callable[[], None], sampled: Tensor) -> WindowState:
-        """Make the launch that commits the window, and end it."""
+    def commit_by(self, launch: Callable[[], None], sampled: Tensor) -> WindowState:
+        """Commit as ``commit_sampled`` does, by a launch of the caller's.
+
+        Args:
+            launch: ``LayoutLaunches.capture_with`` of this plan captured it over ``sampled``.
+                ``to_launch`` has to return the plan.
+            sampled: as for ``commit_sampled``.
+
+        Returns:
+            As ``commit_sampled`` does.
+
+        Raises:
+            WindowStateError: ``to_launch`` returns None; the launch was not made.
+            Exception: as ``commit_sampled`` does.
+        """
+        state = self._state  # the caller asked ``to_launch``, so this is all that can differ
+        if state is not OPEN and state is not STAGED:
+            self._refuse_launch()
         shared = self._shared
         try:
-            replay()
+            launch()
         except Exception as error:
             self._commit_by_reference(sampled, error)
             return self.state

@@ -254,8 +254,8 @@ class Beside:
         self.calls.append(("commit", window is not None, sampled.tolist()))
         return self.launch
 
-    def finish(self, sampled):
-        self.calls.append(("finish", sampled.tolist()))
+    def finish(self, sampled, *, made):
+        self.calls.append(("finish", sampled.tolist(), made))
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
@@ -276,7 +276,7 @@ def test_what_is_committed_beside_the_rows(policy, way):
     rig.steps.beside = beside = Beside(None if way == "alone" else launch)
     rig.commit(sampled)
     rig.expect(before, made, drafts, lengths, sampled)
-    finish = [] if way == "alone" else [("finish", sampled)]
+    finish = [] if way == "alone" else [("finish", sampled, way == "together")]
     assert beside.calls == [("commit", True, sampled), *finish]
     assert rig.count("fallbacks_total_commit") == (way == "failing")
 
@@ -309,3 +309,15 @@ def test_a_commit_is_captured_with_another_launch(policy):
         if launch is None:
             launch = plan.launches.capture_with(counts, lambda: seen.copy_(counts))
     assert rig.count("windows_total_committed") == 3
+
+
+def test_batches_that_are_alike_are_known_by_their_number():
+    """The plan is the one that their arrays lead to; a batch of another number has its own."""
+    rig, plans = Rig("deferred"), []
+    for drafts, alike in (([3, 3], 0), ([3, 3], 2), ([3, 3], 2), ([3], 1), ([3, 3], 2)):
+        count = numpy.array(drafts, dtype=numpy.int32)
+        rig.steps.begin(count, count + 1, count < 0, False, alike)
+        plans.append(rig.steps.window._plan)
+        rig.steps.abandon()
+    assert plans[0] is plans[1] is plans[2] is plans[4] is not plans[3]
+    assert {2, 1} < set(rig.steps._plans)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-import attrs
 from torch import Tensor
 
 from ....captured.shared import StepPlan
@@ -26,27 +25,10 @@ log = get_logger()
 #: places: it is done in the middle of serving.
 _OFTEN: Final = 8
 _MOST_PLACES: Final = 8
+#: Most graphs that hold the commits of layers one by one, some dozens of launches each.
+_MOST_LAYERED: Final = 256
 #: Places that are counted; when there are more, all are forgotten.
 _MOST_SEEN: Final = 4096
-
-
-@attrs.define(eq=False)
-class _Together:
-    """A graph of both commits.
-
-    Attributes:
-        replay: launches the graph.
-        then: launches what belongs behind it, if anything does.
-        made: the graph was launched.
-    """
-
-    replay: Callable[[], None]
-    then: Callable[[], None] | None
-    made: bool = False
-
-    def __call__(self) -> None:
-        self.replay()
-        self.made = True
 
 
 class JointCommits:
@@ -63,7 +45,6 @@ class JointCommits:
         self._states = states
         self.captured = 0
         self._seen: Counter[tuple[int, int]] = Counter()
-        self._now: Any = None  # a ``_Together``
 
     def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
         """Commit the states, or return the launch that commits both; see ``Beside``.
@@ -71,31 +52,27 @@ class JointCommits:
         Raises:
             KVTxnError: a state could not be written. The engine must not go on.
         """
+        states = self._states
         plan = None if window is None else window.to_launch()
-        if plan is None or not self._states.replayed(plan.num_requests):
-            self._states.commit(sampled)
+        if plan is None or states.replays != plan.num_requests:
+            states.commit(sampled)
             return None
         place = sampled.data_ptr()
-        found = self._now = plan.together.get(place)
+        found = plan.together.get(place)
         if found is None:
             self._by_themselves(plan, place, sampled)
         return found
 
-    def finish(self, sampled: Tensor) -> None:
-        """Launch what comes behind the graph; commit the states if the graph was not launched.
+    def finish(self, sampled: Tensor, *, made: bool) -> None:
+        """Forget the step whose states the launch committed; commit them if it was not made.
 
         Raises:
             KVTxnError: a state could not be written. The engine must not go on.
         """
-        now, self._now = self._now, None
-        if now is None or not now.made:
-            self._states.commit(sampled)
-            return
-        now.made = False
-        if now.then is None:
+        if made:
             self._states.abandon()
         else:
-            self._states.commit_behind(now.then, sampled)
+            self._states.commit(sampled)
 
     def _by_themselves(self, plan: StepPlan, place: int, sampled: Tensor) -> None:
         """Commit the states; capture both commits if this kind of step recurs."""
@@ -104,11 +81,12 @@ class JointCommits:
             launches = self._states.launches(sampled, plan.num_requests)
         self._states.commit(sampled)
         if launches is not None:
-            self._capture(plan, place, sampled, *launches)
+            self._capture(plan, place, sampled, launches)
 
     def _recurs(self, plan: StepPlan, place: int) -> bool:
         """Count a kind of step; tell whether it is to be captured now."""
-        if len(plan.together) >= _MOST_PLACES:
+        layered = self._states.make is not None and self.captured >= _MOST_LAYERED
+        if layered or len(plan.together) >= _MOST_PLACES:
             return False
         if len(self._seen) > _MOST_SEEN:
             self._seen.clear()
@@ -122,16 +100,15 @@ class JointCommits:
         place: int,
         sampled: Tensor,
         launches: Callable[[], None],
-        then: Callable[[], None] | None,
     ) -> None:
         """Capture both commits; the step's own rows are committed after this."""
         if plan.launches is None:
             return
         try:
-            replay = plan.launches.capture_with(sampled, launches)
+            replay = plan.launches.capture_with(sampled, launches, self._states.make)
         except Exception as error:  # both commits still work, one after the other
             log.debug("joint_commits.not_captured", error=repr(error))
             return
         if replay is not None:
-            plan.together[place] = _Together(replay, then)
+            plan.together[place] = replay
             self.captured += 1

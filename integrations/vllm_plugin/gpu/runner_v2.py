@@ -81,7 +81,8 @@ class GpuRunnerV2(NotesMode, GpuRunnerMixin):
             steps.begin(*batches.batch_rows(input_batch), batches.batch_name(input_batch))
         elif steps is not None:
             replayed = self.kvtxn_whole is not None and self.kvtxn_mode is self.kvtxn_whole
-            steps.begin(*batches.batch_rows(input_batch), replayed)
+            alike = batches.alike(input_batch, steps.query_len)
+            steps.begin(*batches.batch_rows(input_batch), replayed, alike)
         return prepared
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:

@@ -180,6 +180,18 @@ def batch_rows(batch: Any) -> BatchRows:
     return drafts, batch.num_scheduled_tokens, batch.is_prefilling_np
 
 
+def alike(batch: Any, rows: int) -> int:
+    """Count the requests of the V2 runner's batch, if they are alike; else return 0.
+
+    Alike: each has ``rows`` rows, its last sampled token and drafts, and none is at its prompt. As
+    no request can have more drafts than that, the batch's sums tell it.
+    """
+    count: int = batch.num_reqs
+    drafts = batch.num_draft_tokens
+    full = drafts and drafts == count * (rows - 1) and batch.num_tokens == count * rows
+    return count if full and not batch.has_prefill else 0
+
+
 def batch_name(batch: Any) -> object:
     """Return the object by which the V2 runner's queue of pipeline stages knows a batch."""
     return batch.idx_mapping_np

@@ -84,12 +84,12 @@ class CommitGraphs:
         self._verified, self._tables, self._width = list(verified), tables, width
         device = tables.whole.device
         self._streams = side_streams(device, len(self._verified))
-        self._sampled = torch.ones(requests, dtype=torch.int32, device=device)
         self._starts = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         powers = (1 << power for power in range(requests.bit_length()))
         self._sizes = sorted({*(size for size in powers if size < requests), requests})
-        self._make = make
-        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
+        self.make = make
+        #: By requests, and whether the fused kernel verified: the graph, and what it launches.
+        self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Callable[[], None]]] = {}
 
     def capture(self) -> None:
         """Capture all graphs, the largest first: smaller ones find their memory in its pool.
@@ -100,12 +100,12 @@ class CommitGraphs:
             for fused in {rows.may_fuse for rows in self._verified} | {False}:
                 step = self._step(size, fused=fused)
 
-                def run(step: VerifyStep = step, size: int = size) -> None:
-                    self._tables.name_commits(self._sampled[:size], step.starts)
+                def run(step: VerifyStep = step) -> None:
                     write_side_by_side(self._verified, step, self._streams)
 
+                self._tables.name_commits(self._tables.whole[:size], step.starts)
                 run()
-                self._graphs[size, fused] = self._make(run)
+                self._graphs[size, fused] = self.make(run), run
 
     def _step(self, size: int, *, fused: bool) -> VerifyStep:
         """Describe a step of so many requests, in the buffers that graphs read."""
@@ -132,25 +132,23 @@ class CommitGraphs:
             kept: int ``[num_requests]``, the tokens sampled for each request; requests of the step
                 beyond these have no rows.
         """
-        self.fill(step, kept)
-        self.graph_of(step)()
+        size = self._name(step, kept)
+        self._graphs[size, self._verified[0].was_fused(step)][0]()
 
-    def graph_of(self, step: VerifyStep) -> Callable[[], None]:
-        """Return the launch of the graph that a step takes, once ``fill`` was launched."""
+    def launch(self, step: VerifyStep, kept: Tensor) -> None:
+        """Make the launches of ``run`` one by one, for code that captures them with others."""
+        size = self._name(step, kept)
+        self._graphs[size, self._verified[0].was_fused(step)][1]()
+
+    def _name(self, step: VerifyStep, kept: Tensor) -> int:
+        """Name a step's commits to the graph that takes it; returns how many requests this has.
+
+        The rows end where the last request's do: vLLM counts the padding of its own graphs among
+        ``step.rows``, and the blocks behind the step's are those of earlier requests.
+        """
         size = next(size for size in self._sizes if size >= step.requests)
-        return self._graphs[size, self._verified[0].was_fused(step)]
-
-    def fill(self, step: VerifyStep, kept: Tensor) -> None:
-        """Copy a step's counts and first rows to where the graphs read them; see ``run``."""
-        requests = step.requests
-        size = next(size for size in self._sizes if size >= requests)
-        self._sampled[: kept.shape[0]].copy_(kept)
-        self._starts[: requests + 1].copy_(step.starts)
-        if size > requests:
-            # The rows end where the last request's do: vLLM counts the padding of its own graphs
-            # among ``step.rows``, and lines beyond the step's name blocks of earlier requests.
-            beyond = self._starts[requests + 1 : size + 1]
-            beyond.copy_(step.starts[requests:].expand_as(beyond))
+        self._tables.name_commits(kept, step.starts, size, self._starts[: size + 1])
+        return size
 
 
 def uses_graphs(runner: Any) -> bool:

@@ -148,8 +148,10 @@ class HeldStates:
         self._dtype = runner.dtype
         self._given: Any = None
         self._known: VerifyStep | None = None
-        self._replays = False
         self._batch: Any = None
+        #: Requests of the step's batch, if its forward is a captured graph, over all of them and no
+        #: more: such a graph reads their first rows and lengths at fixed addresses. Else 0.
+        self.replays = 0
         self._done = 0
         self.nbytes = bytes_of_buffers(runner, fast=fast)
         # vLLM's profiling gives the memory of its caches back, so nothing here may hold them.
@@ -217,8 +219,10 @@ class HeldStates:
             replayed: the forward is the replay of such a graph, so the host has no block to name.
         """
         self._known, self._done = None, 0
-        self._given, self._batch, self._replays = metadata, batch, replayed
+        self._given, self._batch, self.replays = metadata, batch, 0
         if replayed:
+            if batch is not None:
+                self.replays = batch.num_reqs
             return  # the step is described when it is committed, if it has to be
         self.tables.begin_forward()
         if not isinstance(metadata, dict):
@@ -293,20 +297,6 @@ class HeldStates:
             self._repeat(error, step, sampled)
         self.abandon()
 
-    def commit_behind(self, graph: Callable[[], None], sampled: Tensor) -> None:
-        """Write the states by the graph that ``launches`` returned, behind what it goes with.
-
-        Raises:
-            KVTxnError: as ``commit`` does.
-        """
-        try:
-            graph()
-        except Exception as error:
-            step = self._step
-            assert step is not None
-            self._repeat(error, step, sampled)
-        self.abandon()
-
     def _repeat(self, error: Exception, step: VerifyStep, sampled: Tensor) -> None:
         """Commit layer by layer after an error; layers that are done are left out."""
         self._note(error)
@@ -336,36 +326,27 @@ class HeldStates:
     def abandon(self) -> None:
         """Forget the step; its states stay as they were before it."""
         self._given = self._known = self._batch = None
-        self._done = 0
+        self._done = self.replays = 0
 
     # -- together with the step's rows ------------------------------------------------------
 
-    def replayed(self, requests: int) -> bool:
-        """Tell whether the step's forward was a captured graph, over so many requests, and no more.
-
-        Such a graph reads the first rows and the lengths of its requests at fixed addresses.
-        """
-        batch = self._batch
-        return self._replays and batch is not None and batch.num_reqs == requests
-
-    def launches(
-        self, sampled: Tensor, requests: int
-    ) -> tuple[Callable[[], None], Callable[[], None] | None] | None:
-        """Return the launches of the step's commit that can be captured with those of its rows.
+    def launches(self, sampled: Tensor, requests: int) -> Callable[[], None] | None:
+        """Return the launches of the step's commit, to be captured with those of its rows.
 
         Args:
             sampled: as for ``commit``.
             requests: all of the batch.
 
         Returns:
-            They, as one function; and the graph to be launched behind them, if there is one. None
-            if some request does not verify, or if commits are launched layer by layer.
+            They, as one function. None if some request does not verify, or if commits are launched
+            layer by layer.
         """
         step, batch, alone, graphs = self._step, self._batch, self._alone, self.graphs
         if step is None or step.places is not None or step.requests != requests:
             return None
-        known = alone is not None or (graphs is not None and graphs.takes(step))
-        if sampled.dtype is not torch.int32 or not known:
+        if sampled.dtype is not torch.int32:
+            return None
+        if alone is None and (graphs is None or not graphs.takes(step)):
             return None
 
         def run() -> None:
@@ -373,9 +354,14 @@ class HeldStates:
             if alone is not None:
                 alone.commit_sampled(step, sampled)
             else:
-                graphs.fill(step, kept(step, sampled))  # type: ignore[union-attr]
+                graphs.launch(step, kept(step, sampled))  # type: ignore[union-attr]
 
-        return run, None if graphs is None else graphs.graph_of(step)
+        return run
+
+    @property
+    def make(self) -> Capture | None:
+        """What captures ``launches``; None leaves it to the executor: they allocate nothing."""
+        return None if self.graphs is None else self.graphs.make
 
 
 def model_state(runner: Any) -> Foreign:

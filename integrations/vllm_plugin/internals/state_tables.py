@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ....backends.recurrent.boundaries import BlockTables
+    from ....backends.recurrent.named_commits import CommitNames
 
 
 @attrs.frozen(eq=False)
@@ -29,6 +30,7 @@ class StateTables:
         kept: int32 ``[2 * num_requests + 1]``, where the rows of each line of ``commits`` begin.
         whole: int32 ``[2 * num_requests]``: what makes the kernels read from the last column.
         counts: int32 ``[num_requests]``, the rows that each request keeps.
+        ends: int32 ``[num_requests + 1]``, the first row of each request, where nobody asks for it.
         boundary: int32 ``[num_requests]``, the rows after which each request is at the end of a
             block of the prefix cache; None where that keeps no states.
         snapshots: int32 ``[num_groups, num_requests]``, likewise, the block that keeps the state
@@ -43,10 +45,12 @@ class StateTables:
     kept: Tensor
     whole: Tensor
     counts: Tensor
+    ends: Tensor
     boundary: Tensor | None = None
     snapshots: Tensor | None = None
     captured: dict[int, Tensor] = attrs.Factory(dict)
     first: dict[int, object] = attrs.Factory(dict)
+    _names: list[CommitNames] = attrs.Factory(list)
 
     @classmethod
     def build(
@@ -76,11 +80,12 @@ class StateTables:
         kept = torch.zeros(2 * requests + 1, dtype=torch.int32, device=device)
         whole = torch.full((2 * requests,), rows + 1, dtype=torch.int32, device=device)
         counts = torch.ones(requests, dtype=torch.int32, device=device)
+        ends = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         if not aligned:
-            return cls(sources, commits, kept, whole, counts)
+            return cls(sources, commits, kept, whole, counts, ends)
         boundary = torch.full((requests,), rows + 1, dtype=torch.int32, device=device)
         snapshots = torch.zeros(groups, requests, dtype=torch.int32, device=device)
-        return cls(sources, commits, kept, whole, counts, boundary, snapshots)
+        return cls(sources, commits, kept, whole, counts, ends, boundary, snapshots)
 
     @property
     def most_requests(self) -> int:
@@ -128,29 +133,51 @@ class StateTables:
         to = self.boundary[:count], self.snapshots[:, :count]
         name_snapshots(blocks, lengths, starts, step.places, self.sources[:, :count, -1], *to)
 
-    def name_commits(self, sampled: Tensor, starts: Tensor) -> None:
+    def name_commits(
+        self, sampled: Tensor, starts: Tensor, lines: int = 0, first: Tensor | None = None
+    ) -> None:
         """Say how many rows each request keeps: the state after the last of them is written.
 
         Args:
             sampled: int ``[num_requests]``, the tokens sampled for each; as in vLLM, a request
                 without any keeps its first row.
             starts: int32, the first row of each request, and the end; more of them are not read.
+            lines: name commits of so many requests, if these are more; those have no rows.
+            first: int32 ``[lines + 1]``; written: the first row of each, and the end.
         """
         count, most = sampled.shape[0], self.commits.shape[2] - 1
+        lines = max(lines, count)
+        if sampled.is_cuda and self.commits.shape[1]:
+            self._launched.run(sampled, starts, lines, self.ends if first is None else first)
+            return
         rows = torch.clamp(sampled.to(torch.int32), 1, most, out=self.counts[:count])
+        if first is not None:
+            first[: count + 1].copy_(starts[: count + 1])
+            first[count + 1 : lines + 1] = starts[count]
         if not self.commits.shape[1]:
             return
         commits, blocks = self.commits[:, : 2 * count], self.sources[:, :count, -1:]
-        commits.zero_()
+        self.commits[:, : 2 * lines].zero_()
         whose = commits[:, ::2]
         whose[:, :, -1:].copy_(blocks)
         self._name_kept_ends(whose, rows)
         last = rows.to(torch.int64) - 1
         whose.scatter_(2, last.view(1, count, 1).expand(blocks.shape), blocks)
-        first, end = starts[:count], starts[1 : count + 1]
-        self.kept[: 2 * count : 2].copy_(first)
-        torch.minimum(first + rows, end, out=self.kept[1 : 2 * count : 2])
-        self.kept[2 * count].copy_(end[-1])
+        begin, end = starts[:count], starts[1 : count + 1]
+        self.kept[: 2 * count : 2].copy_(begin)
+        torch.minimum(begin + rows, end, out=self.kept[1 : 2 * count : 2])
+        self.kept[2 * count : 2 * lines + 1] = starts[count]
+
+    @property
+    def _launched(self) -> CommitNames:
+        """The launch that names commits on a GPU; made once, as the tables stay where they are."""
+        if not self._names:
+            from ....backends.recurrent.named_commits import CommitNames
+
+            to = self.commits, self.kept, self.counts
+            ends = self.boundary, self.snapshots
+            self._names.append(CommitNames(self.sources[:, :, -1], *to, *ends))
+        return self._names[0]
 
     def _name_kept_ends(self, lines: Tensor, rows: Tensor) -> None:
         """Let the state after the row at a block's end be written, where that row is kept.

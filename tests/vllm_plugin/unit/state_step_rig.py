@@ -51,7 +51,7 @@ class Recorder(LayoutLaunches):
     def commit(self, sampled: torch.Tensor) -> None:
         self.made.append("rows")
 
-    def capture_with(self, sampled: Any, beside: Callable[[], None]) -> Callable[[], None]:
+    def capture_with(self, sampled: Any, beside: Any, make: Any = None) -> Callable[[], None]:
         return lambda: self.made.append("both")
 
 
@@ -93,7 +93,7 @@ class StateSteps:
 
     def begin(self) -> None:
         """Do all that comes before a forward."""
-        self.steps.begin(*self.rows, True)
+        self.steps.begin(*self.rows, True, REQUESTS)
         self.states.begin(self.metadata, self.batch, replayed=True)
         self.steps.before_replay(saves=True)
 

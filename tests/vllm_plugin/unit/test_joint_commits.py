@@ -34,7 +34,7 @@ class Launches(LayoutLaunches):
     def commit(self, sampled):
         """The rows are not what is tested here."""
 
-    def capture_with(self, sampled, beside):
+    def capture_with(self, sampled, beside, make=None):
         self.captured += 1
 
         def replay():
@@ -69,8 +69,8 @@ class Rig(held.Rig):
     def begin(self, metadata, batch):
         """As a replayed forward: its blocks are named, and its rows begin where they always do."""
         self.own.begin(metadata, batch)
-        self.own._known, self.own._replays = None, True
-        self.own._batch = SimpleNamespace(num_reqs=len(metadata["it"].num_accepted_tokens))
+        self.own._known = None
+        self.own.replays = len(metadata["it"].num_accepted_tokens)
         given = metadata["it"]
         name = "spec_query_start_loc" if self.kind in DELTAS else "query_start_loc_d"
         starts = getattr(given, name)
@@ -83,11 +83,13 @@ class Rig(held.Rig):
         launch = self.joint.commit(self.window, sampled)
         if launch is not None:
             self.together += 1
+            made = True
             try:
                 launch()
             except RuntimeError:
                 assert self.launches.fails
-            self.joint.finish(sampled)
+                made = False
+            self.joint.finish(sampled, made=made)
         assert self.own._step is None
 
 
@@ -120,8 +122,7 @@ def test_states_are_those_of_stock(rig):
     for sampled in STEPS:
         rig.step([DRAFTS + 1] * REQUESTS, sampled)
     assert (rig.launches.captured, rig.launches.replayed, rig.together) == (1, 4, 4)
-    replays = 0 if rig.own._alone else len(STEPS)
-    assert rig.make.replays == replays
+    assert rig.make.replays == (0 if rig.own._alone else 2)
 
 
 def test_steps_of_another_kind_are_committed_by_themselves(rig):
@@ -149,7 +150,7 @@ def test_forwards_that_are_no_graph_are_committed_by_themselves(rig, monkeypatch
 
     def eager(metadata, batch):
         begin(metadata, batch)
-        rig.own._replays = False
+        rig.own.replays = 0
 
     monkeypatch.setattr(rig, "begin", eager)
     rig.step(full, STEPS[3])
@@ -169,22 +170,12 @@ def test_a_launch_that_fails_leaves_the_states_to_be_committed(rig):
     assert rig.errors == []
 
 
-def test_a_graph_behind_the_launch_that_fails_is_repeated(rig, monkeypatch):
-    full = [DRAFTS + 1] * REQUESTS
-    for sampled in STEPS[:3]:
-        rig.step(full, sampled)
-    if rig.own._alone is not None:
-        return  # nothing comes behind
-    [together] = rig.window.plan.together.values()
-
-    def failing():
-        raise RuntimeError("no graph")
-
-    own, together.then = together.then, failing
-    rig.step(full, STEPS[3])
-    together.then = own
-    rig.step(full, STEPS[4])
-    assert [str(error) for error in rig.errors] == ["no graph"]
+def test_graphs_of_many_launches_are_few(rig, monkeypatch):
+    """One graph for all layers' commits is enough then, and one launch for the rows."""
+    monkeypatch.setattr(joint_commits, "_MOST_LAYERED", 0)
+    for sampled in STEPS:
+        rig.step([DRAFTS + 1] * REQUESTS, sampled)
+    assert rig.together == (4 if rig.own._alone else 0)
 
 
 def test_what_cannot_be_captured_stays_two_launches(rig, monkeypatch):

@@ -46,11 +46,14 @@ class Own:
 class Steps:
     """Stands for the runner's steps."""
 
-    def __init__(self, calls) -> None:
-        self.calls = calls
+    query_len = 3
 
-    def begin(self, drafts, lengths, prefilling, replayed):
+    def __init__(self, calls) -> None:
+        self.calls, self.alike = calls, None
+
+    def begin(self, drafts, lengths, prefilling, replayed, alike):
         assert not replayed
+        self.alike = alike
         self.calls.append(("begin", drafts, lengths.tolist(), prefilling.tolist()))
 
     def commit(self, sampled):
@@ -68,6 +71,9 @@ def hooked():
 def batch(drafts):
     """vLLM's batch of three requests."""
     return SimpleNamespace(
+        num_reqs=3,
+        num_tokens=12,
+        has_prefill=True,
         num_draft_tokens=sum(drafts),
         num_draft_tokens_per_req=numpy.array(drafts),
         num_scheduled_tokens=numpy.array([3, 2, 7]),
@@ -113,6 +119,30 @@ def test_a_step_without_drafts_is_planned_as_such():
     runner = hooked()
     runner.prepare_attn(batch([0, 0, 0]))
     assert runner.calls[1][:2] == ("begin", None)
+
+
+def whole(**other):
+    """vLLM's batch of three requests with two drafts each, but for ``other``."""
+    given = batch([2, 2, 2]).__dict__ | {"num_tokens": 9, "has_prefill": False}
+    return SimpleNamespace(**given | other)
+
+
+@pytest.mark.parametrize(
+    ("other", "alike"),
+    [
+        ({}, 3),
+        ({"has_prefill": True}, 0),
+        ({"num_draft_tokens": 5}, 0),
+        ({"num_tokens": 8}, 0),
+        ({"num_reqs": 2}, 0),
+        ({"num_draft_tokens": 0, "num_tokens": 3}, 0),
+    ],
+)
+def test_requests_with_all_drafts_are_alike(other, alike):
+    """A prompt that goes on may have drafts, too; such a batch is looked at request by request."""
+    runner = hooked()
+    runner.prepare_attn(whole(**other))
+    assert runner.kvtxn.alike == alike
 
 
 def test_without_steps_it_is_vllms():

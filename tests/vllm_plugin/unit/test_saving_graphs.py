@@ -63,6 +63,9 @@ class Engine:
         self.rig.slots[0, : len(rows)] = torch.tensor(rows)
         self.runner.prepare_inputs("scheduled", "state", how, 0)
         batch = SimpleNamespace(
+            num_reqs=len(lengths),
+            num_tokens=sum(lengths),
+            has_prefill=False,
             num_draft_tokens=sum(drafts),
             num_draft_tokens_per_req=numpy.array(drafts),
             num_scheduled_tokens=numpy.array(lengths),
