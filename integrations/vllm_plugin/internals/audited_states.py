@@ -22,6 +22,8 @@ from .state_layers import kind_of
 
 #: vLLM's block that belongs to nobody; a state with this block is not kept.
 _NULL_BLOCK: Final = 0
+#: In place of a number of drafts about which groups disagree: more than a step has.
+_DISAGREED: Final = 1 << 30
 
 
 @attrs.frozen(eq=False)
@@ -260,9 +262,11 @@ def _read(
         sources[name] = torch.where(first > 0, source, -1)
         slots[name] = _kept(columns, accepted > 0, starts.long(), total)
         _add_checkpoints(slots[name], metadata, starts.long())
-        told = accepted - 1  # all groups share one count
+        counts = accepted - 1
         if aligned:  # a state that was copied is in the first column, whatever was accepted
-            told = torch.where(told > 0, told, -1)
+            counts = torch.where(counts > 0, counts, -1)
+        # All groups have one count; where they have not, it is nobody's.
+        told = counts if told is None else torch.where(told == counts, told, _DISAGREED)
     return States(slots, sources, told, leaves=leaves)
 
 

@@ -216,3 +216,21 @@ def test_states_that_windows_hold_are_left_when_drafts_are_decided(monkeypatch):
     assert found.told.tolist() == [-1, 1]
     assert reader.take_last().leaves["group.0"].tolist() == [-1, 7]
     assert reader.take_last() is None
+
+
+def test_counts_of_which_groups_disagree_are_nobodys():
+    """Each group's kernels are told the number of accepted drafts by metadata of their own."""
+    groups = [SimpleNamespace(layer_names=[name]) for name in "ab"]
+    cache = SimpleNamespace(mamba_cache_mode="none")
+    config = SimpleNamespace(kv_cache_groups=groups)
+    runner = SimpleNamespace(
+        kv_cache_config=config, cache_config=cache, max_num_reqs=4, max_num_tokens=16
+    )
+    reader = audited_states.DeviceStateReader(runner, ["group.0", "group.1"], torch.device("cpu"))
+    one, other = metadata_of_two(), metadata_of_two()
+    rows = rows_of([0, 3, 6], [0, 1, 2, 40, 41, 42])
+    assert reader.read({"a": one, "b": other}, rows, 6).told.tolist() == [-1, 1]
+    one.num_accepted_tokens = torch.tensor([1])
+    first, second = reader.read({"a": one, "b": other}, rows, 6).told.tolist()
+    assert first == -1
+    assert second > 1000
