@@ -228,7 +228,7 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "poison": engine("llama", FA, POISON, scenarios=MORE),
     "poison-full": engine("llama", FA, POISON, options=FULL_GRAPHS),
     "poison-pieces": engine("llama", FA, POISON, options=PIECES),
-    "poison-fp8": engine("llama", FA, POISON, options=gpu_jobs.FP8),
+    "poison-fp8": engine("llama", FA, POISON, options=gpu_jobs.FP8 | UNCOMPILED),
     "poison-triton": engine("llama", "TRITON_ATTN", POISON),
     "poison-gemma3": engine("gemma3", FA, POISON, options=GEMMA),
     "poison-mla": engine("deepseek", "TRITON_MLA", POISON),
@@ -236,7 +236,7 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "poison-deferred": engine("llama", FA, POISON | DEFERRED),
     "poison-v1": engine("llama", FA, POISON, environment=V1),
     "poison-qwen35": recurrent("qwen3_5", POISON),
-    "poison-nemotron": recurrent("nemotron_h", POISON),
+    "poison-nemotron": recurrent("nemotron_h", POISON, options=RECURRENT | UNCOMPILED),
     "poison-v1-qwen35": recurrent("qwen3_5", POISON, environment=V1),
     "bytes-qwen35": recurrent("qwen3_5", BYTES),
     "bytes-qwen35-full": recurrent("qwen3_5", BYTES, options=RECURRENT | FULL_GRAPHS),
@@ -244,7 +244,7 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "planted-dead": engine(
         *("llama", FA, POISON),
         scenarios=["eight", "prefix"],
-        options=STEADY,
+        options=STEADY | UNCOMPILED,
         faults=["dead_row_read", "not_a_number", *names(gpu_planted.BYTES)],
         harmless=["dead_row_written"],
     ),
@@ -258,40 +258,40 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "planted-dead-mla": engine(
         *("deepseek", "TRITON_MLA", POISON),
         scenarios=["eight", "prefix"],
-        options=STEADY,
+        options=STEADY | UNCOMPILED,
         faults=["dead_row_read", "not_a_number"],
         harmless=["dead_row_written"],
     ),
     "planted-v1-nan": engine(
         *("llama", FA, BYTES),
         scenarios=["eight"],
-        options=STEADY,
+        options=STEADY | EAGER,
         environment=V1,
         faults=["not_a_number"],
     ),
     "planted-states-bytes": recurrent(
         *("qwen3_5", POISON),
-        options=RECURRENT | STEADY,
+        options=RECURRENT | STEADY | UNCOMPILED,
         faults=["flipped_state", "dead_state_read"],
     ),
     "planted-states-nemotron": recurrent(
         *("nemotron_h", POISON),
-        options=RECURRENT | STEADY,
+        options=RECURRENT | STEADY | UNCOMPILED,
         faults=["flipped_state", "dead_state_read"],
     ),
     # States at the ends of blocks, which the prefix cache keeps.
     "aligned-qwen35": aligned("qwen3_5"),
     "aligned-qwen35-plain": aligned("qwen3_5", speculation=None),
     "aligned-v1-plain": aligned("qwen3_5", speculation=None, environment=V1),
-    "aligned-nemotron": aligned("nemotron_h", BYTES),
+    "aligned-nemotron": aligned("nemotron_h", BYTES, options=KEPT | UNCOMPILED),
     "aligned-v1-qwen35": aligned("qwen3_5", BYTES, environment=V1),
     "aligned-v1-nemotron": aligned("nemotron_h", environment=V1),
     "planted-aligned": aligned(
-        "qwen3_5", options=KEPT | STEADY, ends=True, faults=names(planted_ends.FAULTS)
+        "qwen3_5", options=KEPT | STEADY | EAGER, ends=True, faults=names(planted_ends.FAULTS)
     ),
     "planted-aligned-v1": aligned(
         *("qwen3_5",),
-        options=KEPT | STEADY,
+        options=KEPT | STEADY | EAGER,
         environment=V1,
         ends=True,
         faults=names(planted_ends.FAULTS),
@@ -301,7 +301,7 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "held-qwen35-fast": recurrent("qwen3_5", BYTES | HELD | {"recurrent": "fast"}),
     "held-nemotron": recurrent("nemotron_h", LEDGER | HELD),
     "held-v1-qwen35": recurrent("qwen3_5", LEDGER | HELD, environment=V1),
-    "held-aligned-qwen35": aligned("qwen3_5", LEDGER | HELD),
+    "held-aligned-qwen35": aligned("qwen3_5", LEDGER | HELD, options=KEPT | UNCOMPILED),
     "held-aligned-fast": aligned("qwen3_5", LEDGER | HELD | {"recurrent": "fast"}),
     "held-aligned-v1-nemotron": aligned("nemotron_h", LEDGER | HELD, environment=V1),
     "planted-held-v1": recurrent(
@@ -311,12 +311,18 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         faults=["anothers_state", "count_one_too_few", "counts_forgotten"],
     ),
     # Forwards that fail in an engine that goes on.
-    "fails": engine("llama", FA, BYTES, scenarios=["eight"], options=STEADY, fails=True),
+    "fails": engine(
+        "llama", FA, BYTES, scenarios=["eight"], options=STEADY | UNCOMPILED, fails=True
+    ),
     "fails-full": engine(
         *("llama", FA, LEDGER), scenarios=["eight"], options=STEADY | FULL_GRAPHS, fails=True
     ),
     "fails-v1": engine(
-        *("llama", FA, LEDGER), scenarios=["eight"], options=STEADY, environment=V1, fails=True
+        *("llama", FA, LEDGER),
+        scenarios=["eight"],
+        options=STEADY | UNCOMPILED,
+        environment=V1,
+        fails=True,
     ),
     "fails-deferred": engine(
         *("llama", FA, LEDGER | DEFERRED), scenarios=["eight"], options=STEADY, fails=True
