@@ -11,6 +11,7 @@ from typing import Final
 
 from . import supported
 from .engine import EngineFacts
+from .release_rules import RELEASE_RULES
 from .rule_type import Decision, Rule, connector, lacking
 from .state_rules import STATE_RULES
 
@@ -33,43 +34,9 @@ def _opened(facts: EngineFacts) -> bool:
 #: A worker with such a stage.
 _EARLY: Final = {"device": "cuda", "runner": "v2", "pipeline_parallel": 2, "last_stage": False}
 
-#: Ends the reason where a release was not checked.
-_TRIAL: Final = "; with the setting 'unchecked' windows start after a self-test"
-
 #: In order of precedence: of several reasons the first one is given.
 RULES: Final[tuple[Rule, ...]] = (
-    Rule(
-        "version",
-        "windows",
-        lambda f: f.device != "cuda" and f.version not in supported.RELEASES and not f.unchecked,
-        "vLLM {version} was not checked; supported: " + ", ".join(supported.RELEASES) + _TRIAL,
-        {"version": "0.26.0"},
-    ),
-    Rule(
-        "release on GPUs",
-        "windows",
-        lambda f: (
-            f.device == "cuda" and f.version not in supported.GPU_RELEASES and not f.unchecked
-        ),
-        "vLLM {version} was not checked on GPUs; supported there: "
-        + ", ".join(supported.GPU_RELEASES)
-        + _TRIAL,
-        {"device": "cuda", "runner": "v2", "version": "0.31.0"},
-    ),
-    Rule(
-        "release on several GPUs",
-        "windows",
-        lambda f: (
-            f.device == "cuda"
-            and f.tensor_parallel * f.pipeline_parallel > 1
-            and f.version not in supported.MORE_GPU_RELEASES
-            and not f.unchecked
-        ),
-        "vLLM {version} was checked on one GPU alone; supported on several: "
-        + ", ".join(supported.MORE_GPU_RELEASES)
-        + _TRIAL,
-        {"device": "cuda", "runner": "v2", "version": "0.33.0", "tensor_parallel": 2},
-    ),
+    *RELEASE_RULES,
     Rule(
         "no speculation",
         "windows",

@@ -22,6 +22,9 @@ GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
 #: Releases that were checked on several GPUs, too: tensor and pipeline parallel.
 MORE_GPU_RELEASES: Final = releases.checked_for("gpus", _RELEASES)
 
+#: Releases among ``GPU_RELEASES`` with which no engine with MTP was run.
+NO_MTP_RELEASES: Final = ("0.31.0",)
+
 #: Releases in which windows on pipeline stages before the last one were checked on several GPUs.
 STAGE_RELEASES: Final = releases.checked_for("gpu-stages", _RELEASES)
 

@@ -287,7 +287,6 @@ def test_settings_of_windows_need_a_policy(name, policy):
     [
         {"version": "0.99.0"},
         {"version": "0.99.0", "device": "cuda", "runner": "v2"},
-        {"version": "0.31.0", "device": "cuda", "runner": "v2"},
     ],
 )
 def test_a_release_that_was_not_checked_is_the_users_choice(facts):

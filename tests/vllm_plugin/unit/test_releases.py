@@ -129,7 +129,8 @@ def test_what_was_checked_of_the_listed_releases():
     assert supported.MORE_GPU_RELEASES == supported.STATE_RELEASES == ("0.32.0",)
     assert supported.GPU_STATE_RELEASES == ("0.32.0", "0.33.0")
     assert set(supported.MORE_GPU_RELEASES) <= set(supported.GPU_RELEASES)
-    assert supported.GPU_RELEASES == ("0.32.0", "0.33.0")
+    assert supported.GPU_RELEASES == ("0.31.0", "0.32.0", "0.33.0")
+    assert set(supported.NO_MTP_RELEASES) <= set(supported.GPU_RELEASES)
     assert "0.33.0" not in supported.RELEASES  # of vLLM for CPUs there is no such release
 
 
