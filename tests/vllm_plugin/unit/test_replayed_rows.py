@@ -201,6 +201,21 @@ def test_requests_that_verify_are_found_among_prompts(rig):
     assert rig.states.tables.counts[:2].tolist() == [3, 1]
 
 
+def test_requests_that_pad_a_captured_graph_take_nothing_in(rig):
+    """They have neither rows nor a block, and nobody samples for them."""
+    given = held.built(rig.kind, rig, [(4, 3), (2, 1)], full=True)
+    rig.states.begin({"it": given}, replayed=True)
+    table = getattr(given, held.SPEC[rig.kind])
+    rig.states.tables.name_sources(0, table)  # as the graph does
+    [layer] = rig.states._verified[0].layers
+    for part in (layer.rows.key, layer.rows.corrected):
+        part.normal_()
+    before = rig.sides[1].layer.kv_cache[1].clone()
+    rig.states.commit(torch.tensor([2, 1, 1, 1][: table.shape[0]], dtype=torch.int32))
+    changed = (rig.sides[1].layer.kv_cache[1] != before).flatten(1).any(1).nonzero().flatten()
+    assert changed.tolist() == [1, 2]
+
+
 def test_steps_without_drafts_run_vllms_kernel(delta_rig):
     """What is given is passed on, and rows are contiguous, as that kernel wants them."""
     [layer] = delta_rig.states._verified[0].layers
