@@ -52,24 +52,70 @@ def lines_of(
 
 
 @triton.jit
+def rows_of(
+    x: tl.tensor,
+    dt: tl.tensor,
+    A: tl.tensor,
+    dt_bias: tl.tensor,
+    row: tl.tensor,
+    most: tl.tensor,
+    head: tl.tensor,
+    values: tl.tensor,
+    x_stride: tl.int32,
+    dt_stride: tl.int32,
+    HEAD_SIZE: tl.constexpr,
+    LONGEST: tl.constexpr,
+) -> tuple[tl.tuple, tl.tuple, tl.tuple]:
+    """Load what a tile needs of its request's rows: all of it at once, before anything is stored.
+
+    Args:
+        x: as for ``verify_rows``, like the next three.
+        dt: likewise.
+        A: likewise.
+        dt_bias: likewise.
+        row: the request's first row.
+        most: the rows that it has, and that are computed.
+        head: the tile's head.
+        values: ``[VALUES]``, the tile's rows of that head.
+        x_stride: as for ``verify_rows``, like all that follow.
+        dt_stride: likewise.
+        HEAD_SIZE: likewise.
+        LONGEST: likewise.
+
+    Returns:
+        x ``[VALUES]``, dt and decay of each row, float32.
+    """
+    rate = tl.load(A + head).to(tl.float32)
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    given, steps, decays = (), (), ()
+    for turn in tl.static_range(LONGEST):
+        here = x + (row + turn) * x_stride + head * HEAD_SIZE + values
+        inside = (values < HEAD_SIZE) & (most > turn + 0 * values)
+        given = _appended(given, tl.load(here, mask=inside, other=0.0).to(tl.float32))
+        step = tl.load(dt + (row + turn) * dt_stride + head, mask=most > turn, other=0.0)
+        step = step.to(tl.float32) + bias
+        step = tl.where(step <= 20.0, tl.log(1 + tl.exp(step)), step)
+        steps = _appended(steps, step)
+        decays = _appended(decays, tl.exp(step * rate))
+    return given, steps, decays
+
+
+@triton.jit
 def verify_tile(
     now: tl.tensor,
     reads: tl.tensor,
     among: tl.tuple,
+    given: tl.tuple,
+    steps: tl.tuple,
+    decays: tl.tuple,
+    skip: tl.tensor,
+    row: tl.tensor,
+    most: tl.tensor,
     head: tl.tensor,
     values: tl.tensor,
-    first: tl.tensor,
-    most: tl.tensor,
-    x: tl.tensor,
-    dt: tl.tensor,
-    A: tl.tensor,
-    D: tl.tensor,
-    dt_bias: tl.tensor,
     out: tl.tensor,
     kept_value: tl.tensor,
     kept_decay: tl.tensor,
-    x_stride: tl.int32,
-    dt_stride: tl.int32,
     out_stride: tl.int32,
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -85,20 +131,17 @@ def verify_tile(
         now: the tile, as ``state_of`` loads it.
         reads: C of all rows, as ``lines_of`` loads it.
         among: for each row, its B times each row's C, ``[COLUMNS]``.
+        given: what ``rows_of`` returns, like the next two.
+        steps: likewise.
+        decays: likewise.
+        skip: D of the tile's head.
+        row: the request's first row.
+        most: the rows that it has, and that are computed.
         head: the tile's head.
         values: ``[VALUES]``, the tile's rows of that head.
-        first: the request's first row.
-        most: the rows that it has, and that are computed.
-        x: as for ``verify_rows``, like all that follow.
-        dt: likewise.
-        A: likewise.
-        D: likewise.
-        dt_bias: likewise.
-        out: likewise.
+        out: as for ``verify_rows``, like all that follow.
         kept_value: likewise.
         kept_decay: likewise.
-        x_stride: likewise.
-        dt_stride: likewise.
         out_stride: likewise.
         HEADS: likewise.
         HEAD_SIZE: likewise.
@@ -113,32 +156,22 @@ def verify_tile(
     split: tl.constexpr = reads.dtype != tl.bfloat16
     seen = product(now, reads, VALUES, COLUMNS, KEYS, RUN, split_state, split)
     outputs = tl.zeros([VALUES, COLUMNS], dtype=tl.float32)
-    some_values = values < HEAD_SIZE
-    rate = tl.load(A + head).to(tl.float32)
-    skip = tl.load(D + head).to(tl.float32)
-    bias = tl.load(dt_bias + head).to(tl.float32)
-    begins = tl.min(values, axis=0) == 0
-    row = first.to(tl.int64)
     for turn in tl.static_range(LONGEST):
-        live = most > turn
-        step = tl.load(dt + (row + turn) * dt_stride + head, mask=live, other=0.0)
-        step = step.to(tl.float32) + bias
-        step = tl.where(step <= 20.0, tl.log(1 + tl.exp(step)), step)
-        decay = tl.exp(step * rate)
-        inside = some_values & (most > turn + 0 * values)
-        here = x + (row + turn) * x_stride + head * HEAD_SIZE + values
-        given = tl.load(here, mask=inside, other=0.0).to(tl.float32)
-        value = given * step
-        seen = seen * decay + value[:, None] * among[turn][None, :]
-        result = seen + (given * skip)[:, None]
+        value = given[turn] * steps[turn]
+        seen = seen * decays[turn] + value[:, None] * among[turn][None, :]
+        result = seen + (given[turn] * skip)[:, None]
         outputs = tl.where((columns == turn)[None, :], result, outputs)
-        staged = kept_value + ((row + turn) * HEADS + head) * HEAD_SIZE + values
-        tl.store(staged, value, mask=inside)
-        tl.store(kept_decay + (row + turn) * HEADS + head, decay, mask=live & begins)
-    rows = row + columns
-    made = out + (rows * out_stride + head * HEAD_SIZE)[None, :] + values[:, None]
+    some_values = values < HEAD_SIZE
+    made = out + ((row + columns) * out_stride + head * HEAD_SIZE)[None, :] + values[:, None]
     inside = some_values[:, None] & (columns < most)[None, :]
     tl.store(made, outputs.to(out.dtype.element_ty), mask=inside)
+    begins = tl.min(values, axis=0) == 0
+    for turn in tl.static_range(LONGEST):
+        staged = kept_value + ((row + turn) * HEADS + head) * HEAD_SIZE + values
+        inside = some_values & (most > turn + 0 * values)
+        tl.store(staged, given[turn] * steps[turn], mask=inside)
+        decay = kept_decay + (row + turn) * HEADS + head
+        tl.store(decay, decays[turn], mask=(most > turn) & begins)
 
 
 @triton.jit(do_not_specialize=["source_stride"])
@@ -239,11 +272,18 @@ def verify_rows(
         return
 
     begin = state + slot * slot_stride
+    row = first.to(tl.int64)
+    head = start // parts
+    values = start % parts * VALUES + tl.arange(0, VALUES)
     if TILES == 1:
         now = state_of(
-            begin + start // parts * (HEAD_SIZE * STATE_SIZE), start % parts * VALUES,
+            begin + head * (HEAD_SIZE * STATE_SIZE), start % parts * VALUES,
             STATE_SIZE, HEAD_SIZE, KEYS, VALUES, RUN, ALIGNED,
         )  # fmt: skip
+        given, steps, decays = rows_of(
+            x, dt, A, dt_bias, row, most, head, values, x_stride, dt_stride, HEAD_SIZE, LONGEST
+        )
+        skip = tl.load(D + head).to(tl.float32)
     reads = lines_of(
         C + group * STATE_SIZE, c_stride, first, most,
         COLUMNS, STATE_SIZE, KEYS, RUN, ALIGNED,
@@ -261,16 +301,14 @@ def verify_rows(
     if start % each == 0:
         lines = tl.arange(0, ROWS * KEYS // (4 * RUN))
         keys = (lines // ROWS * (4 * RUN))[:, None] + tl.arange(0, 4 * RUN)[None, :]
-        row = first.to(tl.int64) + lines % ROWS
-        staged = kept_key + ((row * GROUPS + group) * STATE_SIZE)[:, None] + keys
+        staged = kept_key + (((row + lines % ROWS) * GROUPS + group) * STATE_SIZE)[:, None] + keys
         inside = (lines % ROWS < most)[:, None] & (keys < STATE_SIZE)
         tl.store(staged, writes.to(tl.float32), mask=inside)
 
     if TILES == 1:
         verify_tile(
-            now, reads, among, start // parts, start % parts * VALUES + tl.arange(0, VALUES),
-            first, most, x, dt, A, D, dt_bias, out, kept_value, kept_decay,
-            x_stride, dt_stride, out_stride,
+            now, reads, among, given, steps, decays, skip,
+            row, most, head, values, out, kept_value, kept_decay, out_stride,
             HEADS, HEAD_SIZE, KEYS, VALUES, LONGEST, COLUMNS, RUN,
         )  # fmt: skip
     else:
@@ -281,9 +319,13 @@ def verify_rows(
                 begin + head * (HEAD_SIZE * STATE_SIZE), begins,
                 STATE_SIZE, HEAD_SIZE, KEYS, VALUES, RUN, ALIGNED,
             )  # fmt: skip
+            values = begins + tl.arange(0, VALUES)
+            given, steps, decays = rows_of(
+                x, dt, A, dt_bias, row, most, head, values, x_stride, dt_stride, HEAD_SIZE, LONGEST
+            )
+            skip = tl.load(D + head).to(tl.float32)
             verify_tile(
-                now, reads, among, head, begins + tl.arange(0, VALUES),
-                first, most, x, dt, A, D, dt_bias, out, kept_value, kept_decay,
-                x_stride, dt_stride, out_stride,
+                now, reads, among, given, steps, decays, skip,
+                row, most, head, values, out, kept_value, kept_decay, out_stride,
                 HEADS, HEAD_SIZE, KEYS, VALUES, LONGEST, COLUMNS, RUN,
             )  # fmt: skip
