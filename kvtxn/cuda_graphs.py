@@ -38,6 +38,17 @@ def capture(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """Return what replays a graph: torch's method in C, without the one in Python around it.
+
+    It keeps the graph. Of a stand-in without a GPU it is ``replay``.
+    """
+    if isinstance(graph, torch.cuda.CUDAGraph):
+        found: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
+        return found
+    return graph.replay
+
+
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
     """Give the stream that captures on a device use: the default stream cannot be captured."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
-from ...cuda_graphs import capture
+from ...cuda_graphs import capture, replay_of
 from ...executor import Executor
 from ...layout import RowLayout
 from ...log import get_logger
@@ -133,7 +133,7 @@ class StaticLayout(LayoutLaunches):
             self.save()
             graph = self._launches.captured(self.save)
             if graph is not None:
-                self.save = graph.replay  # type: ignore[method-assign]
+                self.save = replay_of(graph)  # type: ignore[method-assign]
         self.commit(sampled)
 
     def commit(self, sampled: Tensor) -> None:
@@ -163,7 +163,7 @@ class StaticLayout(LayoutLaunches):
         if make is not None:
             return make(both)
         graph = self._launches.captured(both)
-        return None if graph is None else graph.replay
+        return None if graph is None else replay_of(graph)
 
     def _note_place(self, sampled: Tensor) -> None:
         """Count an acceptance's address; capture the commit if this address recurs."""
@@ -173,4 +173,4 @@ class StaticLayout(LayoutLaunches):
         if self._seen[place] == _OFTEN:
             graph = self._launches.captured(partial(self._run.run, sampled))
             if graph is not None:
-                self.replays[place] = graph.replay  # which keeps the graph
+                self.replays[place] = replay_of(graph)

@@ -78,16 +78,11 @@ class Beside(Protocol):
 
         Returns:
             None: it is committed. Or a launch for ``window.commit_by``, which commits both;
-            ``finish`` comes after it.
+            ``repeat`` comes if it fails.
         """
 
-    def finish(self, sampled: Tensor, *, made: bool) -> None:
-        """Commit what the launch left.
-
-        Args:
-            sampled: as ``commit`` got it.
-            made: the launch was made; else it failed, and left everything.
-        """
+    def repeat(self, sampled: Tensor) -> None:
+        """Commit, after the launch failed: it has written nothing."""
 
 
 class GraphSteps:
@@ -307,9 +302,8 @@ class GraphSteps:
                 self.window = None  # else ``sampled`` was refused, and the next step aborts it
             raise
         finally:
-            if launch is not None:
-                made = state is _COMMITTED or window.state is _COMMITTED
-                beside.finish(sampled, made=made)  # type: ignore[union-attr]
+            if state is not _COMMITTED and launch is not None and window.state is not _COMMITTED:
+                beside.repeat(sampled)  # type: ignore[union-attr]
         self.window = None
         if state is _COMMITTED:
             self._pause = _REST

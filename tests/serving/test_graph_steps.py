@@ -254,8 +254,8 @@ class Beside:
         self.calls.append(("commit", window is not None, sampled.tolist()))
         return self.launch
 
-    def finish(self, sampled, *, made):
-        self.calls.append(("finish", sampled.tolist(), made))
+    def repeat(self, sampled):
+        self.calls.append(("repeat", sampled.tolist()))
 
 
 @pytest.mark.parametrize("policy", ["deferred", "undo"])
@@ -276,8 +276,8 @@ def test_what_is_committed_beside_the_rows(policy, way):
     rig.steps.beside = beside = Beside(None if way == "alone" else launch)
     rig.commit(sampled)
     rig.expect(before, made, drafts, lengths, sampled)
-    finish = [] if way == "alone" else [("finish", sampled, way == "together")]
-    assert beside.calls == [("commit", True, sampled), *finish]
+    again = [("repeat", sampled)] if way == "failing" else []
+    assert beside.calls == [("commit", True, sampled), *again]
     assert rig.count("fallbacks_total_commit") == (way == "failing")
 
 

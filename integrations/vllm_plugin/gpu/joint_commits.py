@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -45,6 +45,7 @@ class JointCommits:
         self._states = states
         self.captured = 0
         self._seen: Counter[tuple[int, int]] = Counter()
+        self._metadata: Any = None  # of a step that the launch commits
 
     def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
         """Commit the states, or return the launch that commits both; see ``Beside``.
@@ -61,18 +62,18 @@ class JointCommits:
         found = plan.together.get(place)
         if found is None:
             self._by_themselves(plan, place, sampled)
+            return None
+        self._metadata, states.metadata = states.metadata, None
         return found
 
-    def finish(self, sampled: Tensor, *, made: bool) -> None:
-        """Forget the step whose states the launch committed; commit them if it was not made.
+    def repeat(self, sampled: Tensor) -> None:
+        """Commit the states of a step whose launch failed.
 
         Raises:
             KVTxnError: a state could not be written. The engine must not go on.
         """
-        if made:
-            self._states.abandon()
-        else:
-            self._states.commit(sampled)
+        self._states.metadata = self._metadata
+        self._states.commit(sampled)
 
     def _by_themselves(self, plan: StepPlan, place: int, sampled: Tensor) -> None:
         """Commit the states; capture both commits if this kind of step recurs."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ....cuda_graphs import capture
+from ....cuda_graphs import capture, replay_of
 from .state_tables import StateCommits, StateTables, VerifyStep
 
 #: Branches of a graph: eight layers at one request fill an H200 about once.
@@ -26,7 +26,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 def captures() -> Capture:
     """Return a function that captures CUDA graphs, which share one pool of memory."""
     pool = torch.cuda.graph_pool_handle()
-    return lambda run: capture(run, pool).replay
+    return lambda run: replay_of(capture(run, pool))
 
 
 def side_streams(device: torch.device, layers: int) -> list[torch.cuda.Stream]:

@@ -146,7 +146,8 @@ class HeldStates:
                 most = int(runner.max_num_reqs)
                 self.graphs = CommitGraphs(self._verified, self.tables, self._width, most, make)
         self._dtype = runner.dtype
-        self._given: Any = None
+        #: Of the step that is under way; None: there is nothing to commit.
+        self.metadata: Any = None
         self._known: VerifyStep | None = None
         self._batch: Any = None
         #: Requests of the step's batch, if its forward is a captured graph, over all of them and no
@@ -219,14 +220,14 @@ class HeldStates:
             replayed: the forward is the replay of such a graph, so the host has no block to name.
         """
         self._known, self._done = None, 0
-        self._given, self._batch, self.replays = metadata, batch, 0
+        self.metadata, self._batch, self.replays = metadata, batch, 0
         if replayed:
             if batch is not None:
                 self.replays = batch.num_reqs
             return  # the step is described when it is committed, if it has to be
         self.tables.begin_forward()
         if not isinstance(metadata, dict):
-            self._given = None
+            self.metadata = None
             return
         seen: set[int] = set()
         for layer in self.layers:
@@ -240,7 +241,7 @@ class HeldStates:
     @property
     def _step(self) -> VerifyStep | None:
         """The step that is under way, if it verifies."""
-        known, first, metadata = self._known, self._first, self._given
+        known, first, metadata = self._known, self._first, self.metadata
         if known is None and first is not None and isinstance(metadata, dict):
             given = metadata.get(first.name)
             if given is not None:
@@ -325,7 +326,7 @@ class HeldStates:
 
     def abandon(self) -> None:
         """Forget the step; its states stay as they were before it."""
-        self._given = self._known = self._batch = None
+        self.metadata = self._known = self._batch = None
         self._done = self.replays = 0
 
     # -- together with the step's rows ------------------------------------------------------

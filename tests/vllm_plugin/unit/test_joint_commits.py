@@ -83,13 +83,12 @@ class Rig(held.Rig):
         launch = self.joint.commit(self.window, sampled)
         if launch is not None:
             self.together += 1
-            made = True
+            assert self.own._step is None
             try:
                 launch()
             except RuntimeError:
                 assert self.launches.fails
-                made = False
-            self.joint.finish(sampled, made=made)
+                self.joint.repeat(sampled)
         assert self.own._step is None
 
 
