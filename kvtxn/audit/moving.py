@@ -80,6 +80,7 @@ class Moving(Changing):
             return
         groups, facts = self._groups_of("leave", [*given]), self.books.facts
         found = self._stacked("leave", {"lines": lines, **given})[1:]
+        self.passes.settle()
         line = lines.long().clamp(min=0)
         serial, kept = facts[book.SERIAL][line], facts[book.DURABLE][line].clamp(min=0)
         chosen = (lines >= 0) & (serial >= 0)
