@@ -50,20 +50,20 @@ has a drafter that reads hidden states, and a layer of *falcon* has a state besi
 """
 FAST: Final = """## Recurrent states by kvtxn's own kernels
 
-`python tests/gpu/try_states.py`: `recurrent="fast"` beside stock, gated delta nets; in the last
-rows stock by one of vLLM's two kernels beside stock by the other. Tokens may part at near-ties:
-*gap* is the most by which stock's best logit leads that of the token which the other engine took,
-*noise* the most that a logit differs by after the same tokens, in steps of bfloat16, of at most
-{near} and {noise}. After each commit all states are compared with a recurrence in float64 over the
-kept rows: *off* counts those whose difference is more than {tolerance} of the
-state's largest number, and *worst* is the largest difference; *ends* counts those among them that
-commits left at the ends of blocks, for the prefix cache. *Preempted* requests are computed again;
-stock has blocks for all there, and drafts are accepted where the model says the same. *From the
-cache* counts prompt tokens whose states came from there. *Strays* counts states that a forward
-changed, *elsewhere* blocks of other requests that a step changed; - was not watched. *After a
-fault*: launches of commits that were made to fail were repeated, and the engine gave the same
-tokens again. *Wrong counts*: commits took in one row more or less than was accepted; so many states
-were off, of so many.
+`python tests/gpu/try_states.py`: `recurrent="fast"` beside stock, gated delta nets and Mamba-2;
+in rows named *vLLM's* stock by one of vLLM's two kernels beside stock by the other. Tokens may
+part at near-ties: *gap* is the most by which stock's best logit leads that of the token which the
+other engine took, *noise* the most that a logit differs by after the same tokens, in steps of
+bfloat16, of at most {near} and {noise}. After each commit all states are compared with a
+recurrence in float64 over the kept rows: *off* counts those whose difference is more than
+{tolerance} of the state's largest number, and *worst* is the largest difference; *ends* counts
+those among them that commits left at the ends of blocks, for the prefix cache. *Preempted*
+requests are computed again; stock has blocks for all there, and drafts are accepted where the
+model says the same. *From the cache* counts prompt tokens whose states came from there. *Strays*
+counts states that a forward changed, *elsewhere* blocks of other requests that a step changed; -
+was not watched. *After a fault*: launches of commits that were made to fail were repeated, and
+the engine gave the same tokens again. *Wrong counts*: commits took in one row more or less than
+was accepted; so many states were off, of so many.
 """
 AUDIT: Final = """## The audit
 

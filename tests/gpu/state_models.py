@@ -181,6 +181,9 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 
+#: Two groups, and blocks so short that answers cross their ends.
+CONFIGS["nemotron_h_groups"] = {**CONFIGS["nemotron_h"], "n_groups": 2, "head_dim": 128}
+
 _TRITON: Final = {"gdn_prefill_backend": "triton"}
 _EXACT: Final = {"policy": "auto", "recurrent": "exact", "required": True}
 
@@ -255,6 +258,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "ranks": ("qwen3_5", {**_TRITON, **_32, **_RANKS}, ("auto", "fast")),
     "fused_cached": ("qwen3_5", {**_TRITON, **_32, **_CACHED}, ("auto", "fast")),
     "nemotron_cached": ("nemotron_h", _CACHED, ("auto", "fast")),
+    "nemotron_groups": ("nemotron_h_groups", _CACHED, ("auto", "fast")),
     "lfm2_cached": ("lfm2", _CACHED, ("auto",)),
     "fused_float32_v1": ("qwen3_5", {**_TRITON, **_32, **_V1}, ("auto", "undo", "fast")),
     "triton_bfloat16_v1": (
@@ -275,6 +279,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "few_v1": ("qwen3_5", {**_TRITON, **_V1, **_FEW}, ("auto", "fast")),
     "fused_cached_v1": ("qwen3_5", {**_TRITON, **_32, **_V1, **_CACHED}, ("auto", "fast")),
     "nemotron_cached_v1": ("nemotron_h", {**_V1, **_CACHED}, ("auto", "fast")),
+    "nemotron_groups_v1": ("nemotron_h_groups", {**_V1, **_CACHED}, ("auto", "fast")),
     "lfm2_cached_v1": ("lfm2", {**_V1, **_CACHED}, ("auto",)),
 }
 #: Graphs of few sizes, so that engines start sooner.
@@ -298,10 +303,10 @@ _GRAPHS: Final = (
     "experts_bfloat16",
     "fused_cached",
     "olmo_cached",
-    "nemotron_cached",
+    *("nemotron_cached", "nemotron_groups"),
     "lfm2_cached",
     *("ahead_v1", "mtp_v1", "few_v1"),
-    *("fused_cached_v1", "nemotron_cached_v1", "lfm2_cached_v1"),
+    *("fused_cached_v1", "nemotron_cached_v1", "nemotron_groups_v1", "lfm2_cached_v1"),
 )
 #: Kinds that run without graphs alone: a graph cannot hold what goes through the host.
 _EAGER: Final = ("ranks",)

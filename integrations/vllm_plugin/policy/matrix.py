@@ -108,6 +108,7 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
         (FAST, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (OLMO, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (MIXED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (MIXED_FAST, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (CONVOLVED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
     },
     ("cuda", "v2"): {
@@ -131,6 +132,7 @@ SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
         (OLMO, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (CHOSEN, "FLASH_ATTN", "bfloat16", _ONE): _BOTH,  # it is "exact", which was seen
         (MIXED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
+        (MIXED_FAST, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
         (CONVOLVED, "FLASH_ATTN", "bfloat16", _ONE): ("deferred",),
     },
 }
@@ -141,12 +143,14 @@ ONLY: Final[Mapping[tuple[str, str], Mapping[tuple[str, str], str]]] = {
         (STATES, _ONE): "Qwen3.5",
         (FAST, _ONE): "Qwen3.5",
         (MIXED, _ONE): "Nemotron-H",
+        (MIXED_FAST, _ONE): "Nemotron-H",
     },
     ("cuda", "v2"): {
         (STATES, "tensor"): "Qwen3.5 with enforce_eager=True",
         (FAST, "tensor"): "Qwen3.5 with enforce_eager=True",
         (CHOSEN, _ONE): 'Qwen3.5, with "exact"',
         (MIXED, _ONE): "Nemotron-H, Granite 4 and Falcon-H1",
+        (MIXED_FAST, _ONE): "Nemotron-H, Granite 4 and Falcon-H1",
     },
 }
 
