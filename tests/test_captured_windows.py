@@ -334,7 +334,7 @@ def test_a_captured_commit_is_replayed_at_its_own_address_alone():
     forward, replayed = Forward(), []
     sampled = torch.full((2,), 3, dtype=torch.int32)
     window = forward.begin(3)
-    plan = window._plan
+    plan = window.plan
 
     def replay() -> None:
         replayed.append(sampled.tolist())
@@ -358,16 +358,16 @@ def test_a_launch_of_the_callers_ends_a_window_in_place_of_its_own():
     forward, launched = Forward(), []
     window = forward.begin(3)
     sampled = torch.tensor([3, 3], dtype=torch.int32)
-    assert window.to_launch() is window._plan
+    assert window.to_launch() is window.plan
 
     def launch() -> None:
         launched.append(True)
-        window._plan.launches.commit(sampled)
+        window.plan.launches.commit(sampled)
 
     forward.run(10.0)
     assert window.commit_by(launch, sampled) is WindowState.COMMITTED
     assert launched == [True]
-    window = forward.windows.begin(window._plan)
+    window = forward.windows.begin(window.plan)
 
     def failing() -> None:
         raise RuntimeError("no launch")
@@ -384,5 +384,4 @@ def test_a_launch_of_the_callers_is_not_made_for_a_window_that_is_over():
     assert len(forward.manager.layers) == 1 or window.to_launch() is None
     window.abort()
     assert window.to_launch() is None
-    with pytest.raises(WindowStateError, match="does not end in one launch"):
-        window.commit_by(pytest.fail, torch.tensor([3, 3], dtype=torch.int32))
+    assert window.commit_by(pytest.fail, torch.tensor([3, 3], dtype=torch.int32)) is None

@@ -78,11 +78,11 @@ class Beside(Protocol):
 
         Returns:
             None: it is committed. Or a launch for ``window.commit_by``, which commits both;
-            ``repeat`` comes if it fails.
+            ``repeat`` comes if it fails, or is not made.
         """
 
     def repeat(self, sampled: Tensor) -> None:
-        """Commit, after the launch failed: it has written nothing."""
+        """Commit, after the launch failed or was not made: it has written nothing."""
 
 
 class GraphSteps:
@@ -295,7 +295,10 @@ class GraphSteps:
         try:
             if launch is not None:
                 state = window.commit_by(launch, sampled)
-            else:
+            if state is None:
+                if launch is not None:
+                    launch = None  # it was not made
+                    beside.repeat(sampled)  # type: ignore[union-attr]
                 state = self._commit_rows(window, sampled)
         except BaseException:
             if window.state.is_final:

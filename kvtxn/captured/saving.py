@@ -13,14 +13,14 @@ class SavingWindow(Window):
     """A window that can save rows when it begins, or leave that to its captured forward."""
 
     _context: WindowContext
-    _plan: StepPlan
+    plan: StepPlan
     _state: WindowState | None
     _unsaved = False  # True while the old rows are still to be saved, see ``before_forward``
 
     def save(self) -> None:
         """Save the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
-        if self._plan.launches is not None:
-            self._plan.launches.save()
+        if self.plan.launches is not None:
+            self.plan.launches.save()
             return
         txn = self._life.txn
         assert txn is not None
@@ -30,7 +30,7 @@ class SavingWindow(Window):
     def save_failed(self, error: Exception) -> None:
         """Go DIRECT, since no old row is there to be put back, or abort and raise ``error``."""
         life = self._life
-        if self._plan.launches is not None and life.txn is not None:
+        if self.plan.launches is not None and life.txn is not None:
             life.txn.saved = {}  # one launch saves them all, so nothing was saved
         life.go_direct("begin", error)
         life.missing.clear()  # the forward writes every row

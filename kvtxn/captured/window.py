@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from typing import Final, NoReturn
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class CapturedWindow(SavingWindow):
     def __init__(self, shared: SharedPlaces, number: int, plan: StepPlan) -> None:
         self.number = number
         self._shared = shared
-        self._plan = plan
+        self.plan = plan
         #: None as soon as the window has a lifecycle, which then has the state.
         self._state: WindowState | None = shared.first_state
 
@@ -72,12 +72,12 @@ class CapturedWindow(SavingWindow):
     @property
     def layout(self) -> RowLayout:
         """The layout; the window's rows are the first rows of the batch."""
-        return self._plan.layout
+        return self.plan.layout
 
     @property
     def num_rows(self) -> int:
         """Rows of the window."""
-        return self._plan.layout.num_rows
+        return self.plan.layout.num_rows
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class CapturedWindow(SavingWindow):
         state = self._state
         if self._unsaved or (state is not STAGED and (state is not OPEN or self._noted)):
             return None
-        return self._plan
+        return self.plan
 
     def commit_sampled(self, sampled: Tensor) -> WindowState:
         """Commit the drafts that were sampled: for each request, its sampled tokens less one.
@@ -163,7 +163,7 @@ class CapturedWindow(SavingWindow):
         """
         if self._unsaved:
             self._miss_saving("commit_sampled")
-        state, plan = self._state, self._plan
+        state, plan = self._state, self.plan
         launches, replay = plan.launches, None
         if state is not STAGED and (state is not OPEN or self._noted is not None):
             launches = None  # the window is over, or waits for layers: no launch alone can end it
@@ -182,34 +182,27 @@ class CapturedWindow(SavingWindow):
             if launches is None:
                 return self._commit_any(sampled)
             replay = partial(launches.commit, sampled)
-        return self.commit_by(replay, sampled)
+        found = self.commit_by(replay, sampled)
+        assert found is not None  # one launch commits it, or there were no launches
+        return found
 
-    def _refuse_launch(self) -> NoReturn:
-        raise WindowStateError(
-            "commit_by",
-            "a launch was given, and the window does not end in one launch",
-            state=self.state.name,
-            hint="give none: commit_sampled(sampled)",
-        )
-
-    def commit_by(self, launch: Callable[[], None], sampled: Tensor) -> WindowState:
+    def commit_by(self, launch: Callable[[], None], sampled: Tensor) -> WindowState | None:
         """Commit as ``commit_sampled`` does, by a launch of the caller's.
 
         Args:
-            launch: ``LayoutLaunches.capture_with`` of this plan captured it over ``sampled``.
-                ``to_launch`` has to return the plan.
+            launch: ``LayoutLaunches.capture_with`` of ``plan`` captured it over ``sampled``.
             sampled: as for ``commit_sampled``.
 
         Returns:
-            As ``commit_sampled`` does.
+            As ``commit_sampled`` does; None if one launch alone does not commit the window as it is
+            now, see ``to_launch``: then nothing was done.
 
         Raises:
-            WindowStateError: ``to_launch`` returns None; the launch was not made.
             Exception: as ``commit_sampled`` does.
         """
-        state = self._state  # the caller asked ``to_launch``, so this is all that can differ
-        if state is not OPEN and state is not STAGED:
-            self._refuse_launch()
+        state = self._state
+        if self._unsaved or (state is not STAGED and (state is not OPEN or self._noted)):
+            return None
         shared = self._shared
         try:
             launch()
@@ -221,7 +214,7 @@ class CapturedWindow(SavingWindow):
             raise
         if shared.quiet and not shared.on_commit:  # as in ``Lifecycle.finish``, with none to tell
             self._state = _COMMITTED
-            shared.metrics.layer_calls += self._plan.stage_operations
+            shared.metrics.layer_calls += self.plan.stage_operations
             shared.outcomes["committed"] += 1
             shared.turn.window = None
             return _COMMITTED
@@ -260,7 +253,7 @@ class CapturedWindow(SavingWindow):
             and sampled.dtype in SIGNED
             and is_plain(sampled)  # asked first: a nested tensor has no shape
             and sampled.ndim == 1
-            and sampled.shape[0] >= self._plan.num_requests
+            and sampled.shape[0] >= self.plan.num_requests
             and sampled.get_device() == self._shared.device
             and sampled.is_cpu == self._shared.on_host
         ):
@@ -271,7 +264,7 @@ class CapturedWindow(SavingWindow):
         raise AcceptanceError(
             "commit_sampled",
             "sampled does not fit the window",
-            expected=f"signed int [{self._plan.num_requests}] or longer on {self._context.device}",
+            expected=f"signed int [{self.plan.num_requests}] or longer on {self._context.device}",
             got=got,
             hint="pass the number of tokens sampled for each request: its accepted drafts and one "
             "more; commit() takes accepted drafts in other forms",
@@ -333,10 +326,10 @@ class CapturedWindow(SavingWindow):
         On the host the counts are clamped to the draft lengths; on the device, whoever reads them
         clamps them.
         """
-        counts = sampled[: self._plan.layout.num_requests].long() - 1
+        counts = sampled[: self.plan.layout.num_requests].long() - 1
         if not counts.is_cpu:
             return counts  # clamped where they are compared with row positions
-        return counts.clamp(min=0).minimum(torch.tensor(self._plan.layout.draft_len))
+        return counts.clamp(min=0).minimum(torch.tensor(self.plan.layout.draft_len))
 
     # -- a window like any other -------------------------------------------------------
 
@@ -345,7 +338,7 @@ class CapturedWindow(SavingWindow):
         """The window's lifecycle, with its slots and the rows that wait or were saved."""
         assert self._state is not None
         life = Lifecycle(self._context, self.number)
-        life.txn = self._context.new_txn(self._plan.layout, self.number)
+        life.txn = self._context.new_txn(self.plan.layout, self.number)
         life.txn.drafts_alone = True
         life.state = self._state
         if self._state is not OPEN:

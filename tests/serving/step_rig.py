@@ -124,7 +124,7 @@ class Rig:
 
     def break_launches(self) -> None:
         """Let the launches of the window that is open fail, and whole again those of later ones."""
-        plan, own = self.steps.window._plan, self.steps.window._plan.launches
+        plan, own = self.steps.window.plan, self.steps.window.plan.launches
         begin = self.steps.windows.begin
 
         def mended(wanted, *rest):

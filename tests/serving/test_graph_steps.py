@@ -266,7 +266,7 @@ def test_what_is_committed_beside_the_rows(policy, way):
     drafts, lengths, sampled = [3, 3], [4, 4], [2, 4]
     before = [cache.clone() for cache in rig.caches]
     rig.begin(drafts, lengths)
-    made, launches = rig.forward(), rig.steps.window._plan.launches
+    made, launches = rig.forward(), rig.steps.window.plan.launches
 
     def launch():
         if way == "failing":
@@ -279,6 +279,18 @@ def test_what_is_committed_beside_the_rows(policy, way):
     again = [("repeat", sampled)] if way == "failing" else []
     assert beside.calls == [("commit", True, sampled), *again]
     assert rig.count("fallbacks_total_commit") == (way == "failing")
+
+
+def test_a_launch_that_cannot_end_the_window_is_not_made():
+    """Some layers were noted and some were not: states and rows are committed by themselves."""
+    rig, sampled = Rig("deferred"), [2, 4]
+    rig.begin([3, 3], [4, 4])
+    rig.forward()
+    rig.steps.note_staged(rig.steps.layers[0])
+    rig.steps.beside = beside = Beside(pytest.fail)
+    rig.commit(sampled)
+    assert beside.calls == [("commit", True, sampled), ("repeat", sampled)]
+    assert rig.count("fallbacks_total_attend") == 1
 
 
 def test_without_a_window_it_is_committed_alone():
@@ -317,7 +329,7 @@ def test_batches_that_are_alike_are_known_by_their_number():
     for drafts, alike in (([3, 3], 0), ([3, 3], 2), ([3, 3], 2), ([3], 1), ([3, 3], 2)):
         count = numpy.array(drafts, dtype=numpy.int32)
         rig.steps.begin(count, count + 1, count < 0, False, alike)
-        plans.append(rig.steps.window._plan)
+        plans.append(rig.steps.window.plan)
         rig.steps.abandon()
     assert plans[0] is plans[1] is plans[2] is plans[4] is not plans[3]
     assert {2, 1} < set(rig.steps._plans)

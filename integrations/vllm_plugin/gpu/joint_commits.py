@@ -54,20 +54,19 @@ class JointCommits:
             KVTxnError: a state could not be written. The engine must not go on.
         """
         states = self._states
-        plan = None if window is None else window.to_launch()
-        if plan is None or states.replays != plan.num_requests:
+        if window is None or states.replays != window.plan.num_requests:
             states.commit(sampled)
             return None
         place = sampled.data_ptr()
-        found = plan.together.get(place)
+        found = window.plan.together.get(place)
         if found is None:
-            self._by_themselves(plan, place, sampled)
+            self._by_themselves(window, place, sampled)
             return None
         self._metadata, states.metadata = states.metadata, None
         return found
 
     def repeat(self, sampled: Tensor) -> None:
-        """Commit the states of a step whose launch failed.
+        """Commit the states of a step whose launch failed, or was not made.
 
         Raises:
             KVTxnError: a state could not be written. The engine must not go on.
@@ -75,10 +74,10 @@ class JointCommits:
         self._states.metadata = self._metadata
         self._states.commit(sampled)
 
-    def _by_themselves(self, plan: StepPlan, place: int, sampled: Tensor) -> None:
+    def _by_themselves(self, window: CapturedWindow, place: int, sampled: Tensor) -> None:
         """Commit the states; capture both commits if this kind of step recurs."""
-        launches = None
-        if self._recurs(plan, place):
+        launches, plan = None, window.plan
+        if window.to_launch() is not None and self._recurs(plan, place):
             launches = self._states.launches(sampled, plan.num_requests)
         self._states.commit(sampled)
         if launches is not None:

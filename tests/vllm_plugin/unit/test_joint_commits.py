@@ -58,8 +58,8 @@ class Rig(held.Rig):
 
     def joins(self):
         self.launches = Launches()
-        layout = SimpleNamespace(num_requests=REQUESTS)
-        self.window = Window(plan=StepPlan(None, layout, self.launches, None, 0))
+        self.layout = SimpleNamespace(num_requests=REQUESTS)
+        self.window = Window(plan=StepPlan(None, self.layout, self.launches, None, 0))
         self.starts = torch.zeros(REQUESTS + 1, dtype=torch.int32)
         self.sampled = torch.zeros(REQUESTS, dtype=torch.int32)
         self.joint, self.own, self.together = JointCommits(self.states), self.states, 0
@@ -124,14 +124,15 @@ def test_states_are_those_of_stock(rig):
     assert rig.make.replays == (0 if rig.own._alone else 2)
 
 
-def test_steps_of_another_kind_are_committed_by_themselves(rig):
+def test_steps_of_another_kind_are_committed_by_themselves(rig, monkeypatch):
     """Fewer requests, other rows; no window, or one that is not ended by one launch."""
     full = [DRAFTS + 1] * REQUESTS
     for sampled in STEPS[:3]:
         rig.step(full, sampled)
     assert rig.together == 1
     rig.step([4, 4], [3, 1])
-    whole, rig.window = rig.window, Window(plan=None)
+    whole, rig.window = rig.window, Window(plan=StepPlan(None, rig.layout, rig.launches, None, 0))
+    monkeypatch.setattr(Window, "to_launch", lambda _: None)
     rig.step(full, STEPS[3])
     rig.window = None
     rig.step(full, STEPS[4])
