@@ -1,4 +1,4 @@
-"""What the commit of a step writes, named for kernels that take a table of state blocks.
+"""Tables of state blocks that name what a step's commit writes, for kernels that take them.
 
 Such a kernel writes the state after a row to the block in that row's column, if the column names
 one. So from how many rows each request keeps follows a line of the table, and where its rows end.

@@ -20,7 +20,7 @@ from .violation import NOBODY
 
 @attrs.frozen(eq=False)
 class _Groups:
-    """What the words of some groups of states lie by, int64 ``[num_groups, 1]`` on the device."""
+    """Addresses of the words of some groups of states, int64 ``[num_groups, 1]`` on the device."""
 
     base: Tensor
     stride: Tensor

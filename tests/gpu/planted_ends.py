@@ -33,7 +33,7 @@ def work(rig: Rig) -> list[list[int]]:
 
 
 class _Moves:
-    """What vLLM is about to copy before a step: columns by request of the batch."""
+    """The copies that vLLM is about to make before a step: columns by request of the batch."""
 
     def __init__(self, rig: Rig, given: dict[str, Any]) -> None:
         runner, mapping = rig.runner, given["idx_mapping"]

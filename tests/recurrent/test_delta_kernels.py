@@ -55,7 +55,7 @@ def assert_near(found, expected, error):
     "tile", [None, Tile(16, tiles=8, stages=3, registers=128)], ids=["few", "many"]
 )
 def test_verify_is_as_specified(state, rows, sizes, tile):
-    """Whatever the dtypes, sizes and distances of rows; nothing else is written."""
+    """That holds for all dtypes, sizes and distances of rows; nothing else is written."""
     key_size, value_size, apart = sizes
     lengths, sources = [5, 1, 0, 3, 2], [3, 1, 4, 0, 7]
     cases = [

@@ -361,7 +361,7 @@ class HeldStates:
 
     @property
     def make(self) -> Capture | None:
-        """What captures ``launches``; None leaves it to the executor: they allocate nothing."""
+        """The capture of ``launches``; None leaves it to the executor: they allocate nothing."""
         return None if self.graphs is None else self.graphs.make
 
 

@@ -40,7 +40,7 @@ OWN = BLOCKS - 1
 
 @attrs.define(eq=False)
 class Side:
-    """What the engines of ``test_aligned_states`` want: a layer's caches, and the step's table."""
+    """A layer's caches, and the step's table, for the engines of ``test_aligned_states``."""
 
     layer: Any
     table: Tensor

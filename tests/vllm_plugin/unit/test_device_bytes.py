@@ -75,7 +75,7 @@ PAST, STATE = torch.zeros(6, 5, 8), torch.zeros(6, 2, 4, 4)
 
 
 def runner_with(asked, *, mode="none", drafts=2, late=(), kind="gated delta net"):
-    """What the opening of a scrub reads of a runner."""
+    """A runner, as far as the opening of a scrub reads it."""
     module = SimpleNamespace(kv_cache=(PAST, STATE), kind=kind)
     group = SimpleNamespace(layer_names=["mixer"])
     cache = SimpleNamespace(mamba_cache_mode=mode)

@@ -217,7 +217,7 @@ def test_requests_that_pad_a_captured_graph_take_nothing_in(rig):
 
 
 def test_steps_without_drafts_run_vllms_kernel(delta_rig):
-    """What is given is passed on, and rows are contiguous, as that kernel wants them."""
+    """The kernel gets the arguments as they were given, and rows that are contiguous."""
     [layer] = delta_rig.states._verified[0].layers
     own = type(delta_rig.sides[1].layer).rearrange_mixed_qkv
     rows, seen = torch.randn(3, delta_rig.sides[1].layer.channels).to(delta_rig.dtype), []
@@ -233,7 +233,7 @@ def test_steps_without_drafts_run_vllms_kernel(delta_rig):
 
 
 def test_mamba2_layers_without_drafts_run_vllms_kernel(dtype, monkeypatch):
-    """What is given is passed on as it is."""
+    """The kernel gets the arguments as they were given."""
     rig, seen = hooked(MAMBA2, dtype, monkeypatch), []
     [layer] = rig.states._verified[0].layers
     layer.verify(lambda *given, **named: seen.append((given, named)), 1, 2, cu_seqlens=3)
