@@ -385,3 +385,14 @@ def test_a_launch_of_the_callers_is_not_made_for_a_window_that_is_over():
     window.abort()
     assert window.to_launch() is None
     assert window.commit_by(pytest.fail, torch.tensor([3, 3], dtype=torch.int32)) is None
+
+
+def test_the_log_is_asked_anew_once_its_level_changed(caplog):
+    """What the logger remembers of its levels it forgets when one changes."""
+    forward = Forward()
+    for level, quiet in (("INFO", True), ("DEBUG", False), ("INFO", True)):
+        with caplog.at_level(level, logger="kvtxn"):
+            for _ in range(2):
+                window = forward.begin(3)
+                assert window._shared.quiet == quiet
+                window.abort()

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..context import WindowContext
 from ..errors import CapacityError, ConfigError, LayerError
 from ..layout import RowLayout
-from ..log import DEBUG, get_logger, shows
+from ..log import DEBUG, get_logger, remembered, shows
 from ..row_io import LayerRows
 from ..states import Event
 from ..turn import Turn
@@ -217,7 +217,7 @@ class CapturedWindows(SharedPlaces):
             turn.check_free()
         window = turn.window = CapturedWindow(self, turn.begun, plan)
         turn.begun += 1
-        self.quiet = not shows(DEBUG)
+        self.quiet = remembered(DEBUG) is False or not shows(DEBUG)
         try:
             if self.deferred:
                 if plan is not self._marks.shown:
