@@ -11,9 +11,10 @@ Memory contract of ``change_books``:
   ``words``.
 - Every address is computed in int64.
 
-``take_blocks`` has one program per block that a record has room for. It reads the record of the
-step that comes, from memory of the host, and writes ``words`` as ``change_books`` does; what lies
-in a record of another step is not used.
+``take_record`` has one program per block that a record has room for. It reads the record of the
+step that comes, from memory of the host, and writes ``words`` as ``change_books`` does. Its first
+program writes lines at the address that the record has of their tensor. What lies in a part of
+another step is not used.
 
 ``put_numbers`` reads ``numbers``, perhaps from memory of the host, and writes ``target``.
 ``count_tokens`` reads ``ids`` and ``left_out``, and writes ``counts`` and ``kept``; each request's
@@ -27,7 +28,7 @@ import triton.language as tl
 
 from ...audit import beginning, digest, violation
 from ...audit import books as book
-from . import handed_out
+from . import next_step
 from .words import term
 
 LINE = tl.constexpr(beginning.LINE)
@@ -46,11 +47,16 @@ TELLING = tl.constexpr(book.TELLING)
 KEPT = tl.constexpr(book.KEPT)
 KEPT_BEFORE = tl.constexpr(book.KEPT_BEFORE)
 STEP = tl.constexpr(book.STEP)
-RECORDS = tl.constexpr(handed_out.RECORDS)
-COLUMNS = tl.constexpr(handed_out.COLUMNS)
-RECORD_STEP = tl.constexpr(handed_out.STEP)
-RECORD_COUNT = tl.constexpr(handed_out.COUNT)
-BLOCKS = tl.constexpr(handed_out.BLOCKS)
+RECORDS = tl.constexpr(next_step.RECORDS)
+COLUMNS = tl.constexpr(next_step.COLUMNS)
+LINES = tl.constexpr(next_step.LINES)
+TARGET = tl.constexpr(next_step.TARGET)
+NUM_LINES = tl.constexpr(next_step.NUM_LINES)
+FIRST_LINE = tl.constexpr(next_step.FIRST_LINE)
+MOST_LINES = tl.constexpr(next_step.MOST_LINES)
+HANDED_OUT = tl.constexpr(next_step.HANDED_OUT)
+NUM_BLOCKS = tl.constexpr(next_step.COUNT)
+BLOCKS = tl.constexpr(next_step.BLOCKS)
 UNWRITTEN = tl.constexpr(digest.UNWRITTEN)
 NOBODY = tl.constexpr(violation.NOBODY)
 
@@ -183,13 +189,13 @@ def change_books(
 
 
 @triton.jit
-def take_blocks(
+def take_record(
     records: tl.tensor, counters: tl.tensor, words: tl.tensor, TILE: tl.constexpr
 ) -> None:
-    """Hand out the blocks of the step that is written next. Grid: (MOST,).
+    """Hand out the blocks of the step that is written next, and put its lines. Grid: (MOST,).
 
     Args:
-        records: int64 ``[RECORDS, COLUMNS]``, see ``handed_out``.
+        records: int64 ``[RECORDS, COLUMNS]``, see ``next_step``.
         counters: int64 ``[NUM_COUNTERS]``.
         words: int64 ``[num_words]``.
         TILE: words at a time.
@@ -199,8 +205,15 @@ def take_blocks(
     record = records + step % RECORDS * COLUMNS
     block = record + BLOCKS + 2 * index
     # No load waits for another one: each takes a way to the host and back.
-    of_step, number = tl.load(record + RECORD_STEP), tl.load(record + RECORD_COUNT)
+    of_step, number = tl.load(record + HANDED_OUT), tl.load(record + NUM_BLOCKS)
     first, count = tl.load(block), tl.load(block + 1)
+    if index == 0:
+        at = tl.arange(0, MOST_LINES).to(tl.int64)
+        lines_of, lines = tl.load(record + LINES), tl.load(record + NUM_LINES)
+        target, line = tl.load(record + TARGET), tl.load(record + FIRST_LINE + at)
+        there = target.to(tl.pointer_type(tl.int64)) + at
+        lines = tl.where(lines_of == step, lines, 0)
+        tl.store(there, line, mask=at < lines)
     if (of_step == step) & (index < number):
         hand_out(words, first, count, TILE)
 

@@ -6,8 +6,14 @@ import triton
 import triton.language as tl
 
 from ...audit import books as book
+from ...audit import group_lines
 
 SERIAL = tl.constexpr(book.SERIAL)
+BASE = tl.constexpr(group_lines.BASE)
+STRIDE = tl.constexpr(group_lines.STRIDE)
+BLOCK_SIZE = tl.constexpr(group_lines.BLOCK_SIZE)
+NUM_BLOCKS = tl.constexpr(group_lines.NUM_BLOCKS)
+RING = tl.constexpr(group_lines.RING)
 
 
 @triton.jit
@@ -81,3 +87,35 @@ def rows_of(
     skipped = tl.where(inside & (admitted == 0), given, 0)
     refused = named & (given != 0) & (admitted == 0)
     return line, start, first, count, admitted, skipped, refused
+
+
+@triton.jit
+def place_of(
+    slots: tl.tensor,
+    row: tl.tensor,
+    within: tl.tensor,
+    count: tl.tensor,
+    live: tl.tensor,
+    group: tl.tensor,
+) -> tl.tensor:
+    """Return the index in ``Books.words`` of the digest of each row's slot; -1 if it has none.
+
+    A row has no digest if its slot is -1 or beyond the cache, and in a ring if a later row of the
+    same step overwrites it.
+
+    Args:
+        slots: address of int64 ``[num_rows]``, the cache slot of each row of the step.
+        row: int ``[TILE]``, the index of each row in the step.
+        within: int ``[TILE]``, the index of each row in its request.
+        count: number of rows that the request has in the step.
+        live: bool ``[TILE]``, False for places of the tile beyond the last row.
+        group: address of the KV-cache group's line, see ``kvtxn.audit.group_lines``.
+    """
+    slot = tl.load(slots.to(tl.pointer_type(tl.int64)) + row, mask=live, other=-1)
+    size = tl.load(group + BLOCK_SIZE)
+    ring = tl.load(group + RING)
+    inside = live & (slot >= 0) & (slot < tl.load(group + NUM_BLOCKS) * size)
+    inside = inside & ((ring < 0) | (within + ring >= count))
+    slot = tl.where(inside, slot, 0)
+    place = tl.load(group + BASE) + slot // size * tl.load(group + STRIDE) + slot % size
+    return tl.where(inside, place, -1)

@@ -1,7 +1,8 @@
 """The passes as Triton kernels: one launch to write, one to check, one to resolve.
 
 A step of an engine with recurrent layers has one more, before it writes: states are read before
-they are written over.
+they are written over. Where graphs of whole forwards begin with the first two, what the host says
+between two steps waits for the next graph, which begins with all three.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ...audit.groups import Place
 from ...audit.passes import Passes, Stretch
 from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
-from . import change_kernel, compare_kernel, write_kernel
+from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
 from .byte_passes import TritonBytePasses
-from .handed_out import MOST, HandedOut
 from .launches import ALIGNED, Launches
 from .plan import Addresses, contiguous
 from .staging import Staging
+from .waiting import Waiting
 
 #: Tokens of a request that begins, at a time.
 _TOKENS: Final = 512
@@ -75,15 +76,15 @@ class TritonPasses(Passes):
         self._addresses: Final = {what: Addresses(books) for what in ("slots", "tables", "sources")}
         self._held: dict[str, dict[str, Tensor]] = {}
         self._staging: Final = Staging(device)
-        self._handed_out: Final = HandedOut(device)
+        self._waiting: Final = Waiting(books, self._key)
+        self._next: Final = self._waiting.next
         self._changing: Final = Launches(change_kernel.change_books, 2, device)
-        self._taking: Final = Launches(change_kernel.take_blocks, 1, device)
         self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
         self._counting: Final = Launches(change_kernel.count_tokens, 1, device)
-        self._writing: Final = Launches(write_kernel.write_rows, 4, device)
+        self._writing: Final = Launches(write_kernel.write_rows, 5, device)
         self._checking: Final = Launches(compare_kernel.compare_rows, 5, device)
         self._going_on: Final = Launches(compare_kernel.compare_states, 4, device)
-        self._resolving: Final = Launches(write_kernel.resolve_rows, 4, device)
+        self._resolving: Final = Launches(resolve_kernel.resolve_rows, 4, device)
         lines, columns = books.own.shape
         self._constants: Final = (columns, lines, len(books.journal), len(books.found))
         none = torch.empty(1, dtype=torch.int64, device=device)
@@ -94,10 +95,11 @@ class TritonPasses(Passes):
 
     def restart(self) -> None:
         """Begin anew, as ``Passes.restart`` describes."""
-        self._handed_out.restart()
+        self._waiting.restart()
 
     def begin(self, beginning: Beginning) -> None:
         """Begin requests, as ``Passes.begin`` describes."""
+        self.settle()
         self._change(beginning.packed, beginning.num_tokens, beginning.num_requests, 0, 0, None)
 
     def change(self, change: Change) -> None:
@@ -138,45 +140,60 @@ class TritonPasses(Passes):
 
     def hand_out_later(self, given: Sequence[tuple[Place, Sequence[int]]]) -> bool:
         """Hand out blocks with the next step, as ``Passes.hand_out_later`` describes."""
-        return self._handed_out.add(given)
+        return self._next.add(given)
+
+    def resolve_later(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
+        """Resolve the last step before the next one, as ``Passes.resolve_later`` describes."""
+        return self._waiting.resolve_later(step, accepted, sampled, besides)
+
+    def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:
+        """Put numbers in place before the next step, as ``Passes.put_later`` describes."""
+        return self._next.put_lines(target, numbers)
 
     def settle(self) -> None:
-        """Hand out the blocks that wait for a step, as ``Passes.settle`` describes."""
-        if self._handed_out.waiting:
-            pairs, count = self._handed_out.take()
+        """Do what waits for the next step, as ``Passes.settle`` describes."""
+        waiting = self._next
+        if waiting.resolves:
+            waiting.resolves = False
+            self._waiting.resolve_last()
+        if waiting.blocks:
+            pairs, count = waiting.take()
             self._change(pairs, 0, 0, count, 0, None)
+        if waiting.lines:
+            target, lines = waiting.take_lines()
+            self._put(target[: len(lines)], lines)
 
     def launch_step(self, step: Step) -> None:
         """Launch what a graph begins with, as ``Passes.launch_step`` describes."""
         self.settle()
-        self._take_blocks()
+        self._waiting.use(step)
+        self._waiting.take()
         self._write(step)
         self.check(step)
-        self._handed_out.used = True
         if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
-            self._handed_out.launched()
+            self._next.launched()
 
-    def _take_blocks(self) -> None:
-        """Launch ``take_blocks``."""
-        books = self.books
-        arguments = (self._handed_out.records, books.counters, books.words, _TOKENS)
-        self._taking.launch((MOST, 1, 1), arguments)
-
-    def replayed(self) -> None:
+    def replayed(self, step: Step | None) -> None:
         """Hear that a graph writes a step, as ``Passes.replayed`` describes."""
-        self._handed_out.launched()
+        self._waiting.replayed(step)
 
     @property
     def num_steps(self) -> int | None:
         """The steps that were launched, as ``Passes.num_steps`` describes."""
-        return self._handed_out.steps if self._handed_out.used else None
+        return self._next.steps if self._next.used else None
 
     def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
         """Copy numbers of the host, as ``Passes.put`` describes."""
         if not len(target):
             return
+        if self._next.lines:
+            self.settle()
         given = numbers if isinstance(numbers, Tensor) else memoryview(array("q", numbers))
-        packed, count = self._staging.put([given]), target.shape[0]
+        self._put(target, self._staging.put([given]))
+
+    def _put(self, target: Tensor, packed: Tensor) -> None:
+        """Launch ``put_numbers``."""
+        count = target.shape[0]
         kind = target.dtype, packed.data_ptr() % ALIGNED, target.data_ptr() % ALIGNED
         grid = (-(-count // _TOKENS), 1, 1)
         self._putting.launch(grid, (packed, target, count, _TOKENS), kind)
@@ -202,15 +219,18 @@ class TritonPasses(Passes):
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""
         self.settle()
-        self._handed_out.launched()
+        self._next.launched()
         self._write(step)
+        self._waiting.written(step)
 
     def _write(self, step: Step) -> None:
         """Launch what notes the rows of a step."""
         if step.sources or step.told is not None:
             self._compare_states(step)
-        if self._writing.again(step):
+        saves = self._waiting.saves(step)
+        if self._writing.again(step, number=saves):
             return
+        saved = self._waiting.saved or (self._unread, self._unread)
         step = contiguous(step)
         step = step if len(step.lines) else self._padding  # no launch has no program
         books, requests = self.books, len(step.lines)
@@ -218,12 +238,12 @@ class TritonPasses(Passes):
             step.lines, step.starts, step.first, self._or_unread(step.positions), step.tokens,
             self._or_unread(step.drafts), self._table("slots", step.slots, torch.int64),
             self._groups, self._key, books.words, books.owners, books.own, books.facts,
-            books.journal, books.counters, books.fingerprints, requests, step.num_rows,
-            *self._sizes()[:3], step.drafts is not None, step.positions is not None,
+            books.journal, books.counters, books.fingerprints, *saved, requests, step.num_rows,
+            *self._sizes()[:3], step.drafts is not None, step.positions is not None, saves,
             self._num_groups, _ROWS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
-        self._writing.first(step, (requests, 1, 1), arguments, recurs=recurs)
+        self._writing.first(step, (requests, 1, 1), arguments, number=saves, recurs=recurs)
 
     def _compare_states(self, step: Step) -> None:
         """Compare the states that a step continues, and its counts, before it writes."""
@@ -290,7 +310,8 @@ class TritonPasses(Passes):
     def resolve_again(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
         """Resolve a step as before, as ``Passes.resolve_again`` describes."""
         given = (accepted,) if sampled is None else (accepted, sampled)
-        return not self._handed_out.waiting and self._resolving.again(step, given, besides)
+        waits = self._next.blocks or self._next.lines
+        return not waits and self._resolving.again(step, given, besides)
 
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0

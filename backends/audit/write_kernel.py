@@ -1,4 +1,4 @@
-"""The kernels that note the rows of a step and mark its rejected rows.
+"""The kernel that notes the rows of a step.
 
 Memory contract of ``write_rows``:
 
@@ -10,8 +10,8 @@ Memory contract of ``write_rows``:
   two programs write one entry.
 - ``counters`` and ``fingerprints`` are added to atomically. The program that ends last moves the
   clock on, so that all others have read the old one. What publishes it is the end of the launch.
-  It also takes ``OPENING``, to which the others have added, for ``OPEN``; ``resolve_rows`` clears
-  that in its first program.
+  It also takes ``OPENING``, to which the others have added, for ``OPEN``.
+- What ``resolve_last`` needs of a step is written where ``save_request`` says.
 - Every address is computed in int64. Padding and malformed requests (see ``kvtxn.audit.Step``)
   write empty journal entries alone; the latter are counted. Whatever the tensors of a step hold,
   no address lies outside: rows are below ``num_rows``, lines below ``num_lines``, positions below
@@ -26,7 +26,8 @@ import triton.language as tl
 from ...audit import books as book
 from ...audit import group_lines, passes
 from .plan import AT_ADDRESS, NUM_TENSOR_FIELDS
-from .requests import fill_first, rows_of
+from .requests import fill_first, place_of, rows_of
+from .resolve_kernel import save_request
 from .words import EMBEDDED, MAX_POSITION, PLAIN, as_word, term, token_of
 
 STEP = tl.constexpr(book.STEP)
@@ -54,45 +55,10 @@ STEP_FACTOR = tl.constexpr(passes.STEP_FACTOR)
 
 BASE = tl.constexpr(group_lines.BASE)
 STRIDE = tl.constexpr(group_lines.STRIDE)
-BLOCK_SIZE = tl.constexpr(group_lines.BLOCK_SIZE)
-NUM_BLOCKS = tl.constexpr(group_lines.NUM_BLOCKS)
-RING = tl.constexpr(group_lines.RING)
 SALT = tl.constexpr(group_lines.SALT)
 IS_STATE = tl.constexpr(group_lines.IS_STATE)
 OWNERS = tl.constexpr(group_lines.OWNERS)
 FIELDS = tl.constexpr(group_lines.FIELDS)
-
-
-@triton.jit
-def place_of(
-    slots: tl.tensor,
-    row: tl.tensor,
-    within: tl.tensor,
-    count: tl.tensor,
-    live: tl.tensor,
-    group: tl.tensor,
-) -> tl.tensor:
-    """Return the index in ``Books.words`` of the digest of each row's slot; -1 if it has none.
-
-    A row has no digest if its slot is -1 or beyond the cache, and in a ring if a later row of the
-    same step overwrites it.
-
-    Args:
-        slots: address of int64 ``[num_rows]``, the cache slot of each row of the step.
-        row: int ``[TILE]``, the index of each row in the step.
-        within: int ``[TILE]``, the index of each row in its request.
-        count: number of rows that the request has in the step.
-        live: bool ``[TILE]``, False for places of the tile beyond the last row.
-        group: address of the KV-cache group's line, see ``kvtxn.audit.group_lines``.
-    """
-    slot = tl.load(slots.to(tl.pointer_type(tl.int64)) + row, mask=live, other=-1)
-    size = tl.load(group + BLOCK_SIZE)
-    ring = tl.load(group + RING)
-    inside = live & (slot >= 0) & (slot < tl.load(group + NUM_BLOCKS) * size)
-    inside = inside & ((ring < 0) | (within + ring >= count))
-    slot = tl.where(inside, slot, 0)
-    place = tl.load(group + BASE) + slot // size * tl.load(group + STRIDE) + slot % size
-    return tl.where(inside, place, -1)
 
 
 @triton.jit
@@ -166,6 +132,8 @@ def write_rows(
     journal: tl.tensor,
     counters: tl.tensor,
     fingerprints: tl.tensor,
+    saved: tl.tensor,
+    saved_rows: tl.tensor,
     num_requests: tl.int64,
     num_rows: tl.int64,
     own_stride: tl.int64,
@@ -173,6 +141,7 @@ def write_rows(
     journal_size: tl.int64,
     DRAFTS: tl.constexpr,
     POSITIONS: tl.constexpr,
+    SAVES: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -195,6 +164,8 @@ def write_rows(
         journal: int64 ``[journal_size, PLACES + GROUPS]``.
         counters: int64 ``[NUM_COUNTERS]``.
         fingerprints: int64 ``[FINGERPRINTS, GROUPS]``.
+        saved: as for ``save_request``; untouched unless ``SAVES``.
+        saved_rows: likewise.
         num_requests: requests, padding included.
         num_rows: rows for which ``tokens`` and all ``slots`` have room.
         own_stride: columns of ``own``.
@@ -203,6 +174,7 @@ def write_rows(
         DRAFTS: some request has drafts.
         POSITIONS: ``first_position`` is filled from ``positions`` at first, and rows are noted as
             computed for these.
+        SAVES: ``resolve_last`` may resolve the step.
         GROUPS: number of groups.
         TILE: rows at a time.
     """
@@ -216,6 +188,11 @@ def write_rows(
     line, start, first, count, admitted, skipped, refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )
+    if SAVES:
+        save_request(
+            index, line, start, first, count, tokens, drafts, slots, groups, saved, saved_rows,
+            DRAFTS, GROUPS,
+        )  # fmt: skip
     count = tl.where(admitted, count, 0)
     digests = own + line * own_stride
     fact = facts + line
@@ -304,86 +281,3 @@ def write_rows(
         tl.store(counters + OPEN, tl.atomic_add(counters + OPENING, 0))
         tl.store(counters + OPENING, 0)
         tl.store(counters + STEP, now)
-
-
-@triton.jit(do_not_specialize=["num_rows", "own_stride", "num_lines", "columns", "besides"])
-def resolve_rows(
-    lines: tl.tensor,
-    starts: tl.tensor,
-    first_position: tl.tensor,
-    tokens: tl.tensor,
-    drafts: tl.tensor,
-    accepted: tl.tensor,
-    sampled: tl.tensor,
-    slots: tl.tensor,
-    groups: tl.tensor,
-    key: tl.tensor,
-    words: tl.tensor,
-    own: tl.tensor,
-    facts: tl.tensor,
-    counters: tl.tensor,
-    num_rows: tl.int64,
-    own_stride: tl.int64,
-    num_lines: tl.int64,
-    columns: tl.int64,
-    besides: tl.int64,
-    REJECTED: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """Mark the rejected rows of one request, and count the others as its own. Grid: (requests,).
-
-    Arguments are those of ``write_rows``, and:
-        accepted: int ``[num_requests]``; -1: nothing was sampled.
-        sampled: int ``[num_requests, columns]``; unread if ``columns`` is 0. A draft whose row is
-            of another token counts as rejected, and so do those after it.
-        columns: tokens sampled per request, at most; -1 stands for none.
-        besides: tokens that ``accepted`` counts beside drafts.
-        REJECTED: the word of a rejected row.
-    """
-    index = tl.program_id(0)
-    if index == 0:
-        tl.store(counters + OPEN, 0)
-    line, start, first, count, admitted, _skipped, _refused = rows_of(
-        index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
-    )
-    if count > 0:
-        taken = count * 0
-        if DRAFTS:
-            taken = tl.load(drafts + index).to(tl.int64)
-            taken = tl.minimum(tl.maximum(taken, 0), count)
-        given = tl.load(accepted + index).to(tl.int64) - besides
-        stay = tl.minimum(tl.maximum(given, 0), taken)
-        settled = count - taken
-        compared = tl.minimum(stay, columns)
-        for at in range(0, compared, TILE):
-            draft = at + tl.arange(0, TILE).to(tl.int64)
-            here = draft < compared
-            drawn = tl.load(sampled + index * columns + draft, mask=here, other=0).to(tl.int64)
-            fed = tl.load(tokens + start + settled + draft, mask=here, other=0).to(tl.int64)
-            other = here & (((drawn ^ fed) & PLAIN) != 0)
-            stay = tl.minimum(stay, tl.min(tl.where(other, draft, stay), axis=0))
-        for at in range(settled + stay, count, TILE):
-            within = at + tl.arange(0, TILE).to(tl.int64)
-            live = within < count
-            for number in tl.static_range(GROUPS):
-                address = tl.load(slots + number * NUM_TENSOR_FIELDS + AT_ADDRESS)
-                if address != 0:
-                    group = groups + number * FIELDS
-                    place = place_of(address, start + within, within, count, live, group)
-                    tl.store(words + place, place * 0 + REJECTED, mask=place >= 0)
-        length = first + settled + stay
-        if admitted:
-            fact = facts + line
-            tl.store(fact + KEPT * num_lines, stay)
-            tl.store(fact + DURABLE * num_lines, length)
-            known = tl.maximum(tl.load(fact + KNOWN * num_lines), length)
-            if (given >= 0) & (stay < columns):
-                token = tl.load(sampled + index * columns + stay).to(tl.int64)
-                is_token = (token >= 0) & (token < EMBEDDED)
-                if is_token & (known == length) & (length < own_stride - 1):
-                    digest = own + line * own_stride + length
-                    tl.store(digest + 1, tl.load(digest) + term(token, length, key))
-                    known += 1
-            tl.store(fact + KNOWN * num_lines, known)

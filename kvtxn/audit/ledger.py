@@ -163,8 +163,7 @@ class Ledger(Exchange):
         """
         known = not self._on_gpu and isinstance(step, Step) and step in self._buffers
         if known and self.passes.write_and_check(step):
-            self._open = self._checked = step
-            self._unread = False
+            self._open, self._checked, self._unread = step, step, False
             self._later.clear()
             return
         self.write(step)
@@ -197,13 +196,11 @@ class Ledger(Exchange):
         Raises:
             ConfigError: as in ``write``.
         """
-        if step is None:
-            self.passes.replayed()
-            return
-        self.require("replayed", step)
-        self.passes.replayed()
-        self._open, self._unread = step, False
-        self._later.clear()
+        if step is not None:
+            self.require("replayed", step)
+            self._open, self._unread = step, False
+            self._later.clear()
+        self.passes.replayed(step)
 
     def _as_written(self) -> AbstractContextManager[None]:
         """Hide the requests that came since the open step was written.
@@ -247,6 +244,7 @@ class Ledger(Exchange):
         sampled: Tensor | Sequence[Sequence[int]] | None = None,
         *,
         besides: int = 0,
+        later: bool = False,
     ) -> None:
         """End the last step given to ``write``: mark the rows of rejected drafts.
 
@@ -256,13 +254,13 @@ class Ledger(Exchange):
         Args:
             accepted: int ``[num_requests]``, the number of accepted drafts of each request, -1 if
                 nothing was sampled for it (its prompt goes on after the step); numbers of padding
-                are not read. A ledger on a CPU refuses counts out of range; on a GPU,
-                where comparing them with ``Step.drafts`` would wait, they are clamped.
+                are not read. Counts out of range are refused on a CPU, and clamped on a GPU.
             sampled: int ``[num_requests, n]``: the accepted drafts, then the next token, then -1.
                 If given, the row at the next token's position must be computed from that token,
                 and a draft whose row was computed from another token than the one sampled counts
                 as rejected, with all drafts after it. What follows the next token is not read.
             besides: tokens that ``accepted`` counts beside drafts: 1 for counts of sampled tokens.
+            later: the tensors stay as they are until the next step, whose graph may resolve this.
 
         Raises:
             WindowStateError: no step was written, or the last one is resolved already.
@@ -271,10 +269,11 @@ class Ledger(Exchange):
         step = self._open
         if step is None:
             raise WindowStateError("resolve", "no step was written", hint="call write first")
-        usual = type(besides) is int and not self._later  # told quickly
-        if usual and self.passes.resolve_again(step, accepted, sampled, besides):
-            self._open, self._unread = None, False
-            return
+        if type(besides) is int and not self._later:  # told quickly
+            given, later = (step, accepted, sampled, besides), later and self._bytes is None
+            if (later and self.passes.resolve_later(*given)) or self.passes.resolve_again(*given):
+                self._open, self._unread = None, False
+                return
         besides = arguments.tokens_besides("resolve", besides)
         if not self._resolved_at_once(step, accepted, sampled, besides):
             counts, ids = self.outcome("resolve", step, accepted, sampled, besides)
@@ -292,6 +291,7 @@ class Ledger(Exchange):
             ConfigError: as in ``write``.
         """
         self.require("take_back", step, after=True)
+        self.passes.settle()
         self._unwrite(step)
         if step is self._open:
             self.books.counters[book.OPEN] = 0
@@ -300,9 +300,8 @@ class Ledger(Exchange):
 
     def _resolved_at_once(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
         """Resolve a step on a CPU in the usual case; tells whether this is it."""
-        if self._on_gpu or self._later:
-            return False
-        usual = checks.are_there(accepted, sampled, step.lines.shape[0], self.device)
+        given = accepted, sampled, step.lines.shape[0], self.device
+        usual = not (self._on_gpu or self._later) and checks.are_there(*given)
         return usual and self.passes.resolve_taken(step, accepted, sampled, besides)
 
     def outcome(
@@ -327,6 +326,7 @@ class Ledger(Exchange):
         Args:
             step: the last step, after its ``resolve``.
         """
+        self.passes.settle()
         return self.books.facts[book.KEPT].index_select(0, step.lines.long().clamp(min=0))
 
     # -- what came of it -----------------------------------------------------------------------

@@ -147,12 +147,40 @@ class Passes(ABC):
         """
         return False
 
+    def resolve_later(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
+        """Do ``resolve`` with the next step, if it can wait.
+
+        It is done before blocks that wait are handed out, and when ``hand_out_later`` says.
+
+        Args:
+            step: as for ``resolve``.
+            accepted: anything; a tensor holds the same numbers until then.
+            sampled: likewise.
+            besides: an int.
+
+        Returns:
+            False if it cannot wait, or if the arguments are of unknown forms; nothing was done.
+        """
+        return False
+
+    def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:
+        """Do ``put`` with the next step, if it can wait, as ``hand_out_later`` says.
+
+        Args:
+            target: int64 ``[n]`` or longer, contiguous; it lives as long as the books.
+            numbers: n.
+
+        Returns:
+            False if it cannot wait; ``put`` has to do it then.
+        """
+        return False
+
     def settle(self) -> None:
-        """Hand out the blocks that wait for the next step."""
+        """Do what waits for the next step: resolve the last one, hand out blocks, put numbers."""
         return
 
     def launch_step(self, step: Step) -> None:
-        """Hand out the blocks that wait for a step, ``write`` it and ``check`` it, for a graph.
+        """Do what waits for a step, ``write`` it and ``check`` it, for a graph.
 
         Args:
             step: the step.
@@ -160,8 +188,12 @@ class Passes(ABC):
         self.write(step)
         self.check(step)
 
-    def replayed(self) -> None:
-        """Hear that a graph is replayed which begins with ``launch_step``, once each time."""
+    def replayed(self, step: Step | None) -> None:
+        """Hear that a graph is replayed which begins with ``launch_step``, once each time.
+
+        Args:
+            step: what it writes; None: padding alone.
+        """
         return
 
     @property

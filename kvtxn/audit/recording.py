@@ -176,8 +176,9 @@ class RecordingLedger(Ledger):
         sampled: Tensor | Sequence[Sequence[int]] | None = None,
         *,
         besides: int = 0,
+        later: bool = False,
     ) -> None:
-        """Do what ``Ledger.resolve`` says, and record it."""
+        """Do what ``Ledger.resolve`` says, and record it; what was kept is looked at now."""
         step = self._open
         super().resolve(accepted, sampled, besides=besides)
         assert step is not None  # or the ledger has raised

@@ -82,10 +82,12 @@ class TimedLedger(Ledger):
         super().check(step)
         self.seconds += time.perf_counter() - begin
 
-    def resolve(self, accepted: Any, sampled: Any = None, *, besides: int = 0) -> None:
+    def resolve(
+        self, accepted: Any, sampled: Any = None, *, besides: int = 0, later: bool = False
+    ) -> None:
         """Do what ``Ledger.resolve`` says."""
         begin = time.perf_counter()
-        super().resolve(accepted, sampled, besides=besides)
+        super().resolve(accepted, sampled, besides=besides, later=later)
         self.seconds += time.perf_counter() - begin
 
 

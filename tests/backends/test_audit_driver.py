@@ -16,6 +16,7 @@ with importing_kernels():
         byte_work,
         change_kernel,
         compare_kernel,
+        resolve_kernel,
         write_kernel,
     )
     from kvtxn.backends.audit.launches import Launches
@@ -145,8 +146,10 @@ def test_constants_come_last_and_no_other_number_is_specialised():
         (change_kernel.change_books, 2),
         (change_kernel.put_numbers, 1),
         (change_kernel.count_tokens, 1),
-        (write_kernel.write_rows, 4),
-        (write_kernel.resolve_rows, 4),
+        (change_kernel.take_record, 1),
+        (write_kernel.write_rows, 5),
+        (resolve_kernel.resolve_rows, 4),
+        (resolve_kernel.resolve_last, 2),
         (compare_kernel.compare_rows, 5),
         (compare_kernel.compare_states, 4),
         (byte_lists.list_reads, 2),

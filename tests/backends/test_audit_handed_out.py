@@ -20,8 +20,8 @@ from kvtxn.testing.audit_life import live, new_engine, new_ledger, said
 from kvtxn.testing.audit_mutants import MUTANTS
 
 with importing_kernels():
-    from kvtxn.backends.audit import handed_out
-    from kvtxn.backends.audit.handed_out import MOST, RECORDS, HandedOut
+    from kvtxn.backends.audit import next_step
+    from kvtxn.backends.audit.next_step import MOST, MOST_LINES, RECORDS, NextStep
 
 
 class Replayed(FewPrograms):
@@ -29,15 +29,22 @@ class Replayed(FewPrograms):
 
     def __init__(self, books):
         super().__init__(books)
-        self._handed_out.used = True
+        self._next.used = True
+        self._waiting.make_room(256)
         self._turn = itertools.count()
-        self.waited = 0
+        self.waited = self.resolved = self.deferred = 0
+
+    def resolve_later(self, *given):
+        deferred = super().resolve_later(*given)
+        self.deferred += deferred
+        return deferred
 
     def write(self, step):
+        self.resolved += self._next.resolves
         if next(self._turn) % 3:
-            self.waited += self._handed_out.waiting
-            self.replayed()
-            self._take_blocks()
+            self.waited += self._next.blocks
+            self.replayed(step)
+            self._waiting.take()
             self._write(step)
         else:
             super().write(step)
@@ -50,15 +57,29 @@ def pair():
     def made(name):
         one = new_ledger(name, device=DEVICE, backend="torch", journal=128)
         named = {"key": one.books.key, "journal": 128, "backend": Replayed}
-        return one, new_ledger(name, device=DEVICE, **named)
+        other = new_ledger(name, device=DEVICE, **named)
+        resolves_later(other)
+        return one, other
 
     return made
+
+
+def resolves_later(ledger):
+    """Let a ledger's outcomes wait for the next step, in tensors that stay as they are."""
+    own = ledger.resolve
+
+    def resolve(accepted, sampled=None, *, besides=0):
+        given = [None if each is None else torch.as_tensor(each) for each in (accepted, sampled)]
+        there = [None if each is None else each.to(DEVICE) for each in given]
+        own(*there, besides=besides, later=True)
+
+    ledger.resolve = resolve
 
 
 def let_wait(ledger):
     """Let the first blocks wait, too: on a GPU they do once it has passed an event."""
     if ON_GPU:
-        ledger.passes._handed_out.add([])
+        ledger.passes._next.add([])
         torch.cuda.synchronize()
 
 
@@ -67,6 +88,8 @@ def test_a_healthy_life(pair, name):
     ledgers = pair(name)
     live(new_engine(ConnectedEngine, name, ledgers, seed=2, device=DEVICE), 60 if ON_GPU else 14)
     assert ledgers[1].passes.waited > 5
+    assert ledgers[1].passes.resolved > 0  # by the next step itself
+    assert ledgers[1].passes.deferred > 5
     ledgers[1].passes.settle()
     assert_equal_books(*ledgers)
     assert said(ledgers[0]) == said(ledgers[1]) == []
@@ -120,7 +143,7 @@ def test_no_other_call_comes_before_what_was_handed_out(pair, make):
         waits = ledger is ledgers[1]
         assert bool(int(ledger.books.words[4]) != UNWRITTEN) == waits
         make(ledger)
-    assert ledgers[1].passes._handed_out.waiting == 0
+    assert ledgers[1].passes._next.blocks == 0
     assert_equal_books(*ledgers)
     assert [str(v) for v in ledgers[0].violations()] == [str(v) for v in ledgers[1].violations()]
 
@@ -139,7 +162,7 @@ def test_a_replay_takes_what_was_handed_out_for_it(pair):
         ledger.hand_out("full", [number + 10, number + 20])
         assert int((words == UNWRITTEN).sum()) == 0
         ledger.replayed(None)
-        passes._take_blocks()
+        passes._waiting.take()
         fresh = [number, number + 10, number + 20]
         assert (words == UNWRITTEN).any(1).nonzero().flatten().tolist() == fresh
         assert (words == UNWRITTEN).all(1).sum() == 3
@@ -160,7 +183,7 @@ def replay_of(ledger, step):
     ledger.launch_step(step)
     if not ON_GPU:
         return lambda: (
-            ledger.passes._take_blocks(),
+            ledger.passes._waiting.take(),
             ledger.passes._write(step),
             ledger.passes.check(step),
         )
@@ -203,7 +226,7 @@ def test_a_graph_follows_steps_whose_blocks_change_hands():
         table[0, turn % 4] = read
         ledgers[0].write(step)
         ledgers[0].check(step)
-        assert ledgers[1].passes._handed_out.waiting == 2
+        assert ledgers[1].passes._next.blocks == 2
         ledgers[1].replayed(step)
         replay()
         if turn % 4 == 3:
@@ -213,6 +236,110 @@ def test_a_graph_follows_steps_whose_blocks_change_hands():
     assert one == other
     assert [text.partition(":")[0] for text in one] == ["unwritten"]
     assert_equal_books(*ledgers)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_graph_resolves_the_step_before_it(dtype):
+    """Buffers have the next step's rows by then; a block of rejected rows is handed out between."""
+    ledgers = [new_ledger("plain", device=DEVICE, backend="torch")]
+    ledgers.append(
+        new_ledger("plain", device=DEVICE, key=ledgers[0].books.key, backend=FewPrograms)
+    )
+    generator, width = torch.Generator().manual_seed(5), 3
+    lines, starts = torch.full((2,), -1, device=DEVICE), torch.zeros(3, device=DEVICE).int()
+    first, drafts = torch.zeros_like(lines), torch.zeros_like(lines)
+    tokens, slots = torch.zeros(8, device=DEVICE).int(), torch.zeros(8, device=DEVICE).long()
+    tables = torch.arange(20, device=DEVICE).view(2, 10).int()
+    step = Step(
+        *(lines, starts, first, tokens, {"full": slots}, {"full": tables}),
+        drafts=drafts, positions=torch.zeros(8, device=DEVICE).long(),
+    )  # fmt: skip
+    replay = replay_of(ledgers[1], step)
+    known, fed, launched = [[7], [8]], [0, 0], []
+    for ledger in ledgers:
+        ledger.restart()
+        ledger.hand_out("full", [30])
+        lines[:] = torch.tensor([ledger.admit("a", [7]), ledger.admit("b", [8])], device=DEVICE)
+    if ON_GPU:
+        torch.cuda.synchronize()
+    passes = ledgers[1].passes
+    for name in ("_changing", "_resolving", "_writing", "_putting"):
+        launches = getattr(passes, name)
+        made = launches.launch
+        launches.launch = lambda *given, made=made: (launched.append(given), made(*given))[1]
+    own = passes._waiting.resolve_last
+    passes._waiting.resolve_last = lambda: (launched.append("settled"), own())
+    for turn in range(8):
+        rows = []
+        for index, request in enumerate(known):
+            count = int(torch.randint(0, width, (1,), generator=generator))
+            given = [request[-1], *torch.randint(1, 3, (count,), generator=generator).tolist()]
+            starts[index + 1] = len(rows) + len(given)
+            drafts[index] = count
+            for at, token in enumerate(given):
+                rows.append((token, len(request) - 1 + at, index))
+        for row, (token, position, index) in enumerate(rows):
+            tokens[row], step.positions[row] = token, position
+            slots[row] = int(tables[index, position // 4]) * 4 + position % 4
+        fed = [[t for t, _, i in rows if i == index][1:] for index in range(2)]
+        ledgers[0].write(step)
+        ledgers[0].check(step)
+        ledgers[1].replayed(step)
+        replay()
+        del launched[:]
+        ids = torch.full((2, width + 1), -1)
+        counts = torch.zeros(2)
+        for index, request in enumerate(known):
+            stay = int(torch.randint(0, len(fed[index]) + 1, (1,), generator=generator))
+            drawn = [*fed[index][:stay], 5 + turn]
+            ids[index, : len(drawn)] = torch.tensor(drawn)
+            counts[index] = len(drawn)
+            request += drawn
+        if turn % 2:  # a draft counts that was not sampled
+            counts = (counts + 1).minimum(drafts.cpu() + 1)
+        ids, counts = ids.to(DEVICE, dtype), counts.to(DEVICE, torch.int32)
+        for ledger in ledgers:
+            ledger.resolve(counts, ids, besides=1, later=True)
+            ledger.hand_out("full", [int(tables[0, len(known[0]) // 4 + 1])])
+        assert passes._next.resolves
+        assert not launched
+        del ids, counts  # the ledger holds what it needs
+        if turn % 3 == 2:
+            words = ledgers[1].books.words.clone()
+            passes.settle()
+            assert_equal_books(*ledgers)
+            passes._waiting.take()
+            assert_equal_books(*ledgers)  # once is enough
+            assert turn != 2 or not torch.equal(words, ledgers[1].books.words)
+    one, other = ([str(v) for v in ledger.violations()] for ledger in ledgers)
+    assert one == other == []
+    assert ledgers[1].counters()["kvtxn_audit_unjudged_total"] == 0
+
+
+def test_lines_are_put_by_the_next_step(pair):
+    """By its graph, or before anything else is put or launched."""
+    passes = pair("plain")[1].passes
+    let_wait(pair("plain")[1])
+    target = torch.full((9,), -7, device=DEVICE)
+    if ON_GPU:
+        passes._next.add([])
+        torch.cuda.synchronize()
+    assert passes.put_later(target, [3, 1, -1])
+    assert not passes.put_later(target, [5])
+    assert target.tolist() == [-7] * 9
+    passes.replayed(None)
+    passes._waiting.take()
+    assert target.tolist() == [3, 1, -1] + [-7] * 6
+    passes.books.counters[STEP] += 1
+    assert passes.put_later(target, [4, 4, 4, 4])
+    passes.put(target[1:2], [9])
+    assert target.tolist() == [4, 9, 4, 4] + [-7] * 5
+    assert not passes.put_later(target, [5])  # its record is read by a launch already
+    passes.replayed(None)
+    passes._waiting.take()
+    passes.books.counters[STEP] += 1
+    assert target.tolist() == [4, 9, 4, 4] + [-7] * 5
+    assert not passes.put_later(target, [0] * (MOST_LINES + 1))
 
 
 def test_replays_that_nobody_told_of_are_noticed(pair):
@@ -232,9 +359,9 @@ def test_replays_that_nobody_told_of_are_noticed(pair):
 def test_a_record_is_filled_anew_once_it_was_read(monkeypatch):
     """Each half of the ring waits for an event behind the steps that had it before."""
     Event.made.clear()
-    monkeypatch.setattr(handed_out.torch.cuda, "Event", Event)
+    monkeypatch.setattr(next_step.torch.cuda, "Event", Event)
     place = new_ledger("plain", backend="torch").books.layout.places["full"]
-    ring = HandedOut(torch.device("cpu"))
+    ring = NextStep(torch.device("cpu"))
     ring._on_gpu, ring.used = True, True
     given, half = [(place, [2])], RECORDS // 2
 
@@ -246,7 +373,8 @@ def test_a_record_is_filled_anew_once_it_was_read(monkeypatch):
     [event] = Event.made
     event.passed = True
     assert ring.add(given)
-    assert ring.records[1].tolist()[:4] == [1, 1, 2 * place.stride, place.stride]
+    blocks = ring.records[1, next_step.HANDED_OUT :].tolist()
+    assert blocks[:4] == [1, 1, 2 * place.stride, place.stride]
     until(half)
     assert ring.add(given)  # nobody had the second half before
     until(2 * half)
@@ -265,4 +393,4 @@ def test_a_record_is_filled_anew_once_it_was_read(monkeypatch):
     assert ring.add(given)
     ring.restart()
     assert not ring.add(given)
-    assert int(ring.records[:, 0].max()) == -1
+    assert int(ring.records[:, [0, next_step.LINES, next_step.HANDED_OUT]].max()) == -1

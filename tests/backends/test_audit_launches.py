@@ -12,7 +12,7 @@ from kvtxn.audit import Step
 from kvtxn.testing.audit_life import new_ledger
 
 with importing_kernels():
-    from kvtxn.backends.audit import TritonPasses, compare_kernel, write_kernel
+    from kvtxn.backends.audit import TritonPasses, compare_kernel, resolve_kernel, write_kernel
     from kvtxn.backends.audit.launches import Launches
 
 
@@ -85,9 +85,12 @@ def test_what_needs_other_tensors_next_time_is_not_remembered():
 @pytest.fixture
 def kernels(monkeypatch):
     """The kernels of a step, replaced, by name."""
-    found = {name: Kernel() for name in ("write_rows", "compare_rows", "resolve_rows")}
+    modules = {
+        "write_rows": write_kernel, "compare_rows": compare_kernel, "resolve_rows": resolve_kernel
+    }  # fmt: skip
+    found = {name: Kernel() for name in modules}
     for name, kernel in found.items():
-        module = compare_kernel if name == "compare_rows" else write_kernel
+        module = modules[name]
         kernel.parameters = [*inspect.signature(getattr(module, name).fn).parameters]
         monkeypatch.setattr(module, name, kernel)
     return found

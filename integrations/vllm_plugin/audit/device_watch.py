@@ -94,7 +94,6 @@ class DeviceWatch(Watch):
         self._captured: list[Step] = []  # graphs have the addresses of their tensors
         self._due: Step | None = None  # a replay will write and check it
         self._last: Step | None = None  # the same of the step before
-        self._replayed = False
         self._idle = 0  # replays that were for no step, and counted as one by the device
         with torch.inference_mode(False):
             self._published: Final = [
@@ -119,6 +118,7 @@ class DeviceWatch(Watch):
         """Watch no longer, until ``begin``: replayed graphs find padding, and nothing is healed."""
         self.begun = False
         self._hide()
+        self.ledger.passes.settle()
 
     def forget(self) -> None:
         """Forget every row and request, as the caches' content is lost; keep what was counted."""
@@ -289,7 +289,7 @@ class DeviceWatch(Watch):
         self._awaits = False
         if self._due is not None:
             self._write_and_check()
-        self.ledger.resolve(number, ids, besides=1)
+        self.ledger.resolve(number, ids, besides=1, later=self.scrub is None)
         if self._unsealed is not None:
             self._unsealed = self._unsealed[0], number, 1
             if not self.drafts_late:
@@ -314,7 +314,7 @@ class DeviceWatch(Watch):
             rows: where the forward finds the rows of a step.
         """
         self._hide()
-        step = Watch._form(self, rows, self._all_lines[: len(rows.first)], None)[0]
+        step = Watch._form(self, rows, self._buffer.all[: len(rows.first)], None)[0]
         self.ledger.launch_step(step)
         self._captured.append(step)
         return partial(self.ledger.launch_step, step)

@@ -27,6 +27,7 @@ from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .filled_blocks import FilledBlocks
 from .found_violations import FoundViolations
+from .line_buffer import LineBuffer
 from .new_in_step import admissions, fresh_blocks
 from .transfers import TransferWatch
 
@@ -116,11 +117,10 @@ class Watch:
         self.on_violation = on_violation
         self._known: OrderedDict[str, None] = OrderedDict()  # by the last batch of each
         self._batch: tuple[list[str], Tensor] | None = None
-        self._shown = 0  # the first so many of all lines are not -1
         self._forms: dict[tuple[int, int], tuple[object, Step, Copies]] = {}
         number = self.ledger.books.sizes.max_requests
-        with torch.inference_mode(False):
-            self._all_lines: Final = torch.full((number,), -1, device=device)
+        self._buffer: Final = LineBuffer(self.ledger.passes, number, device)
+        self._replayed = False  # the step that comes next is a graph that checks it
         self._filled: Final = FilledBlocks(self.ledger, groups)
         self.found: Final = FoundViolations(self.ledger, rank)
 
@@ -140,9 +140,9 @@ class Watch:
 
     def _hide(self) -> None:
         """Let graphs that are replayed find padding alone, until the next step."""
-        if self._shown:
-            self.ledger.passes.put(self._all_lines[: self._shown], [-1] * self._shown)
-            self._batch, self._shown = None, 0
+        if self._buffer.shown:
+            self._buffer.hide()
+            self._batch = None
 
     def change(self, changes: Changes) -> None:
         """Tell the ledger the changes that a step makes before its forward."""
@@ -286,9 +286,7 @@ class Watch:
                 self._known.move_to_end(name)
             if found is None:
                 found = [self.ledger.line(name) for name in names]
-            number, shown = len(names), max(len(names), self._shown)
-            self.ledger.passes.put(self._all_lines[:shown], found + [-1] * (shown - number))
-            self._batch, self._shown = (list(names), self._all_lines[:number]), number
+            self._batch = list(names), self._buffer.put(found, later=self._replayed)
         return self._batch[1]
 
     def sampled(self, number: Tensor, ids: Tensor) -> None:

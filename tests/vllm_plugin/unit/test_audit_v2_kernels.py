@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 with importing_kernels():
     from kvtxn.backends.audit import TritonPasses
 
+from graph_rig import Capture
 from kvtxn.integrations.vllm_plugin.audit import opening
 from kvtxn.integrations.vllm_plugin.internals import ranks
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
@@ -26,16 +27,50 @@ class FewPrograms(TritonPasses):
     splits = 1
 
 
+class Graphed(FewPrograms):
+    """The same in a rig whose graphs are stand-ins: a replay makes the launches and no more."""
+
+    def __init__(self, books):
+        super().__init__(books)
+        self.captured, self.alone = [], []
+        for name in ("_resolving", "_putting", "_changing"):
+            launches = getattr(self, name)
+            made = launches.launch
+            launches.launch = lambda *given, name=name, made=made: (
+                self.alone.append(name),
+                made(*given),
+            )[1]
+
+    def launch_step(self, step):
+        if step in self.captured:
+            self._waiting.take()
+            self._write(step)
+            self.check(step)
+        else:
+            self.captured.append(step)
+            super().launch_step(step)
+
+
 @pytest.fixture
-def rig(monkeypatch, request):
-    """A rig whose ledger has Triton's passes."""
+def made(monkeypatch):
+    """Make a rig whose ledger has these passes."""
     facts = EngineFacts(device="cuda", runner="v2")
     monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
-    monkeypatch.setattr(kvtxn.audit.ledger, "choose", lambda backend, device: FewPrograms)
-    made = Rig(window=request.param)
-    made.start()
-    return made
+
+    def make(passes, **options):
+        monkeypatch.setattr(kvtxn.audit.ledger, "choose", lambda backend, device: passes)
+        rig = Rig(**options)
+        rig.start()
+        return rig
+
+    return make
+
+
+@pytest.fixture
+def rig(made, request):
+    """A rig whose ledger has Triton's passes."""
+    return made(FewPrograms, window=request.param)
 
 
 @pytest.mark.parametrize("rig", [None, 3], indirect=True)
@@ -71,3 +106,58 @@ def test_a_draft_that_was_not_sampled_is_rejected(rig):
     found = rig.watch.report()
     assert found
     assert found[0]["request"] == "high"
+
+
+def test_graphs_take_in_all_that_the_host_says_between_two_steps(made, monkeypatch):
+    """Outcomes, blocks, and the lines of a batch have no launches, but where a request left."""
+    rig = made(Graphed, capture=Capture(monkeypatch))
+    # On a GPU no values are looked at, of which some are in their places after the replay alone.
+    monkeypatch.setattr(rig.watch.ledger, "require", lambda *given, **named: None)
+    passes, requests = rig.watch.ledger.passes, []
+    for number in range(3):
+        requests.append(rig.add(f"r{number}", [*range(1, 8 + number)]))
+    for _ in range(2):
+        rig.step()
+    del passes.alone[:]
+    for number in range(6):
+        rig.step()
+        if number == 2:
+            rig.end(requests[1])
+    assert passes.alone.count("_changing") == 1
+    assert "_resolving" not in passes.alone  # "_putting": drafts, which are drawn by lot here
+    assert passes._next.resolves
+    rig.add("late", [*range(1, 8)])
+    rig.step()
+    assert "_changing" in passes.alone
+    rig.step()
+    rig.end(requests[2])
+    rig.add("last", [*range(3, 8)], hit=requests[0])
+    for _ in range(3):
+        rig.step()
+    assert rig.watch.report() == []
+    counters = rig.watch.counters()
+    assert counters["kvtxn_audit_steps_total"] == 13
+    assert counters["kvtxn_audit_rows_checked_total"] > 200
+    assert counters["kvtxn_audit_unjudged_total"] == 0
+    assert counters["kvtxn_audit_active"] == 1
+
+
+@pytest.mark.parametrize("then", ["graph", "prompt"])
+def test_a_draft_that_was_not_sampled_is_rejected_before_the_next_step(made, monkeypatch, then):
+    """By its graph, or by a launch before a step that has a prompt."""
+    rig = made(Graphed, capture=Capture(monkeypatch))
+    request = rig.add("high", list(range(1, 10)))
+    for _ in range(8):
+        rig.wrong_count = 1
+        rig.step()
+        rig.wrong_count = 0
+        if request.drafts and request.tokens[-1] not in request.drafts:
+            request.computed += 1
+            request.tokens.append(5)
+            if then == "prompt":
+                rig.add("other", list(range(20, 26)))
+            rig.step()
+            break
+    found = rig.watch.report()
+    assert found
+    assert {each["request"] for each in found} == {"high"}
