@@ -158,8 +158,11 @@ class _OfAudit(_Clock):
     def __init__(self, runner: Any, watch: Any) -> None:
         self._begun = 0  # how many times a step or a forward began
         self._had_forward = False
-        own = [(runner, _TELL)] if hasattr(runner, _TELL) else []
-        super().__init__([*own, *((watch, name) for name in _WATCHED if hasattr(watch, name))])
+        tells = hasattr(runner, _TELL)
+        # A wrapper takes time, too: of calls within that one, it is for those that begin a part.
+        names = ("change", *_FORWARDS, "take_wrong") if tells else _WATCHED
+        own = [(runner, _TELL)] if tells else []
+        super().__init__([*own, *((watch, name) for name in names if hasattr(watch, name))])
 
     def stop(self) -> dict[str, float] | None:
         """Remove the wrappers, and return the times, those of the last step included."""

@@ -221,7 +221,9 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
 
     def _drafts_of(self, batch: Any, number: int) -> Tensor | None:
         """Return the drafts of each request, int ``[num_requests]``; None without drafts."""
-        there = self._there[:number]
+        there = self._views.get(number)
+        if there is None:
+            there = self._views[number] = self._there[:number]
         if not batch.num_draft_tokens or batch.num_draft_tokens_per_req is None:
             if self.in_graphs:
                 self._put_drafts(there, numpy.zeros(number, numpy.int32))

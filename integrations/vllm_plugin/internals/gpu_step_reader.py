@@ -34,6 +34,7 @@ class GpuStepReader(Generic[Known]):
         with torch.inference_mode(False):  # steps write into them in inference mode or not
             self._first: Final = torch.zeros(number, dtype=torch.int64, device=device)
             self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
+        self._views: Final[dict[int, Tensor]] = {}  # beginnings of ``_there``, by length
         self._on_device: Final = numpy.zeros(number, numpy.int32)  # what ``_there`` has
         self._drafts = b""
 
