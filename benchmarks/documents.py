@@ -301,6 +301,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-gpu-hybrid": lambda: vllm_gpu("h200-vllm-qwen3.5-9b"),
     "vllm-gpu-hybrid-host": lambda: vllm_report.clocked(load("h200-vllm-qwen3.5-9b")),
     "vllm-gpu-hybrid-memory": lambda: vllm_gpu("h200-vllm-qwen3.5-9b-equal-memory"),
+    "vllm-gpu-hybrid-mamba2": lambda: vllm_gpu("h200-vllm-nemotron-h-8b"),
     "vllm-gpu-hybrid-experts": lambda: vllm_gpu("h200-vllm-qwen3-next-a3b"),
     "vllm-gpu-audit": lambda: vllm_gpu("h200-vllm-llama3-8b-audit"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),

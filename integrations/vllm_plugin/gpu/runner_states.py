@@ -23,7 +23,7 @@ from ..internals.commit_graphs import Capture, captures, uses_graphs
 from ..internals.config import runner_facts
 from ..internals.held_states import HeldStates
 from ..internals.layers import TargetLayer, attention_of
-from ..policy.engine import GATED_DELTA, EngineFacts
+from ..policy.engine import GATED_DELTA, MAMBA2, EngineFacts
 from ..policy.rules import decide
 from ..policy.state_choice import takes
 from ..policy.state_rules import measured_fast
@@ -130,13 +130,13 @@ class GpuStateMixin:
         make = captures() if uses_graphs(self) else None
         states = self.kvtxn_hook_states(lambda error: manager.note_fallback("states", error), make)
         self.kvtxn_states = states
-        gated = any(layer.kind == GATED_DELTA for layer in states.layers)
+        kinds = {layer.kind for layer in states.layers} & {GATED_DELTA, MAMBA2}
         chosen = self.kvtxn_settings.recurrent == "auto"
         return {
             "states": len(states.layers),
             "recurrent": "exact" if chosen else self.kvtxn_settings.recurrent,
             **({"recurrent_why": takes(runner_facts(self))} if chosen else {}),
-            **({"with_fast": measured_fast()} if gated and not self.kvtxn_fast else {}),
+            **({"with_fast": measured_fast(min(kinds))} if kinds and not self.kvtxn_fast else {}),
             "state_blocks": 1,
             "state_buffer_bytes": states.nbytes,
             "commit_graphs": 0 if states.graphs is None else states.graphs.count,

@@ -14,7 +14,7 @@ from ..internals import Foreign, audited, workers
 from ..internals import config as engine_config
 from ..settings import PluginSettings, settings
 from . import supported
-from .engine import GATED_DELTA, EngineFacts
+from .engine import EngineFacts
 from .fitting import check_fit
 from .matrix import matrix
 from .moved import compare, is_checked
@@ -160,8 +160,7 @@ def _states(asked: str, facts: EngineFacts) -> _Outcome:
     found = "exact" if asked == "auto" else asked
     says = PROMISES[found] if found == asked else f"{takes(facts)}; {PROMISES[found]}"
     if found == "exact" and not without_fast_form(facts):
-        says += f'; with "fast" {PROMISES["fast"]}'
-        says += f"; {measured_fast()}" if facts.recurrent == GATED_DELTA else ""
+        says += f'; with "fast" {PROMISES["fast"]}; {measured_fast(facts.recurrent)}'
     return _Outcome("recurrent", asked, found, says)
 
 

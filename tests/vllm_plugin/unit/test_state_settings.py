@@ -197,8 +197,11 @@ def test_the_doctor_says_what_the_setting_does(asked, kind, says):
     assert says in str(recurrent)
     other = asked == "exact" and kind != OLMO_DELTA
     assert ('with "fast"' in str(recurrent)) == other
-    measured = "took 0.45 of stock's time with 1 request, 0.66 with 8, " in str(recurrent)
-    assert measured == (other and kind == GATED_DELTA)
+    measured = {GATED_DELTA: "took 0.45 of stock's time with 1 request, 0.66 with 8, "}
+    measured[MAMBA2] = "took 1.02 of stock's time with 1 request, 0.89 with 8, "
+    assert [says in str(recurrent) for says in measured.values()] == [
+        other and kind == each for each in measured
+    ]
     assert not recurrent.lacks
 
 
@@ -212,12 +215,16 @@ def test_what_fast_brings_was_measured():
         if row["model"] == "qwen3.5-9b"
     }
     assert measured == state_rules.FAST_OF_STOCK
-    engines = json.loads((ROOT / "benchmarks/results/h200-vllm-qwen3.5-9b.json").read_text())
-    found = {
-        cell["requests"]: round(cell["engines"]["fast"]["of_stock"]["per_token_ms"]["median"], 2)
-        for cell in engines["cells"]
-    }
-    assert found == state_rules.FAST_PER_TOKEN
+    for model, told in (
+        ("qwen3.5-9b", state_rules.FAST_PER_TOKEN),
+        ("nemotron-h-8b", state_rules.FAST_PER_TOKEN_OF_MAMBA2),
+    ):
+        engines = json.loads((ROOT / f"benchmarks/results/h200-vllm-{model}.json").read_text())
+        shares = {
+            cell["requests"]: cell["engines"]["fast"]["of_stock"]["per_token_ms"]["median"]
+            for cell in engines["cells"]
+        }
+        assert {count: round(share, 2) for count, share in shares.items()} == told
 
 
 def test_on_a_gpu_states_go_with_every_policy():
