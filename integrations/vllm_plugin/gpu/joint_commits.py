@@ -24,7 +24,7 @@ log = get_logger()
 #: Capture both commits once a plan came at the same places this often, and at most at so many
 #: places: it is done in the middle of serving.
 _OFTEN: Final = 8
-_MOST_PLACES: Final = 8
+_MOST_PLACES: Final = 16
 #: Most graphs that hold the commits of layers one by one, some dozens of launches each.
 _MOST_LAYERED: Final = 256
 #: Places that are counted; when there are more, all are forgotten.

@@ -87,6 +87,8 @@ class CommitGraphs:
         self._starts = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         powers = (1 << power for power in range(requests.bit_length()))
         self._sizes = sorted({*(size for size in powers if size < requests), requests})
+        #: By requests of a graph, a view of its first rows: slices take the host long.
+        self._firsts = {size: self._starts[: size + 1] for size in self._sizes}
         self.make = make
         #: By requests, and whether the fused kernel verified: the graph, and what it launches.
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Callable[[], None]]] = {}
@@ -147,7 +149,7 @@ class CommitGraphs:
         ``step.rows``, and the blocks behind the step's are those of earlier requests.
         """
         size = next(size for size in self._sizes if size >= step.requests)
-        self._tables.name_commits(kept, step.starts, size, self._starts[: size + 1])
+        self._tables.name_commits(kept, step.starts, size, self._firsts[size])
         return size
 
 

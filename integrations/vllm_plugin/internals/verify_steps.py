@@ -22,7 +22,9 @@ METHODS: Final = {
 
 def kept(step: VerifyStep, sampled: Tensor) -> Tensor:
     """Select the counts of the step's requests from those of the batch."""
-    return sampled[: step.requests] if step.places is None else sampled[step.places]
+    if step.places is not None:
+        return sampled[step.places]
+    return sampled if sampled.shape[0] <= step.requests else sampled[: step.requests]
 
 
 def _gated_delta_step(given: Any, metadata: Any) -> VerifyStep | None:
