@@ -213,7 +213,9 @@ def audit(folder: Path) -> dict[str, Any]:
         report, job = json.loads(path.read_text()), ENGINES[path.stem]
         cells = {name: each for name, each in report["healthy"].items() if "error" not in each}
         counts = [count for cell in cells.values() for count in cell["counters"]]
-        planted = report.get("planted") or {"found": {}}
+        planted = dict(report.get("planted") or {"found": {}})["found"]
+        planted = {name: each for name, each in planted.items() if "error" not in each}
+        failed = (report.get("failed") or {}).values()
         long = report.get("long") or {"rows": 0, "violations": 0}
         told = [
             cell["same"].split(" of ")
@@ -229,17 +231,15 @@ def audit(folder: Path) -> dict[str, Any]:
             "wrong": int(sum(c.get("kvtxn_audit_violations_total", 0) for c in counts))
             + long["violations"],
             "states": int(sum(c.get("kvtxn_audit_states_checked_total", 0) for c in counts)),
-            "failed": len(report.get("failed") or ()),
+            "failed": sum(bool(each["violations"]) for each in failed),
             "same": sum(int(a) for a, _ in told),
             "requests": sum(int(b) for _, b in told),
             "compared": sum(cell["facts"].get("compared") or 0 for cell in cells.values()),
             "brought": sum(cell["facts"].get("brought", 0) for cell in cells.values()),
             "healed": len((report.get("contained") or {"healed": ()})["healed"]),
-            "faults": len(planted["found"]),
-            "found": sum(bool(each.get("violations")) for each in planted["found"].values()),
-            "missed": sorted(
-                n for n, each in planted["found"].items() if not each.get("violations")
-            ),
+            "faults": len(planted),
+            "found": sum(bool(each.get("violations")) for each in planted.values()),
+            "missed": sorted(n for n, each in planted.items() if not each.get("violations")),
         }
     return found
 

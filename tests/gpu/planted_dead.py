@@ -1,13 +1,15 @@
 """Faults in what is dead, in what lasts, and in kernels, which only bytes show on a GPU.
 
 Dead are rows of rejected drafts and states that no step continues; ``"poison"`` fills them with
-NaN. The V2 runner prepares its attention in one place, so kernels are misled there.
+NaN. The V2 runner prepares its attention in one place, so kernels are misled there. Where NaN comes
+out of a forward, its logits become zeros once the audit has looked: vLLM's V2 sampler would take a
+token beyond the vocabulary, and the GPU would stop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +19,26 @@ from kvtxn.audit.byte_books import Watched
 from kvtxn.row_io import read
 
 
+def _both(*contexts: Any) -> ExitStack:
+    """Enter several contexts as one."""
+    stack = ExitStack()
+    for each in contexts:
+        stack.enter_context(each)
+    return stack
+
+
 def _left(request: Any) -> int:
     """Return how many tokens a request may still say."""
     return int(request.max_tokens - request.num_output_tokens)
+
+
+def _calm(rig: Rig) -> Any:
+    """Let no logits be NaN when they are sampled."""
+
+    def after(logits: Any, *args: Any) -> Any:
+        return None if logits is None else logits.nan_to_num(0.0)
+
+    return around(rig.runner.model, "compute_logits", after=after)
 
 
 @contextmanager
@@ -42,10 +61,10 @@ def _dead_rows(rig: Rig) -> Iterator[dict[str, int]]:
         running = {request.request_id: request for request in rig.scheduler.running}
         for name in [*dead]:
             request = running.get(name)
-            if rig.struck is None and request is not None and _left(request) > 8:
-                request.spec_token_ids = []
-            else:
+            if rig.struck is not None or request is None or _left(request) <= 8:
                 del dead[name]
+        for request in running.values() if dead else ():
+            request.spec_token_ids = []  # of all: latent attention reads rows of drafts otherwise
 
     with (
         around(rig.scheduler, "update_from_output", before),
@@ -74,6 +93,7 @@ def dead_row_read(rig: Rig) -> Iterator[None]:
             longer.clear()
 
         with (
+            _calm(rig),
             around(rig.runner.model_state, "prepare_attn", before),
             around(rig.runner, "sample", restore),
         ):
@@ -131,7 +151,7 @@ def not_a_number(rig: Rig) -> Any:
         rig.watch.scrub.books.seals.zero_()
         rig.strike(request.request_id, None, None)  # type: ignore[arg-type]
 
-    return _later(rig, change)
+    return _both(_calm(rig), _later(rig, change))
 
 
 def flipped_state(rig: Rig) -> Any:
@@ -173,7 +193,7 @@ def dead_state_read(rig: Rig) -> Any:
                         one.num_accepted_tokens[index] -= 1
                     rig.strike(names[index], None, None)  # type: ignore[arg-type]
 
-    return around(rig.runner.model_state, "prepare_attn", after=after)
+    return _both(_calm(rig), around(rig.runner.model_state, "prepare_attn", after=after))
 
 
 FAULTS = (dead_row_read, not_a_number, flipped_state, dead_state_read)

@@ -88,14 +88,12 @@ def wrong_column_carried(rig: Rig) -> Any:
 def state_of_another_hit(rig: Rig) -> Any:
     """A request that begins behind a common text gets the state of another one's."""
     undo: list[tuple[torch.Tensor, torch.Tensor]] = []
+    known: set[str] = set()
 
     def change(moves: _Moves, given: dict[str, Any]) -> None:
-        every = [(index, rig.scheduler.requests[moves.names[index]]) for index in moves.of()]
-        hits = [
-            index
-            for index, request in every
-            if not request.num_output_tokens and request.num_cached_tokens
-        ]
+        new = [index for index in moves.of() if moves.names[index] not in known]
+        known.update(moves.names)
+        hits = [index for index in new if moves.first[index]]
         if len(hits) < 2:
             return
         one, other = hits[:2]
