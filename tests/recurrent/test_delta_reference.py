@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from delta_cases import exact_step, make_case
@@ -10,11 +12,9 @@ from kvtxn.backends.gated_delta import (
     advance_gated_delta,
     verify_gated_delta,
 )
+from step_checks import LENGTHS, SOURCES, assert_each_count
 
 from kvtxn import LayerError
-
-LENGTHS = [5, 1, 0, 3, 2]
-SOURCES = [3, 1, 4, 0, 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -27,23 +27,8 @@ def test_outputs_and_states_are_those_of_the_recurrence(dtype, normalise):
         **case.given, out=case.out, kept=case.kept, scale=case.scale, normalise=normalise
     )
     assert torch.equal(case.given["state"], before)
-    layers = DeltaLayers.build([case.given["state"]], [case.kept])
-    for kept in range(6):
-        case.given["state"].copy_(before)
-        count = torch.tensor([kept] * len(LENGTHS), dtype=torch.int32)
-        advance_gated_delta(layers, case.given["sources"][None], count, case.given["starts"])
-        expected = before.clone()
-        for number, (length, source) in enumerate(zip(LENGTHS, SOURCES, strict=True)):
-            rows = min(kept, length)
-            if source > 0 and rows:
-                given = case.given["state"]
-                case.given["state"] = before
-                outputs, state = exact_step(case, number, rows, normalise=normalise)
-                case.given["state"] = given
-                expected[source] = state.to(dtype)
-                first = sum(LENGTHS[:number])
-                torch.testing.assert_close(case.out[first : first + rows], outputs.float())
-        torch.testing.assert_close(case.given["state"], expected)
+    exact = partial(exact_step, case, normalise=normalise)
+    assert_each_count(case, exact, outputs_near={}, states_near={})
     unseen = case.out[6:9], case.out[11:]
     assert all(part.isnan().all() for part in unseen)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from kvtxn.backends.gated_delta import DeltaLayers
 from kvtxn.backends.gated_delta import reference as commits
 from kvtxn.backends.mamba2 import reference
 from mamba_cases import exact_step, make_case
+from step_checks import assert_graph_reads_anew, assert_near
 
 from kvtxn import LayerError
 
@@ -31,14 +34,6 @@ def verify(case, *, longest, tile=None):
     rows = tuple(case.given[name] for name in ROWS)
     where = (case.given[name] for name in ("state", "sources", "starts"))
     launch_verify(rows, *where, case.out, case.kept, longest=longest, tile=tile)
-
-
-def assert_near(found, expected, error):
-    """Equal where NaN stands for what was not written; else near, by the largest number."""
-    assert torch.equal(found.isnan(), expected.isnan())
-    largest = expected.nan_to_num().abs().max().item() + 1e-9
-    off = (found.float() - expected.float()).nan_to_num().abs().max().item()
-    assert off <= error * largest
 
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -142,35 +137,13 @@ def test_steps_follow_each_other(dtype):
 @pytest.mark.skipif(not ON_GPU, reason="graphs are a GPU's")
 def test_a_step_in_a_graph_reads_what_is_there_at_each_replay():
     """Slots, counts and rows lie on the device; one capture serves steps that differ in them."""
-    lengths, sources = [3, 3, 3], [1, 2, 3]
-    case = make_case(lengths, sources, device=DEVICE, padding=0)
-    state, slots, starts = (case.given[name] for name in ("state", "sources", "starts"))
-    count = torch.ones(3, dtype=torch.int32, device=DEVICE)
-    layers = DeltaLayers.build([state], [case.kept])
 
-    def step():
-        verify(case, longest=3)
-        launch_advance(layers, slots[None], count, starts, None, None, longest=3)
+    def verified(case, state):
+        reference.verify_mamba2(**case.given | {"state": state}, out=case.out, kept=case.kept)
 
-    before = state.clone()
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for seed, (others, kept) in enumerate([([1, 2, 3], [3, 0, 2]), ([5, 0, 4], [1, 3, 3])]):
-        fresh = make_case(lengths, others, device=DEVICE, padding=0, seed=seed + 1)
-        for name in (*ROWS, "sources"):
-            case.given[name].copy_(fresh.given[name])
-        count.copy_(torch.tensor(kept))
-        state.copy_(before)
-        graph.replay()
-        expected = before.clone()
-        other = DeltaLayers.build([expected], [fresh.kept])
-        reference.verify_mamba2(**fresh.given | {"state": expected}, out=fresh.out, kept=fresh.kept)
-        commits.advance_gated_delta(other, slots[None], count, starts)
-        assert_near(state, expected, 1e-5)
-        assert_near(case.out, fresh.out, 1e-2)
+    launch = partial(verify, longest=3)
+    given = make_case, ROWS, launch, verified, launch_advance
+    assert_graph_reads_anew(*given, outputs_near=1e-2)
 
 
 def test_requests_with_too_many_rows_are_refused():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from kvtxn.backends.gated_delta import DeltaLayers, DeltaRows, advance_gated_delta
+from kvtxn.backends.gated_delta import DeltaRows
 from kvtxn.backends.mamba2 import verify_mamba2
 from mamba_cases import exact_step, make_case
+from step_checks import LENGTHS, SOURCES, assert_each_count
 
 from kvtxn import LayerError
 
-LENGTHS = [5, 1, 0, 3, 2]
-SOURCES = [3, 1, 4, 0, 7]
 #: Steps of some 95 make outputs of some hundred.
 NEAR = {"rtol": 1e-5, "atol": 1e-4}
 
@@ -23,24 +24,8 @@ def test_outputs_and_states_are_those_of_the_recurrence(dtype):
     before = case.given["state"].clone()
     verify_mamba2(**case.given, out=case.out, kept=case.kept)
     assert torch.equal(case.given["state"], before)
-    layers = DeltaLayers.build([case.given["state"]], [case.kept])
-    for kept in range(6):
-        case.given["state"].copy_(before)
-        count = torch.tensor([kept] * len(LENGTHS), dtype=torch.int32)
-        advance_gated_delta(layers, case.given["sources"][None], count, case.given["starts"])
-        expected = before.clone()
-        for number, (length, source) in enumerate(zip(LENGTHS, SOURCES, strict=True)):
-            rows = min(kept, length)
-            if source > 0 and rows:
-                given = case.given["state"]
-                case.given["state"] = before
-                outputs, state = exact_step(case, number, rows)
-                case.given["state"] = given
-                expected[source] = state.to(dtype)
-                first = sum(LENGTHS[:number])
-                torch.testing.assert_close(case.out[first : first + rows], outputs.float(), **NEAR)
-        near = NEAR if dtype == torch.float32 else {}
-        torch.testing.assert_close(case.given["state"], expected, **near)
+    near = NEAR if dtype == torch.float32 else {}
+    assert_each_count(case, partial(exact_step, case), outputs_near=NEAR, states_near=near)
     assert (case.out[6:9] == 0).all()  # no state
     assert case.out[11:].isnan().all()  # no request
     assert case.kept.decay[6:9].isnan().all()
