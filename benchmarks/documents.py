@@ -298,7 +298,9 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "hybrids": hybrids,
     "states-auto": states_chosen,
     "delta-tiles": lambda: delta_tiles.report(load("h200-delta-tiles")),
-    "soak": lambda: soak.report([load(name) for name in ("h200-soak", "h200-soak-simple", "cpu-soak")]),
+    "soak": lambda: soak.report(
+        [load(name) for name in ("h200-soak", "h200-soak-simple", "cpu-soak")]
+    ),
     "vllm-gpu-hybrid": lambda: vllm_gpu("h200-vllm-qwen3.5-9b"),
     "vllm-gpu-hybrid-host": lambda: vllm_report.clocked(load("h200-vllm-qwen3.5-9b")),
     "vllm-gpu-hybrid-memory": lambda: vllm_gpu("h200-vllm-qwen3.5-9b-equal-memory"),

@@ -82,6 +82,9 @@ _UNDO: Final = ("undo",)
 _BOTH: Final = ("deferred", "undo")
 _ONE: Final = "one worker"
 
+#: The release with which the tests ran all engines of ``SEEN``; some they ran with others, too.
+SEEN_RELEASE: Final = "0.32.0"
+
 #: By device and runner: kinds of engines that the tests ran next to stock, and under what.
 SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
     ("cpu", "v1"): {
@@ -199,7 +202,9 @@ class Row:
         if not self.seen:
             return f"{says}; not seen running"
         seen = "" if self.seen == windows else f"{', '.join(self.seen)} "
-        return f"{says}; {seen}seen running" + (f": {self.only}" if self.only else "")
+        other = any(facts.version != SEEN_RELEASE for facts in self.facts)
+        release = f" with vLLM {SEEN_RELEASE}" if other else ""
+        return f"{says}; {seen}seen running{release}" + (f": {self.only}" if self.only else "")
 
 
 def matrix(facts: EngineFacts) -> list[Row]:
