@@ -56,7 +56,8 @@ def rule_in_words() -> str:
         f"seen to be stock's to the bit and its time was measured with vLLM 0.32.0 ({seen}); "
         f"more than {FEW} requests may run at once (`max_num_seqs`); and at least {GAIN} times as "
         f"many of them fit into the cache, at {TOKENS} tokens each (`max_model_len` if that "
-        "is less). Everywhere else it leaves the states to stock, and says which of the three is missing."
+        "is less). Everywhere else it leaves the states to stock, and says which of the three is "
+        "missing."
     )
 
 
