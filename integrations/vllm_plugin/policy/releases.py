@@ -7,6 +7,7 @@ program ``policy.record_release`` writes the file.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -95,9 +96,15 @@ def _text(release: Release) -> str:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, by which releases are ordered."""
-    parts = version.partition("+")[0].split(".")
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+    """Return the numbers of a version, by which releases are ordered.
+
+    The last one is -1 for a version before the release of that number, such as ``0.33.0rc1`` or
+    ``0.33.0.dev12``, and 0 for others.
+    """
+    public = version.partition("+")[0]
+    found = (re.match(r"\d*", part) for part in public.split("."))
+    numbers = (int(digits[0]) for digits in found if digits is not None and digits[0])
+    return (*numbers, -1 if re.search(r"(a|b|rc|dev)\d*(\.|$)", public) else 0)
 
 
 def checked_for(check: str, releases: Iterable[Release]) -> tuple[str, ...]:

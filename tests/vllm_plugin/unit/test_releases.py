@@ -123,6 +123,16 @@ def test_the_nearest_release_is_a_checked_one():
     assert releases.checked_for("gpu", listed) == ("0.10.0",)
 
 
+def test_versions_before_a_release_come_before_it():
+    ordered = ["0.9.1", "0.32.0+cpu", "0.33.0.dev12", "0.33.0", "0.33.1rc1", "0.33.1", "0.34.0a2"]
+    numbers = [releases.number(version) for version in ordered]
+    assert numbers == sorted(numbers)
+    assert len(set(numbers)) == len(ordered)
+    assert releases.number("0.33.0rc1") < releases.number("0.33.0+cu129")
+    assert releases.number("0.33.0.post1") == releases.number("0.33.0")
+    assert releases.number("0.31.9") < (0, 32) < releases.number("0.32.0")
+
+
 def test_what_was_checked_of_the_listed_releases():
     """One that was recorded and nothing more is no supported one."""
     assert {"0.28.0", "0.29.0", "0.31.0", "0.32.0"} <= set(supported.RELEASES)
