@@ -388,7 +388,7 @@ def test_a_launch_of_the_callers_is_not_made_for_a_window_that_is_over():
 
 
 def test_the_log_is_asked_anew_once_its_level_changed(caplog):
-    """What the logger remembers of its levels it forgets when one changes."""
+    """The logger's memory of its levels is emptied when one changes."""
     forward = Forward()
     for level, quiet in (("INFO", True), ("DEBUG", False), ("INFO", True)):
         with caplog.at_level(level, logger="kvtxn"):

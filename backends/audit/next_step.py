@@ -1,4 +1,4 @@
-"""What the host says of the next step, on its way to the graph that the step replays.
+"""The host's account of the next step, on its way to the graph that the step replays.
 
 Launches of their own would cost the host more than all else that a steady step asks of it. A graph
 cannot be given numbers, so it looks for them: each step has a record in a ring of the host's

@@ -27,7 +27,7 @@ _INTS: Final = (torch.int32, torch.int64)
 
 
 class Waiting:
-    """What waits for the next step of one ledger.
+    """The changes that wait for the next step of one ledger.
 
     Args:
         books: the ledger's books.

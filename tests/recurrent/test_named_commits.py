@@ -36,7 +36,7 @@ class Tables:
         )
         self.first = torch.full((REQUESTS + 1,), 7, dtype=torch.int32, device=DEVICE)
 
-    def step(self, count: int, lines: int, dtype: torch.dtype = torch.int32) -> None:
+    def assert_step(self, count: int, lines: int, dtype: torch.dtype = torch.int32) -> None:
         here, there, most = self.here, self.there, self.most
         here.sources[:, :, -1] = torch.randint(1, 99, (GROUPS, REQUESTS))
         there.sources.copy_(here.sources)
@@ -66,12 +66,12 @@ def test_lines_are_the_references(most, aligned):
     """Of all requests, of some with and without padding, and of fewer than the step before."""
     tables = Tables(most, aligned=aligned)
     for count, lines in ((40, 64), (5, 5), (1, 2), (33, 40)):
-        tables.step(count, lines)
-    tables.step(3, 4, torch.int64)
+        tables.assert_step(count, lines)
+    tables.assert_step(3, 4, torch.int64)
 
 
 def test_all_requests():
-    Tables(4, aligned=True).step(REQUESTS, REQUESTS)
+    Tables(4, aligned=True).assert_step(REQUESTS, REQUESTS)
 
 
 class Driver:
