@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..gated_delta.launch import Tile, longest_of, power_of_two
+from ..gated_delta.launch import Tile, longest_of, power_of_two, tile_by_bytes
 from ..gated_delta.rows import DeltaRows
 from .verify_kernel import verify_rows
 
@@ -26,15 +26,8 @@ _MANY: Final = {**_FEW, torch.float32: Tile(32, tiles=4, stages=2)}
 
 
 def verify_tile_for(state: Tensor, requests: int) -> Tile:
-    """Choose the kernel's tile, by what the host knows of a launch.
-
-    Args:
-        state: ``[slots, heads, head_size, state_size]``.
-        requests: their number; in a captured graph, those for which there is room.
-    """
-    size = state[0].numel() * state.element_size()
-    of = _MANY if requests * size >= _MANY_BYTES else _FEW
-    return of[state.dtype]
+    """Choose the kernel's tile for a state ``[slots, heads, head_size, state_size]``."""
+    return tile_by_bytes(state, requests, _FEW, _MANY, _MANY_BYTES)
 
 
 def launch_verify(

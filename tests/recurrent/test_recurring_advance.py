@@ -43,7 +43,7 @@ class Steps:
             self.more = {"boundary": ends, "snapshots": blocks.int().to(DEVICE)}
         self.launch = recurring.RecurringAdvance(self.mine, self.sources, 4, **self.more)
 
-    def step(self, sampled: list[int], dtype: torch.dtype = torch.int32) -> None:
+    def assert_step(self, sampled: list[int], dtype: torch.dtype = torch.int32) -> None:
         counts = torch.tensor(sampled, dtype=dtype, device=DEVICE)
         number = len(sampled)
         self.launch.run(counts, self.starts, number)
@@ -61,10 +61,10 @@ class Steps:
 def test_states_are_the_references(crossing):
     """One row is kept at least, and no more than there are; steps differ in all that they may."""
     steps = Steps(crossing=crossing)
-    steps.step([3, 1, 2, 2])
-    steps.step([0, 4, 9, 1], torch.int64)
-    steps.step([4, 0])
-    steps.step([1, 1, 1, 1])
+    steps.assert_step([3, 1, 2, 2])
+    steps.assert_step([0, 4, 9, 1], torch.int64)
+    steps.assert_step([4, 0])
+    steps.assert_step([1, 1, 1, 1])
 
 
 class Driver:
