@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import attrs
@@ -68,29 +67,15 @@ _ADVANCE: Final = {
 }
 
 
-def tile_by_bytes(
-    state: Tensor,
-    requests: int,
-    few: Mapping[torch.dtype, Tile],
-    many: Mapping[torch.dtype, Tile],
-    many_bytes: int,
-) -> Tile:
-    """Choose a verify kernel's tile, by what the host knows of a launch.
+def verify_tile_for(state: Tensor, requests: int) -> Tile:
+    """Choose the verify kernel's tile, by what the host knows of a launch.
 
     Args:
-        state: ``[slots, heads, ...]``.
+        state: ``[slots, heads, value_size, key_size]``.
         requests: their number; in a captured graph, those for which there is room.
-        few: by dtype of the states, the tiles of launches that read less than ``many_bytes``.
-        many: likewise, those of the others.
-        many_bytes: see ``few``.
     """
     size = state[0].numel() * state.element_size()
-    return (many if requests * size >= many_bytes else few)[state.dtype]
-
-
-def verify_tile_for(state: Tensor, requests: int) -> Tile:
-    """Choose the verify kernel's tile for a state ``[slots, heads, value_size, key_size]``."""
-    return tile_by_bytes(state, requests, _VERIFY_FEW, _VERIFY_MANY, _MANY_BYTES)
+    return (_VERIFY_MANY if requests * size >= _MANY_BYTES else _VERIFY_FEW)[state.dtype]
 
 
 def launch_verify(

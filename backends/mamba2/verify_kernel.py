@@ -2,10 +2,9 @@
 
 Memory contract of ``verify_rows``:
 
-- A program has ``TILES`` tiles of ``VALUES`` rows each of one request's state, in the heads of one
-  group. It reads them once, and writes the outputs and the staged values of these rows alone. The
-  programs of a head's first rows write the decays, the ones of a group's first rows the keys. So no
-  two programs write one byte.
+- A program has ``VALUES`` rows of one head of one request's state. It reads them once, and writes
+  the outputs and the staged values of these rows alone. The programs of a head's first rows write
+  the decays, the ones of a group's first rows the keys. So no two programs write one byte.
 - A request that has no rows is skipped: nothing is read or written. The outputs of a request whose
   slot is 0 or less are zeros, and nothing else is written for it.
 - The caller guarantees that slots are inside the cache, and starts inside the rows.
@@ -66,7 +65,7 @@ def rows_of(
     HEAD_SIZE: tl.constexpr,
     LONGEST: tl.constexpr,
 ) -> tuple[tl.tuple, tl.tuple, tl.tuple]:
-    """Load what a tile needs of its request's rows: all of it at once, before anything is stored.
+    """Load what a program needs of its request's rows: all at once, before anything is stored.
 
     Args:
         x: as for ``verify_rows``, like the next three.
@@ -75,8 +74,8 @@ def rows_of(
         dt_bias: likewise.
         row: the request's first row.
         most: the rows that it has, and that are computed.
-        head: the tile's head.
-        values: ``[VALUES]``, the tile's rows of that head.
+        head: the program's head.
+        values: ``[VALUES]``, the program's rows of that head.
         x_stride: as for ``verify_rows``, like all that follow.
         dt_stride: likewise.
         HEAD_SIZE: likewise.
@@ -98,80 +97,6 @@ def rows_of(
         steps = _appended(steps, step)
         decays = _appended(decays, tl.exp(step * rate))
     return given, steps, decays
-
-
-@triton.jit
-def verify_tile(
-    now: tl.tensor,
-    reads: tl.tensor,
-    among: tl.tuple,
-    given: tl.tuple,
-    steps: tl.tuple,
-    decays: tl.tuple,
-    skip: tl.tensor,
-    row: tl.tensor,
-    most: tl.tensor,
-    head: tl.tensor,
-    values: tl.tensor,
-    out: tl.tensor,
-    kept_value: tl.tensor,
-    kept_decay: tl.tensor,
-    out_stride: tl.int32,
-    HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    LONGEST: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RUN: tl.constexpr,
-) -> None:
-    """Compute and store the outputs of one tile; stage its values, and decays if it is a first one.
-
-    Args:
-        now: the tile, as ``state_of`` loads it.
-        reads: C of all rows, as ``lines_of`` loads it.
-        among: for each row, its B times each row's C, ``[COLUMNS]``.
-        given: what ``rows_of`` returns, like the next two.
-        steps: likewise.
-        decays: likewise.
-        skip: D of the tile's head.
-        row: the request's first row.
-        most: the rows that it has, and that are computed.
-        head: the tile's head.
-        values: ``[VALUES]``, the tile's rows of that head.
-        out: as for ``verify_rows``, like all that follow.
-        kept_value: likewise.
-        kept_decay: likewise.
-        out_stride: likewise.
-        HEADS: likewise.
-        HEAD_SIZE: likewise.
-        KEYS: likewise.
-        VALUES: likewise.
-        LONGEST: likewise.
-        COLUMNS: likewise.
-        RUN: likewise.
-    """
-    columns = tl.arange(0, COLUMNS)
-    split_state: tl.constexpr = now.dtype != tl.bfloat16
-    split: tl.constexpr = reads.dtype != tl.bfloat16
-    seen = product(now, reads, VALUES, COLUMNS, KEYS, RUN, split_state, split)
-    outputs = tl.zeros([VALUES, COLUMNS], dtype=tl.float32)
-    for turn in tl.static_range(LONGEST):
-        value = given[turn] * steps[turn]
-        seen = seen * decays[turn] + value[:, None] * among[turn][None, :]
-        result = seen + (given[turn] * skip)[:, None]
-        outputs = tl.where((columns == turn)[None, :], result, outputs)
-    some_values = values < HEAD_SIZE
-    made = out + ((row + columns) * out_stride + head * HEAD_SIZE)[None, :] + values[:, None]
-    inside = some_values[:, None] & (columns < most)[None, :]
-    tl.store(made, outputs.to(out.dtype.element_ty), mask=inside)
-    begins = tl.min(values, axis=0) == 0
-    for turn in tl.static_range(LONGEST):
-        staged = kept_value + ((row + turn) * HEADS + head) * HEAD_SIZE + values
-        inside = some_values & (most > turn + 0 * values)
-        tl.store(staged, given[turn] * steps[turn], mask=inside)
-        decay = kept_decay + (row + turn) * HEADS + head
-        tl.store(decay, decays[turn], mask=(most > turn) & begins)
 
 
 @triton.jit(do_not_specialize=["source_stride"])
@@ -207,12 +132,10 @@ def verify_rows(
     COLUMNS: tl.constexpr,
     RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
     """Compute outputs, and stage B, ``x * dt`` and decays.
 
-    Grid: (programs of a group * GROUPS, requests).
+    Grid: (programs of a head * HEADS, requests).
 
     Args:
         x: ``[num_rows, HEADS, HEAD_SIZE]``, a row contiguous, as are all rows here.
@@ -241,49 +164,41 @@ def verify_rows(
         STATE_SIZE: columns of a head's state.
         HEAD_SIZE: rows of a head's state.
         KEYS: a power of two, at least ``STATE_SIZE``.
-        VALUES: rows of a tile, a multiple of 16.
+        VALUES: rows of a program, a multiple of 16.
         LONGEST: the most rows of a request; further ones are left out.
         COLUMNS: a power of two, at least ``LONGEST``, and 8 or more.
         RUN: numbers of the state in 16 bytes.
         ALIGNED: each run begins on 16 bytes in the state, and on a multiple of its size in B and C.
-        TILES: tiles of a program, one after another; divides the tiles of a group.
-        STAGES: tiles that are loaded before they are needed, and one more.
     """
     parts: tl.constexpr = (HEAD_SIZE + VALUES - 1) // VALUES
-    each: tl.constexpr = HEADS // GROUPS * parts
     ROWS: tl.constexpr = COLUMNS if COLUMNS > 16 else 16
-    group = tl.program_id(0) // (each // TILES)
+    head = tl.program_id(0) // parts
+    begins = tl.program_id(0) % parts * VALUES
+    group = head // (HEADS // GROUPS)
     number = tl.program_id(1)
     slot = tl.load(sources + number * source_stride).to(tl.int64)
     first = tl.load(starts + number)
     most = tl.minimum(tl.load(starts + number + 1) - first, LONGEST)
     if most <= 0:
         return
-    start = tl.program_id(0) * TILES  # numbered through all groups
+    row = first.to(tl.int64)
+    values = begins + tl.arange(0, VALUES)
+    some_values = values < HEAD_SIZE
     columns = tl.arange(0, COLUMNS)
+    made = out + ((row + columns) * out_stride + head * HEAD_SIZE)[None, :] + values[:, None]
+    inside = some_values[:, None] & (columns < most)[None, :]
     if slot <= 0:
-        rows = first.to(tl.int64) + columns
-        for tile in tl.range(0, TILES):
-            head = (start + tile) // parts
-            values = (start + tile) % parts * VALUES + tl.arange(0, VALUES)
-            made = out + (rows * out_stride + head * HEAD_SIZE)[None, :] + values[:, None]
-            inside = (values < HEAD_SIZE)[:, None] & (columns < most)[None, :]
-            tl.store(made, tl.zeros([VALUES, COLUMNS], out.dtype.element_ty), mask=inside)
+        tl.store(made, tl.zeros([VALUES, COLUMNS], out.dtype.element_ty), mask=inside)
         return
 
-    begin = state + slot * slot_stride
-    row = first.to(tl.int64)
-    head = start // parts
-    values = start % parts * VALUES + tl.arange(0, VALUES)
-    if TILES == 1:
-        now = state_of(
-            begin + head * (HEAD_SIZE * STATE_SIZE), start % parts * VALUES,
-            STATE_SIZE, HEAD_SIZE, KEYS, VALUES, RUN, ALIGNED,
-        )  # fmt: skip
-        given, steps, decays = rows_of(
-            x, dt, A, dt_bias, row, most, head, values, x_stride, dt_stride, HEAD_SIZE, LONGEST
-        )
-        skip = tl.load(D + head).to(tl.float32)
+    now = state_of(
+        state + slot * slot_stride + head * (HEAD_SIZE * STATE_SIZE), begins,
+        STATE_SIZE, HEAD_SIZE, KEYS, VALUES, RUN, ALIGNED,
+    )  # fmt: skip
+    given, steps, decays = rows_of(
+        x, dt, A, dt_bias, row, most, head, values, x_stride, dt_stride, HEAD_SIZE, LONGEST
+    )
+    skip = tl.load(D + head).to(tl.float32)
     reads = lines_of(
         C + group * STATE_SIZE, c_stride, first, most,
         COLUMNS, STATE_SIZE, KEYS, RUN, ALIGNED,
@@ -294,38 +209,27 @@ def verify_rows(
     )  # fmt: skip
     split: tl.constexpr = writes.dtype != tl.bfloat16
     pairs = product(writes, reads, ROWS, COLUMNS, KEYS, RUN, split, split)
-    turns = tl.arange(0, ROWS)
-    among = ()
-    for turn in tl.static_range(LONGEST):
-        among = _appended(among, tl.sum(tl.where((turns == turn)[:, None], pairs, 0.0), axis=0))
-    if start % each == 0:
+    if tl.program_id(0) % (HEADS // GROUPS * parts) == 0:
         lines = tl.arange(0, ROWS * KEYS // (4 * RUN))
         keys = (lines // ROWS * (4 * RUN))[:, None] + tl.arange(0, 4 * RUN)[None, :]
         staged = kept_key + (((row + lines % ROWS) * GROUPS + group) * STATE_SIZE)[:, None] + keys
-        inside = (lines % ROWS < most)[:, None] & (keys < STATE_SIZE)
-        tl.store(staged, writes.to(tl.float32), mask=inside)
+        some_keys = (lines % ROWS < most)[:, None] & (keys < STATE_SIZE)
+        tl.store(staged, writes.to(tl.float32), mask=some_keys)
 
-    if TILES == 1:
-        verify_tile(
-            now, reads, among, given, steps, decays, skip,
-            row, most, head, values, out, kept_value, kept_decay, out_stride,
-            HEADS, HEAD_SIZE, KEYS, VALUES, LONGEST, COLUMNS, RUN,
-        )  # fmt: skip
-    else:
-        for tile in tl.range(0, TILES, num_stages=STAGES):
-            head = (start + tile) // parts
-            begins = (start + tile) % parts * VALUES
-            now = state_of(
-                begin + head * (HEAD_SIZE * STATE_SIZE), begins,
-                STATE_SIZE, HEAD_SIZE, KEYS, VALUES, RUN, ALIGNED,
-            )  # fmt: skip
-            values = begins + tl.arange(0, VALUES)
-            given, steps, decays = rows_of(
-                x, dt, A, dt_bias, row, most, head, values, x_stride, dt_stride, HEAD_SIZE, LONGEST
-            )
-            skip = tl.load(D + head).to(tl.float32)
-            verify_tile(
-                now, reads, among, given, steps, decays, skip,
-                row, most, head, values, out, kept_value, kept_decay, out_stride,
-                HEADS, HEAD_SIZE, KEYS, VALUES, LONGEST, COLUMNS, RUN,
-            )  # fmt: skip
+    split_state: tl.constexpr = now.dtype != tl.bfloat16
+    seen = product(now, reads, VALUES, COLUMNS, KEYS, RUN, split_state, split)
+    outputs = tl.zeros([VALUES, COLUMNS], dtype=tl.float32)
+    turns = tl.arange(0, ROWS)
+    for turn in tl.static_range(LONGEST):
+        value = given[turn] * steps[turn]
+        among = tl.sum(tl.where((turns == turn)[:, None], pairs, 0.0), axis=0)
+        seen = seen * decays[turn] + value[:, None] * among[None, :]
+        result = seen + (given[turn] * skip)[:, None]
+        outputs = tl.where((columns == turn)[None, :], result, outputs)
+    tl.store(made, outputs.to(out.dtype.element_ty), mask=inside)
+    for turn in tl.static_range(LONGEST):
+        staged = kept_value + ((row + turn) * HEADS + head) * HEAD_SIZE + values
+        some_rows = some_values & (most > turn + 0 * values)
+        tl.store(staged, given[turn] * steps[turn], mask=some_rows)
+        decay = kept_decay + (row + turn) * HEADS + head
+        tl.store(decay, decays[turn], mask=(most > turn) & (begins == 0))

@@ -18,8 +18,8 @@ from step_checks import assert_graph_reads_anew, assert_near
 from kvtxn import LayerError
 
 with importing_kernels():
-    from kvtxn.backends.gated_delta.launch import Tile, launch_advance
-    from kvtxn.backends.mamba2.launch import launch_verify, verify_tile_for
+    from kvtxn.backends.gated_delta.launch import launch_advance
+    from kvtxn.backends.mamba2.launch import launch_verify
 
 #: Softplus of large numbers, which the kernel then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -30,10 +30,10 @@ ROWS = ("x", "dt", "B", "C", "A", "D", "dt_bias")
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def verify(case, *, longest, tile=None):
+def verify(case, *, longest):
     rows = tuple(case.given[name] for name in ROWS)
     where = (case.given[name] for name in ("state", "sources", "starts"))
-    launch_verify(rows, *where, case.out, case.kept, longest=longest, tile=tile)
+    launch_verify(rows, *where, case.out, case.kept, longest=longest)
 
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -41,8 +41,7 @@ def verify(case, *, longest, tile=None):
 @pytest.mark.parametrize(
     "sizes", [(32, 16, 5), (64, 32, 64), (48, 20, 8), (48, 20, 5), (24, 40, 8)], ids=str
 )
-@pytest.mark.parametrize("tile", [None, Tile(32, tiles=4, stages=2)], ids=["few", "many"])
-def test_verify_is_as_specified(state, rows, sizes, tile):
+def test_verify_is_as_specified(state, rows, sizes):
     """Whatever the dtypes, sizes and distances of rows; nothing else is written."""
     state_size, head_size, apart = sizes
     lengths, sources = [5, 1, 0, 3, 2], [3, 1, 4, 0, 7]
@@ -58,7 +57,7 @@ def test_verify_is_as_specified(state, rows, sizes, tile):
         )
         for _ in range(2)
     )
-    verify(found, longest=5, tile=tile)
+    verify(found, longest=5)
     reference.verify_mamba2(**expected.given, out=expected.out, kept=expected.kept)
     assert torch.equal(found.given["state"], expected.given["state"])
     assert_near(found.out, expected.out, ERROR[rows])
@@ -66,22 +65,13 @@ def test_verify_is_as_specified(state, rows, sizes, tile):
         assert_near(getattr(found.kept, name), getattr(expected.kept, name), 2e-6)
 
 
-def test_programs_take_several_tiles_where_launches_are_large():
-    """The bytes of all requests' states decide, where they are float32."""
-    for dtype, tiles in ((torch.float32, 4), (torch.bfloat16, 1)):
-        state = torch.empty(1, 128, 64, 128, dtype=dtype, device="meta")
-        assert verify_tile_for(state, 15).tiles == 1
-        assert verify_tile_for(state, 16).tiles == tiles
-
-
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     seed=st.integers(0, 2**20),
-    tile=st.sampled_from([Tile(16), Tile(32), Tile(32, 2), Tile(16, tiles=2, stages=3)]),
     heads=st.sampled_from([(1, 1), (1, 3), (2, 4), (3, 3)]),
 )
 @settings(max_examples=15, deadline=None)
-def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, tile, heads):
+def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, heads):
     """Outputs of all rows, and the state after any number of kept rows, in one group or several."""
     sources = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[: len(lengths)] + 1
     case = make_case(
@@ -94,7 +84,7 @@ def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, tile, heads):
         seed=seed,
     )
     before = case.given["state"].clone()
-    verify(case, longest=9, tile=tile)
+    verify(case, longest=9)
     layers = DeltaLayers.build([case.given["state"]], [case.kept])
     count = torch.randint(0, 10, (len(lengths),), generator=torch.Generator().manual_seed(seed + 1))
     expected = before.double().cpu()
@@ -108,7 +98,7 @@ def test_a_verify_and_a_commit_are_the_recurrence(lengths, seed, tile, heads):
             expected[int(sources[number])] = exact_step(case, number, rows)[1]
     on_device = count.to(DEVICE, torch.int32)
     where = case.given["sources"][None], on_device, case.given["starts"]
-    launch_advance(layers, *where, None, None, longest=9, tile=tile)
+    launch_advance(layers, *where, None, None, longest=9)
     assert_near(case.given["state"].cpu(), expected, 1e-5)
     untouched = torch.ones(9, dtype=torch.bool)
     untouched[sources] = torch.minimum(count, torch.tensor(lengths)) == 0
