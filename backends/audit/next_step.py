@@ -14,6 +14,7 @@ earlier step:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
@@ -108,7 +109,7 @@ class NextStep:
         Returns:
             False if the device may not have read what it would replace; nothing was put then.
         """
-        if not self._may_fill():
+        if not self.may_fill():
             return False
         begin, step = (self.steps + 1) % RECORDS * COLUMNS, self.steps + 1
         memory = self._memory
@@ -139,7 +140,7 @@ class NextStep:
         """
         if self.lines or len(lines) > MOST_LINES:
             return False
-        if self.steps + 1 == self._closed or not self._may_fill():
+        if self.steps + 1 == self._closed or not self.may_fill():
             return False
         step, memory = self.steps + 1, self._memory
         begin = step % RECORDS * COLUMNS
@@ -162,7 +163,7 @@ class NextStep:
             nothing was put then.
         """
         step, waiting = self.steps + 1, self.blocks
-        if step == self._closed or not self._may_fill():
+        if step == self._closed or not self.may_fill():
             return False
         memory, begin = self._memory, step % RECORDS * COLUMNS
         for place, blocks in given:
@@ -204,6 +205,52 @@ class NextStep:
         self.blocks = 0
         return record[BLOCKS : BLOCKS + 2 * count], count
 
+    def go_on(
+        self,
+        accepted: Tensor,
+        sampled: Tensor,
+        besides: int,
+        given: Sequence[tuple[Place, Sequence[int]]],
+    ) -> bool:
+        """Do what ``resolve``, ``add`` and ``launched`` do, in one piece of code.
+
+        Args:
+            accepted: as for ``resolve``.
+            sampled: likewise.
+            besides: likewise.
+            given: as for ``Change``.
+
+        Returns:
+            False if something waits already, if the blocks do not fit, or if the device may not
+            have read what this would replace, or what the step after it will; nothing was put then.
+        """
+        step, memory = self.steps + 1, self._memory
+        if self.resolves or self.blocks or self.lines or step == self._closed:
+            return False
+        if not self._is_free or step // _HALF != self._half or (step + 1) // _HALF != self._half:
+            return False
+        begin, count = step % RECORDS * COLUMNS, 0
+        for place, blocks in given:
+            base, stride, at = place.base, place.stride, begin + BLOCKS + 2 * count
+            count += len(blocks)
+            if count > MOST:
+                return False
+            for block in blocks:
+                memory[at] = base + block * stride
+                memory[at + 1] = stride
+                at += 2
+        if count:
+            memory[begin + COUNT] = count
+            memory[begin + HANDED_OUT] = step
+        outcome = (
+            *(step, accepted.data_ptr(), accepted.dtype is torch.int64),
+            *(sampled.data_ptr(), sampled.dtype is torch.int64, sampled.shape[1]),
+            *(accepted.shape[0], besides),
+        )
+        memory[begin : begin + LINES] = array("q", outcome)
+        self._held, self.steps = (accepted, sampled), step
+        return True
+
     def launched(self) -> None:
         """Hear that a step's launch was made, or that a graph was replayed that has it."""
         self.steps += 1
@@ -217,7 +264,7 @@ class NextStep:
         self._closed = step
         return self.records[step % RECORDS]
 
-    def _may_fill(self) -> bool:
+    def may_fill(self) -> bool:
         """Tell whether the next step's record may be filled: graphs look for it, it was read."""
         half = (self.steps + 1) // _HALF
         return self.used and ((self._is_free and half == self._half) or self._enter(half))

@@ -146,6 +146,21 @@ class TritonPasses(Passes):
         """Resolve the last step before the next one, as ``Passes.resolve_later`` describes."""
         return self._waiting.resolve_later(step, accepted, sampled, besides)
 
+    def can_wait(self, step: Step, accepted: Tensor, sampled: Tensor) -> bool:
+        """Tell whether an outcome can wait, as ``Passes.can_wait`` describes."""
+        return self._waiting.can_wait(step, accepted, sampled)
+
+    def go_on(
+        self,
+        step: Step,
+        accepted: Tensor,
+        sampled: Tensor,
+        besides: int,
+        given: Sequence[tuple[Place, Sequence[int]]],
+    ) -> bool:
+        """Go on with a step, as ``Passes.go_on`` describes."""
+        return self._waiting.go_on(step, accepted, sampled, besides, given)
+
     def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:
         """Put numbers in place before the next step, as ``Passes.put_later`` describes."""
         return self._next.put_lines(target, numbers)

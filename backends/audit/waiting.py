@@ -7,12 +7,14 @@ prepares the next one, was saved when the step was written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...audit.books import Books
+from ...audit.groups import Place
 from ...audit.step import Step
 from . import change_kernel, resolve_kernel
 from .launches import Launches
@@ -48,6 +50,7 @@ class Waiting:
         self._graphs_save = True
         self._last: Step | None = None  # the last step, if it was saved
         self._judged: tuple[Step, bool] | None = None  # what ``saves`` said last
+        self._read: tuple[object, ...] = ()  # a step, and the forms of an outcome that can be read
         self._taking: Final = Launches(change_kernel.take_record, 1, device)
         self._resolving: Final = Launches(resolve_kernel.resolve_last, 2, device)
         # A step that stands for the launches of ``resolve_last``, all of which are alike.
@@ -102,15 +105,45 @@ class Waiting:
         waiting = self.next
         if step is not self._last or waiting.blocks or waiting.lines:
             return False
-        number = step.lines.shape[0]
-        if not self._fits(accepted, 1, number):
-            return False
-        if sampled is not None and not self._fits(sampled, 2, number):
+        if not self._can_read(step, accepted, sampled):
             return False
         if not waiting.resolve(accepted, sampled, besides):
             return False
         self._last = None
         return True
+
+    def can_wait(self, step: Step, accepted: Tensor, sampled: Tensor) -> bool:
+        """Tell whether the outcome of a step can wait, as ``Passes.can_wait`` describes."""
+        waiting = self.next
+        if step is not self._last or waiting.blocks or waiting.lines:
+            return False
+        return self._can_read(step, accepted, sampled) and waiting.may_fill()
+
+    def go_on(
+        self,
+        step: Step,
+        accepted: Tensor,
+        sampled: Tensor,
+        besides: int,
+        given: Sequence[tuple[Place, Sequence[int]]],
+    ) -> bool:
+        """Go on with a step, as ``Passes.go_on`` describes."""
+        if step is not self._last or not self._graphs_save:
+            return False
+        known = step, accepted.dtype, accepted.shape, sampled.dtype, sampled.shape
+        if known != self._read:
+            if not self._can_read(step, accepted, sampled):
+                return False
+            self._read = known
+        if not (accepted.is_contiguous() and sampled.is_contiguous()):
+            return False
+        return self.next.go_on(accepted, sampled, besides, given)
+
+    def _can_read(self, step: Step, accepted: Any, sampled: Any) -> bool:
+        """Tell whether an outcome of a step can be read from its addresses."""
+        number = step.lines.shape[0]
+        fits = self._fits(accepted, 1, number)
+        return fits and (sampled is None or self._fits(sampled, 2, number))
 
     def _fits(self, outcome: Any, dimensions: int, number: int) -> bool:
         """Tell whether a part of an outcome can be read from its address."""

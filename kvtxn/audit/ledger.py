@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,12 +15,12 @@ from . import books as book
 from .backends import choose
 from .books import Sizes
 from .digest import UNWRITTEN, Key
-from .exchange import Exchange
 from .findings import Findings
 from .glance import Glance
 from .groups import Group
 from .passes import Passes
 from .ranks import Fingerprints, compare_ranks
+from .replays import Replays
 from .roster import Roster
 from .step import Step
 from .violation import NOBODY, Violation
@@ -30,7 +29,7 @@ from .violation import NOBODY, Violation
 _AS_THEY_ARE: Final = nullcontext()
 
 
-class Ledger(Exchange):
+class Ledger(Replays):
     """A record of the token prefix that each slot's row was computed from, compared at each read.
 
     An engine calls the ledger at each forward pass, in this order, all on one stream::
@@ -86,10 +85,6 @@ class Ledger(Exchange):
         passes = choose(backend, books.words.device)(books)
         super().__init__(books, passes, Roster(max_requests))
         self.findings: Final = Findings(self.books, self.groups, self._roster)
-        self._unread = False  # the last step that was written was not given to ``check`` yet
-        self._checked: Step | None = None
-        self._buffers: WeakSet[Step] = WeakSet()  # steps whose tensors were checked
-        self._on_gpu: Final = self.device.type != "cpu"
         self._parted = False
 
     def reset(self) -> None:
@@ -169,39 +164,6 @@ class Ledger(Exchange):
         self.write(step)
         self.check(step)
 
-    def launch_step(self, step: Step) -> None:
-        """Launch what ``write`` and ``check`` launch, so that a CUDA graph captures it.
-
-        A replay writes and checks what the step's tensors hold by then; a step all of whose lines
-        are -1 is a step of nobody's. Call this once before it is captured. The step has to be kept
-        for as long as the graph is replayed. Nobody else's calls are in between, and the ledger is
-        told of each replay by ``replayed``.
-
-        Raises:
-            ConfigError: as in ``write``.
-        """
-        self.require("launch_step", step)
-        self.passes.launch_step(step)
-
-    def replayed(self, step: Step | None) -> None:
-        """Begin a step whose ``write`` and ``check`` a replay of a CUDA graph does.
-
-        Call it before the replay.
-
-        Args:
-            step: has the rows that the replay finds in the tensors that were captured, in tensors
-                of its own or in the same ones. Requests that the captured step has beyond these are
-                padding. None: the replay finds padding alone.
-
-        Raises:
-            ConfigError: as in ``write``.
-        """
-        if step is not None:
-            self.require("replayed", step)
-            self._open, self._unread = step, False
-            self._later.clear()
-        self.passes.replayed(step)
-
     def _as_written(self) -> AbstractContextManager[None]:
         """Hide the requests that came since the open step was written.
 
@@ -218,25 +180,6 @@ class Ledger(Exchange):
             yield
         finally:
             serials.index_copy_(0, lines, theirs)
-
-    def require(self, operation: str, step: Step, *, after: bool = False) -> None:
-        """Check a step: its tensors when it is first given, and on a CPU their values each time.
-
-        Args:
-            operation: the call that was given the step, for the message.
-            step: the step.
-            after: its forward is done, so its requests may have been released.
-
-        Raises:
-            ConfigError: the step does not fit the ledger.
-        """
-        if step is self._checked and (after or self._on_gpu):
-            return
-        known = isinstance(step, Step) and step in self._buffers
-        if not known or not (self._on_gpu or self.passes.takes(step, released=after)):
-            checks.check_step(operation, self.books, step, released=after)
-            self._buffers.add(step)
-        self._checked = step
 
     def resolve(
         self,

@@ -163,6 +163,42 @@ class Passes(ABC):
         """
         return False
 
+    def can_wait(self, step: Step, accepted: Tensor, sampled: Tensor) -> bool:
+        """Tell whether ``resolve_later`` takes an outcome, until anything else but ``go_on`` comes.
+
+        Ask when all launches of the step were made.
+
+        Args:
+            step: as for ``resolve_later``.
+            accepted: likewise.
+            sampled: likewise.
+        """
+        return False
+
+    def go_on(
+        self,
+        step: Step,
+        accepted: Tensor,
+        sampled: Tensor,
+        besides: int,
+        given: Sequence[tuple[Place, Sequence[int]]],
+    ) -> bool:
+        """Resolve a step, hand out blocks, and hear that a graph writes the same step again.
+
+        That is ``resolve_later``, ``hand_out_later`` and ``replayed``, in as little code as can be.
+
+        Args:
+            step: the last step, whose outcome can wait; the outcome of this one can wait, too.
+            accepted: as for ``resolve_later``.
+            sampled: likewise.
+            besides: likewise.
+            given: as for ``Change``.
+
+        Returns:
+            False if that is not possible at once; nothing was done then.
+        """
+        return False
+
     def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:
         """Do ``put`` with the next step, if it can wait, as ``hand_out_later`` says.
 

@@ -17,24 +17,22 @@ import attrs
 import torch
 from torch import Tensor
 
-from ....audit import Key, RecordingLedger, RowGroup, StateGroup, Step, Stretch
+from ....audit import Key, RecordingLedger, RowGroup, StateGroup, Step
 from ....audit.glance import Glance
-from ....host_values import to_device
-from ..internals import ranks
-from ..internals.audited import Arrival, Room, Rows
+from ..internals.audited import Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .found_violations import AuditError
 from .next_forward import NextForward
+from .peers import Peers
+from .published_blocks import PublishedBlocks
+from .warming_up import launch_all
 from .watch import Copies, Watch
 
 #: Steps between two looks at the counters, which cost the host more than a step does; and where
-#: somebody waits for them.
+#: somebody waits for them. The first is a multiple of the second.
 _LOOK_EVERY: Final = 32
 _LOOK_SOON: Final = 8
-#: Steps between two comparisons of the ranks, and from a copy of the fingerprints until it is used.
-_COMPARED_EVERY: Final = 200
-_COMPARED_LATER: Final = 8
 
 
 class DeviceWatch(Watch):
@@ -51,9 +49,16 @@ class DeviceWatch(Watch):
         lines: as for ``Watch``.
         record: as for ``Watch``; it makes each step wait.
         key: as for ``Watch``.
+
+    Attributes:
+        waits: what is sampled in the step under way can wait in ``outcome``.
+        outcome: what was sampled in the last step, as for ``sampled_on_device``; it waits until
+            the next step is known, or anything else is told or asked.
     """
 
     begun = False
+    waits = False
+    outcome: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -81,32 +86,21 @@ class DeviceWatch(Watch):
         self._copies: dict[tuple[int, int], Tensor] = {}
         self._glance: Glance | None = None
         self._spare: Glance | None = None
-        self._prints: tuple[int, Glance] | None = None
-        # A row of a full block may have left the window of the step that fills the block. All other
-        # rows of a published block are rows that its step has read.
-        narrow = [
-            group
-            for group in groups.values()
-            if group.chunk is not None
-            or (group.window is not None and group.window < group.block_size + drafts + 1)
-        ]
-        number = self.ledger.books.sizes.max_requests
+        self._peers: Final = Peers(self.ledger)
+        self._published: Final = PublishedBlocks(self.ledger, groups.values(), drafts)
         self._captured: list[Step] = []  # graphs have the addresses of their tensors
         self._due: Step | None = None  # a replay will write and check it
         self._last: Step | None = None  # the same of the step before
         self._idle = 0  # replays that were for no step, and counted as one by the device
-        with torch.inference_mode(False):
-            self._published: Final = [
-                (group, torch.zeros(number, dtype=torch.int64, device=device)) for group in narrow
-            ]
 
     # -- the beginning -----------------------------------------------------------------------
 
     def begin(self) -> None:
         """Watch from now on: the engine has warmed up."""
         self.begun = True
-        self._glance = self._prints = None
-        self._steps = self._compared = self._idle = 0
+        self._glance = None
+        self._steps = self._idle = 0
+        self._peers.restart()
         self.found.take_wrong()
         try:
             self.forget()
@@ -116,7 +110,8 @@ class DeviceWatch(Watch):
 
     def pause(self) -> None:
         """Watch no longer, until ``begin``: replayed graphs find padding, and nothing is healed."""
-        self.begun = False
+        self._catch_up()
+        self.begun = self.waits = False
         self._hide()
         self.ledger.passes.settle()
 
@@ -126,6 +121,7 @@ class DeviceWatch(Watch):
         self._known.clear()
         self._batch = self._unsealed = self.under_way = None
         self._awaits, self._due, self._last = False, None, None
+        self.waits, self.outcome = False, None
         self.ledger.reset()
         if self.transfers is not None:
             self.transfers.restart()
@@ -135,48 +131,20 @@ class DeviceWatch(Watch):
 
         Call it before vLLM says that the engine has warmed up; a first request must not wait.
         """
-        device = self.ledger.device
         with torch.inference_mode():
-            self.ledger.admit("of the warm-up", [0])
-            one = torch.zeros(1, dtype=torch.int64, device=device)
-            starts = torch.zeros(2, dtype=torch.int32, device=device)
-            tokens = torch.zeros(1, dtype=torch.int32, device=device)
-            tables = dict.fromkeys(self.groups, tokens[None])
-            slots = dict.fromkeys((*self.groups, *self.states), one - 1)
-            sources = dict.fromkeys(self.states, one - 1)
-            told = one - 1 if self.states else None
-            passes = self.ledger.passes
-            for target in (one.clone(), tokens.clone()):
-                passes.put(target, [0])
-            passes.count(tokens[None], tokens.bool(), 1, one.clone(), one[None].clone())
-            # Counts as the two runners have them, with drafts and without.
-            for drafts, counts in ((None, tokens), (tokens, tokens), (None, one), (tokens, one)):
-                step = Step(
-                    *(one - 1, starts, one.clone(), tokens, slots, tables, drafts, sources, told),
-                    positions=one,
-                )
-                if self.scrub is not None:
-                    self.scrub.compare(step)
-                self.ledger.write(step)
-                self.ledger.check(step)
-                self.ledger.resolve(counts, one[None], besides=1)
-                if self.scrub is not None:
-                    self.scrub.trace(step, one[None].float(), one - 1)
-                    self.scrub.seal(step, counts, besides=1)
-            if self._published:
-                self._publish_on_device(step)
+            launch_all(self.ledger, self.groups, self.states, self.scrub, self._published)
         self.ledger.restart()
 
     # -- requests and blocks -----------------------------------------------------------------
 
+    def change(self, changes: Changes) -> None:
+        """Tell the ledger the changes that a step makes before its forward."""
+        self._catch_up()
+        Watch.change(self, changes)
+
     def _have_begun(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
         """Note what is known of requests that came, given their lines."""
-        if not (arrivals and self._published):
-            return
-        there = to_device(lines, self.ledger.device, torch.int64)
-        for group, published in self._published:
-            full = [each.computed // group.block_size * group.block_size for each in arrivals]
-            published.index_copy_(0, there, to_device(full, self.ledger.device, torch.int64))
+        self._published.begin(lines, arrivals)
 
     # -- a forward ---------------------------------------------------------------------------
 
@@ -188,6 +156,8 @@ class DeviceWatch(Watch):
                 one of them.
             returning: describes a request, given its name, that the ledger has forgotten.
         """
+        self._catch_up()
+        self.waits = False
         self._steps += 1
         if not self._stopped:
             try:
@@ -203,8 +173,50 @@ class DeviceWatch(Watch):
             except Exception as error:
                 self.stop(error)
         if self._has_peers:
-            self._compare_now_and_then()
-        self._look()
+            self._peers.compare(self._steps)
+        self._look(self._steps)
+
+    def go_on(self, grown: Sequence[Sequence[Sequence[int]]]) -> bool:
+        """Tell the ledger all at once: what was sampled last, new blocks, and the same step again.
+
+        It is the one call of a steady step, whose graph is replayed next.
+
+        Args:
+            grown: for each request that gets blocks its new ones, by KV-cache group.
+
+        Returns:
+            False if these have to be told one after the other; nothing was told then.
+
+        Raises:
+            AuditError: as in ``step``.
+        """
+        step, outcome = self._last, self.outcome
+        if outcome is None or step is None or self._batch is None or self._stopped:
+            return False
+        if self._has_peers and self._peers.compares(self._steps + 1):
+            return False
+        given = {
+            name: blocks
+            for name, group in (self._numbers if grown else ())
+            if (blocks := [block for each in grown for block in each[group]])
+        }
+        if self._glance is not None or (self._steps + 1) % _LOOK_SOON == 0:
+            self._look(self._steps + 1)
+        if not self.ledger.go_on(step, *outcome, given, 1):
+            return False
+        self._steps += 1
+        self.outcome, self.under_way, self.waits = None, step, True
+        return True
+
+    def _catch_up(self) -> None:
+        """Tell the ledger what was sampled in the last step, if that waits."""
+        outcome, self.outcome = self.outcome, None
+        if outcome is not None and not self._stopped:
+            self._awaits = False
+            try:
+                self.ledger.resolve_waiting(*outcome, 1)
+            except Exception as error:
+                self.stop(error)
 
     def _can_repeat(self) -> bool:
         """Tell whether the requests and drafts of a step are all that has to be known of it."""
@@ -228,7 +240,7 @@ class DeviceWatch(Watch):
         if not self._replayed:
             self._write_and_check()
             if self._caches_prefixes:
-                self._publish_on_device(step)
+                self._published.publish(step)
 
     def _write_and_check(self) -> None:
         """Note and compare the step that is due; does nothing without one."""
@@ -254,22 +266,9 @@ class DeviceWatch(Watch):
                 self._copies[key] = torch.empty_like(tensor)
         return self._copies[key]
 
-    def _publish_on_device(self, step: Step) -> None:
-        """Check the blocks that this step fills in groups that do not read all of them."""
-        for group, published in self._published:
-            number, size = len(step.lines), group.block_size
-            settled = step.first[:number].long() + step.starts[: number + 1].diff()
-            if step.drafts is not None:
-                settled = settled - step.drafts[:number]
-            lines = step.lines.clamp(min=0)
-            before = published.index_select(0, lines)
-            end = (settled // size * size).maximum(before)
-            tables = {group.name: step.tables[group.name]}
-            self.ledger.inspect(Stretch(step.lines, before, end, tables, "published"))
-            published.index_copy_(0, lines, end)
-
     def take_back(self) -> None:
         """Do what ``Watch.take_back`` says; a step that waits for its replay wrote nothing."""
+        self._catch_up()
         due = self._due
         self._awaits, self._due, self._last = False, None, None
         if due is not None:
@@ -277,7 +276,7 @@ class DeviceWatch(Watch):
         Watch.take_back(self)
 
     def sampled_on_device(self, number: Tensor, ids: Tensor) -> None:
-        """Tell the ledger which drafts were accepted, and which tokens come next.
+        """Tell the ledger which drafts were accepted, and which tokens come next, now or later.
 
         Args:
             number: int ``[num_requests]``, sampled tokens: the accepted drafts and the next token;
@@ -286,9 +285,12 @@ class DeviceWatch(Watch):
         """
         if self._stopped or not self._awaits:  # the step came before the first that is watched
             return
-        self._awaits = False
         if self._due is not None:
             self._write_and_check()
+        if self.transfers is None and self.ledger.can_wait(number, ids):
+            self.outcome = number, ids
+            return
+        self._awaits = False
         self.ledger.resolve(number, ids, besides=1, later=self.scrub is None)
         if self._unsealed is not None:
             self._unsealed = self._unsealed[0], number, 1
@@ -303,7 +305,7 @@ class DeviceWatch(Watch):
         They cannot where something has to be launched between two of a step's passes, or read.
         """
         reads = isinstance(self.ledger, RecordingLedger)
-        return not (reads or self.states or (self._caches_prefixes and self._published))
+        return not (reads or self.states or (self._caches_prefixes and self._published.groups))
 
     def launch_of(self, rows: Rows) -> Callable[[], None]:
         """Return a launch that a graph begins with, so that its replays write and check steps.
@@ -313,6 +315,7 @@ class DeviceWatch(Watch):
         Args:
             rows: where the forward finds the rows of a step.
         """
+        self._catch_up()
         self._hide()
         step = Watch._form(self, rows, self._buffer.all[: len(rows.first)], None)[0]
         self.ledger.launch_step(step)
@@ -325,6 +328,8 @@ class DeviceWatch(Watch):
         Args:
             included: the graph writes and checks the step.
         """
+        self._catch_up()
+        self.waits = False
         if self._stopped or self._due is None:
             self._hide()  # a forward of nobody's, to keep ranks in step, say
             if included:
@@ -348,8 +353,11 @@ class DeviceWatch(Watch):
 
     # -- what came of it ---------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _look(self, number: int) -> None:
         """Log what an earlier look saw, and look again now and then.
+
+        Args:
+            number: of the step that is about to be told.
 
         Raises:
             AuditError: there is a violation, and ``on_violation`` is "raise".
@@ -362,39 +370,23 @@ class DeviceWatch(Watch):
             if self.ledger.findings.has_more(glance):
                 self._say()
         every = _LOOK_EVERY if self.on_violation == "log" else _LOOK_SOON
-        if self._glance is None and self._steps % every == 0:
+        if self._glance is None and number % every == 0:
             self._glance = self.ledger.glance(self._spare, prints=False)
-
-    def _compare_now_and_then(self) -> None:
-        """Compare what the ranks wrote until some steps ago."""
-        if self._prints is None:
-            if self._steps - self._compared >= _COMPARED_EVERY:
-                self._prints = self._steps, self.ledger.glance()
-        elif self._steps - self._prints[0] >= _COMPARED_LATER:
-            (at, glance), self._prints = self._prints, None
-            self._compare(at, glance)
 
     def compare_ranks(self) -> None:
         """Compare the steps since the last comparison with those of the other ranks.
 
         Waits for the device. All ranks must call this after the same step.
         """
-        if self._has_peers and self._steps != self._compared:
-            self._prints = None
-            self._compare(self._steps, self.ledger.glance())
-
-    def _compare(self, until: int, glance: Glance) -> None:
-        since, self._compared = self._compared, until
-        own = self.ledger.fingerprints(glance)
-        own = {step: print_ for step, print_ in own.items() if step > since}
-        for number, theirs in enumerate(ranks.of_all(own)):
-            if number != ranks.own_number():
-                self.ledger.compare_ranks(theirs, glance)
+        self._catch_up()
+        if self._has_peers:
+            self._peers.compare_now(self._steps)
 
     def take_wrong(self) -> Wrong | None:
         """Return the wrong reads since the last call; waits if they are contained."""
         if not self.begun:
             return None
+        self._catch_up()
         if self.on_violation == "contain" and not self._stopped:
             self.found.take(self.on_violation)
         return Watch.take_wrong(self)

@@ -102,8 +102,12 @@ class AuditedRunner:
         except BaseException:
             self.kvtxn_tell(_sampling_failed)
             raise
-        self.kvtxn_tell(Watch.ended)
-        wrong = None if self.kvtxn_audit is None else self.kvtxn_audit.take_wrong()
+        watch = self.kvtxn_audit
+        if watch is None:
+            return output
+        if watch.scrub is not None:
+            self.kvtxn_tell(Watch.ended)
+        wrong = watch.take_wrong() if watch.on_violation == "contain" else None
         if wrong is not None:
             scheduling.mark(output, wrong)
         return output

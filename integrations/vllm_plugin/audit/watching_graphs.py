@@ -43,20 +43,20 @@ class _Watching:
             return None
 
     def before_replay(self, *, included: bool | None) -> None:
-        """Tell the watch of a replay."""
-        self.runner.kvtxn_tell(partial(_replayed, included))
+        """Tell the watch of a replay, and of its step, if that has waited for the replay."""
+        self.runner.kvtxn_tell(partial(self._replayed, included))
 
+    def _replayed(self, included: bool | None, _: Watch) -> None:
+        """Tell the watch.
 
-def _replayed(included: bool | None, watch: Watch) -> None:
-    """Tell a watch of a replay.
-
-    Raises:
-        RuntimeError: nobody knows whether the graph checks the step.
-    """
-    assert isinstance(watch, DeviceWatch)
-    if included is None:
-        raise RuntimeError("some captured forwards check their steps, and some do not")
-    watch.before_replay(included)
+        Raises:
+            RuntimeError: nobody knows whether the graph checks the step.
+        """
+        if included is None:
+            raise RuntimeError("some captured forwards check their steps, and some do not")
+        if not (included and self.runner.kvtxn_goes_on()):
+            self.runner.kvtxn_step_is_ready()
+            self.watch.before_replay(included)
 
 
 def let_graphs_watch(

@@ -59,6 +59,20 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
     )
 
 
+def only_grown(scheduler_output: Any) -> list[Any] | None:
+    """Return the new blocks, by KV-cache group, of each request that gets some.
+
+    Returns:
+        None if the step changes anything else.
+    """
+    told = scheduler_output
+    if told.finished_req_ids or told.scheduled_new_reqs:
+        return None
+    if told.preempted_req_ids or told.kv_cache_block_copies:
+        return None
+    return [*filter(None, told.scheduled_cached_reqs.new_block_ids)]
+
+
 def _arrival(runner: Any, new: Any) -> Arrival:
     return audited.arrival_of(
         *(runner, new, new.req_id, audited.tokens_of(new), new.num_computed_tokens, new.block_ids)

@@ -13,8 +13,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from . import Foreign
-
 
 @attrs.frozen
 class Sizes:
@@ -165,17 +163,3 @@ def borrowed(runner: Any, blocks: Collection[int]) -> Iterator[None]:
         with torch.inference_mode():
             for cache, rows, content in kept:
                 cache[rows] = content
-
-
-def undrivable(config: Any) -> str | None:
-    """Say why dummy steps cannot drive an engine with this ``VllmConfig``; None if they can."""
-    if config.kv_transfer_config is not None:
-        return "a KV connector takes part in its steps"
-    if config.parallel_config.pipeline_parallel_size > 1:
-        return "its pipeline stages take their steps together"
-    return None
-
-
-def config_of(runner: Any) -> Foreign:
-    """Return a runner's ``VllmConfig``."""
-    return runner.vllm_config

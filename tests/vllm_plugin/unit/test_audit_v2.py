@@ -129,7 +129,7 @@ def test_steps_of_the_same_buffers_are_one_step(monkeypatch):
 def test_only_narrow_windows_have_their_blocks_compared_when_they_are_full(window):
     """Elsewhere the step itself has read all rows of a block that it fills."""
     rig = started(window=window)
-    groups = [group.name for group, _ in rig.watch._published]
+    groups = [group.name for group in rig.watch._published.groups]
     assert groups == (["group.1"] if window == 3 else [])
 
 

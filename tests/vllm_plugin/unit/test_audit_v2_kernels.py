@@ -14,9 +14,11 @@ from graph_rig import Capture
 from kvtxn.integrations.vllm_plugin.audit import opening
 from kvtxn.integrations.vllm_plugin.internals import ranks
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from test_watching_graphs import Steady
 from v2_rig import Rig
 
 import kvtxn.audit.ledger
+from kvtxn.errors import KVTxnError
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the rig's tensors are on the host")
 
@@ -125,7 +127,7 @@ def test_graphs_take_in_all_that_the_host_says_between_two_steps(made, monkeypat
             rig.end(requests[1])
     assert passes.alone.count("_changing") == 1
     assert "_resolving" not in passes.alone  # "_putting": drafts, which are drawn by lot here
-    assert passes._next.resolves
+    assert rig.watch.outcome is not None
     rig.add("late", [*range(1, 8)])
     rig.step()
     assert "_changing" in passes.alone
@@ -161,3 +163,143 @@ def test_a_draft_that_was_not_sampled_is_rejected_before_the_next_step(made, mon
     found = rig.watch.report()
     assert found
     assert {each["request"] for each in found} == {"high"}
+
+
+@pytest.fixture
+def steady(made, monkeypatch):
+    """A rig whose requests go on with as many drafts in each step; and what ``go_on`` said."""
+    rig = made(Graphed, capture=Capture(monkeypatch))
+    monkeypatch.setattr(rig.watch.ledger, "require", lambda *given, **named: None)
+    rig.chance, rig.went = Steady(), []
+    go_on = rig.watch.go_on
+    rig.watch.go_on = lambda grown: (rig.went.append(go_on(grown)), rig.went[-1])[1]
+    rig.add("one", [*range(1, 8)])
+    rig.add("two", [*range(11, 20)])
+    for _ in range(3):
+        rig.step()
+    del rig.went[:]
+    return rig
+
+
+def test_a_steady_step_is_told_in_one_call(steady):
+    """It hands out blocks and has the last step's outcome; then others come and go."""
+    rig, calls, tell = steady, [], type(steady.runner).kvtxn_tell
+    rig.runner.kvtxn_tell = lambda what: (calls.append(what), tell(rig.runner, what))[1]
+    grown = rig.free[0]
+    for _ in range(5):
+        rig.step()
+    assert rig.went == [True] * 5
+    assert len(calls) == 5
+    assert rig.free[0] > grown
+    assert rig.watch.outcome is not None
+    assert rig.watch.counters()["kvtxn_audit_steps_total"] == 8  # the last outcome is told now
+    assert rig.watch.outcome is None
+    rig.step()
+    rig.step()
+    assert rig.went[5:] == [False, True]
+    rig.replay(8)  # nobody's
+    rig.step()
+    rig.end(rig.running[0])
+    rig.step()
+    rig.add("three", [*range(21, 30)])
+    for _ in range(4):
+        rig.step()
+    assert (rig.went[7], rig.went[-2:]) == (False, [True, True])
+    assert rig.watch.report() == []
+    counters = rig.watch.counters()
+    assert counters["kvtxn_audit_steps_total"] == 16
+    assert counters["kvtxn_audit_rows_checked_total"] > 400
+    assert counters["kvtxn_audit_unjudged_total"] == 0
+    assert counters["kvtxn_audit_active"] == 1
+
+
+def rejected_row(rig):
+    """One more draft counts as accepted than was sampled, and its row is read."""
+    rig.wrong_count = 1
+    rig.step()
+    rig.wrong_count = 0
+    for request in rig.running:
+        request.computed += 1
+        request.tokens.append(5)
+    rig.step()
+
+
+def row_of_the_one_before(rig):
+    """A block is handed out, and the row that its owner is to write is left as it was."""
+    one = rig.running[0]
+    rig.tamper = lambda rig, batch: rig.runner.block_tables.slot_mappings[0, : len(one.fed)].fill_(
+        -1
+    )
+    for _ in range(5):
+        rig.step()
+
+
+def anothers_table(rig):
+    rig.tamper = lambda rig, batch: rig.runner.tables[0][0].copy_(rig.runner.tables[0][1])
+    rig.step()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (rejected_row, "rejected"),
+        (row_of_the_one_before, "unwritten"),
+        (anothers_table, "foreign"),
+    ],
+)
+def test_what_is_wrong_in_steady_steps_is_found(steady, fault, kind):
+    steady.step()
+    fault(steady)
+    assert all(steady.went)
+    found = steady.watch.report()
+    assert kind in {each["kind"] for each in found}
+    assert found[0]["step"] in (5, 6)
+
+
+@pytest.mark.parametrize("action", ["pause", "forget", "fails"])
+def test_what_waits_is_told_or_forgotten(steady, action):
+    """Before the watch pauses, forgets, or hears that the next forward has failed."""
+    rig = steady
+    rig.step()
+    assert rig.watch.outcome is not None
+    if action == "fails":
+
+        def failing(rows):
+            raise KVTxnError("replay", "a kernel failed")
+
+        rig.replay, rig.runner.forward = failing, rig.step
+        with pytest.raises(KVTxnError, match="a kernel failed"):
+            rig.runner.execute_model(None)
+        del rig.replay
+        for request in rig.running:  # as vLLM's scheduler does when it schedules a step
+            request.computed += 1
+            request.tokens.append(7)
+    else:
+        getattr(rig.watch, action)()
+    assert rig.watch.outcome is None
+    if action == "pause":
+        rig.step()  # nobody's
+        assert rig.watch.counters()["kvtxn_audit_active"] == 0
+        rig.watch.begin()
+    if action != "fails":
+        for request in [*rig.running]:
+            rig.end(request)
+        rig.add("new", [*range(31, 40)])
+    for _ in range(4):
+        rig.step()
+    found = {(each["kind"], each["request"]) for each in rig.watch.report()}
+    # The slot of the one is new; the other's has a draft of the step before.
+    unwritten = {("unwritten", "one"), ("rejected", "two")}
+    assert found == (unwritten if action == "fails" else set())
+    assert rig.watch.counters()["kvtxn_audit_active"] == 1
+    assert rig.watch.counters()["kvtxn_audit_unjudged_total"] == 0
+
+
+def test_a_scheduler_that_only_ends_requests_is_heard(steady):
+    """Such a step has no forward; the changes are told when it is over."""
+    rig = steady
+    rig.end(rig.running[0])
+    rig.runner.forward = lambda: rig._tell({})
+    rig.runner.execute_model(None)
+    assert "one" not in rig.watch.ledger
+    assert rig.watch.counters()["kvtxn_audit_active"] == 1

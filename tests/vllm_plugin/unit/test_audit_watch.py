@@ -20,7 +20,7 @@ from kvtxn.integrations.vllm_plugin.internals.audited import (
 )
 from kvtxn.integrations.vllm_plugin.policy import doctor
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.policy.supported import RELEASES
+from kvtxn.integrations.vllm_plugin.policy.supported import MOST_CHECKED
 from kvtxn.integrations.vllm_plugin.settings import is_audited, settings
 
 from kvtxn import ConfigError
@@ -129,7 +129,7 @@ def test_engines_that_it_cannot_watch(changes, why):
     ],
 )
 def test_the_doctor_says_whether_the_ledger_can_watch(monkeypatch, facts, says):
-    judged = attrs.evolve(EngineFacts(version=RELEASES[-1], device="cpu", runner="v1"), **facts)
+    judged = attrs.evolve(EngineFacts(version=MOST_CHECKED, device="cpu", runner="v1"), **facts)
     monkeypatch.setattr(doctor.engine_config, "plain_facts", lambda: judged)
     assert says in doctor.report(None)["audit"]
 
@@ -202,10 +202,9 @@ def test_the_doctor_says_what_becomes_of_each_setting(given, facts, changes, sai
         assert line.startswith(begin)
 
 
-def test_the_doctor_says_which_hook_is_gone(monkeypatch):
-    monkeypatch.setattr(doctor.unchecked, "hook_gone", lambda facts: "vLLM 9.9 lacks a.b")
-    wanted = asked(policy="undo", required=True)
-    assert doctor._asked(wanted, EngineFacts(), config()) == [
+def test_the_doctor_says_which_hook_is_gone():
+    facts, wanted = EngineFacts(version="9.9", unchecked=True), asked(policy="undo", required=True)
+    assert doctor._asked(wanted, facts, config(), "vLLM 9.9 lacks a.b") == [
         "policy undo -> off (vLLM 9.9 lacks a.b)",
         "required -> the start stops: kvtxn is required, but vLLM 9.9 lacks a.b",
     ]

@@ -1,0 +1,68 @@
+"""``PublishedBlocks``: checks each block when its last row is written; for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+
+from ....audit import Ledger, RowGroup, Step, Stretch
+from ....host_values import to_device
+from ..internals.audited import Arrival
+
+
+class PublishedBlocks:
+    """The blocks of each request that are full, in groups whose steps do not read all of them.
+
+    A row of a full block may have left the window of the step that fills the block. All other rows
+    of a published block are rows that its step has read.
+
+    Args:
+        ledger: the ledger.
+        groups: all watched groups with a row per token.
+        drafts: the most drafts of a request in one step.
+
+    Attributes:
+        groups: those whose blocks are checked.
+    """
+
+    def __init__(self, ledger: Ledger, groups: Iterable[RowGroup], drafts: int) -> None:
+        self._ledger: Final = ledger
+        self.groups: Final = [
+            group
+            for group in groups
+            if group.chunk is not None
+            or (group.window is not None and group.window < group.block_size + drafts + 1)
+        ]
+        number = ledger.books.sizes.max_requests
+        with torch.inference_mode(False):  # steps write into them in inference mode or not
+            zeros = [
+                torch.zeros(number, dtype=torch.int64, device=ledger.device) for _ in self.groups
+            ]
+        # By line, the position after the last block that is known to be right.
+        self._ends: Final = [*zip(self.groups, zeros, strict=True)]
+
+    def begin(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
+        """Note what is known of requests that came, given their lines."""
+        if not (arrivals and self._ends):
+            return
+        device = self._ledger.device
+        there = to_device(lines, device, torch.int64)
+        for group, ends in self._ends:
+            full = [each.computed // group.block_size * group.block_size for each in arrivals]
+            ends.index_copy_(0, there, to_device(full, device, torch.int64))
+
+    def publish(self, step: Step) -> None:
+        """Check the blocks that a step fills."""
+        for group, ends in self._ends:
+            number, size = len(step.lines), group.block_size
+            settled = step.first[:number].long() + step.starts[: number + 1].diff()
+            if step.drafts is not None:
+                settled = settled - step.drafts[:number]
+            lines = step.lines.clamp(min=0)
+            before = ends.index_select(0, lines)
+            end = (settled // size * size).maximum(before)
+            tables = {group.name: step.tables[group.name]}
+            self._ledger.inspect(Stretch(step.lines, before, end, tables, "published"))
+            ends.index_copy_(0, lines, end)

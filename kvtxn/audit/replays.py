@@ -1,0 +1,149 @@
+"""Steps of a ledger that CUDA graphs write and check when they are replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+from weakref import WeakSet
+
+from torch import Tensor
+
+from ..errors import WindowStateError
+from . import checks
+from .books import Books
+from .changing import Ints
+from .exchange import Exchange
+from .passes import Passes
+from .roster import Roster
+from .step import Step
+
+
+class Replays(Exchange):
+    """The calls of a ledger around a graph that does ``write`` and ``check``.
+
+    Args:
+        books: the ledger's books.
+        passes: the device code.
+        roster: the admitted requests.
+    """
+
+    def __init__(self, books: Books, passes: Passes, roster: Roster) -> None:
+        super().__init__(books, passes, roster)
+        self._unread = False  # the last step that was written was not given to ``check`` yet
+        self._checked: Step | None = None
+        self._buffers: WeakSet[Step] = WeakSet()  # steps whose tensors were checked
+        self._on_gpu: Final = self.device.type != "cpu"
+
+    def launch_step(self, step: Step) -> None:
+        """Launch what ``write`` and ``check`` launch, so that a CUDA graph captures it.
+
+        A replay writes and checks what the step's tensors hold by then; a step all of whose lines
+        are -1 is a step of nobody's. Call this once before it is captured. The step has to be kept
+        for as long as the graph is replayed. Nobody else's calls are in between, and the ledger is
+        told of each replay by ``replayed``.
+
+        Raises:
+            ConfigError: as in ``write``.
+        """
+        self.require("launch_step", step)
+        self.passes.launch_step(step)
+
+    def replayed(self, step: Step | None) -> None:
+        """Begin a step whose ``write`` and ``check`` a replay of a CUDA graph does.
+
+        Call it before the replay.
+
+        Args:
+            step: has the rows that the replay finds in the tensors that were captured, in tensors
+                of its own or in the same ones. Requests that the captured step has beyond these are
+                padding. None: the replay finds padding alone.
+
+        Raises:
+            ConfigError: as in ``write``.
+        """
+        if step is not None:
+            self.require("replayed", step)
+            self._open, self._unread = step, False
+            self._later.clear()
+        self.passes.replayed(step)
+
+    def can_wait(self, accepted: Tensor, sampled: Tensor) -> bool:
+        """Tell whether the outcome of the last step can wait until the next one is known.
+
+        It is told by ``go_on`` then or, before anything else, by ``resolve_waiting``. Ask when the
+        step's launches or replay were made.
+
+        Args:
+            accepted: as for ``resolve``.
+            sampled: likewise.
+        """
+        step = self._open
+        if step is None or self._later or self._bytes is not None:
+            return False
+        return self.passes.can_wait(step, accepted, sampled)
+
+    def resolve_waiting(self, accepted: Tensor, sampled: Tensor, besides: int) -> None:
+        """End the last step with an outcome that has waited, as ``resolve`` does.
+
+        Raises:
+            WindowStateError: ``can_wait`` did not say so, or something else came first. The step's
+                tensors may be another step's by now, so that the outcome cannot be told any more.
+        """
+        step, given = self._open, (accepted.contiguous(), sampled.contiguous(), besides)
+        if step is None or not self.passes.resolve_later(step, *given):
+            raise WindowStateError(
+                "resolve_waiting",
+                "an outcome has waited that cannot be told later",
+                expected="an outcome of the last step, told before anything else",
+                got="no step" if step is None else f"{accepted.dtype} and {sampled.dtype}",
+                hint="call resolve at once where can_wait says False",
+            )
+        self._open = None
+
+    def go_on(
+        self, step: Step, accepted: Tensor, sampled: Tensor, given: Mapping[str, Ints], besides: int
+    ) -> bool:
+        """End a step and begin it anew: ``resolve``, ``change`` and ``replayed`` in one call.
+
+        That is how most steps of an engine follow each other: with the same requests and the same
+        numbers of drafts, written by the same graph. Each call costs the host more than what it has
+        to do there, as other code has run for milliseconds since the last one.
+
+        Args:
+            step: the last step, as it was given to ``replayed``; its outcome can wait.
+            accepted: as for ``resolve``; it stays as it is until the step after this one.
+            sampled: likewise.
+            given: as for ``change``.
+            besides: as for ``resolve``.
+
+        Returns:
+            False if the three calls have to be made, because something else came in between, or
+            because the device is far behind; nothing was done then. True: the outcome of the step
+            that begins can wait as well.
+
+        Raises:
+            ConfigError: as in ``hand_out``; nothing was changed.
+        """
+        if step is not self._open or self._unread or self._later or self._bytes is not None:
+            return False
+        blocks = self._blocks(given) if given else []
+        return self.passes.go_on(step, accepted, sampled, besides, blocks)
+
+    def require(self, operation: str, step: Step, *, after: bool = False) -> None:
+        """Check a step: its tensors when it is first given, and on a CPU their values each time.
+
+        Args:
+            operation: the call that was given the step, for the message.
+            step: the step.
+            after: its forward is done, so its requests may have been released.
+
+        Raises:
+            ConfigError: the step does not fit the ledger.
+        """
+        if step is self._checked and (after or self._on_gpu):
+            return
+        known = isinstance(step, Step) and step in self._buffers
+        if not known or not (self._on_gpu or self.passes.takes(step, released=after)):
+            checks.check_step(operation, self.books, step, released=after)
+            self._buffers.add(step)
+        self._checked = step

@@ -1,0 +1,174 @@
+"""``Ledger.go_on``: a step that follows one like it is told in one call, when it is replayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ledger_pairs import DEVICE, FewPrograms, assert_equal_books
+from test_audit_handed_out import replay_of
+
+from kvtxn.audit import Step
+from kvtxn.errors import ConfigError, WindowStateError
+from kvtxn.testing.audit_life import new_ledger
+
+DRAFTS = 3
+
+
+class Steps:
+    """Two requests with drafts in buffers that stay; which drafts are kept is drawn by lot.
+
+    Attributes:
+        ledgers: one that is told in the usual calls, and one whose steps a graph writes.
+    """
+
+    def __init__(self):
+        one = new_ledger("plain", device=DEVICE, backend="torch")
+        other = new_ledger("plain", device=DEVICE, key=one.books.key, backend=FewPrograms)
+        self.ledgers, self.generator = (one, other), torch.Generator().manual_seed(5)
+        rows = 2 * (DRAFTS + 1)
+        self.step = Step(
+            lines=torch.full((2,), -1, device=DEVICE),
+            starts=torch.arange(0, rows + 1, DRAFTS + 1, device=DEVICE).int(),
+            first=torch.zeros(2, device=DEVICE).long(),
+            tokens=torch.zeros(rows, device=DEVICE).int(),
+            slots={"full": torch.zeros(rows, device=DEVICE).long()},
+            tables={"full": torch.arange(20, device=DEVICE).view(2, 10).int()},
+            drafts=torch.full((2,), DRAFTS, device=DEVICE),
+            positions=torch.zeros(rows, device=DEVICE).long(),
+        )
+        self.replay = replay_of(other, self.step)
+        self.known = [[7], [8]]
+        for ledger in self.ledgers:
+            ledger.restart()
+            lines = [ledger.admit("a", [7]), ledger.admit("b", [8])]
+            self.step.lines.copy_(torch.tensor(lines))
+
+    def draw(self, end, shape=(1,)):
+        return torch.randint(0, end, shape, generator=self.generator)
+
+    def feed(self):
+        """Fill the buffers with the rows of the next step, which the first ledger writes."""
+        fed = [[request[-1], *self.draw(3, (DRAFTS,)).tolist()] for request in self.known]
+        begin = torch.tensor([[len(request) - 1] for request in self.known])
+        positions = begin + torch.arange(DRAFTS + 1)
+        blocks = self.step.tables["full"].cpu().long().gather(1, positions // 4)
+        self.step.tokens.copy_(torch.tensor(fed).flatten())
+        self.step.positions.copy_(positions.flatten())
+        self.step.slots["full"].copy_((blocks * 4 + positions % 4).flatten())
+        self.ledgers[0].write(self.step)
+        self.ledgers[0].check(self.step)
+        return [each[1:] for each in fed]
+
+    def sample(self, fed, one_too_many, *, told=True):
+        """Return counts, ids, and a block that is handed out; the first ledger may be told."""
+        ids = torch.full((2, DRAFTS + 1), -1)
+        counts = torch.zeros(2).int()
+        for index, request in enumerate(self.known):
+            stay = int(self.draw(DRAFTS + 1))
+            drawn = [*fed[index][:stay], 5]
+            ids[index, : len(drawn)] = torch.tensor(drawn)
+            counts[index] = min(len(drawn) + one_too_many, DRAFTS + 1)
+            request += drawn
+        counts, ids = counts.to(DEVICE), ids.to(DEVICE)
+        block = int(self.step.tables["full"][1, (len(self.known[1]) + 3) // 4])
+        if told:
+            self.ledgers[0].resolve(counts, ids, besides=1)
+            self.ledgers[0].hand_out("full", [block])
+        return counts, ids, {"full": [block]}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["as a whole", "in its parts"])
+def test_what_waited_is_resolved_although_the_buffers_have_the_next_step(later):
+    """In one call, or in the usual ones; and at once where nothing can wait."""
+    steps, waiting, at_once = Steps(), None, 0
+    ledger = steps.ledgers[1]
+    for turn in range(8):
+        fed = steps.feed()
+        if waiting is None:
+            ledger.replayed(steps.step)
+        elif later:
+            ledger.resolve_waiting(*waiting[:2], 1)
+            ledger.change(given=waiting[2])
+            ledger.replayed(steps.step)
+        else:
+            assert ledger.go_on(steps.step, *waiting, 1)
+            at_once += 1
+        steps.replay()
+        assert_equal_books(*steps.ledgers)
+        waiting = steps.sample(fed, one_too_many=turn % 2)
+        if not ledger.can_wait(*waiting[:2]):  # on a GPU, until it has passed an event
+            ledger.resolve(*waiting[:2], besides=1)
+            ledger.change(given=waiting[2])
+            waiting = None
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+    assert later or at_once > 3
+    one, other = (each.violations() for each in steps.ledgers)
+    assert one == other == []
+    assert ledger.counters()["kvtxn_audit_unjudged_total"] == 0
+    assert ledger.counters()["kvtxn_audit_steps_total"] == 8
+    glance = ledger.glance()
+    glance.wait()
+    ledger.findings.require_all_steps(glance)
+
+
+def first(steps):
+    """Write a step whose outcome can wait."""
+    ledger = steps.ledgers[1]
+    while True:
+        fed = steps.feed()
+        ledger.replayed(steps.step)
+        steps.replay()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        counts, ids, _ = steps.sample(fed, one_too_many=0)
+        if ledger.can_wait(counts, ids):
+            return counts, ids
+        ledger.resolve(counts, ids, besides=1)
+
+
+OTHERWISE = {
+    "a request came": lambda ledger, counts, ids: ledger.admit("c", [1, 2]),
+    "blocks wait": lambda ledger, counts, ids: ledger.hand_out("full", [3]),
+    "it was resolved": lambda ledger, counts, ids: ledger.resolve(counts, ids, besides=1),
+    "nobody's replay": lambda ledger, counts, ids: ledger.replayed(None),
+    "all was forgotten": lambda ledger, counts, ids: ledger.reset(),
+}
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE.values(), ids=OTHERWISE)
+def test_where_something_else_came_the_usual_calls_are_needed(otherwise):
+    steps = Steps()
+    ledger, outcome = steps.ledgers[1], first(steps)
+    otherwise(ledger, *outcome)
+    before = ledger.passes.num_steps
+    assert not ledger.go_on(steps.step, *outcome, {}, 1)
+    assert ledger.passes.num_steps == before
+
+
+def test_forms_that_cannot_be_read_from_their_addresses():
+    """Such an outcome is brought into another form, or refused: its rows are overwritten."""
+    steps = Steps()
+    ledger, (counts, ids) = steps.ledgers[1], first(steps)
+    assert not ledger.can_wait(counts.short(), ids)
+    assert not ledger.can_wait(counts, ids[:1])
+    steps.feed()
+    assert not ledger.go_on(steps.step, counts, ids.t().contiguous().t(), {}, 1)
+    assert not ledger.go_on(steps.step, counts[:1], ids[:1], {}, 1)
+    assert not ledger.go_on(steps.step, counts.short(), ids, {}, 1)
+    with pytest.raises(ConfigError, match="blocks"):
+        ledger.go_on(steps.step, counts, ids, {"full": [1 << 40]}, 1)
+    with pytest.raises(WindowStateError, match="cannot be told later"):
+        ledger.resolve_waiting(counts.short(), ids, 1)
+    ledger.resolve_waiting(counts, ids.t().contiguous().t(), 1)
+    ledger.replayed(steps.step)
+    steps.replay()
+    assert not ledger.violations()
+    assert_equal_books(*steps.ledgers)
+
+
+def test_a_torch_ledgers_outcomes_do_not_wait():
+    """What it needs of a step lies in the step's tensors alone."""
+    steps = Steps()
+    waiting = steps.sample(steps.feed(), one_too_many=0, told=False)
+    assert not steps.ledgers[0].can_wait(*waiting[:2])
