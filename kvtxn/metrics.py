@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -134,7 +134,7 @@ class Metrics:
 
     Attributes:
         policy: the manager's resolved policy; decides how often a row is written.
-        windows: windows by outcome; a plain dict, in which a step counts quickest.
+        put_off: functions that count what a step has put off; called before counters are read.
         fallbacks: windows that went to direct writes, by reason.
         hook_errors: hooks that raised, by the moment they were called at.
         bypassed: steps that could have had a window and did not, by reason.
@@ -155,7 +155,8 @@ class Metrics:
     row_bytes: tuple[int, ...]
     overwrites: tuple[bool, ...]
     rows: Tensor
-    windows: dict[str, int] = attrs.Factory(lambda: dict.fromkeys(_OUTCOMES, 0))
+    put_off: list[Callable[[], None]] = attrs.Factory(list)
+    _windows: dict[str, int] = attrs.Factory(lambda: dict.fromkeys(_OUTCOMES, 0))
     fallbacks: Counter[str] = attrs.Factory(Counter)
     hook_errors: Counter[str] = attrs.Factory(Counter)
     bypassed: Counter[str] = attrs.Factory(Counter)
@@ -180,6 +181,13 @@ class Metrics:
             rows = torch.zeros(3, lines, 4, dtype=torch.int64, device=device)
         return cls(policy, row_bytes, tuple(overwrites.values()), rows)
 
+    @property
+    def windows(self) -> dict[str, int]:
+        """Windows by outcome; a plain dict, in which a step counts quickest."""
+        for count in self.put_off:
+            count()
+        return self._windows
+
     def restart(self) -> None:
         """Count windows and rows from zero again, as after an engine's warm-up.
 
@@ -196,7 +204,7 @@ class Metrics:
         A family with a label has its sum under its own name, and each value under
         ``<name>_<label>``. Waits for the device.
         """
-        values, flat = self._values(), dict[str, float]()
+        values, flat = self._values(self.windows), dict[str, float]()
         for family in FAMILIES:
             if family.label is None:
                 flat[family.name] = values[family.name, None]
@@ -207,7 +215,7 @@ class Metrics:
             flat |= {f"{name}_{label}": values.get((name, label), 0) for name, label in keys}
         return flat
 
-    def _values(self) -> dict[tuple[str, str | None], float]:
+    def _values(self, windows: dict[str, int]) -> dict[tuple[str, str | None], float]:
         """Return the counters by family name and label value. Waits for the device."""
         rows = self.rows.cpu()
         staged, committed, rejected, refused = (int(n) for n in rows[:, 0].sum(0))
@@ -223,7 +231,7 @@ class Metrics:
             ("kvtxn_acceptance_rate", None): committed / staged if staged else 0.0,
         }
         for family, counts in (
-            ("kvtxn_windows_total", self.windows),
+            ("kvtxn_windows_total", windows),
             ("kvtxn_fallbacks_total", self.fallbacks),
             ("kvtxn_hook_errors_total", self.hook_errors),
             ("kvtxn_bypassed_windows_total", self.bypassed),

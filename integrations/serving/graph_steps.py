@@ -10,9 +10,9 @@ error surfaces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from ...config import TxnConfig
 from ...errors import ConfigError, IncompleteWindowError, SlotMappingError
 from ...layers import LayerRef
 from ...layout import RowLayout
+from ...log import DEBUG, remembered
 from ...manager import TransactionManager
 from ...row_io import LayerRows
 from ...states import WindowState
+from .beside import Beside, NotedStep, failing
 
 #: Steps without a window after a first failure; doubled at each further one, up to the limit.
 _REST: Final = 8
@@ -66,25 +68,6 @@ def check_settings(config: TxnConfig) -> None:
             )
 
 
-class Beside(Protocol):
-    """An object that is committed in each step beside the rows: recurrent states."""
-
-    def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
-        """Commit, before the step's rows are committed.
-
-        Args:
-            window: the step's, if it has one.
-            sampled: as ``GraphSteps.commit`` got it.
-
-        Returns:
-            None: it is committed. Or a launch for ``window.commit_by``, which commits both;
-            ``repeat`` comes if it fails, or is not made.
-        """
-
-    def repeat(self, sampled: Tensor) -> None:
-        """Commit, after the launch failed or was not made: it has written nothing."""
-
-
 class GraphSteps:
     """The windows of one model runner.
 
@@ -98,16 +81,18 @@ class GraphSteps:
     Attributes:
         manager: as given.
         windows: the windows over the runner's forward, and their fixed tensors.
-        window: the window of the forward that is under way, if it has one.
         query_len: as given.
         layers: the target's, in the order of the forward.
         deferred: the policy is ``deferred``, so draft rows wait outside their slots.
         layout: the rows of requests with drafts, by drafts and settled rows of each.
         beside: what is committed beside the rows; None where nothing is.
+        among_others: a window may have requests without drafts before its last one that has some.
 
     Raises:
         ConfigError: a setting has no effect, see ``check_settings``.
     """
+
+    among_others: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -122,7 +107,7 @@ class GraphSteps:
         self.manager = manager
         self.layers = tuple(manager.layers.values())
         self.query_len = query_len
-        self.window: CapturedWindow | None = None
+        self._window: CapturedWindow | None = None
         self.beside: Beside | None = None
         self.deferred = manager.policy == "deferred"
         self._slots = slots
@@ -131,6 +116,17 @@ class GraphSteps:
         self._plans: dict[Hashable, StepPlan | str | None] = {}
         self._pause = _REST
         self._rest = 0
+        self._alike = 0  # as ``begin`` was told of the last step that had a window
+        #: Requests of steps that recur, see ``begin``, with what their commits need; 0: the next
+        #: step is none of them.
+        self._recurring = 0
+        self._recurs: StepPlan
+        self._launches: Mapping[Hashable, Callable[[], None]] = {}
+        self._noted: NotedStep
+        self._listeners = self.windows.on_commit
+        self._unopened = False  # a step that recurs is under way
+        self._unopened_ends = 0  # of such steps; no metric counts them yet
+        manager.metrics.put_off.append(self._count)
         self.layout = lru_cache(maxsize=_MOST_BATCHES)(
             lambda drafts, settled: RowLayout.build(drafts, settled, manager.device)
         )
@@ -158,6 +154,10 @@ class GraphSteps:
     ) -> None:
         """Begin the step whose forward comes next; its slots are in place.
 
+        A step *recurs* if it is like the one before it, which a launch of ``beside``'s committed.
+        Its drafts are marked already. So its window is opened when somebody asks for it; the usual
+        commit does not: it makes the launch, and the step is counted as a committed window.
+
         Args:
             drafts: numpy int32 ``[num_requests]``, draft rows of each request; None without drafts.
             lengths: numpy int32 ``[num_requests]``, rows of each request, drafts included.
@@ -167,8 +167,12 @@ class GraphSteps:
                 them drafts, and none is at its prompt. By it a plan is found sooner than by the
                 arrays, which have to say the same. 0: not known.
         """
-        if self.window is not None:
+        if alike and alike == self._recurring and not self._unopened:
+            self._unopened = True
+            return
+        if self._window is not None or self._unopened:
             self.abandon()
+        self._recurring, self._alike = 0, alike
         plan: StepPlan | str | None = None
         if drafts is not None:
             key: Hashable = alike
@@ -178,7 +182,7 @@ class GraphSteps:
             if plan.__class__ is not StepPlan or self._rest:
                 plan = self._without(plan, key, drafts, lengths, prefilling)
         if plan is not None:
-            self.window = self.windows.begin(plan, replayed)  # type: ignore[arg-type]
+            self._window = self.windows.begin(plan, replayed)  # type: ignore[arg-type]
         elif self.deferred:
             self._unmark()
 
@@ -224,16 +228,18 @@ class GraphSteps:
                 got=f"{drafts.tolist()} draft rows of {lengths.tolist()} rows",
                 hint="count a request's draft rows among its rows",
             )
-        count = int((drafts > 0).sum())
-        if count == 0:
+        which = drafts.nonzero()[0]
+        if not len(which):
             return None
-        drafts, lengths = drafts[:count], lengths[:count]
-        longest = int(lengths.max())
+        count = int(which[-1]) + 1 if self.among_others else len(which)
+        drafts, lengths, prefilling = drafts[:count], lengths[:count], prefilling[:count]
+        drafting, long = drafts > 0, lengths > self.query_len
         for applies, reason in (
-            (not drafts.all(), "order"),
-            (longest > self.query_len, "long_query"),
+            (not self.among_others and not drafting.all(), "order"),
+            ((long & drafting).any(), "long_query"),
+            (long.any(), "order"),
             (int(lengths.sum()) > self.manager.config.max_rows, "max_rows"),
-            (prefilling[:count].any(), "prompt_with_drafts"),
+            ((prefilling & drafting).any(), "prompt_with_drafts"),
         ):
             if applies:
                 return reason
@@ -266,15 +272,24 @@ class GraphSteps:
         Args:
             saves: the forward begins with ``save_in_forward``'s launch.
         """
-        window = self.window
+        window = self._window  # unopened ones save nothing
         if window is not None:
             window.before_forward(saves=saves)
 
     @property
+    def window(self) -> CapturedWindow | None:
+        """The window of the forward that is under way, if it has one."""
+        if self._unopened:
+            self._count()
+            self._unopened = False
+            self._window = self.windows.begin(self._recurs)
+        return self._window
+
+    @property
     def waits(self) -> bool:
         """True while drafts wait outside their slots: a window is open and has not fallen back."""
-        window = self.window
-        return window is not None and window.state is not _DIRECT
+        window = self._window
+        return self._unopened or (window is not None and window.state is not _DIRECT)
 
     def note_staged(self, ref: LayerRef) -> None:
         """Note that one more layer's drafts wait; called by forwards that run outside of graphs."""
@@ -287,10 +302,34 @@ class GraphSteps:
         Args:
             sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
         """
+        quiet = self._unopened and not self._listeners and remembered(DEBUG) is False
+        launch = self._launches.get(sampled.data_ptr()) if quiet else None
+        if launch is None or self._noted.replays != self._recurring:
+            self._commit(sampled)
+            return
+        try:
+            launch()
+        except BaseException as error:
+            self._commit(sampled, error)
+            return
+        noted, self._unopened = self._noted, False
+        noted.metadata = noted.batch = None
+        self._unopened_ends += 1
+
+    def _count(self) -> None:
+        """Count the windows of steps that ended without opening one."""
+        count, self._unopened_ends = self._unopened_ends, 0
+        if count:
+            self.windows.count_committed(self._recurs, count)
+
+    def _commit(self, sampled: Tensor, failed: BaseException | None = None) -> None:
+        """Commit the step's window, and what is beside it; ``failed``: its launch was made."""
         window, beside = self.window, self.beside
         launch = None if beside is None else beside.commit(window, sampled)
         if window is None:
             return
+        if launch is not None and failed is not None:
+            launch = failing(failed)
         state = None
         try:
             if launch is not None:
@@ -302,16 +341,23 @@ class GraphSteps:
                 state = self._commit_rows(window, sampled)
         except BaseException:
             if window.state.is_final:
-                self.window = None  # else ``sampled`` was refused, and the next step aborts it
+                self._window = None  # else ``sampled`` was refused, and the next step aborts it
             raise
         finally:
-            if state is not _COMMITTED and launch is not None and window.state is not _COMMITTED:
-                beside.repeat(sampled)  # type: ignore[union-attr]
-        self.window = None
-        if state is _COMMITTED:
-            self._pause = _REST
-        else:
+            if beside is not None and launch is not None:
+                if window.state is _COMMITTED:
+                    beside.noted.metadata = beside.noted.batch = None
+                else:
+                    beside.repeat(sampled)
+        self._window = None
+        if state is not _COMMITTED:
             self._start_rest()
+            return
+        self._pause = _REST
+        if beside is not None and launch is not None and self.deferred:
+            self._count()
+            self._recurring, self._recurs = self._alike, window.plan
+            self._launches, self._noted = window.plan.together, beside.noted
 
     def _commit_rows(self, window: CapturedWindow, sampled: Tensor) -> WindowState:
         """Commit the rows alone, of a window that no launch of ``beside`` commits."""
@@ -323,7 +369,8 @@ class GraphSteps:
 
     def abandon(self) -> None:
         """Abort the step's window, so that no draft row stays in a cache."""
-        window, self.window = self.window, None
+        window = self.window
+        self._recurring, self._window = 0, None
         if window is not None and not window.state.is_final:
             window.abort()
 
@@ -349,4 +396,5 @@ class GraphSteps:
         self._start_rest()
 
     def _start_rest(self) -> None:
+        self._recurring = 0
         self._rest, self._pause = self._pause, min(2 * self._pause, _LONGEST_REST)

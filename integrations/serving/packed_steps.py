@@ -3,8 +3,10 @@
 The V1 model runner keeps requests where they were when others leave, so requests with drafts do
 not lead the batch, and its slots lie in one buffer per KV-cache group. Before each forward the
 slots of the rows that matter are copied together; from there on it is a step like any other.
-Under ``deferred`` the fixed tensors mark drafts among the batch's first rows, so the runner lets
-requests with drafts lead: a step where they do not is bypassed.
+Under ``deferred`` the fixed tensors mark drafts among the batch's first rows. So a window begins
+with the batch's first request and ends with the last one that has drafts, and requests between them
+that have none take part with all their rows settled. A step is bypassed if one of those has more
+rows than a request with drafts may have: as many as a part of its prompt.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ class PackedGraphSteps(GraphSteps):
         vocab_size: sampled ids at or above it do not count as tokens.
         rows: where draft rows wait, see ``CapturedWindows``.
     """
+
+    among_others = True
 
     def __init__(
         self,
@@ -64,11 +68,10 @@ class PackedGraphSteps(GraphSteps):
         if not which:
             self.begin(None, lengths, prefilling)
             return
-        leading = which[-1] == len(which) - 1
         try:
-            if leading:
-                self._copy(slots, int(lengths[: len(which)].sum()))
-            elif not self.deferred:
+            if self.deferred or which[-1] == len(which) - 1:
+                self._copy(slots, int(lengths[: which[-1] + 1].sum()))
+            else:
                 self._gather(slots, which, lengths)
                 drafts, lengths, prefilling = (
                     part[which] for part in (drafts, lengths, prefilling)

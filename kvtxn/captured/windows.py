@@ -239,6 +239,12 @@ class CapturedWindows(SharedPlaces):
             log.debug("window.begin", window=window.number, rows=rows, policy=policy)
         return window
 
+    def count_committed(self, plan: StepPlan, number: int) -> None:
+        """Count windows of a plan as committed: the caller has ended them, and opened none."""
+        self.turn.begun += number
+        self.metrics.layer_calls += number * plan.stage_operations
+        self.outcomes["committed"] += number
+
     def mark(self, plan: StepPlan | None) -> None:
         """Mark the draft rows of the next forward; None marks no row, so that all are written.
 

@@ -206,9 +206,35 @@ class OnGpu(Telling):
             self.kvtxn_audit.take_wrong()
 
 
+class WatchAtOnce(WatchOnGpu):
+    """The same, which can be told of a step in one call, unless it refuses that."""
+
+    def go_on(self, done):
+        time.sleep(0.003)
+        return done
+
+
+class AtOnce(OnGpu):
+    """A runner whose steps with a forward are told in one call, after one that was refused."""
+
+    def __init__(self):
+        self.kvtxn_audit = WatchAtOnce()
+
+    def step(self, forward):
+        if forward:
+            self.kvtxn_tell(lambda watch: (watch.go_on(False), watch.go_on(True)))
+        else:
+            super().step(forward)
+
+
 @pytest.mark.parametrize(
     ("runner", "begin", "commit"),
-    [(Runner, 3000, 28000), (Telling, 203000, 228000), (OnGpu, 203000, 260000)],
+    [
+        (Runner, 3000, 28000),
+        (Telling, 203000, 228000),
+        (OnGpu, 203000, 260000),
+        (AtOnce, 106000, 0),
+    ],
     ids=str,
 )
 def test_an_audits_step_is_all_its_calls(runner, begin, commit):

@@ -96,7 +96,11 @@ class Rig:
         rows = None
         if self.spare:
             rows = {ref.name: waiting_rows(ref, SPARE, MAX_ROWS) for ref in self._whole}
-        self.steps = GraphSteps(self.manager, self.slots, query_len=4, rows=rows)
+        self.steps = self.make(rows)
+
+    def make(self, rows) -> GraphSteps:
+        """Make the steps, with drafts waiting in these rows."""
+        return GraphSteps(self.manager, self.slots, query_len=4, rows=rows)
 
     def begin(self, drafts, lengths, prefilling=None, *more) -> None:
         """Plan a step; request r has the block r, from its start on."""
@@ -104,7 +108,11 @@ class Rig:
         self.slots.fill_(-1)
         self.slots[0, : len(rows)] = torch.tensor(rows)
         late = prefilling or [False] * len(lengths)
-        self.steps.begin(*(numpy.array(each) for each in (drafts, lengths, late)), *more)
+        self.plan(*(numpy.array(each) for each in (drafts, lengths, late)), *more)
+
+    def plan(self, *batch) -> None:
+        """Give the steps a batch, whose slots are in place."""
+        self.steps.begin(*batch)
 
     def forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Write every row, as the attention does; drafts that wait go where they wait."""

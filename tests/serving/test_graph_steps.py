@@ -6,6 +6,7 @@ The kernels run on the GPU where there is one, else through Triton's interpreter
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import attrs
 import numpy
@@ -249,6 +250,7 @@ class Beside:
 
     def __init__(self, launch=None):
         self.launch, self.calls = launch, []
+        self.noted = SimpleNamespace(metadata="a step's", batch=None, replays=2)
 
     def commit(self, window, sampled):
         self.calls.append(("commit", window is not None, sampled.tolist()))

@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 
 import numpy
+import pytest
 import torch
 from kernels_here import importing_kernels
-from step_rig import DEVICE, anywhere  # noqa: F401
+from step_rig import DEVICE, Rig, anywhere  # noqa: F401
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig
 
@@ -128,23 +129,66 @@ def test_more_rows_than_there_is_room_for():
     assert runner.count("bypassed_windows_total_max_rows") == 2
 
 
-def test_deferred_wants_them_to_lead():
-    """The fixed buffers say of a batch's first rows which of them wait."""
-    runner = Runner.__new__(Runner)
-    cache = torch.randn(BLOCKS, HEADS, BLOCK, 2 * SIZE, device=DEVICE)
-    key, value = cache.transpose(1, 2).split(SIZE, -1)
-    config = TxnConfig(policy="deferred", backend="triton", max_rows=20, on_error="raise")
-    runner.manager = TransactionManager([LayerRef("one", key, value)], config)
-    runner.steps = PackedGraphSteps(runner.manager, 5, VOCAB)
-    slots = [torch.arange(64, device=DEVICE)]
-    batch = (numpy.array(each) for each in ([0, 2], [1, 3], [False, False]))
-    runner.steps.begin_among(*batch, slots)
-    assert runner.steps.window is None
-    assert runner.count("bypassed_windows_total_order") == 1
-    batch = (numpy.array(each) for each in ([2, 0], [3, 1], [False, False]))
-    runner.steps.begin_among(*batch, slots)
-    assert runner.steps.window is not None
-    assert runner.steps.windows.position[:4].tolist() == [-1, 0, 1, -1]
+class WaitingRig(Rig):
+    """Steps whose drafts wait, over slots in a buffer of the runner's."""
+
+    def __init__(self) -> None:
+        super().__init__("deferred", "raise")
+
+    def make(self, rows) -> PackedGraphSteps:
+        return PackedGraphSteps(self.manager, 4, VOCAB, rows)
+
+    def plan(self, *batch) -> None:
+        self.steps.begin_among(*batch, [self.slots[0]])
+
+    def step(self, drafts, lengths, sampled) -> None:
+        """One step, and every byte afterwards."""
+        before = [cache.clone() for cache in self.caches]
+        self.begin(drafts, lengths)
+        made = self.forward()
+        waiting = int((self.steps.windows.position >= 0).sum())
+        assert waiting == sum(drafts)
+        self.steps.commit_ids(sampled_ids(sampled, drafts))
+        self.expect(before, made, drafts, lengths, sampled)
+
+
+def test_drafts_wait_wherever_their_requests_lie():
+    """Requests without drafts before the last one with drafts are in the window, all settled."""
+    rig, chance = WaitingRig(), random.Random(5)
+    for _ in range(12):
+        drafts = [chance.choice([0, 0, 1, 2, 3]) for _ in range(4)]
+        lengths = [count + 1 if count else chance.choice([1, 1, 4]) for count in drafts]
+        rig.step(drafts, lengths, [chance.randint(1, count + 1) for count in drafts])
+    for drafts in ([0, 3], [3, 0, 3, 0], [0, 0, 0, 1]):
+        rig.step(drafts, [count + 1 for count in drafts], [1] * len(drafts))
+    assert rig.count("bypassed_windows_total") == 0
+    assert rig.count("fallbacks_total") == 0
+    assert rig.count("rows_staged_total") > rig.count("rows_committed_total") > 0
+
+
+def test_requests_after_the_last_draft_are_not_in_the_window():
+    rig = WaitingRig()
+    rig.begin([0, 2, 0], [1, 3, 4])
+    assert rig.steps.window.layout.num_requests == 2
+    assert rig.steps.windows.position[:6].tolist() == [-1, -1, 0, 1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "lengths", "prefilling", "reason"),
+    [
+        ([0, 2], [5, 3], [True, False], "order"),
+        ([0, 4], [1, 5], None, "long_query"),
+        ([0, 0, 0, 0, 3], [4, 4, 4, 4, 4], None, "max_rows"),
+        ([0, 2], [1, 3], [False, True], "prompt_with_drafts"),
+    ],
+)
+def test_a_batch_in_which_drafts_cannot_wait_says_why(drafts, lengths, prefilling, reason):
+    """No row is marked as a draft, so all are written as stock writes them."""
+    rig = WaitingRig()
+    rig.begin(drafts, lengths, prefilling)
+    assert rig.steps.window is None
+    assert bool((rig.steps.windows.position == -1).all())
+    assert rig.count(f"bypassed_windows_total_{reason}") == 1
 
 
 def test_slots_that_cannot_be_gathered_are_a_fallback(monkeypatch):

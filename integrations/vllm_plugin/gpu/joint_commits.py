@@ -2,18 +2,20 @@
 
 In a usual step each launch takes the host longer than all else that a commit does. Where the
 forward is a captured graph, all that both commits read is at fixed addresses but the counts, whose
-addresses recur. So both are captured as one graph for each kind of batch. Every other step commits
-its states by themselves, and then its rows.
+addresses recur. So both are captured as one graph for each kind of batch; or made one after the
+other with packed arguments, where each is one kernel. Every other step commits its states by
+themselves, and then its rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
+from ....captured.launches import LayoutLaunches
 from ....captured.shared import StepPlan
 from ....captured.window import CapturedWindow
 from ....log import get_logger
@@ -21,8 +23,8 @@ from ..internals.held_states import HeldStates
 
 log = get_logger()
 
-#: Capture both commits once a plan came at the same places this often, and at most at so many
-#: places: it is done in the middle of serving.
+#: Prepare a launch of both commits once a plan came at the same places this often, and at most at
+#: so many places: a capture is done in the middle of serving.
 _OFTEN: Final = 8
 _MOST_PLACES: Final = 16
 #: Most graphs that hold the commits of layers one by one, some dozens of launches each.
@@ -38,14 +40,14 @@ class JointCommits:
         states: the states.
 
     Attributes:
-        captured: the graphs of both commits that were captured so far.
+        noted: the states, which are told of each step.
+        captured: launches of both commits that were prepared so far, most of them graphs.
     """
 
     def __init__(self, states: HeldStates) -> None:
-        self._states = states
+        self._states = self.noted = states
         self.captured = 0
         self._seen: Counter[tuple[int, int]] = Counter()
-        self._metadata: Any = None  # of a step that the launch commits
 
     def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
         """Commit the states, or return the launch that commits both; see ``Beside``.
@@ -61,8 +63,6 @@ class JointCommits:
         found = window.plan.together.get(place)
         if found is None:
             self._by_themselves(window, place, sampled)
-            return None
-        self._metadata, states.metadata = states.metadata, None
         return found
 
     def repeat(self, sampled: Tensor) -> None:
@@ -71,17 +71,25 @@ class JointCommits:
         Raises:
             KVTxnError: a state could not be written. The engine must not go on.
         """
-        self._states.metadata = self._metadata
         self._states.commit(sampled)
 
     def _by_themselves(self, window: CapturedWindow, place: int, sampled: Tensor) -> None:
         """Commit the states; capture both commits if this kind of step recurs."""
-        launches, plan = None, window.plan
+        states, plan = self._states, window.plan
+        launches = alone = None
         if window.to_launch() is not None and self._recurs(plan, place):
-            launches = self._states.launches(sampled, plan.num_requests)
-        self._states.commit(sampled)
-        if launches is not None:
-            self._capture(plan, place, sampled, launches)
+            launches, alone = (
+                states.launches(sampled, plan.num_requests),
+                states.launch_over(sampled),
+            )
+        states.commit(sampled)
+        if launches is not None and plan.launches is not None:
+            rows = plan.launches.launch_over(sampled)
+            if alone is not None and rows is not None:
+                plan.together[place] = _in_turn(rows, alone)
+                self.captured += 1
+            else:
+                self._capture(plan, plan.launches, sampled, launches)
 
     def _recurs(self, plan: StepPlan, place: int) -> bool:
         """Count a kind of step; tell whether it is to be captured now."""
@@ -97,18 +105,30 @@ class JointCommits:
     def _capture(
         self,
         plan: StepPlan,
-        place: int,
+        rows: LayoutLaunches,
         sampled: Tensor,
         launches: Callable[[], None],
     ) -> None:
         """Capture both commits; the step's own rows are committed after this."""
-        if plan.launches is None:
-            return
         try:
-            replay = plan.launches.capture_with(sampled, launches, self._states.make)
+            replay = rows.capture_with(sampled, launches, self._states.make)
         except Exception as error:  # both commits still work, one after the other
             log.debug("joint_commits.not_captured", error=repr(error))
             return
         if replay is not None:
-            plan.together[place] = replay
+            plan.together[sampled.data_ptr()] = replay
             self.captured += 1
+
+
+def _in_turn(rows: Callable[[], bool], states: Callable[[], bool]) -> Callable[[], None]:
+    """Return a function that makes two launches of the driver's: less work than a graph of both.
+
+    Each tells whether it could be made. The one that may write twice comes first: where the second
+    cannot be made, both commits are repeated, and a row's second writing is as its first.
+    """
+
+    def launch() -> None:
+        if not (rows() and states()):
+            raise RuntimeError("the driver did not launch a step's commits")
+
+    return launch

@@ -32,10 +32,9 @@ class GpuRunnerV1(V1StepMixin, GpuRunnerMixin):
         return PackedGraphSteps(manager, batches.query_len(self), batches.vocab_size(self), rows)
 
     def _may_reorder_batch(self, scheduler_output: Any) -> None:
-        """Let requests with drafts lead: the fixed buffers mark drafts among the first rows.
+        """Let requests with drafts lead, so that windows have no other rows.
 
-        Where the order decides about sums it stays vLLM's, and a step in which drafts do not lead
-        has no window.
+        Where the order decides about sums it stays vLLM's, and the windows take other requests in.
         """
         super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
         if self.kvtxn is not None and self.kvtxn.deferred and not self.kvtxn_keeps_order:

@@ -22,6 +22,7 @@ from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
 from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
+from .expected_states import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
 from .made_rows import make_rows
 from .replayed_rows import REPLAYED, ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers
@@ -47,9 +48,6 @@ _TABLES: Final[Mapping[str, str]] = {
 #: that per request vLLM takes the other kernel.
 _FUSED_COLUMNS: Final = 8
 
-#: Most rows of a request that kvtxn's kernels take.
-MOST_REPLAYED: Final = 16
-
 
 def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     """Say in a sentence what kvtxn does not know about a model's recurrent layers; None if nothing.
@@ -60,7 +58,7 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     from ..attach import check_methods
 
     if not runner.model_config.is_hybrid:
-        return "the model has no layers of attention"
+        return NO_ATTENTION
     modules = modules_of(runner)
     own = {id(module) for module in runner.get_model().modules()}
     foreign = [name for name, module in modules.items() if id(module) not in own]
@@ -75,11 +73,11 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
         if wrong is not None:
             return wrong
         if kind == MAMBA2 and runner.vllm_config.mamba_config.backend.value != "triton":
-            return "vLLM's backend of Mamba-2 layers is not Triton"
+            return NOT_TRITON
         if getattr(module, "use_replayssm", False):
-            return "vLLM's own replay of Mamba-2 layers is on"
+            return OWN_REPLAY
         if replayed and width(runner) > MOST_REPLAYED:
-            return f"kvtxn's kernels of {kind} take at most {MOST_REPLAYED - 1} drafts"
+            return too_many(kind)
         if fused and not replayed and width(runner) == _FUSED_COLUMNS:
             return (
                 f"with {_FUSED_COLUMNS - 1} drafts vLLM's fused kernel of gated delta nets has no "
@@ -148,8 +146,8 @@ class HeldStates:
         self._dtype = runner.dtype
         #: Of the step that is under way; None: there is nothing to commit.
         self.metadata: Any = None
+        self.batch: Any = None
         self._known: VerifyStep | None = None
-        self._batch: Any = None
         #: Requests of the step's batch, if its forward is a captured graph, over all of them and no
         #: more: such a graph reads their first rows and lengths at fixed addresses. Else 0.
         self.replays = 0
@@ -220,11 +218,11 @@ class HeldStates:
             replayed: the forward is the replay of such a graph, so the host has no block to name.
         """
         self._known, self._done = None, 0
-        self.metadata, self._batch, self.replays = metadata, batch, 0
-        if replayed:
-            if batch is not None:
-                self.replays = batch.num_reqs
-            return  # the step is described when it is committed, if it has to be
+        self.metadata, self.batch = metadata, batch
+        if replayed:  # the step is described when it is committed, if it has to be
+            self.replays = 0 if batch is None else batch.num_reqs
+            return
+        self.replays = 0
         self.tables.begin_forward()
         if not isinstance(metadata, dict):
             self.metadata = None
@@ -241,7 +239,10 @@ class HeldStates:
     @property
     def _step(self) -> VerifyStep | None:
         """The step that is under way, if it verifies."""
-        known, first, metadata = self._known, self._first, self.metadata
+        metadata = self.metadata
+        if metadata is None:
+            return None
+        known, first = self._known, self._first
         if known is None and first is not None and isinstance(metadata, dict):
             given = metadata.get(first.name)
             if given is not None:
@@ -286,7 +287,7 @@ class HeldStates:
         if step is None or not step.requests:
             return
         try:
-            self._name_ends(step, self._batch)
+            self._name_ends(step, self.batch)
             if self._alone is not None:
                 whole = step.places is None
                 self._alone.commit_sampled(step, sampled if whole else kept(step, sampled))
@@ -302,7 +303,7 @@ class HeldStates:
         """Commit layer by layer after an error; layers that are done are left out."""
         self._note(error)
         try:
-            self._name_ends(step, self._batch)
+            self._name_ends(step, self.batch)
             self._commit(step, sampled)
         except Exception as again:
             raise KVTxnError(
@@ -326,7 +327,7 @@ class HeldStates:
 
     def abandon(self) -> None:
         """Forget the step; its states stay as they were before it."""
-        self.metadata = self._known = self._batch = None
+        self.metadata = self._known = self.batch = None
         self._done = self.replays = 0
 
     # -- together with the step's rows ------------------------------------------------------
@@ -342,7 +343,7 @@ class HeldStates:
             They, as one function. None if some request does not verify, or if commits are launched
             layer by layer.
         """
-        step, batch, alone, graphs = self._step, self._batch, self._alone, self.graphs
+        step, batch, alone, graphs = self._step, self.batch, self._alone, self.graphs
         if step is None or step.places is not None or step.requests != requests:
             return None
         if sampled.dtype is not torch.int32:
@@ -358,6 +359,18 @@ class HeldStates:
                 graphs.launch(step, kept(step, sampled))  # type: ignore[union-attr]
 
         return run
+
+    def launch_over(self, sampled: Tensor) -> Callable[[], bool] | None:
+        """Return the commit of the step, which ``launches`` takes, if it is one launch alone.
+
+        Returns:
+            A function that launches it over the counts where they lie now, and tells whether it
+            could; None if the commit is more than one launch of the driver's.
+        """
+        step, alone = self._step, self._alone
+        if step is None or alone is None or self._blocks is not None:
+            return None
+        return alone.launch_over(step, sampled)
 
     @property
     def make(self) -> Capture | None:

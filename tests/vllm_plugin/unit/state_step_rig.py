@@ -74,7 +74,7 @@ class StateSteps:
             for number in range(4)
         ]
         rows = REQUESTS * (DRAFTS + 1)
-        settings = TxnConfig(policy="undo", max_rows=rows)
+        settings = TxnConfig(policy="deferred", max_rows=rows)
         self.steps = GraphSteps(
             TransactionManager(layers, settings), torch.arange(rows).view(1, -1), DRAFTS + 1
         )

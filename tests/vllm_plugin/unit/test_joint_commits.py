@@ -83,9 +83,9 @@ class Rig(held.Rig):
         launch = self.joint.commit(self.window, sampled)
         if launch is not None:
             self.together += 1
-            assert self.own._step is None
             try:
                 launch()
+                self.own.abandon()
             except RuntimeError:
                 assert self.launches.fails
                 self.joint.repeat(sampled)
@@ -168,6 +168,40 @@ def test_a_launch_that_fails_leaves_the_states_to_be_committed(rig):
     rig.step(full, STEPS[4])
     assert (rig.together, rig.launches.replayed) == (3, 2)
     assert rig.errors == []
+
+
+@pytest.mark.parametrize("rig", [(GATED_DELTA, True)], indirect=True, ids=["fast"])
+@pytest.mark.parametrize("fails", [None, "rows", "states"])
+def test_two_launches_of_the_drivers(rig, monkeypatch, fails):
+    """They take the place of a graph; where one cannot be made, the states are committed anyway."""
+    made, alone, failing = [], rig.own._alone, None
+
+    def rows(sampled):
+        return lambda: made.append("rows") or failing != "rows"
+
+    def states(step, sampled):
+        def launch():
+            made.append("states")
+            if failing == "states":
+                return False
+            alone.commit_sampled(step, sampled)
+            return True
+
+        return launch
+
+    monkeypatch.setattr(rig.launches, "launch_over", rows)
+    monkeypatch.setattr(alone, "launch_over", states)
+    full = [DRAFTS + 1] * REQUESTS
+    for sampled in STEPS[:3]:
+        rig.step(full, sampled)
+    assert made == ["rows", "states"]
+    assert rig.launches.captured == 0
+    failing, rig.launches.fails = fails, fails is not None
+    rig.step(full, STEPS[3])
+    failing, rig.launches.fails = None, False
+    rig.step(full, STEPS[4])
+    assert made.count("states") == (2 if fails == "rows" else 3)
+    assert (rig.together, rig.errors) == (3, [])
 
 
 def test_graphs_of_many_launches_are_few(rig, monkeypatch):

@@ -262,7 +262,7 @@ def test_states_are_committed_beside_rows(runner, monkeypatch, connected):
     runner.get_kv_cache_spec()
     runner.initialize_kv_cache(None)
     steps = gpu_runner.GraphSteps.__new__(gpu_runner.GraphSteps)
-    steps.beside, steps.window = None, None
+    steps.beside, steps._window, steps._unopened = None, None, False
     runner.kvtxn_connected = connected
     runner.kvtxn_join_commits(steps)
     assert (steps.beside is None) == connected
