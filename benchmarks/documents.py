@@ -255,6 +255,9 @@ DOCUMENTS: Final = (
     Path("integrations/README.md"),
 )
 
+#: Runs with too few rounds for times, beside other engines: what they say is that no bit differs.
+_BITS: Final = ("backends", "backends-blocks")
+
 #: Marker -> the function that generates the part between the markers.
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "headline": headline,
@@ -292,6 +295,12 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "steps": lambda: engine_step.report(load("h200-steps-against")),
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
     "backends": lambda: backends.report(load("h200-backends")),
+    "backends-0.33.0": lambda: "\n\n".join(
+        [
+            backends.report(load("h200-backends-0.33.0")),
+            *map(backends.bits, (load(f"bits-{each}-0.33.0") for each in _BITS)),
+        ]
+    ),
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
     "recurrent-bfloat16": lambda: recurrent.report(load("h200-recurrent-bfloat16")),
     "capacity": lambda: capacity.report(load("capacity-scheduler")),

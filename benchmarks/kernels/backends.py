@@ -138,6 +138,18 @@ def line(row: Mapping[str, Any]) -> str:
     )
 
 
+def bits(found: Mapping[str, Any]) -> str:
+    """Say by how many layers a result's rows differ, and leave its times out."""
+    rows = found["rows"]
+    backends = ", ".join(dict.fromkeys(row["backend"] for row in rows))
+    sizes = ", ".join(map(str, sorted({row["block_size"] for row in rows})))
+    layers = sum(row["layers"] for row in rows)
+    return (
+        f"{backends}, blocks of {sizes} rows: {sum(row['different'] for row in rows)} of {layers} "
+        f"layers differ in {len(rows)} cases. {machine_line(found['machine'])}."
+    )
+
+
 def report(found: Mapping[str, Any]) -> str:
     """Tabulate a result."""
     header = ["backend", "rows", "block size", "requests", "context", "layers that differ"]

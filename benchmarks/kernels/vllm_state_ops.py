@@ -252,6 +252,7 @@ class MambaOps(VllmOps):
 
     def _make_rows(self) -> None:
         load, shape = self._load, self._load.case.shape
+        vllm_operators.choose_mamba2_kernel()
         self._make_layers(
             _Layer,
             num_heads=shape.heads,

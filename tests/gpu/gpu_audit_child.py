@@ -30,7 +30,7 @@ from planting import Rig
 from scenarios import Engine
 
 #: Methods of a watch that run in each step.
-IN_STEPS = ("change", "step", "sampled_on_device", "ended")
+IN_STEPS = ("go_on", "change", "step", "before_replay", "sampled_on_device")
 
 
 class AuditWorker(gpu_oracle.Watch):
@@ -106,7 +106,8 @@ class AuditWorker(gpu_oracle.Watch):
         if watch is not None:
             found["brought"] = getattr(self, "audit_brought", 0)
             found["watched"] = {name: str(group) for name, group in watch.groups.items()}
-            found["published"] = [group.name for group, _ in getattr(watch, "_published", ())]
+            published = getattr(watch, "_published", None)
+            found["published"] = [group.name for group in published.groups] if published else []
             found["bytes"] = watch.ledger.books.num_bytes
             found["compared"] = 0 if watch.scrub is None else watch.scrub.compared
             found["layers"] = 0 if watch.scrub is None else len(watch.ledger.findings.layers)

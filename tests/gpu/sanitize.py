@@ -58,7 +58,12 @@ FAMILIES: Final = {
     "bytes": "any_stride or test_checksums_of_any_layout or test_windows or _life and plain",
     "replay": "test_replayed_states or test_every_accepted_count or test_every_way_across",
     "replay-graphs": "test_replay_in_a_graph or test_sizes_of_states or test_device_slots_beyond",
-    "gated-delta": "test_verify_is_as_specified or test_a_commit_advances or are_the_re",
+    # Verifies have many cases, of which few are taken: what follows them has a family of its own.
+    "gated-delta": "test_verify_is_as_specified",
+    "gated-delta-steps": "test_a_commit_advances or are_the_re",
+    "mamba2": "test_verify_is_as_specified",
+    "mamba2-steps": "are_the_recurrence or test_steps_follow_each_other",
+    "named-commits": "test_lines_are_the_references or test_all_requests",
 }
 
 #: Families without a class of the kit: tests of files of their own, on the Triton executor.
@@ -70,7 +75,14 @@ _OWN_FILES: Final = {
     "bytes": ("backends/test_audit_bytes.py",),
     "replay": ("recurrent/test_replay_triton.py",),
     "replay-graphs": ("recurrent/test_replay_triton.py",),
-    "gated-delta": ("recurrent/test_delta_kernels.py", "recurrent/test_recurring_advance.py"),
+    "gated-delta": ("recurrent/test_delta_kernels.py",),
+    "gated-delta-steps": (
+        "recurrent/test_delta_kernels.py",
+        "recurrent/test_recurring_advance.py",
+    ),
+    "mamba2": ("recurrent/test_mamba_kernels.py",),
+    "mamba2-steps": ("recurrent/test_mamba_kernels.py",),
+    "named-commits": ("recurrent/test_named_commits.py",),
 }
 
 TOOLS: Final = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -84,7 +96,7 @@ _VERDICT: Final = re.compile(
 _KERNELS: Final = "regex=move_rows|paged_|combine|_attention|fill_tables|" + "|".join(
     (
         *("write_rows", "resolve_rows", "compare_", "list_", "do_work", "find_nan"),
-        *("advance_states", "verify_rows", "advance_rows"),
+        *("advance_states", "verify_rows", "advance_rows", "names_of"),
     )
 )
 

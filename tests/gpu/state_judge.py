@@ -49,6 +49,7 @@ def judge(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
             f"tokens {len(equal)}/{len(common)} (stock has {len(theirs['digests'])}, this "
             f"{len(mine['digests'])}); steps {mine['counts'].get('steps')}, graphs "
             f"{mine['counts'].get('graphs', 0)}, of both commits {mine['counts'].get('joint', 0)}, "
+            f"steps without a window of their own {mine['counts'].get('unopened', 0)}, "
             f"accepted counts {mine['accepted']} / stock "
             f"{theirs['accepted']}, cached tokens {mine['hits']} / {theirs['hits']}"
         )
@@ -83,6 +84,7 @@ def near_ties(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
             f"{found['gap']:.1f} of {NEAR}, noise {found['noise']:.1f} of {NOISE}; by lot "
             f"{found['by_lot']}; steps {mine['counts'].get('steps')}, graphs "
             f"{mine['counts'].get('graphs', 0)}, of both commits {mine['counts'].get('joint', 0)}, "
+            f"steps without a window of their own {mine['counts'].get('unopened', 0)}, "
             f"accepted counts {mine['accepted']} / "
             f"{theirs['accepted']}, cached tokens {mine['hits']} / {theirs['hits']}"
         )

@@ -152,7 +152,7 @@ def test_the_audit_cries_wolf_nowhere(engine):
 def test_what_leaves_is_durable(engine):
     found = SEEN["connectors"][engine]
     assert found["rejected"] > 0
-    if engine.endswith(".stock"):
+    if engine.partition(", ")[0].endswith(".stock"):  # a release may follow
         assert found["residue"] > 0
         return
     for wrong in ("stored_wrong", "stored_pending", "loaded_wrong"):

@@ -104,11 +104,11 @@ def test_the_table_names_what_was_seen():
     assert {seen["runner"] for seen in kept} == set(RUNNERS["cuda"])
 
 
-def test_the_matrix_says_what_was_seen():
+def kinds_in(grid):
     """Kinds of engines in which windows were recorded, by runner, and under which policies."""
     families = dict.fromkeys(("llama", "demo", "gemma3"), vllm_matrix.PLAIN)
     found = {}
-    for name, policies in GRID["jobs"].items():
+    for name, policies in grid["jobs"].items():
         options = JOBS[name].get("options", {})
         parallel = "tensor" if "tensor_parallel_size" in options else "one worker"
         if "pipeline_parallel_size" in options:
@@ -120,6 +120,11 @@ def test_the_matrix_says_what_was_seen():
                 kind = (family, seen["attention"], number, parallel)
                 kinds = found.setdefault(("cuda", seen["runner"]), {})
                 kinds[kind] = kinds.get(kind, set()) | {policy}
+    return found
+
+
+def test_the_matrix_says_what_was_seen():
+    found = kinds_in(GRID)
     own = vllm_matrix
     hybrid = (own.STATES, own.CHOSEN, own.FAST, own.OLMO, own.CONVOLVED)  # in seen.json
     hybrid += (own.MIXED, own.MIXED_FAST)
@@ -129,3 +134,20 @@ def test_the_matrix_says_what_was_seen():
             for kind, policies in vllm_matrix.SEEN[where].items()
             if kind[0] not in hybrid
         }
+
+
+@pytest.mark.parametrize("release", vllm_matrix.AGAIN)
+def test_the_matrix_says_what_was_seen_again(release):
+    """With another release, on one GPU: at least what the matrix says, and no backend left out."""
+    found, without = kinds_in(GRIDS[release]), vllm_matrix.AGAIN[release]
+    assert not {kind[1] for kinds in found.values() for kind in kinds} & set(without)
+    for where, kinds in found.items():
+        said = {
+            kind: set(policies)
+            for kind, policies in vllm_matrix.SEEN[where].items()
+            if kind[0] in (vllm_matrix.PLAIN, vllm_matrix.LATENT)
+            and kind[3] == "one worker"
+            and kind[1] not in without
+        }
+        assert said.keys() == kinds.keys()
+        assert all(said[kind] <= kinds[kind] for kind in said)
