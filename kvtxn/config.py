@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, get_args
 import attrs
 
 from .backend_names import names
-from .errors import BackendUnavailableError, ConfigError
+from .errors import BackendUnavailableError, ConfigError, meant
 
 Policy = Literal["auto", "deferred", "undo", "direct"]
 AcceptanceMode = Literal["auto", "loop", "vectorized", "graph"]
@@ -31,7 +31,7 @@ def _one_of(choices: tuple[str, ...]) -> Any:
                 f"{attribute.name} is not valid",
                 expected=f"one of {', '.join(map(repr, choices))}",
                 got=repr(value),
-                hint=f"choose one of them, or leave {attribute.name} out",
+                hint=meant(value, choices) or f"choose one of them, or leave {attribute.name} out",
             )
 
     return check
@@ -63,7 +63,8 @@ def _registered(_: object, __: attrs.Attribute[str], value: object) -> None:
             f"no backend is registered as {value!r}",
             expected=f"'auto' or one of {', '.join(map(repr, known))}",
             got=repr(value),
-            hint="install the package that provides it, or call kvtxn.registry.register",
+            hint=meant(value, ("auto", *known))
+            or "install the package that provides it, or call kvtxn.registry.register",
         )
 
 

@@ -25,6 +25,8 @@ help: Final = "versions, devices, backends, and the choice of 'auto' with its re
 GROUP: Final = "kvtxn.reports"
 #: The entry of an integration's section that is printed only if it is asked for.
 MATRIX: Final = "matrix"
+#: The entry that explains that one, and is printed with it alone.
+LEGEND: Final = "legend"
 #: Columns of the page.
 WIDTH: Final = 100
 NOT_JUDGED: Final = "cannot judge these engine arguments"
@@ -192,6 +194,8 @@ def _section(name: str, values: dict[str, Any], *, matrix: bool) -> list[str]:
     """
     lines = []
     for key, value in values.items():
+        if key == LEGEND and not matrix:
+            continue
         if key == MATRIX and not matrix:
             value = f"{len(value)} kinds of engines; `kvtxn doctor --matrix` prints them"
         if isinstance(value, dict):

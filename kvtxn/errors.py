@@ -6,7 +6,12 @@ the next step. The same facts are attributes, so that callers never parse text.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import ClassVar, Final
+
+#: The least likeness, by ``difflib``'s measure, at which a name is taken for another misspelled.
+_ALIKE: Final = 0.76
 
 
 class KVTxnError(Exception):
@@ -164,3 +169,17 @@ class BackendUnavailableError(KVTxnError, RuntimeError):
     """A backend was asked for by name and cannot run here; the message says why."""
 
     default_hint = "run `kvtxn doctor` to see what can run here"
+
+
+def meant(value: object, known: Iterable[str]) -> str | None:
+    """Return a hint that names what a misspelled name probably stands for.
+
+    Args:
+        value: what the caller wrote.
+        known: the names that exist.
+
+    Returns:
+        A question that names the one spelled most alike, capitals aside; None if none is.
+    """
+    near = get_close_matches(str(value).lower(), list(known), n=1, cutoff=_ALIKE)
+    return f"did you mean {near[0]!r}?" if near else None

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import ClassVar, Final
 
 import attrs
@@ -43,7 +42,7 @@ from .captured.launches import CapturedLaunches, CapturedPlaces
 from .commit_input import SampledIds as SampledIds
 from .commit_input import as_counts as as_counts
 from .config import POLICIES, TxnConfig
-from .errors import ConfigError
+from .errors import ConfigError, meant
 from .layers import KINDS, LayerRef
 from .layout import RowLayout
 from .recurrent.state_slots import Crossings
@@ -63,13 +62,12 @@ def _known_names(_: object, attribute: attrs.Attribute[frozenset[str]], value: o
     if isinstance(value, frozenset):
         unknown = sorted(value.difference(known), key=repr)
     if unknown:
-        near = get_close_matches(str(unknown[0]), known, n=1)
         raise ConfigError(
             "Capabilities",
             f"{attribute.name} is not valid",
             expected=f"a frozenset of names among {', '.join(map(repr, known))}",
             got=repr(unknown[0]),
-            hint=f"did you mean {near[0]!r}?" if near else "name only those that it can do",
+            hint=meant(unknown[0], known) or "name only those that it can do",
         )
 
 

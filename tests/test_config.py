@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from kvtxn import BackendUnavailableError, TxnConfig
-from kvtxn.errors import ConfigError
+from kvtxn.errors import ConfigError, KVTxnError
 
 
 def test_defaults_choose_everything():
@@ -35,6 +35,23 @@ def test_bad_values_are_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field) as caught:
         TxnConfig(**{field: value})
     assert caught.value.got == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "hint"),
+    [
+        ("policy", "Defered", "did you mean 'deferred'?"),
+        ("policy", "optimistic", "choose one of them, or leave policy out"),
+        ("backend", "Triton", "did you mean 'triton'?"),
+        ("backend", "AUTO", "did you mean 'auto'?"),
+        ("backend", "quantum", "install the package that provides it, or call "
+         "kvtxn.registry.register"),
+    ],
+)  # fmt: skip
+def test_a_misspelled_name_comes_with_the_nearest_one(field, value, hint):
+    with pytest.raises(KVTxnError) as caught:
+        TxnConfig(**{field: value})
+    assert caught.value.hint == hint
 
 
 def test_unknown_backend_is_unavailable():

@@ -33,6 +33,7 @@ from .metrics.snapshots import (
 )
 from .policy import supported
 from .policy.engine import EngineFacts
+from .policy.release_rules import on_trial
 from .policy.rules import decide
 from .settings import PluginSettings, is_asked, is_audited, settings, wants
 
@@ -254,7 +255,7 @@ def _attach(
     attach(runner, wanted, rank)
     if not is_hooked(runner):
         return
-    runner.kvtxn_on_trial = unchecked.on_trial(facts)
+    runner.kvtxn_on_trial = on_trial(facts)
     if runner.kvtxn_on_trial or facts.device != "cpu":
         _after_warm_up(wrapper, facts)
     if facts.device == "cpu":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, Final, TypeGuard
 
 import attrs
@@ -19,7 +18,7 @@ from ... import registry
 from ...acceptance import Acceptance
 from ...audit.byte_books import EVERY
 from ...config import POLICIES, TxnConfig
-from ...errors import ConfigError, KVTxnError
+from ...errors import ConfigError, KVTxnError, meant
 from ...policy import choose_policy
 from ..serving import graph_steps
 
@@ -146,6 +145,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             got=dict(given),
             hint="""add "policy": "auto", or "audit": "ledger" to watch the engine alone""",
         )
+    _check_policy(given)
     audit_every, poison = _audit_every(given, audit), _poison(given, audit, device)
     required, record = _flag(given, "required"), _flag(given, "record")
     unchecked = _flag(given, "unchecked")
@@ -185,6 +185,22 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
         *(txn, required, windows, recurrent, audit, on_violation, record, unchecked, audit_every),
         poison=poison,
     )
+
+
+def _check_policy(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a policy that does not exist.
+
+    ``TxnConfig`` refuses it, too, but its hint, to leave the policy out, is of no use here.
+    """
+    asked = given.get("policy")
+    if asked is not None and asked not in POLICIES:
+        raise ConfigError(
+            _WHERE,
+            "policy is not valid",
+            expected=f"one of {', '.join(map(repr, POLICIES))}",
+            got=repr(asked),
+            hint=meant(asked, POLICIES) or 'write "policy": "auto"',
+        )
 
 
 def _check_no_window(given: Mapping[str, Any]) -> None:
@@ -280,7 +296,7 @@ def _one_of(given: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
             f"{name} is not valid",
             expected=f"one of {', '.join(map(repr, values))}",
             got=repr(value),
-            hint=f"leave {name} out for {values[0]!r}",
+            hint=meant(value, values) or f"leave {name} out for {values[0]!r}",
         )
     return str(value)
 
@@ -290,13 +306,12 @@ def _check_names(given: Mapping[str, Any], known: list[str]) -> None:
     unknown = sorted(str(name) for name in given if name not in known)
     if not unknown:
         return
-    near = get_close_matches(unknown[0].lower(), known, n=1)
     raise ConfigError(
         _WHERE,
         f"there is no setting {unknown[0]!r}",
         expected=f"one of {', '.join(known)}",
         got=", ".join(map(repr, unknown)),
-        hint=f"did you mean {near[0]!r}?" if near else "leave it out",
+        hint=meant(unknown[0], known) or "leave it out",
     )
 
 

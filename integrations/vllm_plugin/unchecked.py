@@ -11,14 +11,10 @@ from . import self_test
 from .attach import stay_out, unhook_runner
 from .internals import Foreign
 from .policy.engine import EngineFacts
-from .policy.moved import compare, is_checked
+from .policy.moved import compare
+from .policy.release_rules import on_trial
 
 log = get_logger()
-
-
-def on_trial(facts: EngineFacts) -> bool:
-    """Tell whether windows depend on a self-test."""
-    return facts.unchecked and not is_checked(facts.version, facts.device)
 
 
 def hook_gone(facts: EngineFacts) -> str | None:

@@ -20,6 +20,7 @@ from ..policy.engine import (
 from ..policy.state_choice import TOKENS
 from ..settings import asked_states, wants
 from . import Foreign, flash, state_share, workers
+from .expected_states import expected_states
 
 
 def config_from(engine_args: Mapping[str, Any]) -> Foreign:
@@ -217,6 +218,7 @@ def expected_facts(config: Any) -> EngineFacts:
         if changes["attention"] in (None, "FLASH_ATTN") and not facts.mla:
             changes["flash"] = flash.version(config.attention_config.flash_attn_version)
         changes["spare_blocks"] = _rows_in_line(config)
+    changes |= expected_states(config, facts)
     return attrs.evolve(facts, **changes)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -89,6 +90,17 @@ def has_gated_delta_fused() -> bool:
         with contextlib.suppress(ImportError):
             _of_vllm(library)
     return hasattr(torch.ops._C, "fused_gdn_decode_post_conv_mtp")
+
+
+def choose_mamba2_kernel() -> None:
+    """Let vLLM choose its kernel of Mamba-2 layers, as an engine does for its caches."""
+    spec = _of_vllm("v1.kv_cache_interface").MambaSpec(
+        block_size=1, shapes=((1,),), dtypes=(torch.float32,)
+    )
+    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    settings = _of_vllm("config.mamba").MambaConfig()
+    dispatch = _of_vllm("model_executor.layers.mamba.ops.ssu_dispatch")
+    dispatch.initialize_mamba_ssu_backend(settings, caches)
 
 
 def verify_mamba2(*given: object, **more: object) -> None:

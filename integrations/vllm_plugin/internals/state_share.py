@@ -18,7 +18,7 @@ _TOKENS: Final = 16
 
 
 def state_dtype(config: Any) -> str:
-    """Name the dtype of a gated delta net's states, as the configuration gives it."""
+    """Name the dtype of a gated delta net's or a Mamba-2 layer's states, by the configuration."""
     asked = str(config.cache_config.mamba_ssm_cache_dtype)
     return _past_dtype(config) if asked == "auto" else asked
 

@@ -16,8 +16,10 @@ from ..settings import PluginSettings, settings
 from . import supported
 from .engine import EngineFacts
 from .fitting import check_fit
-from .matrix import matrix
+from .matrix import LEGEND, matrix
 from .moved import compare, is_checked
+from .release_rules import on_trial
+from .rule_type import Decision
 from .rules import decide
 from .state_choice import takes
 from .state_rules import PROMISES, measured_fast, without_fast_form
@@ -28,6 +30,9 @@ ASSUMED: Final = (
     "that vLLM chooses unless one is named; a running engine's log line, kvtxn.active or "
     "kvtxn.inactive, has the last word"
 )
+
+#: Ends a decision about an engine with a release that was not checked.
+ON_TRIAL: Final = "; if the engine passes the self-test at its start, else off"
 
 #: Printed for GPUs.
 SPARE_BLOCKS: Final = (
@@ -55,7 +60,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         ConfigError: a setting in ``additional_config={"kvtxn": {...}}`` is not valid.
         BackendUnavailableError: no backend of that name is registered.
     """
-    asked = {}
+    wanted, config = None, None
     if engine_args is None:
         facts = engine_config.plain_facts()
     else:
@@ -63,7 +68,7 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
         config = engine_config.config_from(engine_args)
         facts = engine_config.expected_facts(config)
         check_fit(wanted, facts, config)
-        asked = {"asked": _asked(wanted, facts, config)}
+    gone = unchecked.hook_gone(facts)
     plain = attrs.asdict(EngineFacts())
     special = {k: v for k, v in attrs.asdict(facts).items() if v != plain[k]}
     known = ", ".join(supported.releases_for(facts.device))
@@ -76,27 +81,44 @@ def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
             "method": facts.method,
             **special,
         },
-        **asked,
+        **({} if engine_args is None else {"asked": _asked(wanted, facts, config, gone)}),
         "assumed": ASSUMED,
-        "policies": _policies(facts),
-        **_earlier_stages(facts),
+        "policies": _policies(facts, gone),
+        **_earlier_stages(facts, gone),
         "audit": in_words(facts),
         **({"spare blocks": SPARE_BLOCKS} if facts.device == "cuda" else {}),
+        "legend": list(LEGEND),
         "matrix": [str(row) for row in matrix(facts)],
     }
 
 
-def _policies(facts: EngineFacts) -> list[str]:
+def _decide(asked: str, facts: EngineFacts, gone: str | None) -> Decision:
+    """Choose a policy as the plug-in does when the engine starts.
+
+    Args:
+        asked: the policy that the user asks for.
+        facts: the expected facts of the engine.
+        gone: what ``unchecked.hook_gone`` says of it.
+    """
+    found = decide(asked, facts)
+    if found.policy == "off" or not on_trial(facts):
+        return found
+    if gone is not None:
+        return Decision("off", gone)
+    return Decision(found.policy, found.reason + ON_TRIAL)
+
+
+def _policies(facts: EngineFacts, gone: str | None) -> list[str]:
     """Say what each policy that a user may ask for becomes, one line each."""
-    found = {policy: decide(policy, facts) for policy in POLICIES}
+    found = {policy: _decide(policy, facts, gone) for policy in POLICIES}
     return [f"{policy} -> {each.policy} ({each.reason})" for policy, each in found.items()]
 
 
-def _earlier_stages(facts: EngineFacts) -> dict[str, Any]:
+def _earlier_stages(facts: EngineFacts, gone: str | None) -> dict[str, Any]:
     """Say the same of pipeline stages before the last one; empty for an engine without any."""
     if facts.pipeline_parallel == 1:
         return {}
-    return {"policies on earlier stages": _policies(attrs.evolve(facts, last_stage=False))}
+    return {"policies on earlier stages": _policies(attrs.evolve(facts, last_stage=False), gone)}
 
 
 def _moved(facts: EngineFacts) -> dict[str, Any]:
@@ -111,17 +133,20 @@ def _moved(facts: EngineFacts) -> dict[str, Any]:
     }
 
 
-def _asked(wanted: PluginSettings | None, facts: EngineFacts, config: Foreign) -> list[str]:
+def _asked(
+    wanted: PluginSettings | None, facts: EngineFacts, config: Foreign, gone: str | None = None
+) -> list[str]:
     """Say what becomes of the user's settings, one line each.
 
     Args:
         wanted: the settings; None without any.
         facts: the expected facts of the engine.
         config: its ``VllmConfig``.
+        gone: what ``unchecked.hook_gone`` says of it.
     """
     if wanted is None:
         return ['nothing: without "kvtxn" in additional_config the engine runs stock']
-    outcomes = list(_outcomes(wanted, facts, config))
+    outcomes = list(_outcomes(wanted, facts, config, gone))
     lines = [str(outcome) for outcome in outcomes]
     if wanted.required:
         lacking = [outcome.why for outcome in outcomes if outcome.lacks]
@@ -164,12 +189,12 @@ def _states(asked: str, facts: EngineFacts) -> _Outcome:
     return _Outcome("recurrent", asked, found, says)
 
 
-def _outcomes(wanted: PluginSettings, facts: EngineFacts, config: Foreign) -> Iterator[_Outcome]:
+def _outcomes(
+    wanted: PluginSettings, facts: EngineFacts, config: Foreign, gone: str | None = None
+) -> Iterator[_Outcome]:
     """Decide about each setting as ``plugin`` does when the engine starts."""
     if wanted.windows:
-        policy, why = decide(wanted.txn.policy, facts)
-        gone = unchecked.hook_gone(facts) if policy != "off" else None
-        policy, why = (policy, why) if gone is None else ("off", gone)
+        policy, why = _decide(wanted.txn.policy, facts, gone)
         yield _Outcome("policy", wanted.txn.policy, policy, why)
         if wanted.recurrent != "off" and facts.recurrent is not None and policy != "off":
             yield _states(wanted.recurrent, facts)

@@ -51,6 +51,8 @@ class EngineFacts:
         state_dtype: dtype of the states; None if it is not known before the model is loaded.
         inner_states: prompts leave states in their middle for the prefix cache, those of gated
             delta nets, so that they need not be cut there.
+        odd_states: what rules windows over these states out, a sentence; known where a model is not
+            loaded yet. A loaded one has its layers looked at by ``held_states``.
         microbatches: vLLM cuts the batch into overlapping halves.
         adaptive: the number of drafts to verify changes from step to step.
         batch_invariant: a request's sums must not depend on the other requests in its batch.
@@ -71,7 +73,7 @@ class EngineFacts:
         spare_blocks: on a GPU, the caches have blocks behind vLLM's own, in which draft rows wait.
     """
 
-    version: str = supported.RELEASES[-1]
+    version: str = supported.MOST_CHECKED
     device: str = "cpu"
     runner: str = "v1"
     method: str | None = "ngram"
@@ -92,6 +94,7 @@ class EngineFacts:
     cached_states: bool = False
     state_dtype: str | None = None
     inner_states: bool = False
+    odd_states: str | None = None
     microbatches: bool = False
     adaptive: bool = False
     batch_invariant: bool = False

@@ -85,6 +85,10 @@ _ONE: Final = "one worker"
 #: The release with which the tests ran all engines of ``SEEN``; some they ran with others, too.
 SEEN_RELEASE: Final = "0.32.0"
 
+#: With these the tests ran the same engines on one GPU, but for recurrent layers (some of them were
+#: run) and these attention backends.
+AGAIN: Final[Mapping[str, tuple[str, ...]]] = {"0.33.0": ("FLASHINFER", "FLASHMLA")}
+
 #: By device and runner: kinds of engines that the tests ran next to stock, and under what.
 SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
     ("cpu", "v1"): {
@@ -158,6 +162,18 @@ ONLY: Final[Mapping[tuple[str, str], Mapping[tuple[str, str], str]]] = {
 }
 
 
+#: What a row says; printed above the matrix.
+LEGEND: Final = (
+    "a row: models on attention backends | dtypes, or formats of the KV cache | workers: what "
+    "policy 'auto' becomes, and the others that can be had 'by name' (why)",
+    f"'{ANY}': the column makes no difference. 'off': the engine runs stock, whatever policy is "
+    "named. Policy 'direct', the control, is left out",
+    "'seen running': tests compared such engines with stock. Where they ran only some of what the "
+    "row says, those policies stand before these words, and the release and the models after them",
+    "'not seen running': decided from vLLM's source, and run by no test",
+)
+
+
 @attrs.frozen
 class Row:
     """A line of the matrix: all engines with the same outcome.
@@ -169,6 +185,7 @@ class Row:
         auto: the decision for policy "auto".
         named: policies that the user may name.
         seen: those of ``named``, except "direct", that the tests ran.
+        release: the release with which they ran them; empty if they ran none.
         only: the engines that they ran, where these do not stand for the whole family.
         facts: the facts of each engine that the row stands for.
     """
@@ -179,6 +196,7 @@ class Row:
     auto: Decision
     named: tuple[str, ...]
     seen: tuple[str, ...]
+    release: str
     only: str
     facts: tuple[EngineFacts, ...] = attrs.field(repr=False)
 
@@ -202,8 +220,8 @@ class Row:
         if not self.seen:
             return f"{says}; not seen running"
         seen = "" if self.seen == windows else f"{', '.join(self.seen)} "
-        other = any(facts.version != SEEN_RELEASE for facts in self.facts)
-        release = f" with vLLM {SEEN_RELEASE}" if other else ""
+        other = any(facts.version != self.release for facts in self.facts)
+        release = f" with vLLM {self.release}" if other else ""
         return f"{says}; {seen}seen running{release}" + (f": {self.only}" if self.only else "")
 
 
@@ -249,8 +267,19 @@ def _row(here: EngineFacts, kind: tuple[str, str], number: str, parallelism: str
     known = SEEN.get((here.device, here.runner), {}).get((*kind, number, parallelism), ())
     seen = tuple(policy for policy in named if policy in known)
     only = ONLY.get((here.device, here.runner), {}).get((family, parallelism), "") if seen else ""
-    auto = decide("auto", facts)
-    return Row((kind,), (number,), (parallelism,), auto, named, seen, only, (facts,))
+    auto, release = decide("auto", facts), _release(facts, family) if seen else ""
+    return Row((kind,), (number,), (parallelism,), auto, named, seen, release, only, (facts,))
+
+
+def _release(facts: EngineFacts, family: str) -> str:
+    """Return the release with which an engine was seen: its own, if it was seen there again."""
+    again = (
+        facts.device == "cuda"
+        and family in (PLAIN, LATENT)
+        and facts.tensor_parallel * facts.pipeline_parallel == 1
+        and facts.attention not in AGAIN.get(facts.version, (facts.attention,))
+    )
+    return facts.version if again else SEEN_RELEASE
 
 
 def _drawn_together(rows: list[Row], column: str) -> list[Row]:

@@ -40,8 +40,31 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="what to list as checked; with cpu, the core of the grid has to pass first",
     )
+    made.add_argument(
+        "--without",
+        nargs="*",
+        type=_left_out,
+        default=[],
+        metavar="NAME=WHY",
+        help="with --checked gpu: methods of speculation whose engines were not run; with "
+        "--checked gpu-backends: attention backends of which something was not measured; and why, "
+        "in place of those that were named before",
+    )
     made.add_argument("--list", type=Path, default=releases.FILE, help="the list to write")
     return made
+
+
+def _left_out(text: str) -> tuple[str, str]:
+    """Divide ``NAME=WHY``."""
+    name, _, why = text.partition("=")
+    if not name or not why:
+        raise argparse.ArgumentTypeError(f"expected NAME=WHY, such as mtp='it died', got {text!r}")
+    return name, why
+
+
+def _check(name: str) -> str:
+    """Return the check that something is left out of; backends are named in capitals."""
+    return "gpu-backends" if name.isupper() else "gpu"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,14 +72,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     if given.source is not None and given.checked:
         parser().error("--source reads files alone, so nothing can be listed as checked")
+    for name, _ in given.without:
+        if _check(name) not in given.checked:
+            parser().error(f"--without {name} goes with --checked {_check(name)}")
     sources = Sources(given.source or workers.source_folder())
     if not sources.version:
         parser().error(f"{sources.root} has no vllm/_version.py that says its version")
     known = {release.version: release for release in releases.load(given.list)}
     names = [name for place in HOOK_POINTS.values() for name in place]
     hooks = releases.read_hooks(sources, names)
-    checked = () if sources.version not in known else known[sources.version].checked
-    new = Release(sources.version, tuple(sorted({*checked, *given.checked})), hooks)
+    old = known.get(sources.version, Release(sources.version, (), {}))
+    kept = {name: why for name, why in old.left_out.items() if _check(name) not in given.checked}
+    checked = tuple(sorted({*old.checked, *given.checked}))
+    new = Release(sources.version, checked, hooks, kept | dict(given.without))
     print(f"vLLM {new.version}: {len(hooks)} of {len(names)} hook points found")
     others = [each for each in known.values() if each.version != new.version]
     if releases.checked_for("cpu", others):
@@ -71,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             releases.save(known.values(), given.list)
             print(f"the core of the grid failed: {given.list.name} is as before")
             return code
-    print(f"{given.list.name}: {new.version}, checked: {', '.join(new.checked) or 'nothing'}")
+    said = "".join(f"; without {name}: {why}" for name, why in new.left_out.items())
+    print(f"{given.list.name}: {new.version}, checked: {', '.join(new.checked) or 'nothing'}{said}")
     return 0
 
 

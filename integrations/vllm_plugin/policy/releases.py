@@ -31,11 +31,15 @@ class Release:
         version: its number.
         checked: which of ``CHECKS`` were made; empty for one that was recorded and nothing more.
         hooks: its hook points by dotted name; those that it lacks are left out.
+        left_out: what the release's checks left out, and why, a part of a sentence: methods of
+            speculation, such as "mtp", none of whose engines was run on a GPU, and attention
+            backends in capitals, such as "FLASH_ATTN_MLA", of which something was not measured.
     """
 
     version: str
     checked: tuple[str, ...]
     hooks: Mapping[str, Found]
+    left_out: Mapping[str, str] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -74,6 +78,7 @@ def load(file: Path = FILE) -> tuple[Release, ...]:
                 name: Found(tuple(hook["takes"]), hook["source"])
                 for name, hook in each["hooks"].items()
             },
+            each.get("left_out", {}),
         )
         for each in json.loads(file.read_text("utf-8"))["releases"]
     )
@@ -90,8 +95,10 @@ def _text(release: Release) -> str:
         f"  {json.dumps(name)}: {json.dumps({'takes': found.takes, 'source': found.source})}"
         for name, found in release.hooks.items()
     ]
-    checked = json.dumps(release.checked)
-    head = f'{{"version": {json.dumps(release.version)}, "checked": {checked}, "hooks": {{'
+    head = f'{{"version": {json.dumps(release.version)}, "checked": {json.dumps(release.checked)}, '
+    if release.left_out:
+        head += f'"left_out": {json.dumps(dict(release.left_out))}, '
+    head += '"hooks": {'
     return head + "\n" + ",\n".join(hooks) + "\n}}"
 
 

@@ -22,6 +22,14 @@ class Decision(NamedTuple):
 _TRIAL: Final = '; "unchecked": true lets "recurrent": "exact" start'
 
 
+#: Releases in the examples. There are none of these numbers: the tests list the first as checked on
+#: a CPU and on one GPU and for nothing else, the second as checked for all but "gpu-stages", the
+#: third not at all. So no example depends on what is listed.
+ON_ONE_GPU: Final = "0.97.0"
+WITHOUT_STAGES: Final = "0.98.0"
+UNLISTED: Final = "0.99.0"
+
+
 @attrs.frozen
 class Rule:
     """A row of the table of rules.
@@ -33,13 +41,15 @@ class Rule:
             ``deferred``. ``"auto"``: the user may name ``deferred``, but "auto", which promises
             stock's tokens, does not choose it.
         applies: tells whether the rule concerns an engine.
-        reason: one sentence; ``{names}`` are facts, ``{lacking}`` is the result of ``lacking``,
-            ``{connector}`` that of ``connector``, ``{no_rows}`` says why the attention does not
-            read blocks of one row, and ``{state_releases}`` are the releases whose
-            recurrent layers were checked on the engine's device, and ``{or_auto}`` is another value
-            of the setting ``recurrent`` there, and ``{trial}`` the setting that lets states start
-            there all the same. States of no known dtype, before the model is loaded, are
-            "recurrent".
+        reason: one sentence; ``{names}`` are facts, ``{lacking}`` is the result of ``lacking``, and
+            ``{connector}`` that of ``connector``. ``{attends}`` names the attention, ``{or_flash}``
+            one over which drafts wait in more releases, and ``{no_rows}`` says why it does not read
+            blocks of one row. ``{state_releases}`` are the releases whose recurrent layers were
+            checked on the engine's device, ``{or_auto}`` is another value of the setting
+            ``recurrent`` there, and ``{trial}`` the setting that lets states start there all the
+            same. ``{left_out}`` says why the method of speculation was left out with this release,
+            and ``{backend_left_out}`` why the attention backend was. States of no known dtype,
+            before the model is loaded, are "recurrent".
         example: facts of an engine that the rule concerns; all its other facts are the defaults of
             ``EngineFacts``.
     """
@@ -52,13 +62,18 @@ class Rule:
 
     def says(self, facts: EngineFacts) -> str:
         """Return the rule's reason, with the facts of this engine filled in."""
+        left_out = supported.LEFT_OUT.get(facts.version, {})
         found = {
             "lacking": lacking(facts),
+            "attends": facts.attention or ("latent attention" if facts.mla else "any attention"),
+            "or_flash": "" if facts.mla else "attention backend FLASH_ATTN, ",
             "connector": connector(facts),
             "state_releases": ", ".join(supported.state_releases_for(facts.device)),
             "no_rows": supported.reads_no_rows(facts.attention, facts.flash),
             "state_dtype": facts.state_dtype or "recurrent",
             "or_auto": ' or "auto"' if facts.device == "cuda" else "",
+            "left_out": left_out.get(facts.method or "", ""),
+            "backend_left_out": left_out.get(facts.attention or "", ""),
             "trial": _TRIAL if facts.device == "cuda" else "",
         }
         return self.reason.format_map(attrs.asdict(facts) | found)

@@ -11,8 +11,8 @@ from typing import Final
 
 from . import supported
 from .engine import EngineFacts
-from .release_rules import RELEASE_RULES
-from .rule_type import Decision, Rule, connector, lacking
+from .release_rules import RELEASE_RULES, TRIAL_RULES
+from .rule_type import ON_ONE_GPU, WITHOUT_STAGES, Decision, Rule, connector, lacking
 from .state_rules import STATE_RULES
 
 
@@ -29,6 +29,17 @@ def _early(facts: EngineFacts) -> bool:
 def _opened(facts: EngineFacts) -> bool:
     """Tell whether windows may run on such stages: they were checked, or the user lets them."""
     return facts.version in supported.STAGE_RELEASES or facts.unchecked
+
+
+def _rows_unchecked(facts: EngineFacts) -> bool:
+    """Tell whether drafts were not seen waiting, with this release, under an attention on a GPU.
+
+    Before the model is loaded, latent attention is one of several, none of them FLASH_ATTN.
+    """
+    seen = supported.read_rows(facts.version, unchecked=facts.unchecked)
+    named = facts.attention in supported.READ_ROWS and facts.attention not in seen
+    latent = facts.attention is None and facts.mla and seen != supported.READ_ROWS
+    return facts.device == "cuda" and (named or latent)
 
 
 #: A worker with such a stage.
@@ -65,13 +76,14 @@ RULES: Final[tuple[Rule, ...]] = (
         "vLLM's V1 model runner cannot speculate under pipeline parallelism",
         {"pipeline_parallel": 2},
     ),
+    *TRIAL_RULES,
     Rule(
         "stage",
         "windows",
         lambda f: _early(f) and not _opened(f),
         "windows on a pipeline stage before the last one were not checked on several GPUs with "
         "vLLM {version}; the setting 'unchecked' lets them start",
-        _EARLY,
+        {**_EARLY, "version": WITHOUT_STAGES},
     ),
     Rule(
         "connector on a stage",
@@ -200,16 +212,13 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "release of other attention",
         "deferred",
-        lambda f: (
-            f.device == "cuda"
-            and f.attention in supported.READ_ROWS
-            and f.attention not in supported.read_rows(f.version, unchecked=f.unchecked)
-        ),
-        "kvtxn was not checked with draft rows that wait outside their slots under {attention} of "
-        "vLLM {version}; supported: " + ", ".join(supported.ROW_RELEASES),
+        _rows_unchecked,
+        "kvtxn was not checked with draft rows that wait outside their slots under {attends} of "
+        "vLLM {version}: name policy 'undo', or let drafts wait with {or_flash}the setting "
+        "'unchecked', or with one of the releases " + ", ".join(supported.ROW_RELEASES),
         {
             **{"device": "cuda", "runner": "v2", "dtype": "bfloat16", "attention": "TRITON_ATTN"},
-            **{"version": "0.33.0"},
+            **{"version": ON_ONE_GPU},
         },
     ),
     Rule(
@@ -237,7 +246,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "latents of 8 bits",
         "auto",
         lambda f: f.device == "cuda" and f.mla and f.kv_cache_dtype != "auto",
-        "over {kv_cache_dtype} rows TRITON_MLA's kernel takes 1.025 to 1.055 times as long by "
+        "over {kv_cache_dtype} rows TRITON_MLA's kernel takes 1.025 to 1.056 times as long by "
         "blocks of one row",
         {"device": "cuda", "runner": "v2", "mla": True, "kv_cache_dtype": "fp8"},
     ),
@@ -246,7 +255,8 @@ RULES: Final[tuple[Rule, ...]] = (
         "latents with the V1 runner",
         "auto",
         lambda f: f.device == "cuda" and f.mla and f.runner == "v1",
-        "kvtxn has not seen latent attention give stock's bits with model runner {runner}",
+        "with model runner {runner} latent attention was compared with stock, while drafts waited, "
+        "with vLLM 0.33.0 alone and in two small engines",
         {"device": "cuda", "mla": True},
     ),
     Rule(
@@ -258,6 +268,20 @@ RULES: Final[tuple[Rule, ...]] = (
         {
             **{"device": "cuda", "runner": "v2", "dtype": "bfloat16", "mla": True},
             **{"attention": "FLASH_ATTN_MLA", "block_size": 64},
+        },
+    ),
+    Rule(
+        "attention left out",
+        "auto",
+        lambda f: (
+            f.device == "cuda"
+            and f.attention in supported.LEFT_OUT.get(f.version, {})
+            and not f.unchecked
+        ),
+        "draft rows that wait under {attention} of vLLM {version}: {backend_left_out}",
+        {
+            **{"device": "cuda", "runner": "v2", "dtype": "bfloat16", "mla": True},
+            **{"attention": "FLASH_ATTN_MLA", "version": WITHOUT_STAGES},
         },
     ),
     Rule(

@@ -15,7 +15,7 @@ from .engine import (
     SHORT_CONV,
     EngineFacts,
 )
-from .rule_type import Rule
+from .rule_type import ON_ONE_GPU, Rule
 from .state_choice import CHOICE_RULES, ON_CPUS, by_requests
 
 #: Devices with recurrent layers whose operators or kernels kvtxn knows.
@@ -158,6 +158,18 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         {"recurrent": OLMO_DELTA},
     ),
     Rule(
+        "release for states",
+        "windows",
+        lambda f: (
+            _known(f)
+            and (f.version in supported.releases_for(f.device) or f.unchecked)
+            and f.version not in supported.state_releases_for(f.device)
+        ),
+        "recurrent states were not checked with vLLM {version} on device {device}; supported: "
+        "{state_releases}",
+        {**_WITH_STATES, "version": ON_ONE_GPU},
+    ),
+    Rule(
         "states not asked for",
         "windows",
         lambda f: _known(f) and f.states == "off",
@@ -179,18 +191,6 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         lambda f: _on_gpu(f) and f.states == "fast" and without_fast_form(f),
         f'{NO_FAST_FORM}: set "recurrent" to "exact"',
         {**_WITH_STATES_ON_GPU, "states": "fast", "recurrent": OLMO_DELTA},
-    ),
-    Rule(
-        "release for states",
-        "windows",
-        lambda f: (
-            _asked(f)
-            and (f.version in supported.releases_for(f.device) or f.unchecked)
-            and f.version not in supported.state_releases_for(f.device)
-        ),
-        "recurrent states were not checked with vLLM {version} on device {device}; supported: "
-        "{state_releases}",
-        {**_WITH_STATES, "version": "0.31.0"},
     ),
     Rule(
         "states over ranks with the V1 runner",
@@ -246,13 +246,20 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
         {**_WITH_STATES, "cached_states": True},
     ),
     Rule(
+        "states by other kernels",
+        "windows",
+        lambda f: _on_gpu(f) and f.odd_states is not None,
+        "{odd_states}",
+        {**_WITH_STATES_ON_GPU, "odd_states": "the model has no layers of attention"},
+    ),
+    Rule(
         "states in the middle of prompts",
         "windows",
         lambda f: _on_gpu(f) and f.inner_states and not _on_trial(f),
         "kvtxn was not checked with FlashInfer's kernel of prompts, which since vLLM 0.33 leaves "
         "states of gated delta nets in the middle of a prompt for the prefix cache: set "
         "gdn_prefill_backend to 'triton'{trial}",
-        {**_WITH_STATES_ON_GPU, "version": "0.33.0", "cached_states": True, "inner_states": True},
+        {**_WITH_STATES_ON_GPU, "cached_states": True, "inner_states": True},
     ),
     *CHOICE_RULES,
     Rule(

@@ -13,6 +13,11 @@ from . import releases
 
 _RELEASES: Final = releases.load()
 
+#: Of the releases that leave nothing out, the one with which most was checked, and the newest such.
+MOST_CHECKED: Final = max(
+    reversed(_RELEASES), key=lambda each: (not each.left_out, len(each.checked))
+).version
+
 #: Releases whose CPU side was checked, one by one, oldest first: the list is ``releases.json``.
 RELEASES: Final = releases.checked_for("cpu", _RELEASES)
 
@@ -22,8 +27,11 @@ GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
 #: Releases that were checked on several GPUs, too: tensor and pipeline parallel.
 MORE_GPU_RELEASES: Final = releases.checked_for("gpus", _RELEASES)
 
-#: Releases among ``GPU_RELEASES`` with which no engine with MTP was run.
-NO_MTP_RELEASES: Final = ("0.31.0",)
+#: By release among ``GPU_RELEASES``: methods of speculation that were not run there, and attention
+#: backends of which something was not measured, and why.
+LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = {
+    release.version: release.left_out for release in _RELEASES if release.left_out
+}
 
 #: Releases in which windows on pipeline stages before the last one were checked on several GPUs.
 STAGE_RELEASES: Final = releases.checked_for("gpu-stages", _RELEASES)

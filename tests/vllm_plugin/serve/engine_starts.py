@@ -35,14 +35,11 @@ IN_PROCESSES = ("misspelled", "not on this device", "required", "stock")
 SPAWNED = "stock"
 
 
-def build(
-    model: str, kvtxn: dict[str, Any], *, speculates: bool = True, processes: bool = False
-) -> Any:
-    """An engine, in this process or in others."""
-    from vllm import LLM
-
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(processes))
-    return LLM(
+def arguments(
+    model: str, kvtxn: dict[str, Any], *, speculates: bool = True, **more: Any
+) -> dict[str, Any]:
+    """The arguments of an engine."""
+    return dict(
         model=model,
         skip_tokenizer_init=True,
         dtype="float32",
@@ -54,7 +51,16 @@ def build(
         max_num_seqs=8,
         speculative_config=NGRAM if speculates else None,
         additional_config={"kvtxn": kvtxn},
+        **more,
     )
+
+
+def build(model: str, kvtxn: dict[str, Any], *, processes: bool = False, **more: Any) -> Any:
+    """An engine, in this process or in others; ``more`` as for ``arguments``."""
+    from vllm import LLM
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(processes))
+    return LLM(**arguments(model, kvtxn, **more))
 
 
 def tokens(llm: Any) -> list[int]:

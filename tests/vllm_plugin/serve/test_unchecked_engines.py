@@ -18,6 +18,7 @@ SAYS = {
     "refused": "and the self-test failed: ",
     "gone": ", and lacks vllm.forward_context.get_forward_context",
     "not asked for": "was not checked; supported: ",
+    "connector": "and the self-test cannot take steps beside a KV connector",
 }
 
 
@@ -74,6 +75,7 @@ def test_stock_goes_on_with_one_sentence(run, name):
     [
         ("required", "and the self-test failed: "),
         ("required, gone", ", and lacks vllm.forward_context.get_forward_context"),
+        ("required, connector", "and the self-test cannot take steps beside a KV connector"),
     ],
 )
 def test_required_stops_the_start_with_the_sentence(run, name, says):
@@ -82,3 +84,26 @@ def test_required_stops_the_start_with_the_sentence(run, name, says):
     start = f"kvtxn is required, but vLLM {found['version']} was not checked"
     assert start in found["says"]
     assert says in found["says"]
+
+
+@pytest.mark.parametrize("name", ["deferred", "undo", "groups"])
+def test_the_doctor_says_that_the_self_test_decides(run, name):
+    [line] = run[0][name]["foreseen"]
+    assert "if the engine passes the self-test at its start, else off" in line
+    assert " -> off" not in line
+
+
+@pytest.mark.parametrize("name", ["gone", "not asked for", "connector"])
+def test_the_doctor_says_of_an_engine_that_runs_stock_what_its_log_says(run, name):
+    report, printed = run
+    [line] = report[name]["foreseen"]
+    policy, _, reason = line.removesuffix(")").partition(" -> off (")
+    assert policy.startswith("policy ")
+    assert reason in log_of(printed, name)
+
+
+@pytest.mark.parametrize("name", ["required, gone", "required, connector"])
+def test_the_doctor_says_why_a_start_will_stop(run, name):
+    *_, line = run[0][name]["foreseen"]
+    said = line.removeprefix("required -> the start stops: ")
+    assert said in run[0][name]["says"]

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_starts import apart, build, prepared, tokens
+from engine_options import connector
+from engine_starts import apart, arguments, build, prepared, tokens
 from model_files import write
 
 #: By name: the user's settings, and the fault that is planted.
@@ -22,7 +23,16 @@ ENGINES: dict[str, tuple[dict[str, Any], str | None]] = {
     "gone": ({"policy": "deferred", "unchecked": True}, "gone"),
     "required": ({"policy": "deferred", "unchecked": True, "required": True}, "wrong_row"),
     "required, gone": ({"policy": "deferred", "unchecked": True, "required": True}, "gone"),
+    "connector": ({"policy": "undo", "unchecked": True}, None),
+    "required, connector": ({"policy": "undo", "unchecked": True, "required": True}, None),
 }
+
+
+def more(model: str, name: str) -> dict[str, Any]:
+    """Arguments of an engine beside its settings."""
+    if "connector" not in name:
+        return {}
+    return {"kv_transfer_config": connector(Path(model).parent, "example")}
 
 
 def take_off() -> str:
@@ -92,6 +102,7 @@ def start(model: str, name: str) -> dict[str, Any]:
     """Start an engine, and let it serve."""
     from kvtxn.integrations.serving.eager_steps import EagerSteps
     from kvtxn.integrations.vllm_plugin import snapshots
+    from kvtxn.integrations.vllm_plugin.policy import doctor
 
     version = take_off()
     kvtxn, fault = ENGINES[name]
@@ -100,16 +111,19 @@ def start(model: str, name: str) -> dict[str, Any]:
         gone()
     elif fault is not None:
         FAULTS[fault](EagerSteps)
+    foreseen = doctor.report(arguments(model, kvtxn, **more(model, name)))["asked"]
     try:
-        llm = build(model, kvtxn)
+        llm = build(model, kvtxn, **more(model, name))
     except Exception as error:
-        return {"type": type(error).__name__, "says": str(error), "version": version}
+        found = {"type": type(error).__name__, "says": str(error), "version": version}
+        return found | {"foreseen": foreseen}
     (before,) = snapshots(llm)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     caches = [layer.kv_cache for layer in runner.compilation_config.static_forward_context.values()]
     return {
         "type": None,
         "version": version,
+        "foreseen": foreseen,
         "left": list(runner.requests),
         "written": int(sum((cache != 0).sum() for cache in caches)),
         "class": type(runner).__name__,

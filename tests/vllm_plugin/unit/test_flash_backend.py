@@ -71,7 +71,7 @@ def test_a_captured_forward(flash, monkeypatch, shown):
     batch.begin([3, 3])
     if not shown:
         batch.steps.windows.mark(None)
-    batch.steps.window = None  # a graph is not told
+    batch.steps._window = None  # a graph is not told
     found = batch.plain_metadata()
     found.kvtxn = FlashReading(batch.steps, True, batch.builder)
     batch.metadata = dict.fromkeys(batch.metadata, found)

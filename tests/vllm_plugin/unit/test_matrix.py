@@ -7,6 +7,7 @@ from itertools import product
 import attrs
 import model_files
 import pytest
+from invented_releases import invented  # noqa: F401
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import flash as flash_internals
 from kvtxn.integrations.vllm_plugin.internals import workers
@@ -17,13 +18,16 @@ from kvtxn.integrations.vllm_plugin.policy.matrix import (
     BACKENDS,
     FAMILIES,
     FORMATS,
+    LEGEND,
     PARALLELISM,
     PLAIN,
     SEEN,
+    SEEN_RELEASE,
     SHARED,
     SINKS,
     matrix,
 )
+from kvtxn.integrations.vllm_plugin.policy.rule_type import UNLISTED, WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
 from kvtxn.integrations.vllm_plugin.policy.supported import GPU_RELEASES, LACKS
 
@@ -32,11 +36,10 @@ from kvtxn.config import POLICIES
 from kvtxn.errors import ConfigError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-DEVICES = {
-    "cpu": EngineFacts(),
-    "cuda": EngineFacts(device="cuda", runner="v2"),
-    "tpu": EngineFacts(device="tpu"),
-}
+#: With the release of ``SEEN``, on a CPU and on a GPU.
+ON_CPU = EngineFacts(version=SEEN_RELEASE)
+ON_GPU = EngineFacts(version=SEEN_RELEASE, device="cuda", runner="v2")
+DEVICES = {"cpu": ON_CPU, "cuda": ON_GPU, "tpu": attrs.evolve(ON_CPU, device="tpu")}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -67,7 +70,7 @@ def test_every_kind_of_engine_is_named_once(device):
 
 def test_rows_say_it_in_a_line():
     """Properties that decide are named; those that do not are "any"."""
-    lines = [str(row) for row in matrix(EngineFacts())]
+    lines = [str(row) for row in matrix(ON_CPU)]
     pipeline = next(line for line in lines if "| pipeline (last stage)" in line)
     assert pipeline == (
         "any | any | pipeline (last stage), pipeline (other stages): off "
@@ -79,7 +82,7 @@ def test_rows_say_it_in_a_line():
 
 def test_what_was_seen_is_in_its_line():
     """Next to what is promised from reading alone."""
-    rows = matrix(EngineFacts(device="cuda", runner="v2"))
+    rows = matrix(ON_GPU)
     [seen] = [
         str(row)
         for row in rows
@@ -98,7 +101,7 @@ def test_what_was_seen_is_in_its_line():
 
 def test_of_hybrids_on_gpus_it_says_which_were_seen():
     """And that other models of the family, formats and attention were not."""
-    lines = [str(row) for row in matrix(EngineFacts(device="cuda", runner="v2"))]
+    lines = [str(row) for row in matrix(ON_GPU)]
     mixed = [line for line in lines if "Nemotron-H" in line and ": off" not in line]
     told = " seen running: Nemotron-H, Granite 4 and Falcon-H1"
     [seen] = [line for line in mixed if not line.endswith("; not seen running")]
@@ -119,7 +122,7 @@ def test_flash_attention_defers_whatever_it_sums(runner):
     """In version 3, which lacks ALiBi; shared rows are read within the forward."""
     families = {PLAIN, ALIBI, SINKS, SHARED}
     undone = {ALIBI, SHARED}
-    rows = matrix(EngineFacts(device="cuda", runner=runner))
+    rows = matrix(attrs.evolve(ON_GPU, runner=runner))
     found = {
         (family, number): row.auto.policy
         for row in rows
@@ -135,7 +138,7 @@ def test_flash_attention_defers_whatever_it_sums(runner):
 @pytest.mark.parametrize("flash", [2, 3, None])
 def test_of_flash_attention_the_version_of_this_machine_counts(flash):
     """Its version counts where it is known; other backends do not depend on it."""
-    rows = matrix(EngineFacts(device="cuda", runner="v2", flash=flash))
+    rows = matrix(attrs.evolve(ON_GPU, flash=flash))
     for row in rows:
         for facts in row.facts:
             assert facts.flash == (flash if facts.attention == "FLASH_ATTN" else None)
@@ -143,16 +146,16 @@ def test_of_flash_attention_the_version_of_this_machine_counts(flash):
     assert ((PLAIN, "FLASH_ATTN") in kinds) == (flash != 2)
 
 
-@pytest.mark.parametrize("version", ["0.28.0", "0.32.0"])
+@pytest.mark.parametrize("version", [UNLISTED, SEEN_RELEASE])
 @pytest.mark.parametrize("flash", [2, 3])
 def test_the_doctor_asks_vllm_which_one_that_is(flash, version, monkeypatch):
-    """On GPUs, of the releases that run there with windows."""
+    """On GPUs, with releases that were checked there."""
     asked = []
     monkeypatch.setattr(workers, "version", lambda: version)
     monkeypatch.setattr(workers, "device_type", lambda: "cuda")
     monkeypatch.setattr(flash_internals, "version", lambda named=None: asked.append(1) or flash)
     policies = report(None)["policies"]
-    if version == "0.28.0":
+    if version == UNLISTED:
         assert not asked
         return
     assert policies[0].startswith("auto -> deferred" if flash == 3 else "auto -> undo")
@@ -171,17 +174,34 @@ def test_the_doctors_page_fits_a_terminal(device, monkeypatch):
     assert ("spare blocks: deferred on a GPU writes every draft" in short) == (device == "cuda")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_legend_explains_the_words_of_the_rows(device, monkeypatch):
+    """It stands above the rows, is printed with them alone, and has every mark that they have."""
+    monkeypatch.setattr(workers, "device_type", lambda: device)
+    monkeypatch.setattr(flash_internals, "version", lambda named=None: 3)
+    page = doctor.examine() | {"vllm": report(None)}
+    short, long = (doctor.as_text(page, matrix=asked) for asked in (False, True))
+    assert "legend: " not in short
+    assert long.index("legend: a row: models on attention backends") < long.index("matrix: ")
+    legend, rows = " ".join(LEGEND), [str(row) for row in matrix(DEVICES[device])]
+    marks = ("any", "off", "by name", "seen running", "not seen running")
+    for mark in marks:
+        assert f"'{mark}'" in legend
+        assert any(mark in row for row in rows) or device == "tpu"
+    assert all(row.count(" | ") == 2 for row in rows)
+
+
 def test_what_was_seen_under_one_policy_alone_is_said(monkeypatch):
     [kind] = [kind for kind, policies in SEEN["cpu", "v1"].items() if kind[2] == "fp8"]
     monkeypatch.setitem(SEEN["cpu", "v1"], kind, ("undo",))
-    lines = [str(row) for row in matrix(EngineFacts())]
+    lines = [str(row) for row in matrix(ON_CPU)]
     assert any("fp8" in line and line.endswith("; undo seen running") for line in lines)
 
 
 @pytest.mark.parametrize("where", SEEN)
 def test_what_was_seen_is_a_kind_of_engine_that_can_be(where):
     device, runner = where
-    rows = matrix(EngineFacts(device=device, runner=runner))
+    rows = matrix(attrs.evolve(ON_CPU, device=device, runner=runner))
     drawn = {
         (*kind, number, parallelism): row.seen
         for row in rows
@@ -241,11 +261,10 @@ def test_an_engine_is_judged_as_the_plugin_will(tmp_path, model, rule):
 
 
 @pytest.mark.parametrize("unchecked", [False, True])
-def test_pipeline_stages_before_the_last_one_are_judged_too(monkeypatch, unchecked):
+def test_pipeline_stages_before_the_last_one_are_judged_too(monkeypatch, invented, unchecked):  # noqa: F811
     """The doctor names their policies beside those of the last stage."""
-    facts = EngineFacts(
-        device="cuda", runner="v2", dtype="bfloat16", pipeline_parallel=2, unchecked=unchecked
-    )
+    stages = {"version": WITHOUT_STAGES, "pipeline_parallel": 2, "unchecked": unchecked}
+    facts = attrs.evolve(ON_GPU, dtype="bfloat16", **stages)
     monkeypatch.setattr(workers, "device_type", lambda: "cuda")
     monkeypatch.setattr("kvtxn.integrations.vllm_plugin.policy.doctor.engine_config.plain_facts",
                         lambda: facts)  # fmt: skip

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import attrs
 import pytest
+from invented_releases import invented  # noqa: F401
 from kvtxn.integrations.vllm_plugin.internals.config import connector_names
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
+from kvtxn.integrations.vllm_plugin.policy.release_rules import on_trial
+from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU, UNLISTED, WITHOUT_STAGES
 from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
-from kvtxn.integrations.vllm_plugin.policy.supported import CONNECTORS_CHECKED
+from kvtxn.integrations.vllm_plugin.policy.supported import CONNECTORS_CHECKED, ROW_RELEASES
 from kvtxn.integrations.vllm_plugin.settings import WITHOUT_EFFECT, settings, wants
-from kvtxn.integrations.vllm_plugin.unchecked import hook_gone, on_trial
+from kvtxn.integrations.vllm_plugin.unchecked import hook_gone
 
 from kvtxn import ConfigError
 from kvtxn.config import POLICIES, TxnConfig
-from kvtxn.errors import BackendUnavailableError
+from kvtxn.errors import BackendUnavailableError, KVTxnError
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,9 @@ from kvtxn.errors import BackendUnavailableError
 )
 def test_a_plain_engine_gets_what_is_asked_for(asked, policy):
     assert decide(asked, EngineFacts()).policy == policy
+
+
+pytestmark = pytest.mark.usefixtures("invented")
 
 
 def examples(forbids):
@@ -169,9 +176,34 @@ def test_on_gpus_auto_undoes_where_drafts_cannot_wait(changes, says):
     assert (off.policy, says in off.reason) == ("off", True)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": "TRITON_ATTN"},
+        {"attention": "TRITON_MLA", "mla": True},
+        {"mla": True},  # before the model is loaded: any of latent attention
+    ],
+)
+def test_the_reason_names_what_lets_drafts_wait_under_other_attention(changes):
+    """Each step that it names leads to windows, and without one the engine has ``undo``."""
+    facts = EngineFacts(device="cuda", runner="v2", dtype="bfloat16", version=ON_ONE_GPU, **changes)
+    found = decide("auto", facts)
+    assert found.policy == "undo"
+    for step in ("policy 'undo'", "the setting 'unchecked'", f"releases {ROW_RELEASES[0]}"):
+        assert step in found.reason
+    assert decide("undo", facts).policy == "undo"
+    assert decide("deferred", attrs.evolve(facts, unchecked=True)).policy == "deferred"
+    assert decide("deferred", attrs.evolve(facts, version=ROW_RELEASES[0])).policy == "deferred"
+    assert ("attention backend FLASH_ATTN" in found.reason) == ("mla" not in changes)
+    if "mla" not in changes:
+        flash = attrs.evolve(facts, attention="FLASH_ATTN", flash=3)
+        assert decide("deferred", flash).policy == "deferred"
+
+
 def test_pipeline_stages_before_the_last_one():
     """Off, since nobody saw them on several GPUs; let in, they undo, and nothing waits there."""
-    last = EngineFacts(device="cuda", runner="v2", pipeline_parallel=2, dtype="bfloat16")
+    stages = {"version": WITHOUT_STAGES, "pipeline_parallel": 2}
+    last = EngineFacts(device="cuda", runner="v2", dtype="bfloat16", **stages)
     early = attrs.evolve(last, last_stage=False)
     for asked in POLICIES:
         assert decide(asked, early).policy == "off"
@@ -225,6 +257,13 @@ def test_settings_are_those_of_the_config():
         ({"policy": "undo", "max_rows": "64"}, ConfigError, "expected a positive int of at most"),
         ({"debug": True}, ConfigError, "names no policy"),
         ({"policy": "undoo"}, ConfigError, "policy is not valid"),
+        ({"policy": "undoo"}, ConfigError, "did you mean 'undo'?"),
+        ({"policy": "Auto"}, ConfigError, "got 'Auto'; did you mean 'auto'?"),
+        ({"policy": "none"}, ConfigError, """got 'none'; write "policy": "auto\""""),
+        ({"policy": ["undo"]}, ConfigError, """got ['undo']; write "policy": "auto\""""),
+        ({"policy": "auto", "backend": "Torch"}, BackendUnavailableError, "did you mean 'torch'?"),
+        ({"policy": "auto", "on_error": "Raise"}, ConfigError, "did you mean 'raise'?"),
+        ({"audit": "ledgers"}, ConfigError, "did you mean 'ledger'?"),
         ({"policy": "undo", "backend": "abacus"}, BackendUnavailableError, "'abacus'"),
     ],
 )
@@ -232,6 +271,26 @@ def test_bad_settings_are_sentences(given, error, text):
     with pytest.raises(error) as caught:
         settings({"kvtxn": given}, 8, "cpu")
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"policy": policy} for policy in ("Auto", "defered", "of", "", "x" * 400)),
+        {"audit": "ledgers"},
+        {"policy": "auto", "recurrent": "Exact"},
+        {"policy": "auto", "backend": "Torch"},
+        {"policy": "auto", "acceptance": "Loop"},
+    ],
+)
+def test_what_a_hint_offers_is_not_refused(given):
+    """The value that a hint names in place of the wrong one is taken."""
+    with pytest.raises(KVTxnError) as caught:
+        settings({"kvtxn": given}, 8, "cpu")
+    *_, wrong = given
+    offered = re.findall(r"'(\w+)'\?|\"(\w+)\"$", caught.value.hint)
+    [value] = [name for pair in offered for name in pair if name]
+    assert settings({"kvtxn": given | {wrong: value}}, 8, "cpu") is not None
 
 
 def test_what_is_required_is_no_setting_of_the_library():
@@ -285,15 +344,15 @@ def test_settings_of_windows_need_a_policy(name, policy):
 @pytest.mark.parametrize(
     "facts",
     [
-        {"version": "0.99.0"},
-        {"version": "0.99.0", "device": "cuda", "runner": "v2"},
+        {"version": UNLISTED},
+        {"version": UNLISTED, "device": "cuda", "runner": "v2"},
     ],
 )
 def test_a_release_that_was_not_checked_is_the_users_choice(facts):
     """Without the setting the reason names it."""
     off = decide("auto", EngineFacts(**facts))
     assert off.policy == "off"
-    assert off.reason.endswith("with the setting 'unchecked' windows start after a self-test")
+    assert "; with the setting 'unchecked' windows start after a self-test, but not" in off.reason
     assert on_trial(EngineFacts(**facts, unchecked=True))
     assert not on_trial(EngineFacts(**facts))
     assert decide("auto", EngineFacts(**facts, unchecked=True)).policy == "deferred"
@@ -308,9 +367,9 @@ def test_a_checked_release_is_not_on_trial():
 def test_recurrent_states_stay_out_of_a_release_that_was_not_checked():
     """The self-test has no states."""
     facts = EngineFacts(
-        version="0.99.0", unchecked=True, recurrent=GATED_DELTA, states="exact", dtype="bfloat16"
+        version=UNLISTED, unchecked=True, recurrent=GATED_DELTA, states="exact", dtype="bfloat16"
     )
-    assert "recurrent states were not checked with vLLM 0.99.0" in decide("auto", facts).reason
+    assert f"recurrent states were not checked with vLLM {UNLISTED}" in decide("auto", facts).reason
 
 
 def test_on_error_is_known_even_if_the_rest_is_wrong():

@@ -6,7 +6,9 @@ import json
 import subprocess
 from types import SimpleNamespace
 
+import attrs
 import pytest
+from invented_releases import LISTS
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import workers
 from kvtxn.integrations.vllm_plugin.internals.hook_points import HOOK_POINTS
@@ -134,14 +136,24 @@ def test_versions_before_a_release_come_before_it():
 
 
 def test_what_was_checked_of_the_listed_releases():
-    """One that was recorded and nothing more is no supported one."""
+    """At least these; what is special on a device was checked where the device was."""
     assert {"0.28.0", "0.29.0", "0.31.0", "0.32.0"} <= set(supported.RELEASES)
-    assert supported.MORE_GPU_RELEASES == supported.STATE_RELEASES == ("0.32.0",)
-    assert supported.GPU_STATE_RELEASES == ("0.32.0", "0.33.0")
-    assert set(supported.MORE_GPU_RELEASES) <= set(supported.GPU_RELEASES)
-    assert supported.GPU_RELEASES == ("0.31.0", "0.32.0", "0.33.0")
-    assert set(supported.NO_MTP_RELEASES) <= set(supported.GPU_RELEASES)
-    assert "0.33.0" not in supported.RELEASES  # of vLLM for CPUs there is no such release
+    assert {"0.31.0", "0.32.0", "0.33.0"} <= set(supported.GPU_RELEASES)
+    assert set(LISTS) == set(releases.CHECKS)
+    listed = {check: set(getattr(supported, name)) for check, name in LISTS.items()}
+    assert listed["states"] <= listed["cpu"]
+    special = {"gpus", "gpu-stages", "gpu-backends", "gpu-states"}
+    assert set().union(*(listed[check] for check in special)) <= listed["gpu"]
+    assert set(supported.LEFT_OUT) <= listed["gpu"]
+    for each in releases.load():
+        assert set(each.checked) == {check for check in listed if each.version in listed[check]}
+
+
+def test_the_plainest_engine_has_a_release_with_which_most_was_checked():
+    """One that was adopted in part is not the default, however new it is."""
+    counts = {each.version: len(each.checked) for each in releases.load() if not each.left_out}
+    assert counts[supported.MOST_CHECKED] == max(counts.values())
+    assert EngineFacts().version == supported.MOST_CHECKED
 
 
 def test_what_moved_from_0_32_to_0_33():
@@ -180,6 +192,38 @@ def test_the_doctor_says_what_moved(unlisted, monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)["vllm"]
     assert len(found["moved"]) > 60
     assert all(line.startswith("gone: vllm.") for line in found["moved"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "vLLM 0.99.0 was not checked, and lacks vllm.v1.worker"),
+        ({"connectors": ("ExampleConnector",)}, "cannot take steps beside a KV connector"),
+        (
+            {"device": "cuda", "runner": "v2", "pipeline_parallel": 2},
+            "cannot take steps over pipeline stages",
+        ),
+    ],
+)
+def test_the_doctor_promises_no_self_test_that_cannot_be(unlisted, monkeypatch, changes, says):
+    """Each policy is off where the engine will run stock, and the line says why."""
+    facts = EngineFacts(version="0.99.0", unchecked=True, **changes)
+    monkeypatch.setattr(engine_config, "plain_facts", lambda: facts)
+    found = report.report(None)
+    for line in (*found["policies"], *found.get("policies on earlier stages", ())):
+        assert " -> off (" in line
+        assert says in line
+
+
+def test_the_doctor_says_that_the_self_test_will_decide(unlisted, monkeypatch):
+    """Where every hook point is there still."""
+    monkeypatch.setattr(report.unchecked, "hook_gone", lambda facts: None)
+    facts = EngineFacts(version="0.99.0", unchecked=True)
+    monkeypatch.setattr(engine_config, "plain_facts", lambda: facts)
+    for line in report.report(None)["policies"]:
+        assert line.endswith("; if the engine passes the self-test at its start, else off)")
+    monkeypatch.setattr(engine_config, "plain_facts", EngineFacts)
+    assert "self-test" not in str(report.report(None)["policies"])
 
 
 def test_the_doctor_compares_no_checked_release(unlisted, monkeypatch):
@@ -232,7 +276,52 @@ def test_a_release_keeps_what_was_checked_before(tmp_path, listed):
     package(tmp_path, _version="version = '0.32.0'")
     assert record_release.main(["--source", str(tmp_path), "--list", str(listed)]) == 0
     new = next(each for each in releases.load(listed) if each.version == "0.32.0")
-    assert new.checked == ("cpu", "gpu", "gpu-backends", "gpu-states", "gpus", "states")
+    [old] = [each for each in releases.load() if each.version == "0.32.0"]
+    assert new == attrs.evolve(old, hooks=new.hooks)
+    assert new.hooks != old.hooks
+
+
+def test_a_method_that_did_not_run_is_listed_with_its_reason(tmp_path, unlisted, listed, capsys):
+    """It stays there when hook points are recorded again, until the GPU is checked again."""
+    at = ["--list", str(listed)]
+    assert record_release.main(["--checked", "gpu", "--without", "mtp=it died", *at]) == 0
+    assert "checked: gpu; without mtp: it died" in capsys.readouterr().out
+    for arguments, left in (
+        (["--source", str(tmp_path)], {"mtp": "it died"}),
+        (["--checked", "gpus"], {"mtp": "it died"}),
+        (["--checked", "gpu"], {}),
+    ):
+        assert record_release.main([*arguments, *at]) == 0
+        assert releases.load(listed)[-1].left_out == left
+    assert releases.load(listed)[:-1] == releases.load()
+
+
+def test_a_backend_that_was_not_measured_is_listed_apart_from_methods(unlisted, listed):
+    """Each check has its own: one that is made again forgets what it left out before."""
+    at, left = ["--list", str(listed)], {"mtp": "it died", "FLASHMLA": "no time"}
+    both = ["--checked", "gpu", "gpu-backends", "--without", *(f"{n}={w}" for n, w in left.items())]
+    for arguments, kept in (
+        (both, left),
+        (["--checked", "gpu"], {"FLASHMLA": "no time"}),
+        (both, left),
+        (["--checked", "gpu-backends"], {"mtp": "it died"}),
+    ):
+        assert record_release.main([*arguments, *at]) == 0
+        assert releases.load(listed)[-1].left_out == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--without", "mtp=it died"], "goes with --checked gpu"),
+        (["--checked", "gpu", "--without", "FLASHMLA=no"], "goes with --checked gpu-backends"),
+        (["--checked", "gpu", "--without", "mtp"], "expected NAME=WHY"),
+    ],
+)
+def test_a_method_is_left_out_of_a_check_with_a_reason(unlisted, listed, capsys, arguments, says):
+    with pytest.raises(SystemExit):
+        record_release.main([*arguments, "--list", str(listed)])
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ all backends share.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from types import SimpleNamespace as Made
 from typing import ClassVar
 
@@ -38,7 +39,6 @@ with importing_kernels():
     )
     from kvtxn.integrations.vllm_plugin.internals import batches
     from kvtxn.integrations.vllm_plugin.internals.layers import TargetLayer
-    from kvtxn.integrations.vllm_plugin.internals.slot_metadata import FlashLatentTables
 
 from kvtxn import TransactionManager, TxnConfig, WindowState
 
@@ -133,7 +133,7 @@ class Batch:
         self.steps.begin(numpy.array(drafts), lengths, numpy.zeros(len(lengths), dtype=bool))
         found = self.plain()
         if captured:
-            self.steps.window = None
+            self.steps._window = None
         if captured or self.steps.waits:
             found.kvtxn = Reading(self.steps, captured, self.builder)
         self.metadata = {layer.name: found for layer in self.layers}
@@ -212,7 +212,7 @@ class Attention(Batch):
 
 
 class Latents(Batch):
-    """TRITON_MLA; the last request, if longer than the others, is what vLLM calls a prompt."""
+    """TRITON_MLA; from the first request on that differs in length they count among prompts."""
 
     row_shape = (LATENT + ROTARY,)
 
@@ -237,7 +237,7 @@ class Latents(Batch):
         return query, torch.randn(self.rows, LATENT), torch.randn(self.rows, 1, ROTARY)
 
     def plain(self):
-        count = sum(length == self.lengths[0] for length in self.lengths)
+        count = sum(1 for _ in takewhile(lambda length: length == self.lengths[0], self.lengths))
         lengths = torch.tensor(self.totals()[:count], dtype=torch.int32)
         return Made(
             query_start_loc=torch.tensor(self.starts, dtype=torch.int32),
@@ -293,6 +293,27 @@ def test_a_mixed_batch(monkeypatch, kind):
         rejected = batch.own_slots[2]  # of the first request's drafts
         batch.by_place(stock)[rejected] = batch.by_place(batch.stock[number])[rejected]
         assert batch.caches[number].equal(stock[:OWN])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("lengths", "drafts"),
+    [([1, 1, 3], [0, 0, 2]), ([3, 1, 3], [2, 0, 2]), ([1, 3, 1], [0, 2, 0])],
+)
+def test_drafts_wait_among_requests_without_any(monkeypatch, kind, lengths, drafts):
+    """As vLLM's V1 runner leaves them where the order of a batch decides about sums."""
+    batch = kind(monkeypatch, [20, 33, 7], lengths)
+    batch.steps.among_others = True
+    batch.begin(drafts)
+    starts = zip(batch.starts, lengths, drafts, strict=False)
+    waiting = {first + n - 1 - i for first, n, count in starts for i in range(count)}
+    for number in range(2):
+        batch.check(number, left_out=waiting)
+    batch.steps.commit(torch.tensor([count + 1 for count in drafts], dtype=torch.int32))
+    for layer, cache, stock in zip(batch.layers, batch.caches, batch.stock, strict=True):
+        layer.impl.kvtxn = None
+        batch.run(layer, stock, batch.plain())  # all rows
+        assert cache.equal(stock[:OWN])
 
 
 @BOTH
@@ -360,38 +381,3 @@ def test_requests_of_one_row_have_one_line(monkeypatch):
     assert tables.arguments(found).lines == 1
     lengths = found.decode.seq_lens
     assert tables.by_slot(found, batch.blocks, None).decode.seq_lens is lengths
-
-
-@pytest.mark.parametrize("makes", [True, False])
-def test_the_schedule_of_latents_is_made_as_vllm_makes_it(makes):
-    """For blocks of one row, and only where vLLM makes one."""
-    asked = []
-
-    class Builder:
-        page_size = 64
-
-        def _schedule_decode(self, **given):
-            asked.append(given | {"page_size": self.page_size})
-            return "a schedule"
-
-    builder, lengths = Builder(), torch.tensor([24, 36], dtype=torch.int32)
-    starts = torch.tensor([0, 4, 8], dtype=torch.int32)
-    decode = Made(
-        block_table="vLLM's",
-        seq_lens=lengths,
-        query_start_loc=starts,
-        max_query_len=4,
-        max_seq_len=36,
-        scheduler_metadata="vLLM's" if makes else None,
-        max_num_splits=32,
-    )
-    metadata = Made(decode=decode, query_start_loc=starts, max_seq_len=36)
-    tables = FlashLatentTables()
-    assert tables.arguments(metadata).longest == 36
-    found = tables.by_slot(metadata, "by slot", builder)
-    assert (found.decode.block_table, decode.block_table) == ("by slot", "vLLM's")
-    assert found.decode.scheduler_metadata == ("a schedule" if makes else None)
-    wanted = {"num_reqs": 2, "max_query_len": 4, "max_seq_len": 36, "causal": True}
-    tensors = {"cu_query_lens": starts, "seqlens": lengths}
-    assert asked == ([wanted | tensors | {"max_num_splits": 32, "page_size": 1}] if makes else [])
-    assert builder.page_size == 64

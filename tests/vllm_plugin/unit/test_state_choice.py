@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 from engine_jobs import missing
+from invented_releases import invented  # noqa: F401
 from kvtxn.benchmarks.engines import hybrids
 from kvtxn.benchmarks.engines.models import MODELS
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
@@ -20,6 +21,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
     EngineFacts,
 )
 from kvtxn.integrations.vllm_plugin.policy.fitting import check_states
+from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
 from kvtxn.integrations.vllm_plugin.settings import asked_states, settings
@@ -155,11 +157,12 @@ def test_it_takes_exact_where_all_conditions_hold():
         ({"device": "cpu", "runner": "v1"}, "whose text with drafts is not greedy's on a CPU"),
         ({"tensor_parallel": 2}, "under tensor parallelism"),
         ({"runner": "v1"}, "was not measured with vLLM's V1 model runner"),
-        ({"version": "0.31.0", "unchecked": True}, "not checked with vLLM 0.31.0"),
+        ({"version": ON_ONE_GPU, "unchecked": True}, f"not checked with vLLM {ON_ONE_GPU}"),
         ({"recurrent": OLMO_DELTA}, "with gated delta nets of OLMo hybrid and"),
         ({"recurrent": OTHER_STATES}, "of other recurrent layers it would have to know"),
     ],
 )
+@pytest.mark.usefixtures("invented")
 def test_else_it_leaves_the_states_to_stock_with_a_reason(changes, says):
     """Where "exact" would start, the reason says so."""
     off = decide("auto", attrs.evolve(ENGINE, **changes))

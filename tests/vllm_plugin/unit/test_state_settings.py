@@ -9,6 +9,7 @@ import attrs
 import model_files
 import pytest
 from engine_jobs import missing
+from invented_releases import invented  # noqa: F401
 from kvtxn.integrations.vllm_plugin.policy import doctor, state_rules, supported
 from kvtxn.integrations.vllm_plugin.policy.doctor import report
 from kvtxn.integrations.vllm_plugin.policy.engine import (
@@ -18,7 +19,8 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
     OTHER_STATES,
     EngineFacts,
 )
-from kvtxn.integrations.vllm_plugin.policy.matrix import matrix
+from kvtxn.integrations.vllm_plugin.policy.matrix import SEEN_RELEASE, matrix
+from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.settings import asked_states, settings
 
@@ -103,13 +105,14 @@ def test_what_rules_deferred_out_leaves_nothing_else():
         ({**ON_GPU, "dtype": "float16"}, "not checked with recurrent states of a float16 model"),
         ({"cached_states": True}, "set enable_prefix_caching to False"),
         (
-            {**ON_GPU, "version": "0.33.0", "cached_states": True, "inner_states": True},
+            {**ON_GPU, "cached_states": True, "inner_states": True},
             "set gdn_prefill_backend to 'triton'",
         ),
         ({"state_dtype": "bfloat16"}, "not checked with bfloat16 states"),
-        ({"version": "0.31.0"}, "supported: 0.32.0"),
+        ({"version": ON_ONE_GPU}, f"not checked with vLLM {ON_ONE_GPU} on device cpu; supported"),
     ],
 )
+@pytest.mark.usefixtures("invented")
 def test_other_engines_with_states_stay_stock_with_a_reason(changes, says):
     off = decide("auto", attrs.evolve(ENGINE, **changes))
     assert off.policy == "off"
@@ -144,6 +147,16 @@ def test_releases_for_states_are_those_of_the_device(monkeypatch, changes, names
     off = decide("auto", attrs.evolve(ENGINE, **changes))
     assert off.policy == "off"
     assert off.reason.endswith(f"supported: {names}")
+
+
+@pytest.mark.parametrize("changes", [{}, ON_GPU])
+@pytest.mark.usefixtures("invented")
+def test_no_reason_asks_for_a_setting_that_the_release_rules_out(changes):
+    """Without the setting ``recurrent`` the reason is the one that holds with it."""
+    facts = attrs.evolve(ENGINE, **changes, version=ON_ONE_GPU)
+    left_out = attrs.evolve(facts, states="off")
+    assert decide("auto", left_out) == decide("auto", facts)
+    assert "settings lack" not in decide("auto", left_out).reason
 
 
 def test_a_dtype_of_states_that_is_not_known_yet_has_no_name():
@@ -238,7 +251,7 @@ def test_on_a_gpu_states_go_with_every_policy():
 
 
 def test_the_matrix_names_both_kinds_of_states():
-    lines = [str(row) for row in matrix(EngineFacts())]
+    lines = [str(row) for row in matrix(EngineFacts(version=SEEN_RELEASE))]
     held = [line for line in lines if ": deferred (a recurrent state" in line]
     for family in ("Qwen3-Next, Qwen3.5", "Nemotron-H, Granite 4, Falcon-H1, Mamba-2", "LFM2"):
         mine = [line for line in held if f'{family} with "recurrent": "exact"' in line]
