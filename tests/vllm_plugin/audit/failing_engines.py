@@ -104,34 +104,48 @@ def _prompts(rig: Rig) -> bool:
     return request is not None and not request.output_token_ids
 
 
+def _never(rig: Rig) -> bool:
+    return False
+
+
 def live(llm: Any) -> dict[str, Any]:
     """Let forwards fail in each way, and report what the audit found of each.
 
+    An engine on a GPU may give a request another text after other requests, as batches of other
+    sizes are summed in another order. So each way to fail is compared with the same requests in
+    the same order where nothing fails.
+
     Returns:
         By way: how the forward ran, the hit of the request that came next, what was found, and
-        what was found of a request that computes all rows again.
+        what was found of a request that computes all rows again. ``same`` tells whether its text
+        is the one it has where nothing failed, ``steady`` whether that is the engine's first one.
     """
     rig = Rig(llm)
     prompt = texts(5, 1, 3 * SIZE)[0][: 3 * SIZE - 1]  # the first decode step fills a block
-    report: dict[str, Any] = {}
     rig.clear()
     text = rig.run([prompt], 60)[0]
-    ways_to_fail = {
-        "prompt": (_prompts, False),
-        "decode": (_fills_a_block, False),
-        "late": (_fills_a_block, True),
-    }
-    for name, (when, late) in ways_to_fail.items():
+    said = [*prompt, *text]
+
+    def after(when: Callable[[Rig], bool], late: bool, length: int) -> dict[str, Any]:
         rig.clear()
         with _fails(rig, when, late=late) as ways:
             whole = _run(rig, prompt, 60)
-        said = [*prompt, *text]
         found: dict[str, Any] = {"ways": ways, "failed": whole is None}
-        # So long that each full block of the request that failed is hit.
-        found |= _reads(rig, said[: len(prompt) + (0 if name == "prompt" else 59)])
+        found |= _reads(rig, said[:length])
         rig.clear()
-        again = rig.run([prompt], 60)[0]
-        report[name] = found | {"same": again == text, "again": rig.found()[:4]}
+        return found | {"text": rig.run([prompt], 60)[0], "again": rig.found()[:4]}
+
+    report: dict[str, Any] = {}
+    long = len(prompt) + 59  # so long that each full block of the request that failed is hit
+    ways_to_fail = {
+        "prompt": (_prompts, False, len(prompt)),
+        "decode": (_fills_a_block, False, long),
+        "late": (_fills_a_block, True, long),
+    }
+    for name, (when, late, length) in ways_to_fail.items():
+        right = after(_never, late, length)["text"]
+        found = after(when, late, length)
+        report[name] = found | {"same": found["text"] == right, "steady": right == text}
     return report
 
 
