@@ -113,7 +113,7 @@ class Watch(Faults, Base):
         ) -> None:
             self.look("forward")
             step = runner.kvtxn_states._step if self.replayed else None
-            self.counts["unopened"] += getattr(runner.kvtxn, "_unopened", False)
+            self.counts["unopened"] += getattr(getattr(runner, "kvtxn", None), "_unopened", False)
             sampled_by(idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
             self.look("commit")
             if step is not None:
