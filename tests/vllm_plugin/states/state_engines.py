@@ -148,6 +148,7 @@ def build(job: Job, folder: Path) -> tuple[Any, str]:
         max_num_batched_tokens=64,
         disable_log_stats=False,
         enable_prefix_caching=False,
+        mamba_ssm_cache_dtype="float32",  # vLLM chooses by what the CPU can do
         tensor_parallel_size=job.ranks,
         speculative_config=NGRAM if job.speculates else None,
         additional_config={} if job.kvtxn is None else {"kvtxn": job.kvtxn},
