@@ -55,14 +55,21 @@ def _foreign_dtype(facts: EngineFacts) -> bool:
     return facts.device == "cpu" and facts.recurrent == GATED_DELTA and facts.dtype != "bfloat16"
 
 
+def _checked_dtypes(facts: EngineFacts) -> set[str]:
+    """Return the dtypes of states that were checked with a model of this dtype."""
+    if facts.device == "cuda":
+        pairs = _ON_GPU
+    else:
+        pairs = _CHECKED.get(facts.recurrent or "", ())
+    return {states for model, states in pairs if model == facts.dtype}
+
+
 def _unchecked(facts: EngineFacts) -> bool:
     """Tell whether kvtxn was not checked with the dtypes of the model and of its states."""
     if facts.recurrent is None or facts.recurrent not in _CHECKED or _foreign_dtype(facts):
         return False
-    pairs = _ON_GPU if facts.device == "cuda" else _CHECKED[facts.recurrent]
-    return all(
-        facts.dtype != model or facts.state_dtype not in (None, states) for model, states in pairs
-    )
+    checked = _checked_dtypes(facts)
+    return not checked or facts.state_dtype not in {None, *checked}
 
 
 def _held(facts: EngineFacts) -> bool:
@@ -218,9 +225,17 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "state dtype",
         "windows",
-        lambda f: _asked(f) and _unchecked(f),
-        "kvtxn was not checked with {state_dtype} states of a {dtype} model",
+        lambda f: _asked(f) and _unchecked(f) and "float32" in _checked_dtypes(f),
+        "kvtxn was not checked with {state_dtype} states of a {dtype} model; set "
+        "mamba_ssm_cache_dtype to 'float32'",
         {**_WITH_STATES, "state_dtype": "bfloat16"},
+    ),
+    Rule(
+        "dtype of a model with states",
+        "windows",
+        lambda f: _asked(f) and _unchecked(f) and "float32" not in _checked_dtypes(f),
+        "kvtxn was not checked with {state_dtype} states of a {dtype} model",
+        {**_WITH_STATES, "recurrent": MAMBA2, "dtype": "float16", "state_dtype": "float16"},
     ),
     Rule(
         "states over ranks",

@@ -44,7 +44,7 @@ FAULTS = {
 def missing(job: str | None = None) -> str | None:
     """Say what is missing here for a job, or for any engine of real vLLM; None if nothing is."""
     if job == "amx_mla" and not _has_amx_mla():
-        return "AMX_MLA needs a release of vLLM that has it, and a CPU with AVX-512 at least"
+        return "AMX_MLA needs a release of vLLM that has it, and a CPU with AVX-512 for bfloat16"
     if job == "ray" and find_spec("ray") is None:
         return "ray is not installed"
     if job == "connected-nixl" and find_spec("nixl") is None:
@@ -64,7 +64,7 @@ def _has_amx_mla() -> bool:
     if vllm is None or vllm.origin is None or not processor.exists():
         return False
     backend = Path(vllm.origin).parent / "v1" / "attention" / "backends" / "mla" / "amx_mla.py"
-    return backend.exists() and "avx512bw" in processor.read_text()
+    return backend.exists() and "avx512_bf16" in processor.read_text()
 
 
 def two_cores() -> list[int]:

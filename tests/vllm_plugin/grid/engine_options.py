@@ -23,6 +23,7 @@ def options(model: str, kvtxn: dict[str, Any], **more: Any) -> dict[str, Any]:
         "max_num_batched_tokens": 128,
         "disable_log_stats": False,
         "enable_prefix_caching": True,
+        "mamba_ssm_cache_dtype": "float32",  # vLLM chooses by what the CPU can do
         "speculative_config": NGRAM,
         "additional_config": {"kvtxn": kvtxn},
         **more,

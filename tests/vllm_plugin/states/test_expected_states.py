@@ -136,10 +136,14 @@ def test_layers_that_cannot_be_held_are_foreseen(foreseen, asked, says):
     assert says in found.reason
 
 
-def test_the_dtype_of_states_is_foreseen_on_a_cpu(foreseen):
-    """Before the model is loaded; those of gated delta nets vLLM keeps in float32 there."""
+@pytest.mark.parametrize(("fast", "dtype"), [(True, "float32"), (False, "bfloat16")])
+def test_the_dtype_of_states_is_foreseen_on_a_cpu(foreseen, monkeypatch, fast, dtype):
+    """Before the model is loaded; a CPU with AVX-512 for bfloat16 has a kernel of float32 states."""
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: fast)
     on_cpu = {"device": "cpu", "enable_prefix_caching": False, "version": SEEN_RELEASE}
-    assert foreseen(**on_cpu).state_dtype == "float32"
+    assert foreseen(**on_cpu).state_dtype == dtype
+    assert foreseen(**on_cpu, mamba_ssm_cache_dtype="float32").state_dtype == "float32"
+    assert (decide("auto", foreseen(**on_cpu)).policy == "off") == (dtype == "bfloat16")
     facts = foreseen("nemotron_h", **on_cpu, changes=states_of("float16"))
     assert "not checked with float16 states of a bfloat16 model" in decide("auto", facts).reason
 

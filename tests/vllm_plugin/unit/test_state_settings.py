@@ -177,6 +177,7 @@ def test_a_dtype_of_states_that_is_not_known_yet_has_no_name():
 def test_the_doctor_judges_a_model_with_states(tmp_path, kvtxn, says):
     """As the plug-in will, from the model's files and the user's settings."""
     options = {"dtype": "bfloat16", "enable_prefix_caching": False, "skip_tokenizer_init": True}
+    options["mamba_ssm_cache_dtype"] = "float32"  # vLLM chooses by what the CPU can do
     speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     found = report(
         {
