@@ -57,10 +57,7 @@ def _foreign_dtype(facts: EngineFacts) -> bool:
 
 def _checked_dtypes(facts: EngineFacts) -> set[str]:
     """Return the dtypes of states that were checked with a model of this dtype."""
-    if facts.device == "cuda":
-        pairs = _ON_GPU
-    else:
-        pairs = _CHECKED.get(facts.recurrent or "", ())
+    pairs = _ON_GPU if facts.device == "cuda" else _CHECKED.get(facts.recurrent or "", ())
     return {states for model, states in pairs if model == facts.dtype}
 
 

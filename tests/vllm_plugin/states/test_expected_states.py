@@ -138,7 +138,7 @@ def test_layers_that_cannot_be_held_are_foreseen(foreseen, asked, says):
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_the_dtype_of_states_is_foreseen_on_a_cpu(foreseen, monkeypatch, fast, dtype):
-    """Before the model is loaded; a CPU with AVX-512 for bfloat16 has a kernel of float32 states."""
+    """Before the model is loaded; CPUs with AVX-512 for bfloat16 have them in float32."""
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: fast)
     on_cpu = {"device": "cpu", "enable_prefix_caching": False, "version": SEEN_RELEASE}
     assert foreseen(**on_cpu).state_dtype == dtype
