@@ -34,14 +34,14 @@ class Ledger(Replays):
 
     An engine calls the ledger at each forward pass, in this order, all on one stream::
 
-        ledger.admit("request 7", prompt)           # new, resumed, or a session's next turn
+        ledger.admit("chat-7", prompt)              # new, resumed, or a session's next turn
         ledger.hand_out("attention", blocks)        # blocks given to a request: unwritten
         ledger.write(step)                          # the rows that this forward writes
         ledger.check(step)                          # the rows that this forward reads
         ...                                         # the forward, sampling
         ledger.resolve(accepted)                    # the number of accepted drafts
-        ledger.publish("request 7", "attention", table, 0, 16)
-        ledger.release("request 7")
+        ledger.publish("chat-7", "attention", table, 0, 16)
+        ledger.release("chat-7")
 
     ``write``, ``check`` and ``resolve`` never wait for the device. ``violations`` and ``counters``
     do; call them now and then.
@@ -59,7 +59,8 @@ class Ledger(Replays):
         key: the engine's secret; all ranks of an engine need the same key. None draws a new one.
         journal: number of latest rows whose writers are remembered.
         capacity: violations that can wait to be read.
-        backend: ``"torch"``, ``"triton"``, ``"auto"``, or a subclass of ``Passes``.
+        backend: ``"torch"``, ``"numba"`` (CPUs), ``"triton"`` (GPUs), ``"auto"``, or a subclass of
+            ``Passes``.
 
     Raises:
         ConfigError: groups or sizes do not fit together, or an argument is something else.

@@ -38,6 +38,7 @@ class Step:
             For states the block that the state *after* that row is written to, -1 if that state is
             not kept.
         tables: by group of rows, int ``[num_requests, blocks]``: the block table to read through.
+            A group that is left out is not read in this step, and not compared.
         sources: by group of states, int ``[num_requests]``: the block whose state the request
             continues; -1 if the step begins without a state.
         told: int ``[num_requests]``, the number of drafts that the engine says were accepted in the
