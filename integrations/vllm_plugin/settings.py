@@ -88,6 +88,11 @@ def is_audited(additional_config: object) -> bool:
     return any(wants(additional_config, "audit", each) for each in AUDITS[1:])
 
 
+def asks_for_windows(additional_config: object) -> bool:
+    """Tell whether the user names a policy, without which an audit opens no window."""
+    return is_asked(additional_config) and not wants(additional_config, "policy", None)
+
+
 def asked_states(additional_config: object) -> str:
     """Return the user's setting ``recurrent``, or "off"."""
     return next((each for each in RECURRENT if wants(additional_config, "recurrent", each)), "off")

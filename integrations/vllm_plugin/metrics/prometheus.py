@@ -35,10 +35,13 @@ class Page:
 
     Args:
         model_name: a label of each metric, as in vLLM's own.
+        windows: the user asked for windows. Without them ``kvtxn_active`` is left out, since its 0
+            means that windows were asked for and stay out.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *, windows: bool) -> None:
         self._model_name = model_name
+        self._windows = windows
         self._shown: dict[tuple[str, ...], float] = {}
 
     def show(self, engine: int, snapshots: Sequence[Mapping[str, float]]) -> None:
@@ -50,7 +53,8 @@ class Page:
         """
         lead = next((rank for rank, found in enumerate(snapshots) if found["kvtxn_active"]), None)
         for rank, found in enumerate(snapshots):
-            self._show(ACTIVE, engine, rank, found)
+            if self._windows:
+                self._show(ACTIVE, engine, rank, found)
             for family in FAMILIES if found["kvtxn_active"] else ():
                 if family.per_rank or rank == lead:
                     self._show(family, engine, rank, found)

@@ -22,7 +22,7 @@ from ..attach import is_swapped, restore_class, swap_class
 from ..internals import Foreign
 from ..internals import config as vllm_config
 from ..internals import frontend as front
-from ..settings import is_asked
+from ..settings import asks_for_windows, is_asked
 
 if TYPE_CHECKING:
     from .prometheus import Page
@@ -48,7 +48,8 @@ _hooked: WeakSet[Any] = WeakSet()
 def on_engine(engine: Foreign) -> None:
     """Publish a running engine's counters, or arrange to keep them at its end. Never raises."""
     try:
-        if not is_asked(vllm_config.additional_config(front.config_of(engine))):
+        given = vllm_config.additional_config(front.config_of(engine))
+        if not is_asked(given):
             return
         client = front.client_of(engine)
         if not front.is_async(client):
@@ -62,7 +63,7 @@ def on_engine(engine: Foreign) -> None:
 
             if getattr(client, "kvtxn_task", None) is not None:
                 return
-            page = Page(front.model_name(engine))
+            page = Page(front.model_name(engine), windows=asks_for_windows(given))
             # The loop holds its tasks weakly, and the task its client.
             client.kvtxn_task = asyncio.get_running_loop().create_task(_publish(ref(client), page))
             _hooked.add(client)

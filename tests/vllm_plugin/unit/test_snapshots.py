@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 from kvtxn.integrations.vllm_plugin.internals import frontend as front
 from kvtxn.integrations.vllm_plugin.metrics import snapshots as vllm_front
+from kvtxn.integrations.vllm_plugin.settings import asks_for_windows
 
+from kvtxn.audit import KINDS
 from kvtxn.metrics import OPERATIONS, Family, Metrics
 
 prometheus = pytest.importorskip("prometheus_client")
@@ -142,7 +144,7 @@ def page(monkeypatch):
         )
     vllm_page._metric.cache_clear()
     yield (
-        vllm_page.Page("m"),
+        vllm_page.Page("m", windows=True),
         lambda name, **labels: registry.get_sample_value(
             name, {"model_name": "m", "engine": "0"} | labels
         ),
@@ -175,6 +177,31 @@ def test_ranks_count_the_same_windows_once_and_their_own_bytes(page):
     assert value("kvtxn_bytes_written_total", rank="2") == 10
     assert value("kvtxn_fallbacks_total", rank="1", reason="attend") == 1
     assert value("kvtxn_fallbacks_total", rank="2", reason="attend") == 0
+
+
+def test_an_audit_alone_does_not_look_like_windows_that_stay_out(page):
+    """The guide's alert is ``kvtxn_active == 0``."""
+    from kvtxn.audit import Ledger, RowGroup
+
+    pytest.importorskip("torch")
+    counts = Ledger([RowGroup("a", 4, 4)], max_requests=1, max_length=8).counters()
+    shown, value = page
+    alone = type(shown)("m", windows=False)
+    alone.show(0, [{"kvtxn_active": 0.0, **counts}])
+    assert value("kvtxn_active", rank="0") is None
+    assert value("kvtxn_audit_active", rank="0") == 1
+    for kind in KINDS:  # there from the start: an alert has to see the step from zero to one
+        assert value("kvtxn_audit_violations_total", rank="0", kind=kind) == 0
+    shown.show(0, [{"kvtxn_active": 0.0, "kvtxn_audit_active": 0.0}])
+    assert value("kvtxn_active", rank="0") == value("kvtxn_audit_active", rank="0") == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "windows"),
+    [({"audit": "ledger"}, False), ({"audit": "ledger", "policy": "auto"}, True)],
+)
+def test_windows_are_asked_for_by_a_policy(given, windows):
+    assert asks_for_windows({"kvtxn": given}) is windows
 
 
 def test_counters_follow_and_never_fall(page):
