@@ -72,7 +72,6 @@ def read_states(txn: Txn) -> dict[str, tuple[Tensor, ...]]:
 
     One tensor ``[num_requests, *row_shape]`` per state; then, if requests may cross a
     boundary, one more per state, of the slots beyond.
-        boundary, one more per state, of the slots beyond.
     """
     layers = replayed(txn.staged.values()) if txn.layout.num_rows else ()
     return {layer.ref.name: _stored(txn, layer.ref) for layer in layers}

@@ -16,7 +16,7 @@ from ..settings import PluginSettings, settings
 from . import supported
 from .engine import EngineFacts
 from .fitting import check_fit
-from .matrix import LEGEND, matrix
+from .matrix import BACKENDS, LEGEND, matrix
 from .moved import compare, is_checked
 from .release_rules import on_trial
 from .rule_type import Decision
@@ -101,11 +101,27 @@ def _decide(asked: str, facts: EngineFacts, gone: str | None) -> Decision:
         gone: what ``unchecked.hook_gone`` says of it.
     """
     found = decide(asked, facts)
-    if found.policy == "off" or not on_trial(facts):
+    if found.policy == "off":
         return found
-    if gone is not None:
+    if on_trial(facts) and gone is not None:
         return Decision("off", gone)
-    return Decision(found.policy, found.reason + ON_TRIAL)
+    trial = ON_TRIAL if on_trial(facts) else ""
+    return Decision(found.policy, found.reason + _by_attention(asked, facts, found) + trial)
+
+
+def _by_attention(asked: str, facts: EngineFacts, found: Decision) -> str:
+    """Name the backends of latent attention with which the policy would be another one.
+
+    On a GPU vLLM chooses among several when it loads the model; empty if one is named already.
+    """
+    if not (facts.device == "cuda" and facts.mla and facts.attention is None):
+        return ""
+    others: dict[str, list[str]] = {}
+    for backend in BACKENDS[facts.device][1]:
+        policy = decide(asked, attrs.evolve(facts, attention=backend)).policy
+        if policy != found.policy:
+            others.setdefault(policy, []).append(backend)
+    return "".join(f"; {policy} with {' or '.join(each)}" for policy, each in others.items())
 
 
 def _policies(facts: EngineFacts, gone: str | None) -> list[str]:

@@ -89,6 +89,15 @@ SEEN_RELEASE: Final = "0.32.0"
 #: run) and these attention backends.
 AGAIN: Final[Mapping[str, tuple[str, ...]]] = {"0.33.0": ("FLASHINFER", "FLASHMLA")}
 
+#: By release, device and runner, and family: models with recurrent layers that the tests ran with
+#: that release as well: on one GPU, under ``deferred``, with FLASH_ATTN over bfloat16 rows.
+STATES_AGAIN: Final[Mapping[str, Mapping[tuple[str, str], Mapping[str, str]]]] = {
+    "0.33.0": {
+        ("cuda", "v1"): {STATES: "Qwen3.5", FAST: "Qwen3.5", MIXED: "Nemotron-H"},
+        ("cuda", "v2"): {STATES: "Qwen3.5", FAST: "Qwen3.5", MIXED: "Granite 4"},
+    },
+}
+
 #: By device and runner: kinds of engines that the tests ran next to stock, and under what.
 SEEN: Final[Mapping[tuple[str, str], Mapping[Kind, tuple[str, ...]]]] = {
     ("cpu", "v1"): {
@@ -187,6 +196,8 @@ class Row:
         seen: those of ``named``, except "direct", that the tests ran.
         release: the release with which they ran them; empty if they ran none.
         only: the engines that they ran, where these do not stand for the whole family.
+        again: the models with recurrent layers that they ran with the installed release as well,
+            under ``deferred``; empty if they ran none, or if ``release`` is the installed one.
         facts: the facts of each engine that the row stands for.
     """
 
@@ -198,6 +209,7 @@ class Row:
     seen: tuple[str, ...]
     release: str
     only: str
+    again: str
     facts: tuple[EngineFacts, ...] = attrs.field(repr=False)
 
     def __str__(self) -> str:
@@ -222,7 +234,10 @@ class Row:
         seen = "" if self.seen == windows else f"{', '.join(self.seen)} "
         other = any(facts.version != self.release for facts in self.facts)
         release = f" with vLLM {self.release}" if other else ""
-        return f"{says}; {seen}seen running{release}" + (f": {self.only}" if self.only else "")
+        line = f"{says}; {seen}seen running{release}" + (f": {self.only}" if self.only else "")
+        if self.again:
+            line += f"; deferred seen running with vLLM {self.facts[0].version}: {self.again}"
+        return line
 
 
 def matrix(facts: EngineFacts) -> list[Row]:
@@ -268,7 +283,17 @@ def _row(here: EngineFacts, kind: tuple[str, str], number: str, parallelism: str
     seen = tuple(policy for policy in named if policy in known)
     only = ONLY.get((here.device, here.runner), {}).get((family, parallelism), "") if seen else ""
     auto, release = decide("auto", facts), _release(facts, family) if seen else ""
-    return Row((kind,), (number,), (parallelism,), auto, named, seen, release, only, (facts,))
+    again = _again(facts, family) if seen else ""
+    columns = ((kind,), (number,), (parallelism,))
+    return Row(*columns, auto, named, seen, release, only, again, (facts,))
+
+
+def _again(facts: EngineFacts, family: str) -> str:
+    """Name the models of a family with recurrent layers that were seen with this release, too."""
+    one = facts.tensor_parallel * facts.pipeline_parallel == 1
+    plain = facts.attention == "FLASH_ATTN" and facts.kv_cache_dtype == "auto" and one
+    known = STATES_AGAIN.get(facts.version, {}).get((facts.device, facts.runner), {})
+    return known.get(family, "") if plain else ""
 
 
 def _release(facts: EngineFacts, family: str) -> str:
