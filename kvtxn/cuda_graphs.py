@@ -57,10 +57,12 @@ def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 def _launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """Return the driver's launch of a graph; what torch does around it takes the host longer.
 
-    The launch keeps Python's lock, as to give it away and take it again would take longer, too.
+    The launch keeps Python's lock, as to give it away and take it again would take longer, too. The
+    driver launches in the thread's own context: where that is of another device, torch launches.
     """
+    by_torch: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
     stream_of = torch._C._cuda_getCurrentRawStream
-    device = torch.cuda.current_device()
+    device_of, device = torch._C._cuda_getDevice, torch.cuda.current_device()
     handle = ctypes.c_void_p(graph.raw_cuda_graph_exec())
     launch = ctypes.PyDLL("libcuda.so.1").cuGraphLaunch
     known = stream_of(device)
@@ -68,6 +70,9 @@ def _launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
     def replay() -> None:
         nonlocal known, given
+        if device_of() != device:
+            by_torch()
+            return
         stream = stream_of(device)
         if stream != known:
             known, given = stream, (handle, ctypes.c_void_p(stream))

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ...captured.window import CapturedWindow
+
+
+class RowsAlone(Exception):
+    """A launch of both commits has committed the rows, and nothing beside them."""
 
 
 class NotedStep(Protocol):
@@ -41,12 +46,36 @@ class Beside(Protocol):
             sampled: as ``GraphSteps.commit`` got it.
 
         Returns:
-            None: it is committed. Or a launch for ``window.commit_by``, which commits both: once it
-            has, ``noted`` is emptied. ``repeat`` comes if it fails, or is not made.
+            None: it is committed. Or a launch that commits both: once it has, ``noted`` is emptied.
+            ``repeat`` comes if it fails, or is not made. It may raise ``RowsAlone``.
         """
 
     def repeat(self, sampled: Tensor) -> None:
-        """Commit, after the launch failed or was not made: it has written nothing."""
+        """Commit, after the launch failed or was not made: it wrote nothing, or rows alone."""
+
+
+def forget(noted: NotedStep) -> None:
+    """Empty a step that was committed, so that no launch commits it again."""
+    noted.metadata = noted.batch = None
+    noted.replays = 0
+
+
+def lies_as_captured(sampled: Tensor, requests: int) -> bool:
+    """Tell whether a launch over the counts at this address reads what the tensor says."""
+    return (
+        sampled.dtype is torch.int32
+        and sampled.dim() == 1
+        and sampled.numel() >= requests
+        and sampled.is_contiguous()
+    )
+
+
+def whole(beside: Beside, launch: Callable[[], None], sampled: Tensor) -> None:
+    """Make a launch of both commits; where it commits the rows alone, commit the rest by itself."""
+    try:
+        launch()
+    except RowsAlone:
+        beside.repeat(sampled)
 
 
 def failing(error: BaseException) -> Callable[[], None]:

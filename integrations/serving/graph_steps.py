@@ -11,7 +11,7 @@ error surfaces.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -27,7 +27,7 @@ from ...log import DEBUG, remembered
 from ...manager import TransactionManager
 from ...row_io import LayerRows
 from ...states import WindowState
-from .beside import Beside, NotedStep, failing
+from .beside import Beside, NotedStep, RowsAlone, failing, forget, lies_as_captured, whole
 
 #: Steps without a window after a first failure; doubled at each further one, up to the limit.
 _REST: Final = 8
@@ -85,7 +85,6 @@ class GraphSteps:
         layers: the target's, in the order of the forward.
         deferred: the policy is ``deferred``, so draft rows wait outside their slots.
         layout: the rows of requests with drafts, by drafts and settled rows of each.
-        beside: what is committed beside the rows; None where nothing is.
         among_others: a window may have requests without drafts before its last one that has some.
 
     Raises:
@@ -108,7 +107,6 @@ class GraphSteps:
         self.layers = tuple(manager.layers.values())
         self.query_len = query_len
         self._window: CapturedWindow | None = None
-        self.beside: Beside | None = None
         self.deferred = manager.policy == "deferred"
         self._slots = slots
         with torch.inference_mode(False):  # its tensors outlive the mode they are made in
@@ -121,15 +119,26 @@ class GraphSteps:
         #: step is none of them.
         self._recurring = 0
         self._recurs: StepPlan
-        self._launches: Mapping[Hashable, Callable[[], None]] = {}
         self._noted: NotedStep
-        self._listeners = self.windows.on_commit
+        self._beside: Beside | None = None
+        self._launches: Mapping[Hashable, Callable[[], None]] = {}
+        self._listeners, self._marks = self.windows.on_commit, self.windows.marks
         self._unopened = False  # a step that recurs is under way
         self._unopened_ends = 0  # of such steps; no metric counts them yet
         manager.metrics.put_off.append(self._count)
         self.layout = lru_cache(maxsize=_MOST_BATCHES)(
             lambda drafts, settled: RowLayout.build(drafts, settled, manager.device)
         )
+
+    @property
+    def beside(self) -> Beside | None:
+        """What is committed beside the rows; None where nothing is."""
+        return self._beside
+
+    @beside.setter
+    def beside(self, beside: Beside | None) -> None:
+        self._beside = beside
+        self._recurring, self._launches = 0, {}  # those that are known commit the one before
 
     @property
     def nbytes(self) -> int:
@@ -154,8 +163,8 @@ class GraphSteps:
     ) -> None:
         """Begin the step whose forward comes next; its slots are in place.
 
-        A step *recurs* if it is like the one before it, which a launch of ``beside``'s committed.
-        Its drafts are marked already. So its window is opened when somebody asks for it; the usual
+        A step *recurs* if it is like the one before it, which a launch of ``beside``'s committed,
+        and its drafts are marked already. Its window is opened when somebody asks for it; the usual
         commit does not: it makes the launch, and the step is counted as a committed window.
 
         Args:
@@ -167,7 +176,8 @@ class GraphSteps:
                 them drafts, and none is at its prompt. By it a plan is found sooner than by the
                 arrays, which have to say the same. 0: not known.
         """
-        if alike and alike == self._recurring and not self._unopened:
+        recurs = alike and alike == self._recurring and not self._unopened
+        if recurs and self._marks.shown is self._recurs:  # nobody has marked other rows
             self._unopened = True
             return
         if self._window is not None or self._unopened:
@@ -281,7 +291,7 @@ class GraphSteps:
         """The window of the forward that is under way, if it has one."""
         if self._unopened:
             self._count()
-            self._unopened = False
+            self._unopened, self._recurring = False, 0  # should its end not come, the next sees it
             self._window = self.windows.begin(self._recurs)
         return self._window
 
@@ -304,16 +314,22 @@ class GraphSteps:
         """
         quiet = self._unopened and not self._listeners and remembered(DEBUG) is False
         launch = self._launches.get(sampled.data_ptr()) if quiet else None
-        if launch is None or self._noted.replays != self._recurring:
+        if (
+            launch is None
+            or self._noted.replays != self._recurring
+            or not lies_as_captured(sampled, self._recurring)
+        ):
             self._commit(sampled)
             return
         try:
             launch()
+        except RowsAlone:
+            self._beside.repeat(sampled)  # type: ignore[union-attr]
         except BaseException as error:
             self._commit(sampled, error)
             return
-        noted, self._unopened = self._noted, False
-        noted.metadata = noted.batch = None
+        self._unopened = False
+        forget(self._noted)
         self._unopened_ends += 1
 
     def _count(self) -> None:
@@ -324,7 +340,7 @@ class GraphSteps:
 
     def _commit(self, sampled: Tensor, failed: BaseException | None = None) -> None:
         """Commit the step's window, and what is beside it; ``failed``: its launch was made."""
-        window, beside = self.window, self.beside
+        window, beside = self.window, self._beside
         launch = None if beside is None else beside.commit(window, sampled)
         if window is None:
             return
@@ -333,7 +349,7 @@ class GraphSteps:
         state = None
         try:
             if launch is not None:
-                state = window.commit_by(launch, sampled)
+                state = window.commit_by(partial(whole, beside, launch, sampled), sampled)
             if state is None:
                 if launch is not None:
                     launch = None  # it was not made
@@ -346,7 +362,7 @@ class GraphSteps:
         finally:
             if beside is not None and launch is not None:
                 if window.state is _COMMITTED:
-                    beside.noted.metadata = beside.noted.batch = None
+                    forget(beside.noted)
                 else:
                     beside.repeat(sampled)
         self._window = None

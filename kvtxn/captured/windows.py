@@ -52,6 +52,7 @@ class CapturedWindows(SharedPlaces):
         context: as given.
         position: int64 ``[max_rows]``, read by the forward: 0, 1, ... for drafts, -1 for others;
             a view of the tensor that was given.
+        marks: says which plan's marks ``position`` has.
         rows: the tensors that hold the drafts, or under ``undo`` the rows that drafts overwrite.
         slots: as given.
         deferred: True if drafts wait for commit.
@@ -92,7 +93,7 @@ class CapturedWindows(SharedPlaces):
             turn.check_free()
         self._no_marks = torch.full((max_rows,), -1, dtype=torch.int64, device=context.device)
         position = self._no_marks.clone() if position is None else position
-        self._marks, self.position = turn.marks.of(position), position[:max_rows]
+        self.marks, self.position = turn.marks.of(position), position[:max_rows]
         counters = context.metrics.under_policy
         if rows is not None:
             counters = context.metrics.in_spare_slots
@@ -220,7 +221,7 @@ class CapturedWindows(SharedPlaces):
         self.quiet = remembered(DEBUG) is False or not shows(DEBUG)
         try:
             if self.deferred:
-                if plan is not self._marks.shown:
+                if plan is not self.marks.shown:
                     self.mark(plan)
             elif self._undoes:
                 if forward_saves and plan.launches is not None:
@@ -252,7 +253,7 @@ class CapturedWindows(SharedPlaces):
         """
         marks = self._no_marks if plan is None else plan.marks
         assert marks is not None
-        self._marks.show(plan, marks, self.position)
+        self.marks.show(plan, marks, self.position)
 
     def unmark(self) -> None:
         """Let the next forward write every row into the cache, drafts included."""

@@ -74,7 +74,7 @@ def test_marks_that_cannot_be_taken_back_come_out():
     rig.steps.windows.position = SimpleNamespace(copy_=copy)
     rig.begin([0], [1])
     assert (len(copies), rig.count("fallbacks_total_begin")) == (2, 1)
-    rig.steps.windows._marks.shown = None
+    rig.steps.windows.marks.shown = None
     rig.steps.windows.position = SimpleNamespace(copy_=lambda marks: 1 / 0)
     rig.steps._rest = 0
     with pytest.raises(ZeroDivisionError):

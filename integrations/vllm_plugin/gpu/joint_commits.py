@@ -19,6 +19,7 @@ from ....captured.launches import LayoutLaunches
 from ....captured.shared import StepPlan
 from ....captured.window import CapturedWindow
 from ....log import get_logger
+from ...serving.beside import RowsAlone, lies_as_captured
 from ..internals.held_states import HeldStates
 
 log = get_logger()
@@ -61,6 +62,9 @@ class JointCommits:
             return None
         place = sampled.data_ptr()
         found = window.plan.together.get(place)
+        if not lies_as_captured(sampled, states.replays):
+            states.commit(sampled)
+            return None
         if found is None:
             self._by_themselves(window, place, sampled)
         return found
@@ -78,18 +82,11 @@ class JointCommits:
         states, plan = self._states, window.plan
         launches = alone = None
         if window.to_launch() is not None and self._recurs(plan, place):
-            launches, alone = (
-                states.launches(sampled, plan.num_requests),
-                states.launch_over(sampled),
-            )
+            launches = states.launches(sampled, plan.num_requests)
+            alone = None if launches is None else states.launch_over(sampled)
         states.commit(sampled)
         if launches is not None and plan.launches is not None:
-            rows = plan.launches.launch_over(sampled)
-            if alone is not None and rows is not None:
-                plan.together[place] = _in_turn(rows, alone)
-                self.captured += 1
-            else:
-                self._capture(plan, plan.launches, sampled, launches)
+            self._prepare(plan, plan.launches, sampled, launches, alone)
 
     def _recurs(self, plan: StepPlan, place: int) -> bool:
         """Count a kind of step; tell whether it is to be captured now."""
@@ -102,33 +99,40 @@ class JointCommits:
         self._seen[key] += 1
         return self._seen[key] == _OFTEN
 
-    def _capture(
+    def _prepare(
         self,
         plan: StepPlan,
         rows: LayoutLaunches,
         sampled: Tensor,
         launches: Callable[[], None],
+        alone: Callable[[], bool] | None,
     ) -> None:
-        """Capture both commits; the step's own rows are committed after this."""
+        """Prepare a launch of both commits; the step's own rows are committed after this."""
         try:
-            replay = rows.capture_with(sampled, launches, self._states.make)
+            first = None if alone is None else rows.launch_over(sampled)
+            if first is not None and alone is not None:
+                both: Callable[[], None] | None = _in_turn(first, alone)
+            else:
+                both = rows.capture_with(sampled, launches, self._states.make)
         except Exception as error:  # both commits still work, one after the other
             log.debug("joint_commits.not_captured", error=repr(error))
             return
-        if replay is not None:
-            plan.together[sampled.data_ptr()] = replay
+        if both is not None:
+            plan.together[sampled.data_ptr()] = both
             self.captured += 1
 
 
 def _in_turn(rows: Callable[[], bool], states: Callable[[], bool]) -> Callable[[], None]:
     """Return a function that makes two launches of the driver's: less work than a graph of both.
 
-    Each tells whether it could be made. The one that may write twice comes first: where the second
-    cannot be made, both commits are repeated, and a row's second writing is as its first.
+    Each tells whether it could be made. Neither commit may be made twice: rows are counted, and a
+    state takes each row in once.
     """
 
     def launch() -> None:
-        if not (rows() and states()):
+        if not rows():
             raise RuntimeError("the driver did not launch a step's commits")
+        if not states():
+            raise RowsAlone("the driver did not launch the commit of a step's states")
 
     return launch

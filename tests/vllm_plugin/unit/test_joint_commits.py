@@ -15,6 +15,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OL
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
+    from kvtxn.integrations.serving.beside import RowsAlone
     from kvtxn.integrations.vllm_plugin.gpu import joint_commits
     from kvtxn.integrations.vllm_plugin.gpu.joint_commits import JointCommits
 
@@ -86,7 +87,7 @@ class Rig(held.Rig):
             try:
                 launch()
                 self.own.abandon()
-            except RuntimeError:
+            except (RuntimeError, RowsAlone):
                 assert self.launches.fails
                 self.joint.repeat(sampled)
         assert self.own._step is None
@@ -202,6 +203,30 @@ def test_two_launches_of_the_drivers(rig, monkeypatch, fails):
     rig.step(full, STEPS[4])
     assert made.count("states") == (2 if fails == "rows" else 3)
     assert (rig.together, rig.errors) == (3, [])
+
+
+@pytest.mark.parametrize("rig", [(GATED_DELTA, True)], indirect=True, ids=["fast"])
+def test_launches_that_cannot_be_prepared_stay_apart(rig, monkeypatch):
+    def failing(_):
+        raise OSError("no driver")
+
+    monkeypatch.setattr(rig.launches, "launch_over", failing)
+    monkeypatch.setattr(rig.own._alone, "launch_over", lambda *_: lambda: True)
+    for sampled in STEPS[:4]:
+        rig.step([DRAFTS + 1] * REQUESTS, sampled)
+    assert (rig.together, rig.errors) == (0, [])
+
+
+def test_counts_of_another_form_at_the_same_address(rig):
+    """A prepared launch would read other numbers there."""
+    full = [DRAFTS + 1] * REQUESTS
+    for sampled in STEPS[:3]:
+        rig.step(full, sampled)
+    assert rig.together == 1
+    rig.sampled = rig.sampled.repeat_interleave(2)[::2]
+    rig.window.plan.together = dict.fromkeys([rig.sampled.data_ptr()], pytest.fail)
+    rig.step(full, STEPS[3])
+    assert rig.together == 1
 
 
 def test_graphs_of_many_launches_are_few(rig, monkeypatch):
