@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ...captured.shared import StepPlan
 from ...captured.window import CapturedWindow
-from ...config import TxnConfig
-from ...errors import ConfigError, IncompleteWindowError, SlotMappingError
+from ...errors import IncompleteWindowError
 from ...layers import LayerRef
 from ...layout import RowLayout
 from ...log import DEBUG, remembered
@@ -28,6 +27,7 @@ from ...manager import TransactionManager
 from ...row_io import LayerRows
 from ...states import WindowState
 from .beside import Beside, NotedStep, RowsAlone, failing, forget, lies_as_captured, whole
+from .step_batches import check_settings, rows_of_window
 
 #: Steps without a window after a first failure; doubled at each further one, up to the limit.
 _REST: Final = 8
@@ -41,31 +41,6 @@ _MOST_BATCHES: Final = 1024
 
 _COMMITTED: Final = WindowState.COMMITTED
 _DIRECT: Final = WindowState.DIRECT
-
-#: Settings that decide nothing where drafts wait in fixed tensors and their counts come from the
-#: sampler, and what the steps do instead.
-WITHOUT_EFFECT: Final = {
-    "acceptance": "accepted drafts are counted on the device, from what the sampler returns",
-    "staging": "drafts wait where the captured forward puts them",
-}
-
-
-def check_settings(config: TxnConfig) -> None:
-    """Refuse settings that have no effect on the steps of a captured forward.
-
-    Raises:
-        ConfigError: such a setting is not ``"auto"``.
-    """
-    for name, instead in WITHOUT_EFFECT.items():
-        value = getattr(config, name)
-        if value != "auto":
-            raise ConfigError(
-                "TxnConfig",
-                f"{name}={value!r} has no effect on a GPU: {instead}",
-                expected=f"{name}='auto'",
-                got=repr(value),
-                hint=f"leave {name} out",
-            )
 
 
 class GraphSteps:
@@ -230,31 +205,9 @@ class GraphSteps:
         Raises:
             SlotMappingError: a request has more drafts than rows, or less than none.
         """
-        if (drafts < 0).any() or (drafts > lengths).any():
-            raise SlotMappingError(
-                "begin",
-                "draft rows and rows of the requests do not go together",
-                expected="0 to as many draft rows as the request has rows",
-                got=f"{drafts.tolist()} draft rows of {lengths.tolist()} rows",
-                hint="count a request's draft rows among its rows",
-            )
-        which = drafts.nonzero()[0]
-        if not len(which):
-            return None
-        count = int(which[-1]) + 1 if self.among_others else len(which)
-        drafts, lengths, prefilling = drafts[:count], lengths[:count], prefilling[:count]
-        drafting, long = drafts > 0, lengths > self.query_len
-        for applies, reason in (
-            (not self.among_others and not drafting.all(), "order"),
-            ((long & drafting).any(), "long_query"),
-            (long.any(), "order"),
-            (int(lengths.sum()) > self.manager.config.max_rows, "max_rows"),
-            ((prefilling & drafting).any(), "prompt_with_drafts"),
-        ):
-            if applies:
-                return reason
-        layout = self.layout(tuple(drafts.tolist()), tuple((lengths - drafts).tolist()))
-        return self.windows.plan(layout)
+        most = self.query_len, self.manager.config.max_rows
+        found = rows_of_window(drafts, lengths, prefilling, *most, among_others=self.among_others)
+        return self.windows.plan(self.layout(*found)) if isinstance(found, tuple) else found
 
     def save_in_forward(self, num_rows: int) -> Callable[[], None] | None:
         """Return a launch that a captured forward begins with, so that it saves old rows itself.

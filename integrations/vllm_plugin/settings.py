@@ -20,12 +20,12 @@ from ...audit.byte_books import EVERY
 from ...config import POLICIES, TxnConfig
 from ...errors import ConfigError, KVTxnError, meant
 from ...policy import choose_policy
-from ..serving import graph_steps
+from ..serving import step_batches
 
 _WHERE: Final = "additional_config['kvtxn']"
 
 #: By device type: settings of ``TxnConfig`` that its steps do not use, and why.
-WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": graph_steps.WITHOUT_EFFECT}
+WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {"cuda": step_batches.WITHOUT_EFFECT}
 
 
 #: The values of ``recurrent``: whether, and by which operators, windows hold recurrent states.
