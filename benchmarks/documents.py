@@ -179,7 +179,7 @@ def host_gpu() -> str:
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
-def vllm_gpu(*names: str, without: str = "") -> str:
+def vllm_speed(*names: str, without: str = "") -> str:
     """Tokens per second of whole engines, relative to stock's in the same rounds.
 
     ``without`` names a policy whose code has changed since its measurement; it is left out.
@@ -270,7 +270,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "sanitizer": sanitizer,
     "attention": attention,
     "host-gpu": host_gpu,
-    "vllm-gpu": lambda: vllm_gpu(
+    "vllm-gpu": lambda: vllm_speed(
         "h200-vllm-llama3-8b-eagle-joint",
         "h200-vllm-llama3-8b-eagle",
         "h200-vllm-llama3-8b-ngram",
@@ -280,12 +280,13 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
         load("h200-vllm-llama3-8b-eagle-joint")["cells"]
     ),
     "vllm-gpu-host": lambda: vllm_report.clocked(load("h200-vllm-host-bound-ngram")),
-    "vllm-gpu-one-engine": lambda: vllm_gpu(
+    "vllm-gpu-one-engine": lambda: vllm_speed(
         "h200-vllm-undo-one-engine", "h200-vllm-undo-one-engine-8b"
     ),
-    "vllm-gpu-undo": lambda: vllm_gpu(
+    "vllm-gpu-undo": lambda: vllm_speed(
         "h200-vllm-llama3-8b-eagle-undo", "h200-vllm-llama3-8b-ngram-undo", without="deferred"
     ),
+    "vllm-cpu-audit": lambda: vllm_speed("cpu-vllm-ledger"),
     "vllm-tokens": lambda: exactness_tables.tokens(load("h200-vllm-exactness")),
     "vllm-tp2": lambda: exactness_tables.tokens(without(load("h200-vllm-tp2"), "deferred, TP=2")),
     "vllm-caches": lambda: exactness_tables.caches(load("h200-vllm-exactness")),
@@ -310,13 +311,13 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "soak": lambda: soak.report(
         [load(name) for name in ("h200-soak", "h200-soak-simple", "cpu-soak")]
     ),
-    "vllm-gpu-hybrid": lambda: vllm_gpu("h200-vllm-qwen3.5-9b"),
+    "vllm-gpu-hybrid": lambda: vllm_speed("h200-vllm-qwen3.5-9b"),
     "vllm-gpu-hybrid-host": lambda: vllm_report.clocked(load("h200-vllm-qwen3.5-9b")),
-    "vllm-gpu-hybrid-memory": lambda: vllm_gpu("h200-vllm-qwen3.5-9b-equal-memory"),
-    "vllm-gpu-hybrid-mamba2": lambda: vllm_gpu("h200-vllm-nemotron-h-8b"),
+    "vllm-gpu-hybrid-memory": lambda: vllm_speed("h200-vllm-qwen3.5-9b-equal-memory"),
+    "vllm-gpu-hybrid-mamba2": lambda: vllm_speed("h200-vllm-nemotron-h-8b"),
     "vllm-gpu-hybrid-mamba2-host": lambda: vllm_report.clocked(load("h200-vllm-nemotron-h-8b")),
-    "vllm-gpu-hybrid-experts": lambda: vllm_gpu("h200-vllm-qwen3-next-a3b"),
-    "vllm-gpu-audit": lambda: vllm_gpu("h200-vllm-llama3-8b-audit"),
+    "vllm-gpu-hybrid-experts": lambda: vllm_speed("h200-vllm-qwen3-next-a3b"),
+    "vllm-gpu-audit": lambda: vllm_speed("h200-vllm-llama3-8b-audit"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
     "vllm-gpu-audit-rows": lambda: audit_report.audit(load("h200-vllm-llama3-8b-audit")),
 }
