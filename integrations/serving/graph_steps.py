@@ -301,12 +301,12 @@ class GraphSteps:
             launch = failing(failed)
         state = None
         try:
-            if launch is not None:
+            if beside is not None and launch is not None:
                 state = window.commit_by(partial(whole, beside, launch, sampled), sampled)
-            if state is None:
-                if launch is not None:
+                if state is None:
                     launch = None  # it was not made
-                    beside.repeat(sampled)  # type: ignore[union-attr]
+                    beside.repeat(sampled)
+            if state is None:
                 state = self._commit_rows(window, sampled)
         except BaseException:
             if window.state.is_final:
