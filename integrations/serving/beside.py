@@ -1,4 +1,4 @@
-"""What is committed in each step beside the rows of a model runner's windows: recurrent states."""
+"""Recurrent states, which are committed in each step beside the rows of a runner's windows."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class GraphSteps:
 
     @property
     def beside(self) -> Beside | None:
-        """What is committed beside the rows; None where nothing is."""
+        """The states that are committed beside the rows; None where there are none."""
         return self._beside
 
     @beside.setter

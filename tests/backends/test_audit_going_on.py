@@ -168,7 +168,7 @@ def test_forms_that_cannot_be_read_from_their_addresses():
 
 
 def test_a_torch_ledgers_outcomes_do_not_wait():
-    """What it needs of a step lies in the step's tensors alone."""
+    """All that it needs of a step lies in the step's tensors."""
     steps = Steps()
     waiting = steps.sample(steps.feed(), one_too_many=0, told=False)
     assert not steps.ledgers[0].can_wait(*waiting[:2])

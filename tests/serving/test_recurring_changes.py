@@ -44,7 +44,7 @@ def test_a_window_that_was_opened_and_dropped_is_aborted(rig):
 
 @pytest.mark.parametrize("opens", [False, True])
 def test_rows_that_were_committed_alone_are_counted_once(rig, opens):
-    """What is beside them is committed by itself; the step is a committed window."""
+    """The states beside them are committed by themselves; the step is a committed window."""
     staged = rig.count("rows_staged_total")
     rig.states.rows_alone = True
     rig.begins()

@@ -115,7 +115,7 @@ def _stepped(
 
 @contextmanager
 def _paused(engine: Engine, take: Callable[[], None]) -> Iterator[None]:
-    """Where steps are under way, end them, and let no request be scheduled meanwhile.
+    """End the steps that are under way, and let no request be scheduled meanwhile.
 
     The last step begins with the stores of the one before it, so these are under way then.
     """

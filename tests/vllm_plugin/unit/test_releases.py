@@ -216,7 +216,7 @@ def test_the_doctor_promises_no_self_test_that_cannot_be(unlisted, monkeypatch, 
 
 
 def test_the_doctor_says_that_the_self_test_will_decide(unlisted, monkeypatch):
-    """Where every hook point is there still."""
+    """Every hook point is there still."""
     monkeypatch.setattr(report.unchecked, "hook_gone", lambda facts: None)
     facts = EngineFacts(version="0.99.0", unchecked=True)
     monkeypatch.setattr(engine_config, "plain_facts", lambda: facts)

@@ -164,7 +164,7 @@ def test_it_takes_exact_where_all_conditions_hold():
 )
 @pytest.mark.usefixtures("invented")
 def test_else_it_leaves_the_states_to_stock_with_a_reason(changes, says):
-    """Where "exact" would start, the reason says so."""
+    """The reason says so if "exact" would start."""
     off = decide("auto", attrs.evolve(ENGINE, **changes))
     assert off.policy == "off"
     assert says in off.reason
