@@ -371,7 +371,7 @@ def test_latents_of_prompts_alone(monkeypatch):
 
 
 def test_requests_of_one_row_have_one_line(monkeypatch):
-    """Lines that vLLM's own code does not repeat are not repeated here; nor without causal order."""
+    """Lines that stock does not repeat are not repeated here; nor are any without causal order."""
     batch = Latents(monkeypatch, [20, 33], [3, 3])
     tables, found = batch.builder.kvtxn_tables, batch.plain()
     assert tables.arguments(found).lines == 3
