@@ -64,10 +64,10 @@ def _text(instance: object, attribute: Any, value: Any) -> None:
     """Validate a name: text, or None where that is the default."""
     if value is None and attribute.default is None:
         return
-    if not isinstance(value, str) or not is_encodable(value):
+    if not isinstance(value, str) or not value or not is_encodable(value):
         raise ConfigError(
             type(instance).__name__, f"{attribute.name} must be a str",
-            expected="a str without lone surrogates", got=repr(value),
+            expected="a str that is not empty and has no lone surrogates", got=repr(value),
             hint="groups and pools have names, which digests take in as UTF-8",
         )  # fmt: skip
 
@@ -97,6 +97,20 @@ class RowGroup:
     reads: str | None = attrs.field(default=None, kw_only=True, validator=_text)
 
     is_state = False
+
+    def __attrs_post_init__(self) -> None:
+        """Check that a ring finds room.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        room = self.block_size * self.num_blocks
+        if self.ring is not None and self.ring > room:
+            raise ConfigError(
+                "RowGroup", "ring must fit into the group's blocks",
+                expected=f"at most {room}, block_size times num_blocks", got=repr(self.ring),
+                hint="a request's ring lies in the blocks of its table",
+            )  # fmt: skip
 
 
 @attrs.frozen

@@ -27,16 +27,18 @@ class Step:
     -1 in an engine's buffer, are compared as something else than what they are.
 
     Attributes:
-        lines: int ``[num_requests]``, the line of each request, from ``Ledger.line``; -1: padding.
+        lines: int ``[num_requests]``, the line of each request, from ``Ledger.line``; -1, or any
+            other number below 0: padding.
         starts: int ``[num_requests + 1]``, the first row of each request, then the number of rows.
         first: int ``[num_requests]``, the position of each request's first row; its further rows
             are of the positions that follow.
         tokens: int ``[num_rows]``, the token that each row is computed of.
         drafts: int ``[num_requests]``, the number of each request's last rows that are drafts; None
             means no drafts.
-        slots: by group, int ``[num_rows]``: the slot that each row is written to, -1 for no slot.
-            For states the block that the state *after* that row is written to, -1 if that state is
-            not kept.
+        slots: by group, int ``[num_rows]``: the slot that each row is written to, -1 for no slot;
+            a number outside of the group is no slot, either, so that whoever reads the row finds
+            it unwritten. For states the block that the state *after* that row is written to, -1 if
+            that state is not kept.
         tables: by group of rows, int ``[num_requests, blocks]``: the block table to read through.
             A group that is left out is not read in this step, and not compared.
         sources: by group of states, int ``[num_requests]``: the block whose state the request

@@ -329,10 +329,18 @@ def test_sizes_of_groups(size):
             make()
 
 
+def test_a_ring_lies_in_the_blocks_of_its_group():
+    assert RowGroup("a", 4, 8, ring=32).ring == 32
+    with pytest.raises(ConfigError, match="expected at most 32, block_size times num_blocks"):
+        RowGroup("a", 4, 8, ring=33)
+
+
 def test_names_are_text_and_groups_are_groups():
     for make in (
         lambda: RowGroup(3, 4, 8),
         lambda: StateGroup(None, 8),
+        lambda: RowGroup("", 4, 8),
+        lambda: StateGroup("", 8),
         lambda: RowGroup("a", 4, 8, pool=1),
         lambda: RowGroup("a", 4, 8, reads=1),
         lambda: Ledger(["a"], max_requests=1, max_length=8),
