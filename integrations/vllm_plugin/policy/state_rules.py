@@ -170,7 +170,7 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
             and f.version not in supported.state_releases_for(f.device)
         ),
         "recurrent states were not checked with vLLM {version} on device {device}; supported: "
-        "{state_releases}",
+        "{state_releases}; the setting 'unchecked' does not let them start",
         {**_WITH_STATES, "version": ON_ONE_GPU},
     ),
     Rule(
