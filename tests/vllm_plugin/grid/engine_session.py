@@ -60,7 +60,8 @@ class Engines:
 
     def finished(self, job: str) -> bool:
         """Tell whether all engines of a job have reported."""
-        return all(self.pool.finished(f"{job}.{engine}") for engine in self._engines[job])
+        engines = self._engines.get(job)  # None: the job is left out on this machine
+        return engines is not None and all(self.pool.finished(f"{job}.{each}") for each in engines)
 
     def stop(self) -> None:
         """End the engines that still run."""
