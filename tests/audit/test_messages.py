@@ -196,7 +196,7 @@ def test_outputs_are_told_with_dtype_and_shape():
     ],
 )
 def test_text_that_cannot_be_encoded_is_refused(make):
-    with pytest.raises(ConfigError, match="expected a str without lone surrogates"):
+    with pytest.raises(ConfigError, match=r"expected a str .*lone surrogates"):
         make()
     assert RowGroup("\U0001f600 ä", 4, 8).name
     assert Key.derived("\U0001f600") == Key.derived("\U0001f600")

@@ -146,7 +146,7 @@ def test_releases_for_states_are_those_of_the_device(monkeypatch, changes, names
     monkeypatch.setattr(supported, "GPU_STATE_RELEASES", ("0.31.9",))
     off = decide("auto", attrs.evolve(ENGINE, **changes))
     assert off.policy == "off"
-    assert off.reason.endswith(f"supported: {names}")
+    assert f"; supported: {names}; the setting 'unchecked' does not" in off.reason
 
 
 @pytest.mark.parametrize("changes", [{}, ON_GPU])
