@@ -57,6 +57,23 @@ _HALF: Final = RECORDS // 2
 _NONE: Final = -1
 
 
+def outcome_row(accepted: Tensor, sampled: Tensor | None, besides: int) -> array[int]:
+    """Return the columns of an outcome, from ``OUTCOME`` on, without the step.
+
+    Args:
+        accepted: as for ``NextStep.resolve``.
+        sampled: likewise.
+        besides: likewise.
+    """
+    row = array("q", [0] * LINES)
+    row[ACCEPTED], row[LONG_COUNTS] = accepted.data_ptr(), accepted.dtype is torch.int64
+    row[REQUESTS], row[BESIDES] = accepted.shape[0], besides
+    if sampled is not None:
+        row[SAMPLED], row[LONG_IDS] = sampled.data_ptr(), sampled.dtype is torch.int64
+        row[WIDTH] = sampled.shape[1]
+    return row
+
+
 class NextStep:
     """The records of the steps to come.
 
@@ -72,6 +89,10 @@ class NextStep:
         blocks: blocks in the record of the next step.
         lines: lines in it.
         resolves: it has the outcome of the last step.
+        told: how many times anything was told but by a ``GoingOn``.
+        free_until: the device has read what was in the records of the steps before this one.
+        memory: the records, row by row.
+        held: the tensors of the outcome that was put last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,20 +100,21 @@ class NextStep:
         with torch.inference_mode(False):
             records = torch.full((RECORDS, COLUMNS), _NONE, dtype=torch.int64, device="cpu")
             self.records: Final = records.pin_memory() if self._on_gpu else records
-        self._memory: Final = memoryview_of(self.records.view(-1))
+        self.memory: Final = memoryview_of(self.records.view(-1))
         self.steps = self.blocks = self.lines = 0
         self.used = self.resolves = False
+        self.free_until = self.told = 0
         self._half = self._closed = -1
         self._behind: torch.cuda.Event | None = None
-        self._is_free = True
-        self._held: tuple[Tensor | None, ...] = ()
+        self.held: tuple[Tensor | None, ...] = ()
         self._target: Tensor | None = None
 
     def restart(self) -> None:
         """Begin anew with the first step; records of earlier ones are nobody's."""
         self.records[:, [OUTCOME, LINES, HANDED_OUT]] = _NONE
-        self.steps = self.blocks = self.lines = 0
+        self.steps = self.blocks = self.lines = self.free_until = 0
         self.resolves = False
+        self.told += 1
         self._half = self._closed = -1
         self._behind = None
 
@@ -111,21 +133,12 @@ class NextStep:
         """
         if not self.may_fill():
             return False
-        begin, step = (self.steps + 1) % RECORDS * COLUMNS, self.steps + 1
-        memory = self._memory
-        memory[begin + ACCEPTED] = accepted.data_ptr()
-        memory[begin + LONG_COUNTS] = accepted.dtype is torch.int64
-        memory[begin + REQUESTS] = accepted.shape[0]
-        memory[begin + BESIDES] = besides
-        if sampled is None:
-            memory[begin + WIDTH] = 0
-        else:
-            memory[begin + SAMPLED] = sampled.data_ptr()
-            memory[begin + LONG_IDS] = sampled.dtype is torch.int64
-            memory[begin + WIDTH] = sampled.shape[1]
-        memory[begin + OUTCOME] = step
-        self._held = accepted, sampled
+        step, row = self.steps + 1, outcome_row(accepted, sampled, besides)
+        row[OUTCOME], begin = step, step % RECORDS * COLUMNS
+        self.memory[begin : begin + len(row)] = row
+        self.held = accepted, sampled
         self.resolves = True
+        self.told += 1
         return True
 
     def put_lines(self, target: Tensor, lines: Sequence[int]) -> bool:
@@ -142,7 +155,7 @@ class NextStep:
             return False
         if self.steps + 1 == self._closed or not self.may_fill():
             return False
-        step, memory = self.steps + 1, self._memory
+        step, memory = self.steps + 1, self.memory
         begin = step % RECORDS * COLUMNS
         for at, line in enumerate(lines, begin + FIRST_LINE):
             memory[at] = line
@@ -150,6 +163,7 @@ class NextStep:
         memory[begin + NUM_LINES] = self.lines = len(lines)
         memory[begin + LINES] = step
         self._target = target
+        self.told += 1
         return True
 
     def add(self, given: Sequence[tuple[Place, Sequence[int]]]) -> bool:
@@ -165,7 +179,7 @@ class NextStep:
         step, waiting = self.steps + 1, self.blocks
         if step == self._closed or not self.may_fill():
             return False
-        memory, begin = self._memory, step % RECORDS * COLUMNS
+        memory, begin = self.memory, step % RECORDS * COLUMNS
         for place, blocks in given:
             if waiting + len(blocks) > MOST:
                 return False
@@ -178,6 +192,7 @@ class NextStep:
             waiting += len(blocks)
         memory[begin + COUNT] = self.blocks = waiting
         memory[begin + HANDED_OUT] = step
+        self.told += 1
         return True
 
     def take_lines(self) -> tuple[Tensor, Tensor]:
@@ -205,83 +220,37 @@ class NextStep:
         self.blocks = 0
         return record[BLOCKS : BLOCKS + 2 * count], count
 
-    def go_on(
-        self,
-        accepted: Tensor,
-        sampled: Tensor,
-        besides: int,
-        given: Sequence[tuple[Place, Sequence[int]]],
-    ) -> bool:
-        """Do what ``resolve``, ``add`` and ``launched`` do, in one piece of code.
-
-        Args:
-            accepted: as for ``resolve``.
-            sampled: likewise.
-            besides: likewise.
-            given: as for ``Change``.
-
-        Returns:
-            False if something waits already, if the blocks do not fit, or if the device may not
-            have read what this would replace, or what the step after it will; nothing was put then.
-        """
-        step, memory = self.steps + 1, self._memory
-        if self.resolves or self.blocks or self.lines or step == self._closed:
-            return False
-        if not self._is_free or step // _HALF != self._half or (step + 1) // _HALF != self._half:
-            return False
-        begin, count = step % RECORDS * COLUMNS, 0
-        for place, blocks in given:
-            base, stride, at = place.base, place.stride, begin + BLOCKS + 2 * count
-            count += len(blocks)
-            if count > MOST:
-                return False
-            for block in blocks:
-                memory[at] = base + block * stride
-                memory[at + 1] = stride
-                at += 2
-        if count:
-            memory[begin + COUNT] = count
-            memory[begin + HANDED_OUT] = step
-        outcome = (
-            *(step, accepted.data_ptr(), accepted.dtype is torch.int64),
-            *(sampled.data_ptr(), sampled.dtype is torch.int64, sampled.shape[1]),
-            *(accepted.shape[0], besides),
-        )
-        memory[begin : begin + LINES] = array("q", outcome)
-        self._held, self.steps = (accepted, sampled), step
-        return True
-
     def launched(self) -> None:
         """Hear that a step's launch was made, or that a graph was replayed that has it."""
         self.steps += 1
+        self.told += 1
         self.blocks = self.lines = 0
         self.resolves = False
 
     def _close(self, part: int) -> Tensor:
         """Empty a part of the next step's record, which a launch reads now."""
         step = self.steps + 1
-        self._memory[step % RECORDS * COLUMNS + part] = _NONE
+        self.memory[step % RECORDS * COLUMNS + part] = _NONE
         self._closed = step
         return self.records[step % RECORDS]
 
     def may_fill(self) -> bool:
         """Tell whether the next step's record may be filled: graphs look for it, it was read."""
-        half = (self.steps + 1) // _HALF
-        return self.used and ((self._is_free and half == self._half) or self._enter(half))
+        step = self.steps + 1
+        return self.used and (step < self.free_until or self._enter(step // _HALF))
 
     def _enter(self, half: int) -> bool:
         """Go on to a half of the ring; tells whether the device has read what was in it."""
-        if not self._on_gpu:
-            self._half = half
-            return True
-        if half == self._half:
+        free = True
+        if self._on_gpu and half == self._half:
             assert self._behind is not None
-            self._is_free = self._behind.query()
-            return self._is_free
-        # The event lies behind all steps before the half that it was recorded in.
-        behind = self._behind
-        self._is_free = half == self._half + 1 and behind is not None and behind.query()
-        behind = torch.cuda.Event() if behind is None else behind
-        behind.record()
-        self._half, self._behind = half, behind
-        return self._is_free
+            free = self._behind.query()
+        elif self._on_gpu:
+            # The event lies behind all steps before the half that it was recorded in.
+            behind = self._behind
+            free = half == self._half + 1 and behind is not None and behind.query()
+            behind = torch.cuda.Event() if behind is None else behind
+            behind.record()
+            self._behind = behind
+        self._half, self.free_until = half, (half + 1) * _HALF if free else 0
+        return free

@@ -26,6 +26,7 @@ from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
 from .byte_passes import TritonBytePasses
+from .going_on import GoingOn
 from .launches import ALIGNED, Launches
 from .plan import Addresses, contiguous
 from .staging import Staging
@@ -150,16 +151,16 @@ class TritonPasses(Passes):
         """Tell whether an outcome can wait, as ``Passes.can_wait`` describes."""
         return self._waiting.can_wait(step, accepted, sampled)
 
-    def go_on(
+    def going_on(
         self,
         step: Step,
         accepted: Tensor,
         sampled: Tensor,
         besides: int,
-        given: Sequence[tuple[Place, Sequence[int]]],
-    ) -> bool:
-        """Go on with a step, as ``Passes.go_on`` describes."""
-        return self._waiting.go_on(step, accepted, sampled, besides, given)
+        places: Sequence[Place | None],
+    ) -> GoingOn | None:
+        """Return a call for steps like the last one, as ``Passes.going_on`` describes."""
+        return self._waiting.going_on(step, accepted, sampled, besides, places)
 
     def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:
         """Put numbers in place before the next step, as ``Passes.put_later`` describes."""
@@ -168,6 +169,7 @@ class TritonPasses(Passes):
     def settle(self) -> None:
         """Do what waits for the next step, as ``Passes.settle`` describes."""
         waiting = self._next
+        waiting.told += 1
         if waiting.resolves:
             waiting.resolves = False
             self._waiting.resolve_last()
@@ -203,6 +205,7 @@ class TritonPasses(Passes):
             return
         if self._next.lines:
             self.settle()
+        self._next.told += 1
         given = numbers if isinstance(numbers, Tensor) else memoryview(array("q", numbers))
         self._put(target, self._staging.put([given]))
 
@@ -324,6 +327,7 @@ class TritonPasses(Passes):
 
     def resolve_again(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
         """Resolve a step as before, as ``Passes.resolve_again`` describes."""
+        self._next.told += 1
         given = (accepted,) if sampled is None else (accepted, sampled)
         waits = self._next.blocks or self._next.lines
         return not waits and self._resolving.again(step, given, besides)

@@ -17,6 +17,7 @@ from ...audit.books import Books
 from ...audit.groups import Place
 from ...audit.step import Step
 from . import change_kernel, resolve_kernel
+from .going_on import GoingOn
 from .launches import Launches
 from .next_step import MOST, NextStep
 
@@ -50,7 +51,6 @@ class Waiting:
         self._graphs_save = True
         self._last: Step | None = None  # the last step, if it was saved
         self._judged: tuple[Step, bool] | None = None  # what ``saves`` said last
-        self._read: tuple[object, ...] = ()  # a step, and the forms of an outcome that can be read
         self._taking: Final = Launches(change_kernel.take_record, 1, device)
         self._resolving: Final = Launches(resolve_kernel.resolve_last, 2, device)
         # A step that stands for the launches of ``resolve_last``, all of which are alike.
@@ -119,25 +119,18 @@ class Waiting:
             return False
         return self._can_read(step, accepted, sampled) and waiting.may_fill()
 
-    def go_on(
+    def going_on(
         self,
         step: Step,
         accepted: Tensor,
         sampled: Tensor,
         besides: int,
-        given: Sequence[tuple[Place, Sequence[int]]],
-    ) -> bool:
-        """Go on with a step, as ``Passes.go_on`` describes."""
-        if step is not self._last or not self._graphs_save:
-            return False
-        known = step, accepted.dtype, accepted.shape, sampled.dtype, sampled.shape
-        if known != self._read:
-            if not self._can_read(step, accepted, sampled):
-                return False
-            self._read = known
-        if not (accepted.is_contiguous() and sampled.is_contiguous()):
-            return False
-        return self.next.go_on(accepted, sampled, besides, given)
+        places: Sequence[Place | None],
+    ) -> GoingOn | None:
+        """Return a call for steps like the last one, as ``Passes.going_on`` describes."""
+        if not self.can_wait(step, accepted, sampled):
+            return None
+        return GoingOn(self.next, accepted, sampled, besides, places)
 
     def _can_read(self, step: Step, accepted: Any, sampled: Any) -> bool:
         """Tell whether an outcome of a step can be read from its addresses."""

@@ -26,6 +26,10 @@ _CALLS: Final = {
 _OF_STATES: Final = "states."
 #: The runner's method that reads vLLM's step and makes most of the watch's calls.
 _TELL: Final = "kvtxn_tell"
+#: The runner's attribute that hears of replays, and the call by which it does; it makes the watch's
+#: calls, too.
+_GRAPHS: Final = "kvtxn_watching"
+_REPLAY: Final = "before_replay"
 #: The watch's calls that come just before a forward: on a CPU, and on a GPU.
 _FORWARDS: Final = ("forward", "step")
 #: The watch's call that takes the place of all calls of a step, if it returns True.
@@ -171,10 +175,11 @@ class _OfAudit(_Clock):
     def __init__(self, runner: Any, watch: Any) -> None:
         self._begun = 0  # how many times a step or a forward began
         self._had_forward = False
-        tells = hasattr(runner, _TELL)
+        tells, graphs = hasattr(runner, _TELL), getattr(runner, _GRAPHS, None)
         # A wrapper takes time, too: of calls within that one, it is for those that begin a part.
         names = ("change", *_FORWARDS, _WHOLE, "take_wrong") if tells else _WATCHED
         own = [(runner, _TELL)] if tells else []
+        own += [] if graphs is None else [(graphs, _REPLAY)]
         super().__init__([*own, *((watch, name) for name in names if hasattr(watch, name))])
 
     def stop(self) -> dict[str, float] | None:

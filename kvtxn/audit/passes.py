@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import attrs
@@ -31,6 +31,11 @@ RUN: Final = 1024
 PLACE_FACTOR: Final = 0x2545F4914F6CDD1D
 STEP_FACTOR: Final = 0x5851F42D4C957F2D
 
+
+#: Ends a step of a ledger and begins it anew: ``resolve_later`` with these counts and ids,
+#: ``hand_out_later`` with the new blocks of some requests, each by group, and ``replayed``. It is
+#: False if anything else was told since, or if these calls have to be made; nothing was done then.
+GoesOn = Callable[[Tensor, Tensor, Sequence[Sequence[Sequence[int]]]], bool]
 
 #: The kinds of violations that an inspected row can be.
 STRETCH_KINDS: Final = ("published", "exported", "imported")
@@ -164,7 +169,7 @@ class Passes(ABC):
         return False
 
     def can_wait(self, step: Step, accepted: Tensor, sampled: Tensor) -> bool:
-        """Tell whether ``resolve_later`` takes an outcome, until anything else but ``go_on`` comes.
+        """Tell whether ``resolve_later`` takes an outcome, until anything else comes.
 
         Ask when all launches of the step were made.
 
@@ -175,29 +180,28 @@ class Passes(ABC):
         """
         return False
 
-    def go_on(
+    def going_on(
         self,
         step: Step,
         accepted: Tensor,
         sampled: Tensor,
         besides: int,
-        given: Sequence[tuple[Place, Sequence[int]]],
-    ) -> bool:
-        """Resolve a step, hand out blocks, and hear that a graph writes the same step again.
-
-        That is ``resolve_later``, ``hand_out_later`` and ``replayed``, in as little code as can be.
+        places: Sequence[Place | None],
+    ) -> GoesOn | None:
+        """Return a call that ends the last step, and hears that a graph writes it again.
 
         Args:
-            step: the last step, whose outcome can wait; the outcome of this one can wait, too.
-            accepted: as for ``resolve_later``.
+            step: the last step, whose outcome can wait.
+            accepted: an outcome of the form that the call will be given; as for ``resolve_later``.
             sampled: likewise.
             besides: likewise.
-            given: as for ``Change``.
+            places: for each group by which the call is given blocks its place; None for a group
+                of nobody's.
 
         Returns:
-            False if that is not possible at once; nothing was done then.
+            The call; None: ``resolve_later``, ``hand_out_later`` and ``replayed`` have to be made.
         """
-        return False
+        return None
 
     def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:
         """Do ``put`` with the next step, if it can wait, as ``hand_out_later`` says.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Final
 from weakref import WeakSet
 
@@ -11,9 +11,8 @@ from torch import Tensor
 from ..errors import WindowStateError
 from . import checks
 from .books import Books
-from .changing import Ints
 from .exchange import Exchange
-from .passes import Passes
+from .passes import GoesOn, Passes
 from .roster import Roster
 from .step import Step
 
@@ -70,8 +69,8 @@ class Replays(Exchange):
     def can_wait(self, accepted: Tensor, sampled: Tensor) -> bool:
         """Tell whether the outcome of the last step can wait until the next one is known.
 
-        It is told by ``go_on`` then or, before anything else, by ``resolve_waiting``. Ask when the
-        step's launches or replay were made.
+        It is told by the call of ``going_on`` then or, before anything else, by
+        ``resolve_waiting``. Ask when the step's launches or replay were made.
 
         Args:
             accepted: as for ``resolve``.
@@ -100,34 +99,47 @@ class Replays(Exchange):
             )
         self._open = None
 
-    def go_on(
-        self, step: Step, accepted: Tensor, sampled: Tensor, given: Mapping[str, Ints], besides: int
-    ) -> bool:
-        """End a step and begin it anew: ``resolve``, ``change`` and ``replayed`` in one call.
+    def going_on(
+        self,
+        step: Step,
+        accepted: Tensor,
+        sampled: Tensor,
+        besides: int,
+        groups: Sequence[str | None],
+    ) -> GoesOn | None:
+        """Return a call that ends the last step and begins it anew, as often as an engine does so.
 
         That is how most steps of an engine follow each other: with the same requests and the same
-        numbers of drafts, written by the same graph. Each call costs the host more than what it has
-        to do there, as other code has run for milliseconds since the last one.
+        numbers of drafts, written by the same graph. Each of ``resolve``, ``change`` and
+        ``replayed`` costs the host more than what it has to do there, as other code has run for
+        milliseconds since the last one; this call stands for all three.
 
         Args:
             step: the last step, as it was given to ``replayed``; its outcome can wait.
-            accepted: as for ``resolve``; it stays as it is until the step after this one.
-            sampled: likewise.
-            given: as for ``change``.
+            accepted: as for ``resolve``: the counts that the call is given first, or such ones.
+            sampled: likewise, the ids.
             besides: as for ``resolve``.
+            groups: names of the groups by which the call is given blocks; None for one that the
+                ledger does not know.
 
         Returns:
-            False if the three calls have to be made, because something else came in between, or
-            because the device is far behind; nothing was done then. True: the outcome of the step
-            that begins can wait as well.
+            The call. It is given an outcome of that form, which stays as it is until the step after
+            the one that begins, and, for each request that gets blocks, its new ones by group. It
+            is False if the three calls have to be made, because anything else was told since,
+            because the outcome or the blocks are others, or because the device is far behind;
+            nothing was done then. After True the outcome of the step that begins can wait as well.
+            None if there is no such call for this step.
 
         Raises:
-            ConfigError: as in ``hand_out``; nothing was changed.
+            ConfigError: a group is unknown.
         """
         if step is not self._open or self._unread or self._later or self._bytes is not None:
-            return False
-        blocks = self._blocks(given) if given else []
-        return self.passes.go_on(step, accepted, sampled, besides, blocks)
+            return None
+        places = [
+            None if name is None else checks.place_of("going_on", self.books, name)
+            for name in groups
+        ]
+        return self.passes.going_on(step, accepted, sampled, besides, places)
 
     def require(self, operation: str, step: Step, *, after: bool = False) -> None:
         """Check a step: its tensors when it is first given, and on a CPU their values each time.

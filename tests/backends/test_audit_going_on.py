@@ -1,9 +1,10 @@
-"""``Ledger.go_on``: a step that follows one like it is told in one call, when it is replayed."""
+"""``Ledger.going_on``: a step that follows one like it is told in one call, when it is replayed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from kvtxn.backends.audit.next_step import MOST
 from ledger_pairs import DEVICE, FewPrograms, assert_equal_books
 from test_audit_handed_out import replay_of
 
@@ -74,13 +75,13 @@ class Steps:
         if told:
             self.ledgers[0].resolve(counts, ids, besides=1)
             self.ledgers[0].hand_out("full", [block])
-        return counts, ids, {"full": [block]}
+        return counts, ids, [([block],)]  # of one request, by group
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["as a whole", "in its parts"])
 def test_what_waited_is_resolved_although_the_buffers_have_the_next_step(later):
     """In one call, or in the usual ones; and at once where nothing can wait."""
-    steps, waiting, at_once = Steps(), None, 0
+    steps, waiting, goes_on, at_once = Steps(), None, None, 0
     ledger = steps.ledgers[1]
     for turn in range(8):
         fed = steps.feed()
@@ -88,18 +89,19 @@ def test_what_waited_is_resolved_although_the_buffers_have_the_next_step(later):
             ledger.replayed(steps.step)
         elif later:
             ledger.resolve_waiting(*waiting[:2], 1)
-            ledger.change(given=waiting[2])
+            ledger.change(given={"full": waiting[2][0][0]})
             ledger.replayed(steps.step)
         else:
-            assert ledger.go_on(steps.step, *waiting, 1)
+            goes_on = goes_on or ledger.going_on(steps.step, *waiting[:2], 1, ["full"])
+            assert goes_on(*waiting)
             at_once += 1
         steps.replay()
         assert_equal_books(*steps.ledgers)
         waiting = steps.sample(fed, one_too_many=turn % 2)
         if not ledger.can_wait(*waiting[:2]):  # on a GPU, until it has passed an event
             ledger.resolve(*waiting[:2], besides=1)
-            ledger.change(given=waiting[2])
-            waiting = None
+            ledger.change(given={"full": waiting[2][0][0]})
+            waiting = goes_on = None
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
     assert later or at_once > 3
@@ -128,11 +130,17 @@ def first(steps):
 
 
 OTHERWISE = {
-    "a request came": lambda ledger, counts, ids: ledger.admit("c", [1, 2]),
-    "blocks wait": lambda ledger, counts, ids: ledger.hand_out("full", [3]),
-    "it was resolved": lambda ledger, counts, ids: ledger.resolve(counts, ids, besides=1),
-    "nobody's replay": lambda ledger, counts, ids: ledger.replayed(None),
-    "all was forgotten": lambda ledger, counts, ids: ledger.reset(),
+    "a request came": lambda ledger, step, *outcome: ledger.admit("c", [1, 2]),
+    "a request left": lambda ledger, step, *outcome: ledger.release("b"),
+    "blocks wait": lambda ledger, step, *outcome: ledger.hand_out("full", [3]),
+    "it was resolved": lambda ledger, step, *outcome: ledger.resolve(*outcome, besides=1),
+    "its outcome waits": lambda ledger, step, *outcome: ledger.resolve_waiting(*outcome, 1),
+    "nobody's replay": lambda ledger, step, *outcome: ledger.replayed(None),
+    "another replay": lambda ledger, step, *outcome: ledger.replayed(step),
+    "numbers wait": lambda ledger, step, *outcome: ledger.passes.put_later(step.lines, [1, 0]),
+    "numbers came": lambda ledger, step, *outcome: ledger.passes.put(step.lines, [1, 0]),
+    "a graph is captured": lambda ledger, step, *outcome: ledger.launch_step(step),
+    "all was forgotten": lambda ledger, step, *outcome: ledger.reset(),
 }
 
 
@@ -140,10 +148,37 @@ OTHERWISE = {
 def test_where_something_else_came_the_usual_calls_are_needed(otherwise):
     steps = Steps()
     ledger, outcome = steps.ledgers[1], first(steps)
-    otherwise(ledger, *outcome)
+    goes_on = ledger.going_on(steps.step, *outcome, 1, ["full"])
+    otherwise(ledger, steps.step, *outcome)
     before = ledger.passes.num_steps
-    assert not ledger.go_on(steps.step, *outcome, {}, 1)
+    assert not goes_on(*outcome, [])
     assert ledger.passes.num_steps == before
+
+
+@pytest.mark.parametrize(
+    "otherwise", ["a request came", "blocks wait", "it was resolved", "nobody's replay"]
+)
+def test_there_is_no_call_after_something_else(otherwise):
+    steps = Steps()
+    ledger, outcome = steps.ledgers[1], first(steps)
+    OTHERWISE[otherwise](ledger, steps.step, *outcome)
+    assert ledger.going_on(steps.step, *outcome, 1, ["full"]) is None
+
+
+def test_blocks_that_cannot_be_told_at_once():
+    """Too many of them, or one that the group does not have; other groups' do not count."""
+    steps = Steps()
+    ledger, outcome = steps.ledgers[1], first(steps)
+    with pytest.raises(ConfigError, match="'other' is not a group of the ledger"):
+        ledger.going_on(steps.step, *outcome, 1, ["other"])
+    goes_on = ledger.going_on(steps.step, *outcome, 1, [None, "full"])
+    before = ledger.passes.num_steps
+    assert not goes_on(*outcome, [([], [1 << 40])])
+    assert not goes_on(*outcome, [([], [3]), ([], [-1])])
+    assert not goes_on(*outcome, [([], [3] * (MOST + 1))])
+    assert ledger.passes.num_steps == before
+    assert goes_on(*outcome, [([1 << 40], [3] * MOST)])
+    assert ledger.passes.num_steps == before + 1
 
 
 def test_forms_that_cannot_be_read_from_their_addresses():
@@ -152,12 +187,14 @@ def test_forms_that_cannot_be_read_from_their_addresses():
     ledger, (counts, ids) = steps.ledgers[1], first(steps)
     assert not ledger.can_wait(counts.short(), ids)
     assert not ledger.can_wait(counts, ids[:1])
+    assert ledger.going_on(steps.step, counts.short(), ids, 1, ["full"]) is None
+    goes_on = ledger.going_on(steps.step, counts, ids, 1, ["full"])
     steps.feed()
-    assert not ledger.go_on(steps.step, counts, ids.t().contiguous().t(), {}, 1)
-    assert not ledger.go_on(steps.step, counts[:1], ids[:1], {}, 1)
-    assert not ledger.go_on(steps.step, counts.short(), ids, {}, 1)
-    with pytest.raises(ConfigError, match="blocks"):
-        ledger.go_on(steps.step, counts, ids, {"full": [1 << 40]}, 1)
+    assert not goes_on(counts, ids.t().contiguous().t(), [])
+    assert not goes_on(counts[:1], ids, [])
+    assert not goes_on(counts, ids[:, :1].contiguous(), [])
+    assert not goes_on(counts.short(), ids, [])
+    assert not goes_on(counts, ids.int(), [])
     with pytest.raises(WindowStateError, match="cannot be told later"):
         ledger.resolve_waiting(counts.short(), ids, 1)
     ledger.resolve_waiting(counts, ids.t().contiguous().t(), 1)

@@ -10,14 +10,13 @@ from an earlier step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
-from ....audit import Key, RecordingLedger, RowGroup, StateGroup, Step
+from ....audit import Key, RowGroup, StateGroup, Step
 from ....audit.glance import Glance
 from ..internals.audited import Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
@@ -32,7 +31,7 @@ from .watch import Copies, Watch
 #: Steps between two looks at the counters, which cost the host more than a step does; and where
 #: somebody waits for them. The first is a multiple of the second.
 _LOOK_EVERY: Final = 32
-_LOOK_SOON: Final = 8
+LOOK_SOON: Final = 8
 
 
 class DeviceWatch(Watch):
@@ -88,10 +87,8 @@ class DeviceWatch(Watch):
         self._spare: Glance | None = None
         self._peers: Final = Peers(self.ledger)
         self._published: Final = PublishedBlocks(self.ledger, groups.values(), drafts)
-        self._captured: list[Step] = []  # graphs have the addresses of their tensors
         self._due: Step | None = None  # a replay will write and check it
         self._last: Step | None = None  # the same of the step before
-        self._idle = 0  # replays that were for no step, and counted as one by the device
 
     # -- the beginning -----------------------------------------------------------------------
 
@@ -99,7 +96,7 @@ class DeviceWatch(Watch):
         """Watch from now on: the engine has warmed up."""
         self.begun = True
         self._glance = None
-        self._steps = self._idle = 0
+        self._steps = 0
         self._peers.restart()
         self.found.take_wrong()
         try:
@@ -175,38 +172,6 @@ class DeviceWatch(Watch):
         if self._has_peers:
             self._peers.compare(self._steps)
         self._look(self._steps)
-
-    def go_on(self, grown: Sequence[Sequence[Sequence[int]]]) -> bool:
-        """Tell the ledger all at once: what was sampled last, new blocks, and the same step again.
-
-        It is the one call of a steady step, whose graph is replayed next.
-
-        Args:
-            grown: for each request that gets blocks its new ones, by KV-cache group.
-
-        Returns:
-            False if these have to be told one after the other; nothing was told then.
-
-        Raises:
-            AuditError: as in ``step``.
-        """
-        step, outcome = self._last, self.outcome
-        if outcome is None or step is None or self._batch is None or self._stopped:
-            return False
-        if self._has_peers and self._peers.compares(self._steps + 1):
-            return False
-        given = {
-            name: blocks
-            for name, group in (self._numbers if grown else ())
-            if (blocks := [block for each in grown for block in each[group]])
-        }
-        if self._glance is not None or (self._steps + 1) % _LOOK_SOON == 0:
-            self._look(self._steps + 1)
-        if not self.ledger.go_on(step, *outcome, given, 1):
-            return False
-        self._steps += 1
-        self.outcome, self.under_way, self.waits = None, step, True
-        return True
 
     def _catch_up(self) -> None:
         """Tell the ledger what was sampled in the last step, if that waits."""
@@ -297,55 +262,6 @@ class DeviceWatch(Watch):
             if not self.drafts_late:
                 self._seal()
 
-    # -- forwards that are captured as one graph -----------------------------------------------
-
-    def can_be_in_graphs(self) -> bool:
-        """Tell whether graphs of whole forwards can write and check the steps.
-
-        They cannot where something has to be launched between two of a step's passes, or read.
-        """
-        reads = isinstance(self.ledger, RecordingLedger)
-        return not (reads or self.states or (self._caches_prefixes and self._published.groups))
-
-    def launch_of(self, rows: Rows) -> Callable[[], None]:
-        """Return a launch that a graph begins with, so that its replays write and check steps.
-
-        Launches it once, over padding alone, which compiles its kernels.
-
-        Args:
-            rows: where the forward finds the rows of a step.
-        """
-        self._catch_up()
-        self._hide()
-        step = Watch._form(self, rows, self._buffer.all[: len(rows.first)], None)[0]
-        self.ledger.launch_step(step)
-        self._captured.append(step)
-        return partial(self.ledger.launch_step, step)
-
-    def before_replay(self, included: bool) -> None:
-        """Hear that a graph of a whole forward is replayed now.
-
-        Args:
-            included: the graph writes and checks the step.
-        """
-        self._catch_up()
-        self.waits = False
-        if self._stopped or self._due is None:
-            self._hide()  # a forward of nobody's, to keep ranks in step, say
-            if included:
-                self._idle += 1
-                self.ledger.replayed(None)
-        elif included:
-            step, self._due = self._due, None
-            self.ledger.replayed(step)
-        else:
-            self._write_and_check()
-
-    def counters(self) -> dict[str, float]:
-        """Return the audit's counters; replays that were for no step count as none."""
-        found, steps = Watch.counters(self), "kvtxn_audit_steps_total"
-        return {**found, steps: found[steps] - self._idle}
-
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
         """Look for a NaN on the device; of poisoned rows a report names one, else no slot."""
         if self._unsealed is not None and self.scrub is not None:
@@ -369,7 +285,7 @@ class DeviceWatch(Watch):
             self.ledger.findings.require_all_steps(glance)
             if self.ledger.findings.has_more(glance):
                 self._say()
-        every = _LOOK_EVERY if self.on_violation == "log" else _LOOK_SOON
+        every = _LOOK_EVERY if self.on_violation == "log" else LOOK_SOON
         if self._glance is None and number % every == 0:
             self._glance = self.ledger.glance(self._spare, prints=False)
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attach import keep_for_graphs, mix_in
-from ..begun_graphs import NotesMode
+from ..begun_graphs import NotesMode, let_graphs_begin
 from ..internals import (
     Foreign,
     audited_states,
@@ -28,15 +28,15 @@ from ..internals import (
 )
 from ..internals.audited import Rows
 from ..internals.audited_states import States
-from .device_watch import DeviceWatch
 from .gpu_telling import TellingConnector, tell_metadata
+from .graph_watch import GraphWatch
 from .left_states import leave, new_state_reader
 from .next_forward import NextForward
 from .opening import open_device_watch
 from .runner import AuditedRunner, take_back
 from .transfers import TransferWatch, WatchedConnectorV2
 from .watch import Watch
-from .watching_graphs import let_graphs_watch
+from .watching_graphs import WatchingGraphs
 
 
 class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
@@ -52,9 +52,10 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
         kvtxn_waits: the ledger is told later in a step than when tables and slots are in place.
         kvtxn_at_once: a step whose forward is a graph is told when the graph is replayed.
         kvtxn_state_reader: reads the states of the runner's steps.
+        kvtxn_watching: tells the ledger of replays; None if no graph checks steps.
     """
 
-    kvtxn_audit: DeviceWatch | None
+    kvtxn_audit: GraphWatch | None
     kvtxn_reader: audited_v2.StepReader
     kvtxn_requests: dict[str, audited_v2.Told]
     kvtxn_changes: Any = None
@@ -63,12 +64,13 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
     kvtxn_waits: bool = False
     kvtxn_at_once: bool = False
     kvtxn_state_reader: audited_states.DeviceStateReader
+    kvtxn_watching: WatchingGraphs | None = None
 
     def kvtxn_open_watch(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         self.kvtxn_requests = {}
         self.kvtxn_changes = self.kvtxn_prepared = self.kvtxn_metadata = None
-        self.kvtxn_at_once = False
+        self.kvtxn_at_once, self.kvtxn_watching = False, None
         # With a connector, the ledger remembers requests that ended until it needs their lines.
         lines = audited_v2.lines(self) if connectors.connector() is None else None
         watch = open_device_watch(self, audited_v2.lacking(self), lines, WatchedConnectorV2)
@@ -86,10 +88,12 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
                 self.kvtxn_undo.callback(mix_in(own, TellingConnector, kvtxn_runner=self))
         return watch
 
-    def kvtxn_let_graphs_watch(self, watch: DeviceWatch) -> None:
+    def kvtxn_let_graphs_watch(self, watch: GraphWatch) -> None:
         """Let the graphs of whole forwards write and check the steps, if they can."""
-        undo = let_graphs_watch(self, watch, self.kvtxn_reader)
+        watching = WatchingGraphs(self, watch, self.kvtxn_reader)
+        undo = let_graphs_begin(self, watching)
         if undo is not None:
+            self.kvtxn_watching = watching
             self.kvtxn_reader.in_graphs = True
             self.kvtxn_at_once = watch.scrub is None and watch.transfers is None
             self.kvtxn_undo.callback(undo)
@@ -134,21 +138,6 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
         if not (self.kvtxn_waits or (self.kvtxn_at_once and self.kvtxn_is_whole())):
             self.kvtxn_step_is_ready()
         return prepared
-
-    def kvtxn_goes_on(self) -> bool:
-        """Tell the watch all at once of a step that goes on with the one before; see ``go_on``.
-
-        Returns:
-            False if it does not, or if it has to be told in several calls.
-        """
-        changes, prepared = self.kvtxn_changes, self.kvtxn_prepared
-        if changes is None or prepared is None or not self.kvtxn_reader.repeats(prepared[0]):
-            return False
-        watch, grown = self.kvtxn_audit, audited_v2.only_grown(changes)
-        if watch is None or grown is None or not watch.go_on(grown):
-            return False
-        self.kvtxn_changes = self.kvtxn_prepared = None
-        return True
 
     def kvtxn_step_is_ready(self) -> None:
         """Tell the ledger what the step changes, and which rows and states its forward has."""
@@ -210,7 +199,7 @@ def _change_v2(runner: AuditedGpuRunnerV2, scheduler_output: Foreign, watch: Wat
 
 def _step_v2(runner: AuditedGpuRunnerV2, batch: Foreign, prepared: Foreign, watch: Watch) -> None:
     """Tell a watch of the step that is about to run."""
-    assert isinstance(watch, DeviceWatch)
+    assert isinstance(watch, GraphWatch)
     watch.step(_ForwardV2(runner, watch, batch, prepared), _unknown)
 
 
@@ -227,7 +216,7 @@ class _ForwardV2(NextForward):
     __slots__ = ("_batch", "_prepared", "_runner", "_watch")
 
     def __init__(
-        self, runner: AuditedGpuRunnerV2, watch: DeviceWatch, batch: Foreign, prepared: Foreign
+        self, runner: AuditedGpuRunnerV2, watch: GraphWatch, batch: Foreign, prepared: Foreign
     ) -> None:
         self._runner, self._watch, self._batch, self._prepared = runner, watch, batch, prepared
 
@@ -260,7 +249,7 @@ class _ForwardV2(NextForward):
 
 def _sampled_v2(runner: AuditedGpuRunnerV2, ids: Tensor, num_sampled: Tensor, watch: Watch) -> None:
     """Tell a watch what was sampled."""
-    assert isinstance(watch, DeviceWatch)
+    assert isinstance(watch, GraphWatch)
     watch.sampled_on_device(num_sampled, ids)
     leave(runner, watch)
 

@@ -22,8 +22,8 @@ from ..internals import (
 )
 from ..internals import layers as attention_layers
 from ..policy.engine import EngineFacts
-from .device_watch import DeviceWatch
 from .expected import last_stage_only, no_bytes
+from .graph_watch import GraphWatch
 from .runner import AuditedRunner, on_all_ranks, say_active, say_without_bytes, shared_key
 from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
 
@@ -35,7 +35,7 @@ def open_device_watch(
     lacking: str | None,
     lines: int | None,
     mixin: type[WatchedConnector] = WatchedConnectorV1,
-) -> DeviceWatch | None:
+) -> GraphWatch | None:
     """Open a ledger over a runner's new caches on a GPU.
 
     Args:
@@ -98,10 +98,10 @@ def _carry(runner: AuditedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -
 
 def _new_watch(
     runner: Any, groups: Any, states: Any, lines: int | None, key: Key | None
-) -> DeviceWatch:
+) -> GraphWatch:
     """Make a watch over a runner's groups of rows, and of states."""
     wanted = runner.kvtxn_settings
-    return DeviceWatch(
+    return GraphWatch(
         groups,
         audited.room(runner),
         runner.kvtxn_rank,
@@ -115,7 +115,7 @@ def _new_watch(
     )
 
 
-def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts) -> None:
+def _compare_bytes(runner: AuditedRunner, watch: GraphWatch, facts: EngineFacts) -> None:
     """Let a watch compare the bytes of rows and states, too; if that is impossible, log why.
 
     Nothing is poisoned unless the user asks for it: not every attention of a GPU skips masked rows.
@@ -145,7 +145,7 @@ def _compare_bytes(runner: AuditedRunner, watch: DeviceWatch, facts: EngineFacts
         say_without_bytes(runner, why, error)
 
 
-def _new_scrub(runner: AuditedRunner, watch: DeviceWatch, refs: list[LayerRef]) -> Scrub:
+def _new_scrub(runner: AuditedRunner, watch: GraphWatch, refs: list[LayerRef]) -> Scrub:
     """Make the scrub of a watch; it poisons what is dead if the user asks for that.
 
     A drafter's own rows are not dead where the target's are, so engines that have such are left as

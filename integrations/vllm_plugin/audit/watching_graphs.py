@@ -13,14 +13,14 @@ from typing import Any
 
 import attrs
 
-from ..begun_graphs import let_graphs_begin
 from ..internals import audited_v2
-from .device_watch import DeviceWatch
+from .found_violations import AuditError
+from .graph_watch import GraphWatch
 from .watch import Watch
 
 
-@attrs.frozen(eq=False)
-class _Watching:
+@attrs.define(eq=False, slots=False)  # benchmarks wrap a call of it
+class WatchingGraphs:
     """The ledger's passes as a beginning of graphs; see ``Beginning``.
 
     Attributes:
@@ -30,7 +30,7 @@ class _Watching:
     """
 
     runner: Any
-    watch: DeviceWatch
+    watch: GraphWatch
     reader: audited_v2.StepReader
 
     def launch_in_forward(self, num_rows: int) -> Callable[[], None] | None:
@@ -43,8 +43,27 @@ class _Watching:
             return None
 
     def before_replay(self, *, included: bool | None) -> None:
-        """Tell the watch of a replay, and of its step, if that has waited for the replay."""
-        self.runner.kvtxn_tell(partial(self._replayed, included))
+        """Tell the watch of a replay, and of its step, if that has waited for the replay.
+
+        Where the step goes on with the one before, that is one call. An error of the audit's own
+        ends the audit, as in ``kvtxn_tell``.
+
+        Raises:
+            AuditError: as in ``kvtxn_tell``.
+        """
+        runner, watch = self.runner, self.watch
+        changes, prepared = runner.kvtxn_changes, runner.kvtxn_prepared
+        if included and watch.outcome is not None and changes is not None and prepared is not None:
+            try:
+                grown = self.reader.goes_on(prepared[0], changes)
+                if grown is not None and watch.go_on(grown):
+                    runner.kvtxn_changes = runner.kvtxn_prepared = None
+                    return
+            except AuditError:
+                raise
+            except Exception as error:
+                watch.stop(error)
+        runner.kvtxn_tell(partial(self._replayed, included))
 
     def _replayed(self, included: bool | None, _: Watch) -> None:
         """Tell the watch.
@@ -54,13 +73,5 @@ class _Watching:
         """
         if included is None:
             raise RuntimeError("some captured forwards check their steps, and some do not")
-        if not (included and self.runner.kvtxn_goes_on()):
-            self.runner.kvtxn_step_is_ready()
-            self.watch.before_replay(included)
-
-
-def let_graphs_watch(
-    runner: Any, watch: DeviceWatch, reader: audited_v2.StepReader
-) -> Callable[[], None] | None:
-    """Let a runner's graphs write and check a watch's steps; see ``let_graphs_begin``."""
-    return let_graphs_begin(runner, _Watching(runner, watch, reader))
+        self.runner.kvtxn_step_is_ready()
+        self.watch.before_replay(included)

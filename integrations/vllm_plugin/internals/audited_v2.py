@@ -28,6 +28,8 @@ AUDITED_METHODS: Final = {
     "sample_tokens": ("grammar_output",),
 }
 
+_NOTHING: Final[Sequence[Any]] = ()
+
 
 def lacking(runner: Any) -> str | None:
     """Say why the ledger cannot watch a V2 runner whose model is loaded; None if it can."""
@@ -57,20 +59,6 @@ def changes(runner: Any, scheduler_output: Any) -> Changes:
         grown=grown,
         copies=[audited.pair(copy) for copy in copies],
     )
-
-
-def only_grown(scheduler_output: Any) -> list[Any] | None:
-    """Return the new blocks, by KV-cache group, of each request that gets some.
-
-    Returns:
-        None if the step changes anything else.
-    """
-    told = scheduler_output
-    if told.finished_req_ids or told.scheduled_new_reqs:
-        return None
-    if told.preempted_req_ids or told.kv_cache_block_copies:
-        return None
-    return [*filter(None, told.scheduled_cached_reqs.new_block_ids)]
 
 
 def _arrival(runner: Any, new: Any) -> Arrival:
@@ -163,8 +151,27 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         """Tell whether a step has the requests and the numbers of drafts of the last one read."""
         if batch.has_prefill or not batch.num_draft_tokens or batch.req_ids != self._names:
             return False
+        if batch.num_draft_tokens == self._total:
+            return True
         drafts = batch.num_draft_tokens_per_req
         return drafts is not None and bool(drafts.tobytes() == self._drafts)
+
+    def goes_on(self, batch: Any, scheduler_output: Any) -> Sequence[Any] | None:
+        """Return the new blocks, by KV-cache group, of each request that gets some.
+
+        Returns:
+            None if the step does not repeat the last one, or changes anything else.
+        """
+        told = scheduler_output
+        if told.finished_req_ids or told.scheduled_new_reqs:
+            return None
+        if told.preempted_req_ids or told.kv_cache_block_copies:
+            return None
+        usual = batch.num_draft_tokens == self._total and batch.req_ids == self._names
+        if batch.has_prefill or not (usual or self.repeats(batch)):
+            return None
+        grown = told.scheduled_cached_reqs.new_block_ids
+        return [*filter(None, grown)] if any(grown) else _NOTHING
 
     def rows(self, batch: Any, prepared: Any) -> Rows:
         """Read the rows of the forward that comes next.

@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
 with importing_kernels():
     from graph_rig import PARTS, SIZES, WHOLE, Manager
     from kvtxn.integrations.vllm_plugin.attach import hook_runner
-    from kvtxn.integrations.vllm_plugin.audit.device_watch import DeviceWatch
     from kvtxn.integrations.vllm_plugin.audit.gpu_runners import mixins_and_methods
+    from kvtxn.integrations.vllm_plugin.audit.graph_watch import GraphWatch
 
 from kvtxn.integrations.vllm_plugin.settings import settings
 
@@ -123,7 +123,7 @@ class Rig:
         self.capture = capture
         if capture is not None:
             self.runner.cudagraph_manager = Manager(capture)
-            capture.records(DeviceWatch, "launch_of")
+            capture.records(GraphWatch, "launch_of")
         wanted = settings({"kvtxn": {"audit": "ledger", **asked}}, 1, "cuda")
         mixins, methods = mixins_and_methods(wanted, "v2")
         hook_runner(self.runner, wanted, 0, methods, *mixins)

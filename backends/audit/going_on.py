@@ -1,0 +1,107 @@
+"""``GoingOn``: a step that follows one like it, told to the next step's record in one call.
+
+An engine's own code runs for milliseconds between two calls, so each function and each object that
+a call needs comes from the host's memory, and costs more than what is done there. So this is one
+function, which reads few objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...audit.groups import Place
+from .next_step import (
+    ACCEPTED,
+    BLOCKS,
+    COLUMNS,
+    COUNT,
+    HANDED_OUT,
+    MOST,
+    OUTCOME,
+    RECORDS,
+    SAMPLED,
+    NextStep,
+    outcome_row,
+)
+
+
+class GoingOn:
+    """Tells the record of the next step how the last one ended, and which blocks are handed out.
+
+    It is good until anything else is told, to whomever: each call after that returns False.
+
+    Args:
+        following: the records.
+        accepted: an outcome of a form that can wait: the counts, int32 or int64 ``[num_requests]``.
+        sampled: the ids, int32 or int64 ``[num_requests, n]``.
+        besides: as for ``Passes.resolve``.
+        places: for each group by which blocks are told, where its words are; None for a group that
+            the ledger does not know.
+    """
+
+    __slots__ = ("_counts", "_following", "_ids", "_places", "_row", "_shapes", "_told")
+
+    def __init__(
+        self,
+        following: NextStep,
+        accepted: Tensor,
+        sampled: Tensor,
+        besides: int,
+        places: Sequence[Place | None],
+    ) -> None:
+        self._following, self._told = following, following.told
+        self._counts, self._ids = accepted.dtype, sampled.dtype
+        self._shapes = accepted.shape, sampled.shape
+        self._row = memoryview(outcome_row(accepted, sampled, besides))
+        self._places = [
+            (index, place.base, place.stride, place.group.num_blocks)
+            for index, place in enumerate(places)
+            if place is not None
+        ]
+
+    def __call__(
+        self, accepted: Tensor, sampled: Tensor, grown: Sequence[Sequence[Sequence[int]]]
+    ) -> bool:
+        """Tell that the last step ended, and that a graph writes the same one again.
+
+        The tensors are held until another outcome takes their place.
+
+        Args:
+            accepted: as for the class; as it is now until the step after this one.
+            sampled: likewise.
+            grown: for each request that gets blocks the numbers of its new ones, by group.
+
+        Returns:
+            False if anything else was told since, if the outcome has another form, if the blocks do
+            not fit or are not all the groups', or if the device may not have read what this would
+            replace, or what the step after it will. Nothing was told then.
+        """
+        following = self._following
+        step, shapes = following.steps + 1, self._shapes
+        if following.told != self._told or step + 1 >= following.free_until:
+            return False
+        if accepted.dtype is not self._counts or sampled.dtype is not self._ids:
+            return False
+        if accepted.shape != shapes[0] or sampled.shape != shapes[1]:
+            return False
+        if not (accepted.is_contiguous() and sampled.is_contiguous()):
+            return False
+        memory, begin, row = following.memory, step % RECORDS * COLUMNS, self._row
+        if grown:
+            at = first = begin + BLOCKS
+            for index, base, stride, end in self._places:
+                for tables in grown:
+                    for block in tables[index]:
+                        if at == first + 2 * MOST or not 0 <= block < end:
+                            return False
+                        memory[at] = base + block * stride
+                        memory[at + 1] = stride
+                        at += 2
+            memory[begin + COUNT] = (at - first) // 2
+            memory[begin + HANDED_OUT] = step
+        row[OUTCOME], row[ACCEPTED], row[SAMPLED] = step, accepted.data_ptr(), sampled.data_ptr()
+        memory[begin : begin + len(row)] = row
+        following.held, following.steps = (accepted, sampled), step
+        return True
