@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from kernels_here import ON_GPU, importing_kernels
 
@@ -215,23 +217,25 @@ def test_a_steady_step_is_told_in_one_call(steady):
     assert counters["kvtxn_audit_active"] == 1
 
 
+def let_draft(rig, *numbers):
+    """Let requests have these numbers of drafts, one after the other, and then always the most."""
+    drawn, batch, sample = iter(numbers), rig._batch, rig._sample
+
+    def drafting(chunk):
+        rig.chance.randrange = lambda end, last=None: next(drawn, end - 1) if last is None else 7
+        return batch(chunk)
+
+    def sampling(batch):
+        rig.chance.randrange = lambda end, last=None: end - 1 if last is None else 7
+        return sample(batch)
+
+    rig._batch, rig._sample = drafting, sampling
+
+
 def test_steps_with_the_same_number_of_other_drafts_are_read(steady):
     """The total alone tells nothing, unless each request has the most drafts."""
     rig, read = steady, []
-    drawn = iter([2, 3, 3, 2])  # then all of them again
-    rig.chance.randrange = lambda *given: (
-        next(drawn, 3) if given == (4,) and not rig.sampling else given[0] - 1
-    )
-    sample, rig.sampling = rig._sample, False
-
-    def sampling(batch):
-        rig.sampling = True
-        try:
-            return sample(batch)
-        finally:
-            rig.sampling = False
-
-    rig._sample = sampling
+    let_draft(rig, 2, 3, 3, 2)
     rows = rig.runner.kvtxn_reader.rows
     rig.runner.kvtxn_reader.rows = lambda *given: (read.append(given), rows(*given))[1]
     for number in (1, 2, 3, 3, 3):
@@ -259,6 +263,30 @@ def test_an_error_of_the_audit_ends_the_audit_alone(steady, part, monkeypatch):
     for _ in range(2):
         rig.step()
     assert len(rig.runner.cudagraph_manager.replayed) >= 3
+
+
+def test_a_steady_step_takes_the_host_few_functions(steady, monkeypatch):
+    """Each of them, found in memory anew in each step, takes the host as long as what it does."""
+    rig, watching, entered = steady, steady.runner.kvtxn_watching, []
+    monkeypatch.delattr(rig.watch, "go_on")  # the fixture's
+    let_draft(rig)
+    for _ in range(2):
+        rig.step()
+
+    def profiled(*, included):
+        sys.setprofile(
+            lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else 0
+        )
+        try:
+            type(watching).before_replay(watching, included=included)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(watching, "before_replay", profiled)
+    for _ in range(2):
+        rig.step()
+    few = ["before_replay", "goes_on", "go_on", "__call__"]
+    assert [each for each in entered if each != "profiled"] == few * 2
 
 
 def rejected_row(rig):
