@@ -299,34 +299,39 @@ class GraphSteps:
             return
         if launch is not None and failed is not None:
             launch = failing(failed)
-        state = None
         try:
-            if beside is not None and launch is not None:
-                state = window.commit_by(partial(whole, beside, launch, sampled), sampled)
-                if state is None:
-                    launch = None  # it was not made
-                    beside.repeat(sampled)
-            if state is None:
-                state = self._commit_rows(window, sampled)
+            both = None if launch is None else self._commit_both(window, launch, sampled)
+            state = self._commit_rows(window, sampled) if both is None else both
         except BaseException:
             if window.state.is_final:
                 self._window = None  # else ``sampled`` was refused, and the next step aborts it
             raise
-        finally:
-            if beside is not None and launch is not None:
-                if window.state is _COMMITTED:
-                    forget(beside.noted)
-                else:
-                    beside.repeat(sampled)
         self._window = None
         if state is not _COMMITTED:
             self._start_rest()
             return
         self._pause = _REST
-        if beside is not None and launch is not None and self.deferred:
+        if beside is not None and both is not None and self.deferred:
             self._count()
             self._recurring, self._recurs = self._alike, window.plan
             self._launches, self._noted = window.plan.together, beside.noted
+
+    def _commit_both(
+        self, window: CapturedWindow, launch: Callable[[], None], sampled: Tensor
+    ) -> WindowState | None:
+        """Commit the states and the rows by one launch; None: the states alone are committed.
+
+        Whatever becomes of the launch, the states are committed in the end.
+        """
+        beside = self._beside
+        assert beside is not None
+        try:
+            return window.commit_by(partial(whole, beside, launch, sampled), sampled)
+        finally:
+            if window.state is _COMMITTED:
+                forget(beside.noted)
+            else:
+                beside.repeat(sampled)
 
     def _commit_rows(self, window: CapturedWindow, sampled: Tensor) -> WindowState:
         """Commit the rows alone, of a window that no launch of ``beside`` commits."""
