@@ -18,26 +18,26 @@ from .engine import (
 from .rule_type import ON_ONE_GPU, Rule
 from .state_choice import CHOICE_RULES, ON_CPUS, by_requests
 
-#: Devices with recurrent layers whose operators or kernels kvtxn knows.
-_DEVICES: Final = ("cpu", "cuda")
-
-#: Dtypes that were checked on a CPU: of a model, and of its states.
-_CHECKED: Final = {
-    GATED_DELTA: (("bfloat16", "float32"),),
-    OLMO_DELTA: (),
-    MAMBA2: (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")),
-    SHORT_CONV: (("float32", "float32"), ("bfloat16", "bfloat16")),
-}
-
-#: Dtypes that kvtxn takes on a GPU.
+#: Dtypes of a model and of its states that were checked on a GPU with each kind of layer.
 _ON_GPU: Final = (("bfloat16", "float32"), ("bfloat16", "bfloat16"))
+
+#: By device, and by kind of recurrent layer: dtypes of a model and of its states that were checked.
+_CHECKED: Final[Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]]] = {
+    "cpu": {
+        GATED_DELTA: (("bfloat16", "float32"),),
+        OLMO_DELTA: (),
+        MAMBA2: (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")),
+        SHORT_CONV: (("float32", "float32"), ("bfloat16", "bfloat16")),
+    },
+    "cuda": dict.fromkeys((GATED_DELTA, OLMO_DELTA, MAMBA2, SHORT_CONV), _ON_GPU),
+}
 
 
 def _known(facts: EngineFacts) -> bool:
     """Tell whether kvtxn knows the operators of the model's recurrent layers on this device."""
     if facts.recurrent == OLMO_DELTA:
         return facts.device == "cuda"
-    return facts.device in _DEVICES and facts.recurrent in KNOWN_STATES
+    return facts.device in _CHECKED and facts.recurrent in KNOWN_STATES
 
 
 def _asked(facts: EngineFacts) -> bool:
@@ -57,13 +57,14 @@ def _foreign_dtype(facts: EngineFacts) -> bool:
 
 def _checked_dtypes(facts: EngineFacts) -> set[str]:
     """Return the dtypes of states that were checked with a model of this dtype."""
-    pairs = _ON_GPU if facts.device == "cuda" else _CHECKED.get(facts.recurrent or "", ())
+    pairs = _CHECKED.get(facts.device, {}).get(facts.recurrent or "", ())
     return {states for model, states in pairs if model == facts.dtype}
 
 
 def _unchecked(facts: EngineFacts) -> bool:
     """Tell whether kvtxn was not checked with the dtypes of the model and of its states."""
-    if facts.recurrent is None or facts.recurrent not in _CHECKED or _foreign_dtype(facts):
+    known = facts.recurrent in _CHECKED.get(facts.device, ())
+    if not known or _foreign_dtype(facts):
         return False
     checked = _checked_dtypes(facts)
     return not checked or facts.state_dtype not in {None, *checked}
@@ -147,7 +148,7 @@ STATE_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "other states",
         "windows",
-        lambda f: f.device in _DEVICES and f.recurrent == OTHER_STATES,
+        lambda f: f.device in _CHECKED and f.recurrent == OTHER_STATES,
         "kvtxn knows vLLM's operators of gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid), "
         "Mamba-2 (Nemotron-H, Granite 4, Falcon-H1) and short convolutions (LFM2); of other "
         "recurrent layers it would have to know which states a verify step reads and writes",
