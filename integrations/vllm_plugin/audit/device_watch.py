@@ -87,6 +87,7 @@ class DeviceWatch(Watch):
         self._spare: Glance | None = None
         self._peers: Final = Peers(self.ledger)
         self._published: Final = PublishedBlocks(self.ledger, groups.values(), drafts)
+        self._left: Final[dict[str, None]] = {}  # requests that ended; the ledger is told later
         self._due: Step | None = None  # a replay will write and check it
         self._last: Step | None = None  # the same of the step before
 
@@ -116,6 +117,7 @@ class DeviceWatch(Watch):
         """Forget every row and request, as the caches' content is lost; keep what was counted."""
         self._hide()
         self._known.clear()
+        self._left.clear()
         self._batch = self._unsealed = self.under_way = None
         self._awaits, self._due, self._last = False, None, None
         self.waits, self.outcome = False, None
@@ -135,8 +137,19 @@ class DeviceWatch(Watch):
     # -- requests and blocks -----------------------------------------------------------------
 
     def change(self, changes: Changes) -> None:
-        """Tell the ledger the changes that a step makes before its forward."""
+        """Tell the ledger the changes that a step makes before its forward.
+
+        Requests that end are told when others come: in between nobody needs their lines.
+        """
         self._catch_up()
+        if changes.arrivals or changes.copies or self.transfers is not None:
+            if self._left:
+                gone = self._left | dict.fromkeys(changes.gone)  # preempted, and aborted later
+                changes = attrs.evolve(changes, gone=[*gone])
+                self._left.clear()
+        elif changes.gone:
+            self._left.update(dict.fromkeys(changes.gone))
+            changes = attrs.evolve(changes, gone=())
         Watch.change(self, changes)
 
     def _have_begun(self, lines: Sequence[int], arrivals: Sequence[Arrival]) -> None:
