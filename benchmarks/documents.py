@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from .. import states
-from ..integrations.vllm_plugin.policy import state_choice, supported
+from ..integrations.vllm_plugin.policy import state_choice
+from . import reference
 from .common.machine import RESULTS
 from .common.markdown import machine_line, table
 from .engines import audit_report, capacity, exactness_tables
@@ -28,24 +29,6 @@ def load(name: str) -> dict[str, Any]:
     """Read a result file."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
-
-
-def releases() -> str:
-    """Releases of vLLM that were checked, as a line of a list."""
-    several, some = supported.MORE_GPU_RELEASES, supported.GPU_RELEASES
-    places = {
-        "GPUs": several,
-        "one GPU": [each for each in some if each not in several],
-        "CPUs": supported.RELEASES,
-    }
-    said = [f"{_listed(versions)} on {place}" for place, versions in places.items() if versions]
-    return f"- Releases of vLLM: {'; '.join(said)}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return names as a sentence lists them."""
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def host() -> str:
@@ -280,7 +263,9 @@ _BITS: Final = ("backends", "backends-blocks")
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "headline": headline,
     "states": states.as_markdown,
-    "releases": releases,
+    "releases": reference.releases,
+    "violations": reference.violations,
+    "metrics": reference.metrics,
     "host": host,
     "kernels": kernels,
     "models": models,

@@ -11,6 +11,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return _tabulate(header, rows, "pipe")
 
 
+def words(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Draw a table of texts in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Draw a table for a terminal."""
     return _tabulate(header, rows, "plain")

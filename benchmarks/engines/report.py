@@ -85,8 +85,8 @@ def headline(result: Mapping[str, Any], policy: str = "deferred") -> str:
     share = together(cells, policy)[0].replace("*", "")
     rounds = sum(len(cell["engines"]["stock"]["rounds"]) for cell in cells)
     return (
-        f"**{share.split()[0]} of stock vLLM's tokens per second**: "
-        f"an 8B model with EAGLE on an {machine['gpu'].removeprefix('NVIDIA ')} under `{policy}` "
+        f"**{share.split()[0]} times vLLM's own tokens per second**: "
+        f"an 8B model with EAGLE on an {machine['gpu'].removeprefix('NVIDIA ')}, policy `{policy}` "
         f"({share.partition(' ')[2].strip('()')}, {rounds} rounds over {len(cells)} loads)."
     )
 

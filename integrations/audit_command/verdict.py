@@ -17,7 +17,7 @@ WIDTH: Final = 100
 TOLD: Final = 8
 
 #: By kind: the sentence's subject, for one violation and for several.
-_MEANING: Final[Mapping[str, str]] = {
+MEANING: Final[Mapping[str, str]] = {
     "unwritten": "rows were read that nobody had written",
     "rejected": "rows of rejected drafts were read",
     "foreign": "rows of other tokens were read",
@@ -109,7 +109,7 @@ def judge(
         headline = f"Healthy: {read} were read {during}, and every one was the right one."
         return Verdict(word=_HEALTHY, headline=headline, kinds={}, sentences=[], exit_code=0)
     headline = f"{_count(wrong, 'violation')}: {read} were read {during}."
-    sentences = [f"{kind}, {number:,}: {_MEANING[kind]}." for kind, number in kinds.items()]
+    sentences = [f"{kind}, {number:,}: {MEANING[kind]}." for kind, number in kinds.items()]
     sentences += [tell(violation) for violation in violations[:TOLD]]
     if wrong > len(violations[:TOLD]):
         sentences.append(f"{wrong - len(violations[:TOLD]):,} more are not told here.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import recorded
-from kvtxn.integrations.audit_command.verdict import _MEANING, judge, tell
+from kvtxn.integrations.audit_command.verdict import MEANING, judge, tell
 
 from kvtxn.audit import KINDS
 from kvtxn.testing.audit_mutants import KeepsOneRowTooMany
@@ -17,7 +17,7 @@ VIOLATION = {
 
 
 def test_each_kind_has_a_meaning():
-    assert [*_MEANING] == [*KINDS]
+    assert [*MEANING] == [*KINDS]
 
 
 def test_a_healthy_engine():
@@ -64,7 +64,7 @@ def test_violations_are_told_one_by_one():
     assert (verdict.word, verdict.exit_code) == ("violations", 1)
     assert verdict.headline.startswith(f"{len(violations)} violations: ")
     assert sum(verdict.kinds.values()) == len(violations)
-    assert verdict.sentences[0] == f"rejected, {verdict.kinds['rejected']}: {_MEANING['rejected']}."
+    assert verdict.sentences[0] == f"rejected, {verdict.kinds['rejected']}: {MEANING['rejected']}."
     assert verdict.sentences[-1] == f"{len(violations) - 8} more are not told here."
     assert max(map(len, str(verdict).splitlines())) <= 100
 
