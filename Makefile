@@ -28,7 +28,8 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/check_types.py
 
-# The core of the vLLM grid on the oldest and the newest release, each in an environment of its own.
+# The core of the vLLM grid on the oldest and the newest release with a build for CPUs, each in an
+# environment of its own.
 versions:
 	for version in $(VERSIONS); do \
 		$(MAKE) core VLLM=$$version VENV=.venv-$$version || exit 1; \

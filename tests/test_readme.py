@@ -85,8 +85,7 @@ def test_python_blocks_run(code, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_example_is_fifteen_lines():
-    """As the heading says."""
+def test_the_first_window_is_at_most_fifteen_lines():
     example = next(code for code in blocks(Path("README.md"), "python") if "manager.window" in code)
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
 

@@ -27,7 +27,7 @@ PAGE = HERE / "GRID.md"
 MAIN_RELEASE = "0.32.0"
 SEEN = ("windows", "rejected", "rejected_written", "strays", "early", "lost", "graphs")
 
-HEAD = """# vLLM on a GPU
+HEAD = """# vLLM {release} on a GPU
 
 What `pytest tests/gpu` showed on {machine}, commits {commits},
 drawn by `python tests/gpu/gpu_table.py`: tiny models with random weights in bfloat16; `trained` is
@@ -50,10 +50,11 @@ steps of bfloat16 at the size of the best logit (1/16 from 8 to 16). Drafts of E
 accepted by lot here, and where those part nothing leads: *noise* says that the logits do not part.
 "-": an older run, which did not look at this.
 
-All is stock's to the bit wherever the same requests share a step, which *switched* shows. Where
-vLLM schedules ahead of the GPU, which do depends on time; engines called *steady* do not. Besides,
-each engine compiles kernels of its own, whatever its policy, and a near-tie falls as they sum; the
-best two logits of random models are often equal. So stock parts from stock, too: see the end.
+All is stock's to the bit wherever the same requests share a step, which *switched* shows. Which
+requests share a step depends on time where vLLM schedules ahead of the GPU; in engines called
+*steady* it does not. Besides, each engine compiles kernels of its own, whatever its policy, and a
+near-tie falls as they sum; the best two logits of random models are often equal. So stock parts
+from stock, too: see the end.
 """
 
 
@@ -265,7 +266,7 @@ def draw(grid: dict[str, Any]) -> str:
         notes += ["", "Looked at inside:", "", *within]
     commits = ", ".join(grid["commits"])
     parts = [
-        HEAD.format(machine=grid["machine"], commits=commits),
+        HEAD.format(release=release_of(grid), machine=grid["machine"], commits=commits),
         *lines,
         "\nThe engines, and their scenarios:\n",
     ]
