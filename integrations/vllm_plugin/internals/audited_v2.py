@@ -151,8 +151,6 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         """Tell whether a step has the requests and the numbers of drafts of the last one read."""
         if batch.has_prefill or not batch.num_draft_tokens or batch.req_ids != self._names:
             return False
-        if batch.num_draft_tokens == self._total:
-            return True
         drafts = batch.num_draft_tokens_per_req
         return drafts is not None and bool(drafts.tobytes() == self._drafts)
 
@@ -169,7 +167,7 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
             return None
         usual = batch.num_draft_tokens == self._total and batch.req_ids == self._names
         if batch.has_prefill or not (usual or self.repeats(batch)):
-            return None
+            return None  # usually each request has the most drafts, so that the total tells it
         grown = told.scheduled_cached_reqs.new_block_ids
         return [*filter(None, grown)] if any(grown) else _NOTHING
 

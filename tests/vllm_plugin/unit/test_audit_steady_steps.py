@@ -1,0 +1,266 @@
+"""Steps that go on with the ones before them: told to the ledger in one call, or later."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from kernels_here import ON_GPU
+
+pytest.importorskip("vllm")
+
+import v2_rig
+from graph_rig import Capture
+from test_watching_graphs import Steady
+from v2_kernel_rig import Graphed, rig_maker
+
+from kvtxn.errors import KVTxnError
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the rig's tensors are on the host")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    return rig_maker(monkeypatch)
+
+
+@pytest.fixture
+def steady(made, monkeypatch):
+    """A rig whose requests go on with as many drafts in each step; and what ``go_on`` said."""
+    rig = made(Graphed, capture=Capture(monkeypatch))
+    monkeypatch.setattr(rig.watch.ledger, "require", lambda *given, **named: None)
+    rig.chance, rig.went = Steady(), []
+    go_on = rig.watch.go_on
+    rig.watch.go_on = lambda grown: (rig.went.append(go_on(grown)), rig.went[-1])[1]
+    rig.add("one", [*range(1, 8)])
+    rig.add("two", [*range(11, 20)])
+    for _ in range(3):
+        rig.step()
+    del rig.went[:]
+    return rig
+
+
+def test_a_steady_step_is_told_in_one_call(steady):
+    """It hands out blocks and has the last step's outcome; then others come and go."""
+    rig, calls, tell = steady, [], type(steady.runner).kvtxn_tell
+    rig.runner.kvtxn_tell = lambda what: (calls.append(what), tell(rig.runner, what))[1]
+    grown = rig.free[0]
+    for _ in range(5):
+        rig.step()
+    assert rig.went == [True] * 5
+    assert calls == []
+    assert rig.free[0] > grown
+    assert rig.watch.outcome is not None
+    assert rig.watch.counters()["kvtxn_audit_steps_total"] == 8  # the last outcome is told now
+    assert rig.watch.outcome is None
+    rig.step()
+    assert len(calls) == 4  # the graph, and in it changes and rows; what was sampled
+    rig.step()
+    assert len(calls) == 4
+    assert rig.went[5:] == [True]
+    rig.replay(8)  # nobody's
+    rig.step()
+    rig.end(rig.running[0])
+    rig.step()
+    rig.add("three", [*range(21, 30)])
+    for _ in range(4):
+        rig.step()
+    assert rig.went[6:] == [False, True, True]  # the step before the first was no graph
+    assert rig.watch.report() == []
+    counters = rig.watch.counters()
+    assert counters["kvtxn_audit_steps_total"] == 16
+    assert counters["kvtxn_audit_rows_checked_total"] > 400
+    assert counters["kvtxn_audit_unjudged_total"] == 0
+    assert counters["kvtxn_audit_active"] == 1
+
+
+def let_draft(rig, *numbers):
+    """Let requests have these numbers of drafts, one after the other, and then always the most."""
+    drawn, batch, sample = iter(numbers), rig._batch, rig._sample
+
+    def drafting(chunk):
+        rig.chance.randrange = lambda end, last=None: next(drawn, end - 1) if last is None else 7
+        return batch(chunk)
+
+    def sampling(batch):
+        rig.chance.randrange = lambda end, last=None: end - 1 if last is None else 7
+        return sample(batch)
+
+    rig._batch, rig._sample = drafting, sampling
+
+
+def test_steps_of_an_engine_without_drafts_are_told_in_one_call(made, monkeypatch):
+    monkeypatch.setattr(v2_rig, "DRAFTS", 0)
+    rig = made(Graphed, capture=Capture(monkeypatch))
+    monkeypatch.setattr(rig.watch.ledger, "require", lambda *given, **named: None)
+    monkeypatch.setattr(rig.runner, "speculative_config", None)
+    let_draft(rig)
+    read, rows = [], rig.runner.kvtxn_reader.rows
+    rig.runner.kvtxn_reader.rows = lambda *given: (read.append(given), rows(*given))[1]
+    for name, prompt in (("one", range(1, 8)), ("two", range(11, 20))):
+        rig.add(name, [*prompt])
+    for _ in range(8):
+        rig.step()
+    assert len(read) == 2  # the prompts, and the first of the others
+    anothers_table(rig)
+    assert len(read) == 2
+    assert {each["kind"] for each in rig.watch.report()} == {"foreign"}
+    counters = rig.watch.counters()
+    assert counters["kvtxn_audit_steps_total"] == 9
+    assert counters["kvtxn_audit_unjudged_total"] == 0
+
+
+def test_steps_with_the_same_number_of_other_drafts_are_read(steady):
+    """The total alone tells nothing, unless each request has the most drafts."""
+    rig, read = steady, []
+    let_draft(rig, 2, 3, 3, 2)
+    rows = rig.runner.kvtxn_reader.rows
+    rig.runner.kvtxn_reader.rows = lambda *given: (read.append(given), rows(*given))[1]
+    for number in (1, 2, 3, 3, 3):
+        rig.step()
+        assert len(read) == number
+    assert rig.watch.report() == []
+
+
+@pytest.mark.parametrize("part", ["kvtxn_reader", "kvtxn_audit"])
+def test_an_error_of_the_audit_ends_the_audit_alone(steady, part, monkeypatch):
+    """Whoever raises it: what reads the engine's step, or the ledger."""
+    rig = steady
+    owner, name = {
+        "kvtxn_reader": (rig.runner.kvtxn_reader, "goes_on"),
+        "kvtxn_audit": (rig.watch.ledger, "going_on"),
+    }[part]
+
+    def fails(*given):
+        raise AttributeError("it is called something else now")
+
+    monkeypatch.setattr(owner, name, fails)
+    rig.watch._goes_on = None
+    rig.step()
+    assert rig.watch.counters()["kvtxn_audit_active"] == 0
+    for _ in range(2):
+        rig.step()
+    assert len(rig.runner.cudagraph_manager.replayed) >= 3
+
+
+def test_a_steady_step_takes_the_host_few_functions(steady, monkeypatch):
+    """Each of them, found in memory anew in each step, takes the host as long as what it does."""
+    rig, watching, entered = steady, steady.runner.kvtxn_watching, []
+    monkeypatch.delattr(rig.watch, "go_on")  # the fixture's
+    let_draft(rig)
+    for _ in range(2):
+        rig.step()
+
+    def profiled(*, included):
+        sys.setprofile(
+            lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else 0
+        )
+        try:
+            type(watching).before_replay(watching, included=included)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(watching, "before_replay", profiled)
+    for _ in range(2):
+        rig.step()
+    few = ["before_replay", "goes_on", "go_on", "__call__"]
+    assert [each for each in entered if each != "profiled"] == few * 2
+
+
+def rejected_row(rig):
+    """One more draft counts as accepted than was sampled, and its row is read."""
+    rig.wrong_count = 1
+    rig.step()
+    rig.wrong_count = 0
+    for request in rig.running:
+        request.computed += 1
+        request.tokens.append(5)
+    rig.step()
+
+
+def row_of_the_one_before(rig):
+    """A block is handed out, and the row that its owner is to write is left as it was."""
+    one = rig.running[0]
+    rig.tamper = lambda rig, batch: rig.runner.block_tables.slot_mappings[0, : len(one.fed)].fill_(
+        -1
+    )
+    for _ in range(5):
+        rig.step()
+
+
+def anothers_table(rig):
+    rig.tamper = lambda rig, batch: rig.runner.tables[0][0].copy_(rig.runner.tables[0][1])
+    rig.step()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (rejected_row, "rejected"),
+        (row_of_the_one_before, "unwritten"),
+        (anothers_table, "foreign"),
+    ],
+)
+def test_what_is_wrong_in_steady_steps_is_found(steady, fault, kind):
+    steady.step()
+    fault(steady)
+    assert all(steady.went)
+    found = steady.watch.report()
+    assert kind in {each["kind"] for each in found}
+    assert found[0]["step"] in (5, 6)
+
+
+@pytest.mark.parametrize("action", ["pause", "forget", "fails"])
+def test_what_waits_is_told_or_forgotten(steady, action):
+    """Before the watch pauses, forgets, or hears that the next forward has failed."""
+    rig = steady
+    rig.step()
+    assert rig.watch.outcome is not None
+    if action == "fails":
+
+        def failing(rows):
+            raise KVTxnError("replay", "a kernel failed")
+
+        rig.replay, rig.runner.forward = failing, rig.step
+        with pytest.raises(KVTxnError, match="a kernel failed"):
+            rig.runner.execute_model(None)
+        del rig.replay
+        for request in rig.running:  # as vLLM's scheduler does when it schedules a step
+            request.computed += 1
+            request.tokens.append(7)
+    else:
+        getattr(rig.watch, action)()
+    assert rig.watch.outcome is None
+    if action == "pause":
+        rig.step()  # nobody's
+        assert rig.watch.counters()["kvtxn_audit_active"] == 0
+        rig.watch.begin()
+    if action != "fails":
+        for request in [*rig.running]:
+            rig.end(request)
+        rig.add("new", [*range(31, 40)])
+    for _ in range(4):
+        rig.step()
+    found = {(each["kind"], each["request"]) for each in rig.watch.report()}
+    # The slot of the one is new; the other's has a draft of the step before.
+    unwritten = {("unwritten", "one"), ("rejected", "two")}
+    assert found == (unwritten if action == "fails" else set())
+    assert rig.watch.counters()["kvtxn_audit_active"] == 1
+    assert rig.watch.counters()["kvtxn_audit_unjudged_total"] == 0
+
+
+def test_a_scheduler_that_only_ends_requests_is_heard(steady):
+    """Such a step has no forward; the ledger is told of them when others come."""
+    rig = steady
+    for request in [*rig.running]:
+        rig.end(request)
+    rig.runner.forward = lambda: rig._tell({})
+    rig.runner.execute_model(None)
+    assert "one" in rig.watch.ledger
+    del rig.runner.forward
+    rig.add("two", [*range(31, 40)])  # another one of this name
+    for _ in range(3):
+        rig.step()
+    assert "one" not in rig.watch.ledger
+    assert rig.watch.report() == []
+    assert rig.watch.counters()["kvtxn_audit_active"] == 1

@@ -1,0 +1,60 @@
+"""A stand-in for vLLM's V2 runner whose ledger has Triton's passes, interpreted."""
+
+from __future__ import annotations
+
+from kernels_here import importing_kernels
+
+with importing_kernels():
+    from kvtxn.backends.audit import TritonPasses
+
+from kvtxn.integrations.vllm_plugin.audit import opening
+from kvtxn.integrations.vllm_plugin.internals import ranks
+from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
+from v2_rig import Rig
+
+import kvtxn.audit.ledger
+
+
+class FewPrograms(TritonPasses):
+    """The same with fewer programs, which are interpreted one after the other."""
+
+    splits = 1
+
+
+class Graphed(FewPrograms):
+    """The same in a rig whose graphs are stand-ins: a replay makes the launches and no more."""
+
+    def __init__(self, books):
+        super().__init__(books)
+        self.captured, self.alone = [], []
+        for name in ("_resolving", "_putting", "_changing"):
+            launches = getattr(self, name)
+            made = launches.launch
+            launches.launch = lambda *given, name=name, made=made: (
+                self.alone.append(name),
+                made(*given),
+            )[1]
+
+    def launch_step(self, step):
+        if step in self.captured:
+            self._waiting.take()
+            self._write(step)
+            self.check(step)
+        else:
+            self.captured.append(step)
+            super().launch_step(step)
+
+
+def rig_maker(monkeypatch):
+    """Return a function that makes a rig whose ledger has the given passes."""
+    facts = EngineFacts(device="cuda", runner="v2")
+    monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
+    monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
+
+    def make(passes, **options):
+        monkeypatch.setattr(kvtxn.audit.ledger, "choose", lambda backend, device: passes)
+        rig = Rig(**options)
+        rig.start()
+        return rig
+
+    return make
