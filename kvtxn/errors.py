@@ -129,6 +129,18 @@ class UnresolvedWindowError(WindowStateError):
     """The ``with`` block ended without commit or abort; the window was aborted."""
 
 
+def unresolved(state: str) -> UnresolvedWindowError:
+    """Build the error for a block that ended in a state without commit or abort."""
+    return UnresolvedWindowError(
+        "with",
+        f"the block ended in state {state} without commit or abort",
+        expected="commit(accepted) or abort() in the block",
+        got="neither",
+        state=state,
+        hint="call one of them; the window was aborted",
+    )
+
+
 class SlotMappingError(KVTxnError, ValueError):
     """A slot mapping is missing, malformed, out of range, or a second, different one."""
 

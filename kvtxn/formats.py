@@ -139,6 +139,8 @@ def row_format(
             raise LayerError(
                 "LayerRef",
                 f"{layer!r} has a scale, but {dtype} rows are not quantised",
+                expected="no scale",
+                got=scale if given else "one of each row",
                 hint="leave the scale out, or set kv_dtype to the 8-bit format of the cache",
             )
         return RowFormat(dtype)
@@ -189,6 +191,8 @@ def _stored_dtype(layer: str, cache: Tensor, kv_dtype: str) -> torch.dtype:
             raise LayerError(
                 "LayerRef",
                 f"the cache of {layer!r} is {cache.dtype}, which could be any 8-bit format",
+                expected="kv_dtype of the format",
+                got="auto",
                 hint="name the format: kv_dtype='fp8_e4m3', 'fp8_e5m2' or 'int8'",
             )
         return cache.dtype

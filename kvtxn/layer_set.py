@@ -27,6 +27,8 @@ def by_name(layers: Iterable[LayerRef]) -> dict[str, LayerRef]:
             raise LayerError(
                 "TransactionManager",
                 f"two layers are named {ref.name!r}",
+                expected="a name of its own for each layer",
+                got=f"{ref.name!r} twice",
                 hint="give each layer its own name",
             )
         by_name[ref.name] = ref

@@ -325,10 +325,15 @@ def _state_planes(ref: LayerRef) -> tuple[Plane, ...]:
 def _build_planes(ref: LayerRef) -> tuple[Plane, ...]:
     """Build the planes of a paged layer; raise LayerError if its tensors do not fit together."""
     if (ref.key_offsets is None) != (ref.value_offsets is None):
-        raise LayerError("LayerRef", f"{ref.name!r} needs both offset tables or none")
+        raise LayerError(
+            "LayerRef", f"{ref.name!r} needs both offset tables or none", expected="both", got="one"
+        )
     if ref.value_cache is None:
         if ref.v_scale is not None or ref.key_offsets is not None:
-            raise LayerError("LayerRef", f"{ref.name!r} is latent: it has one plane, one scale")
+            raise LayerError(
+                "LayerRef", f"{ref.name!r} is latent: it has one plane, one scale",
+                expected="neither v_scale nor key_offsets", got="one of them",
+            )  # fmt: skip
         check_cache(ref.name, ref.key_cache, 3, "[num_blocks, block_size, latent_size]")
         return paged_planes(
             ref.name, [PlaneSpec("latent", ref.key_cache, ref.k_scale)], ref.kv_dtype

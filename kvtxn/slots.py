@@ -361,6 +361,8 @@ class SlotMappings:
         return SlotMappingError(
             self.operation,
             f"group {group!r} has no slot mapping",
+            expected="int32 or int64 [num_rows]",
+            got="none",
             hint=hint
             if staged
             else "give slots to window(): where the caller writes the rows, no "

@@ -39,6 +39,8 @@ def check_ref(
         raise StagedTwiceError(
             "stage",
             f"layer {name!r} is in this window already",
+            expected="each layer once",
+            got=f"{name!r} again",
             hint="in this window the caller writes the rows" if written_by == "caller" else "",
         )
 

@@ -181,6 +181,8 @@ class Stager:
                 raise WindowStateError(
                     "commit",
                     f"a tensor staged for {name!r} was modified in place before commit",
+                    expected=f"version {version}, as it was staged",
+                    got=f"version {tensor._version}",
                     hint="abort; with TxnConfig(staging='copy') staged tensors may be modified, "
                     "or share a buffer that is",
                 )

@@ -36,6 +36,8 @@ class Turn:
         raise WindowStateError(
             "window",
             f"window {window.number} is still {state.name}",
+            expected="no other window",
+            got=f"window {window.number}",
             state=state.name,
             hint="a hook tried to open a window; open it after commit() or abort() has returned"
             if state.is_final

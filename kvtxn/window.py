@@ -17,7 +17,7 @@ from . import attention, recovery
 from .commit_input import Accepted, SampledIds, as_accepted, as_counts
 from .compile_guard import never_compiled, outside_graphs
 from .context import WindowContext
-from .errors import LayerError, UnresolvedWindowError, WindowStateError
+from .errors import KVTxnError, LayerError, WindowStateError, unresolved
 from .executor import StagedLayer, Txn
 from .layers import LayerRef
 from .lifecycle import Lifecycle
@@ -70,13 +70,12 @@ class Window:
         return tuple(self._life.missing)
 
     def __repr__(self) -> str:
-        life = self._life
-        return f"<Window {self.number} {life.state.name}, {len(life.missing)} layers missing>"
+        return f"<Window {self.number} {self.state.name}, {len(self.missing)} layers missing>"
 
     # -- begin --------------------------------------------------------------------
 
     def _begin(self, slots: Slots) -> None:
-        """Take the slot mappings that are known at the beginning; the manager calls this, once."""
+        """Take the slot mappings that are known; the manager calls this, once."""
         for group, tensor in self._mappings.by_group(slots).items():
             self._map(group, tensor)
         life = self._life
@@ -154,16 +153,19 @@ class Window:
             return
         if life.state is not WindowState.STAGED and not allowed(life.state, Event.STAGE):
             life.refuse("stage", Event.STAGE, f"layer={getattr(ref, 'name', ref)!r}")
-        check_ref(ref, context.layers, life.missing, self._written_by)
-        if slots is None and ref.group not in self._mappings:
-            raise self._mappings.missing(ref.group)
-        rows = self.num_rows if txn is not None else self._mappings.rows_in(ref.group, slots)
-        parts = check_parts(ref, rows, key, value)
-        if slots is not None:
-            if ref.group in self._mappings:
+        try:
+            check_ref(ref, context.layers, life.missing, self._written_by)
+            if slots is None and ref.group not in self._mappings:
+                raise self._mappings.missing(ref.group)
+            rows = self.num_rows if txn is not None else self._mappings.rows_in(ref.group, slots)
+            parts = check_parts(ref, rows, key, value)
+            if slots is not None and ref.group in self._mappings:
                 self._mappings.check_same(ref.group, slots)
-            else:
+            elif slots is not None:
                 self._map(ref.group, slots)
+        except KVTxnError as error:
+            error.state = life.state.name
+            raise
         txn = life.txn
         assert txn is not None  # a group has its slots from here on
         layer = context.stager.take(ref, parts)
@@ -213,8 +215,8 @@ class Window:
 
         Args:
             ref: a staged layer with key and value planes.
-            query: ``[num_rows, num_q_heads, head_size]``, any floating dtype; the number of
-                query heads is a multiple of the KV heads.
+            query: ``[num_rows, num_q_heads, head_size]``, any floating dtype, with a multiple of
+                the KV heads.
             block_table: int ``[num_requests, max_blocks]``, blocks of the layer's group.
             seq_lens: int ``[num_requests]``, tokens per request, this window's included; every
                 node of a tree counts. All three may have any strides.
@@ -282,22 +284,24 @@ class Window:
         if torch.compiler.is_compiling():
             outside_graphs(Window.commit)(self, accepted)
             return
-        context, life = self._context, self._life
-        txn = life.txn
+        context, life, txn = self._context, self._life, self._life.txn
         if life.missing or (life.state, Event.COMMIT) not in TRANSITIONS:
             life.refuse_commit("commit", self._to_stage)
         assert txn is not None  # every layer is staged, so some group has slots
-        given = as_accepted(accepted, txn.layout, context.device)
-        if isinstance(given, SampledIds):
-            ids = context.executor.capabilities.takes_ids
-            given = context.acceptance.counted(given, txn.layout, takes_ids=ids)
-        if life.state is WindowState.DIRECT:
-            held = recovery.held_layers(context, txn)
-            context.stager.check_unchanged(held)
+        direct = life.state is WindowState.DIRECT
+        try:
+            given = as_accepted(accepted, txn.layout, context.device)
+            if isinstance(given, SampledIds):
+                ids = context.executor.capabilities.takes_ids
+                given = context.acceptance.counted(given, txn.layout, takes_ids=ids)
+            context.stager.check_unchanged(recovery.held_layers(context, txn) if direct else None)
+        except KVTxnError as error:
+            error.state = life.state.name
+            raise
+        if direct:
             known = as_counts(given)
             life.or_fail(lambda: recovery.finish_direct(context, txn, known))
         else:
-            context.stager.check_unchanged()
             try:
                 failure = recovery.commit(context, txn, given)
             except BaseException:  # interrupted half-way: nothing can be promised
@@ -319,10 +323,9 @@ class Window:
             Exception: the error of an ``on_abort`` hook, under ``on_error="raise"``; the
                 window is aborted.
         """
-        context, life = self._context, self._life
+        context, life, txn = self._context, self._life, self._life.txn
         if not allowed(life.state, Event.ABORT):
             life.refuse("abort", Event.ABORT)
-        txn = life.txn
         if txn is not None:
             if txn.saved and life.state is not WindowState.DIRECT:
                 life.follow(life.or_fail(lambda: recovery.restore(context, txn)))
@@ -350,20 +353,19 @@ class Window:
     ) -> None:
         if self._life.state.is_final:
             return
-        state = self._life.state
         if error is not None:
             try:
                 self.abort()
             except Exception as failure:  # the body's exception always wins
                 error.add_note(f"kvtxn: abort raised as well: {failure!r}")
             return
-        self.abort()
-        raise UnresolvedWindowError(
-            "with",
-            f"the block ended in state {state.name} without commit or abort",
-            state=state.name,
-            hint="call commit(accepted) or abort(); the window was aborted",
-        )
+        ended = unresolved(self._life.state.name)
+        try:
+            self.abort()
+        except Exception as failure:
+            ended.add_note(f"kvtxn: abort raised as well: {failure!r}")
+            raise ended from failure
+        raise ended
 
     # -- failures and the end ------------------------------------------------------
 

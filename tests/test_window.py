@@ -11,6 +11,7 @@ from small_caches import changed_slots, copies, make_layers, rows
 from kvtxn import (
     AcceptanceError,
     IncompleteWindowError,
+    KVTxnError,
     LayerError,
     LayerRef,
     TransactionManager,
@@ -148,6 +149,59 @@ def test_a_body_that_ends_unresolved_aborts_and_says_so(layers, stage_all):
         stage_all(w, layers)
     assert w.state is WindowState.ABORTED
     assert changed_slots(layers, before) == [{0, 10}] * 6
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_a_failing_abort_does_not_hide_that_the_body_ended_unresolved(layers, stage_all, policy):
+    """The caller's mistake is told; what the abort raised is its cause and a note."""
+    manager = manager_of(layers, policy, on_error="raise")
+
+    def fails(ended):
+        raise ZeroDivisionError("in a hook")
+
+    manager.on_abort(fails)
+    with pytest.raises(UnresolvedWindowError) as caught, manager.window(2, SLOTS) as w:
+        stage_all(w, layers)
+    assert w.state is WindowState.ABORTED
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "in a hook" in "".join(caught.value.__notes__)
+    assert (caught.value.expected, caught.value.got) == (
+        "commit(accepted) or abort() in the block",
+        "neither",
+    )
+
+
+MISTAKES = {
+    "staged twice": lambda w, layers: w.stage(layers[0], *rows(6)),
+    "no layer": lambda w, layers: w.stage(None, None),
+    "misshapen rows": lambda w, layers: w.stage(layers[1], torch.zeros(1), torch.zeros(1)),
+    "other slots": lambda w, layers: w.stage(layers[1], *rows(6), slots=SLOTS.flip(0)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_an_error_about_a_window_names_its_state(layers, mistake):
+    with manager_of(layers).window(2, SLOTS) as w:
+        w.stage(layers[0], *rows(6))
+        with pytest.raises(KVTxnError) as caught:
+            mistake(w, layers)
+        assert caught.value.state == "OPEN"
+        assert caught.value.expected is not None
+        assert caught.value.got is not None
+        w.abort()
+
+
+def test_an_error_about_a_commit_names_the_windows_state(layers, stage_all):
+    with manager_of(layers).window(2, SLOTS) as w:
+        staged = stage_all(w, layers)
+        with pytest.raises(AcceptanceError) as caught:
+            w.commit([3, 0])
+        assert caught.value.state == "STAGED"
+        staged[0][0].add_(1)
+        with pytest.raises(WindowStateError, match="modified in place") as caught:
+            w.commit([1, 0])
+        assert (caught.value.state, caught.value.expected is None) == ("STAGED", False)
+        w.abort()
 
 
 def test_the_bodys_exception_wins(layers, stage_all):

@@ -165,6 +165,8 @@ def _starts(txn: Txn) -> Tensor:
 
 def _slots(txn: Txn, ref: LayerRef) -> Tensor:
     """Return the slot of each request's state; -1 if it has no state or no rows."""
+    if not txn.layout.num_rows:
+        return _starts(txn).fill_(-1)
     starts = _starts(txn).clamp(max=txn.layout.num_rows - 1)
     mine = txn.layout.request[starts] == torch.arange(starts.shape[0], device=starts.device)
     return torch.where(mine, txn.slots[ref.group][starts], -1)

@@ -23,7 +23,7 @@ _FP8: Final = {
     torch.float8_e5m2: (5, 2, 15, 0x7C),
 }
 
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @attrs.frozen
@@ -99,6 +99,9 @@ class NumberFormat:
             return heads
         return [[x * scale for x in head] for head, scale in zip(heads, scales, strict=True)]
 
+
+#: Rows of double precision. They are moved like all others; attention over them is not promised.
+WIDE: Final = NumberFormat("fp64", torch.float64)
 
 FORMATS: Final[dict[str, NumberFormat]] = {
     fmt.name: fmt

@@ -15,7 +15,7 @@ from ..executor import Executor, Txn
 from .batches import SHAPES, Batch, handed_in, random_counts, spread
 from .caches import LAYOUTS, LayerSpec
 from .kit import POLICIES, Kit, KitBase
-from .number_formats import FORMATS
+from .number_formats import FORMATS, WIDE
 from .rig import VARIED, Rig
 
 #: Forms of acceptance, each made from one count per request.
@@ -39,11 +39,11 @@ class Exactness(KitBase):
     """After commit, every byte of every cache equals a replay of the kept rows alone."""
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    @pytest.mark.parametrize("fmt", FORMATS)
+    @pytest.mark.parametrize("fmt", [*FORMATS, WIDE.name])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_every_layout_and_format(self, kit: Kit, policy: str, fmt: str, layout: str) -> None:
         """Any strides, any number format: bit patterns survive, numbers are stored once."""
-        kind = FORMATS[fmt]
+        kind = FORMATS.get(fmt, WIDE)
         specs = [LayerSpec(layout, kind), LayerSpec(layout, kind, heads=3, size=4, value_size=6)]
         rig = kit.rig(policy, specs)
         for payload in ("native", "cast"):

@@ -258,3 +258,21 @@ def test_boundaries_lie_where_they_can_be_read(name, wrong):
     with pytest.raises(SlotMappingError, match=f"{name} of group 'default' is not valid"):
         manager.window([1, 1], StateSlots(**given))
     assert manager.current is None
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_window_without_rows_falls_back(requests, end):
+    """None of its requests has a draft or a settled row, so no state takes anything in."""
+    layer = LayerRef.recurrent("state", torch.randn(4, 2, 5), replay=ShortConv(3))
+    before = layer.states[0].clone()
+    manager = TransactionManager([layer], TxnConfig(policy="deferred"))
+    window = manager.window([0] * requests, [*range(1, 1 + requests)], settled=0)
+    window.stage(layer, torch.zeros(0, 5))
+    window.fall_back("verify", RuntimeError("a kernel failed"))
+    if end == "commit":
+        window.commit([0] * requests)
+    else:
+        window.abort()
+    assert window.state.name == "FELL_BACK"
+    assert torch.equal(layer.states[0], before)

@@ -110,6 +110,22 @@ class IgnoresTheValues(_AtCommit):
             write_layers([with_planes(ref, ref.planes[:1])], only_key, slots, kept)
 
 
+class RoundsDoublesToFloats(_AtCommit):
+    """Numbers of double precision pass through single precision on their way."""
+
+    def write(self, layers, rows, slots, kept, txn):
+        through = {
+            name: tuple(
+                part.view(torch.float64).float().double().view(part.dtype)
+                if part.dtype.itemsize == 8
+                else part
+                for part in parts
+            )
+            for name, parts in rows.items()
+        }
+        write_layers(layers, through, slots, kept)
+
+
 class LeavesTheScalesBehind(_AtCommit):
     def write(self, layers, rows, slots, kept, txn):
         for ref in layers:
@@ -332,6 +348,7 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     TrustsTheStagingOrder: "test_any_order_of_layers",
     KeepsTheFirstRowsItSaw: "test_a_chain_of_windows",
     MakesTheCacheContiguous: "test_every_layout_and_format",
+    RoundsDoublesToFloats: "test_every_layout_and_format",
     TouchesTheWordBefore: "test_every_layout_and_format",
     QuantisesTwice: "test_every_layout_and_format",
     LosesNegativeZero: "test_every_layout_and_format",
