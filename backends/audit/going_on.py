@@ -41,7 +41,7 @@ class GoingOn:
             the ledger does not know.
     """
 
-    __slots__ = ("_counts", "_following", "_ids", "_places", "_row", "_shapes", "_told")
+    __slots__ = ("_counts", "_device", "_following", "_ids", "_places", "_row", "_shapes", "_told")
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class GoingOn:
     ) -> None:
         self._following, self._told = following, following.told
         self._counts, self._ids = accepted.dtype, sampled.dtype
-        self._shapes = accepted.shape, sampled.shape
+        self._shapes, self._device = (accepted.shape, sampled.shape), accepted.get_device()
         self._row = memoryview(outcome_row(accepted, sampled, besides))
         self._places = [
             (index, place.base, place.stride, place.group.num_blocks)
@@ -87,6 +87,8 @@ class GoingOn:
         if accepted.shape != shapes[0] or sampled.shape != shapes[1]:
             return False
         if not (accepted.is_contiguous() and sampled.is_contiguous()):
+            return False
+        if accepted.get_device() != self._device or sampled.get_device() != self._device:
             return False
         memory, begin, row = following.memory, step % RECORDS * COLUMNS, self._row
         if grown:

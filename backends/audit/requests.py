@@ -77,8 +77,9 @@ def rows_of(
     first = tl.load(first_position + index).to(tl.int64)
     given = end - start
     named = line >= 0
-    inside = (given > 0) & (start >= 0) & (end <= num_rows)
-    fits = inside & named & (line < num_lines) & (first >= 0) & (first + given < own_stride)
+    # No sum of what the step says: it might be too large for 64 bits.
+    inside = (end > start) & (start >= 0) & (end <= num_rows)
+    fits = inside & named & (line < num_lines) & (first >= 0) & (first < own_stride - given)
     line = tl.where(fits, line, 0)
     start = tl.where(inside, start, 0)
     first = tl.where(fits, first, 0)

@@ -38,6 +38,8 @@ _TOKENS: Final = 512
 _ROWS: Final = 128
 #: Draft rows that a program marks at a time, and sampled tokens that it counts.
 _DRAFTS: Final = 16
+#: Stands for each number that 32 bits do not hold: no cache has so many blocks.
+_NO_BLOCK: Final = (1 << 31) - 1
 #: The arguments of a change that differ between launches: the numbers, and how many there are.
 _VARY: Final = (0, 6, 7, 8, 9)
 #: Journal entries that are looked through at a time, where something was found.
@@ -381,5 +383,7 @@ class TritonPasses(Passes):
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor of a dtype that is contiguous in its last dimension."""
     if tensor.dtype is not dtype:
+        if dtype is torch.int32 and tensor.dtype is torch.int64:
+            tensor = tensor.clamp(-1, _NO_BLOCK)  # what is cut off could name another block
         return tensor.to(dtype)
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()

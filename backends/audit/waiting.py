@@ -68,6 +68,7 @@ class Waiting:
             self.make_room(step.num_rows)
         self.next.used = True
         self._graphs_save &= self.saves(step)
+        self._last = None  # the launches that are tried before a capture save over it
 
     def make_room(self, rows: int) -> None:
         """Allocate room for what is saved of a step of at most so many rows."""

@@ -29,10 +29,10 @@ def rows_of(index, lines, starts, first, drafts, facts, columns, num_rows, relea
         Its line, the number of its first row, that row's position, its number of rows and of drafts
         among them, and whether it is malformed. Without rows: -1, 0, 0, 0, 0.
     """
-    line, start, position = lines[index], starts[index], first[index]
-    count = starts[index + 1] - start
-    fits = 0 <= line < facts.shape[1] and count > 0 and start >= 0 and start + count <= num_rows
-    fits = fits and position >= 0 and position + count < columns
+    line, start, end, position = lines[index], starts[index], starts[index + 1], first[index]
+    count = end - start  # no sum of what the step says: it might be too large for 64 bits
+    fits = 0 <= line < facts.shape[1] and 0 <= start < end <= num_rows
+    fits = fits and 0 <= position < columns - count
     fits = fits and (released or facts[SERIAL, line] >= 0)
     if not fits:
         return -1, 0, 0, 0, 0, line >= 0 and count != 0

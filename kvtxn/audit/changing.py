@@ -49,7 +49,7 @@ class Changing:
         self.device: Final = books.words.device
         self._bytes: ByteBooks | None = None
         self._open: Step | None = None
-        self._later: list[int] = []  # lines that were given to requests since it was written
+        self._later: list[int] = []  # lines of requests that have begun since it was written
 
     def watch_bytes(self, books: ByteBooks) -> None:
         """Keep the books of a scrub up to date when blocks change hands."""
@@ -222,7 +222,7 @@ class Changing:
         entries = roster.admit(names)
         lines = [line for line, _ in entries]
         if self._open is not None:
-            self._later += [line for line, known in zip(lines, again, strict=True) if not known]
+            self._later += lines
         if left:
             left = [line for line in left if line not in lines]
         return lines, left, Coming.of(entries, owns, again)

@@ -363,7 +363,7 @@ def _number_of(device: torch.device) -> int:
 def _check_counts(operation: str, books: Books, step: Step, counts: Tensor, besides: int) -> None:
     """Refuse counts of accepted drafts that the requests of a step cannot have; for CPUs."""
     batch = Batch.of(books, step, released=True)
-    counts = counts - besides
+    counts = counts.long() - besides
     wrong = batch.live & ((counts < -1) | (counts > batch.drafts))
     if bool(wrong.any()):
         index = int(wrong.nonzero()[0])

@@ -14,7 +14,7 @@ from . import arguments, checks
 from . import books as book
 from .backends import choose
 from .books import Sizes
-from .digest import UNWRITTEN, Key
+from .digest import MAX_POSITION, UNWRITTEN, Key
 from .findings import Findings
 from .glance import Glance
 from .groups import Group
@@ -135,16 +135,20 @@ class Ledger(Replays):
 
         Raises:
             ConfigError: as in ``write``.
-            WindowStateError: the step was not written, or was checked or resolved already.
+            WindowStateError: the step was not written (of which a GPU's ledger knows if none was),
+                or was checked or resolved already.
         """
+        other = False
         if step is not self._open:
             self.require("check", step)
-        if not self._unread:
+            other = self._open is not None and not (self._on_gpu or step.is_like(self._open))
+        if other or not self._unread:
+            none = "none written yet" if self._open is None else "one that was checked"
             raise WindowStateError(
                 "check",
                 "no step waits to be checked",
                 expected="one check of each step, after its write and before its resolve",
-                got="none written yet" if self._open is None else "one that was checked",
+                got="another one than was written" if other and self._unread else none,
                 hint="call write(step) first; nothing was compared",
             )
         self._unread = False
@@ -212,8 +216,11 @@ class Ledger(Replays):
         """
         step = self._open
         if step is None:
-            raise WindowStateError("resolve", "no step was written", hint="call write first")
-        if type(besides) is int and not self._later:  # told quickly
+            raise WindowStateError(
+                "resolve", "no step waits to be resolved", expected="one that was written",
+                got="none", hint="call write first, and resolve each step once",
+            )  # fmt: skip
+        if type(besides) is int and 0 <= besides < MAX_POSITION and not self._later:  # told quickly
             given, later = (step, accepted, sampled, besides), later and self._bytes is None
             if (later and self.passes.resolve_later(*given)) or self.passes.resolve_again(*given):
                 self._open, self._unread = None, False

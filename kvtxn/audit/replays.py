@@ -9,7 +9,8 @@ from weakref import WeakSet
 from torch import Tensor
 
 from ..errors import WindowStateError
-from . import checks
+from . import arguments, checks
+from .arguments import listed
 from .books import Books
 from .exchange import Exchange
 from .passes import GoesOn, Passes
@@ -77,7 +78,9 @@ class Replays(Exchange):
             sampled: likewise.
         """
         step = self._open
-        if step is None or self._later or self._bytes is not None:
+        if step is None or self._later or self._unread or self._bytes is not None:
+            return False
+        if not (isinstance(accepted, Tensor) and isinstance(sampled, Tensor)):
             return False
         return self.passes.can_wait(step, accepted, sampled)
 
@@ -88,13 +91,21 @@ class Replays(Exchange):
             WindowStateError: ``can_wait`` did not say so, or something else came first. The step's
                 tensors may be another step's by now, so that the outcome cannot be told any more.
         """
-        step, given = self._open, (accepted.contiguous(), sampled.contiguous(), besides)
-        if step is None or not self.passes.resolve_later(step, *given):
+        besides = arguments.tokens_besides("resolve_waiting", besides)
+        step, told, got = self._open, False, "something else that was told since"
+        if step is None:
+            got = "no step that waits to be resolved"
+        elif not (isinstance(accepted, Tensor) and isinstance(sampled, Tensor)):
+            got = f"{type(accepted).__name__} and {type(sampled).__name__}"
+        elif not (self._later or self._unread or self._bytes is not None):
+            given, got = (accepted.contiguous(), sampled.contiguous()), ""
+            told = self.passes.resolve_later(step, *given, besides)
+        if not told:
             raise WindowStateError(
                 "resolve_waiting",
                 "an outcome has waited that cannot be told later",
                 expected="an outcome of the last step, told before anything else",
-                got="no step" if step is None else f"{accepted.dtype} and {sampled.dtype}",
+                got=got or f"{accepted.dtype} and {sampled.dtype}, or a step that was not kept",
                 hint="call resolve at once where can_wait says False",
             )
         self._open = None
@@ -133,7 +144,9 @@ class Replays(Exchange):
         Raises:
             ConfigError: a group is unknown.
         """
-        if step is not self._open or self._unread or self._later or self._bytes is not None:
+        besides = arguments.tokens_besides("going_on", besides)
+        groups = listed("going_on", "groups", groups, "a list of names")
+        if step is not self._open or not self.can_wait(accepted, sampled):
             return None
         places = [
             None if name is None else checks.place_of("going_on", self.books, name)

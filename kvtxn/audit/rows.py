@@ -64,8 +64,9 @@ class Batch:
         counts, first = starts[1:] - starts[:-1], step.first[:number].long()
         line = given.clamp(0, books.facts.shape[1] - 1)
         fits = (given == line) & ((books.facts[book.SERIAL][line] >= 0) | released)
-        fits &= (counts > 0) & (starts[:-1] >= 0) & (starts[1:] <= step.num_rows)
-        fits &= (first >= 0) & (first + counts < books.own.shape[1])
+        # No sum of what the step says: it might be too large for 64 bits.
+        fits &= (starts[1:] > starts[:-1]) & (starts[:-1] >= 0) & (starts[1:] <= step.num_rows)
+        fits &= (first >= 0) & (first < books.own.shape[1] - counts)
         counts = torch.where(fits, counts, 0)
         drafts = torch.zeros_like(counts)
         if step.drafts is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
+import torch
 from torch import Tensor
 
 
@@ -68,3 +69,12 @@ class Step:
         """Rows for which every tensor of rows has room."""
         every = [self.tokens, *self.slots.values()]
         return min(map(len, every if self.positions is None else [*every, self.positions]))
+
+    def is_like(self, other: Step) -> bool:
+        """Tell whether two steps have the same requests and tokens; waits for their device."""
+        pairs = (
+            (self.lines, other.lines),
+            (self.starts, other.starts),
+            (self.tokens, other.tokens),
+        )
+        return all(one is two or torch.equal(one, two) for one, two in pairs)

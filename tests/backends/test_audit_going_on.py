@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtxn.backends.audit.next_step import MOST
+from kernels_here import importing_kernels
 from ledger_pairs import DEVICE, FewPrograms, assert_equal_books
 from test_audit_handed_out import replay_of
 
 from kvtxn.audit import Step
-from kvtxn.errors import ConfigError, WindowStateError
+from kvtxn.errors import AcceptanceError, ConfigError, WindowStateError
 from kvtxn.testing.audit_life import new_ledger
+
+with importing_kernels():
+    from kvtxn.backends.audit.next_step import MOST
 
 DRAFTS = 3
 
@@ -163,6 +166,55 @@ def test_there_is_no_call_after_something_else(otherwise):
     ledger, outcome = steps.ledgers[1], first(steps)
     OTHERWISE[otherwise](ledger, steps.step, *outcome)
     assert ledger.going_on(steps.step, *outcome, 1, ["full"]) is None
+
+
+LATER = {
+    "another has the line": lambda ledger, step: (ledger.release("a"), ledger.admit("c", [1, 2])),
+    "it was told anew": lambda ledger, step: ledger.admit("a", [7, 8]),
+    "a graph was captured": lambda ledger, step: ledger.launch_step(step),
+}
+
+
+@pytest.mark.parametrize("later", LATER.values(), ids=LATER)
+def test_an_outcome_that_waited_is_refused_after_something_else(later):
+    """Before that it could be told at once, and nothing is told by the call that is refused."""
+    steps = Steps()
+    ledger, outcome = steps.ledgers[1], first(steps)
+    later(ledger, steps.step)
+    assert not ledger.can_wait(*outcome)
+    before = ledger.books.facts.clone()
+    with pytest.raises(WindowStateError, match=r"^resolve_waiting: .*cannot be told later"):
+        ledger.resolve_waiting(*outcome, 1)
+    assert torch.equal(ledger.books.facts, before)
+    ledger.resolve(*outcome, besides=1)
+    # What is launched before a capture is a step more, by which the drafts are not resolved.
+    assert ledger.unresolved == (2 if later is LATER["a graph was captured"] else 0)
+
+
+@pytest.mark.parametrize("besides", [-1, 1 << 70, "1", None, 1.0])
+def test_tokens_besides_are_a_number(besides):
+    steps = Steps()
+    ledger, outcome = steps.ledgers[1], first(steps)
+    for call in (
+        lambda: ledger.resolve_waiting(*outcome, besides),
+        lambda: ledger.going_on(steps.step, *outcome, besides, ["full"]),
+        lambda: ledger.resolve(*outcome, besides=besides, later=True),
+    ):
+        with pytest.raises(AcceptanceError, match="besides is not valid"):
+            call()
+    ledger.resolve_waiting(*outcome, 1)
+
+
+def test_an_outcome_without_ids_does_not_wait():
+    steps = Steps()
+    ledger, (counts, ids) = steps.ledgers[1], first(steps)
+    assert not ledger.can_wait(counts, None)
+    assert not ledger.can_wait(counts.tolist(), ids)
+    assert ledger.going_on(steps.step, counts, None, 1, ["full"]) is None
+    with pytest.raises(WindowStateError, match="got Tensor and NoneType"):
+        ledger.resolve_waiting(counts, None, 1)
+    with pytest.raises(ConfigError, match="groups"):
+        ledger.going_on(steps.step, counts, ids, 1, "full")
 
 
 def test_blocks_that_cannot_be_told_at_once():
