@@ -72,9 +72,7 @@ class Step:
 
     def is_like(self, other: Step) -> bool:
         """Tell whether two steps have the same requests and tokens; waits for their device."""
-        pairs = (
-            (self.lines, other.lines),
-            (self.starts, other.starts),
-            (self.tokens, other.tokens),
+        mine, theirs = ((each.lines, each.starts, each.tokens) for each in (self, other))
+        return all(
+            one is two or torch.equal(one, two) for one, two in zip(mine, theirs, strict=True)
         )
-        return all(one is two or torch.equal(one, two) for one, two in pairs)

@@ -355,7 +355,7 @@ def test_reset_forgets(ledger):
 
 
 def test_misuse_is_refused(ledger):
-    with pytest.raises(WindowStateError, match="no step was written"):
+    with pytest.raises(WindowStateError, match="no step waits to be resolved"):
         ledger.resolve([0])
     with pytest.raises(ConfigError, match="'x' is not admitted"):
         ledger.line("x")
