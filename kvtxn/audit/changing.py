@@ -15,7 +15,7 @@ from torch import Tensor
 from ..host_values import to_device
 from . import checks
 from .admission import Admission, admissions_of, own_words
-from .arguments import listed
+from .arguments import listed, mapped
 from .beginning import Coming
 from .books import Books
 from .byte_books import ByteBooks
@@ -195,6 +195,8 @@ class Changing:
     def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, list[int]]]:
         """Return the blocks that are handed out, by a group of their pool."""
         found: list[tuple[Place, list[int]]] = []
+        if not isinstance(given, Mapping):
+            mapped("change", "given", given, "by name of a group, blocks")
         for name, numbers in given.items():
             place = checks.place_of("hand_out", self.books, name)
             end = place.group.num_blocks

@@ -93,7 +93,8 @@ class Exchange(Moving):
             ConfigError: the request, the group or the block is unknown, or the length is none.
         """
         place = self._state("publish_state", group, block)
-        self._inspect("publish_state", "published", request, place, [block], length - 1, length)
+        end = checks.whole("publish_state", "length", length, 1, self.books.sizes.max_length)
+        self._inspect("publish_state", "published", request, place, [block], end - 1, end)
         self.books.owners[place.owners + block] = NOBODY
 
     # -- rows and states that leave, and that come ---------------------------------------------

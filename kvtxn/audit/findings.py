@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..errors import WindowStateError
+from ..errors import ConfigError, WindowStateError
 from ..metrics import Family
 from . import books as book
 from .books import Books
@@ -83,6 +83,7 @@ class Findings:
         """
         if spare is None:
             return Glance.of(self._books, self._restarts, prints=prints, steps=steps)
+        _require_glance("glance", spare)
         spare.renew(self._books, self._restarts, steps)
         return spare
 
@@ -144,6 +145,7 @@ class Findings:
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return, by step and group, the fingerprints of the last steps. Waits for the device."""
         glance = self.glance() if glance is None else glance
+        _require_glance("fingerprints", glance)
         if glance.fingerprints is None or not self._is_of_now(glance):
             return {}
         glance.wait()
@@ -160,3 +162,16 @@ class Findings:
         """Count a violation that was found on the host, and keep it for ``take``."""
         self._on_host[violation.kind] += 1
         self._unread.append(violation)
+
+
+def _require_glance(operation: str, glance: object) -> None:
+    """Refuse what is no copy of counters.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(glance, Glance):
+        raise ConfigError(
+            operation, "the copy is not valid", expected="a Glance, as glance() returns it",
+            got=type(glance).__name__, hint="leave it out for the counters of now",
+        )  # fmt: skip

@@ -277,6 +277,7 @@ class Ledger(Replays):
         Args:
             step: the last step, after its ``resolve``.
         """
+        self.require("kept", step, after=True)
         self.passes.settle()
         return self.books.facts[book.KEPT].index_select(0, step.lines.long().clamp(min=0))
 

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..host_values import to_device
 from . import books as book
 from . import checks
-from .arguments import mapped
+from .arguments import listed, mapped
 from .changing import Changing
 from .digest import as_word
 from .violation import NOBODY
@@ -48,6 +48,12 @@ class Moving(Changing):
         if not pairs:
             return
         groups = self._groups_of("carry", [*pairs])
+        for name, pair in pairs.items():
+            if isinstance(pair, Tensor) or len(listed("carry", name, pair, "two tensors")) != 2:
+                raise ConfigError(
+                    "carry", f"the copies of {name!r} are not valid", expected="two tensors",
+                    got=type(pair).__name__, hint="give blocks copied from, and blocks copied to",
+                )  # fmt: skip
         tensors = {f"{name}, source": pair[0] for name, pair in pairs.items()}
         tensors |= {f"{name}, target": pair[1] for name, pair in pairs.items()}
         found = self._stacked("carry", tensors)
@@ -79,7 +85,8 @@ class Moving(Changing):
         if not given:
             return
         groups, facts = self._groups_of("leave", [*given]), self.books.facts
-        found = self._stacked("leave", {"lines": lines, **given})[1:]
+        told = {"lines": lines} if lengths is None else {"lines": lines, "lengths": lengths}
+        found = self._stacked("leave", {**told, **given})[len(told) :]
         self.passes.settle()
         line = lines.long().clamp(min=0)
         serial, kept = facts[book.SERIAL][line], facts[book.DURABLE][line].clamp(min=0)

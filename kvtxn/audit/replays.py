@@ -165,7 +165,7 @@ class Replays(Exchange):
         Raises:
             ConfigError: the step does not fit the ledger.
         """
-        if step is self._checked and (after or self._on_gpu):
+        if step is self._checked is not None and (after or self._on_gpu):
             return
         known = isinstance(step, Step) and step in self._buffers
         if not known or not (self._on_gpu or self.passes.takes(step, released=after)):

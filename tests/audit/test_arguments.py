@@ -127,3 +127,35 @@ def test_extras_may_be_arrays():
 
 def test_blocks_of_a_kernel_may_be_parts_of_the_scheduler_s():
     assert Scrub(ledger(), [layer(blocks=12, size=2)]).compared == 0
+
+
+CALLS = {
+    "change": lambda ledger: ledger.change(given=[1]),
+    "publish_state": lambda ledger: ledger.publish_state("r", "m", 1, "x"),
+    "carry, one tensor": lambda ledger: ledger.carry({"m": torch.tensor([1])}),
+    "carry, one of two": lambda ledger: ledger.carry({"m": (torch.tensor([1]),)}),
+    "carry, none": lambda ledger: ledger.carry({"m": None}),
+    "leave, lines in a list": lambda ledger: ledger.leave(0, {"m": torch.tensor([1])}),
+    "leave, more lengths": lambda ledger: ledger.leave(
+        torch.tensor([0]), {"m": torch.tensor([1])}, torch.tensor([1, 2])
+    ),
+    "kept": lambda ledger: ledger.kept(None),
+    "take_back": lambda ledger: ledger.take_back(None),
+    "write": lambda ledger: ledger.write(None),
+    "glance": lambda ledger: ledger.glance(5),
+    "fingerprints": lambda ledger: ledger.fingerprints(5),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_is_no_argument_is_refused_by_a_sentence(call):
+    """It names the call, and what was expected and given; nothing is changed."""
+    ledger = Ledger([RowGroup("a", 4, 8), StateGroup("m", 8)], max_requests=3, max_length=16)
+    ledger.admit("r", [1, 2, 3])
+    books = ledger.books
+    before = [part.clone() for part in (books.words, books.own, books.facts, books.counters)]
+    with pytest.raises(ConfigError) as raised:
+        call(ledger)
+    assert None not in (raised.value.operation, raised.value.expected, raised.value.got)
+    after = (books.words, books.own, books.facts, books.counters)
+    assert all(map(torch.equal, before, after))
