@@ -83,7 +83,7 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     if (text is None) == (tokens is None):
         raise refuse("needs either 'prompt' or 'prompt_token_ids'")
     if text is not None and not (isinstance(text, str) and text):
-        raise refuse("has a prompt that is not a text")
+        raise refuse("has a prompt that is not a text, or an empty one")
     if tokens is not None and not _are_ids(tokens):
         raise refuse("has token ids that are not a list of numbers from 0 on")
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:

@@ -77,13 +77,15 @@ def judge(
     counters: Sequence[Mapping[str, float]],
     violations: Sequence[Mapping[str, Any]],
     requests: int,
+    failed: int = 0,
 ) -> Verdict:
     """Judge an engine.
 
     Args:
         counters: the counters of each rank.
         violations: the violations of all ranks, as flat dicts.
-        requests: requests made.
+        requests: requests that came to their end.
+        failed: requests that did not.
     """
     rows = _total(counters, "rows_checked_total")
     states = _total(counters, "states_checked_total")
@@ -102,7 +104,8 @@ def judge(
         headline = f"Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=[], exit_code=2)
     unjudged = _unjudged(counters)
-    if not wrong and unjudged:
+    if not wrong and (unjudged or failed):
+        unjudged += [f"{_count(failed, 'request')} failed."] if failed else []
         headline = f"Not all was judged: {read} were read {during}, and no wrong one was found."
         return Verdict(word=_PARTLY, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     if not wrong:

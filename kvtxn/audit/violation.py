@@ -78,10 +78,10 @@ class Violation:
     """A wrong read, write or count.
 
     A run of neighbouring wrong rows of one kind in one block is one violation, named by its first
-    row. Each request that reads a wrong row is told of it once, until its tokens are given again
-    (a session's next turn), it goes back to earlier positions, or it gets rows of a connector.
-    Whoever publishes or exports the row is told each time. Steps of a request that read outside a
-    group of rows are reported once per group.
+    row; of rows whose bytes ``changed`` each is one. Each request that reads a wrong row is told of
+    it once, until its tokens are given again (a session's next turn), it goes back to earlier
+    positions, or it gets rows of a connector. Whoever publishes or exports the row is told each
+    time. Steps of a request that read outside a group of rows are reported once per group.
 
     Attributes:
         kind: one of ``KINDS``.

@@ -142,7 +142,9 @@ def test_a_request_that_failed_was_not_judged(capsys, monkeypatch):
     monkeypatch.setattr(command, "run_engine", lambda job, progress: result)
     assert main(["audit"]) == 2
     said = " ".join(capsys.readouterr().out.split())
-    assert f"in 30 steps of {result.requests - 1} requests, and every one was the right" in said
+    assert f"in 30 steps of {result.requests - 1} requests, and no wrong one was found" in said
+    assert "Healthy" not in said
+    assert "- 1 request failed." in said
     assert "- failed: request 3: too long" in said
 
 
