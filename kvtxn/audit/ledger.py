@@ -197,7 +197,7 @@ class Ledger(Replays):
         """End the last step given to ``write``: mark the rows of rejected drafts.
 
         A step without drafts need not be resolved. Requests that were released since ``write`` may
-        be part of it, and others may have their lines by now.
+        be part of it, and others may have their lines by now; their blocks are handed out after it.
 
         Args:
             accepted: int ``[num_requests]``, the number of accepted drafts of each request, -1 if
