@@ -154,15 +154,10 @@ class TritonPasses(Passes):
         return self._waiting.can_wait(step, accepted, sampled)
 
     def going_on(
-        self,
-        step: Step,
-        accepted: Tensor,
-        sampled: Tensor,
-        besides: int,
-        places: Sequence[Place | None],
-    ) -> GoingOn | None:
+        self, accepted: Tensor, sampled: Tensor, besides: int, places: Sequence[Place | None]
+    ) -> GoingOn:
         """Return a call for steps like the last one, as ``Passes.going_on`` describes."""
-        return self._waiting.going_on(step, accepted, sampled, besides, places)
+        return GoingOn(self._next, accepted, sampled, besides, places)
 
     def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:
         """Put numbers in place before the next step, as ``Passes.put_later`` describes."""

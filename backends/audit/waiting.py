@@ -7,17 +7,14 @@ prepares the next one, was saved when the step was written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ...audit.books import Books
-from ...audit.groups import Place
 from ...audit.step import Step
 from . import change_kernel, resolve_kernel
-from .going_on import GoingOn
 from .launches import Launches
 from .next_step import MOST, NextStep
 
@@ -119,19 +116,6 @@ class Waiting:
         if step is not self._last or waiting.blocks or waiting.lines:
             return False
         return self._can_read(step, accepted, sampled) and waiting.may_fill()
-
-    def going_on(
-        self,
-        step: Step,
-        accepted: Tensor,
-        sampled: Tensor,
-        besides: int,
-        places: Sequence[Place | None],
-    ) -> GoingOn | None:
-        """Return a call for steps like the last one, as ``Passes.going_on`` describes."""
-        if not self.can_wait(step, accepted, sampled):
-            return None
-        return GoingOn(self.next, accepted, sampled, besides, places)
 
     def _can_read(self, step: Step, accepted: Any, sampled: Any) -> bool:
         """Tell whether an outcome of a step can be read from its addresses."""

@@ -181,18 +181,13 @@ class Passes(ABC):
         return False
 
     def going_on(
-        self,
-        step: Step,
-        accepted: Tensor,
-        sampled: Tensor,
-        besides: int,
-        places: Sequence[Place | None],
+        self, accepted: Tensor, sampled: Tensor, besides: int, places: Sequence[Place | None]
     ) -> GoesOn | None:
         """Return a call that ends the last step, and hears that a graph writes it again.
 
         Args:
-            step: the last step, whose outcome can wait.
-            accepted: an outcome of the form that the call will be given; as for ``resolve_later``.
+            accepted: of an outcome that can wait, of the form that the call will be given; as for
+                ``resolve_later``.
             sampled: likewise.
             besides: likewise.
             places: for each group by which the call is given blocks its place; None for a group

@@ -152,7 +152,7 @@ class Replays(Exchange):
             None if name is None else checks.place_of("going_on", self.books, name)
             for name in groups
         ]
-        return self.passes.going_on(step, accepted, sampled, besides, places)
+        return self.passes.going_on(accepted, sampled, besides, places)
 
     def require(self, operation: str, step: Step, *, after: bool = False) -> None:
         """Check a step: its tensors when it is first given, and on a CPU their values each time.
