@@ -155,8 +155,10 @@ class TritonPasses(Passes):
 
     def going_on(
         self, accepted: Tensor, sampled: Tensor, besides: int, places: Sequence[Place | None]
-    ) -> GoingOn:
+    ) -> GoingOn | None:
         """Return a call for steps like the last one, as ``Passes.going_on`` describes."""
+        if not self._waiting.graphs_save:
+            return None  # the outcome of the step that begins could not wait
         return GoingOn(self._next, accepted, sampled, besides, places)
 
     def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:

@@ -36,6 +36,7 @@ class Waiting:
     Attributes:
         next: the records that graphs look at.
         saved: what ``save_request`` writes into; None until there is a graph.
+        graphs_save: each graph saves the step that it writes.
     """
 
     def __init__(self, books: Books, key: Tensor) -> None:
@@ -45,7 +46,7 @@ class Waiting:
         self._number: Final = books.words.get_device()
         self.next: Final = NextStep(device)
         self.saved: tuple[Tensor, Tensor] | None = None
-        self._graphs_save = True
+        self.graphs_save = True
         self._last: Step | None = None  # the last step, if it was saved
         self._judged: tuple[Step, bool] | None = None  # what ``saves`` said last
         self._taking: Final = Launches(change_kernel.take_record, 1, device)
@@ -64,7 +65,7 @@ class Waiting:
         if self.saved is None:
             self.make_room(step.num_rows)
         self.next.used = True
-        self._graphs_save &= self.saves(step)
+        self.graphs_save &= self.saves(step)
         self._last = None  # the launches that are tried before a capture save over it
 
     def make_room(self, rows: int) -> None:
@@ -95,7 +96,7 @@ class Waiting:
     def replayed(self, step: Step | None) -> None:
         """Hear that a graph writes a step, as ``Passes.replayed`` describes."""
         self.next.launched()
-        saves = step is not None and self._graphs_save and self.saves(step)
+        saves = step is not None and self.graphs_save and self.saves(step)
         self._last = step if saves else None
 
     def resolve_later(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 from kernels_here import importing_kernels
@@ -215,6 +216,28 @@ def test_an_outcome_without_ids_does_not_wait():
         ledger.resolve_waiting(counts, None, 1)
     with pytest.raises(ConfigError, match="groups"):
         ledger.going_on(steps.step, counts, ids, 1, "full")
+
+
+def test_there_is_no_call_where_graphs_do_not_save_their_steps():
+    """A step that was launched is saved all the same, but the one that follows would not be."""
+    steps = Steps()
+    ledger = steps.ledgers[1]
+    rows = torch.zeros(64, device=DEVICE)
+    wide = attrs.evolve(
+        steps.step,
+        tokens=rows.int(),
+        slots={"full": rows.long()},
+        positions=rows.long(),
+        lines=torch.full((2,), -1, device=DEVICE),
+    )
+    ledger.launch_step(wide)  # more rows than there is room for
+    fed = steps.feed()
+    ledger.write(steps.step)
+    ledger.check(steps.step)
+    outcome = steps.sample(fed, one_too_many=0)[:2]
+    if DEVICE == "cpu":
+        assert ledger.can_wait(*outcome)
+    assert ledger.going_on(steps.step, *outcome, 1, ["full"]) is None
 
 
 def test_blocks_that_cannot_be_told_at_once():
