@@ -195,9 +195,8 @@ class Changing:
     def _blocks(self, given: Mapping[str, Ints]) -> list[tuple[Place, list[int]]]:
         """Return the blocks that are handed out, by a group of their pool."""
         found: list[tuple[Place, list[int]]] = []
-        if not isinstance(given, Mapping):
-            mapped("change", "given", given, "by name of a group, blocks")
-        for name, numbers in given.items():
+        every = mapped("change", "given", given, "by name of a group, blocks")
+        for name, numbers in every.items():
             place = checks.place_of("hand_out", self.books, name)
             end = place.group.num_blocks
             if isinstance(numbers, list) and {*map(type, numbers)} == {int}:

@@ -77,12 +77,15 @@ class Replays(Exchange):
             accepted: as for ``resolve``.
             sampled: likewise.
         """
-        step = self._open
-        if step is None or self._later or self._unread or self._bytes is not None:
-            return False
-        if not (isinstance(accepted, Tensor) and isinstance(sampled, Tensor)):
-            return False
-        return self.passes.can_wait(step, accepted, sampled)
+        step = self._waits(accepted, sampled)
+        return step is not None and self.passes.can_wait(step, accepted, sampled)
+
+    def _waits(self, accepted: object, sampled: object) -> Step | None:
+        """Return the step that these end, if nothing but the passes speaks against waiting."""
+        if self._later or self._unread or self._bytes is not None:
+            return None
+        given = isinstance(accepted, Tensor) and isinstance(sampled, Tensor)
+        return self._open if given else None
 
     def resolve_waiting(self, accepted: Tensor, sampled: Tensor, besides: int) -> None:
         """End the last step with an outcome that has waited, as ``resolve`` does.
@@ -92,20 +95,19 @@ class Replays(Exchange):
                 tensors may be another step's by now, so that the outcome cannot be told any more.
         """
         besides = arguments.tokens_besides("resolve_waiting", besides)
-        step, told, got = self._open, False, "something else that was told since"
-        if step is None:
-            got = "no step that waits to be resolved"
-        elif not (isinstance(accepted, Tensor) and isinstance(sampled, Tensor)):
-            got = f"{type(accepted).__name__} and {type(sampled).__name__}"
-        elif not (self._later or self._unread or self._bytes is not None):
-            given, got = (accepted.contiguous(), sampled.contiguous()), ""
+        step, told = self._waits(accepted, sampled), False
+        if step is not None:
+            given = accepted.contiguous(), sampled.contiguous()
             told = self.passes.resolve_later(step, *given, besides)
         if not told:
+            got = f"{type(accepted).__name__} and {type(sampled).__name__}"
+            if step is not None:
+                got = f"{accepted.dtype} and {sampled.dtype}"
             raise WindowStateError(
                 "resolve_waiting",
                 "an outcome has waited that cannot be told later",
                 expected="an outcome of the last step, told before anything else",
-                got=got or f"{accepted.dtype} and {sampled.dtype}, or a step that was not kept",
+                got=f"{got}, or one of another step, or one that was told too late",
                 hint="call resolve at once where can_wait says False",
             )
         self._open = None
