@@ -58,7 +58,7 @@ class PackedLaunch:
     def __init__(
         self, compiled: Any, grid: tuple[int, int, int], arguments: Sequence[int], device: int
     ) -> None:
-        self._compiled: Final = compiled
+        self._compiled: Final = compiled  # as long as this lives, so does the driver's handle
         number, metadata = len(arguments) + SCRATCH, compiled.metadata
         self.words: Final = (ctypes.c_int64 * number)(*arguments)
         begin = ctypes.addressof(self.words)
@@ -72,11 +72,6 @@ class PackedLaunch:
         self._device: Final = device
         self._stream = self._stream_of(device)
         self._arguments = *self._fixed, ctypes.c_void_p(self._stream), self._at, None
-
-    def copy(self) -> PackedLaunch:
-        """Return the same launch with words and programs of its own."""
-        x, y, z = (each.value for each in self.programs)
-        return PackedLaunch(self._compiled, (x, y, z), self.words[:-SCRATCH], self._device)
 
     def run(self) -> bool:
         """Launch on the current stream; tells whether the driver took it."""

@@ -6,7 +6,6 @@ rows are. So Triton looks at the arguments once, and from then on the driver is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import attrs
@@ -54,23 +53,6 @@ class RecurringAdvance:
         names = [name for name in self._call.arguments if not name.isupper()]
         self._count, self._starts = names.index("count"), names.index("starts")
         self.packed: PackedLaunch | None = None
-
-    def launch_over(
-        self, count: Tensor, starts: Tensor, requests: int
-    ) -> Callable[[], bool] | None:
-        """Return the packed launch over arguments of ``run`` that stay where they are.
-
-        It tells whether the driver took it. None without one.
-        """
-        places = count.data_ptr(), starts.data_ptr()
-        if self.packed is None or count.dtype is not torch.int32 or count.stride(0) != 1:
-            return None
-        if (places[0] | places[1]) % _ALIGNED:
-            return None
-        packed = self.packed.copy()
-        packed.words[self._count], packed.words[self._starts] = places
-        packed.programs[1].value = requests
-        return packed.run
 
     def run(self, count: Tensor, starts: Tensor, requests: int) -> None:
         """Let the states of all layers take in the kept rows of each request.

@@ -165,11 +165,6 @@ class StaticLayout(LayoutLaunches):
         graph = self._launches.captured(both)
         return None if graph is None else replay_of(graph)
 
-    def launch_over(self, sampled: Tensor) -> Callable[[], bool] | None:
-        """Return the commit's packed launch; see ``LayoutLaunches``."""
-        run = self._run
-        return None if run is None else run.launch_over(sampled)
-
     def _note_place(self, sampled: Tensor) -> None:
         """Count an acceptance's address; capture the commit if this address recurs."""
         assert self._run is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -109,14 +108,6 @@ class CachedLaunch:
         if compiled is not None and same:
             self._compiled = compiled[self._call.grid]
             self.packed = self._pack(compiled, accepted)
-
-    def launch_over(self, accepted: Tensor) -> Callable[[], bool] | None:
-        """Return the packed launch over an acceptance that stays where it is; None without one."""
-        if self.packed is None or accepted.dtype is not self._dtype:
-            return None
-        packed = self.packed.copy()
-        packed.words[self._at] = accepted.data_ptr()
-        return packed.run
 
     def _pack(self, compiled: Any, accepted: Tensor) -> PackedLaunch | None:
         """Pack the launch whose kernel was compiled now."""

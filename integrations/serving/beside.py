@@ -11,10 +11,6 @@ from torch import Tensor
 from ...captured.window import CapturedWindow
 
 
-class RowsAlone(Exception):
-    """A launch of both commits has committed the rows, and nothing beside them."""
-
-
 class NotedStep(Protocol):
     """A step of what is committed beside the rows.
 
@@ -47,11 +43,11 @@ class Beside(Protocol):
 
         Returns:
             None: it is committed. Or a launch that commits both: once it has, ``noted`` is emptied.
-            ``repeat`` comes if it fails, or is not made. It may raise ``RowsAlone``.
+            ``repeat`` comes if it fails, or is not made.
         """
 
     def repeat(self, sampled: Tensor) -> None:
-        """Commit, after the launch failed or was not made: it wrote nothing, or rows alone."""
+        """Commit, after the launch failed or was not made: it wrote nothing."""
 
 
 def forget(noted: NotedStep) -> None:
@@ -68,14 +64,6 @@ def lies_as_captured(sampled: Tensor, requests: int) -> bool:
         and sampled.numel() >= requests
         and sampled.is_contiguous()
     )
-
-
-def whole(beside: Beside, launch: Callable[[], None], sampled: Tensor) -> None:
-    """Make a launch of both commits; where it commits the rows alone, commit the rest by itself."""
-    try:
-        launch()
-    except RowsAlone:
-        beside.repeat(sampled)
 
 
 def failing(error: BaseException) -> Callable[[], None]:

@@ -11,7 +11,7 @@ error surfaces.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 import torch
@@ -26,7 +26,7 @@ from ...log import DEBUG, remembered
 from ...manager import TransactionManager
 from ...row_io import LayerRows
 from ...states import WindowState
-from .beside import Beside, NotedStep, RowsAlone, failing, forget, whole
+from .beside import Beside, NotedStep, failing, forget
 from .step_batches import check_settings, rows_of_window
 
 #: Steps without a window after a first failure; doubled at each further one, up to the limit.
@@ -276,8 +276,6 @@ class GraphSteps:
             return
         try:
             launch()
-        except RowsAlone:
-            self._beside.repeat(sampled)  # type: ignore[union-attr]
         except BaseException as error:
             self._commit(sampled, error)
             return
@@ -326,7 +324,7 @@ class GraphSteps:
         beside = self._beside
         assert beside is not None
         try:
-            return window.commit_by(partial(whole, beside, launch, sampled), sampled)
+            return window.commit_by(launch, sampled)
         finally:
             if window.state is _COMMITTED:
                 forget(beside.noted)

@@ -90,18 +90,6 @@ class LayoutLaunches(abc.ABC):
         """
         return None
 
-    def launch_over(self, sampled: Tensor) -> Callable[[], bool] | None:
-        """Return a commit that reads the acceptance where it lies now.
-
-        Args:
-            sampled: as for ``commit``, contiguous int32.
-
-        Returns:
-            A function that launches it, and tells whether it could. None if this takes the host no
-            less than a captured launch, or before a first commit.
-        """
-        return None
-
     def warm_up(self, sampled: Tensor) -> None:
         """Launch everything once while every slot is -1, before the first step.
 

@@ -108,11 +108,6 @@ class Packed:
         self.launched: list[list[int]] = []
         self.takes = True
 
-    def copy(self):
-        made = Packed(None, self.grid, self.words, self.device)
-        made.launched, made.takes = self.launched, self.takes
-        return made
-
     def run(self):
         self.launched += [list(self.words)] if self.takes else []
         return self.takes
@@ -139,25 +134,6 @@ def test_the_driver_launches_with_packed_arguments(packing):
     ]
     assert again.packed.grid == (2, 3, 1)
     assert (len(kernel.launched), kernel.again) == (1, [])
-
-
-def test_a_launch_over_an_acceptance_that_stays(packing):
-    """It has words of its own; there is none before the first launch, or for another dtype."""
-    _, arguments, again = cached(compiles=True, packs=True)
-    first, second, third = (torch.ones(count, dtype=torch.int32) for count in (3, 5, 4))
-    assert again.launch_over(first) is None
-    again.run(first)
-    assert again.launch_over(first.long()) is None
-    over = again.launch_over(second)
-    again.run(third)
-    assert over()
-    before = [arguments["planes"].data_ptr(), 16]
-    after = [arguments["counters"].data_ptr(), 7]
-    assert again.packed.launched == [
-        [*before, accepted.data_ptr(), *after] for accepted in (third, second)
-    ]
-    again.packed.takes = False
-    assert not again.launch_over(second)()
 
 
 def test_a_launch_that_the_driver_refuses_is_tritons(packing):

@@ -43,15 +43,10 @@ class Steps:
             self.more = {"boundary": ends, "snapshots": blocks.int().to(DEVICE)}
         self.launch = recurring.RecurringAdvance(self.mine, self.sources, 4, **self.more)
 
-    def assert_step(
-        self, sampled: list[int], dtype: torch.dtype = torch.int32, *, over: bool = False
-    ) -> None:
+    def assert_step(self, sampled: list[int], dtype: torch.dtype = torch.int32) -> None:
         counts = torch.tensor(sampled, dtype=dtype, device=DEVICE)
         number = len(sampled)
-        if over:
-            assert self.launch.launch_over(counts, self.starts, number)()
-        else:
-            self.launch.run(counts, self.starts, number)
+        self.launch.run(counts, self.starts, number)
         more = {name: None if part is None else part[..., :number]
                 for name, part in self.more.items()}  # fmt: skip
         at_least = counts.clamp(min=1).int()
@@ -72,18 +67,6 @@ def test_states_are_the_references(crossing):
     steps.assert_step([1, 1, 1, 1])
 
 
-@pytest.mark.skipif(not ON_GPU, reason="the driver launches nothing here")
-@pytest.mark.parametrize("crossing", [False, True], ids=["alone", "with snapshots"])
-def test_launches_over_counts_that_stay(crossing):
-    """Each has arguments of its own, whatever others are launched in between."""
-    steps = Steps(crossing=crossing)
-    steps.assert_step([3, 1, 2, 2])
-    steps.assert_step([0, 4, 9, 1], over=True)
-    steps.assert_step([4, 0], over=True)
-    steps.assert_step([1, 1, 1, 1])
-    steps.assert_step([2, 1, 3, 1], over=True)
-
-
 class Driver:
     """Stands for ``PackedLaunch``, and notes what would be launched."""
 
@@ -91,12 +74,6 @@ class Driver:
         self.words = list(arguments)
         self.programs = [SimpleNamespace(value=size) for size in grid]
         self.takes, self.launched = True, []
-
-    def copy(self):
-        sizes = [each.value for each in self.programs]
-        made = Driver(None, sizes, self.words, None)
-        made.takes, made.launched = self.takes, self.launched
-        return made
 
     def run(self) -> bool:
         self.launched.append((list(self.words), [each.value for each in self.programs]))
@@ -144,33 +121,6 @@ def test_triton_launches_what_was_compiled_for_other_addresses(packed):
     assert calls[-1].arguments["count"] is odd
     assert steps.launch.packed is driver
     assert driver.launched == []
-
-
-def test_a_launch_over_counts_that_stay_has_words_of_its_own(packed):
-    steps, calls = packed
-    counts = torch.ones(8, dtype=torch.int32, device=DEVICE)
-    over, before = (
-        steps.launch.launch_over(counts, steps.starts, 2),
-        list(steps.launch.packed.words),
-    )
-    assert over()
-    assert steps.launch.packed.words == before
-    [(words, grid)] = steps.launch.packed.launched
-    assert sum(one != other for one, other in zip(words, before, strict=True)) == 1
-    assert counts.data_ptr() in words
-    assert grid[1] == 2
-    steps.launch.packed.takes = False
-    assert not steps.launch.launch_over(counts, steps.starts, 2)()
-    assert len(calls) == 1
-
-
-def test_what_the_driver_cannot_launch_over_is_not_offered(packed):
-    """Other numbers, or addresses of another kernel; and nothing is packed before a first step."""
-    steps, _ = packed
-    counts = torch.ones(9, dtype=torch.int32, device=DEVICE)
-    for other in (counts[1:], counts.long(), counts[::2]):
-        assert steps.launch.launch_over(other, steps.starts, 4) is None
-    assert Steps().launch.launch_over(counts, steps.starts, 4) is None
 
 
 def test_triton_launches_where_the_driver_does_not(packed):

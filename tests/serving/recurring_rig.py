@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy
 import torch
-from kvtxn.integrations.serving.beside import RowsAlone
 from step_rig import DEVICE, Rig, anywhere
 
 __all__ = [
@@ -32,13 +31,11 @@ class States:
         launched: launches of both.
         calls: what was asked for by itself.
         error: what the next launch raises, having written nothing.
-        rows_alone: launches commit rows, and no states.
     """
 
     def __init__(self) -> None:
         self.noted = SimpleNamespace(metadata=None, batch=None, replays=0)
         self.launched, self.calls, self.error = 0, [], None
-        self.rows_alone = False
 
     def begin(self, replays: int) -> None:
         self.noted.metadata = self.noted.batch = "a step's"
@@ -57,8 +54,6 @@ class States:
                 raise error
             launches.commit(sampled)
             self.launched += 1
-            if self.rows_alone:
-                raise RowsAlone
 
         return window.plan.together.setdefault(sampled.data_ptr(), launch)
 

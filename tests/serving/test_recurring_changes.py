@@ -42,23 +42,6 @@ def test_a_window_that_was_opened_and_dropped_is_aborted(rig):
     assert rig.count("windows_total_committed") == 5
 
 
-@pytest.mark.parametrize("opens", [False, True])
-def test_rows_that_were_committed_alone_are_counted_once(rig, opens):
-    """The states beside them are committed by themselves; the step is a committed window."""
-    staged = rig.count("rows_staged_total")
-    rig.states.rows_alone = True
-    rig.begins()
-    before = [cache.clone() for cache in rig.caches]
-    made = rig.forward()
-    assert not opens or rig.steps.window is not None
-    rig.ends(COUNTS[1])
-    rig.expect(before, made, DRAFTS, LENGTHS, COUNTS[1])
-    assert (rig.states.launched, rig.states.calls) == (2, ["repeat"])
-    assert rig.count("rows_staged_total") == staged + 6
-    assert rig.count("windows_total_committed") == 2
-    assert rig.count("fallbacks_total") == 0
-
-
 def test_a_step_whose_states_were_not_noted_commits_none(rig):
     """The launch would commit those of the step before once more."""
     rig.step(COUNTS[1])

@@ -2,9 +2,8 @@
 
 In a usual step each launch takes the host longer than all else that a commit does. Where the
 forward is a captured graph, all that both commits read is at fixed addresses but the counts, whose
-addresses recur. So both are captured as one graph for each kind of batch; or made one after the
-other with packed arguments, where each is one kernel. Every other step commits its states by
-themselves, and then its rows.
+addresses recur. So both are captured as one graph for each kind of batch. Every other step commits
+its states by themselves, and then its rows.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from ....captured.launches import LayoutLaunches
 from ....captured.shared import StepPlan
 from ....captured.window import CapturedWindow
 from ....log import get_logger
-from ...serving.beside import RowsAlone, lies_as_captured
+from ...serving.beside import lies_as_captured
 from ..internals.held_states import HeldStates
 
 log = get_logger()
 
-#: Prepare a launch of both commits once a plan came at the same places this often, and at most at
-#: so many places: a capture is done in the middle of serving.
+#: Capture both commits once a plan came at the same places this often, and at most at so many
+#: places: a capture is done in the middle of serving.
 _OFTEN: Final = 8
 _MOST_PLACES: Final = 16
 #: Most graphs that hold the commits of layers one by one, some dozens of launches each.
@@ -42,7 +41,7 @@ class JointCommits:
 
     Attributes:
         noted: the states, which are told of each step.
-        captured: launches of both commits that were prepared so far, most of them graphs.
+        captured: graphs of both commits so far.
     """
 
     def __init__(self, states: HeldStates) -> None:
@@ -80,13 +79,12 @@ class JointCommits:
     def _by_themselves(self, window: CapturedWindow, place: int, sampled: Tensor) -> None:
         """Commit the states; capture both commits if this kind of step recurs."""
         states, plan = self._states, window.plan
-        launches = alone = None
+        launches = None
         if window.to_launch() is not None and self._recurs(plan, place):
             launches = states.launches(sampled, plan.num_requests)
-            alone = None if launches is None else states.launch_over(sampled)
         states.commit(sampled)
         if launches is not None and plan.launches is not None:
-            self._prepare(plan, plan.launches, sampled, launches, alone)
+            self._capture(plan, plan.launches, sampled, launches)
 
     def _recurs(self, plan: StepPlan, place: int) -> bool:
         """Count a kind of step; tell whether it is to be captured now."""
@@ -99,40 +97,15 @@ class JointCommits:
         self._seen[key] += 1
         return self._seen[key] == _OFTEN
 
-    def _prepare(
-        self,
-        plan: StepPlan,
-        rows: LayoutLaunches,
-        sampled: Tensor,
-        launches: Callable[[], None],
-        alone: Callable[[], bool] | None,
+    def _capture(
+        self, plan: StepPlan, rows: LayoutLaunches, sampled: Tensor, launches: Callable[[], None]
     ) -> None:
-        """Prepare a launch of both commits; the step's own rows are committed after this."""
+        """Capture both commits; the step's own rows are committed after this."""
         try:
-            first = None if alone is None else rows.launch_over(sampled)
-            if first is not None and alone is not None:
-                both: Callable[[], None] | None = _in_turn(first, alone)
-            else:
-                both = rows.capture_with(sampled, launches, self._states.make)
+            both = rows.capture_with(sampled, launches, self._states.make)
         except Exception as error:  # both commits still work, one after the other
             log.debug("joint_commits.not_captured", error=repr(error))
             return
         if both is not None:
             plan.together[sampled.data_ptr()] = both
             self.captured += 1
-
-
-def _in_turn(rows: Callable[[], bool], states: Callable[[], bool]) -> Callable[[], None]:
-    """Return a function that makes two launches of the driver's: less work than a graph of both.
-
-    Each tells whether it could be made. Neither commit may be made twice: rows are counted, and a
-    state takes each row in once.
-    """
-
-    def launch() -> None:
-        if not rows():
-            raise RuntimeError("the driver did not launch a step's commits")
-        if not states():
-            raise RowsAlone("the driver did not launch the commit of a step's states")
-
-    return launch

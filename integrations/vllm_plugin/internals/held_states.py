@@ -360,18 +360,6 @@ class HeldStates:
 
         return run
 
-    def launch_over(self, sampled: Tensor) -> Callable[[], bool] | None:
-        """Return the commit of the step, which ``launches`` takes, if it is one launch alone.
-
-        Returns:
-            A function that launches it over the counts where they lie now, and tells whether it
-            could; None if the commit is more than one launch of the driver's.
-        """
-        step, alone = self._step, self._alone
-        if step is None or alone is None or self._blocks is not None:
-            return None
-        return alone.launch_over(step, sampled)
-
     @property
     def make(self) -> Capture | None:
         """The capture of ``launches``; None leaves it to the executor: they allocate nothing."""

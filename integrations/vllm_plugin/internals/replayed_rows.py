@@ -8,7 +8,7 @@ another order; so outputs differ from those of vLLM's kernels as these differ fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -130,16 +130,6 @@ class ReplayedRows:
             )
         requests = min(step.requests, sampled.shape[0])
         self._recurring.run(sampled, step.starts, requests)
-
-    def launch_over(self, step: VerifyStep, sampled: Tensor) -> Callable[[], bool] | None:
-        """Return ``commit_sampled`` over counts that stay where they are; None before the first."""
-        recurring = self._recurring
-        if recurring is None:
-            return None
-        found: Callable[[], bool] | None = recurring.launch_over(
-            sampled, step.starts, step.requests
-        )
-        return found
 
     def commit(self, step: VerifyStep) -> None:
         """Write the states of all layers in one launch; a raise has written none."""

@@ -15,7 +15,6 @@ from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, MAMBA2, OL
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 with importing_kernels():
-    from kvtxn.integrations.serving.beside import RowsAlone
     from kvtxn.integrations.vllm_plugin.gpu import joint_commits
     from kvtxn.integrations.vllm_plugin.gpu.joint_commits import JointCommits
 
@@ -87,7 +86,7 @@ class Rig(held.Rig):
             try:
                 launch()
                 self.own.abandon()
-            except (RuntimeError, RowsAlone):
+            except RuntimeError:
                 assert self.launches.fails
                 self.joint.repeat(sampled)
         assert self.own._step is None
@@ -169,52 +168,6 @@ def test_a_launch_that_fails_leaves_the_states_to_be_committed(rig):
     rig.step(full, STEPS[4])
     assert (rig.together, rig.launches.replayed) == (3, 2)
     assert rig.errors == []
-
-
-@pytest.mark.parametrize("rig", [(GATED_DELTA, True)], indirect=True, ids=["fast"])
-@pytest.mark.parametrize("fails", [None, "rows", "states"])
-def test_two_launches_of_the_drivers(rig, monkeypatch, fails):
-    """They take the place of a graph; where one cannot be made, the states are committed anyway."""
-    made, alone, failing = [], rig.own._alone, None
-
-    def rows(sampled):
-        return lambda: made.append("rows") or failing != "rows"
-
-    def states(step, sampled):
-        def launch():
-            made.append("states")
-            if failing == "states":
-                return False
-            alone.commit_sampled(step, sampled)
-            return True
-
-        return launch
-
-    monkeypatch.setattr(rig.launches, "launch_over", rows)
-    monkeypatch.setattr(alone, "launch_over", states)
-    full = [DRAFTS + 1] * REQUESTS
-    for sampled in STEPS[:3]:
-        rig.step(full, sampled)
-    assert made == ["rows", "states"]
-    assert rig.launches.captured == 0
-    failing, rig.launches.fails = fails, fails is not None
-    rig.step(full, STEPS[3])
-    failing, rig.launches.fails = None, False
-    rig.step(full, STEPS[4])
-    assert made.count("states") == (2 if fails == "rows" else 3)
-    assert (rig.together, rig.errors) == (3, [])
-
-
-@pytest.mark.parametrize("rig", [(GATED_DELTA, True)], indirect=True, ids=["fast"])
-def test_launches_that_cannot_be_prepared_stay_apart(rig, monkeypatch):
-    def failing(_):
-        raise OSError("no driver")
-
-    monkeypatch.setattr(rig.launches, "launch_over", failing)
-    monkeypatch.setattr(rig.own._alone, "launch_over", lambda *_: lambda: True)
-    for sampled in STEPS[:4]:
-        rig.step([DRAFTS + 1] * REQUESTS, sampled)
-    assert (rig.together, rig.errors) == (0, [])
 
 
 def test_counts_of_another_form_at_the_same_address(rig):
