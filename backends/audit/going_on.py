@@ -61,7 +61,7 @@ class GoingOn:
             if place is not None
         ]
 
-    def __call__(
+    def tell(
         self, accepted: Tensor, sampled: Tensor, grown: Sequence[Sequence[Sequence[int]]]
     ) -> bool:
         """Tell that the last step ended, and that a graph writes the same one again.

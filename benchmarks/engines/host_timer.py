@@ -26,14 +26,12 @@ _CALLS: Final = {
 _OF_STATES: Final = "states."
 #: The runner's method that reads vLLM's step and makes most of the watch's calls.
 _TELL: Final = "kvtxn_tell"
-#: The runner's attribute that hears of replays, and the call by which it does; it makes the watch's
-#: calls, too.
+#: The runner's attribute that hears of replays, and the call by which it does. It makes the watch's
+#: calls, too, or one in place of all calls of a step.
 _GRAPHS: Final = "kvtxn_watching"
 _REPLAY: Final = "before_replay"
 #: The watch's calls that come just before a forward: on a CPU, and on a GPU.
 _FORWARDS: Final = ("forward", "step")
-#: The watch's call that takes the place of all calls of a step, if it returns True.
-_WHOLE: Final = "go_on"
 #: The watch's calls.
 _WATCHED: Final = (
     *("change", *_FORWARDS, "came_out", "sampled", "sampled_on_device", "ended", "take_wrong"),
@@ -91,11 +89,6 @@ class _Clock(abc.ABC):
 
     def _timed(self, own: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name == _WHOLE:
-                done = own(*args, **kwargs)
-                if done:
-                    self._comes(name)
-                return done
             before = self._state()
             self._comes(name)
             if self._inside:  # from another of these calls
@@ -173,11 +166,13 @@ class _OfAudit(_Clock):
     """Times steps with a forward that the audit watches; a step ends where the next one begins."""
 
     def __init__(self, runner: Any, watch: Any) -> None:
-        self._begun = 0  # how many times a step or a forward began
+        self._watch = watch
+        self._begun = 0  # how many times a step or a forward was heard to begin
+        self._told = 0  # the steps that the watch was told of, when a call was heard last
         self._had_forward = False
         tells, graphs = hasattr(runner, _TELL), getattr(runner, _GRAPHS, None)
         # A wrapper takes time, too: of calls within that one, it is for those that begin a part.
-        names = ("change", *_FORWARDS, _WHOLE, "take_wrong") if tells else _WATCHED
+        names = ("change", *_FORWARDS, "take_wrong") if tells else _WATCHED
         own = [(runner, _TELL)] if tells else []
         own += [] if graphs is None else [(graphs, _REPLAY)]
         super().__init__([*own, *((watch, name) for name in names if hasattr(watch, name))])
@@ -188,11 +183,11 @@ class _OfAudit(_Clock):
         return super().stop()
 
     def _state(self) -> int:
-        """Count how many times a step or a forward began."""
+        """Return how many times a step or a forward was heard to begin."""
         return self._begun
 
     def _comes(self, name: str) -> None:
-        if name not in ("change", *_FORWARDS, _WHOLE):
+        if name not in ("change", *_FORWARDS):
             return
         if name == "change" or self._had_forward:
             self._step_ends(counts=self._had_forward)
@@ -200,5 +195,12 @@ class _OfAudit(_Clock):
         self._begun += 1
 
     def _took(self, name: str, before: int, seconds: float) -> None:
-        after = self._had_forward and self._begun == before
+        heard, told = self._begun != before, self._told
+        # What a wrapper within a call takes would be timed as that call's own: a steady step is
+        # known by the watch's number of steps, and only now, since to read it warms caches.
+        self._told = getattr(self._watch, "steps", 0)
+        if name == _REPLAY and not heard and self._told > told:
+            self._comes(_FORWARDS[-1])
+            heard = True
+        after = self._had_forward and not heard
         self._now["commit" if after else "begin"] += seconds

@@ -97,7 +97,7 @@ class DeviceWatch(Watch):
         """Watch from now on: the engine has warmed up."""
         self.begun = True
         self._glance = None
-        self._steps = 0
+        self.steps = 0
         self._peers.restart()
         self.found.take_wrong()
         try:
@@ -168,7 +168,7 @@ class DeviceWatch(Watch):
         """
         self._catch_up()
         self.waits = False
-        self._steps += 1
+        self.steps += 1
         if not self._stopped:
             try:
                 if self._can_repeat() and forward.repeats():
@@ -183,8 +183,8 @@ class DeviceWatch(Watch):
             except Exception as error:
                 self.stop(error)
         if self._has_peers:
-            self._peers.compare(self._steps)
-        self._look(self._steps)
+            self._peers.compare(self.steps)
+        self._look(self.steps)
 
     def _catch_up(self) -> None:
         """Tell the ledger what was sampled in the last step, if that waits."""
@@ -309,7 +309,7 @@ class DeviceWatch(Watch):
         """
         self._catch_up()
         if self._has_peers:
-            self._peers.compare_now(self._steps)
+            self._peers.compare_now(self.steps)
 
     def take_wrong(self) -> Wrong | None:
         """Return the wrong reads since the last call; waits if they are contained."""

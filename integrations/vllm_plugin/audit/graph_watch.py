@@ -89,12 +89,15 @@ class GraphWatch(DeviceWatch):
         Raises:
             AuditError: as in ``step``.
         """
-        outcome, goes_on, number = self.outcome, self._goes_on, self._steps + 1
+        outcome, goes_on, number = self.outcome, self._goes_on, self.steps + 1
         if goes_on is None or number >= self._quiet_until:
             goes_on = self._goes_on = self._going_on(number)
-        if goes_on is None or outcome is None or not goes_on(*outcome, grown):
+        if goes_on is None or outcome is None:
             return False
-        self._steps, self.outcome, self.waits = number, None, True
+        accepted, sampled = outcome
+        if not goes_on(accepted, sampled, grown):
+            return False
+        self.steps, self.outcome, self.waits = number, None, True
         self.under_way = self._last
         return True
 

@@ -72,6 +72,7 @@ class Watch:
         found: logs the violations that the ledger finds, and remembers them.
         on_violation: the argument; it may be changed between steps.
         begun: False until the engine has warmed up; steps before are nobody's.
+        steps: how many steps with a forward the ledger was told of since then.
     """
 
     begun: bool = True
@@ -110,7 +111,7 @@ class Watch:
         self.under_way: Step | None = None
         self._has_peers = key is not None
         self.rows: Rows | None = None
-        self._stopped, self._steps, self._compared = False, 0, 0
+        self._stopped, self.steps, self._compared = False, 0, 0
         self._most = most
         self._caches_prefixes = room.caches_prefixes
         self._rank = rank
@@ -222,10 +223,10 @@ class Watch:
             returning: describes a request, given its name, that the ledger has forgotten.
             states: the batch's states; None if the model has none.
         """
-        self._steps += 1
+        self.steps += 1
         if not self._stopped:
             self._forward(rows, returning, states)
-        if self._steps - self._compared >= _COMPARED_AFTER:
+        if self.steps - self._compared >= _COMPARED_AFTER:
             self.compare_ranks()
         self._say()
 
@@ -348,8 +349,8 @@ class Watch:
 
         All ranks must call this after the same step.
         """
-        since, self._compared = self._compared, self._steps
-        if not self._has_peers or since == self._steps:
+        since, self._compared = self._compared, self.steps
+        if not self._has_peers or since == self.steps:
             return
         own = {step: print_ for step, print_ in self.ledger.fingerprints().items() if step > since}
         for number, theirs in enumerate(ranks.of_all(own)):

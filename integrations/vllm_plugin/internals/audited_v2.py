@@ -28,8 +28,6 @@ AUDITED_METHODS: Final = {
     "sample_tokens": ("grammar_output",),
 }
 
-_NOTHING: Final[Sequence[Any]] = ()
-
 
 def lacking(runner: Any) -> str | None:
     """Say why the ledger cannot watch a V2 runner whose model is loaded; None if it can."""
@@ -168,8 +166,7 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         usual = batch.num_draft_tokens == self._total and batch.req_ids == self._names
         if batch.has_prefill or not (usual or self.repeats(batch)):
             return None  # usually each request has the most drafts, so that the total tells it
-        grown = told.scheduled_cached_reqs.new_block_ids
-        return [*filter(None, grown)] if any(grown) else _NOTHING
+        return [*filter(None, told.scheduled_cached_reqs.new_block_ids)]
 
     def rows(self, batch: Any, prepared: Any) -> Rows:
         """Read the rows of the forward that comes next.
