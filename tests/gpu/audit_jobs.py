@@ -318,7 +318,7 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
         *("llama", FA, LEDGER), scenarios=["eight"], options=STEADY | FULL_GRAPHS, fails=True
     ),
     "fails-v1": engine(
-        *("llama", FA, LEDGER),
+        *("demo", FA, LEDGER),
         scenarios=["eight"],
         options=STEADY | UNCOMPILED,
         environment=V1,
