@@ -308,6 +308,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     ),
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),
     "recurrent-bfloat16": lambda: recurrent.report(load("h200-recurrent-bfloat16")),
+    "recurrent-mamba2": lambda: recurrent.report(load("h200-recurrent-mamba2")),
     "capacity": lambda: capacity.report(load("capacity-scheduler")),
     "hybrids": hybrids,
     "states-auto": states_chosen,

@@ -94,7 +94,9 @@ def placed(name: str, *, several: bool) -> dict[str, Any]:
     """Return an engine's job: with a GPU for each stage, or with one for all."""
     job = ENGINES[name]
     if several or not SEVERAL & job["options"].keys():
-        return job | {"watch": "stage_oracle.Watch"}
+        # vLLM's own all-reduce first tries which GPUs reach each other, for long.
+        options = job["options"] | ({"disable_custom_all_reduce": True} if several else {})
+        return job | {"watch": "stage_oracle.Watch", "options": options}
     shared = {"watch": "one_gpu.Watch", "environment": ENVIRONMENT}
     return job | shared | {"options": job["options"] | OPTIONS}
 

@@ -1,4 +1,4 @@
-"""The states of tensor-parallel ranks that share a GPU: see ``one_gpu`` and ``state_watch``.
+"""The states of tensor-parallel ranks that share a GPU: see ``one_gpu`` and ``rank_states``.
 
 vLLM imports this module in each rank before it makes the device.
 """
@@ -6,11 +6,8 @@ vLLM imports this module in each rank before it makes the device.
 from __future__ import annotations
 
 import one_gpu  # noqa: F401 - the import lets ranks share a device
-import state_watch
-from first_configs import take_first_configs
-
-take_first_configs()
+import rank_states
 
 
-class Watch(state_watch.Watch):
+class Watch(rank_states.Watch):
     """The worker extension of such ranks."""

@@ -320,13 +320,18 @@ def write(name: str, folder: Path) -> str:
     return str(path)
 
 
-def engines() -> dict[str, dict[str, Any]]:
-    """The engines by name, the most telling ones first."""
+def engines(*, several: bool = False) -> dict[str, dict[str, Any]]:
+    """The engines by name, the most telling ones first.
+
+    Args:
+        several: each rank of an engine has a GPU of its own, so that graphs hold what ranks say.
+    """
     found: dict[str, dict[str, Any]] = {}
     for mode in ("eager", "graphs", "full", "pieces"):
         for kind, (model, options, others) in KINDS.items():
             v1 = kind.endswith("_v1")
-            if kind in (_GRAPHS if mode == "eager" else _EAGER) or (mode == "pieces" and not v1):
+            without = _GRAPHS if mode == "eager" else () if several else _EAGER
+            if kind in without or (mode == "pieces" and not v1):
                 continue
             for who in ("stock", *others):
                 if mode == "eager" and who == "again":
@@ -337,6 +342,8 @@ def engines() -> dict[str, dict[str, Any]]:
                 ours |= {"unchecked": True} if kind in _EAGER else {}
                 kvtxn = {} if who in ("stock", "again") else ours
                 more = {**options, **_MODES[mode]}
+                if several and kind in _EAGER:
+                    del more["environment"]
                 scenarios = more.pop("scenarios", [])
                 if who == "stock":
                     more.pop("blocks", None)  # the text is that of an engine with blocks for all
@@ -346,6 +353,7 @@ def engines() -> dict[str, dict[str, Any]]:
                     "options": more,
                     "more": scenarios,
                     "v1": v1,
+                    "several": several,
                 }
     return found
 

@@ -75,6 +75,13 @@ OF_KINDS: Final = ("growing", "returning", "left")
 _LEAVE_AFTER: Final = 7
 
 
+def watch_of(job: dict[str, Any]) -> str:
+    """The worker extension of an engine."""
+    if job["options"].get("tensor_parallel_size", 1) > 1:
+        return "rank_states.Watch" if job["several"] else "one_gpu_states.Watch"
+    return "state_watch_v1.Watch" if job["v1"] else "state_watch.Watch"
+
+
 def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Build an engine, put it through the scenarios, and report."""
     os.environ.update(job["options"].get("environment", {}))
@@ -86,10 +93,7 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     settings = {"kvtxn": job["kvtxn"]} if job["kvtxn"] else {}
     if job["model"] == "qwen3_next":
         experts_in_torch.stand_in()
-    several = job["options"].get("tensor_parallel_size", 1) > 1
-    own = "state_watch_v1.Watch" if job["v1"] else "state_watch.Watch"
-    watch = "one_gpu_states.Watch" if several else own
-    options = options_of(job) | {"worker_extension_cls": watch}
+    options = options_of(job) | {"worker_extension_cls": watch_of(job)}
     drafter = options["speculative_config"].get("model")
     if drafter is not None:
         options["speculative_config"]["model"] = write(drafter, folder)
@@ -263,11 +267,12 @@ def main() -> int:
         choices=[name for name in SCENARIOS if name not in OF_KINDS],
         help="what each engine goes through; faults belong to eight",
     )
+    parser.add_argument("--several", action="store_true", help="a GPU for each rank of an engine")
     parser.add_argument("--list", action="store_true", help="print the engines' names")
     given = parser.parse_args()
     jobs = {
         name: job | {"scenarios": [*given.scenarios, *job["more"]]}
-        for name, job in engines().items()
+        for name, job in engines(several=given.several).items()
         if not given.only or any(part in name for part in given.only)
     }
     if given.list:
