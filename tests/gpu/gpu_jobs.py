@@ -56,6 +56,9 @@ BOTH = ("undo", "deferred")
 AGAIN = ("again", *BOTH)
 OTHER = ("other", *BOTH)
 UNDO = ("undo",)
+DEFERRED = ("deferred",)
+#: Under ``undo`` the first of two stages has windows, too: ``try_stages`` looks at both.
+ON_LAST_STAGE = {"gpus": 2, "active": [False, True], "elsewhere": UNDO}
 #: Where the attention is another one than FLASH_ATTN; in some releases its drafts may not wait.
 ROWS = BOTH if installed() in (None, *ROW_RELEASES) else UNDO
 
@@ -209,18 +212,16 @@ JOBS: dict[str, dict[str, Any]] = {
         gpus=2,
     ),
     "pp2": job(
-        *("llama", "FLASH_ATTN", BOTH, "two pipeline stages: windows on the last one alone"),
+        *("llama", "FLASH_ATTN", DEFERRED, "two pipeline stages: windows on the last one alone"),
         options=STAGES,
         speculation=ON_GPU,
         since="0.32",
-        gpus=2,
-        active=[False, True],
+        **ON_LAST_STAGE,
     ),
     "pp2_eagle": job(
-        *("llama", "FLASH_ATTN", BOTH, "the same, drafts from EAGLE"),
+        *("llama", "FLASH_ATTN", DEFERRED, "the same, drafts from EAGLE"),
         options=STAGES,
-        gpus=2,
-        active=[False, True],
+        **ON_LAST_STAGE,
         **drafter("eagle", "eagle"),
     ),
     "medusa": job(

@@ -102,9 +102,10 @@ def test_the_engine_is_the_one_that_was_meant(reports, kind):
 def test_what_is_not_covered_has_a_reason(reports, kind):
     """A policy that a kind leaves out stays out by itself, and says why."""
     [stock] = reports_of(reports, kind, "stock")
+    taken = *JOBS[kind]["policies"], *JOBS[kind].get("elsewhere", ())
     for policy in ("undo", "deferred"):
         outcome, reason = stock["decisions"][policy]
-        assert outcome == (policy if policy in JOBS[kind]["policies"] else "off")
+        assert outcome == (policy if policy in taken else "off")
         assert reason
 
 

@@ -170,17 +170,23 @@ def test_the_readme_has_the_records_number():
 
 @pytest.mark.parametrize("engine", SEEN["stages"])
 def test_stages_are_those_of_stock(engine):
-    """Tokens, with windows on and off; each stage counts what the oracle saw, and loses nothing."""
+    """Tokens, with windows on and off; each stage counts what the oracle saw, and loses nothing.
+
+    Where a batch depends on time a near-tie may fall otherwise than in stock.
+    """
     found = SEEN["stages"][engine]
     assert found["on_and_off"] == found["requests"] > 0
-    assert found["same"] in (None, found["requests"])
+    assert found["same"] == found["requests"] or found["gap"] <= NEAR
+    assert found["noise"] <= NOISE
     early = [each for each in found["stages"] if not each["last"]]
     assert len(early) < len(found["stages"])
     for each in found["stages"]:  # of a tensor-parallel group each rank is a line
         assert each["steps"] == ("GraphSteps" if each["last"] else "PipelineSteps")
     for each in found["stages"]:
         assert each["windows"] > 0 < each["rejected"] <= each["stays_in_stock"]
-        assert not any(each[name] for name in ("rejected_written", "lost", "strays", "fallbacks"))
+        assert not any(each[name] for name in ("lost", "fallbacks"))
+        assert each["bypassed"] or not (each["rejected_written"] or each["strays"])
+        assert each["bypassed"] <= each["windows"] / 100
         assert each["counts_agree"]
     assert all(each["gone"] > 0 for each in early)
     assert all(found["faults"].values())

@@ -6,12 +6,14 @@ import json
 
 import pytest
 from gpu_jobs import JOBS, scenarios, timed
+from gpu_seen import RECORD as SEEN_RECORD
 from gpu_table import PAGE, RECORD, draw, page_for, record_for, records, release_of
 from gpu_ties import NEAR, NOISE
 from kvtxn.integrations.vllm_plugin.policy import matrix as vllm_matrix
 from kvtxn.integrations.vllm_plugin.policy.supported import ATTENTION, RUNNERS
 
 GRID = json.loads(RECORD.read_text())
+STAGED = json.loads(SEEN_RECORD.read_text())["stages"]
 GRIDS = {release_of(grid): grid for grid in (json.loads(path.read_text()) for path in records())}
 SEEN = [
     pytest.param(release, kind, policy, id=f"{release}-{kind}-{policy}")
@@ -123,8 +125,30 @@ def kinds_in(grid):
     return found
 
 
+def kinds_on_stages():
+    """The same of ``try_stages``' engines on several GPUs, with the release of the grid."""
+    found = {}
+    for name, engine in STAGED.items():
+        if "," in name or len(engine["stages"]) == 1:
+            continue
+        latent = engine["attention"] == "TRITON_MLA"
+        number = "float32" if engine["attention"] == "TRITON_ATTN" else "bfloat16"
+        for stage in engine["stages"]:
+            staged = not all(each["last"] for each in engine["stages"])
+            which = "last stage" if stage["last"] else "other stages"
+            kind = (
+                vllm_matrix.LATENT if latent else vllm_matrix.PLAIN,
+                *(engine["attention"], number, f"pipeline ({which})" if staged else "tensor"),
+            )
+            found[kind] = found.get(kind, set()) | {stage["policy"]}
+    return found
+
+
 def test_the_matrix_says_what_was_seen():
     found = kinds_in(GRID)
+    for kind, policies in kinds_on_stages().items():
+        kinds = found["cuda", "v2"]
+        kinds[kind] = kinds.get(kind, set()) | policies
     own = vllm_matrix
     hybrid = (own.STATES, own.CHOSEN, own.FAST, own.OLMO, own.CONVOLVED)  # in seen.json
     hybrid += (own.MIXED, own.MIXED_FAST)
@@ -140,6 +164,10 @@ def test_the_matrix_says_what_was_seen():
 def test_the_matrix_says_what_was_seen_again(release):
     """With another release, on one GPU: at least what the matrix says, and no backend left out."""
     found, without = kinds_in(GRIDS[release]), vllm_matrix.AGAIN[release]
+    found = {
+        where: {kind: each for kind, each in kinds.items() if kind[3] == "one worker"}
+        for where, kinds in found.items()
+    }
     assert not {kind[1] for kinds in found.values() for kind in kinds} & set(without)
     for where, kinds in found.items():
         said = {

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from seen_stages import drawn, recovered, reduced
 
-EARLY, LAST = {"last": False, "steps": "PipelineSteps", "policy": "undo"}, {"last": True}
+EARLY = {"last": False, "device": 0, "steps": "PipelineSteps", "policy": "undo"}
+LAST = {"last": True, "device": 1, "policy": "deferred"}
 
 
 def run(tokens: list[list[int]], *, stays: int = 0, lost: int = 0, fallbacks=(0, 0)) -> Any:
@@ -24,7 +25,7 @@ def run(tokens: list[list[int]], *, stays: int = 0, lost: int = 0, fallbacks=(0,
 def report(**scenarios: Any) -> dict[str, Any]:
     """An engine's report."""
     facts = {"machine": "one", "graphs": "FULL", "attention": "FLASH_ATTN"}
-    return facts | {"stages": [EARLY, LAST | {"policy": "deferred"}], **scenarios}
+    return facts | {"stages": [EARLY, LAST], **scenarios}
 
 
 def test_an_engine_is_compared_with_stock_and_with_itself():
