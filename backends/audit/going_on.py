@@ -7,33 +7,44 @@ function, which reads few objects.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from ...audit.goes_on import Grown
 from ...audit.groups import Place
+from ...audit.step import Step
 from .next_step import (
     ACCEPTED,
     BLOCKS,
     COLUMNS,
     COUNT,
+    FIRST_LINE,
     HANDED_OUT,
+    LINES,
     MOST,
+    MOST_LINES,
+    NUM_LINES,
     OUTCOME,
     RECORDS,
+    REQUESTS,
     SAMPLED,
-    NextStep,
+    TARGET,
     outcome_row,
 )
+from .waiting import Waiting
 
 
 class GoingOn:
     """Tells the record of the next step how the last one ended, and which blocks are handed out.
 
-    It is good until anything else is told, to whomever: each call after that returns False.
+    It is good until anything else is told, to whomever: each call after that returns False. See
+    ``GoesOn``.
 
     Args:
-        following: the records.
+        waiting: has the records.
         accepted: an outcome of a form that can wait: the counts, int32 or int64 ``[num_requests]``.
         sampled: the ids, int32 or int64 ``[num_requests, n]``.
         besides: as for ``Passes.resolve``.
@@ -41,17 +52,21 @@ class GoingOn:
             the ledger does not know.
     """
 
-    __slots__ = ("_counts", "_device", "_following", "_ids", "_places", "_row", "_shapes", "_told")
+    __slots__ = (
+        *("_counts", "_device", "_following", "_ids", "_places", "_row", "_shapes", "_told"),
+        "_waiting",
+    )
 
     def __init__(
         self,
-        following: NextStep,
+        waiting: Waiting,
         accepted: Tensor,
         sampled: Tensor,
         besides: int,
         places: Sequence[Place | None],
     ) -> None:
-        self._following, self._told = following, following.told
+        self._waiting, self._following = waiting, waiting.next
+        self._told = waiting.next.told
         self._counts, self._ids = accepted.dtype, sampled.dtype
         self._shapes, self._device = (accepted.shape, sampled.shape), accepted.get_device()
         self._row = memoryview(outcome_row(accepted, sampled, besides))
@@ -61,9 +76,7 @@ class GoingOn:
             if place is not None
         ]
 
-    def tell(
-        self, accepted: Tensor, sampled: Tensor, grown: Sequence[Sequence[Sequence[int]]]
-    ) -> bool:
+    def tell(self, accepted: Tensor, sampled: Tensor, grown: Grown) -> bool:
         """Tell that the last step ended, and that a graph writes the same one again.
 
         The tensors are held until another outcome takes their place.
@@ -106,4 +119,40 @@ class GoingOn:
         row[OUTCOME], row[ACCEPTED], row[SAMPLED] = step, accepted.data_ptr(), sampled.data_ptr()
         memory[begin : begin + len(row)] = row
         following.held, following.steps = (accepted, sampled), step
+        return True
+
+    def tell_fewer(
+        self,
+        step: Step,
+        accepted: Tensor,
+        sampled: Tensor,
+        grown: Grown,
+        target: Tensor,
+        lines: Sequence[int],
+    ) -> bool:
+        """Tell the same of a step that lacks requests of the last one.
+
+        Args:
+            step: the step that begins, with at most as many rows as the last one.
+            accepted: as for ``tell``.
+            sampled: likewise.
+            grown: likewise.
+            target: as for ``NextStep.put_lines``.
+            lines: likewise.
+
+        Returns:
+            As ``tell``; False, too, if there are too many lines.
+        """
+        if len(lines) > MOST_LINES or not self.tell(accepted, sampled, grown):
+            return False
+        following = self._following
+        memory, begin = following.memory, following.steps % RECORDS * COLUMNS
+        at = begin + FIRST_LINE
+        memory[at : at + len(lines)] = memoryview(array("q", lines))
+        memory[begin + TARGET], memory[begin + NUM_LINES] = target.data_ptr(), len(lines)
+        memory[begin + LINES] = following.steps
+        following.target = target
+        number = self._row[REQUESTS] = step.lines.shape[0]
+        self._shapes = (torch.Size([number]), torch.Size([number, sampled.shape[1]]))
+        self._waiting.went_on(step)
         return True

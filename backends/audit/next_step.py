@@ -93,6 +93,7 @@ class NextStep:
         free_until: the device has read what was in the records of the steps before this one.
         memory: the records, row by row.
         held: the tensors of the outcome that was put last.
+        target: the tensor that lines were put into last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,7 +108,7 @@ class NextStep:
         self._half = self._closed = -1
         self._behind: torch.cuda.Event | None = None
         self.held: tuple[Tensor | None, ...] = ()
-        self._target: Tensor | None = None
+        self.target: Tensor | None = None
 
     def restart(self) -> None:
         """Begin anew with the first step; records of earlier ones are nobody's."""
@@ -162,7 +163,7 @@ class NextStep:
         memory[begin + TARGET] = target.data_ptr()
         memory[begin + NUM_LINES] = self.lines = len(lines)
         memory[begin + LINES] = step
-        self._target = target
+        self.target = target
         self.told += 1
         return True
 
@@ -205,8 +206,8 @@ class NextStep:
         """
         record, count = self._close(LINES), self.lines
         self.lines = 0
-        assert self._target is not None
-        return self._target, record[FIRST_LINE : FIRST_LINE + count]
+        assert self.target is not None
+        return self.target, record[FIRST_LINE : FIRST_LINE + count]
 
     def take(self) -> tuple[Tensor, int]:
         """Take the blocks that wait out of the record, for a launch that comes now.

@@ -21,7 +21,7 @@ from ...audit.changes import Change
 from ...audit.digest import REJECTED
 from ...audit.group_lines import group_lines
 from ...audit.groups import Place
-from ...audit.passes import GoesOn, Passes, Stretch
+from ...audit.passes import Passes, Stretch
 from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
@@ -155,11 +155,11 @@ class TritonPasses(Passes):
 
     def going_on(
         self, accepted: Tensor, sampled: Tensor, besides: int, places: Sequence[Place | None]
-    ) -> GoesOn | None:
+    ) -> GoingOn | None:
         """Return a call for steps like the last one, as ``Passes.going_on`` describes."""
         if not self._waiting.graphs_save:
             return None  # the outcome of the step that begins could not wait
-        return GoingOn(self._next, accepted, sampled, besides, places).tell
+        return GoingOn(self._waiting, accepted, sampled, besides, places)
 
     def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:
         """Put numbers in place before the next step, as ``Passes.put_later`` describes."""

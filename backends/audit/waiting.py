@@ -99,6 +99,10 @@ class Waiting:
         saves = step is not None and self.graphs_save and self.saves(step)
         self._last = step if saves else None
 
+    def went_on(self, step: Step) -> None:
+        """Hear that a graph writes a step that it saves, and that the next step was told so."""
+        self._last = step
+
     def resolve_later(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
         """Let an outcome wait, as ``Passes.resolve_later`` describes."""
         waiting = self.next

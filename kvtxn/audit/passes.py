@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import attrs
@@ -17,6 +17,7 @@ from .byte_books import ByteBooks
 from .byte_passes import BytePasses, TorchBytePasses
 from .changes import Change
 from .digest import UNWRITTEN
+from .goes_on import GoesOn
 from .groups import Place
 from .step import Step
 from .step_buffers import StepBuffers, copy_step
@@ -30,12 +31,6 @@ RUN: Final = 1024
 #: row's word; the index is -1 for a row without a slot. All modulo 2^64.
 PLACE_FACTOR: Final = 0x2545F4914F6CDD1D
 STEP_FACTOR: Final = 0x5851F42D4C957F2D
-
-
-#: Ends a step of a ledger and begins it anew: ``resolve_later`` with these counts and ids,
-#: ``hand_out_later`` with the new blocks of some requests, each by group, and ``replayed``. It is
-#: False if anything else was told since, or if these calls have to be made; nothing was done then.
-GoesOn = Callable[[Tensor, Tensor, Sequence[Sequence[Sequence[int]]]], bool]
 
 #: The kinds of violations that an inspected row can be.
 STRETCH_KINDS: Final = ("published", "exported", "imported")

@@ -13,7 +13,8 @@ from . import arguments, checks
 from .arguments import listed
 from .books import Books
 from .exchange import Exchange
-from .passes import GoesOn, Passes
+from .goes_on import GoesOn, Grown
+from .passes import Passes
 from .roster import Roster
 from .step import Step
 
@@ -136,11 +137,9 @@ class Replays(Exchange):
                 ledger does not know.
 
         Returns:
-            The call. It is given an outcome of that form, which stays as it is until the step after
-            the one that begins, and, for each request that gets blocks, its new ones by group. It
-            is False if the three calls have to be made, because anything else was told since,
-            because the outcome or the blocks are others, or because the device is far behind;
-            nothing was done then. After True the outcome of the step that begins can wait as well.
+            The call, ``GoesOn.tell``. It is given an outcome of that form, and, for each request
+            that gets blocks, its new ones by group. Where it is False the three calls have to be
+            made. After True the outcome of the step that begins can wait as well.
             None if there is no such call for this step.
 
         Raises:
@@ -155,6 +154,40 @@ class Replays(Exchange):
             for name in groups
         ]
         return self.passes.going_on(accepted, sampled, besides, places)
+
+    def go_on_with(
+        self,
+        goes_on: GoesOn,
+        step: Step,
+        accepted: Tensor,
+        sampled: Tensor,
+        grown: Grown,
+        target: Tensor,
+        lines: Sequence[int],
+    ) -> bool:
+        """End the last step, and begin one that lacks some of its requests, in one call.
+
+        Args:
+            goes_on: what ``going_on`` returned.
+            step: the step that begins, in the buffers that the graph reads; it was given to
+                ``replayed`` before.
+            accepted: as for ``resolve``.
+            sampled: likewise.
+            grown: for each request that gets blocks its new ones, by the groups of ``going_on``.
+            target: int64 ``[n]`` at least, on the device: has the lines of the graph's requests.
+            lines: what is put there, n lines.
+
+        Returns:
+            As for the call of ``going_on``.
+
+        Raises:
+            ConfigError: the step does not fit the ledger.
+        """
+        self.require("go_on_with", step)
+        if not goes_on.tell_fewer(step, accepted, sampled, grown, target, lines):
+            return False
+        self._open = step
+        return True
 
     def require(self, operation: str, step: Step, *, after: bool = False) -> None:
         """Check a step: its tensors when it is first given, and on a CPU their values each time.

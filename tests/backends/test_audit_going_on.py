@@ -14,7 +14,7 @@ from kvtxn.errors import AcceptanceError, ConfigError, WindowStateError
 from kvtxn.testing.audit_life import new_ledger
 
 with importing_kernels():
-    from kvtxn.backends.audit.next_step import MOST
+    from kvtxn.backends.audit.next_step import MOST, MOST_LINES
 
 DRAFTS = 3
 
@@ -41,6 +41,7 @@ class Steps:
             drafts=torch.full((2,), DRAFTS, device=DEVICE),
             positions=torch.zeros(rows, device=DEVICE).long(),
         )
+        self.now = self.step  # of the requests that still run
         self.replay = replay_of(other, self.step)
         self.known = [[7], [8]]
         for ledger in self.ledgers:
@@ -54,20 +55,21 @@ class Steps:
     def feed(self):
         """Fill the buffers with the rows of the next step, which the first ledger writes."""
         fed = [[request[-1], *self.draw(3, (DRAFTS,)).tolist()] for request in self.known]
+        rows = len(fed) * (DRAFTS + 1)
         begin = torch.tensor([[len(request) - 1] for request in self.known])
         positions = begin + torch.arange(DRAFTS + 1)
-        blocks = self.step.tables["full"].cpu().long().gather(1, positions // 4)
-        self.step.tokens.copy_(torch.tensor(fed).flatten())
-        self.step.positions.copy_(positions.flatten())
-        self.step.slots["full"].copy_((blocks * 4 + positions % 4).flatten())
-        self.ledgers[0].write(self.step)
-        self.ledgers[0].check(self.step)
+        blocks = self.now.tables["full"].cpu().long().gather(1, positions // 4)
+        self.step.tokens[:rows].copy_(torch.tensor(fed).flatten())
+        self.step.positions[:rows].copy_(positions.flatten())
+        self.step.slots["full"][:rows].copy_((blocks * 4 + positions % 4).flatten())
+        self.ledgers[0].write(self.now)
+        self.ledgers[0].check(self.now)
         return [each[1:] for each in fed]
 
     def sample(self, fed, one_too_many, *, told=True):
         """Return counts, ids, and a block that is handed out; the first ledger may be told."""
-        ids = torch.full((2, DRAFTS + 1), -1)
-        counts = torch.zeros(2).int()
+        ids = torch.full((len(fed), DRAFTS + 1), -1)
+        counts = torch.zeros(len(fed)).int()
         for index, request in enumerate(self.known):
             stay = int(self.draw(DRAFTS + 1))
             drawn = [*fed[index][:stay], 5]
@@ -75,11 +77,27 @@ class Steps:
             counts[index] = min(len(drawn) + one_too_many, DRAFTS + 1)
             request += drawn
         counts, ids = counts.to(DEVICE), ids.to(DEVICE)
-        block = int(self.step.tables["full"][1, (len(self.known[1]) + 3) // 4])
+        block = int(self.now.tables["full"][-1, (len(self.known[-1]) + 3) // 4])
         if told:
             self.ledgers[0].resolve(counts, ids, besides=1)
             self.ledgers[0].hand_out("full", [block])
         return counts, ids, [([block],)]  # of one request, by group
+
+    def leave(self):
+        """End the first request: the second one takes its row; returns the new lines."""
+        step = self.step
+        step.tables["full"][0].copy_(step.tables["full"][1].clone())
+        step.starts[2] = step.starts[1]
+        self.known = self.known[1:]
+        self.now = attrs.evolve(
+            step,
+            lines=step.lines[:1],
+            starts=step.starts[:2],
+            first=step.first[:1],
+            tables={"full": step.tables["full"][:1]},
+            drafts=step.drafts[:1],
+        )
+        return [self.ledgers[0].line("b"), -1]
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["as a whole", "in its parts"])
@@ -97,7 +115,7 @@ def test_what_waited_is_resolved_although_the_buffers_have_the_next_step(later):
             ledger.replayed(steps.step)
         else:
             goes_on = goes_on or ledger.going_on(steps.step, *waiting[:2], 1, ["full"])
-            assert goes_on(*waiting)
+            assert goes_on.tell(*waiting)
             at_once += 1
         steps.replay()
         assert_equal_books(*steps.ledgers)
@@ -155,7 +173,7 @@ def test_where_something_else_came_the_usual_calls_are_needed(otherwise):
     goes_on = ledger.going_on(steps.step, *outcome, 1, ["full"])
     otherwise(ledger, steps.step, *outcome)
     before = ledger.passes.num_steps
-    assert not goes_on(*outcome, [])
+    assert not goes_on.tell(*outcome, [])
     assert ledger.passes.num_steps == before
 
 
@@ -248,11 +266,11 @@ def test_blocks_that_cannot_be_told_at_once():
         ledger.going_on(steps.step, *outcome, 1, ["other"])
     goes_on = ledger.going_on(steps.step, *outcome, 1, [None, "full"])
     before = ledger.passes.num_steps
-    assert not goes_on(*outcome, [([], [1 << 40])])
-    assert not goes_on(*outcome, [([], [3]), ([], [-1])])
-    assert not goes_on(*outcome, [([], [3] * (MOST + 1))])
+    assert not goes_on.tell(*outcome, [([], [1 << 40])])
+    assert not goes_on.tell(*outcome, [([], [3]), ([], [-1])])
+    assert not goes_on.tell(*outcome, [([], [3] * (MOST + 1))])
     assert ledger.passes.num_steps == before
-    assert goes_on(*outcome, [([1 << 40], [3] * MOST)])
+    assert goes_on.tell(*outcome, [([1 << 40], [3] * MOST)])
     assert ledger.passes.num_steps == before + 1
 
 
@@ -265,11 +283,11 @@ def test_forms_that_cannot_be_read_from_their_addresses():
     assert ledger.going_on(steps.step, counts.short(), ids, 1, ["full"]) is None
     goes_on = ledger.going_on(steps.step, counts, ids, 1, ["full"])
     steps.feed()
-    assert not goes_on(counts, ids.t().contiguous().t(), [])
-    assert not goes_on(counts[:1], ids, [])
-    assert not goes_on(counts, ids[:, :1].contiguous(), [])
-    assert not goes_on(counts.short(), ids, [])
-    assert not goes_on(counts, ids.int(), [])
+    assert not goes_on.tell(counts, ids.t().contiguous().t(), [])
+    assert not goes_on.tell(counts[:1], ids, [])
+    assert not goes_on.tell(counts, ids[:, :1].contiguous(), [])
+    assert not goes_on.tell(counts.short(), ids, [])
+    assert not goes_on.tell(counts, ids.int(), [])
     with pytest.raises(WindowStateError, match="cannot be told later"):
         ledger.resolve_waiting(counts.short(), ids, 1)
     ledger.resolve_waiting(counts, ids.t().contiguous().t(), 1)
@@ -284,3 +302,67 @@ def test_a_torch_ledgers_outcomes_do_not_wait():
     steps = Steps()
     waiting = steps.sample(steps.feed(), one_too_many=0, told=False)
     assert not steps.ledgers[0].can_wait(*waiting[:2])
+
+
+def steady(steps):
+    """Take steps until one was told in one call; returns that call, and what waits."""
+    ledger, waiting = steps.ledgers[1], first(steps)
+    goes_on = ledger.going_on(steps.step, *waiting, 1, ["full"])
+    fed = steps.feed()
+    assert goes_on.tell(*waiting, [])
+    steps.replay()
+    return goes_on, steps.sample(fed, one_too_many=0)
+
+
+def test_a_request_left():
+    """The step before is resolved with its own requests, and each one after it goes on alone."""
+    steps = Steps()
+    goes_on, waiting = steady(steps)
+    ledger = steps.ledgers[1]
+    lines = steps.leave()
+    for turn in range(4):
+        before = steps.step.lines.clone()
+        steps.step.lines.copy_(torch.tensor(lines))
+        fed = steps.feed()
+        steps.step.lines.copy_(before)
+        if turn == 0:
+            assert ledger.go_on_with(goes_on, steps.now, *waiting, steps.step.lines, lines)
+        else:
+            assert goes_on.tell(*waiting)
+        steps.replay()
+        assert steps.step.lines.tolist() == lines
+        assert_equal_books(*steps.ledgers)
+        waiting = steps.sample(fed, one_too_many=turn % 2)
+        assert ledger.can_wait(*waiting[:2])
+    ledger.resolve_waiting(*waiting[:2], 1)  # what comes then is told as it always is
+    ledger.change(given={"full": waiting[2][0][0]})
+    fed = steps.feed()
+    ledger.replayed(steps.now)
+    steps.replay()
+    assert_equal_books(*steps.ledgers)
+    one, other = (each.violations() for each in steps.ledgers)
+    assert one == other == []
+    assert ledger.counters()["kvtxn_audit_unjudged_total"] == 0
+
+
+@pytest.mark.parametrize("otherwise", [each for each in OTHERWISE if each != "all was forgotten"])
+def test_a_request_that_left_is_not_told_after_something_else(otherwise):
+    steps = Steps()
+    goes_on, (counts, ids, grown) = steady(steps)
+    ledger, lines = steps.ledgers[1], steps.leave()
+    OTHERWISE[otherwise](ledger, steps.step, counts, ids)
+    before = ledger.passes.num_steps
+    target = steps.step.lines
+    assert not ledger.go_on_with(goes_on, steps.now, counts, ids, grown, target, lines)
+    assert ledger.passes.num_steps == before
+
+
+def test_too_many_lines_are_not_told_at_once():
+    steps = Steps()
+    goes_on, (counts, ids, grown) = steady(steps)
+    lines, target = [-1] * (MOST_LINES + 1), torch.zeros(MOST_LINES + 1, device=DEVICE).long()
+    steps.leave()
+    before = steps.ledgers[1].passes.num_steps
+    assert not goes_on.tell_fewer(steps.now, counts, ids, grown, target, lines)
+    assert steps.ledgers[1].passes.num_steps == before
+    assert goes_on.tell_fewer(steps.now, counts, ids, grown, target, lines[1:])

@@ -183,7 +183,8 @@ def test_stages_are_those_of_stock(engine):
     for each in found["stages"]:  # of a tensor-parallel group each rank is a line
         assert each["steps"] == ("GraphSteps" if each["last"] else "PipelineSteps")
     for each in found["stages"]:
-        assert each["windows"] > 0 < each["rejected"] <= each["stays_in_stock"]
+        assert each["windows"] > 0 < each["rejected"]
+        assert each["rejected"] <= each["stays_in_stock"] or found["same"] < found["requests"]
         assert not any(each[name] for name in ("lost", "fallbacks"))
         assert each["bypassed"] or not (each["rejected_written"] or each["strays"])
         assert each["bypassed"] <= each["windows"] / 100

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
 from ....audit import RecordingLedger, Step
-from ....audit.passes import GoesOn
+from ....audit.goes_on import GoesOn, Grown
 from ..internals.audited import Rows
 from .device_watch import LOOK_SOON, DeviceWatch
 from .watch import Watch
@@ -27,10 +27,13 @@ class GraphWatch(DeviceWatch):
         self._idle = 0  # replays that were for no step, and counted as one by the device
         self._goes_on: GoesOn | None = None  # the ledger's call for a step like the last one
         self._quiet_until = 0  # the next step at which more is due than that call
+        #: Replayed steps, by the number of requests, and whether they had no drafts.
+        self._sized: Final[dict[tuple[int, bool], Step]] = {}
 
     def begin(self) -> None:
         """Watch from now on: the engine has warmed up."""
         self._idle = self._quiet_until = 0
+        self._sized.clear()
         DeviceWatch.begin(self)
 
     def can_be_in_graphs(self) -> bool:
@@ -72,10 +75,11 @@ class GraphWatch(DeviceWatch):
         elif included:
             step, self._due = self._due, None
             self.ledger.replayed(step)
+            self._sized[step.lines.shape[0], step.drafts is None] = step
         else:
             self._write_and_check()
 
-    def go_on(self, grown: Sequence[Sequence[Sequence[int]]]) -> bool:
+    def go_on(self, grown: Grown) -> bool:
         """Tell the ledger all at once: what was sampled last, new blocks, and the same step again.
 
         It is the one call of a steady step, whose graph is replayed next.
@@ -95,10 +99,40 @@ class GraphWatch(DeviceWatch):
         if goes_on is None or outcome is None:
             return False
         accepted, sampled = outcome
-        if not goes_on(accepted, sampled, grown):
+        if not goes_on.tell(accepted, sampled, grown):
             return False
         self.steps, self.outcome, self.waits = number, None, True
         self.under_way = self._last
+        return True
+
+    def go_on_without(self, gone: Iterable[str], names: Sequence[str], grown: Grown) -> bool:
+        """Tell the ledger the same, and that some requests of the last step ended.
+
+        Args:
+            gone: names of requests that ended.
+            names: those of the step, which a graph wrote with as many requests before.
+            grown: as for ``go_on``.
+
+        Returns:
+            As ``go_on``.
+
+        Raises:
+            AuditError: as in ``step``.
+        """
+        outcome, goes_on, number = self.outcome, self._goes_on, self.steps + 1
+        last, lines = self._last, self.ledger.lines_of(names)
+        step = None if last is None else self._sized.get((len(names), last.drafts is None))
+        if goes_on is None or number >= self._quiet_until:
+            goes_on = self._goes_on = self._going_on(number)
+        if goes_on is None or outcome is None or step is None or lines is None:
+            return False
+        put = self._buffer.all, self._buffer.padded(lines)
+        if not self.ledger.go_on_with(goes_on, step, *outcome, grown, *put):
+            return False
+        self._batch = list(names), self._buffer.holds(len(lines))
+        self._left.update(dict.fromkeys(gone))
+        self.steps, self.outcome, self.waits = number, None, True
+        self.under_way = self._last = step
         return True
 
     def _going_on(self, number: int) -> GoesOn | None:

@@ -41,10 +41,17 @@ class LineBuffer:
         Returns:
             int64 ``[len(lines)]``, their place; the same object for as many lines.
         """
-        number = len(lines)
-        padded = [*lines, *[-1] * (self.shown - number)]
+        padded = self.padded(lines)
         if not (later and self._passes.put_later(self.all, padded)):
             self._passes.put(self.all[: len(padded)], padded)
+        return self.holds(len(lines))
+
+    def padded(self, lines: Sequence[int]) -> list[int]:
+        """Return lines with as many of -1 behind them as the buffer has others there."""
+        return [*lines, *[-1] * (self.shown - len(lines))]
+
+    def holds(self, number: int) -> Tensor:
+        """Note that so many lines, padded, were put in place; returns their place, as ``put``."""
         self.shown = number
         if number not in self._views:
             self._views[number] = self.all[:number]

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from ..internals import audited_v2
+from ..internals import Foreign, audited_v2
 from .found_violations import AuditError
 from .graph_watch import GraphWatch
 from .watch import Watch
@@ -45,8 +45,8 @@ class WatchingGraphs:
     def before_replay(self, *, included: bool | None) -> None:
         """Tell the watch of a replay, and of its step, if that has waited for the replay.
 
-        Where the step goes on with the one before, that is one call. An error of the audit's own
-        ends the audit, as in ``kvtxn_tell``.
+        Where the step goes on with the one before, with its requests or without some of them, that
+        is one call. An error of the audit's own ends the audit, as in ``kvtxn_tell``.
 
         Raises:
             AuditError: as in ``kvtxn_tell``.
@@ -56,7 +56,9 @@ class WatchingGraphs:
         if included and watch.outcome is not None and changes is not None and prepared is not None:
             try:
                 grown = self.reader.goes_on(prepared[0], changes)
-                if grown is not None and watch.go_on(grown):
+                if (grown is not None and watch.go_on(grown)) or (
+                    grown is None and self._goes_on_without(prepared[0], changes)
+                ):
                     runner.kvtxn_changes = runner.kvtxn_prepared = None
                     return
             except AuditError:
@@ -64,6 +66,16 @@ class WatchingGraphs:
             except Exception as error:
                 watch.stop(error)
         runner.kvtxn_tell(partial(self._replayed, included))
+
+    def _goes_on_without(self, batch: Foreign, changes: Foreign) -> bool:
+        """Tell the watch of a step without some of the last one's requests, if it is one."""
+        grown = self.reader.lacks_requests(batch, changes)
+        if grown is None:
+            return False
+        if not self.watch.go_on_without(*audited_v2.gone_and_left(batch, changes), grown):
+            return False
+        self.reader.went_on(batch)
+        return True
 
     def _replayed(self, included: bool | None, _: Watch) -> None:
         """Tell the watch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -96,6 +96,11 @@ def note_requests(known: dict[str, Told], scheduler_output: Any) -> None:
                 own += more
 
 
+def gone_and_left(batch: Any, scheduler_output: Any) -> tuple[Iterable[str], Sequence[str]]:
+    """Return the names of the requests that ended before a step, and of those that it has."""
+    return scheduler_output.finished_req_ids, batch.req_ids
+
+
 def num_rows(batch: Any) -> int:
     """Return the rows of a V2 runner's step, without padding."""
     return int(batch.num_tokens)
@@ -167,6 +172,30 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         if batch.has_prefill or not (usual or self.repeats(batch)):
             return None  # usually each request has the most drafts, so that the total tells it
         return [*filter(None, told.scheduled_cached_reqs.new_block_ids)]
+
+    def lacks_requests(self, batch: Any, scheduler_output: Any) -> Sequence[Any] | None:
+        """Return the same of a step that goes on without some of the last one's requests.
+
+        Returns:
+            None if none ended, if the step changes anything else, or if in one of both steps a
+            request has not the most drafts.
+        """
+        told, number = scheduler_output, batch.num_reqs
+        if not told.finished_req_ids or told.scheduled_new_reqs:
+            return None
+        if told.preempted_req_ids or told.kv_cache_block_copies:
+            return None
+        if self._total < 0 or batch.has_prefill or not number < len(self._names):
+            return None
+        if batch.num_draft_tokens != number * self._most:
+            return None
+        return [*filter(None, told.scheduled_cached_reqs.new_block_ids)]
+
+    def went_on(self, batch: Any) -> None:
+        """Hear that ``lacks_requests`` was told of a step: the next one is compared with it."""
+        number, before = batch.num_reqs, len(self._names)
+        self._names, self._total = batch.req_ids, batch.num_draft_tokens
+        self._drafts = self._drafts[: len(self._drafts) // before * number]  # all are alike
 
     def rows(self, batch: Any, prepared: Any) -> Rows:
         """Read the rows of the forward that comes next.

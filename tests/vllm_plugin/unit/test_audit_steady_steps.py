@@ -76,15 +76,15 @@ def test_a_steady_step_is_told_in_one_call(steady):
 
 def let_draft(rig, *numbers):
     """Let requests have these numbers of drafts, one after the other, and then always the most."""
-    drawn, batch, sample = iter(numbers), rig._batch, rig._sample
+    drawn, batch, sample = iter(numbers), type(rig)._batch, type(rig)._sample
 
     def drafting(chunk):
         rig.chance.randrange = lambda end, last=None: next(drawn, end - 1) if last is None else 7
-        return batch(chunk)
+        return batch(rig, chunk)
 
     def sampling(batch):
         rig.chance.randrange = lambda end, last=None: end - 1 if last is None else 7
-        return sample(batch)
+        return sample(rig, batch)
 
     rig._batch, rig._sample = drafting, sampling
 
@@ -145,11 +145,20 @@ def test_an_error_of_the_audit_ends_the_audit_alone(steady, part, monkeypatch):
 
 def test_a_steady_step_takes_the_host_few_functions(steady, monkeypatch):
     """Each of them, found in memory anew in each step, takes the host as long as what it does."""
-    rig, watching, entered = steady, steady.runner.kvtxn_watching, []
+    rig, watching = steady, steady.runner.kvtxn_watching
     monkeypatch.delattr(rig.watch, "go_on")  # the fixture's
     let_draft(rig)
     for _ in range(2):
         rig.step()
+    entered = functions_of(watching, monkeypatch)
+    for _ in range(2):
+        rig.step()
+    assert entered == ["before_replay", "goes_on", "go_on", "tell"] * 2
+
+
+def functions_of(watching, monkeypatch):
+    """Return a list that gets the names of the functions which a replay's call enters."""
+    entered = []
 
     def profiled(*, included):
         sys.setprofile(
@@ -161,10 +170,88 @@ def test_a_steady_step_takes_the_host_few_functions(steady, monkeypatch):
             sys.setprofile(None)
 
     monkeypatch.setattr(watching, "before_replay", profiled)
+    return entered
+
+
+@pytest.fixture
+def leaving(made, monkeypatch):
+    """A rig of four requests with the most drafts, one of which ends: there were as few before."""
+    rig = made(Graphed, capture=Capture(monkeypatch))
+    monkeypatch.setattr(rig.watch.ledger, "require", lambda *given, **named: None)
+    rig.chance, rig.went = Steady(), []
+    let_draft(rig)
+    for number in range(3):
+        rig.add(f"one {number}", [*range(1 + 10 * number, 8 + 10 * number)])
+    for _ in range(3):
+        rig.step()
+    rig.add("four", [*range(41, 50)])
+    for _ in range(3):
+        rig.step()
+    go_on = rig.watch.go_on_without
+    rig.watch.go_on_without = lambda *given: (rig.went.append(go_on(*given)), rig.went[-1])[1]
+    rig.end(rig.running[1])
+    return rig
+
+
+def test_a_step_that_lacks_a_request_is_told_in_one_call(leaving):
+    """What comes after it is told as ever: the same again, others that come, and faults."""
+    rig, calls, tell = leaving, [], type(leaving.runner).kvtxn_tell
+    rig.runner.kvtxn_tell = lambda what: (calls.append(what), tell(rig.runner, what))[1]
+    for _ in range(3):
+        rig.step()
+    assert (rig.went, calls) == ([True], [])
+    rig.end(rig.running[0])  # two requests, of which there was no step
+    rig.step()
+    assert (rig.went, len(calls)) == ([True, False], 4)
     for _ in range(2):
         rig.step()
-    few = ["before_replay", "goes_on", "go_on", "tell"]
-    assert [each for each in entered if each != "profiled"] == few * 2
+    rig.add("five", [*range(21, 30)])
+    rig.step()
+    assert rig.watch.report() == []
+    for _ in range(3):
+        rig.step()
+    rig.end(rig.running[1])
+    rig.step()
+    assert rig.went == [True, False, True]
+    assert rig.watch.report() == []
+    anothers_table(rig)
+    assert "foreign" in {each["kind"] for each in rig.watch.report()}
+    counters = rig.watch.counters()
+    assert counters["kvtxn_audit_steps_total"] == 18
+    assert counters["kvtxn_audit_unjudged_total"] == 0
+
+
+@pytest.mark.parametrize("why", ["drafts", "preempted", "a new one", "unknown", "another graph"])
+def test_other_steps_that_lack_a_request_are_told_one_thing_after_the_other(leaving, why):
+    rig = leaving
+    if why == "drafts":
+        let_draft(rig, 2, 3, 3)
+    elif why == "preempted":
+        rig.preempted.add(rig.running[0].name)
+        rig.running.pop(0)
+    elif why == "a new one":
+        rig.add("five", [*range(21, 30)])
+    elif why == "unknown":
+        rig.watch._sized.clear()
+    else:
+        rig.watch._quiet_until, rig.watch._goes_on = 0, None
+        rig.replay(8)  # nobody's
+    for _ in range(3):
+        rig.step()
+    assert rig.went in ([], [False])
+    assert rig.watch.report() == []
+    assert rig.watch.counters()["kvtxn_audit_unjudged_total"] == 0
+
+
+def test_a_step_that_lacks_a_request_takes_the_host_few_functions(leaving, monkeypatch):
+    rig, watching = leaving, leaving.runner.kvtxn_watching
+    monkeypatch.delattr(rig.watch, "go_on_without")  # the fixture's
+    entered = functions_of(watching, monkeypatch)
+    rig.step()
+    few = ["before_replay", "goes_on", "_goes_on_without", "lacks_requests", "gone_and_left"]
+    few += ["go_on_without", "lines_of", "lines_of", "padded", "go_on_with", "tell_fewer", "tell"]
+    few += ["went_on", "holds", "went_on"]
+    assert [each for each in entered if each[0] != "<"] == few
 
 
 def rejected_row(rig):
