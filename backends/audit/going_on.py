@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...audit.goes_on import Grown
+from ...audit.goes_on import Grown, Put
 from ...audit.groups import Place
 from ...audit.step import Step
 from .next_step import (
@@ -122,13 +122,7 @@ class GoingOn:
         return True
 
     def tell_fewer(
-        self,
-        step: Step,
-        accepted: Tensor,
-        sampled: Tensor,
-        grown: Grown,
-        target: Tensor,
-        lines: Sequence[int],
+        self, step: Step, accepted: Tensor, sampled: Tensor, grown: Grown, put: Put
     ) -> bool:
         """Tell the same of a step that lacks requests of the last one.
 
@@ -137,12 +131,12 @@ class GoingOn:
             accepted: as for ``tell``.
             sampled: likewise.
             grown: likewise.
-            target: as for ``NextStep.put_lines``.
-            lines: likewise.
+            put: the arguments of ``NextStep.put_lines``.
 
         Returns:
             As ``tell``; False, too, if there are too many lines.
         """
+        target, lines = put
         if len(lines) > MOST_LINES or not self.tell(accepted, sampled, grown):
             return False
         following = self._following

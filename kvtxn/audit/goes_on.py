@@ -12,6 +12,9 @@ from .step import Step
 #: For each request that gets blocks, the numbers of its new ones, by group.
 Grown = Sequence[Sequence[Sequence[int]]]
 
+#: A tensor, int64 ``[n]`` at least, on the device, and the n lines of requests that it gets.
+Put = tuple[Tensor, Sequence[int]]
+
 
 class GoesOn(Protocol):
     """Ends a step of a ledger and begins one like it; see ``Ledger.going_on``.
@@ -30,13 +33,7 @@ class GoesOn(Protocol):
         """
 
     def tell_fewer(
-        self,
-        step: Step,
-        accepted: Tensor,
-        sampled: Tensor,
-        grown: Grown,
-        target: Tensor,
-        lines: Sequence[int],
+        self, step: Step, accepted: Tensor, sampled: Tensor, grown: Grown, put: Put
     ) -> bool:
         """Tell the same, and that the step that begins lacks requests of the last one.
 
@@ -47,6 +44,5 @@ class GoesOn(Protocol):
             accepted: as for ``tell``.
             sampled: likewise.
             grown: likewise.
-            target: int64 ``[n]`` at least, on the device: gets the lines before the graph reads it.
-            lines: n lines of requests.
+            put: lines that the graph finds.
         """

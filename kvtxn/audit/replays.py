@@ -13,7 +13,7 @@ from . import arguments, checks
 from .arguments import listed
 from .books import Books
 from .exchange import Exchange
-from .goes_on import GoesOn, Grown
+from .goes_on import GoesOn, Grown, Put
 from .passes import Passes
 from .roster import Roster
 from .step import Step
@@ -162,8 +162,7 @@ class Replays(Exchange):
         accepted: Tensor,
         sampled: Tensor,
         grown: Grown,
-        target: Tensor,
-        lines: Sequence[int],
+        put: Put,
     ) -> bool:
         """End the last step, and begin one that lacks some of its requests, in one call.
 
@@ -174,8 +173,7 @@ class Replays(Exchange):
             accepted: as for ``resolve``.
             sampled: likewise.
             grown: for each request that gets blocks its new ones, by the groups of ``going_on``.
-            target: int64 ``[n]`` at least, on the device: has the lines of the graph's requests.
-            lines: what is put there, n lines.
+            put: the tensor in which the graph finds its requests' lines, and these lines.
 
         Returns:
             As for the call of ``going_on``.
@@ -184,7 +182,7 @@ class Replays(Exchange):
             ConfigError: the step does not fit the ledger.
         """
         self.require("go_on_with", step)
-        if not goes_on.tell_fewer(step, accepted, sampled, grown, target, lines):
+        if not goes_on.tell_fewer(step, accepted, sampled, grown, put):
             return False
         self._open = step
         return True

@@ -326,7 +326,7 @@ def test_a_request_left():
         fed = steps.feed()
         steps.step.lines.copy_(before)
         if turn == 0:
-            assert ledger.go_on_with(goes_on, steps.now, *waiting, steps.step.lines, lines)
+            assert ledger.go_on_with(goes_on, steps.now, *waiting, (steps.step.lines, lines))
         else:
             assert goes_on.tell(*waiting)
         steps.replay()
@@ -352,8 +352,8 @@ def test_a_request_that_left_is_not_told_after_something_else(otherwise):
     ledger, lines = steps.ledgers[1], steps.leave()
     OTHERWISE[otherwise](ledger, steps.step, counts, ids)
     before = ledger.passes.num_steps
-    target = steps.step.lines
-    assert not ledger.go_on_with(goes_on, steps.now, counts, ids, grown, target, lines)
+    put = steps.step.lines, lines
+    assert not ledger.go_on_with(goes_on, steps.now, counts, ids, grown, put)
     assert ledger.passes.num_steps == before
 
 
@@ -363,6 +363,6 @@ def test_too_many_lines_are_not_told_at_once():
     lines, target = [-1] * (MOST_LINES + 1), torch.zeros(MOST_LINES + 1, device=DEVICE).long()
     steps.leave()
     before = steps.ledgers[1].passes.num_steps
-    assert not goes_on.tell_fewer(steps.now, counts, ids, grown, target, lines)
+    assert not goes_on.tell_fewer(steps.now, counts, ids, grown, (target, lines))
     assert steps.ledgers[1].passes.num_steps == before
-    assert goes_on.tell_fewer(steps.now, counts, ids, grown, target, lines[1:])
+    assert goes_on.tell_fewer(steps.now, counts, ids, grown, (target, lines[1:]))

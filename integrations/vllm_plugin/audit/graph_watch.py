@@ -127,7 +127,7 @@ class GraphWatch(DeviceWatch):
         if goes_on is None or outcome is None or step is None or lines is None:
             return False
         put = self._buffer.all, self._buffer.padded(lines)
-        if not self.ledger.go_on_with(goes_on, step, *outcome, grown, *put):
+        if not self.ledger.go_on_with(goes_on, step, *outcome, grown, put):
             return False
         self._batch = list(names), self._buffer.holds(len(lines))
         self._left.update(dict.fromkeys(gone))

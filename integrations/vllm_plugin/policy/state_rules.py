@@ -112,11 +112,11 @@ FAST_OF_STOCK: Final[Mapping[int, float]] = {1: 0.45, 8: 0.66, 32: 0.52, 128: 0.
 
 
 #: The part of stock's time that a whole engine of that model takes per token with "fast", likewise.
-FAST_PER_TOKEN: Final[Mapping[int, float]] = {1: 0.92, 8: 0.93, 32: 0.86, 128: 0.73}
+FAST_PER_TOKEN: Final[Mapping[int, float]] = {1: 0.97, 8: 0.95, 32: 0.83, 128: 0.78}
 
 
 #: The same of an engine of Nemotron-H 8B.
-FAST_PER_TOKEN_OF_MAMBA2: Final[Mapping[int, float]] = {1: 1.02, 8: 0.89, 32: 0.74, 64: 0.70}
+FAST_PER_TOKEN_OF_MAMBA2: Final[Mapping[int, float]] = {1: 1.04, 8: 0.88, 32: 0.72, 64: 0.72}
 
 
 def measured_fast(recurrent: str | None) -> str:
