@@ -149,4 +149,6 @@ class GoingOn:
         number = self._row[REQUESTS] = step.lines.shape[0]
         self._shapes = (torch.Size([number]), torch.Size([number, sampled.shape[1]]))
         self._waiting.went_on(step)
+        following.told += 1
+        self._told = following.told
         return True

@@ -89,7 +89,7 @@ class NextStep:
         blocks: blocks in the record of the next step.
         lines: lines in it.
         resolves: it has the outcome of the last step.
-        told: how many times anything was told but by a ``GoingOn``.
+        told: how many times anything was told but by ``GoingOn.tell``.
         free_until: the device has read what was in the records of the steps before this one.
         memory: the records, row by row.
         held: the tensors of the outcome that was put last.
@@ -154,7 +154,7 @@ class NextStep:
         """
         if self.lines or len(lines) > MOST_LINES:
             return False
-        if self.steps + 1 == self._closed or not self.may_fill():
+        if self.is_read() or not self.may_fill():
             return False
         step, memory = self.steps + 1, self.memory
         begin = step % RECORDS * COLUMNS
@@ -178,7 +178,7 @@ class NextStep:
             nothing was put then.
         """
         step, waiting = self.steps + 1, self.blocks
-        if step == self._closed or not self.may_fill():
+        if self.is_read() or not self.may_fill():
             return False
         memory, begin = self.memory, step % RECORDS * COLUMNS
         for place, blocks in given:
@@ -233,7 +233,12 @@ class NextStep:
         step = self.steps + 1
         self.memory[step % RECORDS * COLUMNS + part] = _NONE
         self._closed = step
+        self.told += 1
         return self.records[step % RECORDS]
+
+    def is_read(self) -> bool:
+        """Tell whether a launch reads the next step's record: lines and blocks stay there."""
+        return self.steps + 1 == self._closed
 
     def may_fill(self) -> bool:
         """Tell whether the next step's record may be filled: graphs look for it, it was read."""

@@ -157,8 +157,8 @@ class TritonPasses(Passes):
         self, accepted: Tensor, sampled: Tensor, besides: int, places: Sequence[Place | None]
     ) -> GoingOn | None:
         """Return a call for steps like the last one, as ``Passes.going_on`` describes."""
-        if not self._waiting.graphs_save:
-            return None  # the outcome of the step that begins could not wait
+        if not self._waiting.graphs_save or self._next.is_read():
+            return None  # the outcome of the step that begins could not wait, or blocks could not
         return GoingOn(self._waiting, accepted, sampled, besides, places)
 
     def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:

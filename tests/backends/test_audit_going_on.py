@@ -366,3 +366,30 @@ def test_too_many_lines_are_not_told_at_once():
     assert not goes_on.tell_fewer(steps.now, counts, ids, grown, (target, lines))
     assert steps.ledgers[1].passes.num_steps == before
     assert goes_on.tell_fewer(steps.now, counts, ids, grown, (target, lines[1:]))
+
+
+def test_there_is_no_call_while_a_launch_reads_the_record():
+    """A device that is behind reads it later, and would find other blocks or lines there."""
+    for settled in (
+        lambda ledger, step: (ledger.hand_out("full", [3]), ledger.publish("a", "full", [0], 0, 1)),
+        lambda ledger, step: (ledger.passes.put_later(step.lines, [0, 1]), ledger.passes.settle()),
+    ):
+        steps = Steps()
+        ledger, outcome = steps.ledgers[1], first(steps)
+        goes_on = ledger.going_on(steps.step, *outcome, 1, ["full"])
+        settled(ledger, steps.step)
+        assert not goes_on.tell(*outcome, [([9],)])
+        assert ledger.going_on(steps.step, *outcome, 1, ["full"]) is None
+        if ledger.can_wait(*outcome):  # what the launch does not read can be told
+            ledger.resolve_waiting(*outcome, 1)
+
+
+def test_a_call_is_good_until_another_one_tells_of_fewer_requests():
+    steps = Steps()
+    goes_on, (counts, ids, grown) = steady(steps)
+    ledger = steps.ledgers[1]
+    other = ledger.going_on(steps.step, counts, ids, 1, ["full"])
+    put = steps.step.lines, steps.leave()
+    assert ledger.go_on_with(goes_on, steps.now, counts, ids, grown, put)
+    assert not other.tell(counts, ids, [])
+    assert goes_on.tell(counts[1:], ids[1:], [])

@@ -84,6 +84,7 @@ class DeviceWatch(Watch):
         self._awaits = False  # a step was told whose samples are not known yet
         self._copies: dict[tuple[int, int], Tensor] = {}
         self._glance: Glance | None = None
+        self._looked = 0  # the step at which it was looked last
         self._spare: Glance | None = None
         self._peers: Final = Peers(self.ledger)
         self._published: Final = PublishedBlocks(self.ledger, groups.values(), drafts)
@@ -97,7 +98,7 @@ class DeviceWatch(Watch):
         """Watch from now on: the engine has warmed up."""
         self.begun = True
         self._glance = None
-        self.steps = 0
+        self.steps = self._looked = 0
         self._peers.restart()
         self.found.take_wrong()
         try:
@@ -283,7 +284,7 @@ class DeviceWatch(Watch):
     # -- what came of it ---------------------------------------------------------------------
 
     def _look(self, number: int) -> None:
-        """Log what an earlier look saw, and look again now and then.
+        """Log what an earlier look saw, and look again now and then; once for each step.
 
         Args:
             number: of the step that is about to be told.
@@ -292,6 +293,9 @@ class DeviceWatch(Watch):
             AuditError: there is a violation, and ``on_violation`` is "raise".
             WindowStateError: graphs were replayed of which nobody was told.
         """
+        if number == self._looked:
+            return
+        self._looked = number
         if self._glance is not None and self._glance.ready:
             glance, self._glance = self._glance, None
             self._spare = glance

@@ -122,9 +122,11 @@ class GraphWatch(DeviceWatch):
         outcome, goes_on, number = self.outcome, self._goes_on, self.steps + 1
         last, lines = self._last, self.ledger.lines_of(names)
         step = None if last is None else self._sized.get((len(names), last.drafts is None))
+        if outcome is None or step is None or lines is None:
+            return False
         if goes_on is None or number >= self._quiet_until:
             goes_on = self._goes_on = self._going_on(number)
-        if goes_on is None or outcome is None or step is None or lines is None:
+        if goes_on is None:
             return False
         put = self._buffer.all, self._buffer.padded(lines)
         if not self.ledger.go_on_with(goes_on, step, *outcome, grown, put):

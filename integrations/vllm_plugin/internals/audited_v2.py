@@ -98,7 +98,7 @@ def note_requests(known: dict[str, Told], scheduler_output: Any) -> None:
 
 def gone_and_left(batch: Any, scheduler_output: Any) -> tuple[Iterable[str], Sequence[str]]:
     """Return the names of the requests that ended before a step, and of those that it has."""
-    return scheduler_output.finished_req_ids, batch.req_ids
+    return sorted(scheduler_output.finished_req_ids), batch.req_ids
 
 
 def num_rows(batch: Any) -> int:

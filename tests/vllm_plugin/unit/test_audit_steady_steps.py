@@ -254,6 +254,28 @@ def test_a_step_that_lacks_a_request_takes_the_host_few_functions(leaving, monke
     assert [each for each in entered if each[0] != "<"] == few
 
 
+@pytest.mark.parametrize("refuses", ["step", "ledger"])
+def test_a_call_that_is_refused_has_looked_once(leaving, refuses, monkeypatch):
+    """The step is told one thing after the other then, and one look was for it."""
+    rig, looked = leaving, []
+    glance = rig.watch.ledger.glance
+    monkeypatch.setattr(
+        rig.watch.ledger,
+        "glance",
+        lambda *given, **named: looked.append(1) or glance(*given, **named),
+    )
+    monkeypatch.setattr("kvtxn.integrations.vllm_plugin.audit.device_watch._LOOK_EVERY", 1)
+    rig.watch._quiet_until = 0
+    if refuses == "step":
+        rig.watch._sized.clear()
+    else:
+        rig.watch.ledger.go_on_with = lambda *given: False
+    before = rig.watch.steps
+    rig.step()
+    assert rig.went == [False]
+    assert (rig.watch.steps - before, len(looked)) == (1, 1)
+
+
 def rejected_row(rig):
     """One more draft counts as accepted than was sampled, and its row is read."""
     rig.wrong_count = 1
