@@ -3,7 +3,7 @@
 Workloads of `kvtxn audit` run at the same time: conversations with aborts, streaming sessions,
 common beginnings, more requests than blocks, and rows that leave through a connector and return. A
 soak comes in pieces, each with a fresh engine: `--save NAME` adds them to one file, as long as the
-settings are the same. `--policy stock` is the control.
+settings are the same. Several pieces can run at once. `--policy stock` is the control.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import argparse
 import json
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +26,7 @@ from ...errors import ConfigError
 from ...integrations.audit_command.command import PLAIN
 from ...integrations.audit_command.engine import offloading
 from ...integrations.audit_command.workloads import WORKLOADS
+from ...integrations.serving.engine_process import EngineProcess, ending_with
 from ..common import machine
 from . import piece as pieces
 from .drafter import fit
@@ -46,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("--seconds", type=natural, default=60, help="of each piece (60)")
     parser.add_argument("--pieces", type=natural, default=1, help="pieces to play (1)")
+    parser.add_argument("--at-once", type=natural, default=1, help="pieces beside each other (1)")
     parser.add_argument("--policy", choices=POLICIES, default="auto")
     parser.add_argument("--drafter", choices=DRAFTERS, default="ngram")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
@@ -75,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kvtxn-soak-") as folder:
         engine_args, about = engine_of(args, Path(folder))
         kept = _before(path, settings(args, about))
-        for _ in range(args.pieces):
-            _play(args, engine_args, kept, path)
+        _play(args, engine_args, _Kept(kept, path))
     verdict = judge(kept["pieces"], windows=args.policy != "stock")
     if args.json:
         said = {"seconds": verdict.seconds, "halves": verdict.halves, "wrong": verdict.wrong}
@@ -144,34 +148,67 @@ def _before(path: Path | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _play(
-    args: argparse.Namespace, engine_args: dict[str, Any], kept: dict[str, Any], path: Path | None
-) -> None:
-    """Play one more piece; the file has it from its first sample on."""
-    before, number = kept["pieces"], len(kept["pieces"])
-    piece = Piece(
-        engine_args=engine_args,
-        workloads=tuple(args.workloads),
-        requests=args.requests,
-        seconds=args.seconds,
-        every=args.every,
-        patience=args.patience,
-        seed=args.seed + number,
-    )
+class _Kept:
+    """The pieces of a soak; the file has each of them from its first sample on.
 
-    told = 0
+    Args:
+        found: the file's content, with the pieces before these.
+        path: of the file; None without one.
+    """
 
-    def keep(report: Mapping[str, Any]) -> None:
-        nonlocal told
-        kept["machine"] = machine.describe()
-        kept["pieces"] = [*before, {"machine": kept["machine"], "seed": piece.seed, **report}]
-        if path is not None:
-            path.write_text(json.dumps(kept, indent=1) + "\n")
-        if len(report["samples"]) > told:
-            told = len(report["samples"])
-            print(line(number, report["samples"][-1]), file=sys.stderr, flush=True)
+    def __init__(self, found: dict[str, Any], path: Path | None) -> None:
+        self._found, self._path = found, path
+        self._before: Final = list(found["pieces"])
+        self._reports: Final[dict[int, dict[str, Any]]] = {}
+        self._lock: Final = threading.Lock()
+        self.first: Final = len(self._before)
 
-    keep(pieces.run(piece, not args.no_texts, keep))
+    def keep(self, piece: Piece, number: int, report: Mapping[str, Any]) -> None:
+        """Write down what a piece says so far, and print a line for each new sample."""
+        with self._lock:
+            told = len(self._reports.get(number, {"samples": ()})["samples"])
+            here = self._found["machine"] = machine.describe()
+            own = {**report, "samples": list(report["samples"])}  # its thread adds to them
+            self._reports[number] = {"machine": here, "seed": piece.seed, **own}
+            self._found["pieces"] = [
+                *self._before,
+                *(each for _, each in sorted(self._reports.items())),
+            ]
+            if self._path is not None:
+                self._path.write_text(json.dumps(self._found, indent=1) + "\n")
+            if len(own["samples"]) > told:
+                print(line(number, own["samples"][-1]), file=sys.stderr, flush=True)
+
+
+def _play(args: argparse.Namespace, engine_args: dict[str, Any], kept: _Kept) -> None:
+    """Play the pieces, so many at once."""
+    stops: list[EngineProcess] = []
+    ends = threading.Event()
+
+    def play(number: int) -> None:
+        if ends.is_set():
+            return
+        piece = Piece(
+            engine_args=engine_args,
+            workloads=tuple(args.workloads),
+            requests=args.requests,
+            seconds=args.seconds,
+            every=args.every,
+            patience=args.patience,
+            seed=args.seed + number,
+        )
+        keep = partial(kept.keep, piece, number)
+        keep(pieces.run(piece, not args.no_texts, keep, stops))
+
+    with ThreadPoolExecutor(args.at_once) as threads, ending_with(stops):
+        played = [threads.submit(play, kept.first + number) for number in range(args.pieces)]
+        try:
+            done, _ = wait(played, return_when=FIRST_EXCEPTION)
+            for each in done:
+                each.result()
+        except BaseException:
+            ends.set()  # no other piece begins, and those that are played have their engines ended
+            raise
 
 
 def line(number: int, sample: Mapping[str, Any]) -> str:

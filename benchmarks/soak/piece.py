@@ -10,7 +10,6 @@ from ...integrations.serving.engine_process import (
     EngineError,
     EngineProcess,
     calling,
-    ending_with,
 )
 from .client import Said
 from .engine import Piece
@@ -34,13 +33,19 @@ _PATIENCE: Final = 900.0
 _TEXTS: Final = ("texts", "same", "near", "other")
 
 
-def run(piece: Piece, compared: bool, keep: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+def run(
+    piece: Piece,
+    compared: bool,
+    keep: Callable[[Mapping[str, Any]], None],
+    stops: list[EngineProcess],
+) -> dict[str, Any]:
     """Play one piece.
 
     Args:
         piece: the piece.
         compared: compare some texts with a stock engine's.
         keep: is given the report as it is so far, whenever it has changed.
+        stops: gets the piece's processes; who stops them ends the piece.
 
     Returns:
         The report: ``engine`` in words; ``samples``, see ``engine``; ``texts``, see
@@ -55,11 +60,16 @@ def run(piece: Piece, compared: bool, keep: Callable[[Mapping[str, Any]], None])
         processes.append(stock)
         stock.send(without_windows(piece.engine_args))
     soaked.send(piece)
+    stops += processes
+    patience = 0.0
     try:
-        with ending_with(processes):
-            _listen(report, soaked, stock, keep)
+        _listen(report, soaked, stock, keep)
+        patience = 30.0
     except EngineError as error:
         report["error"] = str(error)[-4000:]
+    finally:
+        for each in processes:
+            each.stop(patience=patience)
     return report
 
 

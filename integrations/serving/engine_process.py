@@ -138,12 +138,14 @@ class EngineProcess:
         return answer
 
     def stop(self, last: object = None, patience: float = 30.0) -> None:
-        """End the process and every process that it started.
+        """End the process and every process that it started; a second time does nothing.
 
         Args:
             last: a command after which the engine ends by itself; None if no command does that.
             patience: seconds that the engine may take to end by itself; after an error none.
         """
+        if self._pipe.closed:
+            return
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if not self._failed and patience and last is not None:
                 self._pipe.send(last)
