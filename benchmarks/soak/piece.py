@@ -58,9 +58,10 @@ def run(
     if compared:
         stock = _process("reference", "stock")
         processes.append(stock)
+    stops += processes
+    if stock is not None:
         stock.send(without_windows(piece.engine_args))
     soaked.send(piece)
-    stops += processes
     patience = 0.0
     try:
         _listen(report, soaked, stock, keep)
