@@ -63,7 +63,15 @@ def _host(engine: Mapping[str, Any]) -> list[str]:
     clocked = next(iter(engine.get("host_us") or ()), None)
     if clocked is None:
         return ["-"] * 3
-    return [f"{clocked[part]:.0f}" for part in ("begin", "commit", "both")]
+    return [*(f"{clocked[part]:.0f}" for part in ("begin", "commit")), both(clocked)]
+
+
+def both(clocked: Mapping[str, float]) -> str:
+    """Show the host's time before and after the forward: its median and, if known, quartiles."""
+    whole = f"{clocked['both']:.0f}"
+    if "lower" not in clocked:  # a result from before they were written
+        return whole
+    return f"{whole} ({clocked['lower']:.0f} to {clocked['upper']:.0f})"
 
 
 def _memory(ranks_of: Mapping[str, Any]) -> str:

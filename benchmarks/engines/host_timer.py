@@ -48,7 +48,8 @@ def clock(worker: Any, on: bool) -> dict[str, float] | None:
 
     Returns:
         At the end: how many steps had a window (or were audited), and the medians over them of
-        ``begin``, ``commit`` and their sum, in microseconds. None where there were none.
+        ``begin``, ``commit`` and their sum, in microseconds; of the sum the quartiles, too, since
+        steps in which a request comes or leaves take longer. None where there were none.
     """
     runner = workers.runner_of_worker(worker)
     if on:
@@ -82,10 +83,13 @@ class _Clock(abc.ABC):
             delattr(owner, name)
         if not self._seen:
             return None
-        sums = [sum(each.values()) for each in self._seen]
+        sums = [1e6 * sum(each.values()) for each in self._seen]
         found = {part: statistics.median(each[part] for each in self._seen) for part in _CALLS}
         found = {part: 1e6 * seconds for part, seconds in found.items()}
-        return {"steps": len(sums), **found, "both": 1e6 * statistics.median(sums)}
+        lower, both, upper = (
+            statistics.quantiles(sums, method="inclusive") if len(sums) > 1 else 3 * sums
+        )
+        return {"steps": len(sums), **found, "both": both, "lower": lower, "upper": upper}
 
     def _timed(self, own: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

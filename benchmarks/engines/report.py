@@ -9,7 +9,7 @@ import attrs
 
 from ..common.markdown import machine_line, table
 from ..common.paired_stats import LEVEL, compare
-from .audit_report import audit
+from .audit_report import audit, both
 from .cell import by_policy, first_tokens
 from .load import COLUMNS, Point, load, name
 from .options import asked
@@ -223,10 +223,12 @@ def clocked(result: Mapping[str, Any]) -> str:
     for cell in result["cells"]:
         for label in by_policy(cell):
             [found, *_] = cell["engines"][label]["host_us"]
-            times = [f"{found[part]:.0f}" for part in ("begin", "commit", "both")]
+            times = [*(f"{found[part]:.0f}" for part in ("begin", "commit")), both(found)]
             rows.append([label, str(cell["requests"]), f"{found['steps']:.0f}", *times])
     header = ["policy", "requests", "steps", "before the forward", "after sampling", "both"]
-    return f"{table(header, rows)}\n\nMicroseconds, medians. {machine_line(result['machine'])}."
+    known = any("(" in row[-1] for row in rows)
+    times = f"Microseconds, medians{' (quartiles)' if known else ''}."
+    return f"{table(header, rows)}\n\n{times} {machine_line(result['machine'])}."
 
 
 def _counters(cell: Cell) -> list[Mapping[str, float]]:

@@ -43,7 +43,7 @@ ENGINE = {
 }
 ROUND = {"seconds": float, "generated": int, "drafted": int, "accepted": int, "digest": str}
 ROUND |= {"first_token_ms": float, "per_token_ms": float}
-CLOCK = {"steps": int, "begin": float, "commit": float, "both": float}
+CLOCK = {"steps": int, **dict.fromkeys(("begin", "commit", "both", "lower", "upper"), float)}
 AUDIT = dict.fromkeys(("steps", "rows", "states", "violations", "unjudged"), int)
 AUDIT |= {"kinds": dict, "first": list}
 MEMORY = dict.fromkeys(("taken", "formula", "slots", "positions", "checksums", "constant"), int)
@@ -99,6 +99,7 @@ def test_the_json_has_its_shape(result):
                 [clocked] = engine["host_us"]
                 check(clocked, CLOCK)
                 assert 0 < max(clocked["begin"], clocked["commit"]) < clocked["both"]
+                assert clocked["lower"] <= clocked["both"] <= clocked["upper"]
 
 
 def test_policies_accept_what_stock_accepts(result):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvtxn.benchmarks.engines import host_timer
+from kvtxn.benchmarks.engines.audit_report import both
 from kvtxn.benchmarks.engines.host_timer import clock
 
 
@@ -88,6 +89,33 @@ def test_a_step_is_all_its_calls(kind, begin, commit):
     assert found["begin"] == pytest.approx(begin)
     assert found["commit"] == pytest.approx(commit)
     assert found["both"] == pytest.approx(begin + commit)
+
+
+def test_quartiles_show_the_steps_that_take_longer():
+    """One step in four takes three times as long: the median is the others'."""
+    steps = Steps()
+    timed = worker(steps)
+    clock(timed, True)
+    for number in range(8):
+        for _ in range(3 if number % 4 == 3 else 1):
+            steps.begin()
+        steps.commit("committed")
+    found = clock(timed, False)
+    assert found["both"] == found["lower"] == pytest.approx(7000)
+    assert found["upper"] == pytest.approx(8000)
+    assert both(found) == "7000 (7000 to 8000)"
+
+
+def test_quartiles_of_a_single_step():
+    """All are its time; a result without them shows the median alone."""
+    steps = Steps()
+    timed = worker(steps)
+    clock(timed, True)
+    steps.begin()
+    steps.commit("committed")
+    found = clock(timed, False)
+    assert found["lower"] == found["both"] == found["upper"] == pytest.approx(7000)
+    assert both({"both": 41.3}) == "41"
 
 
 class States:
