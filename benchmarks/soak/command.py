@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -41,6 +42,8 @@ _SETTINGS: Final = {"max_num_seqs": 16, "num_gpu_blocks_override": _BLOCKS}
 #: A small cache whose size is not measured: other processes may take and give back memory.
 _ON_GPU: Final = {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 64 << 20}
 _DRAFTS: Final = 4
+#: Seconds between two writes of the file, which is written as a whole.
+_BETWEEN_WRITES: Final = 5.0
 DRAFTERS: Final = ("ngram", "eagle")
 POLICIES: Final = ("auto", "deferred", "undo", "stock")
 
@@ -149,7 +152,10 @@ def _before(path: Path | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Kept:
-    """The pieces of a soak; the file has each of them from its first sample on.
+    """The pieces of a soak, and the file that has them, no more than seconds behind.
+
+    Pieces that are played at once wait for this: an engine stands still while what it says is not
+    read. So the machine, which takes a second to describe, is described once.
 
     Args:
         found: the file's content, with the pieces before these.
@@ -158,26 +164,36 @@ class _Kept:
 
     def __init__(self, found: dict[str, Any], path: Path | None) -> None:
         self._found, self._path = found, path
+        self._here: Final = machine.describe()
         self._before: Final = list(found["pieces"])
         self._reports: Final[dict[int, dict[str, Any]]] = {}
-        self._lock: Final = threading.Lock()
+        self._lock: Final = threading.RLock()
+        self._next_write = 0.0
         self.first: Final = len(self._before)
 
     def keep(self, piece: Piece, number: int, report: Mapping[str, Any]) -> None:
-        """Write down what a piece says so far, and print a line for each new sample."""
+        """Take over what a piece says so far, and print a line for each new sample."""
         with self._lock:
             told = len(self._reports.get(number, {"samples": ()})["samples"])
-            here = self._found["machine"] = machine.describe()
             own = {**report, "samples": list(report["samples"])}  # its thread adds to them
-            self._reports[number] = {"machine": here, "seed": piece.seed, **own}
+            self._reports[number] = {"machine": self._here, "seed": piece.seed, **own}
+            self._found["machine"] = self._here
             self._found["pieces"] = [
                 *self._before,
                 *(each for _, each in sorted(self._reports.items())),
             ]
-            if self._path is not None:
-                self._path.write_text(json.dumps(self._found, indent=1) + "\n")
             if len(own["samples"]) > told:
                 print(line(number, own["samples"][-1]), file=sys.stderr, flush=True)
+            if time.monotonic() >= self._next_write:
+                self.write()
+
+    def write(self) -> None:
+        """Write the file, if there is to be one."""
+        if self._path is None:
+            return
+        with self._lock:
+            self._path.write_text(json.dumps(self._found, indent=1) + "\n")
+            self._next_write = time.monotonic() + _BETWEEN_WRITES
 
 
 def _play(args: argparse.Namespace, engine_args: dict[str, Any], kept: _Kept) -> None:
@@ -199,6 +215,7 @@ def _play(args: argparse.Namespace, engine_args: dict[str, Any], kept: _Kept) ->
         )
         keep = partial(kept.keep, piece, number)
         keep(pieces.run(piece, not args.no_texts, keep, stops))
+        kept.write()
 
     with ThreadPoolExecutor(args.at_once) as threads, ending_with(stops):
         played = [threads.submit(play, kept.first + number) for number in range(args.pieces)]
@@ -208,6 +225,7 @@ def _play(args: argparse.Namespace, engine_args: dict[str, Any], kept: _Kept) ->
                 each.result()
         except BaseException:
             ends.set()  # no other piece begins, and those that are played have their engines ended
+            kept.write()
             raise
 
 

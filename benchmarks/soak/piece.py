@@ -87,7 +87,9 @@ def _listen(
             report["samples"].append(told["sample"])
         elif "said" not in told:
             report |= told
-        elif judge is not None:
+        elif judge is None:
+            continue
+        else:
             judge.take(told["said"])
         keep(report)
     while judge is not None and judge.waits:

@@ -47,9 +47,9 @@ class Playing:
 def play(monkeypatch):
     """A function that plays pieces, and returns what was kept."""
 
-    def playing(played, path, *, pieces, at_once, before=()):
+    def playing(played, path, *, pieces, at_once, before=(), describe=lambda: {"gpu": None}):
         monkeypatch.setattr(command.pieces, "run", played.run)
-        monkeypatch.setattr(command.machine, "describe", lambda: {"gpu": None})
+        monkeypatch.setattr(command.machine, "describe", describe)
         monkeypatch.setattr(command, "line", lambda number, sample: f"{number}: {sample['at']}")
         given = {"pieces": pieces, "at_once": at_once, "workloads": ["chat"], "requests": 8}
         given |= {"seconds": 1, "every": 1.0, "patience": 1.0, "seed": 40, "no_texts": True}
@@ -74,6 +74,31 @@ def test_pieces_that_are_played_at_once_are_kept_in_their_order(play, tmp_path, 
     said = capsys.readouterr().err.split("\n")[:-1]
     assert sorted(said) == sorted(f"{number}: {at}" for number in (1, 2, 3) for at in (0, 1))
     assert played.compared == [False] * 3
+
+
+def test_a_sample_costs_no_description_of_the_machine(play, tmp_path):
+    """It takes a second, in which every engine that is played would wait to be heard."""
+    described = []
+    path = tmp_path / "soak.json"
+    found = play(
+        *(Playing(3), path),
+        **{"pieces": 3, "at_once": 3, "describe": lambda: described.append(0) or {"gpu": None}},
+    )
+    assert len(described) == 1
+    assert [each["machine"] for each in found["pieces"]] == [{"gpu": None}] * 3
+
+
+def test_the_file_is_not_written_for_every_sample(play, tmp_path, monkeypatch):
+    """It grows with the soak; but at the end, and after a failure, it has all."""
+    writes, path = [], tmp_path / "soak.json"
+    write = command._Kept.write
+    monkeypatch.setattr(command._Kept, "write", lambda kept: (writes.append(0), write(kept)))
+    found = play(Playing(3), path, pieces=3, at_once=3)
+    assert len(writes) == 4  # the first sample, and three ends
+    assert json.loads(path.read_text()) == found
+    with pytest.raises(OSError, match="no space left"):
+        play(Playing(3, fails=41), path, pieces=3, at_once=3)
+    assert [len(each["samples"]) for each in json.loads(path.read_text())["pieces"]] == [2, 2, 2]
 
 
 def test_no_more_pieces_are_played_at_once_than_asked_for(play):

@@ -52,8 +52,9 @@ SERVERS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
         ),
     ),
 }
-#: Requests that push the rows of earlier ones out of the cache, which has room for eight.
-MANY = 24
+#: Requests that push the rows of earlier ones out of the cache, which has room for five of them,
+#: and tokens of their prompts: a connector brings whole blocks, which are of 32 tokens.
+MANY, LONG = 24, 100
 
 
 def gpus(name: str) -> int:
@@ -79,10 +80,11 @@ def serve(name: str, folder: Path) -> dict[str, Any]:
 def _asked(server: Server, active: int, connected: bool) -> dict[str, Any]:
     """Read the page once it has caught up with these requests."""
     server.page_when(lambda page: page.sum("kvtxn_active") == active)
-    tokens = requests(server, count=8)
     if connected:  # the first ones' rows come back
-        tokens += requests(server, count=MANY)
-        tokens += requests(server, count=8)
+        tokens = requests(server, count=MANY, shortest=LONG)
+        tokens += requests(server, count=8, shortest=LONG)
+    else:
+        tokens = requests(server, count=8)
     drafted = server.page_when(lambda page: page.sum(DRAFTED) > 0).sum(DRAFTED)
     page = server.page_when(lambda page: page.sum("kvtxn_rows_staged_total") >= drafted)
     return {"tokens": sum(map(len, tokens)), **numbers(page), "curl": curled(server)}

@@ -124,9 +124,13 @@ class Server:
         return page
 
 
-def requests(server: Server, count: int = 4, tokens: int = 48) -> list[list[int]]:
+def requests(
+    server: Server, count: int = 4, tokens: int = 48, shortest: int = 20
+) -> list[list[int]]:
     """Requests of different lengths that repeat themselves, so that n-grams are found."""
-    prompts = [[(7 * start + i % 5) % VOCAB for i in range(20 + start)] for start in range(count)]
+    prompts = [
+        [(7 * start + i % 5) % VOCAB for i in range(shortest + start)] for start in range(count)
+    ]
     return [server.complete(prompt, tokens) for prompt in prompts]
 
 
