@@ -26,11 +26,13 @@ class VerifyOps(abc.ABC):
 
     Attributes:
         name: of the kernel.
+        exact: whether the kernel can verify without writing a state; if not, it is stock's alone.
         nbytes: bytes that were allocated for the rows that wait for a commit, and for the tables.
         formula: the same by formula; None where the kernel is none of vLLM's.
     """
 
     name: str
+    exact: bool = True
     formula: int | None = None
 
     def __init__(self, load: StateWorkload) -> None:

@@ -210,6 +210,11 @@ class FusedOps(GatedDeltaOps):
 
     name = "vLLM's, fused"
 
+    def __init__(self, load: StateWorkload) -> None:
+        # A window's table has a column more than stock's: the state that the rows begin with.
+        self.exact = load.case.drafts + 2 <= _FUSED_COLUMNS
+        super().__init__(load)
+
     @classmethod
     def takes(cls, load: StateWorkload) -> bool:
         """Tell whether there is such a kernel, and it takes these states."""
@@ -219,7 +224,7 @@ class FusedOps(GatedDeltaOps):
             and vllm_operators.has_gated_delta_fused()
             and {shape.key_size, shape.value_size} == {128}
             and shape.heads // shape.key_heads in (1, 2, 3, 4, 8)
-            and case.drafts + 2 <= _FUSED_COLUMNS
+            and case.drafts + 1 <= _FUSED_COLUMNS
         )
 
     def _layer_class(self) -> type[_Layer]:

@@ -88,6 +88,22 @@ def test_a_case_is_checked_and_timed(operators, model, dtype):
     assert len(recurrent.lines(row)) == 3
 
 
+def test_a_kernel_that_no_window_verifies_by_is_stocks_alone(monkeypatch):
+    """The fast kernels are compared with it, and nothing else is."""
+    monkeypatch.setattr(vllm_state_ops, "find_spec", lambda _: None)
+    monkeypatch.setattr(vllm_state_ops.OwnOps, "exact", False)
+    row = recurrent.measure(StateCase(TINY[0], "float32", 2, 2), DEVICE, clock, turns=1)
+    [(name, kernel)] = row["kernels"].items()
+    assert kernel == {"us": {"stock": 60.0}}
+    fast = row["fast"]["us"]["fast"] / kernel["us"]["stock"]
+    assert row["fast"]["of_stock"][name]["median"] == pytest.approx(fast, abs=1e-4)
+    assert f"{name}: stock 60.0" in recurrent.lines(row)[0]
+    text = recurrent.report(
+        {"rows": [row], "machine": {"torch": "2", "commit": "0", "command": "c", "gpu": "g"}}
+    )
+    assert text.count(f"{TINY[0]}, float32, {name}") == 1
+
+
 @pytest.mark.parametrize("spoiled", ["stock", "commit", "another"])
 def test_wrong_states_are_found(monkeypatch, spoiled):
     """Nothing is timed after a commit that is not stock's."""
