@@ -1,10 +1,11 @@
-"""The record of states, the audit, KV connectors and stages on GPUs, and the page drawn from it.
+"""The record of states, the audit, connectors, stages and servers on GPUs; the page drawn from it.
 
 python tests/gpu/gpu_seen.py states REPORTS.json COMMIT      what ``try_states.py`` left
 python tests/gpu/gpu_seen.py fast REPORTS.json COMMIT        the same: engines named fast
 python tests/gpu/gpu_seen.py audit FOLDER COMMIT             what ``gpu_audit.py`` left
 python tests/gpu/gpu_seen.py connectors REPORTS.json COMMIT  what ``pytest -k connectors`` left
 python tests/gpu/gpu_seen.py stages FOLDER COMMIT            what ``try_stages.py`` left
+python tests/gpu/gpu_seen.py servers RECORD.json COMMIT      what ``gpu_serve.py`` wrote
 python tests/gpu/gpu_seen.py                                 draws again
 
 A record is taken over engine by engine: what a run left out keeps what an older one said. A run
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,9 @@ HERE: Final = Path(__file__).parent
 for _folder in (".", "..", "../serving", "../vllm_plugin/grid", "../vllm_plugin/audit"):
     sys.path.insert(0, str(HERE / _folder))
 
+import seen_servers  # noqa: E402
 import seen_stages  # noqa: E402
+import seen_texts as texts  # noqa: E402
 from kvtxn.benchmarks.common.markdown import table  # noqa: E402
 
 #: How far a state may be off, see ``state_recurrence.TOLERANCE``.
@@ -31,61 +34,6 @@ STATES_OFF: Final = "2^-18 (float32) or 2^-8 (bfloat16)"
 
 RECORD: Final = HERE / "seen.json"
 PAGE: Final = HERE / "SEEN.md"
-
-HEAD: Final = """# Recurrent states, the audit, KV connectors and pipeline stages on a GPU
-
-What real engines showed on {machine}, drawn by `python tests/gpu/gpu_seen.py`. Models are small and
-have random weights. Each engine has a process of its own.
-"""
-STATES: Final = """## Recurrent states
-
-`python tests/gpu/try_states.py`: `recurrent="exact"` beside stock vLLM over the same requests,
-drafts accepted by lot. *States* are compared request by request after every step, all layers, by
-the digest of their bytes; *blocks* is how many state blocks a request has. *Requests at once* is
-what vLLM says fits into the same memory. *After a fault*: launches of commits that were made to
-fail were repeated, and the tokens are stock's. In engines named *cached* the prefix cache keeps
-states: those at the ends of blocks are compared, too, and *from the cache* counts the prompt tokens
-that were found there. In those named *left* every third request is aborted in the middle; *eagle*
-has a drafter that reads hidden states, and a layer of *falcon* has a state beside its attention.
-"""
-FAST: Final = """## Recurrent states by kvtxn's own kernels
-
-`python tests/gpu/try_states.py`: `recurrent="fast"` beside stock, gated delta nets and Mamba-2;
-in rows named *vLLM's* stock by one of vLLM's two kernels beside stock by the other. Tokens may
-part at near-ties: *gap* is the most by which stock's best logit leads that of the token which the
-other engine took, *noise* the most that a logit differs by after the same tokens, in steps of
-bfloat16, of at most {near} and {noise}. After each commit all states are compared with a
-recurrence in float64 over the kept rows: *off* counts those whose difference is more than
-{tolerance} of the state's largest number, and *worst* is the largest difference; *ends* counts
-those among them that commits left at the ends of blocks, for the prefix cache. *Preempted*
-requests are computed again; stock has blocks for all there, and drafts are accepted where the
-model says the same. *From the cache* counts prompt tokens whose states came from there. *Strays*
-counts states that a forward changed, *elsewhere* blocks of other requests that a step changed; -
-was not watched. *After a fault*: launches of commits that were made to fail were repeated, and
-the engine gave the same tokens again. *Wrong counts*: commits took in one row more or less than
-was accepted; so many states were off, of so many.
-"""
-AUDIT: Final = """## The audit
-
-`python tests/gpu/gpu_audit.py`: each engine runs scenarios without the audit and with it. *Texts*
-counts requests that say the same both times where nothing is drawn by lot and nothing depends on
-time; *wrong* is how many violations were reported though nothing was planted. *Faults* are planted
-one after the other: found means that the report names the request, the position and the slot.
-*Rows brought* came back through a KV connector. *Contained* counts faults after which every text,
-those of the requests that were computed again included, is the one without the fault. With *poison*
-what is dead was filled with NaN, so that a kernel that reads it would show it; a write into a dead
-row, which nobody reads, was reported nowhere. In *aligned* engines the prefix cache keeps states;
-in those named *held* kvtxn's windows hold them. *Failed* counts forwards that were made to fail,
-before or after the GPU computed them, in an engine that went on: whoever read their rows was told.
-"""
-CONNECTORS: Final = """## KV connectors
-
-`pytest tests/gpu -k connectors`: requests that come back through a connector (the prefix cache was
-emptied, or they were preempted, or come to a second engine). An oracle compares each byte that
-leaves with what is durable. *Not durable* counts, after every step, the rows in the cache that no
-accepted token left: an engine with windows has some only of steps that were *bypassed*, and stock
-of each rejected draft.
-"""
 
 
 # -- records ------------------------------------------------------------------------
@@ -267,13 +215,14 @@ def connectors(reports: Mapping[str, Any]) -> dict[str, Any]:
 def draw(record: Mapping[str, Any]) -> str:
     """Draw the page."""
     machine = next(iter(record["states"].values()))["machine"].partition("+")[0]
-    parts = [HEAD.format(machine=machine)]
+    parts = [texts.HEAD.format(machine=machine)]
     for kind, head, body in (
-        ("states", STATES, _states),
+        ("states", texts.STATES, _states),
         ("fast", fast_head(), _fast),
-        ("audit", AUDIT, _audit),
-        ("connectors", CONNECTORS, _connectors),
-        ("stages", seen_stages.HEAD, _stages),
+        ("audit", texts.AUDIT, _audit),
+        ("connectors", texts.CONNECTORS, _connectors),
+        ("stages", seen_stages.HEAD, _by(seen_stages)),
+        ("servers", seen_servers.HEAD, _by(seen_servers)),
     ):
         parts += [head, body(record[kind])] if kind in record else []
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
@@ -304,7 +253,7 @@ def fast_head() -> str:
     """Say what the columns are, and what is allowed."""
     from gpu_ties import NEAR, NOISE
 
-    return FAST.format(near=NEAR, noise=NOISE, tolerance=STATES_OFF)
+    return texts.FAST.format(near=NEAR, noise=NOISE, tolerance=STATES_OFF)
 
 
 def _fast(engines: Mapping[str, Any]) -> str:
@@ -375,8 +324,15 @@ def _connectors(engines: Mapping[str, Any]) -> str:
     return table(header, rows) + _commits(engines.values())
 
 
-def _stages(engines: Mapping[str, Any]) -> str:
-    return seen_stages.drawn(engines) + _commits(engines.values())
+def _by(part: Any) -> Callable[[Mapping[str, Any]], str]:
+    return lambda engines: part.drawn(engines) + _commits(engines.values())
+
+
+#: By kind of record, what reduces a folder of reports, or the content of a file of them.
+REDUCERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+    **{"states": states, "fast": fast, "audit": audit, "connectors": connectors},
+    **{"stages": seen_stages.stages, "servers": seen_servers.servers},
+}
 
 
 def main() -> None:
@@ -384,11 +340,8 @@ def main() -> None:
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if len(sys.argv) > 1:
         kind, path, commit = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-        if kind in ("audit", "stages"):
-            new = {"audit": audit, "stages": seen_stages.stages}[kind](path)
-        else:
-            reduce = {"states": states, "fast": fast, "connectors": connectors}[kind]
-            new = reduce(json.loads(path.read_text()))
+        reduce = REDUCERS[kind]
+        new = reduce(path if path.is_dir() else json.loads(path.read_text()))
         release = f", vLLM {sys.argv[4]}" if len(sys.argv) > 4 else ""
         known = record.setdefault(kind, {})
         known |= {f"{name}{release}": {"commit": commit, **each} for name, each in new.items()}

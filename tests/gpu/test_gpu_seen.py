@@ -9,6 +9,7 @@ import pytest
 from gpu_seen import PAGE, RECORD, draw
 from gpu_ties import NEAR, NOISE
 from kvtxn.integrations.vllm_plugin.policy import matrix
+from test_gpu_serve import misread
 
 SEEN = json.loads(RECORD.read_text())
 
@@ -55,6 +56,14 @@ def test_fast_states_are_those_of_the_kept_rows(engine):
     assert (found["replays"] > 0) == (found["graphs"] != "NONE")
     stock, ours = found["blocks"]
     assert sum(ours) < sum(stock)
+
+
+@pytest.mark.parametrize("server", SEEN["servers"])
+def test_servers_count_what_vllm_counts(server):
+    """For every engine and rank, also as curl reads the page."""
+    found = SEEN["servers"][server]
+    curl = found["curl"] and {**found["curl"], "page": [""] * found["curl"]["lines"]}
+    assert misread(found | {"curl": curl}) == {}
 
 
 #: By the beginning of an engine's name: its model's family in the doctor's matrix, and its model.
