@@ -191,14 +191,14 @@ class TransactionManager:
         self._turn.window = window
         try:
             window._begin(slots)
-        except BaseException:
+            if shows(DEBUG):
+                log.debug(
+                    "window.begin", window=window.number, rows=window.num_rows, policy=self.policy
+                )
+        except BaseException:  # the caller gets no window that it could end
             self._turn.end()
             raise
         self._turn.begun += 1
-        if shows(DEBUG):
-            log.debug(
-                "window.begin", window=window.number, rows=window.num_rows, policy=self.policy
-            )
         return window
 
     def captured_windows(

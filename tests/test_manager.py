@@ -24,6 +24,7 @@ from kvtxn import (
     kv_window,
 )
 from kvtxn.executor import Capabilities
+from kvtxn.layout import RowLayout
 from kvtxn.manager import choose_policy
 
 
@@ -192,6 +193,44 @@ def test_events_are_logged_under_one_name(layers, caplog):
     assert [level for level, _ in events[1:]] == ["DEBUG", "DEBUG"]
     assert "window.begin" in events[1][1]
     assert "accepted=[0] never_written=1" in events[2][1]
+
+
+class FullDisk(logging.Handler):
+    """Fails for the first window that begins."""
+
+    failed = False
+
+    def emit(self, record):
+        if "window.begin" in record.getMessage() and not self.failed:
+            self.failed = True
+            raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["window", "captured"])
+def test_a_window_that_nobody_got_does_not_stay_open(layers, captured):
+    """The log fails once it has begun: nobody could end it, and the next one begins."""
+    manager = TransactionManager(layers)
+    windows = manager.captured_windows(torch.tensor([[0, 1]])) if captured else None
+
+    def begin():
+        if windows is None:
+            return manager.window(1, torch.tensor([0, 1]))
+        return windows.begin(windows.plan(RowLayout.build((1,), (1,), manager.device)))
+
+    logger, handler = logging.getLogger("kvtxn"), FullDisk()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        with pytest.raises(OSError, match="the disk is full"):
+            begin()
+        assert manager.current is None
+        window = begin()
+        assert window.number == 0
+        window.abort()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def test_repr(layers):

@@ -25,8 +25,9 @@ from .internals.dummy_steps import Dummy, Sizes
 
 #: Verify steps; each knows one more token of the model's own text, to be accepted.
 ROUNDS: Final = 3
-#: Requests of a step: one with right drafts, one with wrong ones, one without any.
-_REQUESTS: Final = 3
+#: Requests of a step that have drafts, if it has room for so many: one begins with right drafts,
+#: and one has wrong ones. Another request has none.
+_DRAFTING: Final = 2
 #: Every byte of the noise is below this, so that no number of any format is infinite or none.
 _FINITE: Final = 0x3B
 #: Slots that are digested at once.
@@ -48,6 +49,7 @@ class Bench:
         manager: the manager of its windows.
         sizes: its sizes.
         requests: the dummy requests.
+        drafting: how many of them have drafts; they come first.
         slots: int64, by group: every slot of the requests' blocks.
         others: int64, by group: the slots of all blocks that belong to no request in any group.
     """
@@ -56,6 +58,7 @@ class Bench:
     manager: TransactionManager
     sizes: Sizes
     requests: tuple[Dummy, ...]
+    drafting: int
     slots: Mapping[str, Tensor]
     others: Mapping[str, Tensor]
 
@@ -92,14 +95,20 @@ def run(runner: Foreign) -> str | None:
 def _bench(runner: Foreign) -> Bench:
     """Make the requests: prompts that end shortly before a block does, so drafts cross into one."""
     sizes = dummy_steps.sizes(runner)
-    count = min(_REQUESTS, sizes.max_requests)
+    manager = runner.kvtxn.manager
+    drafting, count = _room(sizes, manager.config.max_rows)
     length = min(
         min(sizes.block_sizes) - 2,
         sizes.max_length - sizes.drafts - 2,
         sizes.max_tokens,
     )
-    if length < 1:
-        raise SelfTestError("self_test", "the engine's steps are too short for a dummy request")
+    if length < 1 or not drafting:
+        raise SelfTestError(
+            "self_test",
+            "the engine's steps are too short for a dummy request",
+            expected=f"room for {sizes.drafts + 1} verified rows after a prompt",
+            got=f"steps of {sizes.max_tokens} tokens, requests of {sizes.max_length}",
+        )
     first, requests = 1, []  # block 0 is nobody's
     for number in range(count):
         own = []
@@ -111,7 +120,6 @@ def _bench(runner: Foreign) -> Bench:
         requests.append(Dummy(f"kvtxn-self-test-{number}", prompt, tuple(own)))
     if first > sizes.num_blocks:
         raise SelfTestError("self_test", f"the cache has {sizes.num_blocks} blocks, not {first}")
-    manager = runner.kvtxn.manager
     slots, others = {}, {}
     for ref in manager.layers.values():
         size = sizes.block_sizes[_group(ref)]
@@ -120,7 +128,21 @@ def _bench(runner: Foreign) -> Bench:
         mask = torch.ones(ref.num_slots, dtype=torch.bool, device=manager.device)
         mask[size : first * size] = False  # layers of several groups may share one tensor
         slots[ref.group], others[ref.group] = ours, mask.nonzero().squeeze(1)
-    return Bench(runner, manager, sizes, tuple(requests), slots, others)
+    return Bench(runner, manager, sizes, tuple(requests), drafting, slots, others)
+
+
+def _room(sizes: Sizes, max_rows: int) -> tuple[int, int]:
+    """Return how many requests with drafts a step has room for, and how many requests in all.
+
+    Args:
+        sizes: the engine's.
+        max_rows: the most rows of a window: of one request with drafts at least.
+    """
+    rows = sizes.drafts + 1
+    most = min(_DRAFTING, sizes.max_requests, sizes.max_tokens // rows)
+    drafting = min(most, max(1, max_rows // rows))
+    another = drafting < sizes.max_requests and drafting * rows < sizes.max_tokens
+    return drafting, drafting + another
 
 
 def _group(ref: LayerRef) -> int:
@@ -180,9 +202,9 @@ def _test(bench: Bench) -> None:
 
 
 def _drafts(bench: Bench, known: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Choose drafts: of the first request as far as its text is known, of the second wrong ones."""
+    """Choose drafts: of the first request as far as its text is known, of another wrong ones."""
     found = {}
-    for number, each in enumerate(bench.requests[:2]):
+    for number, each in enumerate(bench.requests[: bench.drafting]):
         right = known[each.name][: bench.sizes.drafts] if number == 0 else []
         wrong = (known[each.name] or [0])[-1] + 1
         rest = bench.sizes.drafts - len(right)

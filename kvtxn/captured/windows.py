@@ -216,9 +216,12 @@ class CapturedWindows(SharedPlaces):
         turn = self.turn
         if turn.window is not None:
             turn.check_free()
+        self.quiet = remembered(DEBUG) is False or not shows(DEBUG)
+        if not self.quiet:  # before there is a window: the caller could not end it if this raises
+            rows, policy = plan.layout.num_rows, self.context.policy
+            log.debug("window.begin", window=turn.begun, rows=rows, policy=policy)
         window = turn.window = CapturedWindow(self, turn.begun, plan)
         turn.begun += 1
-        self.quiet = remembered(DEBUG) is False or not shows(DEBUG)
         try:
             if self.deferred:
                 if plan is not self.marks.shown:
@@ -235,9 +238,6 @@ class CapturedWindows(SharedPlaces):
         except BaseException:
             window._life.finish(Event.FAIL)
             raise
-        if not self.quiet:
-            rows, policy = plan.layout.num_rows, self.context.policy
-            log.debug("window.begin", window=window.number, rows=rows, policy=policy)
         return window
 
     def count_committed(self, plan: StepPlan, number: int) -> None:

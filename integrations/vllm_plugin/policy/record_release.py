@@ -10,11 +10,15 @@ nothing of it, and so checks nothing.
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
+from xml.etree import ElementTree
 
 from ..internals import workers
 from ..internals.hook_points import HOOK_POINTS
@@ -27,6 +31,17 @@ CORE: Final = (
     *(sys.executable, "-m", "pytest", "tests/vllm_plugin"),
     *("-k", "test_equals_stock and llama- and (one or eight)"),
 )
+
+#: Checks that go with another one: those that only some engines of a release need.
+_AFTER: Final[Mapping[str, str]] = {
+    "states": "cpu",
+    **dict.fromkeys(("gpus", "gpu-stages", "gpu-backends", "gpu-states"), "gpu"),
+}
+#: By check, the files of vLLM that name what can be left out of it, and how they do.
+_NAMED_IN: Final[Mapping[str, tuple[str, str]]] = {
+    "gpu": ("vllm/config/speculative.py", r'"([a-z][a-z0-9_]+)"'),
+    "gpu-backends": ("vllm/v1/attention/backends/registry.py", r"(?m)^    ([A-Z][A-Z0-9_]+) ="),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,23 +82,67 @@ def _check(name: str) -> str:
     return "gpu-backends" if name.isupper() else "gpu"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Record a release; returns the exit code, that of the grid if the grid fails."""
-    given = parser().parse_args(arguments)
+def _unknown(name: str, root: Path) -> str | None:
+    """Say in a sentence that vLLM has nothing of this name; None if it has, or cannot be read."""
+    path, pattern = _NAMED_IN[_check(name)]
+    if not (root / path).is_file():
+        return None
+    known = sorted({*re.findall(pattern, (root / path).read_text("utf-8"))})
+    if name in known:
+        return None
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"--without {name}: {path} names no such thing" + (
+        f"; did you mean {near[0]}?" if near else ""
+    )
+
+
+def _run_core() -> tuple[int, str | None]:
+    """Run the core of the grid; return its exit code, and why it shows nothing, if it does not.
+
+    pytest's exit code is 0 as well where every test was skipped: on a machine that cannot run them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "core.xml")
+        code = subprocess.run([*CORE, f"--junitxml={report}"], check=False).returncode
+        if code:
+            return code, f"the core of the grid failed with exit code {code}"
+        cases = ElementTree.parse(report).findall(".//testcase")
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    if skipped or not cases:
+        return 1, f"{skipped} of {len(cases)} tests of the core of the grid were skipped"
+    return 0, None
+
+
+def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Sources]:
+    """Parse and check the arguments; return the sources of the release, too."""
+    made = parser()
+    given = made.parse_args(arguments)
     if given.source is not None and given.checked:
-        parser().error("--source reads files alone, so nothing can be listed as checked")
-    for name, _ in given.without:
-        if _check(name) not in given.checked:
-            parser().error(f"--without {name} goes with --checked {_check(name)}")
+        made.error("--source reads files alone, so nothing can be listed as checked")
     sources = Sources(given.source or workers.source_folder())
     if not sources.version:
-        parser().error(f"{sources.root} has no vllm/_version.py that says its version")
+        made.error(f"{sources.root} has no vllm/_version.py that says its version")
+    for name, _ in given.without:
+        if _check(name) not in given.checked:
+            made.error(f"--without {name} goes with --checked {_check(name)}")
+        unknown = _unknown(name, sources.root)
+        if unknown is not None:
+            made.error(unknown)
+    return given, sources
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record a release; returns the exit code: 0 if it is listed as the arguments say."""
+    given, sources = _arguments(arguments)
     known = {release.version: release for release in releases.load(given.list)}
     names = [name for place in HOOK_POINTS.values() for name in place]
     hooks = releases.read_hooks(sources, names)
     old = known.get(sources.version, Release(sources.version, (), {}))
     kept = {name: why for name, why in old.left_out.items() if _check(name) not in given.checked}
     checked = tuple(sorted({*old.checked, *given.checked}))
+    lacks = [name for name in given.checked if _AFTER.get(name, name) not in checked]
+    if lacks:
+        parser().error(f"--checked {lacks[0]} goes with --checked {_AFTER[lacks[0]]}")
     new = Release(sources.version, checked, hooks, kept | dict(given.without))
     print(f"vLLM {new.version}: {len(hooks)} of {len(names)} hook points found")
     others = [each for each in known.values() if each.version != new.version]
@@ -94,10 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     releases.save((known | {new.version: new}).values(), given.list)
     if "cpu" in given.checked:
         # The grid asks the list which releases it may run with, so the new one is there already.
-        code = subprocess.run(CORE, check=False).returncode
+        code, why = 1, "the core of the grid was interrupted"
+        try:
+            code, why = _run_core()
+        finally:
+            if code:
+                releases.save(known.values(), given.list)
+                print(f"{why}: {given.list.name} is as before", flush=True)
         if code:
-            releases.save(known.values(), given.list)
-            print(f"the core of the grid failed: {given.list.name} is as before")
             return code
     said = "".join(f"; without {name}: {why}" for name, why in new.left_out.items())
     print(f"{given.list.name}: {new.version}, checked: {', '.join(new.checked) or 'nothing'}{said}")

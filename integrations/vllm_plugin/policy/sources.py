@@ -146,13 +146,17 @@ class Sources:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements, those within ``if`` and ``try`` too."""
+    """Yield statements, those within ``if`` and ``try`` too, and no ``@overload``."""
     for node in body:
         if isinstance(node, ast.If | ast.Try):
             yield from _statements(node.body)
             yield from _statements(node.orelse)
-        else:
+        elif not (isinstance(node, _Function) and any(map(_overloads, node.decorator_list))):
             yield node
+
+
+def _overloads(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator).rpartition(".")[2] == "overload"
 
 
 def _target(node: ast.stmt) -> ast.expr:

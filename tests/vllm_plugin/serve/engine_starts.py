@@ -39,7 +39,7 @@ def arguments(
     model: str, kvtxn: dict[str, Any], *, speculates: bool = True, **more: Any
 ) -> dict[str, Any]:
     """The arguments of an engine."""
-    return dict(
+    usual = dict(
         model=model,
         skip_tokenizer_init=True,
         dtype="float32",
@@ -51,8 +51,8 @@ def arguments(
         max_num_seqs=8,
         speculative_config=NGRAM if speculates else None,
         additional_config={"kvtxn": kvtxn},
-        **more,
     )
+    return usual | more
 
 
 def build(model: str, kvtxn: dict[str, Any], *, processes: bool = False, **more: Any) -> Any:

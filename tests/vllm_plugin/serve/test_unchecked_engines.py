@@ -34,7 +34,7 @@ def log_of(printed, name):
     return printed.partition(f"--- {name}\n")[2].partition("\n--- ")[0]
 
 
-@pytest.mark.parametrize("policy", ["deferred", "undo", "groups"])
+@pytest.mark.parametrize("policy", ["deferred", "undo", "groups", "few rows", "short steps"])
 def test_windows_start_after_the_self_test(run, policy):
     """They count nothing of it, leave nothing of it, and give stock's tokens."""
     report, printed = run

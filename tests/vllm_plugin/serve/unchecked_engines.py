@@ -9,12 +9,24 @@ import torch
 from engine_options import connector
 from engine_starts import apart, arguments, build, prepared, tokens
 from model_files import write
+from scenarios import NGRAM
+
+#: The rows that one request verifies.
+ONE_REQUEST = NGRAM["num_speculative_tokens"] + 1
+
+#: A step has no room for the rows of two requests with drafts and of one without.
+SHORT = {
+    "max_num_batched_tokens": 32,
+    "speculative_config": NGRAM | {"num_speculative_tokens": 15},
+}
 
 #: By name: the user's settings, and the fault that is planted.
 ENGINES: dict[str, tuple[dict[str, Any], str | None]] = {
     "deferred": ({"policy": "deferred", "unchecked": True}, None),
     "undo": ({"policy": "undo", "unchecked": True}, None),
     "groups": ({"policy": "auto", "unchecked": True}, None),
+    "few rows": ({"policy": "undo", "unchecked": True, "max_rows": ONE_REQUEST}, None),
+    "short steps": ({"policy": "undo", "unchecked": True}, None),
     "not asked for": ({"policy": "deferred"}, None),
     "wrong row": ({"policy": "deferred", "unchecked": True}, "wrong_row"),
     "nothing rejected": ({"policy": "undo", "unchecked": True}, "nothing_rejected"),
@@ -31,7 +43,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str | None]] = {
 def more(model: str, name: str) -> dict[str, Any]:
     """Arguments of an engine beside its settings."""
     if "connector" not in name:
-        return {}
+        return SHORT if name == "short steps" else {}
     return {"kv_transfer_config": connector(Path(model).parent, "example")}
 
 

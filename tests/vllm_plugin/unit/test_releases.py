@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -55,6 +57,14 @@ def package(folder, **files):
     for name, text in (texts | files).items():
         (folder / "vllm" / f"{name}.py").write_text(text)
     return Sources(folder)
+
+
+def test_a_function_is_its_body_and_no_overload(tmp_path):
+    """What is said of its types alone has no source to compare."""
+    text = "import typing\n\n{}def step(rows): return rows + 1\n"
+    plain = package(tmp_path / "one", runner=text.format("")).find("vllm.runner.step")
+    said = "@typing.overload\ndef step(rows: int) -> int: ...\n"
+    assert package(tmp_path / "two", runner=text.format(said)).find("vllm.runner.step") == plain
 
 
 @pytest.mark.parametrize(
@@ -258,18 +268,45 @@ def test_a_wheel_is_recorded_without_being_checked(tmp_path, listed, capsys):
     assert "gone: vllm.v1.engine.llm_engine.LLMEngine.__init__" in said
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_release_is_listed_if_the_grid_passes(unlisted, listed, monkeypatch, code):
+CASE = '<testcase name="a"/>'
+SKIPPED = '<testcase name="b"><skipped message="no engine"/></testcase>'
+
+
+@pytest.mark.parametrize(
+    ("code", "cases", "says"),
+    [
+        (0, CASE, None),
+        (1, CASE, "the core of the grid failed with exit code 1"),
+        (0, CASE + SKIPPED, "1 of 2 tests of the core of the grid were skipped"),
+        (0, "", "0 of 0 tests of the core of the grid were skipped"),
+        (KeyboardInterrupt(), CASE, "the core of the grid was interrupted"),
+    ],
+    ids=["passes", "fails", "skips", "finds-nothing", "interrupted"],
+)
+def test_a_release_is_listed_if_every_test_of_the_grid_passes(
+    unlisted, listed, monkeypatch, capsys, code, cases, says
+):
+    """A machine that cannot run the tests skips them, and has shown nothing."""
     ran = []
 
     def run(command, check):
-        ran.append((command, releases.load(listed)[-1].checked))
+        *rest, report = command
+        ran.append((tuple(rest), releases.load(listed)[-1].checked))
+        if isinstance(code, BaseException):
+            raise code
+        Path(report.partition("=")[2]).write_text(
+            f"<testsuites><testsuite>{cases}</testsuite></testsuites>"
+        )
         return SimpleNamespace(returncode=code)
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert record_release.main(["--checked", "cpu", "--list", str(listed)]) == code
+    with pytest.raises(KeyboardInterrupt) if isinstance(code, BaseException) else nullcontext():
+        assert bool(record_release.main(["--checked", "cpu", "--list", str(listed)])) == bool(says)
     assert ran == [(record_release.CORE, ("cpu",))]  # the grid finds the release in the list
-    assert (releases.load(listed)[-1].version == "0.99.0") == (code == 0)
+    assert (releases.load(listed)[-1].version == "0.99.0") == (says is None)
+    if says is not None:
+        assert f"{says}: list.json is as before" in capsys.readouterr().out
+        assert listed.read_bytes() == releases.FILE.read_bytes()
 
 
 def test_a_release_keeps_what_was_checked_before(tmp_path, listed):
@@ -316,9 +353,25 @@ def test_a_backend_that_was_not_measured_is_listed_apart_from_methods(unlisted, 
         (["--without", "mtp=it died"], "goes with --checked gpu"),
         (["--checked", "gpu", "--without", "FLASHMLA=no"], "goes with --checked gpu-backends"),
         (["--checked", "gpu", "--without", "mtp"], "expected NAME=WHY"),
+        (["--checked", "gpu", "--without", "meduza=no"], "did you mean medusa?"),
+        (
+            ["--checked", "gpu", "gpu-backends", "--without", "FLASH_ATN_MLA=no"],
+            "did you mean FLASH_ATTN_MLA?",
+        ),
+        (["--checked", "states", "gpu"], "--checked states goes with --checked cpu"),
+        (["--checked", "gpu-states"], "--checked gpu-states goes with --checked gpu"),
     ],
 )
-def test_a_method_is_left_out_of_a_check_with_a_reason(unlisted, listed, capsys, arguments, says):
+def test_a_method_is_left_out_of_a_check_with_a_reason(
+    unlisted, listed, tmp_path, capsys, arguments, says
+):
+    for path, text in (
+        ("config/speculative.py", 'Methods = Literal["medusa", "mtp"]'),
+        ("v1/attention/backends/registry.py", "class Names:\n    FLASH_ATTN_MLA = (0)"),
+    ):
+        file = tmp_path / "vllm" / path
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
     with pytest.raises(SystemExit):
         record_release.main([*arguments, "--list", str(listed)])
     assert says in capsys.readouterr().err
