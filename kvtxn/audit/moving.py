@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import attrs
 import torch
@@ -20,8 +21,12 @@ from .violation import NOBODY
 
 @attrs.frozen(eq=False)
 class _Groups:
-    """Addresses of the words of some groups of states, int64 ``[num_groups, 1]`` on the device."""
+    """Addresses of the words of some groups of states, int64 ``[num_groups, 1]`` on the device.
 
+    ``column`` is where a journal entry has the place of the group's word.
+    """
+
+    column: Tensor
     base: Tensor
     stride: Tensor
     owners: Tensor
@@ -61,7 +66,7 @@ class Moving(Changing):
         one, other = found.chunk(2)
         copied = (one >= 0) & (one < groups.blocks) & (one != other)
         words = self.books.words[groups.base + torch.where(copied, one, 0) * groups.stride]
-        self._put_states(groups, other, copied, words, torch.full_like(one, NOBODY))
+        self._put_states(groups, other, copied, words, torch.full_like(one, NOBODY), None)
 
     def leave(
         self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None
@@ -86,16 +91,31 @@ class Moving(Changing):
             return
         groups, facts = self._groups_of("leave", [*given]), self.books.facts
         told = {"lines": lines} if lengths is None else {"lines": lines, "lengths": lengths}
-        found = self._stacked("leave", {**told, **given})[len(told) :]
+        stacked = self._stacked("leave", {**told, **given})
+        found = stacked[len(told) :]
         self.passes.settle()
-        line = lines.long().clamp(min=0)
+        known = (stacked[0] >= 0) & (stacked[0] < self.books.sizes.max_requests)
+        line = torch.where(known, stacked[0], 0)
         serial, kept = facts[book.SERIAL][line], facts[book.DURABLE][line].clamp(min=0)
-        chosen = (lines >= 0) & (serial >= 0)
+        chosen = known & (serial >= 0)
         if lengths is not None:
-            chosen &= lengths <= kept
-            kept = torch.where(chosen, lengths.long(), 0)
+            chosen &= (stacked[1] >= 0) & (stacked[1] <= kept)
+            kept = torch.where(chosen, stacked[1], 0)
         words = as_word(self.books.own[line, kept] + groups.salts)
-        self._put_states(groups, found, chosen, words, serial.expand_as(found))
+        writer = self._written_by(line, serial, kept)
+        self._put_states(groups, found, chosen, words, serial.expand_as(found), writer)
+
+    def _written_by(self, line: Tensor, serial: Tensor, kept: Tensor) -> Tensor:
+        """Return what journal entries say of states after the ``kept`` first tokens of requests.
+
+        Returns:
+            int64 ``[num_requests, JOURNAL_PLACES]``.
+        """
+        own = self.books.own
+        ends = [(kept - back).clamp(min=0) for back in range(4)]
+        terms = [own[line, one] - own[line, other] for one, other in pairwise(ends)]
+        step = self.books.counters[book.STEP].expand_as(line)
+        return torch.stack([step, serial, kept - 1, *terms], 1)
 
     def _groups_of(self, operation: str, names: Sequence[str]) -> _Groups:
         """Return what the words of groups lie by; it is sent to the device once."""
@@ -105,6 +125,7 @@ class Moving(Changing):
         if key not in self._known_groups:
             places = [checks.place_of(operation, self.books, name, states=True) for name in names]
             columns = [
+                [book.JOURNAL_PLACES + place.index for place in places],
                 [place.base for place in places],
                 [place.stride for place in places],
                 [place.owners for place in places],
@@ -129,9 +150,24 @@ class Moving(Changing):
         return torch.stack([each.long() for each in every])
 
     def _put_states(
-        self, groups: _Groups, block: Tensor, chosen: Tensor, words: Tensor, owners: Tensor
+        self,
+        groups: _Groups,
+        block: Tensor,
+        chosen: Tensor,
+        words: Tensor,
+        owners: Tensor,
+        writer: Tensor | None,
     ) -> None:
-        """Note the words and owners of chosen blocks of states, none of which is sealed now."""
+        """Note the words, owners and writers of chosen blocks of states; none is sealed now.
+
+        Args:
+            groups: the groups.
+            block: int64 ``[num_groups, n]``.
+            chosen: bool, which of them.
+            words: int64, what the blocks hold now.
+            owners: int64, serial numbers of requests.
+            writer: int64 ``[n, JOURNAL_PLACES]``, see ``books``; None if the writer is not known.
+        """
         there = chosen & (block >= 0) & (block < groups.blocks)
         block = torch.where(there, block, 0)
         where = groups.base + block * groups.stride
@@ -144,3 +180,16 @@ class Moving(Changing):
             if known is not None:
                 more = torch.where(there, new - known[at], 0)
                 known.index_add_(0, at.flatten(), more.flatten())
+        self._journal_states(groups, torch.where(there, where, NOBODY), writer)
+
+    def _journal_states(self, groups: _Groups, places: Tensor, writer: Tensor | None) -> None:
+        """Write a journal entry for each block: a report names whoever wrote there last."""
+        books, rows, size = self.books, places.numel(), self.books.sizes.journal
+        entries = places.new_full((*places.shape, books.journal.shape[1]), NOBODY)
+        if writer is not None:
+            entries[..., : book.JOURNAL_PLACES] = writer
+        column = groups.column[..., None].expand(*places.shape, 1)
+        entries = entries.scatter_(2, column, places[..., None]).flatten(0, 1)
+        number = books.counters[book.JOURNALLED] + torch.arange(rows, device=self.device)
+        books.journal[number[-size:] % size] = entries[-size:]
+        books.counters[book.JOURNALLED] += rows

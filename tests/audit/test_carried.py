@@ -11,12 +11,12 @@ from kvtxn.audit import Ledger, RowGroup, Scrub, StateGroup, Step
 GROUPS = (RowGroup("a", 4, 8, pool="p"), StateGroup("s", 8, pool="p"))
 
 
-def step_of(ledger, name, first, source, target):
+def step_of(ledger, name, first, source, target, token=None):
     return Step(
         lines=torch.tensor([ledger.line(name)]),
         starts=torch.tensor([0, 1]),
         first=torch.tensor([first]),
-        tokens=torch.tensor([[5, 6, 7][first]]),
+        tokens=torch.tensor([[5, 6, 7][first] if token is None else token]),
         slots={"s": torch.tensor([target])},
         sources={"s": torch.tensor([source])},
     )
@@ -127,6 +127,53 @@ def test_a_state_is_left_after_the_kept_drafts(backend, kept):
         assert changed == ([3 * 4] if left == 3 else [])
         found = read(ledger, 2 + kept, 4)
         assert found == ([("state", 1 + kept, "foreign")] if wrong is None else wrong)
+
+
+def blamed(ledger):
+    """Who wrote what a violation is about, as far as it is known."""
+    [found] = ledger.violations()
+    assert found.kind == "state"
+    return found.written_request, found.written_step, found.written_position, found.written_for
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_nobody_is_blamed_for_a_state_that_was_copied(backend):
+    """Neither who wrote the block before, nor who wrote what was copied."""
+    ledger = begun(backend)
+    ledger.write(step_of(ledger, "u", 0, -1, 5, token=4))
+    ledger.carry({"s": (ints(5), ints(3))})
+    ledger.write(step_of(ledger, "r", 1, 3, 3))
+    assert blamed(ledger) == (None, None, None, ())
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("length", [None, 1])
+def test_a_state_that_was_left_names_who_left_it(backend, length):
+    """With its step, and the last token that the state has taken in."""
+    ledger = Ledger(GROUPS, max_requests=4, max_length=30, backend=backend)
+    for name, tokens in (("r", [5, 6]), ("u", [4, 6, 7])):
+        ledger.admit(name, tokens)
+        ledger.write(step_of(ledger, name, 0, -1, 3 if name == "r" else 4, token=tokens[0]))
+    step = drafted(ledger, 1)
+    ledger.leave(step.lines, {"s": ints(4, -1)}, None if length is None else ints(length, -1))
+    ledger.write(step_of(ledger, "u", 1, 4, 4))
+    written = (2, (5, 6, 8)) if length is None else (0, (5,))
+    assert blamed(ledger) == ("r", 3, *written)
+
+
+@pytest.mark.parametrize(
+    ("lines", "lengths"),
+    [([0], None), (ints(99), None), (ints(-3), None), (ints(0), [1]), (ints(0), ints(-1000))],
+    ids=["list", "beyond", "before", "lengths-in-a-list", "no-length"],
+)
+def test_lines_and_lengths_point_nowhere_else(lines, lengths):
+    """Numbers in a list count like those of a tensor; what there is not leaves nothing."""
+    ledger = begun()
+    ledger.resolve([0])
+    before = ledger.books.words.clone()
+    ledger.leave(lines, {"s": ints(6)}, lengths)
+    changed = (ledger.books.words != before).nonzero().flatten().tolist()
+    assert changed == ([6 * 4] if isinstance(lines, list) or isinstance(lengths, list) else [])
 
 
 def test_blocks_that_do_not_fit_the_lines_are_refused():
