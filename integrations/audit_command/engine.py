@@ -318,8 +318,13 @@ class EngineClient:
         await asyncio.gather(*map(one, prompts))
 
     async def settle(self) -> None:
-        """Make one last short request, so that the engine is told of the ends of all others."""
+        """Make one last short request, so that the engine is told of the ends of all others.
+
+        It is none of the workload's, so it counts only if it fails.
+        """
+        failed = len(self.failed)
         await self.ask(self.phrase(4), 2)
+        self.made -= failed == len(self.failed)
 
     async def _listen(self, name: str, given: Any, sampling: Any, abort: int | None) -> Tokens:
         """Make a request and collect its output tokens; a failure is noted, not raised."""

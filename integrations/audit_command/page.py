@@ -90,8 +90,13 @@ def page(values: Mapping[str, Any]) -> str:
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS)
     # "<" as an escape: no text in the data can end the block.
     block = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
+    verdict = values["verdict"]
+    items = (html.escape(each) for each in [*verdict["sentences"], *values["notes"]])
     parts = {
         "title": html.escape(str(values["title"])),
+        # The script writes both anew; this is for readers without it.
+        "headline": html.escape(verdict["headline"]),
+        "sentences": "".join(f"<li>{each}</li>" for each in items),
         "style": (_FOLDER / "page.css").read_text(encoding="utf-8"),
         "script": script,
         "data": block,

@@ -54,7 +54,8 @@ class Verdict:
         headline: one sentence.
         kinds: number of violations by kind, none that is 0.
         sentences: more sentences, each on its own.
-        exit_code: 0 healthy, 1 violations, 2 if nothing was read, or not all could be judged.
+        exit_code: 0 healthy, 1 violations, 2 if nothing was read, if not all could be judged, or if
+            the audit ended before the engine did.
     """
 
     word: str
@@ -100,26 +101,49 @@ def judge(
     seen = ((rows, "row"), (states, "state"))
     read = " and ".join(_count(number, noun) for number, noun in seen if number)
     during = f"in {_count(steps, 'step')} of {_count(requests, 'request')}"
+    unjudged = _ended(counters) + _unjudged(counters)
     if not rows and not states:
         headline = f"Nothing was judged: no row was read {during}."
-        return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=[], exit_code=2)
-    unjudged = _unjudged(counters)
+        return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
+    compared = _compared(counters)
     if not wrong and (unjudged or failed):
         unjudged += [f"{_count(failed, 'request')} failed."] if failed else []
         headline = f"Not all was judged: {read} were read {during}, and no wrong one was found."
+        unjudged += compared
         return Verdict(word=_PARTLY, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     if not wrong:
         headline = f"Healthy: {read} were read {during}, and every one was the right one."
-        return Verdict(word=_HEALTHY, headline=headline, kinds={}, sentences=[], exit_code=0)
+        return Verdict(word=_HEALTHY, headline=headline, kinds={}, sentences=compared, exit_code=0)
     headline = f"{_count(wrong, 'violation')}: {read} were read {during}."
     sentences = [f"{kind}, {number:,}: {MEANING[kind]}." for kind, number in kinds.items()]
     sentences += [tell(violation) for violation in violations[:TOLD]]
     if wrong > len(violations[:TOLD]):
         sentences.append(f"{wrong - len(violations[:TOLD]):,} more are not told here.")
-    sentences += unjudged
+    sentences += unjudged + compared
     return Verdict(
         word=_WRONG, headline=headline, kinds=dict(kinds), sentences=sentences, exit_code=1
     )
+
+
+def _ended(counters: Sequence[Mapping[str, float]]) -> list[str]:
+    """Say of which ranks the audit ended before the engine did: later reads were not compared."""
+    name = "kvtxn_audit_active"
+    return [
+        f"The audit of rank {rank} ended by an error after {_count(steps, 'step')}, and what was "
+        "read later was not compared; --log-level debug shows the error."
+        for rank, each in enumerate(counters)
+        if not each.get(name, 1)
+        for steps in [int(each.get("kvtxn_audit_steps_total", 0))]
+    ]
+
+
+def _compared(counters: Sequence[Mapping[str, float]]) -> list[str]:
+    """Say how many rows and states had their bytes compared, if an audit was to do that."""
+    name = "bytes_compared_total"
+    if not any(f"kvtxn_audit_{name}" in each for each in counters):
+        return []
+    number = _total(counters, name)
+    return [f"The bytes of {number:,} of them, a sample, were compared with their checksums."]
 
 
 def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:

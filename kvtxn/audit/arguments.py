@@ -53,6 +53,11 @@ def mapped(operation: str, name: str, values: Any, expected: str) -> Mapping[Any
     )  # fmt: skip
 
 
+def described(tensor: Tensor) -> str:
+    """Return the dtype and shape of a tensor, for a message; a nested one has no shape."""
+    return f"{tensor.dtype} {'nested' if tensor.is_nested else list(tensor.shape)}"
+
+
 def tokens_besides(operation: str, besides: Any) -> int:
     """Return the number of tokens that counts of accepted drafts have besides; see ``resolve``.
 
@@ -63,9 +68,7 @@ def tokens_besides(operation: str, besides: Any) -> int:
         return besides  # the usual case, told quickly
     if hasattr(besides, "__index__") and not isinstance(besides, (bool, int, Tensor)):
         return tokens_besides(operation, besides.__index__())
-    got = (
-        f"{besides.dtype} {list(besides.shape)}" if isinstance(besides, Tensor) else _short(besides)
-    )
+    got = described(besides) if isinstance(besides, Tensor) else _short(besides)
     raise AcceptanceError(
         operation, "besides is not valid", expected=f"an int from 0 to {MAX_POSITION - 1}", got=got,
         hint="pass 1 where accepted counts the token sampled after the drafts; nothing was changed",
@@ -103,7 +106,7 @@ def _device(device: Any) -> torch.device:
     try:
         there = torch.device(device)
         torch.empty(0, device=there)
-    except (TypeError, RuntimeError, AssertionError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             "Ledger", f"device {device!r} cannot be used",
             expected="a device of torch, such as 'cpu' or 'cuda:0'",

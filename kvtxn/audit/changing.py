@@ -77,7 +77,11 @@ class Changing:
         return self._roster.line(request, operation)
 
     def lines_of(self, requests: Sequence[str]) -> list[int] | None:
-        """Return the lines of requests; None if one of them is not admitted."""
+        """Return the lines of requests; None if one of them is not admitted.
+
+        Raises:
+            ConfigError: these are no names.
+        """
         return self._roster.lines_of(requests)
 
     def admit(
@@ -171,7 +175,7 @@ class Changing:
             ConfigError: as in the three calls; nothing was changed.
         """
         if gone is _NONE and admissions is _NONE:  # the usual change: requests get blocks
-            if given and (blocks := self._blocks(given)):
+            if given is not None and (blocks := self._blocks(given)):
                 waits = self._bytes is None and self.passes.hand_out_later(blocks)
                 if not waits:
                     self.passes.change(Change((), blocks, None, self._seals()))
@@ -182,7 +186,7 @@ class Changing:
         names = [each.request for each in admissions]
         checks.check_names("admit", names, distinct=True)
         owns = [own_words(self.books, each) for each in admissions]
-        blocks = self._blocks(given) if given else []
+        blocks = [] if given is None else self._blocks(given)
         lines, left, coming = self._roll(gone, names, owns)
         if left or blocks or coming is not None:
             self.passes.change(Change(left, blocks, coming, self._seals()))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import AcceptanceError, ConfigError, KVTxnError
 from ..host_values import to_device
+from .arguments import described
 from .books import Books
 from .groups import Place
 from .passes import STRETCH_KINDS, Stretch
@@ -77,8 +78,7 @@ def ints(
     except (TypeError, ValueError, RuntimeError, OverflowError):
         fits = False
     if not fits:
-        tensor = isinstance(values, Tensor) and not values.is_nested
-        got = f"{values.dtype} {list(values.shape)}" if tensor else f"{type(values).__name__}"
+        got = described(values) if isinstance(values, Tensor) else type(values).__name__
         raise error(
             operation,
             f"{name} is not valid",
@@ -253,6 +253,7 @@ def _fits(
     if (
         isinstance(tensor, Tensor)
         and tensor.dtype in INTS
+        and not tensor.is_nested
         and tensor.ndim == dimensions
         and tensor.device == books.words.device
         and len(tensor) >= length
@@ -261,7 +262,7 @@ def _fits(
         return tensor
     got = type(tensor).__name__
     if isinstance(tensor, Tensor):
-        got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        got = f"{described(tensor)} on {tensor.device}"
     rest = ", blocks" * (dimensions - 1)
     raise ConfigError(
         operation,

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from . import books as book
 from . import checks
+from .arguments import described
 from .changing import Ints
 from .digest import UNWRITTEN, as_word
 from .groups import Place
@@ -125,6 +126,7 @@ class Exchange(Moving):
             int64 ``[1]`` on the ledger's device, the ``digest`` for ``import_state``.
         """
         place = self._state("export_state", group, block)
+        checks.whole("export_state", "length", length, 1, self.books.sizes.max_length)
         return self._export("export_state", request, place, [block], length - 1, length)
 
     def import_rows(
@@ -177,6 +179,7 @@ class Exchange(Moving):
             ConfigError: as in ``publish_state``; or there is not one digest.
         """
         place = self._state("import_state", group, block)
+        checks.whole("import_state", "length", length, 1, self.books.sizes.max_length)
         self._import("import_state", request, place, [block], length - 1, length, digest)
         self.books.owners[place.owners + block] = NOBODY
 
@@ -249,10 +252,11 @@ class Exchange(Moving):
             words = as_word(books.own[line, first + 1 : end + 1] + salt)
         else:
             given = checks.ints(operation, "digests", digests)
-            if given.dtype is not torch.int64 or len(given) != end - first:
+            if given.dtype is not torch.int64 or len(given) != end - first or given.is_meta:
                 raise ConfigError(
                     operation, "digests are not those of the rows",
-                    expected=f"int64 [{end - first}]", got=f"{given.dtype} {list(given.shape)}",
+                    expected=f"int64 [{end - first}], not on the device meta",
+                    got=f"{described(given)} on {given.device}",
                     hint="give what export returned for these rows; nothing was changed",
                 )  # fmt: skip
             words = given.to(self.device, non_blocking=True)

@@ -23,6 +23,11 @@ AUDIT_FAMILIES: Final = (
         "kvtxn_audit_states_checked_total", "States that were read and compared.", per_rank=True
     ),
     Family(
+        "kvtxn_audit_bytes_compared_total",
+        "Rows and states whose bytes were compared with their checksums.",
+        per_rank=True,
+    ),
+    Family(
         "kvtxn_audit_violations_total",
         "Wrong rows and states, by kind; a run of wrong rows counts once.",
         "kind",

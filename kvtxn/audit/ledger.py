@@ -109,6 +109,7 @@ class Ledger(Replays):
         books.fingerprints.zero_()
         if self._bytes is not None:
             self._bytes.seals.zero_()
+            self._bytes.compared.zero_()
         self.findings.restart()
         self.passes.restart()
         self._parted = False
@@ -310,8 +311,14 @@ class Ledger(Replays):
         return self.findings.take()
 
     def counters(self) -> dict[str, int]:
-        """Return the counts by Prometheus name, kinds folded in. Waits for the device."""
-        return self.findings.counters()
+        """Return the counts by Prometheus name, kinds folded in. Waits for the device.
+
+        Those of a scrub are among them if there is one.
+        """
+        found = self.findings.counters()
+        if self._bytes is not None:
+            found["kvtxn_audit_bytes_compared_total"] = int(self._bytes.compared)
+        return found
 
     def glance(self, spare: Glance | None = None, *, prints: bool = True) -> Glance:
         """Begin to copy the counters to the host, without waiting; see ``Glance``.

@@ -88,12 +88,22 @@ class Roster:
         return self._lines[request][0]
 
     def lines_of(self, requests: Sequence[str]) -> list[int] | None:
-        """Return the lines of requests; None if one of them is not admitted."""
+        """Return the lines of requests; None if one of them is not admitted.
+
+        Raises:
+            ConfigError: these are no names.
+        """
         known = self._lines
         try:
             return [known[request][0] for request in requests]
         except KeyError:
             return None
+        except TypeError:
+            raise ConfigError(
+                "lines_of", "requests are not valid", expected="a list of names",
+                got=repr(requests)[:80],
+                hint="pass the names by which the requests were admitted",
+            ) from None  # fmt: skip
 
     def release(self, request: str) -> int | None:
         """Free the line of a request, and return it; an unknown name is harmless."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..layers import LayerRef
 from . import byte_books, checks
-from .arguments import listed, tokens_besides
+from .arguments import described, listed, tokens_besides
 from .byte_books import EVERY, ByteBooks, Window
 from .groups import Group, Place
 from .ledger import Ledger
@@ -200,12 +200,12 @@ class Scrub:
         self._ledger.require(operation, step, after=True)
         rows = checks.ints(operation, "rows", rows)
         right = isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.ndim > 0
-        right = right and (rows.is_cpu or rows.device == outputs.device)
+        right = right and not outputs.is_nested and (rows.is_cpu or rows.device == outputs.device)
         device = self.books.seals.device
         if not right or len(outputs) != len(rows) or outputs.device != device:
             got = type(outputs).__name__
             if isinstance(outputs, Tensor):
-                got = f"{outputs.dtype} {list(outputs.shape)} on {outputs.device}"
+                got = f"{described(outputs)} on {outputs.device}"
             raise ConfigError(
                 operation, "outputs are not valid",
                 expected=f"float [{len(rows)}, ...] on {device}", got=got,
@@ -279,7 +279,7 @@ class Scrub:
             raise ConfigError(
                 "import_rows", "sums are not those of the rows",
                 expected=f"int64 [{len(layers)}, {len(slots)}]",
-                got=f"{given.dtype} {list(given.shape)}", hint="give what export returned for them",
+                got=described(given), hint="give what export returned for them",
             )  # fmt: skip
         now = torch.stack([layer.sums[slots] for layer in layers])
         lines = torch.full_like(slots, line)

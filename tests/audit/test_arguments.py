@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
 from kvtxn import CapacityError, ConfigError, KVTxnError, LayerError, LayerRef
-from kvtxn.audit import Key, Ledger, RowGroup, Scrub, StateGroup, Window, compare_ranks
+from kvtxn.audit import (
+    Key,
+    Ledger,
+    RowGroup,
+    Scrub,
+    StateGroup,
+    Step,
+    Window,
+    compare_ranks,
+)
 
 GROUPS = (RowGroup("full", 4, 6), StateGroup("mamba", 5))
 PRINTS = {1: {"full": 5, "mamba": 6}}
@@ -33,6 +43,7 @@ def two_scrubs():
 
 SHARED = [RowGroup("a", 4, 9, pool="p"), RowGroup("b", 4, 8, pool="p")]
 WRONG = {
+    "a device beyond numbers": (lambda: ledger(device=2**64), ConfigError),
     "a device that is none": (lambda: ledger(device="nope"), ConfigError),
     "a device that is no name": (lambda: ledger(device=3.5), ConfigError),
     "no device": (lambda: ledger(device=None), ConfigError),
@@ -129,6 +140,18 @@ def test_blocks_of_a_kernel_may_be_parts_of_the_scheduler_s():
     assert Scrub(ledger(), [layer(blocks=12, size=2)]).compared == 0
 
 
+def nested():
+    """A tensor without a shape."""
+    with warnings.catch_warnings(action="ignore"):  # torch's: its API will change
+        return torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])])
+
+
+def step(**changed):
+    """A step of one row, of which something is something else."""
+    one, usual = torch.tensor([0]), {"starts": torch.tensor([0, 1]), "slots": {}}
+    return Step(**{"lines": one, "first": one, "tokens": one + 1, **usual, **changed})
+
+
 CALLS = {
     "change": lambda ledger: ledger.change(given=[1]),
     "publish_state": lambda ledger: ledger.publish_state("r", "m", 1, "x"),
@@ -139,6 +162,18 @@ CALLS = {
     "leave, more lengths": lambda ledger: ledger.leave(
         torch.tensor([0]), {"m": torch.tensor([1])}, torch.tensor([1, 2])
     ),
+    "export_state": lambda ledger: ledger.export_state("r", "m", 1, "3"),
+    "import_state": lambda ledger: ledger.import_state("r", "m", 1, None),
+    "import_rows, meta": lambda ledger: ledger.import_rows(
+        "r", "a", [1], 0, 1, torch.empty(1, dtype=torch.int64, device="meta")
+    ),
+    "lines_of": lambda ledger: ledger.lines_of(None),
+    "lines_of, lists": lambda ledger: ledger.lines_of([[]]),
+    "change, no blocks by group": lambda ledger: ledger.change(given=torch.tensor([])),
+    "write, nested": lambda ledger: ledger.write(step(lines=nested())),
+    "write, nested tokens": lambda ledger: ledger.write(step(tokens=nested())),
+    "write, nested slots": lambda ledger: ledger.write(step(slots={"a": nested()})),
+    "hand_out, nested": lambda ledger: ledger.hand_out("a", nested()),
     "kept": lambda ledger: ledger.kept(None),
     "take_back": lambda ledger: ledger.take_back(None),
     "write": lambda ledger: ledger.write(None),

@@ -33,6 +33,17 @@ def test_the_page_needs_nothing_else():
     assert text.count("<script") == text.count("<style") == 1
 
 
+def test_the_verdict_is_readable_without_the_script():
+    """Its headline and sentences stand in the page itself, whatever is in them."""
+    values = recorded.data(recorded.found())
+    sentences = ["first <one>", "second & last"]
+    values = values | {"verdict": values["verdict"] | {"headline": "a < b", "sentences": sentences}}
+    text = page.page(values).partition("<main>")[0]
+    assert '<h1 id="headline">a &lt; b</h1>' in text
+    assert "<li>first &lt;one&gt;</li><li>second &amp; last</li>" in text
+    assert "<noscript>" in text
+
+
 def test_names_cannot_leave_their_place():
     """A request may be called anything."""
     found = recorded.found(steps=8)

@@ -57,6 +57,30 @@ def test_what_could_not_be_judged_is_no_health():
     assert "nobody said how many of them were accepted" in verdict.sentences[-1]
 
 
+def test_an_audit_that_ended_before_its_engine_is_no_health():
+    """Whatever was read until then; a violation that was found stays one."""
+    counts = {"kvtxn_audit_active": 1.0, "kvtxn_audit_rows_checked_total": 100}
+    ended = counts | {"kvtxn_audit_active": 0.0, "kvtxn_audit_steps_total": 20}
+    verdict = judge([counts, ended], [], 5)
+    assert (verdict.word, verdict.exit_code) == ("not all judged", 2)
+    says = "The audit of rank 1 ended by an error after 20 steps"
+    assert [sentence.startswith(says) for sentence in verdict.sentences] == [True]
+    wrong = {"kvtxn_audit_violations_total": 1, "kvtxn_audit_violations_total_foreign": 1}
+    verdict = judge([counts | wrong, ended], [VIOLATION], 5)
+    assert (verdict.word, verdict.exit_code) == ("violations", 1)
+    assert verdict.sentences[-1].startswith(says)
+    nothing = judge([ended | {"kvtxn_audit_rows_checked_total": 0}], [], 5)
+    assert (nothing.word, len(nothing.sentences)) == ("nothing read", 1)
+
+
+def test_a_sample_of_bytes_is_told_with_its_size():
+    """Every one that was read was the right one; not every one had its bytes compared."""
+    counts = {"kvtxn_audit_rows_checked_total": 9000, "kvtxn_audit_bytes_compared_total": 1200}
+    verdict = judge([counts, counts], [], 5)
+    says = ["The bytes of 2,400 of them, a sample, were compared with their checksums."]
+    assert (verdict.exit_code, verdict.sentences) == (0, says)
+
+
 def test_violations_are_told_one_by_one():
     result = recorded.found(engine=KeepsOneRowTooMany)
     violations = result.recordings[0]["violations"]

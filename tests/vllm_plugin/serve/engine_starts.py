@@ -39,19 +39,19 @@ def arguments(
     model: str, kvtxn: dict[str, Any], *, speculates: bool = True, **more: Any
 ) -> dict[str, Any]:
     """The arguments of an engine."""
-    usual = dict(
-        model=model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=32,
-        num_gpu_blocks_override=26,
-        max_model_len=288,
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-        speculative_config=NGRAM if speculates else None,
-        additional_config={"kvtxn": kvtxn},
-    )
+    usual = {
+        "model": model,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": 32,
+        "num_gpu_blocks_override": 26,
+        "max_model_len": 288,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "speculative_config": NGRAM if speculates else None,
+        "additional_config": {"kvtxn": kvtxn},
+    }
     return usual | more
 
 
