@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     """
     require("vllm")
     job = job_of(args)
-    check_writable(args.html)
+    check_writable("--html", args.html)
     found = play(job, quiet=args.json)
     if isinstance(found, Refused):
         print(textwrap.fill(f"kvtxn audit: {found.why}", WIDTH), file=sys.stderr)
@@ -174,8 +174,8 @@ def watched(engine_args: Any) -> dict[str, Any]:
     return {**engine_args, "additional_config": {**additional, "kvtxn": wanted}}
 
 
-def check_writable(path: Path | None) -> None:
-    """Check that a file can be written, before an engine takes its time.
+def check_writable(option: str, path: Path | None) -> None:
+    """Check that an option's file can be written, before an engine takes its time.
 
     Raises:
         ConfigError: its folder is not there, or may not be written to.
@@ -185,12 +185,12 @@ def check_writable(path: Path | None) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise ConfigError(
-            "--html",
+            option,
             f"there is no folder {str(folder)!r} for {path.name!r}",
             hint="make the folder",
         )
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError("--html", f"{str(path)!r} cannot be written", hint="name another file")
+        raise ConfigError(option, f"{str(path)!r} cannot be written", hint="name another file")
 
 
 def play(job: Job, *, quiet: bool) -> Found | Refused:

@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         The exit code, as of ``kvtxn audit``.
     """
     require("vllm")
-    check_writable(args.html)
-    check_writable(args.svg)
+    check_writable("--html", args.html)
+    check_writable("--svg", args.svg)
     job = job_of(args)
     found = play(job, quiet=False)
     if isinstance(found, Refused):

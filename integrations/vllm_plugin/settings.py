@@ -206,6 +206,13 @@ def _check_policy(given: Mapping[str, Any]) -> None:
             got=repr(asked),
             hint=meant(asked, POLICIES) or 'write "policy": "auto"',
         )
+    if asked in ("undo", "direct") and given.get("staging", "auto") != "auto":
+        raise ConfigError(
+            _WHERE,
+            f"staging has no effect under policy {asked!r}: no rows wait outside of the cache",
+            got=repr(given["staging"]),
+            hint="leave staging out",
+        )
 
 
 def _check_no_window(given: Mapping[str, Any]) -> None:

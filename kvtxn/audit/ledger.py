@@ -48,8 +48,9 @@ class Ledger(Replays):
 
     The ledger proves that each row that was read had been computed from exactly the tokens it
     stands for, if the engine reports its writes and reads truthfully. It does not see a kernel that
-    computes or copies something else than it was told to; ``Scrub`` does. Two digests are equal by
-    chance with a probability of about 2^-64 per wrong row: see ``kvtxn.audit.digest``.
+    computes or copies something else than it was told to. ``Scrub`` sees what becomes of a row once
+    it is there: another writer, a wrong copy, a flipped bit. Two digests are equal by chance with a
+    probability of about 2^-64 per wrong row: see ``kvtxn.audit.digest``.
 
     Args:
         groups: all groups of layers.

@@ -1,9 +1,9 @@
 """``Scrub``: compares the bytes of rows and states with their checksums from an earlier step.
 
-Digests follow an engine's reports. Only bytes show a kernel that writes something else, a stray
-writer, or a flipped bit. So when rows become durable, a checksum of each row is taken per layer,
-and when rows are read later, a sample of them is compared: each slot once in ``every`` steps that
-read it. With ``poison``, rows and states that are dead become NaN, so that a kernel that reads
+Digests follow an engine's reports. Only bytes show a kernel that writes where it should not, a
+wrong copy, or a flipped bit. So when rows become durable, a checksum of each row is taken per
+layer, and when rows are read later, a sample of them is compared: each slot once in ``every`` steps
+that read it. With ``poison``, rows and states that are dead become NaN, so that a kernel that reads
 one of them shows it in its output, where ``trace`` finds it.
 """
 

@@ -22,6 +22,10 @@ def audit_report(llm: Foreign) -> list[list[dict[str, Any]]]:
     Returns:
         One list per rank, oldest first: the fields of ``kvtxn.audit.Violation`` as a flat dict. An
         empty one where nothing was found, or nothing is watched: see ``kvtxn_audit_active``.
+
+    Raises:
+        ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
     """
-    found: list[list[dict[str, Any]]] = front.ask_workers(front.client_of(llm), REPORT)
+    client = front.client_that_answers(llm, "audit_report", REPORT)
+    found: list[list[dict[str, Any]]] = front.ask_workers(client, REPORT)
     return found

@@ -159,7 +159,8 @@ class AuditedRunnerV1(AuditedRunner):
         self.kvtxn_outputs = None if prepared is None else prepared[0]
         try:
             if prepared is not None:
-                self.kvtxn_tell(lambda watch: _tell_forward(self, watch, prepared))
+                given = (kwargs.get("input_ids"), kwargs.get("positions"))
+                self.kvtxn_tell(lambda watch: _tell_forward(self, watch, prepared, given))
             return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             if prepared is not None:
@@ -184,9 +185,18 @@ class AuditedRunnerV1(AuditedRunner):
         return rows
 
 
-def _tell_forward(runner: AuditedRunnerV1, watch: Watch, prepared: Foreign) -> None:
-    """Tell a watch which rows and states the next forward writes and reads."""
-    rows = runner.kvtxn_reader.rows(prepared)
+def _tell_forward(
+    runner: AuditedRunnerV1, watch: Watch, prepared: Foreign, given: tuple[Foreign, Foreign]
+) -> None:
+    """Tell a watch which rows and states the next forward writes and reads.
+
+    Args:
+        runner: the runner.
+        watch: its watch.
+        prepared: what the runner has prepared for the forward.
+        given: the ids and the positions that the model is called with.
+    """
+    rows = runner.kvtxn_reader.rows(prepared, *given)
     states = None
     if watch.states:
         states = audited_states.states(runner, watch.states, rows.starts, rows.first)

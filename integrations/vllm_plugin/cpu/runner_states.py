@@ -100,8 +100,13 @@ class StateRunnerV1(CpuRunnerV1):
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """Plan the step, and remember the drafts of each request."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        if self.kvtxn is not None:
-            self.kvtxn_drafts, _ = batches.drafts_and_ends(self, prepared)
+        steps = self.kvtxn
+        if steps is not None:
+            try:
+                self.kvtxn_drafts, _ = batches.drafts_and_ends(self, prepared)
+            except Exception as error:  # without them no state can be committed: read them again
+                steps.manager.note_fallback("begin", error)
+                self.kvtxn_drafts, _ = batches.drafts_and_ends(self, prepared)
         return prepared
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:

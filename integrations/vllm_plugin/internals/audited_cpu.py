@@ -86,18 +86,20 @@ class StepReader:
     def _table(self, name: str) -> Any:
         return self._runner.input_batch.block_table[self._numbers[name]]
 
-    def rows(self, prepared: Any) -> Rows:
+    def rows(self, prepared: Any, tokens: Any = None, positions: Any = None) -> Rows:
         """Read the rows of the forward that comes next, in its context.
 
         Args:
             prepared: the result of ``_prepare_inputs``.
+            tokens: the ids that the model is called with; None if it is called with no ids.
+            positions: the positions likewise.
         """
         names, metadata = self._runner.input_batch.req_ids, prepared[1]
         number = len(names)
         drafts = metadata is not None and any(metadata.num_draft_tokens)
         if drafts:  # a scheduler at fault may count drafts whose rows the step does not have
             self._drafted[:number] = metadata.num_draft_tokens
-        source, odd = self._read_groups(number)
+        source, odd = self._read_groups(number, tokens, positions)
         right = self._passes.copy_step(source, self._own, self._first, self._drafts, number)
         known = self._known.get((number, drafts))
         if known is None:
@@ -110,11 +112,15 @@ class StepReader:
         lengths = self._wrong_lengths(odd if right else self._sizes, known)
         return attrs.evolve(known, lengths=lengths or None)
 
-    def _read_groups(self, number: int) -> tuple[StepBuffers, Sequence[str]]:
-        """Find the buffers that each group's layers are given; as a rule, the runner's own.
+    def _read_groups(
+        self, number: int, tokens: Any, positions: Any
+    ) -> tuple[StepBuffers, Sequence[str]]:
+        """Find the buffers that the model and its layers are given; as a rule, the runner's own.
 
         Args:
             number: of requests.
+            tokens: the model's argument.
+            positions: likewise.
 
         Returns:
             The buffers, which are the same object where the tensors are, and the names of groups
@@ -123,15 +129,19 @@ class StepReader:
         runner, context = self._runner, given_forwards.context()
         starts, odd = runner.query_start_loc.gpu, []
         total = int(runner.query_start_loc.np[number])
-        given: list[Tensor] = [starts, runner.positions, runner.input_ids.gpu]
+        given: list[Tensor] = [
+            starts,
+            given_forwards.argument(positions, runner.positions, total),
+            given_forwards.argument(tokens, runner.input_ids.gpu, total),
+        ]
         for name, size in self._sizes.items():
             table, metadata = self._table(name), self._metadata(context, name)
             # Not its ``np``: where groups differ, vLLM makes tables with memory apart from that.
             own = table.slot_mapping.gpu
-            blocks = given_forwards.blocks(metadata, table.block_table.gpu)
+            blocks = given_forwards.blocks(metadata, table.block_table.gpu, number)
             if size != int(table.block_size):
                 blocks = audited.own_blocks(table, number, size, blocks)
-            lengths = given_forwards.lengths(metadata, runner.seq_lens)
+            lengths = given_forwards.lengths(metadata, runner.seq_lens, starts)
             if lengths is None:
                 odd.append(name)
                 lengths = given_forwards.NO_LENGTHS
@@ -141,8 +151,8 @@ class StepReader:
             self._given = tuple(given)
             self._source = StepBuffers(
                 starts=starts,
-                positions=runner.positions,
-                tokens=runner.input_ids.gpu,
+                positions=given[1],
+                tokens=given[2],
                 slots=tuple(given[3::3]),
                 tables=tuple(given[4::3]),
                 lengths=tuple(given[5::3]),
@@ -160,8 +170,9 @@ class StepReader:
         """Return, by group, the lengths that its layers are given, if some are wrong."""
         context, found = given_forwards.context(), {}
         ends = (rows.first + rows.starts.diff()).numpy()
+        starts = self._runner.query_start_loc.gpu
         for name in names:
-            wrong = given_forwards.wrong_lengths(self._metadata(context, name), ends)
+            wrong = given_forwards.wrong_lengths(self._metadata(context, name), ends, starts)
             if wrong is not None:
                 found[name] = wrong
         return found

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ....errors import KVTxnError
+from ....errors import ConfigError, KVTxnError
 from . import Foreign
 
 
@@ -64,6 +64,31 @@ def config_of(engine: Any) -> Foreign:
 def client_of(engine: Any) -> Foreign:
     """Return the client of an ``LLM``, ``LLMEngine`` or ``AsyncLLM``; it outlives the core."""
     return getattr(engine, "llm_engine", engine).engine_core
+
+
+def client_that_answers(engine: Any, operation: str, method: str) -> Foreign:
+    """Return the client of an ``LLM`` or ``LLMEngine``, which answers at once.
+
+    Args:
+        engine: the engine.
+        operation: the call, for the message.
+        method: the worker's method that the call asks, for the message.
+
+    Raises:
+        ConfigError: it is an ``AsyncLLM``, or something else.
+    """
+    client = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
+    if client is not None and not is_async(client):
+        return client
+    name = type(engine).__name__
+    ask = "" if client is None else f", or await engine.collective_rpc({method!r})"
+    raise ConfigError(
+        operation,
+        f"a {name} does not answer at once" if ask else "this is no engine",
+        expected="an LLM or LLMEngine",
+        got=name,
+        hint=f"read the server's page at /metrics{ask}",
+    )
 
 
 def shut_down(llm: Any) -> None:

@@ -27,8 +27,25 @@ def context() -> Any:
     return get_forward_context()
 
 
+def argument(given: Any, own: Tensor, total: int) -> Tensor:
+    """Return the tokens or positions that the model is called with, int ``[num_rows]`` at least.
+
+    Args:
+        given: the model's argument; None, or of more dimensions, where it takes something else.
+        own: the runner's buffer, of which the argument is a part as a rule.
+        total: the rows of the forward.
+    """
+    if not isinstance(given, Tensor) or given.data_ptr() == own.data_ptr():
+        return own
+    plain = given.dim() == 1 and len(given) >= total and given.dtype == own.dtype
+    return given if plain and not torch.equal(given[:total], own[:total]) else own
+
+
 def slots(context: Any, layers: Sequence[str], own: Tensor, total: int) -> Tensor:
     """Return the slots that layers write a forward's rows to, int ``[num_rows]`` at least.
+
+    Those of the first layer that has other ones than the runner. Rows that a layer is given no slot
+    for are written nowhere, -1.
 
     Args:
         context: of the forward.
@@ -44,8 +61,11 @@ def slots(context: Any, layers: Sequence[str], own: Tensor, total: int) -> Tenso
             if given is None or given is last:
                 continue
             last = given
-            if given.data_ptr() != own.data_ptr() and len(given) >= total:
-                return given
+            if given.data_ptr() == own.data_ptr() and len(given) >= total:
+                continue
+            whole = torch.nn.functional.pad(given, (0, max(0, total - len(given))), value=-1)
+            if not torch.equal(whole[:total], own[:total]):
+                return whole
     return own
 
 
@@ -69,50 +89,76 @@ def metadata(context: Any, layers: Sequence[str], starts: Tensor) -> list[Any]:
                 continue
             last = given
             ours = getattr(given, "query_start_loc", None)
-            if ours is None or ours.data_ptr() != starts.data_ptr():
+            if ours is None or not (_is_own(ours, starts) or _is_whole(ours, starts)):
                 continue
             if hasattr(given, "block_table") and hasattr(given, "seq_lens"):
                 found.append(given)
     return found
 
 
-def blocks(metadata: Sequence[Any], own: Tensor) -> Tensor:
+def _is_own(given: Tensor, own: Tensor) -> bool:
+    return given.data_ptr() == own.data_ptr()
+
+
+def _is_whole(given: Tensor, starts: Tensor) -> bool:
+    """Tell whether first rows of requests are those of a whole batch: with as many rows in all."""
+    number = len(given)
+    return 0 < number <= len(starts) and int(given[-1]) == int(starts[number - 1])
+
+
+def blocks(metadata: Sequence[Any], own: Tensor, number: int) -> Tensor:
     """Return the table that a forward reads through, int32 ``[num_requests, blocks]`` at least.
+
+    That of the first layer which has another one than the runner.
 
     Args:
         metadata: those of one group's layers.
         own: the runner's table of the group, which layers are given as a rule.
+        number: of requests.
     """
     for each in metadata:
         given: Tensor = each.block_table
         # A table of another width is of blocks of another size.
-        if given.data_ptr() != own.data_ptr() and given.shape[1:] == own.shape[1:]:
+        if _is_own(given, own) or given.shape[1:] != own.shape[1:]:
+            continue
+        if len(given) < number or not torch.equal(given, own[: len(given)]):
             return given
     return own
 
 
-def lengths(metadata: Sequence[Any], own: Tensor) -> Tensor | None:
-    """Return the runner's lengths, if all metadata have them; None if some have others.
+def lengths(metadata: Sequence[Any], own: Tensor, starts: Tensor) -> Tensor | None:
+    """Return the runner's lengths, if all metadata have them; None if some may have others.
 
     Args:
         metadata: those of one group's layers; without any, no lengths are known.
         own: the runner's lengths of all requests.
+        starts: the runner's first rows of all requests.
     """
     for each in metadata:
-        if each.seq_lens.data_ptr() != own.data_ptr():
+        if not (_is_own(each.seq_lens, own) and _is_own(each.query_start_loc, starts)):
             return None
     return own if metadata else NO_LENGTHS
 
 
-def wrong_lengths(metadata: Sequence[Any], ends: NDArray[numpy.int64]) -> Tensor | None:
+def wrong_lengths(
+    metadata: Sequence[Any], ends: NDArray[numpy.int64], starts: Tensor
+) -> Tensor | None:
     """Return the rows that each request's attention reads, if not all of them are right.
+
+    A request that is given a row of its neighbour reads one row more than it has, and the neighbour
+    one fewer.
 
     Args:
         metadata: those of one group's layers.
         ends: int64 ``[num_requests]``, the position after each request's last row.
+        starts: the runner's first rows of all requests.
     """
+    number = len(ends)
     for each in metadata:
-        given: Tensor = each.seq_lens[: len(ends)]
+        given: Tensor = each.seq_lens[:number]
+        if not _is_own(each.query_start_loc, starts):
+            rows, own = (one[: number + 1].diff() for one in (each.query_start_loc, starts))
+            given = given + rows - own
         if (given.numpy() != ends).any():
             return given.clone()
     return None

@@ -166,8 +166,11 @@ def snapshots(llm: Foreign) -> Snapshots:
     Returns:
         One dict per rank: the Prometheus names with labels folded in, and ``kvtxn_active``,
         which is 0 (and alone) where kvtxn stays out.
+
+    Raises:
+        ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
     """
-    client = front.client_of(llm)
+    client = front.client_that_answers(llm, "snapshots", SNAPSHOT)
     if getattr(client, "kvtxn_ended", False) and client.kvtxn_seen is not None:
         found: Snapshots = client.kvtxn_seen
     else:

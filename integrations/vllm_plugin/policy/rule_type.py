@@ -68,7 +68,7 @@ class Rule:
             "attends": facts.attention or ("latent attention" if facts.mla else "any attention"),
             "or_flash": "" if facts.mla else "attention backend FLASH_ATTN, ",
             "connector": connector(facts),
-            "state_releases": ", ".join(supported.state_releases_for(facts.device)),
+            "state_releases": ", ".join(supported.state_releases_for(facts.device)) or "none",
             "no_rows": supported.reads_no_rows(facts.attention, facts.flash),
             "state_dtype": facts.state_dtype or "recurrent",
             "or_auto": ' or "auto"' if facts.device == "cuda" else "",

@@ -41,7 +41,10 @@ def rig(monkeypatch, request):
         )
         for _ in groups
     ]
-    layers = [SimpleNamespace(layer_names=[f"layer.{number}"]) for number in range(len(groups))]
+    layers = [
+        SimpleNamespace(layer_names=[f"layer.{number}", f"other.{number}"])
+        for number in range(len(groups))
+    ]
     runner = SimpleNamespace(
         max_num_reqs=4,
         query_start_loc=held(ints(0, 3, 4, 4, 4)),
@@ -64,7 +67,7 @@ def rig(monkeypatch, request):
     monkeypatch.setattr(given_forwards, "context", lambda: context)
     ledger = Ledger(list(groups.values()), max_requests=4, max_length=32)
     reader = audited_cpu.StepReader(runner, groups, ledger.passes)
-    return SimpleNamespace(runner=runner, metadata=metadata, reader=reader)
+    return SimpleNamespace(runner=runner, metadata=metadata, reader=reader, context=context)
 
 
 def wrong_lengths(rig):
@@ -93,6 +96,66 @@ def test_a_wrong_length_of_the_runners_own_is_reported(rig, copied):
 def test_a_wrong_length_of_a_groups_own_is_reported(rig, number):
     rig.metadata[number].seq_lens = ints(8, 12)
     assert wrong_lengths(rig) == {f"group.{number}": [8, 12]}
+
+
+def test_what_the_model_is_called_with_is_read(rig):
+    """Other tokens or positions than the runner's; a copy of the runner's is the same."""
+    tokens, positions = rig.runner.input_ids.gpu, rig.runner.positions
+    for given in ((tokens, positions), (tokens[:4], positions[:4]), (tokens.clone(), None)):
+        rows = rig.reader.rows((None, None), *given)
+        assert (rows.tokens[:4].tolist(), rows.positions[:4].tolist()) == (
+            [0, 1, 2, 3],
+            [5, 6, 7, 9],
+        )
+    other, moved = tokens.clone(), positions.clone()
+    other[1], moved[2] = 77, 70
+    rows = rig.reader.rows((None, None), other, moved)
+    assert (rows.tokens[:4].tolist(), rows.positions[:4].tolist()) == ([0, 77, 2, 3], [5, 6, 70, 9])
+    # Positions in three dimensions are no positions of rows, and a model may take no ids.
+    rows = rig.reader.rows((None, None), None, moved.expand(3, -1))
+    assert (rows.tokens[:4].tolist(), rows.positions[:4].tolist()) == ([0, 1, 2, 3], [5, 6, 7, 9])
+
+
+def slots(rig):
+    """The slots that are read of the first group, of its four rows."""
+    return rig.reader.rows((None, None)).slots["group.0"][:4].tolist()
+
+
+def test_slots_of_any_layer_are_read(rig):
+    """A copy of the runner's hides no other layer's, and rows beyond a mapping are not written."""
+    own = rig.runner.input_batch.block_table[0].slot_mapping.gpu
+    lost = own.clone()
+    lost[2] = -1
+    for given, found in (
+        ({"layer.0": own.clone()}, [0, 1, 2, 3]),
+        ({"layer.0": own.clone(), "other.0": lost}, [0, 1, -1, 3]),
+        ({"layer.0": own[:2]}, [0, 1, -1, -1]),
+        ({"layer.0": own, "other.0": own[:3].clone()}, [0, 1, 2, -1]),
+    ):
+        rig.context.slot_mapping = given
+        assert slots(rig) == found
+
+
+def test_tables_of_any_layer_are_read(rig):
+    """Also where its metadata are copies that say the same of the requests' rows."""
+    right = rig.metadata[0]
+    wrong = SimpleNamespace(**vars(right))
+    wrong.query_start_loc = right.query_start_loc.clone()
+    wrong.block_table = right.block_table.clone()
+    wrong.block_table[1, 0] = 9
+    right.block_table = right.block_table.clone()
+    rig.context.attn_metadata["other.0"] = wrong
+    tables = rig.reader.rows((None, None)).tables
+    assert (tables["group.0"][1, 0], tables["group.1"][1, 0]) == (9, 3)
+
+
+def test_rows_that_a_layer_gives_to_a_neighbour_are_reported(rig):
+    """Its metadata have the batch's rows, and another request begins a row earlier."""
+    given = ints(0, 2, 4)
+    rig.metadata[1].query_start_loc = given
+    assert wrong_lengths(rig) == {"group.1": [7, 11]}
+    rig.metadata[1].query_start_loc = ints(0, 1, 2)  # of those that sample
+    assert wrong_lengths(rig) == {}
 
 
 def test_a_table_with_fewer_requests_than_the_step_is_refused(rig):

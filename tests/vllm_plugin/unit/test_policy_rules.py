@@ -330,6 +330,14 @@ def test_every_setting_of_windows_is_tried_without_a_policy():
     assert {"policy", *WINDOWS} == {field.name for field in attrs.fields(TxnConfig)}
 
 
+@pytest.mark.parametrize("policy", ["undo", "direct"])
+def test_rows_that_nobody_holds_are_not_copied(policy):
+    """Only under a deferred commit rows wait, copied or not."""
+    with pytest.raises(ConfigError, match=f"staging has no effect under policy '{policy}'"):
+        settings({"kvtxn": {"policy": policy, "staging": "copy"}}, 8, "cpu")
+    assert settings({"kvtxn": {"policy": policy, "staging": "auto"}}, 8, "cpu") is not None
+
+
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("policy", [{}, {"policy": None}])
 def test_settings_of_windows_need_a_policy(name, policy):
@@ -337,7 +345,7 @@ def test_settings_of_windows_need_a_policy(name, policy):
     given = {"audit": "ledger", name: WINDOWS[name]}
     with pytest.raises(ConfigError, match=f"{name} has no effect without a policy: no window"):
         settings({"kvtxn": {**given, **policy}}, 8, "cpu")
-    assert settings({"kvtxn": {**given, "policy": "undo"}}, 8, "cpu") is not None
+    assert settings({"kvtxn": {**given, "policy": "deferred"}}, 8, "cpu") is not None
     assert settings({"kvtxn": {"audit": "ledger", **policy, "required": True}}, 8, "cpu")
 
 

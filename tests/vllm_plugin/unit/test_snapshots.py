@@ -11,10 +11,12 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
+from kvtxn.integrations.vllm_plugin.audit.report import REPORT, audit_report
 from kvtxn.integrations.vllm_plugin.internals import frontend as front
 from kvtxn.integrations.vllm_plugin.metrics import snapshots as vllm_front
 from kvtxn.integrations.vllm_plugin.settings import asks_for_windows
 
+from kvtxn import ConfigError
 from kvtxn.audit import KINDS
 from kvtxn.metrics import OPERATIONS, Family, Metrics
 
@@ -120,6 +122,19 @@ def test_nothing_is_asked_at_the_very_end_of_the_interpreter(hooked, monkeypatch
     client.__del__()
     assert client.shutdown(timeout=3) == 3
     assert (client.calls, client.downs) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "method"), [(vllm_front.snapshots, "kvtxn_snapshot"), (audit_report, REPORT)]
+)
+def test_an_engine_that_answers_later_is_refused_with_the_way_to_ask_it(monkeypatch, call, method):
+    """vLLM's own error has no words."""
+    monkeypatch.setattr(front, "is_async", lambda client: client == "later")
+    with pytest.raises(ConfigError, match="does not answer at once") as refused:
+        call(SimpleNamespace(engine_core="later"))
+    assert f"await engine.collective_rpc('{method}')" in str(refused.value)
+    with pytest.raises(ConfigError, match="this is no engine; expected an LLM or LLMEngine"):
+        call("no engine")
 
 
 def test_engines_that_did_not_ask_are_left_alone(hooked):
