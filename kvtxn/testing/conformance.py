@@ -20,6 +20,7 @@ from .promise_replay_boundaries import ReplayBoundaries
 from .promise_replay_device import ReplayOnDevice
 from .promise_replay_faults import ReplayFaults
 from .promise_replay_runs import ReplayRuns
+from .promise_replay_sizes import ReplaySizes
 from .promise_saving import SavingForwards
 from .promise_sizes import Sizes
 from .promise_step_endings import StepEndings
@@ -72,7 +73,9 @@ class ExecutorConformance(
     """
 
 
-class ReplayConformance(Replays, ReplayBoundaries, ReplayOnDevice, ReplayFaults, ReplayRuns):
+class ReplayConformance(
+    Replays, ReplayBoundaries, ReplayOnDevice, ReplayFaults, ReplayRuns, ReplaySizes
+):
     """Further promises of an executor that declares ``"replayed"`` among its ``kinds``.
 
     Subclass it under a name that pytest collects, and supply the same fixtures.

@@ -135,6 +135,55 @@ class TouchesStatesThatTookNothing(_StateByState):
         super().put(plane, state, slots, torch.ones_like(took))
 
 
+class ForgetsRequestsBeyondItsGrid(_StateByState):
+    def put(self, plane, state: Tensor, slots: Tensor, took: Tensor) -> None:
+        first = torch.arange(len(took), device=took.device) < 32
+        super().put(plane, state, slots, took & first)
+
+
+class StopsAfterSomeRows(_StateByState):
+    def after(self, layer: StagedLayer, before, turns):
+        few = attrs.evolve(turns, source=turns.source[:, :16], take=turns.take[:, :16])
+        return replay._after(layer, before, few)
+
+
+class TakesAMaskForACount(TorchExecutor):
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        if accepted is not None and accepted.dtype is torch.bool:
+            drafts = (accepted & txn.layout.is_draft).long()
+            counts = drafts.new_zeros(txn.layout.num_requests)
+            accepted = counts.index_add_(0, txn.layout.request, drafts)
+        super().advance(txn, accepted)
+
+
+class AddsZero(TorchExecutor):
+    """A zero's sign is lost, even of states that took nothing in."""
+
+    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+        super().advance(txn, accepted)
+        for layer in replay.replayed(txn.staged.values()):
+            slots = replay._slots(txn, layer.ref)
+            for states in layer.ref.states:
+                states[slots[slots >= 0]] += 0.0
+
+
+class MovesNumbers(_StateByState):
+    """Makes one NaN of every NaN that a convolution moves."""
+
+    def after(self, layer: StagedLayer, before, turns):
+        after = replay._after(layer, before, turns)
+        moved = [one.moves_bytes for one in layer.ref.replay]
+        return [
+            _one_nan(state, plane) if moves else state
+            for state, plane, moves in zip(after, layer.ref.planes, moved, strict=True)
+        ]
+
+
+def _one_nan(state: Tensor, plane) -> Tensor:
+    numbers = state.view(plane.format.dtype)
+    return torch.where(numbers.isnan(), torch.nan, numbers).view(state.dtype)
+
+
 class KnowsNoBoundary(TorchExecutor):
     def advance(self, txn: Txn, accepted: Tensor | None) -> None:
         super().advance(attrs.evolve(txn, crossings={}), accepted)
@@ -183,6 +232,11 @@ CAUGHT: dict[type[TorchExecutor], str] = {
     TakesRowsInBackwards: "test_states_along_a_path",
     ReadsTheNextRequest: "test_requests_that_come_and_go",
     TouchesStatesThatTookNothing: "test_replayed_states",
+    ForgetsRequestsBeyondItsGrid: "test_states_of_many_requests",
+    StopsAfterSomeRows: "test_a_request_with_many_rows",
+    TakesAMaskForACount: "test_masks_with_gaps",
+    AddsZero: "test_a_state_that_takes_nothing_in",
+    MovesNumbers: "test_inputs_of_every_bit_pattern",
     KnowsNoBoundary: "test_every_way_across",
     CrossesOneRowEarly: "test_every_way_across",
     CrossesAtTheBoundary: "test_every_way_across",
