@@ -49,7 +49,7 @@ def test_own_prompts_with_windows(ended):
     end, _ = ended("own-prompts")
     assert end.code == 0, end.out + end.err
     found = end.json()
-    assert (found["verdict"], found["requests"], found["violations"]) == ("healthy", 3, [])
+    assert (found["verdict"], found["requests"], found["violations"]) == ("healthy", 2, [])
     assert found["failed"] == []
     (counters,) = found["counters"]
     assert counters["kvtxn_windows_total"] > 0
