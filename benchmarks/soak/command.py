@@ -214,7 +214,10 @@ def _play(args: argparse.Namespace, engine_args: dict[str, Any], kept: _Kept) ->
             seed=args.seed + number,
         )
         keep = partial(kept.keep, piece, number)
-        keep(pieces.run(piece, not args.no_texts, keep, stops))
+        report = pieces.run(piece, not args.no_texts, keep, stops)
+        if ends.is_set():  # its engine was ended with the command: what it had done stands
+            report |= {"error": None, "cut": True}
+        keep(report)
         kept.write()
 
     with ThreadPoolExecutor(args.at_once) as threads, ending_with(stops):

@@ -50,6 +50,7 @@ def run(
     Returns:
         The report: ``engine`` in words; ``samples``, see ``engine``; ``texts``, see
         ``reference.judge``, summed up; ``error``: what ended an engine before its time, or None.
+        The command adds ``cut`` if it was ended itself before the piece was over.
     """
     report: dict[str, Any] = {"engine": {}, "samples": [], "texts": _no_texts(), "error": None}
     soaked = _process("engine", "soaked")

@@ -22,6 +22,9 @@ HOST_LIMIT: Final = 64.0
 #: Most percent per hour by which throughput may surely fall.
 FALL_LIMIT: Final = 5.0
 
+#: Most pieces whose changes are listed one by one.
+_LISTED: Final = 8
+
 _MIB: Final = 1 << 20
 _HOUR: Final = 3600.0
 
@@ -163,7 +166,8 @@ class Verdict:
     def __str__(self) -> str:
         s = self.sums
         lines = [
-            f"{self.seconds / _HOUR:.2f} hours in {s['pieces']} pieces: {s['steps']:,} steps, "
+            f"{self.seconds / _HOUR:.2f} hours in {s['pieces']} pieces"
+            f"{_cut(s)}: {s['steps']:,} steps, "
             f"{s['committed']:,} windows, {s['tokens']:,} tokens, {s['preempted']:,} preemptions, "
             f"{s['loaded']:,} tokens from a connector",
             f"requests: {s['asked']:,} asked, {s['finished']:,} finished, {s['aborted']:,} "
@@ -204,7 +208,7 @@ def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
         for name in _ZEROS
     }
     sums |= {name: sum(piece["texts"][name] for piece in pieces) for name in _TEXTS}
-    sums["pieces"] = len(pieces)
+    sums |= {"pieces": len(pieces), "cut": sum(bool(piece.get("cut")) for piece in pieces)}
     busy = sum(end["busy"] for end in ends)
     found = {
         "host": memory_slope(pieces, "host"),
@@ -293,7 +297,7 @@ def report(soaks: Sequence[Mapping[str, Any]]) -> str:
 def _column(verdict: Verdict) -> list[str]:
     s = verdict.sums
     return [
-        f"{verdict.seconds / _HOUR:.2f} ({s['pieces']})",
+        f"{verdict.seconds / _HOUR:.2f} ({s['pieces']}{_cut(s)})",
         *(f"{s[name]:,}" for name in ("steps", "committed", "drafted", "accepted")),
         f"{s['asked']:,} ({s['aborted']:,})",
         *(f"{s[name]:,}" for name in ("preempted", "loaded")),
@@ -302,8 +306,20 @@ def _column(verdict: Verdict) -> list[str]:
         *(str(verdict.host), str(verdict.device)),
         f"{verdict.speed:.0f}",
         str(verdict.change),
-        ", ".join(f"{each:+.0f}" for each in verdict.halves) or "-",
+        _halves(verdict.halves),
     ]
+
+
+def _cut(sums: Mapping[str, int]) -> str:
+    """Say how many pieces went on when the command was ended, if any did."""
+    return f", {sums['cut']} cut off" if sums["cut"] else ""
+
+
+def _halves(found: Sequence[float]) -> str:
+    """Show each piece's change, or of many pieces the range and the median."""
+    if len(found) > _LISTED:
+        return f"{min(found):+.0f} to {max(found):+.0f}, median {median(found):+.0f}"
+    return ", ".join(f"{each:+.0f}" for each in found) or "-"
 
 
 #: The facts of a column, in their order.

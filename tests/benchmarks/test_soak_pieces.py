@@ -40,6 +40,7 @@ class Playing:
         if self._fails is not None:
             assert ended.wait(PATIENCE)
             self.ended.append(piece.seed)
+            report["error"] = "the engine 'soaked' ended while it ran, exit code -9"
         return report
 
 
@@ -47,13 +48,16 @@ class Playing:
 def play(monkeypatch):
     """A function that plays pieces, and returns what was kept."""
 
-    def playing(played, path, *, pieces, at_once, before=(), describe=lambda: {"gpu": None}):
+    def playing(
+        played, path, *, pieces, at_once, before=(), describe=lambda: {"gpu": None}, found=None
+    ):
         monkeypatch.setattr(command.pieces, "run", played.run)
         monkeypatch.setattr(command.machine, "describe", describe)
         monkeypatch.setattr(command, "line", lambda number, sample: f"{number}: {sample['at']}")
         given = {"pieces": pieces, "at_once": at_once, "workloads": ["chat"], "requests": 8}
         given |= {"seconds": 1, "every": 1.0, "patience": 1.0, "seed": 40, "no_texts": True}
-        found = {"machine": {}, "pieces": [*before]}
+        found = {} if found is None else found
+        found |= {"machine": {}, "pieces": [*before]}
         command._play(argparse.Namespace(**given), {}, command._Kept(found, path))
         return found
 
@@ -98,7 +102,17 @@ def test_the_file_is_not_written_for_every_sample(play, tmp_path, monkeypatch):
     assert json.loads(path.read_text()) == found
     with pytest.raises(OSError, match="no space left"):
         play(Playing(3, fails=41), path, pieces=3, at_once=3)
-    assert [len(each["samples"]) for each in json.loads(path.read_text())["pieces"]] == [2, 2, 2]
+    pieces = json.loads(path.read_text())["pieces"]
+    assert [len(each["samples"]) for each in pieces] == [2, 2, 2]
+
+
+def test_a_piece_that_is_ended_with_the_command_has_no_error(play):
+    """Its engine did not fail: what it had done until then stands."""
+    played, found = Playing(3, fails=41), {}
+    with pytest.raises(OSError, match="no space left"):
+        play(played, None, pieces=3, at_once=3, found=found)
+    cut = {each["seed"]: (each["error"], each.get("cut")) for each in found["pieces"]}
+    assert cut == {40: (None, True), 41: (None, None), 42: (None, True)}
 
 
 def test_no_more_pieces_are_played_at_once_than_asked_for(play):

@@ -105,6 +105,19 @@ def test_a_text_that_is_not_stocks_and_a_piece_that_ended_early_are_said():
     ]
 
 
+def test_pieces_that_were_cut_off_are_counted_and_many_are_not_listed():
+    """They are no mistake; of ten pieces the range of their changes is shown."""
+    pieces = [piece() | {"cut": number > 0} for number in range(10)]
+    found = verdict.judge(pieces, windows=True)
+    assert found.wrong == []
+    assert "in 10 pieces, 9 cut off: " in str(found)
+    machine = {"torch": "2", "commit": "0", "command": "c"}
+    soak = {"pieces": [each | {"machine": machine} for each in pieces]}
+    text = verdict.report([soak | {"settings": {"about": "ngram", "policy": "auto"}}])
+    assert "(10, 9 cut off) |" in text
+    assert "+0 to +0, median +0 |" in text
+
+
 #: Prints what it uses before, while and after a process of one that it starts holds 64 MiB. A
 #: process of its own: what the tests' process gives back meanwhile does not count.
 USES = """
