@@ -229,6 +229,7 @@ def as_json(verdict: Verdict, found: Found, violations: list[dict[str, Any]]) ->
     return {
         "verdict": verdict.word,
         "headline": verdict.headline,
+        "sentences": verdict.sentences,
         "kinds": verdict.kinds,
         "engine": found.engine,
         "requests": found.requests,
