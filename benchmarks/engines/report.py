@@ -227,8 +227,8 @@ def clocked(result: Mapping[str, Any]) -> str:
             rows.append([label, str(cell["requests"]), f"{found['steps']:.0f}", *times])
     header = ["policy", "requests", "steps", "before the forward", "after sampling", "both"]
     known = any("(" in row[-1] for row in rows)
-    times = f"Microseconds, medians{' (quartiles)' if known else ''}."
-    return f"{table(header, rows)}\n\n{times} {machine_line(result['machine'])}."
+    says = f"Microseconds, medians{' (quartiles)' if known else ''}."
+    return f"{table(header, rows)}\n\n{says} {machine_line(result['machine'])}."
 
 
 def _counters(cell: Cell) -> list[Mapping[str, float]]:

@@ -95,7 +95,7 @@ def _odd(rig: ReplayRig, fmt: str, count: int) -> torch.Tensor:
     word = FORMATS[fmt].word
     words = noise(count, word, rig.rng).clone()
     sign = torch.iinfo(word).min
-    exponent = torch.tensor(float("inf"), dtype=FORMATS[fmt].dtype).view(word).item()
+    exponent = int(torch.tensor(float("inf"), dtype=FORMATS[fmt].dtype).view(word))
     odd = torch.tensor([sign, exponent, exponent + 1, exponent | sign, -1], dtype=word)
     words[: len(odd)] = odd[:count]
     return words

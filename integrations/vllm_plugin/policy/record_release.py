@@ -96,7 +96,7 @@ def _unknown(name: str, root: Path) -> str | None:
     )
 
 
-def _run_core() -> tuple[int, str | None]:
+def _run_core() -> tuple[int, str]:
     """Run the core of the grid; return its exit code, and why it shows nothing, if it does not.
 
     pytest's exit code is 0 as well where every test was skipped: on a machine that cannot run them.
@@ -110,7 +110,7 @@ def _run_core() -> tuple[int, str | None]:
     skipped = sum(case.find("skipped") is not None for case in cases)
     if skipped or not cases:
         return 1, f"{skipped} of {len(cases)} tests of the core of the grid were skipped"
-    return 0, None
+    return 0, ""
 
 
 def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Sources]:
