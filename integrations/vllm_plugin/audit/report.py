@@ -26,6 +26,5 @@ def audit_report(llm: Foreign) -> list[list[dict[str, Any]]]:
     Raises:
         ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
     """
-    client = front.client_that_answers(llm, "audit_report", REPORT)
-    found: list[list[dict[str, Any]]] = front.ask_workers(client, REPORT)
+    found: list[list[dict[str, Any]]] = front.ask_engine(llm, "audit_report", REPORT)
     return found

@@ -66,20 +66,23 @@ def client_of(engine: Any) -> Foreign:
     return getattr(engine, "llm_engine", engine).engine_core
 
 
-def client_that_answers(engine: Any, operation: str, method: str) -> Foreign:
-    """Return the client of an ``LLM`` or ``LLMEngine``, which answers at once.
+def ask_engine(engine: Any, operation: str, method: str) -> Any:
+    """Call a method of every worker of an ``LLM`` or ``LLMEngine``; returns the answers by rank.
 
     Args:
         engine: the engine.
         operation: the call, for the message.
-        method: the worker's method that the call asks, for the message.
+        method: the worker's method.
 
     Raises:
-        ConfigError: it is an ``AsyncLLM``, or something else.
+        ConfigError: it is an ``AsyncLLM``, which answers later, or something else.
     """
     client = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
-    if client is not None and not is_async(client):
-        return client
+    try:
+        if client is not None:
+            return ask_workers(client, method)
+    except NotImplementedError:  # an AsyncLLM's client has coroutines for that
+        pass
     name = type(engine).__name__
     ask = "" if client is None else f", or await engine.collective_rpc({method!r})"
     raise ConfigError(

@@ -170,11 +170,12 @@ def snapshots(llm: Foreign) -> Snapshots:
     Raises:
         ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
     """
-    client = front.client_that_answers(llm, "snapshots", SNAPSHOT)
-    if getattr(client, "kvtxn_ended", False) and client.kvtxn_seen is not None:
-        found: Snapshots = client.kvtxn_seen
-    else:
-        found = front.ask_workers(client, SNAPSHOT)
+    client = getattr(getattr(llm, "llm_engine", llm), "engine_core", None)
+    found: Snapshots | None = None
+    if getattr(client, "kvtxn_ended", False):
+        found = getattr(client, "kvtxn_seen", None)
+    if found is None:
+        found = front.ask_engine(llm, "snapshots", SNAPSHOT)
     return [dict(counts) for counts in found]
 
 

@@ -51,7 +51,7 @@ def hooked(monkeypatch, mixin, told):
     return made
 
 
-def tell_cpu(runner, w, prepared):
+def tell_cpu(runner, w, prepared, given):
     w.forward(rows("a", 0, TOKENS, [4, 5, 6, 7, 8], [1, 2]), unknown)
 
 

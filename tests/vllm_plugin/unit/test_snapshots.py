@@ -127,11 +127,14 @@ def test_nothing_is_asked_at_the_very_end_of_the_interpreter(hooked, monkeypatch
 @pytest.mark.parametrize(
     ("call", "method"), [(vllm_front.snapshots, "kvtxn_snapshot"), (audit_report, REPORT)]
 )
-def test_an_engine_that_answers_later_is_refused_with_the_way_to_ask_it(monkeypatch, call, method):
+def test_an_engine_that_answers_later_is_refused_with_the_way_to_ask_it(call, method):
     """vLLM's own error has no words."""
-    monkeypatch.setattr(front, "is_async", lambda client: client == "later")
+
+    def later(method):
+        raise NotImplementedError
+
     with pytest.raises(ConfigError, match="does not answer at once") as refused:
-        call(SimpleNamespace(engine_core="later"))
+        call(SimpleNamespace(engine_core=SimpleNamespace(collective_rpc=later)))
     assert f"await engine.collective_rpc('{method}')" in str(refused.value)
     with pytest.raises(ConfigError, match="this is no engine; expected an LLM or LLMEngine"):
         call("no engine")
