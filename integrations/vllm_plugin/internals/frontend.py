@@ -66,6 +66,11 @@ def client_of(engine: Any) -> Foreign:
     return getattr(engine, "llm_engine", engine).engine_core
 
 
+def find_client(engine: Any) -> Foreign | None:
+    """Return the client of an engine; None if the object is no engine."""
+    return getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
+
+
 def ask_engine(engine: Any, operation: str, method: str) -> Any:
     """Call a method of every worker of an ``LLM`` or ``LLMEngine``; returns the answers by rank.
 
@@ -77,7 +82,7 @@ def ask_engine(engine: Any, operation: str, method: str) -> Any:
     Raises:
         ConfigError: it is an ``AsyncLLM``, which answers later, or something else.
     """
-    client = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
+    client = find_client(engine)
     try:
         if client is not None:
             return ask_workers(client, method)

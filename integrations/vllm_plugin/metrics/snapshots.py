@@ -170,7 +170,7 @@ def snapshots(llm: Foreign) -> Snapshots:
     Raises:
         ConfigError: it is an ``AsyncLLM``, which answers later, or no engine.
     """
-    client = getattr(getattr(llm, "llm_engine", llm), "engine_core", None)
+    client = front.find_client(llm)
     found: Snapshots | None = None
     if getattr(client, "kvtxn_ended", False):
         found = getattr(client, "kvtxn_seen", None)
