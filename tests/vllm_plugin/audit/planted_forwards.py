@@ -63,12 +63,22 @@ def reads_too_few(rig: Rig) -> Any:
 def reads_anothers_block(rig: Rig) -> Any:
     """The metadata's table has another request's first block."""
 
+    def with_own_table(metadata: Any) -> Any:
+        metadata.block_table = metadata.block_table.clone()
+        return metadata
+
+    return _with_anothers_block(rig, with_own_table)
+
+
+def _with_anothers_block(rig: Rig, own: Callable[[Any], Any]) -> Any:
+    """Put another request's first block into a table that ``own`` makes ready for it."""
+
     def tamper(batch: Batch, metadata: Any, slots: dict[str, Any]) -> None:
         index = _running(batch)
         others = [n for n in range(len(batch)) if n != index and batch.first[n] >= 32]
         if index is None or not others:
             return
-        table = metadata.block_table = metadata.block_table.clone()
+        table = own(metadata).block_table
         if int(table[index, 0]) != int(table[others[0], 0]):
             table[index, 0] = table[others[0], 0]
             rig.strike(batch.names[index], 0, int(table[index, 0]) * 32)
@@ -112,18 +122,7 @@ def writes_nothing_in_one_layer(rig: Rig) -> Any:
 
 def one_layer_reads_anothers_block(rig: Rig) -> Any:
     """The last layer's table is another one, and its metadata are copies of the others'."""
-
-    def tamper(batch: Batch, metadata: Any, slots: dict[str, Any]) -> None:
-        index = _running(batch)
-        others = [n for n in range(len(batch)) if n != index and batch.first[n] >= 32]
-        if index is None or not others:
-            return
-        table = _of_last_layer().block_table
-        if int(table[index, 0]) != int(table[others[0], 0]):
-            table[index, 0] = table[others[0], 0]
-            rig.strike(batch.names[index], 0, int(table[index, 0]) * 32)
-
-    return _given(rig, tamper)
+    return _with_anothers_block(rig, lambda metadata: _of_last_layer())
 
 
 def one_layer_gives_a_row_away(rig: Rig) -> Any:
