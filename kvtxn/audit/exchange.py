@@ -316,13 +316,9 @@ class Exchange(Moving):
         self, place: Place, where: Tensor, step: Tensor | int, serial: Tensor | int
     ) -> None:
         """Write journal entries for a writer that is not a step; their tokens are not known."""
-        books, rows = self.books, len(where)
-        width = books.journal.shape[1]
-        entries = torch.full((rows, width), NOBODY, dtype=torch.int64, device=self.device)
+        width = self.books.journal.shape[1]
+        entries = torch.full((len(where), width), NOBODY, dtype=torch.int64, device=self.device)
         entries[:, book.JOURNAL_STEP] = step
         entries[:, book.JOURNAL_SERIAL] = serial
         entries[:, book.JOURNAL_PLACES + place.index] = where
-        number = books.counters[book.JOURNALLED] + torch.arange(rows, device=self.device)
-        size = books.sizes.journal
-        books.journal[number[-size:] % size] = entries[-size:]
-        books.counters[book.JOURNALLED] += rows
+        self._append(entries)

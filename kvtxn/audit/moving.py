@@ -184,12 +184,16 @@ class Moving(Changing):
 
     def _journal_states(self, groups: _Groups, places: Tensor, writer: Tensor | None) -> None:
         """Write a journal entry for each block: a report names whoever wrote there last."""
-        books, rows, size = self.books, places.numel(), self.books.sizes.journal
-        entries = places.new_full((*places.shape, books.journal.shape[1]), NOBODY)
+        width = self.books.journal.shape[1]
+        entries = places.new_full((*places.shape, width), NOBODY)
         if writer is not None:
             entries[..., : book.JOURNAL_PLACES] = writer
         column = groups.column[..., None].expand(*places.shape, 1)
-        entries = entries.scatter_(2, column, places[..., None]).flatten(0, 1)
+        self._append(entries.scatter_(2, column, places[..., None]).flatten(0, 1))
+
+    def _append(self, entries: Tensor) -> None:
+        """Append entries to the journal, int64 ``[n, JOURNAL_PLACES + num_groups]``."""
+        books, rows, size = self.books, len(entries), self.books.sizes.journal
         number = books.counters[book.JOURNALLED] + torch.arange(rows, device=self.device)
         books.journal[number[-size:] % size] = entries[-size:]
         books.counters[book.JOURNALLED] += rows
