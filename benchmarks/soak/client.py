@@ -76,7 +76,7 @@ class SoakClient(EngineClient):
     def __init__(
         self, engine: Any, sizes: Any, seed: int, account: Account, patience: float, *, keeps: bool
     ) -> None:
-        super().__init__(engine, sizes, Job(engine_args={}, workload=None, seed=seed), _tell_nobody)
+        super().__init__(engine, sizes, Job(engine_args={}, workloads=(), seed=seed), _tell_nobody)
         self._account, self._patience = account, patience
         self._choice, self._seen = random.Random(seed + 1), 0
         self._keeps, self._kept = keeps, list[Said]()

@@ -62,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload",
         default="chat",
-        metavar="NAME|FILE",
-        help=f"{names}; or a file of prompts, a JSON value per line (chat)",
+        metavar="NAME[,NAME...]|FILE",
+        help=f"{names}; all: these, in turn, in one engine; or a file of prompts, a JSON value per "
+        "line (chat)",
     )
     parser.add_argument(
         "--requests", type=natural, default=100, help="requests to make, at least (100)"
@@ -111,18 +112,19 @@ def job_of(args: argparse.Namespace) -> Job:
     Raises:
         ConfigError: the engine's arguments, the workload or its file are not valid.
     """
-    named = args.workload in WORKLOADS
+    names = tuple(WORKLOADS) if args.workload == "all" else tuple(args.workload.split(","))
+    named = all(name in WORKLOADS for name in names)
     if not named and not (args.workload and Path(args.workload).exists()):
         raise ConfigError(
             "audit",
             "there is no such workload, and no such file",
-            expected=f"one of {', '.join(WORKLOADS)}, or a file of prompts",
+            expected=f"one or more of {', '.join(WORKLOADS)}, or all, or a file of prompts",
             got=repr(args.workload),
             hint="`kvtxn audit --help` says what each workload does",
         )
     return Job(
         engine_args=watched(PLAIN if args.engine_args is None else args.engine_args),
-        workload=args.workload if named else None,
+        workloads=names if named else (),
         prompts=() if named else read(Path(args.workload)),
         requests=args.requests,
         seed=args.seed,
@@ -136,6 +138,8 @@ def watched(engine_args: Any) -> dict[str, Any]:
     Raises:
         ConfigError: they are no JSON object, name no model, or ask kvtxn for something it has not.
     """
+    import torch
+
     from ..vllm_plugin.settings import AUDITS, settings
 
     if not isinstance(engine_args, Mapping) or not isinstance(engine_args.get("model"), str):
@@ -170,7 +174,8 @@ def watched(engine_args: Any) -> dict[str, Any]:
             hint="leave audit out for 'ledger'",
         )
     wanted = {**given, "audit": audit, "record": True}
-    settings({"kvtxn": wanted}, 1, "any")
+    # The one that vLLM would choose; the engine checks again, for the one that it has.
+    settings({"kvtxn": wanted}, 1, "cuda" if torch.cuda.is_available() else "cpu")
     return {**engine_args, "additional_config": {**additional, "kvtxn": wanted}}
 
 
@@ -205,7 +210,7 @@ def play(job: Job, *, quiet: bool) -> Found | Refused:
     with Progress(
         *columns, TextColumn("requests"), TimeElapsedColumn(), console=console, transient=True
     ) as bar:
-        task = bar.add_task(job.workload or "prompts", total=total)
+        task = bar.add_task(", ".join(job.workloads) or "prompts", total=total)
         return run_engine(job, partial(_advance, bar, task))
 
 

@@ -38,11 +38,11 @@ _STUCK: Final = 600.0
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """An engine and its workload.
+    """An engine and its workloads.
 
     Attributes:
         engine_args: arguments of the engine; ``additional_config`` asks for the audit.
-        workload: one of ``WORKLOADS``; None to play ``prompts``.
+        workloads: names from ``WORKLOADS``, to be played in turn; none to play ``prompts``.
         prompts: the prompts of the user's file.
         requests: requests to make, at least.
         seed: of the workload's random numbers.
@@ -50,7 +50,7 @@ class Job:
     """
 
     engine_args: dict[str, Any]
-    workload: str | None
+    workloads: tuple[str, ...]
     prompts: tuple[Prompt, ...] = ()
     requests: int = 100
     seed: int = 0
@@ -66,7 +66,7 @@ class Refused:
 
 @attrs.frozen(kw_only=True)
 class Found:
-    """The result of a workload.
+    """The result of an engine's workloads.
 
     Attributes:
         engine: the engine in words, by name of the fact.
@@ -75,7 +75,7 @@ class Found:
         requests: requests made, each turn of a session counted as one.
         aborted: requests that the workload aborted.
         failed: the reasons of requests that the engine refused or did not finish.
-        seconds: wall time of the workload, the engine's start not included.
+        seconds: wall time of the workloads, the engine's start not included.
     """
 
     engine: dict[str, str]
@@ -88,7 +88,7 @@ class Found:
 
 
 def run(job: Job, progress: Callable[[int], None]) -> Found | Refused:
-    """Play a workload in a fresh process; ``progress`` is told how many requests are done.
+    """Play the workloads in a fresh process; ``progress`` is told how many requests are done.
 
     Raises:
         EngineError: the engine's process failed; the message ends with its last words.
@@ -115,7 +115,7 @@ def run(job: Job, progress: Callable[[int], None]) -> Found | Refused:
 
 
 def serve(pipe: Connection[Any, Any]) -> None:
-    """Play a workload in the engine's process: report progress, then the result."""
+    """Play the workloads in the engine's process: report progress, then the result."""
     job: Job = pipe.recv()
     pipe.send((False, asyncio.run(_serve(job, lambda done: pipe.send((False, done))))))
 
@@ -129,9 +129,10 @@ async def _serve(job: Job, tell: Callable[[int], None]) -> Found | Refused:
     try:
         config = async_engine.config_of(arguments)
         sizes = async_engine.sizes(config)
-        if job.workload is not None:
-            device = async_engine.description(config)["device"]
-            arguments |= _needs(job.workload, arguments, sizes, device)
+        device = async_engine.description(config)["device"]
+        for name in job.workloads:
+            arguments |= _needs(name, arguments, sizes, device)
+        if job.workloads:
             config = async_engine.config_of(arguments)
     except Exception as error:  # vLLM's and pydantic's, of any class
         return Refused(f"vLLM refuses these engine arguments: {_sentence(error)}")
@@ -145,12 +146,14 @@ async def _serve(job: Job, tell: Callable[[int], None]) -> Found | Refused:
     try:
         if not all(c.get("kvtxn_audit_active") for c in await engine.collective_rpc(SNAPSHOT)):
             return Refused("the ledger does not watch this engine; --log-level debug shows why")
-        client = EngineClient(engine, sizes, job, tell)
+        client = EngineClient(engine, sizes, attrs.evolve(job, engine_args=arguments), tell)
         begin = time.perf_counter()
-        if job.workload is None:
-            await client.answer(job.prompts)
-        else:
-            await WORKLOADS[job.workload].play(client)
+        await client.answer(job.prompts)
+        for number, name in enumerate(job.workloads, 1):
+            # Each has its share of the requests, and at least one round.
+            share = -(-job.requests * number // len(job.workloads))
+            client.budget = max(client.made + 1, share)
+            await WORKLOADS[name].play(client)
         await client.settle()
         return Found(
             engine={"vLLM": workers.version(), **async_engine.description(config)},
@@ -223,7 +226,7 @@ class EngineClient:
     Args:
         engine: vLLM's ``AsyncLLM``.
         sizes: its sizes.
-        job: the job.
+        job: the job, with all arguments that the engine was started with.
         tell: is told how many requests are done.
 
     Attributes:
@@ -241,6 +244,9 @@ class EngineClient:
         self.failed: list[str] = []
         self._engine = engine
         self._tell = tell
+        self._connected = job.engine_args.get("kv_transfer_config") is not None
+        self._urgent = job.engine_args.get("scheduling_policy") == "priority"
+        self._chance = random.Random(job.seed)
         self._done = 0
         # Special ids, such as an image's, are among the highest of a vocabulary.
         self._ids = range(min(3, sizes.vocabulary - 1), max(4, sizes.vocabulary // 2))
@@ -272,7 +278,11 @@ class EngineClient:
         return await self._listen(f"{kind} {number}", given, _sampling(most, among), abort)
 
     async def talk(
-        self, turns: Sequence[tuple[Sequence[int], int]], *, among: Sequence[int] | None = None
+        self,
+        turns: Sequence[tuple[Sequence[int], int]],
+        *,
+        among: Sequence[int] | None = None,
+        stop: int | None = None,
     ) -> list[Tokens]:
         """Make a streaming session; see ``Client.talk``."""
         from ..vllm_plugin.internals import async_engine
@@ -284,12 +294,13 @@ class EngineClient:
         async def inputs() -> Any:
             for tokens, most in turns:
                 outputs.append([])
-                yield async_engine.session_input(tokens, _sampling(most, among))
+                yield async_engine.session_input(tokens, _sampling(most, among, stop))
                 await ended.wait()
                 ended.clear()
 
         try:
-            stream = self._engine.generate(inputs(), _sampling(turns[0][1], among), name)
+            first = _sampling(turns[0][1], among, stop)
+            stream = self._engine.generate(inputs(), first, name, **self._urgency())
             async with asyncio.timeout(_STUCK):
                 async for output in stream:
                     outputs[-1] += output.outputs[0].token_ids
@@ -301,9 +312,14 @@ class EngineClient:
             self._end()
         return outputs
 
-    async def reset(self) -> None:
-        """Clear the prefix cache; an engine that is busy may refuse."""
-        await self._engine.reset_prefix_cache()
+    async def reset(self, *, running: bool = False) -> None:
+        """Clear the prefix cache; see ``Client.reset``."""
+        if running and self._connected:
+            return  # vLLM 0.32.0 ends with an AssertionError if a connector's load is on its way
+        try:
+            await self._engine.reset_prefix_cache(reset_running_requests=running)
+        except Exception as error:  # of the engine's process, of any class
+            self.failed.append(f"reset: {_sentence(error)}")
 
     async def answer(self, prompts: Sequence[Prompt]) -> None:
         """Make the requests of the user's file, eight at a time."""
@@ -330,7 +346,7 @@ class EngineClient:
         """Make a request and collect its output tokens; a failure is noted, not raised."""
         tokens: Tokens = []
         try:
-            stream = self._engine.generate(given, sampling, name)
+            stream = self._engine.generate(given, sampling, name, **self._urgency())
             async with asyncio.timeout(_STUCK):
                 async for output in stream:
                     tokens += output.outputs[0].token_ids
@@ -347,6 +363,10 @@ class EngineClient:
         self._end()
         return tokens
 
+    def _urgency(self) -> dict[str, int]:
+        """Return a request's priority, of an engine that has any."""
+        return {"priority": self._chance.randint(0, 3)} if self._urgent else {}
+
     def _number(self) -> int:
         self.made += 1
         return self.made
@@ -356,8 +376,8 @@ class EngineClient:
         self._tell(self._done)
 
 
-def _sampling(most: int, among: Sequence[int] | None = None) -> Any:
-    """Return greedy sampling of exactly ``most`` tokens, handed over as they come."""
+def _sampling(most: int, among: Sequence[int] | None = None, stop: int | None = None) -> Any:
+    """Return greedy sampling of ``most`` tokens, or up to ``stop``, handed over as they come."""
     from vllm import SamplingParams
 
     from ..vllm_plugin.internals import async_engine
@@ -367,5 +387,6 @@ def _sampling(most: int, among: Sequence[int] | None = None) -> Any:
         max_tokens=most,
         ignore_eos=True,
         output_kind=async_engine.deltas(),
+        stop_token_ids=None if stop is None else [stop],
         allowed_token_ids=None if among is None else sorted({*among}),
     )

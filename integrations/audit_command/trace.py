@@ -88,7 +88,7 @@ def job_of(args: argparse.Namespace) -> Job:
     arguments = {**PLAIN, "num_gpu_blocks_override": 32, "additional_config": {"kvtxn": policy}}
     return Job(
         engine_args=watched(arguments),
-        workload=None,
+        workloads=(),
         prompts=tuple(
             Prompt(line, text, None, args.max_tokens) for line, text in enumerate(texts, 1)
         ),

@@ -57,20 +57,30 @@ class Client(Protocol):
         """
 
     async def talk(
-        self, turns: Sequence[tuple[Sequence[int], int]], *, among: Sequence[int] | None = None
+        self,
+        turns: Sequence[tuple[Sequence[int], int]],
+        *,
+        among: Sequence[int] | None = None,
+        stop: int | None = None,
     ) -> list[Tokens]:
         """Make a streaming session, turn by turn: new tokens, and the most output tokens.
 
         Args:
-            turns: each turn's new tokens, and the number of its output tokens.
+            turns: each turn's new tokens, and the most output tokens of it.
             among: as for ``ask``.
+            stop: a token that ends a turn, if the turn gets there.
 
         Returns:
             The output tokens of each turn.
         """
 
-    async def reset(self) -> None:
-        """Clear the prefix cache; an engine that is busy may refuse."""
+    async def reset(self, *, running: bool = False) -> None:
+        """Clear the prefix cache; an engine that is busy may refuse.
+
+        Args:
+            running: preempt all requests that run, so that nothing is in use; an engine with a
+                connector is left alone.
+        """
 
 
 @attrs.frozen
@@ -120,20 +130,25 @@ async def chat(client: Client) -> None:
                 return
 
     while client.made < client.budget:
-        await asyncio.gather(*(converse() for _ in range(4)))
+        shortest = client.ask(client.phrase(1), client.chance.randint(2, 12))
+        await asyncio.gather(*(converse() for _ in range(4)), shortest)
         await client.reset()
 
 
 async def sessions(client: Client) -> None:
     """Hold streaming sessions that go on after a stop; other requests find their rows afterwards.
 
-    A turn ends at its limit, often among accepted drafts; the next turn begins there.
+    A turn ends at its limit, often among accepted drafts, or at a stop token; the next turn begins
+    there. Some turns fill blocks of their own.
     """
 
     async def session(most: int) -> None:
         words = client.phrase(12)
-        turns = [(words * 3, most), (client.phrase(12), 8), (client.phrase(6) * 2, 5)]
-        outputs = await client.talk(turns, among=words[: client.chance.randint(2, 12)])
+        second = client.phrase(client.chance.choice([12, client.block_size + 12]))
+        turns = [(words * 3, most), (second, 8), (client.phrase(6) * 2, 5)]
+        among = words[: client.chance.randint(2, 12)]
+        stop = client.chance.choice([None, None, among[0]])
+        outputs = await client.talk(turns, among=among, stop=stop)
         # Others with the same beginning. An engine keeps the last token of a turn, or drops it.
         for end in (-1, None):
             text: Tokens = []
@@ -167,9 +182,17 @@ async def prefix(client: Client) -> None:
 
 
 async def preempt(client: Client) -> None:
-    """Ask more than the cache has blocks for: some requests are preempted, and computed again."""
+    """Ask more than the cache has blocks for: some requests are preempted, and computed again.
+
+    Once a round all that run are, by a reset of the prefix cache.
+    """
+
+    async def reset() -> None:
+        await client.ask(client.phrase(4), client.chance.randint(1, 12))
+        await client.reset(running=True)
+
     while client.made < client.budget:
-        waiting = []
+        waiting = [reset()]
         for number in range(12):
             prompt = client.phrase(share(client, 0.15)) + repeating(client, share(client, 0.1))
             abort = client.chance.randint(1, 20) if number % 6 == 5 else None
@@ -200,7 +223,10 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "sessions": Workload("streaming sessions that go on after a stop", sessions),
     "prefix": Workload("requests with common beginnings, some in one step", prefix),
     "preempt": Workload(
-        "more requests than blocks", preempt, {"max_num_seqs": 16}, few_blocks=True
+        "more requests than blocks, and resets of the cache that preempt all",
+        preempt,
+        {"max_num_seqs": 16},
+        few_blocks=True,
     ),
     "offload": Workload("rows that leave through a connector and return", offload, offloads=True),
 }

@@ -168,6 +168,10 @@ class Findings:
         self._on_host[violation.kind] += 1
         self._unread.append(violation)
 
+    def withdraw(self, violation: Violation) -> None:
+        """Count a violation no longer: nobody uses what its step computed."""
+        self._on_host[violation.kind] -= 1
+
 
 def _require_glance(operation: str, glance: object) -> None:
     """Refuse what is no copy of counters.

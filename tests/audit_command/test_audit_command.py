@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -132,7 +133,29 @@ def test_the_user_s_settings_stay(monkeypatch, capsys):
     assert job.engine_args["additional_config"] == {
         "other": 1, "kvtxn": {"policy": "undo", "audit": "ledger", "record": True},
     }  # fmt: skip
-    assert (job.workload, job.requests, job.prompts) == ("prefix", 5, ())
+    assert (job.workloads, job.requests, job.prompts) == (("prefix",), 5, ())
+
+
+@pytest.mark.parametrize("recurrent", ["exact", "auto"])
+def test_windows_over_recurrent_states_are_audited(recurrent):
+    given = {"policy": "auto", "recurrent": recurrent}
+    wanted = command.watched({"model": "m", "additional_config": {"kvtxn": given}})
+    assert wanted["additional_config"]["kvtxn"] == given | {"audit": "ledger", "record": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "workloads"),
+    [
+        ("chat", ("chat",)),
+        ("sessions,preempt", ("sessions", "preempt")),
+        ("all", ("chat", "sessions", "prefix", "preempt", "offload")),
+    ],
+)
+def test_several_workloads_are_played_in_turn(words, workloads):
+    args = argparse.Namespace(
+        workload=words, engine_args=None, requests=9, seed=0, log_level="error"
+    )
+    assert command.job_of(args).workloads == workloads
 
 
 def test_a_request_that_failed_was_not_judged(capsys, monkeypatch):

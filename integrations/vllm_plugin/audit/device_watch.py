@@ -296,7 +296,8 @@ class DeviceWatch(Watch):
         if number == self._looked:
             return
         self._looked = number
-        if self._glance is not None and self._glance.ready:
+        waits = self.transfers is not None and self.transfers.unsettled
+        if self._glance is not None and self._glance.ready and not waits:
             glance, self._glance = self._glance, None
             self._spare = glance
             self.ledger.findings.require_all_steps(glance)
@@ -321,5 +322,6 @@ class DeviceWatch(Watch):
             return None
         self._catch_up()
         if self.on_violation == "contain" and not self._stopped:
+            self._settle_loads()
             self.found.take(self.on_violation)
         return Watch.take_wrong(self)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from ....audit import Ledger, Violation
@@ -18,6 +18,8 @@ REMEMBERED: Final = 10_000
 #: Violations that are logged one by one; of later ones, one in so many.
 _LOGGED: Final = 20
 _ONE_IN: Final = 1000
+#: Steps with failed loads that are remembered; the host hears of a violation some steps later.
+_DROPPED: Final = 256
 #: Kinds of violations after which nothing is computed again: the rows have left, or are on one
 #: rank only.
 _PAST_CONTAINING: Final = ("exported", "ranks")
@@ -43,6 +45,23 @@ class FoundViolations:
         self._report: Final[deque[dict[str, Any]]] = deque(maxlen=REMEMBERED)
         self._number = 0
         self._wrong = Wrong()
+        self._dropped: Final[OrderedDict[int, frozenset[int]]] = OrderedDict()
+
+    def drop(self, step: int, blocks: Iterable[int]) -> None:
+        """Take back what a step found in blocks: vLLM drops what it computed of them.
+
+        Args:
+            step: the number of the ledger's step.
+            blocks: blocks that a connector could not load.
+        """
+        self._dropped[step] = self._dropped.get(step, frozenset()) | frozenset(blocks)
+        while len(self._dropped) > _DROPPED:
+            self._dropped.popitem(last=False)
+
+    def _is_dropped(self, violation: Violation) -> bool:
+        # What a connector brings for a step comes before the step is counted.
+        step = violation.step + (violation.kind == "imported")
+        return violation.block in self._dropped.get(step, ())
 
     def say(self, on_violation: str) -> None:
         """Log the violations that were found since the last call.
@@ -60,6 +79,10 @@ class FoundViolations:
     def take(self, on_violation: str) -> Sequence[Violation]:
         """Log the violations that were found since the last call, and return them."""
         new: Sequence[Violation] = self._ledger.violations()
+        if self._dropped:
+            for violation in filter(self._is_dropped, new):
+                self._ledger.findings.withdraw(violation)
+            new = [violation for violation in new if not self._is_dropped(violation)]
         for violation in new:
             if on_violation == "contain":
                 self._wrong |= _wrong(violation)

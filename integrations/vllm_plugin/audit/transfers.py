@@ -3,7 +3,8 @@
 A block that leaves is compared with the tokens that it is stored under, and remembered by its
 bytes: wherever these bytes turn up again, they are the rows that they were. A block that comes
 with other bytes than were stored in its place is wrong. One of a place that nothing was stored in
-is from elsewhere; its rows are taken for those of the request that loads it.
+is from elsewhere; its rows are taken for those of the request that loads it. Where a connector says
+that it could not load a block, nobody has written it, and vLLM drops what the step computed of it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class TransferWatch:
         self._arrivals: Sequence[Arrival] = ()
         self._before: dict[Place, bytes] = {}
         self._received: set[str] = set()
+        self._came: list[tuple[str, int]] = []  # requests and blocks of the step under way
+        self._failed: set[int] = set()
+        self._loading = False  # the step under way reads rows that were loaded for it
 
     def restart(self) -> None:
         """Forget every transfer; the ledger has forgotten the rows."""
@@ -71,7 +75,9 @@ class TransferWatch:
         self._loads.clear()
         self._before.clear()
         self._received.clear()
-        self._stores, self._arrivals = [], ()
+        self._came.clear()
+        self._failed.clear()
+        self._stores, self._arrivals, self._loading = [], (), False
 
     # -- told by the connector ---------------------------------------------------------------
 
@@ -105,6 +111,10 @@ class TransferWatch:
     def received(self, names: Iterable[str] | None) -> None:
         """Note the requests whose rows were loaded while they waited."""
         self._received.update(names or ())
+
+    def failed(self, blocks: Iterable[int]) -> None:
+        """Note the blocks that could not be loaded."""
+        self._failed.update(blocks)
 
     def _export(self, stores: Iterable[Handed]) -> None:
         """Compare the rows of blocks with what they are stored under, and remember their bytes."""
@@ -160,10 +170,27 @@ class TransferWatch:
                 words = self._rows_of(place, now[place])
                 words = None if words is None else words[: end - first]
                 self._ledger.import_rows(name, place[0], blocks, first, end, words)
+                self._loading = True
+        self._came = [(name, place[1]) for name, place, *_ in coming]
         came = {arrival.name for arrival in self._arrivals}
         self._received -= came
         self._loads = {place: load for place, load in self._loads.items() if load[0] not in came}
         self._arrivals, self._before = (), {}
+
+    @property
+    def unsettled(self) -> bool:
+        """Tell whether loads may have failed of which ``take_failed`` has not told."""
+        return self._loading or bool(self._failed)
+
+    def take_failed(self) -> tuple[list[str], list[int]]:
+        """Return what could not be loaded; call it once the connector has said so of a step.
+
+        Returns:
+            The requests that began with such a block in the last step, and the blocks.
+        """
+        failed, self._failed, self._loading = self._failed, set(), False
+        names = {name: None for name, block in self._came if block in failed}
+        return [*names], sorted(failed)
 
     def _hashes(self, places: Iterable[Place]) -> dict[Place, bytes]:
         """Return a hash of the bytes of each block."""
@@ -223,6 +250,12 @@ class WatchedConnector:
         watch = self.kvtxn_transfers
         watch.tell(partial(watch.received, received))
         return sent, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Note the blocks that could not be loaded."""
+        failed: set[int] = super().get_block_ids_with_load_errors()  # type: ignore[misc]
+        self.kvtxn_transfers.tell(partial(self.kvtxn_transfers.failed, failed))
+        return failed
 
 
 class WatchedConnectorV1(WatchedConnector):

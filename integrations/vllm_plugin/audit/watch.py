@@ -152,6 +152,7 @@ class Watch:
         self.under_way = None
         if self._unsealed is not None:
             self._seal()
+        self._settle_loads()
         if changes is NO_CHANGES:
             return
         if not (changes.gone or changes.arrivals or changes.copies or self.transfers):
@@ -168,6 +169,20 @@ class Watch:
             for name in list(self.groups)[:1]:  # all groups share the blocks
                 source, target = zip(*changes.copies, strict=True)
                 self.ledger.copy(name, source, target)
+
+    def _settle_loads(self) -> None:
+        """Forget the rows that a connector could not load, and the requests that read them.
+
+        vLLM drops what the last step computed for these requests; they return with the tokens that
+        they have now.
+        """
+        if self.transfers is None or not self.transfers.unsettled:
+            return
+        names, blocks = self.transfers.take_failed()
+        if blocks:
+            self.found.drop(self.steps, blocks)
+            known = [name for name in names if name in self._known]
+            self._come_and_go(known, (), dict.fromkeys(self.groups, blocks))
 
     def _give(self, grown: Sequence[Sequence[int]]) -> None:
         """Tell the ledger of the usual change: requests that run get blocks."""
@@ -228,7 +243,8 @@ class Watch:
             self._forward(rows, returning, states)
         if self.steps - self._compared >= _COMPARED_AFTER:
             self.compare_ranks()
-        self._say()
+        if self.transfers is None or not self.transfers.unsettled:
+            self._say()
 
     def _forward(
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
@@ -306,6 +322,9 @@ class Watch:
             self._unsealed = step, self.ledger.kept(step), 0
         if not self.drafts_late:
             self._seal()
+        if self.transfers is not None and self.transfers.unsettled:
+            self._settle_loads()
+            self._say()
 
     def take_back(self) -> None:
         """Hear that the forward failed: the prefix cache has the blocks of its rows already."""
@@ -393,6 +412,8 @@ class Watch:
     def counters(self) -> dict[str, float]:
         """Return the audit's counters by Prometheus name; all ranks must call this."""
         self.compare_ranks()
+        if self.transfers is not None:
+            self.found.take(self.on_violation)  # of a failed load nothing counts
         return {
             **self.ledger.counters(),
             "kvtxn_audit_active": float(self.begun and not self._stopped),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ....audit import RowGroup
 from ..audit.expected import cannot_watch
+from .adapters import Adapters, hash_of
 
 #: Methods that the mixin overrides, with the parameters they must have; "?" as in ``batches``.
 AUDITED_METHODS: Final = {
@@ -294,7 +294,7 @@ def arrival_of(
         tables: as for ``Arrival``.
     """
     lora = getattr(state, "lora_request", None)
-    extras = [] if lora is None else [_adapter(lora)]
+    extras = [] if lora is None else [_adapters(runner).identity(lora)]
     embedded = _embedded(state)
     if runner.model_config.is_encoder_decoder:  # what the encoder takes has no position here
         extras += sorted(set(embedded.values()))
@@ -302,13 +302,10 @@ def arrival_of(
     return Arrival(name, list(tokens), extras, embedded, int(computed), tables)
 
 
-def _adapter(lora: Any) -> int:
-    """Hash what vLLM's prefix cache tells adapters apart by.
-
-    The adapter's number is no part of it: an adapter that is loaded again has another number, and
-    its old rows are right.
-    """
-    return _hash(repr((str(lora.lora_name), str(lora.lora_path))).encode())
+def _adapters(runner: Any) -> Adapters:
+    """Return what is known of a runner's adapters."""
+    known: Adapters = vars(runner).setdefault("kvtxn_adapters", Adapters())
+    return known
 
 
 def _embedded(state: Any) -> dict[int, int]:
@@ -318,16 +315,12 @@ def _embedded(state: Any) -> dict[int, int]:
         for position, vector in enumerate(state.prompt_embeds):
             is_token = state.prompt_is_token_ids
             if is_token is None or not is_token[position]:
-                found[position] = _hash(vector.contiguous().view(torch.uint8).numpy().tobytes())
+                found[position] = hash_of(vector.contiguous().view(torch.uint8).numpy().tobytes())
     for feature in state.mm_features or ():
-        place, content = feature.mm_position, _hash(str(feature.identifier).encode())
+        place, content = feature.mm_position, hash_of(str(feature.identifier).encode())
         for position in range(place.offset, place.offset + place.length):
             found[position] = content
     return found
-
-
-def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
 def own_blocks(table: Any, count: int, block_size: int, blocks: Tensor | None = None) -> Tensor:

@@ -162,6 +162,46 @@ def test_an_adapter_is_known_by_its_name_and_path(rig):
     assert len({tuple(each) for each in others}) == 3
 
 
+def test_an_adapter_is_known_by_its_weights(rig, tmp_path):
+    """One that was loaded again from other files has other rows; vLLM's prefix cache mixes both."""
+
+    def extras(number, **more):
+        lora = SimpleNamespace(
+            lora_name="poet", lora_int_id=number, lora_path=str(tmp_path), **more
+        )
+        state = state_of([7, 8], TOKENS[:10], lora_request=lora)
+        return audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
+
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"old weights")
+    old = extras(1)
+    weights.write_bytes(b"new weights")
+    assert extras(1) == old  # what was loaded stays loaded
+    new = extras(2)
+    assert new != old
+    assert extras(1, load_inplace=True) == extras(1) == new
+    weights.write_bytes(b"old weights")
+    assert extras(3) == old
+    (tmp_path / "README.md").write_text("is not loaded")
+    assert extras(4) == old
+
+
+def test_blocks_that_could_not_be_loaded(rig):
+    """They are told once, with the requests that began with them in this step."""
+    assert not rig.watch.unsettled
+    come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
+    rig.watch.forward()
+    assert rig.watch.unsettled
+    rig.watch.failed({6, 9})
+    assert rig.watch.take_failed() == (["b"], [6, 9])
+    assert not rig.watch.unsettled
+    assert rig.watch.take_failed() == ([], [])
+    come(rig, "c", [7], TOKENS[:5], load(rig, 7))
+    rig.watch.forward()
+    rig.watch.failed({6})
+    assert rig.watch.take_failed() == ([], [6])  # "b" came in an earlier step
+
+
 def test_another_block_comes_back(rig):
     """Its bytes are known: they are of other rows."""
     rig.watch.begin(stored(rig, 1, 2))
