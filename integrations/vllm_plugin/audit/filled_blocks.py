@@ -9,6 +9,7 @@ import torch
 
 from ....audit import Ledger, RowGroup, Step, Stretch
 from ..internals.audited import Rows
+from .published_blocks import not_left
 
 
 class FilledBlocks:
@@ -41,5 +42,7 @@ class FilledBlocks:
                 settled = settled if rows.drafts is None else settled - rows.drafts
                 full = first.maximum(settled // group.block_size * group.block_size)
                 tables = {group.name: step.tables[group.name]}
-                self._ledger.inspect(Stretch(step.lines, first, full, tables, "published"))
+                begin = not_left(group, rows.first, first)
+                full = full.maximum(begin)
+                self._ledger.inspect(Stretch(step.lines, begin, full, tables, "published"))
                 ends[step.lines] = full + group.block_size

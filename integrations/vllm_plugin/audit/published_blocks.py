@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from ....audit import Ledger, RowGroup, Step, Stretch
 from ....host_values import to_device
@@ -64,5 +65,28 @@ class PublishedBlocks:
             before = ends.index_select(0, lines)
             end = (settled // size * size).maximum(before)
             tables = {group.name: step.tables[group.name]}
-            self._ledger.inspect(Stretch(step.lines, before, end, tables, "published"))
+            begin = not_left(group, step.first[:number].long(), before)
+            self._ledger.inspect(
+                Stretch(step.lines, begin, end.maximum(begin), tables, "published")
+            )
             ends.index_copy_(0, lines, end)
+
+
+def not_left(group: RowGroup, first: Tensor, begin: Tensor) -> Tensor:
+    """Return where the blocks begin that a request still has, of those from ``begin`` on.
+
+    A block that leaves the window or the chunk of a request's next row goes back to the pool before
+    it is published, if only that row's step says that its last row was an accepted draft's.
+
+    Args:
+        group: the group.
+        first: int64 ``[num_requests]``, the position of each request's first row in the step.
+        begin: int64 ``[num_requests]``, positions at which blocks begin.
+    """
+    if group.chunk is not None:
+        first = first // group.chunk * group.chunk
+    elif group.window is not None:
+        first = (first - group.window + 1).clamp(min=0)
+    else:
+        return begin
+    return begin.maximum(first // group.block_size * group.block_size)

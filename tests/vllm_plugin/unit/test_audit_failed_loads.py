@@ -1,0 +1,129 @@
+"""Loads that fail: vLLM drops what their step computed, so it counts as never read."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
+from kvtxn.integrations.vllm_plugin.audit.watch import Watch
+from kvtxn.integrations.vllm_plugin.internals.audited import Arrival, Changes, Room, Rows
+
+from kvtxn.audit import RowGroup
+
+GROUP = RowGroup("group.0", 4, 12, pool="blocks")
+TOKENS = list(range(20, 31))
+
+
+class Loads:
+    """The transfers of a connector that loads blocks for request "a", of which it says later."""
+
+    def __init__(self, ledger):
+        self.ledger, self.failed, self.names = ledger, [], []
+        self.loads, self.unsettled = False, False
+
+    def change(self, arrivals, handed_out):
+        self.loads = any(each.name == "a" for each in arrivals)
+
+    def forward(self):
+        if self.loads:
+            nothing = torch.zeros(8, dtype=torch.int64)  # what was stored had no row
+            self.ledger.import_rows("a", "group.0", [1, 2, 3], 0, 8, nothing)
+            self.loads, self.unsettled = False, True
+
+    def take_failed(self):
+        found, self.failed, self.unsettled = (self.names, self.failed), [], False
+        return found
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Lines of the ``kvtxn`` logger."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    monkeypatch.setattr(logging.getLogger("kvtxn"), "handlers", [handler])
+    return lines
+
+
+def rows(name, first, end, table):
+    positions = torch.arange(first, end)
+    return Rows(
+        [name], torch.tensor([0, end - first]), torch.tensor([first]),
+        torch.tensor(TOKENS[first:end]), None,
+        {"group.0": torch.tensor(table)[positions // 4] * 4 + positions % 4},
+        {"group.0": torch.tensor([table], dtype=torch.int32)},
+    )  # fmt: skip
+
+
+def arrival(name, table, computed):
+    return Arrival(name, TOKENS[:9], [], {}, computed, [table])
+
+
+def unknown(name):
+    raise AssertionError(name)
+
+
+def loaded(failed, on_violation="log"):
+    """A watch after the step in which "a" reads two blocks; these could not be loaded."""
+    watch = Watch({"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, on_violation)
+    watch.transfers = Loads(watch.ledger)
+    watch.change(Changes((), [arrival("a", [1, 2, 3], 8)], [[]], ()))
+    watch.forward(rows("a", 8, 9, [1, 2, 3]), unknown)
+    watch.transfers.names, watch.transfers.failed = ["a"] if failed else [], failed
+    watch.sampled(torch.tensor([1]), torch.tensor([[77]]))
+    return watch
+
+
+def violations(watch):
+    counters = watch.counters()
+    found = [(v["kind"], v["request"], v["slot"]) for v in watch.report()]
+    assert counters["kvtxn_audit_violations_total"] == len(found)
+    return found
+
+
+def test_a_load_that_is_said_to_have_failed_is_no_violation(said):
+    """The request returns with the tokens that it has, and computes the rows itself."""
+    watch = loaded([1, 2])
+    asked = []
+
+    def returning(name):
+        asked.append(name)
+        return arrival(name, [1, 2, 3], 0)
+
+    watch.change(Changes((), (), [[]], ()))
+    watch.forward(rows("a", 0, 9, [1, 2, 3]), returning)
+    watch.sampled(torch.tensor([1]), torch.tensor([[TOKENS[9]]]))
+    watch.change(Changes((), (), [[]], ()))
+    watch.forward(rows("a", 9, 10, [1, 2, 3]), unknown)
+    assert asked == ["a"]
+    assert violations(watch) == []
+    assert said == []
+
+
+def test_a_load_that_nobody_calls_failed(said):
+    """What is read of it is wrong, and said once the connector could have told of it."""
+    watch = loaded([])
+    assert len(said) == 4
+    assert violations(watch) == [
+        ("imported", "a", 4), ("imported", "a", 8), ("unwritten", "a", 4), ("unwritten", "a", 8),
+    ]  # fmt: skip
+
+
+def test_one_block_of_two(said):
+    assert violations(loaded([2])) == [("imported", "a", 4), ("unwritten", "a", 4)]
+
+
+def test_others_that_read_the_blocks_are_told_of(said):
+    """They stay in the prefix cache, and their request was to compute them."""
+    watch = loaded([1, 2])
+    watch.change(Changes(["a"], [arrival("b", [1, 2, 4], 8)], [[]], ()))
+    watch.forward(rows("b", 8, 9, [1, 2, 4]), unknown)
+    assert violations(watch) == [("unwritten", "b", 4), ("unwritten", "b", 8)]
+
+
+def test_raise_waits_until_it_is_known(said):
+    with pytest.raises(AuditError, match="imported"):
+        loaded([], "raise")
+    loaded([1, 2], "raise")
