@@ -15,11 +15,15 @@ RECORD, PAGE = HERE / "every_engine.json", HERE / "EVERY_ENGINE.md"
 HEAD = """# Every kind of engine under `kvtxn audit`
 
 Drawn from what `python tests/audit_command/every_engine/run_every_engine.py` saw. Each line is one
-run of `kvtxn audit` over an unmodified vLLM without windows: a tiny model with random weights, a
+run of `kvtxn audit` over an unmodified vLLM: a tiny model with random weights, a
 cache so small that requests are preempted, and the workloads `{shaken}`, or
 `{connected}` where the engine has a connector. Where nothing else is said, drafts are looked up in
-the text, four at a time, and rows are kept by the prefix cache. A kind that did not
-start, or whose requests failed, stands below its table with what vLLM said.
+the text, four at a time, and rows are kept by the prefix cache. On GPUs V1 and V2 name the model
+runner; *windows* are kvtxn's own, of recurrent layers too; *states cached*: the prefix cache
+keeps the states at the ends of blocks; *short steps* have room for fewer rows than all requests
+want. What did not start stands below its table with what vLLM said.
+[FAULTS.md](../../../integrations/FAULTS.md) tells where each kind of violation comes from: all are
+vLLM's.
 """
 
 
@@ -27,7 +31,8 @@ def merge(found: dict[str, Any]) -> None:
     """Put what was seen into the record, and draw the page."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     place = f"vLLM {found['release']}, {found['device']}"
-    record.setdefault(place, {}).update(found["kinds"])
+    kinds = {name: kind | {"commit": found["commit"]} for name, kind in found["kinds"].items()}
+    record.setdefault(place, {}).update(kinds)
     RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(record))
 
@@ -41,6 +46,8 @@ def page(record: dict[str, Any]) -> str:
         parts += [f"## {place}\n", summed(kinds) + "\n", table(kinds) + "\n"]
         if others := list(not_judged(kinds)):
             parts.append("\n".join(others) + "\n")
+        commits = sorted({kind["commit"] for kind in kinds.values()})
+        parts.append(f"Commits: {', '.join(commits)}.\n")
     return "\n".join(parts)
 
 
@@ -84,8 +91,19 @@ def table(kinds: dict[str, Any]) -> str:
 
 def not_judged(kinds: dict[str, Any]) -> Iterator[str]:
     """Yield what was said of the kinds that did not start, and of those whose requests failed."""
+    reasons: dict[str, list[str]] = {}
     for name, kind in sorted(kinds.items()):
         if not judged(kind):
-            yield f"- {name}: {kind['verdict']}; {kind['why']}"
+            reasons.setdefault(f"{kind['verdict']}: {reason(kind['why'])}", []).append(name)
         elif kind["failed"]:
-            yield f"- {name}: {kind['failed']} requests failed, first {kind['why']}"
+            yield f"- {name}: {kind['failed']} requests failed, first {reason(kind['why'])}"
+    for why, names in reasons.items():
+        yield f"- {'; '.join(names)}: {why}"
+
+
+def reason(why: str) -> str:
+    """Return the part of an error that tells engines apart, in at most 200 characters."""
+    for before in ("its log first says: ", "kvtxn audit: "):
+        why = why.rpartition(before)[2]
+    why = why.removesuffix("; --log-level debug shows the rest").replace("`", "")
+    return why if len(why) <= 200 else why[:197] + "..."

@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=160, help="requests of each engine")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one engine")
     parser.add_argument("--within", type=float, default=1e9, help="begin no engine after this time")
+    parser.add_argument("--commit", default="unknown", help="of the tree that runs, for the record")
     parser.add_argument("--raw", type=Path, help="write here what was seen, and nothing else")
     parser.add_argument("--merge", type=Path, nargs="+", help="results of --raw, to be recorded")
     asked = parser.parse_intermixed_args()
@@ -201,7 +202,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
 
     def keep() -> dict[str, Any]:
-        return {"device": device, "release": release(), "kinds": dict(found)}
+        said = {"device": device, "release": release(), "commit": asked.commit}
+        return said | {"torch": torch.__version__, "kinds": dict(found)}
 
     def one(name: str) -> None:
         if time.monotonic() < ends:

@@ -74,12 +74,12 @@ class SmallEngine:
         self.engine = self.llm.llm_engine
         self.said: dict[str, list[int]] = {}
 
-    def send(self, name: str, prompt: Sequence[int], priority: int = 0) -> None:
-        """Send a request for eight tokens, each the likeliest one; priority 0 goes first."""
+    def send(self, name: str, prompt: Sequence[int], **more: Any) -> None:
+        """Send a request for eight tokens, each the likeliest one; vLLM is told ``more`` of it."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, params, priority=priority)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params, **more)
 
     def step(self) -> None:
         """Make one step."""
