@@ -19,6 +19,8 @@ from commands import run as command
 #: Arguments for models that have no tokenizer.
 BARE = {"skip_tokenizer_init": True, "max_model_len": 288, "num_gpu_blocks_override": 96}
 RECURRENT = {"enable_prefix_caching": False, "block_size": None}
+#: With attention layers, too.
+HYBRID = {**BARE, **RECURRENT, "num_gpu_blocks_override": 300}
 
 
 @attrs.frozen
@@ -30,7 +32,8 @@ class Fault:
         fixed: releases without the fault.
         workload: the workload of the audit.
         kind: the kind of its first violation; others follow, of those who read the row later.
-        model: a tiny model of ``model_files``; None for the model that comes with kvtxn.
+        model: a tiny model of ``model_files`` or ``mixer_models``; None for the model that comes
+            with kvtxn.
         engine: changes of the plain engine's arguments; None leaves an argument out.
         requests: requests of the workload.
     """
@@ -86,6 +89,15 @@ def trace(folder: Path) -> Ended:
     return command(folder, "trace", *words)
 
 
+def write_model(name: str, folder: Path) -> str:
+    """Write a tiny model into ``folder``; returns the path."""
+    if name in ("nemotron_h", "falcon_h1"):
+        import mixer_models  # a module of the engines' processes
+
+        return mixer_models.write(name, folder)
+    return model_files.write(name, folder)
+
+
 def known_fault(folder: Path, name: str) -> Ended:
     """Audit the engine in which a fault of vLLM's shows."""
     from kvtxn.integrations.audit_command.command import PLAIN
@@ -93,7 +105,7 @@ def known_fault(folder: Path, name: str) -> Ended:
     fault = FAULTS[name]
     engine = {**PLAIN, **fault.engine}
     if fault.model is not None:
-        engine["model"] = model_files.write(fault.model, folder)
+        engine["model"] = write_model(fault.model, folder)
     return audit(
         folder, fault.workload, "--requests", fault.requests, "--json", "--html", "page.html",
         engine={key: value for key, value in engine.items() if value is not None},
