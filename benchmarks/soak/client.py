@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -71,12 +71,22 @@ class SoakClient(EngineClient):
         account: the account, which several clients share.
         patience: seconds after which a request counts as lost.
         keeps: keep some requests, for ``kept``.
+        engine_args: the engine's arguments, by which it is asked what it can do.
     """
 
     def __init__(
-        self, engine: Any, sizes: Any, seed: int, account: Account, patience: float, *, keeps: bool
+        self,
+        engine: Any,
+        sizes: Any,
+        seed: int,
+        account: Account,
+        patience: float,
+        *,
+        keeps: bool,
+        engine_args: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(engine, sizes, Job(engine_args={}, workloads=(), seed=seed), _tell_nobody)
+        job = Job(engine_args=dict(engine_args or {}), workloads=(), seed=seed)
+        super().__init__(engine, sizes, job, _tell_nobody)
         self._account, self._patience = account, patience
         self._choice, self._seen = random.Random(seed + 1), 0
         self._keeps, self._kept = keeps, list[Said]()
@@ -112,24 +122,28 @@ class SoakClient(EngineClient):
         return tokens
 
     async def talk(
-        self, turns: Sequence[tuple[Sequence[int], int]], *, among: Sequence[int] | None = None
+        self,
+        turns: Sequence[tuple[Sequence[int], int]],
+        *,
+        among: Sequence[int] | None = None,
+        stop: int | None = None,
     ) -> list[Tokens]:
         """Make a streaming session; see ``Client.talk``."""
         account, outputs = self._account, list[Tokens]()
         account.asked += len(turns)
         try:
             async with asyncio.timeout(self._patience):
-                outputs = await super().talk(turns, among=among)
+                outputs = await super().talk(turns, among=among, stop=stop)
         except TimeoutError:
             account.lose(f"no end of a session within {self._patience:.0f} s")
             account.lost += len(turns) - 1
             return outputs
-        got = [*map(len, outputs), *[0] * len(turns)]  # nothing of turns that never began
-        for (_, most), count in zip(turns, got, strict=False):
-            if count == most:
+        said = [*outputs, *[Tokens()] * len(turns)]  # nothing of turns that never began
+        for (_, most), tokens in zip(turns, said, strict=False):
+            if len(tokens) == most or (tokens and tokens[-1] == stop):
                 account.finished += 1
             else:
-                account.lose(f"a turn of a session: {count} of {most} tokens")
+                account.lose(f"a turn of a session: {len(tokens)} of {most} tokens")
         return outputs
 
     def kept(self) -> list[Said]:

@@ -101,7 +101,7 @@ class _Soak:
         self._clients = {
             name: SoakClient(
                 running, sizes, seed, self._account, piece.patience,
-                keeps=name not in _NOT_COMPARED,
+                keeps=name not in _NOT_COMPARED, engine_args=piece.engine_args,
             )
             for name, seed in zip(piece.workloads, seeds, strict=False)
         }  # fmt: skip

@@ -192,7 +192,7 @@ async def preempt(client: Client) -> None:
         await client.reset(running=True)
 
     while client.made < client.budget:
-        waiting = [reset()]
+        waiting: list[Awaitable[object]] = [reset()]
         for number in range(12):
             prompt = client.phrase(share(client, 0.15)) + repeating(client, share(client, 0.1))
             abort = client.chance.randint(1, 20) if number % 6 == 5 else None

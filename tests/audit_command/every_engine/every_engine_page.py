@@ -63,9 +63,10 @@ def summed(kinds: dict[str, Any]) -> str:
         sum(kind[word] for kind in ended) for word in ("rows_checked", "states_checked")
     )
     wrong = sum(bool(kind["kinds"]) for kind in ended)
+    engines = "1 engine" if wrong == 1 else f"{wrong} engines"
     return (
         f"{len(ended)} engines, {sum(kind['steps'] for kind in ended):,} steps: {rows:,} rows and "
-        f"{states:,} states were read; in {wrong} engines some were wrong."
+        f"{states:,} states were read; in {engines} some were wrong."
     )
 
 
