@@ -322,6 +322,9 @@ class DeviceWatch(Watch):
             return None
         self._catch_up()
         if self.on_violation == "contain" and not self._stopped:
-            self._settle_loads()
-            self.found.take(self.on_violation)
+            try:
+                self._settle_loads()
+                self.found.take(self.on_violation)
+            except Exception as error:
+                self.stop(error)
         return Watch.take_wrong(self)

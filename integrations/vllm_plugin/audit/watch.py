@@ -30,6 +30,7 @@ from .found_violations import FoundViolations
 from .line_buffer import LineBuffer
 from .new_in_step import admissions, fresh_blocks
 from .transfers import TransferWatch
+from .watched_outputs import WatchedOutputs
 
 log = get_logger()
 
@@ -42,7 +43,7 @@ _COMPARED_AFTER: Final = 100
 Copies = Sequence[tuple[Tensor, Tensor]]
 
 
-class Watch:
+class Watch(WatchedOutputs):
     """A worker's ledger, told by the runner's hooks.
 
     Args:
@@ -171,11 +172,7 @@ class Watch:
                 self.ledger.copy(name, source, target)
 
     def _settle_loads(self) -> None:
-        """Forget the rows that a connector could not load, and the requests that read them.
-
-        vLLM drops what the last step computed for these requests; they return with the tokens that
-        they have now.
-        """
+        """Forget rows that could not be loaded, and the requests whose step vLLM drops for it."""
         if self.transfers is None or not self.transfers.unsettled:
             return
         names, blocks = self.transfers.take_failed()
@@ -338,24 +335,6 @@ class Watch:
         self.under_way = None
         if self._unsealed is not None and not self._stopped:
             self._seal()
-
-    def came_out(self, logits: Tensor, rows: Tensor) -> None:
-        """Look for a NaN in a step's outputs before they are sampled, and for where it came from.
-
-        Where wrong rows are contained, rows with a NaN are filled with zeros: the attention of a
-        CPU would hand the NaN to whoever gets the block next.
-
-        Args:
-            logits: float ``[n, vocabulary]``.
-            rows: int ``[n]``, the row of the step that each output belongs to.
-        """
-        if self._stopped or self.scrub is None or self._unsealed is None:
-            return
-        most = float(logits.amax()) if logits.numel() else 0.0
-        if most != most:  # a NaN is the largest, and not equal to itself
-            clear = self.on_violation == "contain"
-            self.scrub.locate(self._unsealed[0], logits.amax(1, keepdim=True), rows, clear=clear)
-            self._say()
 
     def _seal(self) -> None:
         """Take the checksums of the rows and states that the last step leaves, once."""

@@ -106,7 +106,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
             f"{_CONNECTORS}.kv_connector.v1.base.KVConnectorBase_V1",
             (
                 *("bind_connector_metadata", "wait_for_save"),
-                *("handle_preemptions", "get_finished"),
+                *("handle_preemptions", "get_finished", "get_block_ids_with_load_errors"),
             ),
         ),
     ),
