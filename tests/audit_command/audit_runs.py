@@ -5,6 +5,9 @@ Three run as a user starts them; the others, of the same command, in forks.
 
 from __future__ import annotations
 
+import json
+import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,16 @@ import model_files
 from audits import audit
 from commands import Ended
 from commands import run as command
+from folders import TESTS
 
 #: Arguments for models that have no tokenizer.
 BARE = {"skip_tokenizer_init": True, "max_model_len": 288, "num_gpu_blocks_override": 96}
 RECURRENT = {"enable_prefix_caching": False, "block_size": None}
 #: With attention layers, too.
-HYBRID = {**BARE, **RECURRENT, "num_gpu_blocks_override": 300}
+HYBRID = {
+    **{**BARE, **RECURRENT, "num_gpu_blocks_override": 160},
+    "mamba_ssm_cache_dtype": "float32",  # vLLM chooses by what the CPU can do
+}
 
 
 @attrs.frozen
@@ -30,12 +37,14 @@ class Fault:
     Attributes:
         releases: releases with the fault; the others of ``fixed`` are healthy in this audit.
         fixed: releases without the fault.
-        workload: the workload of the audit.
+        workload: the workload of the audit, or the name of the file that ``write_prompts`` writes.
         kind: the kind of its first violation; others follow, of those who read the row later.
         model: a tiny model of ``model_files`` or ``mixer_models``; None for the model that comes
             with kvtxn.
         engine: changes of the plain engine's arguments; None leaves an argument out.
         requests: requests of the workload.
+        varies: what the requests say depends on which of them meet in a step, and so do the kinds
+            and numbers of violations.
     """
 
     releases: tuple[str, ...]
@@ -45,12 +54,60 @@ class Fault:
     model: str | None = None
     engine: dict[str, Any] = attrs.field(factory=dict)
     requests: int = 60
+    varies: bool = False
 
 
+#: Of an OffloadingConnector with a store that a CPU engine can copy to.
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "MemoryStoreSpec",
+        "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
+        "cpu_bytes_to_use": 64 << 20,
+        "offload_prompt_only": False,
+    },
+}
+#: No drafts are needed.
+STORED_SESSIONS = {**BARE, "kv_transfer_config": OFFLOADING, "speculative_config": None}
+#: What a preempted request computes again takes several steps, as a long prompt does.
+CHUNKS = {
+    **HYBRID,
+    **{"num_gpu_blocks_override": 300, "max_num_seqs": 14, "long_prefill_token_threshold": 12},
+}
+#: Fewer tokens in a step than the requests want with their drafts: some sit it out.
+CROWDED = {**HYBRID, "max_num_batched_tokens": 12}
+#: A connector that keeps prompts in files, and prompts that take several steps.
+STORED_CHUNKS = {
+    **BARE,
+    "max_num_batched_tokens": 64,
+    "kv_transfer_config": {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": "stored"},
+    },
+}
+PHRASES = "phrases.jsonl"
+
+#: In the order of integrations/FAULTS.md.
 FAULTS = {
-    "sessions": Fault(("0.29.0", "0.31.0", "0.32.0"), (), "sessions", "foreign", requests=100),
+    "sessions": Fault(
+        ("0.29.0", "0.31.0", "0.32.0"), ("0.33.0",), "sessions", "foreign", requests=100
+    ),
+    "hybrid-sessions": Fault(
+        ("0.32.0",), (), "sessions", "state", "nemotron_h", HYBRID, varies=True
+    ),
+    "stored-sessions": Fault(
+        ("0.32.0",), ("0.33.0",), "sessions", "exported", "llama", STORED_SESSIONS, varies=True
+    ),
     "offloading": Fault(("0.28.0", "0.29.0"), ("0.32.0",), "offload", "exported", "llama", BARE),
     "mamba2": Fault(("0.32.0",), (), "chat", "state", "mamba2", {**BARE, **RECURRENT}, 24),
+    "one-token": Fault(("0.32.0",), (), "chat", "state", "falcon_h1", HYBRID, varies=True),
+    "resumed": Fault(("0.32.0",), (), "preempt", "state", "nemotron_h", CHUNKS, varies=True),
+    "skipped": Fault(("0.32.0",), (), PHRASES, "state", "falcon_h1", CROWDED, 24, varies=True),
+    "stored-chunks": Fault(
+        ("0.32.0",), (), "prefix", "exported", "llama", STORED_CHUNKS, varies=True
+    ),
 }
 
 
@@ -92,10 +149,21 @@ def trace(folder: Path) -> Ended:
 def write_model(name: str, folder: Path) -> str:
     """Write a tiny model into ``folder``; returns the path."""
     if name in ("nemotron_h", "falcon_h1"):
-        import mixer_models  # a module of the engines' processes
+        # pytest puts this folder on the path only if it collects tests there.
+        states = str(TESTS / "vllm_plugin" / "states")
+        sys.path[:0] = [] if states in sys.path else [states]
+        import mixer_models
 
         return mixer_models.write(name, folder)
     return model_files.write(name, folder)
+
+
+def write_prompts(path: Path, count: int) -> None:
+    """Write short prompts with long answers, in which many drafts are found."""
+    chance = random.Random(3)
+    phrases = [[chance.randrange(3, 64) for _ in range(3)] for _ in range(count)]
+    lines = [{"prompt_token_ids": phrase * 3, "max_tokens": 120} for phrase in phrases]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def known_fault(folder: Path, name: str) -> Ended:
@@ -103,6 +171,8 @@ def known_fault(folder: Path, name: str) -> Ended:
     from kvtxn.integrations.audit_command.command import PLAIN
 
     fault = FAULTS[name]
+    if fault.workload == PHRASES:
+        write_prompts(folder / PHRASES, fault.requests)
     engine = {**PLAIN, **fault.engine}
     if fault.model is not None:
         engine["model"] = write_model(fault.model, folder)

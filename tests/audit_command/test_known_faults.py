@@ -24,7 +24,7 @@ QUOTED = dict(
     zip(
         FAULTS,
         re.findall(
-            r"\*\*What the audit says\*\* \((\S+), .*?^(\d+) violations: ([\d,]+) (rows|states) "
+            r"\*\*What the audit says\*\* \((\S+), .*?^(\d+) violations: ([\w, ]+) "
             r"were read in (\d+) steps of (\d+) requests\.$",
             (ROOT / "integrations" / "FAULTS.md").read_text(),
             re.DOTALL | re.MULTILINE,
@@ -51,7 +51,9 @@ def test_a_known_fault_is_found(ended, name):
     assert end.code == faulty, end.out[-4000:] + end.err[-4000:]
     found = end.json()
     kinds = [violation["kind"] for violation in found["violations"]]
-    assert kinds[:1] == ([fault.kind] if faulty else [])
+    assert (
+        (fault.kind in kinds if fault.varies else kinds[0] == fault.kind) if faulty else not kinds
+    )
     assert found["failed"] == []
     for violation in found["violations"]:
         if violation["found"] in ("foreign", "rejected"):
@@ -64,14 +66,24 @@ def test_a_known_fault_is_found(ended, name):
 
 
 def assert_as_quoted(name, found):
-    """The page's numbers are of such a run: which requests meet in a step depends on time."""
-    _, violations, read, what, steps, requests = QUOTED[name]
+    """The page's numbers are of such a run: which requests meet in a step depends on time.
+
+    Where the texts do, too, all that is compared is that about as much was read.
+    """
+    varies = FAULTS[name].varies
+    _, violations, read, steps, requests = QUOTED[name]
     (counts,) = found["counters"]
     for said, seen, part in (
         (violations, len(found["violations"]), 1 / 3),
-        (read, counts[f"kvtxn_audit_{what}_checked_total"], 1 / 20),
+        *(
+            (number, counts[f"kvtxn_audit_{what}_checked_total"], 1 / 20)
+            for number, what in map(str.split, read.split(" and "))
+        ),
         (steps, counts["kvtxn_audit_steps_total"], 1 / 6),
         (requests, found["requests"], 1 / 20),
     ):
         number = int(said.replace(",", ""))
-        assert abs(seen - number) <= max(2, number * part), (said, seen)
+        if varies:
+            assert said == violations or number / 4 < seen < number * 4, (said, seen)
+        else:
+            assert abs(seen - number) <= max(2, number * part), (said, seen)
