@@ -268,6 +268,8 @@ CONNECTED = {
 AUDITS = {
     **dict.fromkeys(("chat", "own-prompts", "refused", "trace", "pooling"), 11),
     **{"fault-mamba2": 20, "fault-sessions": 13, "fault-offloading": 13},
+    **{"fault-hybrid-sessions": 14, "fault-stored-sessions": 13, "fault-one-token": 16},
+    **{"fault-resumed": 25, "fault-skipped": 20, "fault-stored-chunks": 20},
 }
 
 #: Runs of ``tests/command_runs.py``, likewise.
