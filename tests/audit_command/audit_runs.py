@@ -19,6 +19,7 @@ from audits import audit
 from commands import Ended
 from commands import run as command
 from folders import TESTS
+from kvtxn.integrations.audit_command.engine import offloading
 
 #: Arguments for models that have no tokenizer.
 BARE = {"skip_tokenizer_init": True, "max_model_len": 288, "num_gpu_blocks_override": 96}
@@ -57,19 +58,11 @@ class Fault:
     varies: bool = False
 
 
-#: Of an OffloadingConnector with a store that a CPU engine can copy to.
-OFFLOADING = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "MemoryStoreSpec",
-        "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
-        "cpu_bytes_to_use": 64 << 20,
-        "offload_prompt_only": False,
-    },
-}
 #: No drafts are needed.
-STORED_SESSIONS = {**BARE, "kv_transfer_config": OFFLOADING, "speculative_config": None}
+STORED_SESSIONS = {
+    **BARE,
+    **{"kv_transfer_config": offloading("cpu", 64 << 20), "speculative_config": None},
+}
 #: What a preempted request computes again takes several steps, as a long prompt does.
 CHUNKS = {
     **HYBRID,
