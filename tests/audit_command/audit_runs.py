@@ -94,7 +94,9 @@ FAULTS = {
         ("0.32.0",), ("0.33.0",), "sessions", "exported", "llama", STORED_SESSIONS, varies=True
     ),
     "offloading": Fault(("0.28.0", "0.29.0"), ("0.32.0",), "offload", "exported", "llama", BARE),
-    "mamba2": Fault(("0.32.0",), (), "chat", "state", "mamba2", {**BARE, **RECURRENT}, 24),
+    "mamba2": Fault(
+        ("0.32.0",), (), "chat", "state", "mamba2", {**BARE, **RECURRENT}, 24, varies=True
+    ),
     "one-token": Fault(("0.32.0",), (), "chat", "state", "falcon_h1", HYBRID, varies=True),
     "resumed": Fault(("0.32.0",), (), "preempt", "state", "nemotron_h", CHUNKS, varies=True),
     "skipped": Fault(("0.32.0",), (), PHRASES, "state", "falcon_h1", CROWDED, 24, varies=True),
