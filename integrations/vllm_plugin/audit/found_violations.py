@@ -58,10 +58,14 @@ class FoundViolations:
         while len(self._dropped) > _DROPPED:
             self._dropped.popitem(last=False)
 
-    def _is_dropped(self, violation: Violation) -> bool:
+    def _withdraw(self, violation: Violation) -> bool:
+        """Take a violation out of the counts if its step's result was dropped; tell whether."""
         # What a connector brings for a step comes before the step is counted.
         step = violation.step + (violation.kind == "imported")
-        return violation.block in self._dropped.get(step, ())
+        if violation.block not in self._dropped.get(step, ()):
+            return False
+        self._ledger.findings.withdraw(violation)
+        return True
 
     def say(self, on_violation: str) -> None:
         """Log the violations that were found since the last call.
@@ -80,9 +84,7 @@ class FoundViolations:
         """Log the violations that were found since the last call, and return them."""
         new: Sequence[Violation] = self._ledger.violations()
         if self._dropped:
-            for violation in filter(self._is_dropped, new):
-                self._ledger.findings.withdraw(violation)
-            new = [violation for violation in new if not self._is_dropped(violation)]
+            new = [violation for violation in new if not self._withdraw(violation)]
         for violation in new:
             if on_violation == "contain":
                 self._wrong |= _wrong(violation)

@@ -203,7 +203,7 @@ def main() -> None:
 
     def keep() -> dict[str, Any]:
         said = {"device": device, "release": release(), "commit": asked.commit}
-        return said | {"torch": torch.__version__, "kinds": dict(found)}
+        return said | {"kinds": dict(found)}
 
     def one(name: str) -> None:
         if time.monotonic() < ends:
