@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit.found_violations import AuditError
@@ -35,16 +33,6 @@ class Loads:
     def take_failed(self):
         found, self.failed, self.unsettled = (self.names, self.failed), [], False
         return found
-
-
-@pytest.fixture
-def said(monkeypatch):
-    """Lines of the ``kvtxn`` logger."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    monkeypatch.setattr(logging.getLogger("kvtxn"), "handlers", [handler])
-    return lines
 
 
 def rows(name, first, end, table):
@@ -83,7 +71,7 @@ def violations(watch):
     return found
 
 
-def test_a_load_that_is_said_to_have_failed_is_no_violation(said):
+def test_a_load_that_is_said_to_have_failed_is_no_violation(lines):
     """The request returns with the tokens that it has, and computes the rows itself."""
     watch = loaded([1, 2])
     asked = []
@@ -99,23 +87,23 @@ def test_a_load_that_is_said_to_have_failed_is_no_violation(said):
     watch.forward(rows("a", 9, 10, [1, 2, 3]), unknown)
     assert asked == ["a"]
     assert violations(watch) == []
-    assert said == []
+    assert lines == []
 
 
-def test_a_load_that_nobody_calls_failed(said):
+def test_a_load_that_nobody_calls_failed(lines):
     """What is read of it is wrong, and said once the connector could have told of it."""
     watch = loaded([])
-    assert len(said) == 4
+    assert len(lines) == 4
     assert violations(watch) == [
         ("imported", "a", 4), ("imported", "a", 8), ("unwritten", "a", 4), ("unwritten", "a", 8),
     ]  # fmt: skip
 
 
-def test_one_block_of_two(said):
+def test_one_block_of_two(lines):
     assert violations(loaded([2])) == [("imported", "a", 4), ("unwritten", "a", 4)]
 
 
-def test_others_that_read_the_blocks_are_told_of(said):
+def test_others_that_read_the_blocks_are_told_of(lines):
     """They stay in the prefix cache, and their request was to compute them."""
     watch = loaded([1, 2])
     watch.change(Changes(["a"], [arrival("b", [1, 2, 4], 8)], [[]], ()))
@@ -123,7 +111,7 @@ def test_others_that_read_the_blocks_are_told_of(said):
     assert violations(watch) == [("unwritten", "b", 4), ("unwritten", "b", 8)]
 
 
-def test_raise_waits_until_it_is_known(said):
+def test_raise_waits_until_it_is_known(lines):
     with pytest.raises(AuditError, match="imported"):
         loaded([], "raise")
     loaded([1, 2], "raise")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import attrs
@@ -208,16 +207,6 @@ def test_the_doctor_says_which_hook_is_gone():
         "policy undo -> off (vLLM 9.9 lacks a.b)",
         "required -> the start stops: kvtxn is required, but vLLM 9.9 lacks a.b",
     ]
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    """Lines of the ``kvtxn`` logger."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    monkeypatch.setattr(logging.getLogger("kvtxn"), "handlers", [handler])
-    return said
 
 
 def watch(on_violation="log", requests=2):
