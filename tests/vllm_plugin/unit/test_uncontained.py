@@ -9,7 +9,7 @@ from kvtxn.integrations.vllm_plugin import plugin
 from kvtxn.integrations.vllm_plugin.audit import containing
 from kvtxn.integrations.vllm_plugin.internals.audited import uncontained
 from kvtxn.integrations.vllm_plugin.settings import RequiredError
-from test_audit_watch import CONTAIN, STAGES, asked, config, lines  # noqa: F401  # a fixture
+from test_audit_watch import CONTAIN, STAGES, asked, config
 
 
 def test_pipeline_stages_are_watched_and_not_contained():
@@ -17,7 +17,7 @@ def test_pipeline_stages_are_watched_and_not_contained():
     assert "pipeline stages" in uncontained(config(**STAGES))
 
 
-def test_pooling_engines_and_schedulers_of_others_are_not_contained(lines):  # noqa: F811
+def test_pooling_engines_and_schedulers_of_others_are_not_contained(lines):
     assert uncontained(config(work="pooling")).startswith("a pooling engine ends a request")
     pytest.importorskip("vllm")
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -39,7 +39,7 @@ def test_pooling_engines_and_schedulers_of_others_are_not_contained(lines):  # n
         plugin._audited(config(work="pooling"), asked(**CONTAIN, required=True), 0)
 
 
-def test_a_scheduler_of_pipeline_stages_says_that_it_contains_nothing(lines):  # noqa: F811
+def test_a_scheduler_of_pipeline_stages_says_that_it_contains_nothing(lines):
     """Where the user requires kvtxn, it does not start."""
     stages = config(**STAGES)
     scheduler = SimpleNamespace()
