@@ -10,15 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ....audit import (
-    Key,
-    Ledger,
-    RecordingLedger,
-    RowGroup,
-    Scrub,
-    StateGroup,
-    Step,
-)
+from ....audit import Key, Ledger, RecordingLedger, RowGroup, Scrub, StateGroup, Step
 from ....audit.lengths import report_lengths
 from ....log import get_logger
 from ..internals import ranks
@@ -27,6 +19,7 @@ from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .filled_blocks import FilledBlocks
 from .found_violations import FoundViolations
+from .left_out import leave_out
 from .line_buffer import LineBuffer
 from .new_in_step import admissions, fresh_blocks
 from .transfers import TransferWatch
@@ -247,8 +240,11 @@ class Watch(WatchedOutputs):
         self, rows: Rows, returning: Callable[[str], Arrival], states: States | None
     ) -> None:
         self.rows = rows
-        step = self._step_of(rows, self._lines(rows.names, returning), states)
+        lines, whole = self._lines(rows.names, returning), True
+        step = self._step_of(rows, lines, states)
         if self.transfers is not None:
+            if leave_out(self.ledger, lines, rows.first):
+                self._batch, whole = None, False  # the next step finds its lines anew
             self.transfers.forward()
         if self.scrub is not None:
             self.scrub.compare(step)
@@ -256,7 +252,7 @@ class Watch(WatchedOutputs):
         self.under_way = step
         self.ledger.write_and_check(step)
         report_lengths(self.ledger.books, step, rows.lengths)
-        if self._caches_prefixes:
+        if self._caches_prefixes and whole:  # a later step checks all that was filled until then
             self._filled.publish(rows, step)
 
     def _step_of(self, rows: Rows, lines: Tensor, states: States | None) -> Step:

@@ -115,3 +115,28 @@ def test_raise_waits_until_it_is_known(lines):
     with pytest.raises(AuditError, match="imported"):
         loaded([], "raise")
     loaded([1, 2], "raise")
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["plain", "recorded"])
+@pytest.mark.parametrize("wrong", [0, 1], ids=["right", "wrong"])
+def test_positions_before_the_first_are_left_out(lines, wrong, record):
+    """A connector brings fewer than no tokens for "b"; of "c" all is compared."""
+    watch = Watch({"group.0": GROUP}, Room(2, 32, caches_prefixes=True), 0, "log", record=record)
+    watch.transfers = Loads(watch.ledger)
+    watch.change(Changes((), [arrival("b", [1, 2, 4], 0), arrival("c", [5, 6, 7], 0)], [[]], ()))
+    both = Rows(
+        ["b", "c"], torch.tensor([0, 6, 11]), torch.tensor([-5, 0]),
+        torch.tensor([0] * 6 + TOKENS[wrong : 5 + wrong]), None,
+        {"group.0": torch.tensor([0] * 6 + [20, 21, 22, 23, 24])},
+        {"group.0": torch.tensor([[1, 2, 4], [5, 6, 7]], dtype=torch.int32)},
+    )  # fmt: skip
+    watch.forward(both, unknown)
+    watch.sampled(torch.tensor([1, 0]), torch.tensor([[77], [-1]]))
+    watch.change(Changes(["b"], (), [[]], ()))
+    watch.forward(rows("c", 5, 9, [5, 6, 7]), unknown)
+    watch.sampled(torch.tensor([1]), torch.tensor([[TOKENS[9]]]))
+    assert watch.counters()["kvtxn_audit_unjudged_total_malformed"] == 1
+    blocks = [("c", 20), ("c", 24)] if wrong else []
+    read, published = ([(kind, *each) for each in blocks] for kind in ("foreign", "published"))
+    assert violations(watch) == [*read, *published]
+    assert len(lines) == len([*read, *published])
