@@ -44,7 +44,7 @@ class Scrub:
         scrub.seal(step, accepted)                  # what the step leaves, and what is dead
 
     On a GPU with Triton's passes no call waits: ``compare`` and ``seal`` are two launches each (one
-    lists slots, one reads their bytes), ``trace`` is one. A pass takes at most 65 536 slots; those
+    lists slots, one reads their bytes), ``trace`` is one. A pass takes at most 65,536 slots; those
     beyond are neither compared nor sealed.
 
     Violations are the ledger's, of kind ``changed``: ``found`` is "bytes" or "nan". Checksums are

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def every_bfloat16() -> torch.Tensor:
-    """All 65 536 of them, as float32; NaN with its sign cleared, which no format promises."""
+    """All 65,536 of them, as float32; NaN with its sign cleared, which no format promises."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).float()
     return torch.where(values.isnan(), torch.nan, values)
 
