@@ -294,7 +294,7 @@ def arrival_of(
         tables: as for ``Arrival``.
     """
     lora = getattr(state, "lora_request", None)
-    extras = [] if lora is None else [_adapters(runner).identity(lora)]
+    extras = [] if lora is None else [_adapters(runner).identity(lora, runner)]
     embedded = _embedded(state)
     if runner.model_config.is_encoder_decoder:  # what the encoder takes has no position here
         extras += sorted(set(embedded.values()))

@@ -135,6 +135,7 @@ def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
     feature = SimpleNamespace(
         mm_position=SimpleNamespace(offset=6, length=4), identifier="a picture"
     )
+    rig.runner.lora_manager = Loaded()
     lora = SimpleNamespace(lora_name="poet", lora_int_id=3, lora_path="/poet")
     states = rig.runner.requests
     states["c"] = state_of([7, 8], TOKENS[:10], lora_request=lora, mm_features=[feature])
@@ -148,42 +149,96 @@ def test_rows_of_a_request_with_an_adapter_and_an_image(rig, right):
     assert kinds(rig) == ([] if right else ["exported", "exported"])
 
 
-def test_an_adapter_is_known_by_its_name_and_path(rig):
-    """As in vLLM's prefix cache: one that is loaded again has another number and the same rows."""
+class Loaded:
+    """What vLLM has loaded, by adapter's number; its manager, and the manager's manager."""
 
-    def extras(name, number, path):
-        lora = SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
+    def __init__(self):
+        self._adapter_manager, self.adapters = self, {}
+        self.get_adapter = self.adapters.get
+
+
+class Weights:
+    """An adapter that is loaded."""
+
+
+@pytest.fixture
+def loaded(rig):
+    rig.runner.lora_manager = Loaded()
+    return rig.runner.lora_manager.adapters
+
+
+@pytest.fixture
+def extras(rig, loaded):
+    """Return what tells a request's rows from others', once vLLM has loaded its adapter."""
+
+    def told(name, number, path, **more):
+        lora = SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), **more)
         state = state_of([7, 8], TOKENS[:10], lora_request=lora)
-        return audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
+        found = audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
+        if number not in loaded or more:
+            loaded[number] = Weights()
+        return found
 
+    return told
+
+
+def test_an_adapter_is_known_by_its_name_and_path(extras):
+    """As in vLLM's prefix cache: one that is loaded again has another number and the same rows."""
     assert extras("poet", 1, "/poet") == extras("poet", 2, "/poet")
     others = [extras(*at) for at in (("poet", 1, "/x"), ("x", 1, "/poet"), ("poe", 1, "t/poet"))]
     assert extras("poet", 1, "/poet") not in others
     assert len({tuple(each) for each in others}) == 3
 
 
-def test_an_adapter_is_known_by_its_weights(rig, tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """An adapter's."""
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"old weights")
+    return tmp_path
+
+
+def test_an_adapter_is_known_by_its_weights(extras, folder):
     """One that was loaded again from other files has other rows; vLLM's prefix cache mixes both."""
-
-    def extras(number, **more):
-        lora = SimpleNamespace(
-            lora_name="poet", lora_int_id=number, lora_path=str(tmp_path), **more
-        )
-        state = state_of([7, 8], TOKENS[:10], lora_request=lora)
-        return audited.arrival_of(rig.runner, state, "c", TOKENS[:10], 0, [[7, 8]]).extras
-
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"old weights")
-    old = extras(1)
+    weights = folder / "adapter_model.safetensors"
+    old = extras("poet", 1, folder)
     weights.write_bytes(b"new weights")
-    assert extras(1) == old  # what was loaded stays loaded
-    new = extras(2)
+    assert extras("poet", 1, folder) == old  # what was loaded stays loaded
+    new = extras("poet", 2, folder)
     assert new != old
-    assert extras(1, load_inplace=True) == extras(1) == new
+    assert extras("poet", 1, folder, load_inplace=True) == extras("poet", 1, folder) == new
     weights.write_bytes(b"old weights")
-    assert extras(3) == old
-    (tmp_path / "README.md").write_text("is not loaded")
-    assert extras(4) == old
+    assert extras("poet", 3, folder) == old
+
+
+@pytest.mark.parametrize("again", ["by the request", "before it"])
+def test_an_adapter_that_was_pushed_out_is_read_again(extras, loaded, folder, again):
+    old = extras("poet", 1, folder)
+    assert extras("poet", 1, folder) == old
+    (folder / "adapter_model.safetensors").write_bytes(b"new weights")
+    del loaded[1]
+    if again == "before it":
+        loaded[1] = Weights()
+    new = extras("poet", 1, folder)
+    assert new != old
+    (folder / "adapter_model.safetensors").write_bytes(b"newer")
+    assert extras("poet", 1, folder) == extras("poet", 1, folder) == new
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "same"),
+    [
+        ("README.md", "is not loaded", True),
+        ("optimizer.pt", "is not loaded", True),
+        ("adapter_model.bin", "there are safetensors", True),
+        ("adapter_config.json", '{"lora_alpha": 16, "r": 8, "lora_dropout": 0.1}', True),
+        ("adapter_config.json", '{"lora_alpha": 32, "r": 8}', False),
+    ],
+)
+def test_files_that_vllm_does_not_load_change_nothing(extras, folder, name, content, same):
+    old = extras("poet", 1, folder)
+    (folder / name).write_text(content)
+    assert (extras("poet", 2, folder) == old) is same
 
 
 def test_blocks_that_could_not_be_loaded(rig):
