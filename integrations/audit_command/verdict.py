@@ -34,6 +34,23 @@ _BROUGHT: Final[Mapping[str, str]] = {
     "unwritten": "nobody had written it when it was stored",
     "rejected": "what was stored was a draft that was rejected",
     "foreign": "what was stored was a row of other tokens",
+    "draft": "what was stored was a draft that nobody had accepted yet",
+    "bytes": "its bytes are not those that were stored",
+}
+
+#: By finding: what was wrong, once it was said who had written it.
+_AFTER_THAT: Final[Mapping[str, str]] = {
+    "rejected": ", a draft that was rejected",
+    "draft": ", a draft that nobody had accepted yet",
+    "bytes": ", and its bytes have changed since",
+    "owner": ": the state of the same tokens, but of another request",
+}
+
+#: By finding: what was wrong where nobody knows who had written it.
+_UNKNOWN_WRITER: Final[Mapping[str, str]] = {
+    "unwritten": "nobody had written it since its block was handed out",
+    "draft": "it was the row of a draft that nobody had accepted yet",
+    "bytes": "its bytes are not those that were written, by whom is not known any more",
 }
 
 _HEALTHY, _WRONG, _NOTHING, _PARTLY = "healthy", "violations", "nothing read", "not all judged"
@@ -101,7 +118,7 @@ def judge(
     seen = ((rows, "row"), (states, "state"))
     read = " and ".join(_count(number, noun) for number, noun in seen if number)
     during = f"in {_count(steps, 'step')} of {_count(requests, 'request')}"
-    unjudged = _ended(counters) + _unjudged(counters)
+    unjudged = _ended(counters) + _unwatched(counters) + _unjudged(counters)
     if not rows and not states:
         headline = f"Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
@@ -134,6 +151,17 @@ def _ended(counters: Sequence[Mapping[str, float]]) -> list[str]:
         for rank, each in enumerate(counters)
         if not each.get(name, 1)
         for steps in [int(each.get("kvtxn_audit_steps_total", 0))]
+    ]
+
+
+def _unwatched(counters: Sequence[Mapping[str, float]]) -> list[str]:
+    """Say of how many KV-cache groups nothing is known; the stages of a pipeline differ."""
+    number = max((int(each.get("kvtxn_audit_unwatched_groups", 0)) for each in counters), default=0)
+    if not number:
+        return []
+    return [
+        f"The ledger does not watch {_count(number, 'KV-cache group')} of this engine, whose rows "
+        "or states were not compared; --log-level debug names them."
     ]
 
 
@@ -172,6 +200,9 @@ def tell(violation: Mapping[str, Any]) -> str:
             f"{begin} read more or fewer rows than it has, from its position "
             f"{violation['position']} on."
         )
+    if found == "nan":
+        came = "" if violation["slot"] is None else f", which came from {_place(violation)}"
+        return f"{begin} put out a NaN at its position {violation['position']}{came}."
     said = (
         f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
         f"{violation['position']}, tokens {in_text(violation['expected'], ' ')}"
@@ -179,23 +210,22 @@ def tell(violation: Mapping[str, Any]) -> str:
     if violation["kind"] == "imported" and found in _BROUGHT:
         return f"{said}: {_BROUGHT[found]}."
     if violation["written_step"] is None:
-        ending = {
-            "unwritten": "nobody had written it since its block was handed out.",
-            "draft": "it was the row of a draft that nobody had accepted yet.",
-        }
-        return f"{said}: {ending.get(found, 'its writer is not known any more.')}"
-    writer = violation["written_request"] or "a copy"
+        return f"{said}: {_UNKNOWN_WRITER.get(found, 'its writer is not known any more')}."
+    return f"{said}; {_written(violation)}{_AFTER_THAT.get(found, '')}."
+
+
+def _written(violation: Mapping[str, Any]) -> str:
+    """Tell who wrote what was read, when, and for which tokens."""
+    writer = violation["written_request"] or "a request whose name is not known any more"
     who = "the same request" if writer == violation["request"] else writer
-    if _is_brought(violation):
-        said += f"; a connector had brought it for {who}"
-    else:
-        said += f"; {who} had written it"
+    brought = _is_brought(violation)
+    said = f"a connector had brought it for {who}" if brought else f"{who} had written it"
     said += f" in step {violation['written_step']}"
     if violation["written_position"] is not None:
         said += f" for position {violation['written_position']}"
     if violation["written_for"]:
         said += f", tokens {in_text(violation['written_for'], ' ')}"
-    return said + (", a draft that was rejected." if found == "rejected" else ".")
+    return said
 
 
 def _is_brought(violation: Mapping[str, Any]) -> bool:
@@ -210,7 +240,8 @@ def _place(violation: Mapping[str, Any]) -> str:
         return f"a place outside of {group}"
     if violation["kind"] == "state":
         return f"state {slot} of {group}"
-    return f"slot {slot} (block {violation['block']}) of {group}"
+    layer = "" if violation["layer"] is None else f", layer {violation['layer']},"
+    return f"slot {slot} (block {violation['block']}) of {group}{layer}"
 
 
 def _total(counters: Sequence[Mapping[str, float]], name: str) -> int:

@@ -17,6 +17,11 @@ from .violation import KINDS, Violation, decode
 #: The metric families; each rank checks its own share of the caches.
 AUDIT_FAMILIES: Final = (
     Family("kvtxn_audit_active", "1 if reads are compared with the ledger.", per_rank=True),
+    Family(
+        "kvtxn_audit_unwatched_groups",
+        "KV-cache groups of which nothing is compared.",
+        per_rank=True,
+    ),
     Family("kvtxn_audit_steps_total", "Forward passes that were watched.", per_rank=True),
     Family("kvtxn_audit_rows_checked_total", "Rows that were read and compared.", per_rank=True),
     Family(

@@ -73,6 +73,15 @@ def test_an_audit_that_ended_before_its_engine_is_no_health():
     assert (nothing.word, len(nothing.sentences)) == ("nothing read", 1)
 
 
+def test_groups_that_are_not_watched_are_no_health():
+    """Stages of a pipeline, and their ranks, have groups of their own."""
+    counts = {"kvtxn_audit_rows_checked_total": 9000, "kvtxn_audit_unwatched_groups": 0.0}
+    assert judge([counts, counts], [], 5).exit_code == 0
+    verdict = judge([counts, counts | {"kvtxn_audit_unwatched_groups": 3.0}], [], 5)
+    assert (verdict.word, verdict.exit_code) == ("not all judged", 2)
+    assert "does not watch 3 KV-cache groups of this engine" in verdict.sentences[0]
+
+
 def test_a_sample_of_bytes_is_told_with_its_size():
     """Every one that was read was the right one; not every one had its bytes compared."""
     counts = {"kvtxn_audit_rows_checked_total": 9000, "kvtxn_audit_bytes_compared_total": 1200}
@@ -124,7 +133,38 @@ def test_what_a_connector_brought_is_told_as_such():
     assert said.startswith("In step 35 session 5 was given slot 1187 (block 37) of group.0 as ")
     assert said.endswith("...[5 7 9]: what was stored was a draft that was rejected.")
     copied = tell({**brought, "written_request": None})
-    assert "; a copy had written it in step 35" in copied
+    assert "; a request whose name is not known any more had written it in step 35" in copied
+    bytes_of = tell({**brought, "kind": "imported", "found": "bytes"})
+    assert bytes_of.endswith(": its bytes are not those that were stored.")
+    draft = tell({**brought, "kind": "imported", "found": "draft"})
+    assert draft.endswith(": what was stored was a draft that nobody had accepted yet.")
+
+
+def test_what_is_wrong_is_said_where_tokens_and_position_are_right():
+    right = {**VIOLATION, "written_for": VIOLATION["expected"], "group": "group.1"}
+    layer = "model.layers.3.self_attn.attn"
+    changed = tell({**right, "kind": "changed", "found": "bytes", "layer": layer})
+    assert f"read slot 1187 (block 37) of group.1, layer {layer}, as its position 41" in changed
+    assert changed.endswith("position 41, tokens ...[5 7 9], and its bytes have changed since.")
+    unknown = {"written_step": None, "written_request": None, "written_for": []}
+    changed = tell({**right, **unknown, "kind": "changed", "found": "bytes", "layer": layer})
+    assert ": its bytes are not those that were written, by whom" in changed
+    sent = tell({**right, "kind": "exported", "found": "draft"})
+    assert sent.endswith("...[5 7 9], a draft that nobody had accepted yet.")
+    state = tell({**right, "kind": "state", "found": "owner", "written_request": "request 8"})
+    assert state.startswith("In step 37 session 5 went on from state 1187 of group.1 as its ")
+    assert "; request 8 had written it in step 35 for position 41, tokens ...[5 7 9]: " in state
+    assert state.endswith(": the state of the same tokens, but of another request.")
+
+
+def test_a_nan_is_told_with_where_it_came_from():
+    nan = {**VIOLATION, "kind": "changed", "found": "nan", "expected": []}
+    assert tell(nan) == (
+        "In step 37 session 5 put out a NaN at its position 41, which came from slot 1187 "
+        "(block 37) of group.0."
+    )
+    unknown = tell({**nan, "slot": None, "block": None, "written_step": None})
+    assert unknown == "In step 37 session 5 put out a NaN at its position 41."
 
 
 def test_content_that_is_embedded_is_told_as_such():

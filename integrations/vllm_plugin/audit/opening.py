@@ -83,11 +83,7 @@ def open_device_watch(
         watch.warm_up()
     except Exception as failed:
         watch.stop(failed)
-    left_out = audited.groups_left_out(runner, [*groups, *states])
-    if left_out:
-        effect = f"{', '.join(left_out)}: rows or states there are not compared on a GPU"
-        log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
-    say_active(watch, rank)
+    say_active(runner, watch)
     return watch
 
 

@@ -304,8 +304,13 @@ def on_all_ranks(
     return watch
 
 
-def say_active(watch: Watch, rank: int) -> None:
-    """Log that a worker is watched."""
+def say_active(runner: AuditedRunner, watch: Watch) -> None:
+    """Log that a worker is watched, and which of its KV-cache groups are not."""
+    rank = runner.kvtxn_rank
+    watch.left_out = audited.groups_left_out(runner, [*watch.groups, *watch.states])
+    if watch.left_out:
+        effect = f"{', '.join(watch.left_out)}: rows or states there are not compared"
+        log.warning("kvtxn.audit_partial", rank=rank, effect=effect)
     log.info(
         "kvtxn.audit_active",
         rank=rank,
@@ -349,5 +354,5 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
     if wanted.audit == "bytes":
         _compare_bytes(runner, watch)
     watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop)
-    say_active(watch, rank)
+    say_active(runner, watch)
     return watch

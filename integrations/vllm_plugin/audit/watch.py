@@ -56,6 +56,7 @@ class Watch(WatchedOutputs):
         ledger: the ledger.
         groups: the watched groups with a row per token.
         states: the watched groups of recurrent layers.
+        left_out: names of the KV-cache groups that are not watched.
         kept_states: the tokens of a block in groups whose states the prefix cache keeps.
         transfers: follows the rows of a KV connector; None without a connector.
         scrub: compares the bytes of rows and states; None if digests alone are compared.
@@ -97,6 +98,7 @@ class Watch(WatchedOutputs):
         self.ledger: Final = kind(
             every, max_requests=most + 1, max_length=room.length, key=key, device=device
         )
+        self.left_out: Sequence[str] = ()
         self.kept_states: Mapping[str, int] = {}
         self.transfers: TransferWatch | None = None
         self.scrub: Scrub | None = None
@@ -392,4 +394,5 @@ class Watch(WatchedOutputs):
         return {
             **self.ledger.counters(),
             "kvtxn_audit_active": float(self.begun and not self._stopped),
+            "kvtxn_audit_unwatched_groups": float(len(self.left_out)),
         }
