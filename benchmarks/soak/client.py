@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import attrs
 
-from ...integrations.audit_command.engine import EngineClient, Job
+from ...integrations.audit_command.client import EngineClient
+from ...integrations.audit_command.jobs import Job
 from ...integrations.audit_command.workloads import Tokens
 
 #: Requests of a round that are kept, of each client.
@@ -130,6 +131,7 @@ class SoakClient(EngineClient):
     ) -> list[Tokens]:
         """Make a streaming session; see ``Client.talk``."""
         account, outputs = self._account, list[Tokens]()
+        turns = self.fitted_turns(turns)
         account.asked += len(turns)
         try:
             async with asyncio.timeout(self._patience):

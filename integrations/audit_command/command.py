@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ...cli import natural, require
 from ...errors import ConfigError
 from ..demo.engine import MODEL
-from .engine import Found, Job, Refused
 from .engine import run as run_engine
+from .jobs import Found, Job, Refused
 from .page import write
 from .prompts import read
 from .verdict import WIDTH, Verdict, judge
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from None
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import attrs
 
-from ..serving.engine_process import EngineProcess, calling, ending_with
-from .prompts import Prompt
-from .workloads import WORKLOADS, Tokens
+from ..serving.engine_process import EngineError, EngineProcess, calling, ending_with
+from .client import EngineClient, sentence
+from .jobs import Found, Job, Refused
+from .workloads import WORKLOADS
 
 #: Settings of a small engine on a CPU, unless the user's own environment has them.
 _DEFAULTS: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -24,6 +24,10 @@ _MEMORY_STORE: Final = {
     "spec_name": "MemoryStoreSpec",
     "spec_module_path": "kvtxn.integrations.vllm_plugin.internals.memory_store",
 }
+#: vLLM's own words, in the engine's log, of a cache that cannot hold one request.
+_TOO_FEW_BLOCKS: Final = "larger than the available KV cache memory"
+#: Times the blocks of a model with one group of layers; no more are tried.
+_MOST_ROOM: Final = 16
 #: What to do with an engine that no workload of this command fits.
 _WATCH_IT: Final = (
     'start it with additional_config={"kvtxn": {"audit": "ledger"}}, send it requests of your own, '
@@ -32,67 +36,26 @@ _WATCH_IT: Final = (
 #: Seconds that the engine may take to start, or until one more request is done.
 _PATIENCE: Final = 1800.0
 _RANDOM: Final = re.compile(r"-[0-9a-f]{8}$")
-#: Seconds that one request may take before it is given up.
-_STUCK: Final = 600.0
-
-
-@attrs.frozen(kw_only=True)
-class Job:
-    """An engine and its workloads.
-
-    Attributes:
-        engine_args: arguments of the engine; ``additional_config`` asks for the audit.
-        workloads: names from ``WORKLOADS``, to be played in turn; none to play ``prompts``.
-        prompts: the prompts of the user's file.
-        requests: requests to make, at least.
-        seed: of the workload's random numbers.
-        log_level: log level of kvtxn and vLLM in the engine's process; "debug" shows both logs.
-    """
-
-    engine_args: dict[str, Any]
-    workloads: tuple[str, ...]
-    prompts: tuple[Prompt, ...] = ()
-    requests: int = 100
-    seed: int = 0
-    log_level: str = "error"
-
-
-@attrs.frozen
-class Refused:
-    """The answer of an engine's process that did not start an engine: the reason, one sentence."""
-
-    why: str
-
-
-@attrs.frozen(kw_only=True)
-class Found:
-    """The result of an engine's workloads.
-
-    Attributes:
-        engine: the engine in words, by name of the fact.
-        counters: the counters of each rank.
-        recordings: the recording of each rank, see ``RecordingLedger.recording``.
-        requests: requests made, each turn of a session counted as one.
-        aborted: requests that the workload aborted.
-        failed: the reasons of requests that the engine refused or did not finish.
-        seconds: wall time of the workloads, the engine's start not included.
-    """
-
-    engine: dict[str, str]
-    counters: list[dict[str, float]]
-    recordings: list[dict[str, Any]]
-    requests: int
-    aborted: int
-    failed: list[str]
-    seconds: float
 
 
 def run(job: Job, progress: Callable[[int], None]) -> Found | Refused:
     """Play the workloads in a fresh process; ``progress`` is told how many requests are done.
 
+    How many blocks one request needs is known to vLLM alone, and depends on the model's groups of
+    layers. So an engine that a workload gave too few is started again with more.
+
     Raises:
         EngineError: the engine's process failed; the message ends with its last words.
     """
+    while True:
+        answer = _run(job, progress)
+        if answer is not None:
+            return answer
+        job = attrs.evolve(job, room=2 * job.room)
+
+
+def _run(job: Job, progress: Callable[[int], None]) -> Found | Refused | None:
+    """Do what ``run`` says, once; returns None if the engine has too few blocks by its workload."""
     environment = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
     process = EngineProcess(
         calling(f"{__package__}.engine", "serve"),
@@ -105,10 +68,22 @@ def run(job: Job, progress: Callable[[int], None]) -> Found | Refused:
     )
     with ending_with([process]):
         process.send(job)
-        while isinstance(answer := process.answer("while it ran"), int):
-            progress(answer)
+        try:
+            while isinstance(answer := process.answer("while it ran"), int):
+                progress(answer)
+        except EngineError:
+            if _has_few_blocks(job) and job.room < _MOST_ROOM and _TOO_FEW_BLOCKS in process.log():
+                return None
+            raise
     result: Found | Refused = answer
     return result
+
+
+def _has_few_blocks(job: Job) -> bool:
+    """Tell whether a workload says how many blocks the engine has."""
+    return "num_gpu_blocks_override" not in job.engine_args and any(
+        WORKLOADS[name].few_blocks for name in job.workloads
+    )
 
 
 # -- in the engine's process -----------------------------------------------------------------
@@ -131,11 +106,11 @@ async def _serve(job: Job, tell: Callable[[int], None]) -> Found | Refused:
         sizes = async_engine.sizes(config)
         device = async_engine.description(config)["device"]
         for name in job.workloads:
-            arguments |= _needs(name, arguments, sizes, device)
+            arguments |= _needs(name, arguments, sizes, device, job.room)
         if job.workloads:
             config = async_engine.config_of(arguments)
     except Exception as error:  # vLLM's and pydantic's, of any class
-        return Refused(f"vLLM refuses these engine arguments: {_sentence(error)}")
+        return Refused(f"vLLM refuses these engine arguments: {sentence(error)}")
     why = async_engine.says_nothing(config)
     if why is not None:
         return Refused(f"no workload can be played here: {why}; {_WATCH_IT}")
@@ -168,14 +143,15 @@ async def _serve(job: Job, tell: Callable[[int], None]) -> Found | Refused:
         engine.shutdown()
 
 
-def _needs(workload: str, given: Mapping[str, Any], sizes: Any, device: str) -> dict[str, Any]:
+def _needs(
+    workload: str, given: Mapping[str, Any], sizes: Any, device: str, room: int = 1
+) -> dict[str, Any]:
     """Return the engine arguments that a workload needs and the user did not give."""
     needs = dict(WORKLOADS[workload].engine_args)
     if WORKLOADS[workload].few_blocks:
         longest = -(-min(sizes.max_length, 1024) // sizes.block_size)
-        needs["num_gpu_blocks_override"] = max(
-            longest * 3 // 2 + 2, -(-sizes.max_length // sizes.block_size) + 2
-        )
+        blocks = max(longest * 3 // 2 + 2, -(-sizes.max_length // sizes.block_size) + 2)
+        needs["num_gpu_blocks_override"] = room * blocks
     if WORKLOADS[workload].offloads:
         needs["kv_transfer_config"] = offloading(device, 1 << 26)
     return {name: value for name, value in needs.items() if name not in given}
@@ -196,14 +172,6 @@ def offloading(device: str, store: int) -> dict[str, Any]:
     }
 
 
-def _sentence(error: Exception) -> str:
-    """Return an error as one line: pydantic's own message, or the first line of ``str(error)``."""
-    listed = getattr(error, "errors", None)
-    if callable(listed):
-        return str(listed()[0]["msg"])
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
 def _named(recording: dict[str, Any]) -> dict[str, Any]:
     """Give requests the names that the client gave them: vLLM puts random digits behind each."""
 
@@ -218,175 +186,3 @@ def _named(recording: dict[str, Any]) -> dict[str, Any]:
             for v in recording["violations"]
         ],
     }
-
-
-class EngineClient:
-    """A ``Client`` of a workload; see there.
-
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        sizes: its sizes.
-        job: the job, with all arguments that the engine was started with.
-        tell: is told how many requests are done.
-
-    Attributes:
-        aborted: requests that the workload aborted.
-        failed: the reasons of requests that failed.
-    """
-
-    def __init__(self, engine: Any, sizes: Any, job: Job, tell: Callable[[int], None]) -> None:
-        self.chance = random.Random(job.seed)
-        self.max_length = sizes.max_length
-        self.block_size = sizes.block_size
-        self.budget = job.requests
-        self.made = 0
-        self.aborted = 0
-        self.failed: list[str] = []
-        self._engine = engine
-        self._tell = tell
-        self._connected = job.engine_args.get("kv_transfer_config") is not None
-        self._urgent = job.engine_args.get("scheduling_policy") == "priority"
-        self._chance = random.Random(job.seed)
-        self._done = 0
-        # Special ids, such as an image's, are among the highest of a vocabulary.
-        self._ids = range(min(3, sizes.vocabulary - 1), max(4, sizes.vocabulary // 2))
-
-    def phrase(self, count: int) -> Tokens:
-        """Return random token ids, int ``[count]``."""
-        return self.chance.choices(self._ids, k=count)
-
-    def fitted(self, prompt: Sequence[int], most: int) -> tuple[Tokens, int]:
-        """Return a prompt and a number of output tokens that fit the engine together."""
-        most = max(1, min(most, self.max_length // 2))
-        return list(prompt)[: self.max_length - most - 1], most
-
-    async def ask(
-        self,
-        prompt: Sequence[int],
-        most: int,
-        *,
-        abort: int | None = None,
-        among: Sequence[int] | None = None,
-    ) -> Tokens:
-        """Make a request; see ``Client.ask``."""
-        from vllm import TokensPrompt
-
-        text, most = self.fitted(prompt, most)
-        number = self._number()
-        kind = "request" if abort is None else "aborted"
-        given = TokensPrompt(prompt_token_ids=text)
-        return await self._listen(f"{kind} {number}", given, _sampling(most, among), abort)
-
-    async def talk(
-        self,
-        turns: Sequence[tuple[Sequence[int], int]],
-        *,
-        among: Sequence[int] | None = None,
-        stop: int | None = None,
-    ) -> list[Tokens]:
-        """Make a streaming session; see ``Client.talk``."""
-        from ..vllm_plugin.internals import async_engine
-
-        outputs: list[Tokens] = []
-        numbers = [self._number() for _ in turns]
-        name, ended = f"session {numbers[0]}", asyncio.Event()
-
-        async def inputs() -> Any:
-            for tokens, most in turns:
-                outputs.append([])
-                yield async_engine.session_input(tokens, _sampling(most, among, stop))
-                await ended.wait()
-                ended.clear()
-
-        try:
-            first = _sampling(turns[0][1], among, stop)
-            stream = self._engine.generate(inputs(), first, name, **self._urgency())
-            async with asyncio.timeout(_STUCK):
-                async for output in stream:
-                    outputs[-1] += output.outputs[0].token_ids
-                    if output.outputs[0].finish_reason is not None:
-                        ended.set()
-        except Exception as error:
-            self.failed.append(f"{name}: {_sentence(error)}")
-        for _ in turns:
-            self._end()
-        return outputs
-
-    async def reset(self, *, running: bool = False) -> None:
-        """Clear the prefix cache; see ``Client.reset``."""
-        if running and self._connected:
-            return  # vLLM 0.32.0 ends with an AssertionError if a connector's load is on its way
-        try:
-            await self._engine.reset_prefix_cache(reset_running_requests=running)
-        except Exception as error:  # of the engine's process, of any class
-            self.failed.append(f"reset: {_sentence(error)}")
-
-    async def answer(self, prompts: Sequence[Prompt]) -> None:
-        """Make the requests of the user's file, eight at a time."""
-        gate = asyncio.Semaphore(8)
-
-        async def one(prompt: Prompt) -> None:
-            async with gate:
-                name = f"line {prompt.line}"
-                self._number()
-                await self._listen(name, prompt.given(), _sampling(prompt.max_tokens), None)
-
-        await asyncio.gather(*map(one, prompts))
-
-    async def settle(self) -> None:
-        """Make one last short request, so that the engine is told of the ends of all others.
-
-        It is none of the workload's, so it counts only if it fails.
-        """
-        failed = len(self.failed)
-        await self.ask(self.phrase(4), 2)
-        self.made -= failed == len(self.failed)
-
-    async def _listen(self, name: str, given: Any, sampling: Any, abort: int | None) -> Tokens:
-        """Make a request and collect its output tokens; a failure is noted, not raised."""
-        tokens: Tokens = []
-        try:
-            stream = self._engine.generate(given, sampling, name, **self._urgency())
-            async with asyncio.timeout(_STUCK):
-                async for output in stream:
-                    tokens += output.outputs[0].token_ids
-                    ended = output.outputs[0].finish_reason
-                    if ended not in (None, "length", "stop"):
-                        self.failed.append(f"{name}: ended with {ended!r}")
-                    if abort is not None and len(tokens) >= abort:
-                        self.aborted += 1
-                        await self._engine.abort(name)
-                        await stream.aclose()
-                        break
-        except Exception as error:
-            self.failed.append(f"{name}: {_sentence(error)}")
-        self._end()
-        return tokens
-
-    def _urgency(self) -> dict[str, int]:
-        """Return a request's priority, of an engine that has any."""
-        return {"priority": self._chance.randint(0, 3)} if self._urgent else {}
-
-    def _number(self) -> int:
-        self.made += 1
-        return self.made
-
-    def _end(self) -> None:
-        self._done += 1
-        self._tell(self._done)
-
-
-def _sampling(most: int, among: Sequence[int] | None = None, stop: int | None = None) -> Any:
-    """Return greedy sampling of ``most`` tokens, or up to ``stop``, handed over as they come."""
-    from vllm import SamplingParams
-
-    from ..vllm_plugin.internals import async_engine
-
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=most,
-        ignore_eos=True,
-        output_kind=async_engine.deltas(),
-        stop_token_ids=None if stop is None else [stop],
-        allowed_token_ids=None if among is None else sorted({*among}),
-    )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import attrs
 
-from .engine import Found
+from .jobs import Found
 from .verdict import Verdict
 
 _FOLDER: Final = files(__package__) / "assets"

@@ -47,7 +47,8 @@ def read(path: Path) -> tuple[Prompt, ...]:
         ConfigError: the file cannot be read, has no prompt, or a line is none of these.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not ``splitlines``: JSON texts may have other characters at which it parts lines.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
@@ -69,7 +70,7 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
 
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(f"is not JSON: {error}") from None
     if isinstance(value, str):
         value = {"prompt": value}

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ..demo.command import first_prompts
 from . import svg
 from .command import PLAIN, as_text, check_writable, play, watched
-from .engine import Job, Refused
+from .jobs import Job, Refused
 from .page import write
 from .prompts import Prompt
 from .verdict import WIDTH, judge

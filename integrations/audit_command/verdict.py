@@ -171,7 +171,7 @@ def _compared(counters: Sequence[Mapping[str, float]]) -> list[str]:
     if not any(f"kvtxn_audit_{name}" in each for each in counters):
         return []
     number = _total(counters, name)
-    return [f"The bytes of {number:,} of them, a sample, were compared with their checksums."]
+    return [f"The bytes of {number:,} of them were compared with their checksums."]
 
 
 def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtxn.integrations.audit_command import page
-from kvtxn.integrations.audit_command.engine import Found
+from kvtxn.integrations.audit_command.jobs import Found
 from kvtxn.integrations.audit_command.verdict import judge
 
 from kvtxn.audit import RecordingLedger, RowGroup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 
 import pytest
@@ -12,7 +13,9 @@ pytest.importorskip("rich")
 pytest.importorskip("vllm")
 
 from kvtxn.integrations.audit_command import command, engine, trace
-from kvtxn.integrations.audit_command.engine import Refused
+from kvtxn.integrations.audit_command.client import EngineClient, sentence
+from kvtxn.integrations.audit_command.jobs import Job, Refused
+from kvtxn.integrations.audit_command.prompts import Prompt
 from kvtxn.integrations.audit_command.workloads import WORKLOADS
 
 from kvtxn.cli import main
@@ -86,6 +89,8 @@ def test_engine_arguments_that_are_refused(capsys, arguments, why):
         ('{"prompt_token_ids": []}', "not a list of numbers"),
         ('{"prompt_token_ids": [1, -1]}', "not a list of numbers"),
         ('{"prompt_token_ids": [true]}', "not a list of numbers"),
+        pytest.param("[" * 100_000, "is not JSON: maximum recursion", id="nested"),
+        pytest.param(f'{{"max_tokens": {"9" * 5000}}}', "is not JSON: Exceeds", id="long"),
         ('{"prompt": "a", "max_tokens": 0}', "is not a positive number"),
         ('{"prompt": "a", "max_tokens": true}', "is not a positive number"),
     ],
@@ -110,10 +115,11 @@ def test_files_that_cannot_be_used(capsys, tmp_path):
 
 def test_good_prompts_are_read(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('"a"\n\n{"prompt": "b", "max_tokens": 3}\n{"prompt_token_ids": [1, 2]}\n')
+    text = '"a\u2028\x85c"\r\n\n{"prompt": "b", "max_tokens": 3}\n{"prompt_token_ids": [1, 2]}\n'
+    path.write_text(text, encoding="utf-8", newline="")
     prompts = command.read(path)
     assert [(p.line, p.text, p.tokens, p.max_tokens) for p in prompts] == [
-        (1, "a", None, 32), (3, "b", None, 3), (4, None, [1, 2], 32),
+        (1, "a\u2028\x85c", None, 32), (3, "b", None, 3), (4, None, [1, 2], 32),
     ]  # fmt: skip
 
 
@@ -203,6 +209,8 @@ def test_needs_of_a_workload_give_way_to_the_user():
     assert engine._needs("chat", {}, Sizes, "cpu") == {}
     few = engine._needs("preempt", {}, Sizes, "cpu")
     assert few == {"max_num_seqs": 16, "num_gpu_blocks_override": 26}
+    more = engine._needs("preempt", {}, Sizes, "cpu", 4)
+    assert more == {"max_num_seqs": 16, "num_gpu_blocks_override": 104}
     given = {"max_num_seqs": 2, "num_gpu_blocks_override": 99, "kv_transfer_config": {}}
     assert engine._needs("preempt", given, Sizes, "cpu") == {}
     assert engine._needs("offload", given, Sizes, "cpu") == {}
@@ -215,6 +223,63 @@ def test_needs_of_a_workload_give_way_to_the_user():
     assert "spec_name" not in on_gpu
 
 
+@pytest.fixture
+def small():
+    """A client of an engine of 64 tokens per request."""
+
+    class Sizes:
+        max_length, block_size, vocabulary = 64, 32, 100
+
+    return EngineClient(None, Sizes, Job(engine_args={}, workloads=()), lambda done: None)
+
+
+def test_sessions_fit_the_engine(small):
+    """vLLM refuses a request that is too long; a session that is ends its engine."""
+    turns = [([1] * 36, 21), ([2] * 12, 8), ([3] * 12, 5)]
+    assert small.fitted_turns(turns) == [([1] * 36, 21)]
+    assert small.fitted_turns([([1] * 36, 8), *turns[1:]]) == [([1] * 36, 8), ([2] * 12, 7)]
+    assert small.fitted_turns([([1] * 100, 50), ([2], 1)]) == [([1] * 31, 32)]
+    small.max_length = 512
+    assert small.fitted_turns(turns) == turns
+    small.max_length = 2
+    assert small.fitted_turns(turns) == [([1], 1)]
+    assert small.fitted([7, 8], 3) == ([7], 1)
+
+
+def test_a_token_id_beyond_the_vocabulary_fails_alone(small):
+    asked = []
+
+    async def listen(name, given, sampling, abort):
+        asked.append(name)
+
+    small._listen = listen
+    prompts = [Prompt(number, None, [1, most], 3) for number, most in ((1, 99), (2, 100), (3, 0))]
+    asyncio.run(small.answer(prompts))
+    assert asked == ["line 1", "line 3"]
+    assert small.failed == ["line 2: token id 100 of a vocabulary of 100"]
+    assert small.made == 3
+
+
+def test_an_engine_with_too_few_blocks_by_its_workload_gets_more(monkeypatch):
+    """A model has several groups of layers, say."""
+    rooms = []
+
+    def starts_with(room):
+        def play(job, progress):
+            rooms.append(job.room)
+            return Refused("enough") if job.room >= room else None
+
+        return play
+
+    monkeypatch.setattr(engine, "_run", starts_with(4))
+    assert engine.run(Job(engine_args={}, workloads=("preempt",)), None) == Refused("enough")
+    assert rooms == [1, 2, 4]
+    assert engine._has_few_blocks(Job(engine_args={}, workloads=("chat", "preempt")))
+    assert not engine._has_few_blocks(Job(engine_args={}, workloads=("chat",)))
+    own = {"num_gpu_blocks_override": 3}
+    assert not engine._has_few_blocks(Job(engine_args=own, workloads=("preempt",)))
+
+
 def test_the_point_of_an_error_is_a_sentence():
     """pydantic says it in a list, others in a first line, some only by their class."""
 
@@ -222,6 +287,6 @@ def test_the_point_of_an_error_is_a_sentence():
         def errors(self):
             return [{"msg": "Value error, too long"}]
 
-    assert engine._sentence(Invalid("1 validation error\nfor Config")) == "Value error, too long"
-    assert engine._sentence(TypeError("no argument 'nope'\n  more")) == "no argument 'nope'"
-    assert engine._sentence(KeyError()) == "KeyError"
+    assert sentence(Invalid("1 validation error\nfor Config")) == "Value error, too long"
+    assert sentence(TypeError("no argument 'nope'\n  more")) == "no argument 'nope'"
+    assert sentence(KeyError()) == "KeyError"

@@ -82,11 +82,11 @@ def test_groups_that_are_not_watched_are_no_health():
     assert "does not watch 3 KV-cache groups of this engine" in verdict.sentences[0]
 
 
-def test_a_sample_of_bytes_is_told_with_its_size():
+def test_the_number_of_bytes_that_were_compared_is_told():
     """Every one that was read was the right one; not every one had its bytes compared."""
     counts = {"kvtxn_audit_rows_checked_total": 9000, "kvtxn_audit_bytes_compared_total": 1200}
     verdict = judge([counts, counts], [], 5)
-    says = ["The bytes of 2,400 of them, a sample, were compared with their checksums."]
+    says = ["The bytes of 2,400 of them were compared with their checksums."]
     assert (verdict.exit_code, verdict.sentences) == (0, says)
 
 

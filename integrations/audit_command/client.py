@@ -1,0 +1,219 @@
+"""``EngineClient``: the side of an engine that the workloads of ``kvtxn audit`` use."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from .jobs import Job
+from .prompts import Prompt
+from .workloads import Tokens
+
+#: Seconds that one request may take before it is given up.
+_STUCK: Final = 600.0
+
+
+class EngineClient:
+    """A ``Client`` of a workload; see there.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``.
+        sizes: its sizes.
+        job: the job, with all arguments that the engine was started with.
+        tell: is told how many requests are done.
+
+    Attributes:
+        aborted: requests that the workload aborted.
+        failed: the reasons of requests that failed.
+    """
+
+    def __init__(self, engine: Any, sizes: Any, job: Job, tell: Callable[[int], None]) -> None:
+        self.chance = random.Random(job.seed)
+        self.max_length = sizes.max_length
+        self.block_size = sizes.block_size
+        self.budget = job.requests
+        self.made = 0
+        self.aborted = 0
+        self.failed: list[str] = []
+        self._engine = engine
+        self._tell = tell
+        self._connected = job.engine_args.get("kv_transfer_config") is not None
+        self._urgent = job.engine_args.get("scheduling_policy") == "priority"
+        self._chance = random.Random(job.seed)
+        self._done = 0
+        self._vocabulary = int(sizes.vocabulary)
+        # Special ids, such as an image's, are among the highest of a vocabulary.
+        self._ids = range(min(3, sizes.vocabulary - 1), max(4, sizes.vocabulary // 2))
+
+    def phrase(self, count: int) -> Tokens:
+        """Return random token ids, int ``[count]``."""
+        return self.chance.choices(self._ids, k=count)
+
+    def fitted(self, prompt: Sequence[int], most: int) -> tuple[Tokens, int]:
+        """Return a prompt and a number of output tokens that fit the engine together."""
+        most = max(1, min(most, self.max_length // 2))
+        return list(prompt)[: max(1, self.max_length - most - 1)], most
+
+    def fitted_turns(self, turns: Sequence[tuple[Sequence[int], int]]) -> list[tuple[Tokens, int]]:
+        """Shorten a session until it fits the engine: cut the first turn, leave out the last ones.
+
+        vLLM does not refuse a session that is too long: its engine ends. No later turn is cut: if
+        one has fewer new tokens than there are drafts, the engine may end, too.
+        """
+        first, *others = turns
+        fitted = [self.fitted(*first)]
+        left = self.max_length - 1 - len(fitted[0][0]) - fitted[0][1]
+        for tokens, most in others:
+            if len(tokens) >= left:
+                break
+            fitted.append((list(tokens), min(most, left - len(tokens))))
+            left -= len(tokens) + fitted[-1][1]
+        return fitted
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        most: int,
+        *,
+        abort: int | None = None,
+        among: Sequence[int] | None = None,
+    ) -> Tokens:
+        """Make a request; see ``Client.ask``."""
+        from vllm import TokensPrompt
+
+        text, most = self.fitted(prompt, most)
+        number = self._number()
+        kind = "request" if abort is None else "aborted"
+        given = TokensPrompt(prompt_token_ids=text)
+        return await self._listen(f"{kind} {number}", given, _sampling(most, among), abort)
+
+    async def talk(
+        self,
+        turns: Sequence[tuple[Sequence[int], int]],
+        *,
+        among: Sequence[int] | None = None,
+        stop: int | None = None,
+    ) -> list[Tokens]:
+        """Make a streaming session; see ``Client.talk``."""
+        from ..vllm_plugin.internals import async_engine
+
+        turns = self.fitted_turns(turns)
+        outputs: list[Tokens] = []
+        numbers = [self._number() for _ in turns]
+        name, ended = f"session {numbers[0]}", asyncio.Event()
+
+        async def inputs() -> Any:
+            for tokens, most in turns:
+                outputs.append([])
+                yield async_engine.session_input(tokens, _sampling(most, among, stop))
+                await ended.wait()
+                ended.clear()
+
+        try:
+            first = _sampling(turns[0][1], among, stop)
+            stream = self._engine.generate(inputs(), first, name, **self._urgency())
+            async with asyncio.timeout(_STUCK):
+                async for output in stream:
+                    outputs[-1] += output.outputs[0].token_ids
+                    if output.outputs[0].finish_reason is not None:
+                        ended.set()
+        except Exception as error:
+            self.failed.append(f"{name}: {sentence(error)}")
+        for _ in turns:
+            self._end()
+        return outputs
+
+    async def reset(self, *, running: bool = False) -> None:
+        """Clear the prefix cache; see ``Client.reset``."""
+        if running and self._connected:
+            return  # vLLM 0.32.0 ends with an AssertionError if a connector's load is on its way
+        try:
+            await self._engine.reset_prefix_cache(reset_running_requests=running)
+        except Exception as error:  # of the engine's process, of any class
+            self.failed.append(f"reset: {sentence(error)}")
+
+    async def answer(self, prompts: Sequence[Prompt]) -> None:
+        """Make the requests of the user's file, eight at a time."""
+        gate = asyncio.Semaphore(8)
+
+        async def one(prompt: Prompt) -> None:
+            async with gate:
+                name = f"line {prompt.line}"
+                self._number()
+                unknown = max(prompt.tokens or [0])
+                if unknown >= self._vocabulary:  # not every vLLM refuses it: engines end
+                    what = f"token id {unknown} of a vocabulary of {self._vocabulary}"
+                    self.failed.append(f"{name}: {what}")
+                    self._end()
+                    return
+                await self._listen(name, prompt.given(), _sampling(prompt.max_tokens), None)
+
+        await asyncio.gather(*map(one, prompts))
+
+    async def settle(self) -> None:
+        """Make one last short request, so that the engine is told of the ends of all others.
+
+        It is none of the workload's, so it counts only if it fails.
+        """
+        failed = len(self.failed)
+        await self.ask(self.phrase(4), 2)
+        self.made -= failed == len(self.failed)
+
+    async def _listen(self, name: str, given: Any, sampling: Any, abort: int | None) -> Tokens:
+        """Make a request and collect its output tokens; a failure is noted, not raised."""
+        tokens: Tokens = []
+        try:
+            stream = self._engine.generate(given, sampling, name, **self._urgency())
+            async with asyncio.timeout(_STUCK):
+                async for output in stream:
+                    tokens += output.outputs[0].token_ids
+                    ended = output.outputs[0].finish_reason
+                    if ended not in (None, "length", "stop"):
+                        self.failed.append(f"{name}: ended with {ended!r}")
+                    if abort is not None and len(tokens) >= abort:
+                        self.aborted += 1
+                        await self._engine.abort(name)
+                        await stream.aclose()
+                        break
+        except Exception as error:
+            self.failed.append(f"{name}: {sentence(error)}")
+        self._end()
+        return tokens
+
+    def _urgency(self) -> dict[str, int]:
+        """Return a request's priority, of an engine that has any."""
+        return {"priority": self._chance.randint(0, 3)} if self._urgent else {}
+
+    def _number(self) -> int:
+        self.made += 1
+        return self.made
+
+    def _end(self) -> None:
+        self._done += 1
+        self._tell(self._done)
+
+
+def _sampling(most: int, among: Sequence[int] | None = None, stop: int | None = None) -> Any:
+    """Return greedy sampling of ``most`` tokens, or up to ``stop``, handed over as they come."""
+    from vllm import SamplingParams
+
+    from ..vllm_plugin.internals import async_engine
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=most,
+        ignore_eos=True,
+        output_kind=async_engine.deltas(),
+        stop_token_ids=None if stop is None else [stop],
+        allowed_token_ids=None if among is None else sorted({*among}),
+    )
+
+
+def sentence(error: Exception) -> str:
+    """Return an error as one line: pydantic's own message, or the first line of ``str(error)``."""
+    listed = getattr(error, "errors", None)
+    if callable(listed):
+        return str(listed()[0]["msg"])
+    return str(error).partition("\n")[0] or type(error).__name__
