@@ -46,13 +46,14 @@ class Ledger(Replays):
     ``write``, ``check`` and ``resolve`` never wait for the device. ``violations`` and ``counters``
     do; call them now and then.
 
-    The ledger proves that each row that was read had been computed for exactly the tokens it
-    stands for, if the engine reports its writes and reads truthfully. While it finds nothing, each
-    was also computed from nothing but such rows. After a wrong read, what its step computed from it
+    The ledger proves that each row that was read had been computed for exactly the tokens it stands
+    for, if the engine reports its writes and reads truthfully. While it finds nothing, each was
+    also computed from nothing but such rows. After a wrong read, what its step computed from it
     counts as any other row of its tokens: the report names the read, not what follows from it. The
-    ledger does not see a kernel that computes or copies something else than it was told to. ``Scrub`` sees what becomes of a row once
-    it is there: another writer, a wrong copy, a flipped bit. Two digests are equal by chance with a
-    probability of about 2^-64 per wrong row: see ``kvtxn.audit.digest``.
+    ledger does not see a kernel that computes or copies something else than it was told to.
+    ``Scrub`` sees what becomes of a row once it is there: another writer, a wrong copy, a flipped
+    bit. Two digests are equal by chance with a probability of about 2^-64 per wrong row: see
+    ``kvtxn.audit.digest``.
 
     Args:
         groups: all groups of layers.

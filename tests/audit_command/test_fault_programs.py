@@ -24,8 +24,8 @@ import json, sys
 from fault_engine import Played, main
 
 WRONG = {"kind": "foreign", "found": "foreign", "request": "one", "step": 3, "group": "group.0",
-         "slot": 40, "block": 1, "position": 8, "expected": [5], "written_request": "two",
-         "written_step": 2, "written_position": 7, "written_for": [6]}
+         "layer": None, "slot": 40, "block": 1, "position": 8, "expected": [5],
+         "written_request": "two", "written_step": 2, "written_position": 7, "written_for": [6]}
 
 def play(folder, cause):
     return Played({"one": [int(cause)], "two": [2]}, [WRONG] if cause in FAULTY else [])
@@ -90,6 +90,10 @@ def test_an_adapter_that_is_replaced():
         assert (violation["request"], violation["written_request"]) == ("after", "before")
         assert violation["expected"] == violation["written_for"]
     assert_texts_differ(result, readers=1)
+
+
+def test_sessions_that_end_the_engine():
+    assert {*found("ended_by_session.py").values()} == {"EngineDeadError"}
 
 
 def assert_texts_differ(result: dict[str, Any], readers: int) -> None:
