@@ -42,7 +42,8 @@ def run(job: Job, progress: Callable[[int], None]) -> Found | Refused:
     """Play the workloads in a fresh process; ``progress`` is told how many requests are done.
 
     How many blocks one request needs is known to vLLM alone, and depends on the model's groups of
-    layers. So an engine that a workload gave too few is started again with more.
+    layers. So an engine that a workload gave too few is started again with more, if its log is here
+    to tell so: at the log level "debug" the user has it.
 
     Raises:
         EngineError: the engine's process failed; the message ends with its last words.
