@@ -6,9 +6,10 @@ which rows the forward writes and reads, ``_sample`` how many drafts were accept
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from ..internals import (
     audited_states,
     ranks,
     scheduling,
+    single_states,
     workers,
 )
 from ..internals import layers as attention_layers
@@ -121,12 +123,15 @@ class AuditedRunnerV1(AuditedRunner):
             such as a warm-up.
         kvtxn_outputs: the rows of the forward that is sampled next which have logits; None for a
             forward that the ledger does not know.
+        kvtxn_leaves: by group, the blocks whose states windows write once it is known which drafts
+            of the step stay.
         kvtxn_reader: reads the runner's steps on a CPU.
         kvtxn_samples: reads what was sampled in them.
     """
 
     kvtxn_prepared: Any = None
     kvtxn_outputs: Tensor | None = None
+    kvtxn_leaves: Mapping[str, Tensor] = MappingProxyType({})
     kvtxn_reader: audited_cpu.StepReader
     kvtxn_samples: audited_cpu.SampledReader
 
@@ -197,8 +202,11 @@ def _tell_forward(
         given: the ids and the positions that the model is called with.
     """
     rows = runner.kvtxn_reader.rows(prepared, *given)
-    states = None
-    if watch.states:
+    states, runner.kvtxn_leaves = None, {}
+    if watch.states and audited_states.has_single_states(runner):
+        states = single_states.states(runner, list(watch.states), rows)
+        runner.kvtxn_leaves = states.leaves
+    elif watch.states:
         states = audited_states.states(runner, watch.states, rows.starts, rows.first)
     watch.forward(rows, partial(audited.returning, runner), states)
 
@@ -219,8 +227,10 @@ def _sampling_failed(watch: Watch) -> None:
 
 
 def _tell_sampled(runner: AuditedRunnerV1, output: Foreign, watch: Watch) -> None:
-    """Tell a watch what was sampled."""
+    """Tell a watch what was sampled, and which states windows write after that."""
     watch.sampled(*runner.kvtxn_samples.of_step(output, watch.rows))
+    if runner.kvtxn_leaves and watch.under_way is not None:
+        watch.ledger.leave(watch.under_way.lines, runner.kvtxn_leaves)
 
 
 def audit_mixins(settings: PluginSettings) -> tuple[type, ...]:

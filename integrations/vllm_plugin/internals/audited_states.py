@@ -58,7 +58,7 @@ def state_groups(runner: Any) -> dict[str, StateGroup]:
     """Return, by name, the KV-cache groups of recurrent layers that have one table per request.
 
     Of prefix caches that keep states only those of GPUs are watched, whose runner says on the
-    device which states it copies; and of states that kvtxn's windows hold those of GPUs.
+    device which states it copies.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -67,7 +67,8 @@ def state_groups(runner: Any) -> dict[str, StateGroup]:
     watched = mode == "none" or (mode == "align" and copies_are_told(runner))
     if not watched:
         return {}
-    columns = runner.speculative_config is not None and not holds_states(runner)
+    held = holds_states(runner) or has_single_states(runner)
+    columns = runner.speculative_config is not None and not held
     return {
         f"group.{number}": StateGroup(f"group.{number}", int(config.num_blocks), pool="blocks")
         for number, group in enumerate(config.kv_cache_groups)
@@ -80,6 +81,11 @@ def holds_states(runner: Any) -> bool:
     """Tell whether kvtxn's windows hold a runner's states, in one block per request, on a GPU."""
     held = getattr(runner, "kvtxn_states", None) is not None
     return held and torch.device(runner.device).type == "cuda"
+
+
+def has_single_states(runner: Any) -> bool:
+    """Tell whether kvtxn's windows hold a runner's states, in one block per request, on a CPU."""
+    return bool(getattr(runner, "kvtxn_one_state", False))
 
 
 def copies_are_told(runner: Any) -> bool:

@@ -20,6 +20,7 @@ ROWS = planted_rows.FAULTS
 BLOCKS = planted_blocks.FAULTS
 FORWARDS = planted_forwards.FAULTS
 STATES = planted_states.FAULTS
+SINGLE_STATES = planted_states.OF_WINDOWS
 TRANSFERS = planted_transfers.FAULTS
 BYTES = planted_bytes.FAULTS
 

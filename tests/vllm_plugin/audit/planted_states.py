@@ -217,6 +217,24 @@ def state_of_the_request_before(rig: Rig) -> Any:
     return stack
 
 
+def single_states_swapped(rig: Rig) -> Any:
+    """Two requests, whose states windows hold, continue each other's."""
+    number = int(next(iter(rig.watch.states)).partition(".")[2])
+
+    def before(*args: Any, **kwargs: Any) -> None:
+        batch = rig.runner.input_batch
+        computed = batch.num_computed_tokens_cpu[: len(batch.req_ids)]
+        if rig.struck is None and len(computed) > 1 and min(computed[:2]) > 0:
+            table = batch.block_table[number].block_table.np
+            table[[0, 1], 0] = table[[1, 0], 0]
+            rig.strike(batch.req_ids[0], int(computed[0]) - 1, None)
+
+    return around(rig.runner, "_prepare_inputs", before)
+
+
+#: Of an engine whose windows hold one state per request.
+OF_WINDOWS = (single_states_swapped,)
+
 FAULTS = (
     *(count_one_too_few, count_one_too_many, state_columns_swapped, anothers_state),
     *(first_column_without_drafts, counts_forgotten, state_of_the_request_before),

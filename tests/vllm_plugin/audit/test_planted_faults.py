@@ -20,6 +20,7 @@ FAULTS = [
         "planted-blocks": planted_engines.BLOCKS,
         "planted-forwards": planted_engines.FORWARDS,
         "planted-states": planted_engines.STATES,
+        "planted-single-states": planted_engines.SINGLE_STATES,
         "planted-transfers": planted_engines.TRANSFERS,
         "planted-bytes": planted_engines.BYTES,
         "device-rows": planted_engines.ROWS,
@@ -58,6 +59,7 @@ def test_it_is_found(reports, engine, fault):
         pytest.param(name, marks=pytest.mark.engines(f"audit-{name}"))
         for name in (
             *(f"planted-{kind}" for kind in ("rows", "blocks", "forwards", "transfers", "bytes")),
+            "planted-single-states",
             *(f"device-{kind}" for kind in ("rows", "states", "transfers")),
         )
     ],

@@ -134,6 +134,13 @@ ENGINES |= {
         "faults": planted_engines.STATES,
         "options": RECURRENT,
     },
+    "planted-single-states": {
+        "model": "qwen3_next",
+        "states": True,
+        "kvtxn": {"policy": "auto", "recurrent": "exact"},
+        "faults": planted_engines.SINGLE_STATES,
+        "options": RECURRENT,
+    },
     "planted-transfers": {
         "model": "llama",
         "connector": "offloading",

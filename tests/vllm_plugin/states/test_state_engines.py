@@ -83,7 +83,9 @@ def test_the_text_is_that_of_greedy_decoding(found, model, scenario):
     assert counts["kvtxn_fallbacks_total"] == counts["kvtxn_bypassed_windows_total"] == 0
     assert counts["kvtxn_windows_total_committed"] == seen["windows"] > 0
     # The ledger watches rows beside the states; a model of Mamba-2 layers alone has no rows.
-    assert (counts.get("kvtxn_audit_rows_checked_total", 0) > 0) == (model != "mamba2")
+    assert (counts["kvtxn_audit_rows_checked_total"] > 0) == (model != "mamba2")
+    assert counts["kvtxn_audit_states_checked_total"] > 0
+    assert counts["kvtxn_audit_unwatched_groups"] == 0
     assert counts.get("kvtxn_audit_violations_total", 0) == 0
     assert counts["kvtxn_rows_committed_total"] == seen["kept"]
     assert counts["kvtxn_rows_rejected_total"] == seen["rejected"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit.new_in_step import fresh_blocks
-from kvtxn.integrations.vllm_plugin.internals import audited, audited_states
+from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, single_states
 
 
 def test_columns_of_a_gated_delta_net():
@@ -66,6 +67,26 @@ def test_states_of_a_device_are_read_into_the_same_buffers():
     assert again is found
     assert found.sources["group.0"].tolist() == [4, 9]
     assert found.slots["group.0"][:5].tolist() == [-1, 4, 8, 9, 10]
+
+
+def test_single_states_of_windows():
+    """The state of a request with drafts is written once it is known which of them stay."""
+    table = SimpleNamespace(
+        get_cpu_tensor=lambda: torch.tensor([[5, 0], [6, 0], [7, 0], [9, 9]], dtype=torch.int32)
+    )
+    batch = SimpleNamespace(block_table=[None, table], num_reqs=3)
+    rows = audited.Rows(
+        ["a", "b", "c"], torch.tensor([0, 3, 4, 7]), torch.tensor([10, 4, 0]), torch.arange(7),
+        torch.tensor([2, 0, 0]), {}, {},
+    )  # fmt: skip
+    runner = SimpleNamespace(input_batch=batch)
+    found = single_states.states(runner, ["group.1"], rows)
+    assert found.sources["group.1"].tolist() == [5, 6, -1]
+    assert found.slots["group.1"].tolist() == [-1, -1, -1, 6, -1, -1, 7]
+    assert found.leaves["group.1"].tolist() == [5, -1, -1]
+    plain = single_states.states(runner, ["group.1"], attrs.evolve(rows, drafts=None))
+    assert plain.slots["group.1"].tolist() == [-1, -1, 5, 6, -1, -1, 7]
+    assert plain.leaves["group.1"].tolist() == [-1, -1, -1]
 
 
 def test_states_of_an_unknown_layer_are_not_read():
