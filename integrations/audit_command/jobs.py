@@ -1,4 +1,4 @@
-"""What ``kvtxn audit`` asks of an engine's process, and what comes back."""
+"""The job of ``kvtxn audit`` for an engine's process, and the answers."""
 
 from __future__ import annotations
 
