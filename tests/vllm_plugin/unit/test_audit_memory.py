@@ -81,15 +81,15 @@ def layers_of(group):
 
 def test_the_example_is_right():
     """Its sizes, as the guide has them, give its bytes."""
-    text = " ".join(GUIDE.split()).replace(" ", " ")
+    text = " ".join(GUIDE.split())
     (numbers,) = re.findall(
-        r"With ([\d ]+) blocks of (\d+) rows, `max_num_seqs` (\d+), `max_model_len` ([\d ]+), "
-        r"(\d+) drafts, one group and a connector the ledger takes ([\d ]+) bytes, (\d+) MB of "
-        r"them for the requests' tokens, and with (\d+) layers the scrub ([\d ]+) more",
+        r"With ([\d,]+) blocks of (\d+) rows, `max_num_seqs` (\d+), `max_model_len` ([\d,]+), "
+        r"(\d+) drafts, one group and a connector the ledger takes ([\d,]+) bytes, (\d+) MB of "
+        r"them for the requests' tokens, and with (\d+) layers the scrub ([\d,]+) more",
         text,
     )
     blocks, size, seqs, length, drafts, ledger, tokens, layers, scrub = (
-        int(number.replace(" ", "")) for number in numbers
+        int(number.replace(",", "")) for number in numbers
     )
     groups, lines = [rows(0, size, blocks)], 2 * seqs + 9
     sizes = Sizes(lines, length + drafts + 1, DEFAULTS["journal"], DEFAULTS["capacity"])
