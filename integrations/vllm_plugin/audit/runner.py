@@ -205,7 +205,7 @@ def _tell_forward(
     states, runner.kvtxn_leaves = None, {}
     if watch.states and audited_states.has_single_states(runner):
         states = single_states.states(runner, list(watch.states), rows)
-        runner.kvtxn_leaves = states.leaves
+        runner.kvtxn_leaves = {} if rows.drafts is None else states.leaves
     elif watch.states:
         states = audited_states.states(runner, watch.states, rows.starts, rows.first)
     watch.forward(rows, partial(audited.returning, runner), states)

@@ -32,17 +32,29 @@ class _Known:
 
     Attributes:
         name: its name and path.
+        stamps: what tells, without reading them, that its files were replaced.
         content: a hash of its files.
         loaded: refers to what vLLM has made of these files; None while that is not known.
     """
 
     name: tuple[str, str]
+    stamps: list[tuple[str, int, int, int]]
     content: bytes
     loaded: Callable[[], Any] | None
 
     def is_still(self, name: tuple[str, str], loaded: Any) -> bool:
-        """Tell whether what vLLM has loaded was made of these files."""
-        return self.name == name and (self.loaded is None or self.loaded() is loaded)
+        """Tell whether the files need not be read again for a request.
+
+        Args:
+            name: the adapter's name and path.
+            loaded: what vLLM has loaded; None if it loads the files for the request. It does so
+                once for all requests of a step.
+        """
+        if self.name != name or (loaded is None and self.loaded is not None):
+            return False
+        if loaded is None:
+            return self.stamps == _stamps(name[1])
+        return self.loaded is None or self.loaded() is loaded
 
 
 class Adapters:
@@ -65,12 +77,11 @@ class Adapters:
             runner: the runner, which has not loaded the adapter for this request yet.
         """
         number, name = int(lora.lora_int_id), (str(lora.lora_name), str(lora.lora_path))
-        loaded, known = _loaded(runner, number), self._known.get(number)
-        if loaded is None or getattr(lora, "load_inplace", False):
-            known = _Known(name, _content(name[1]), None)
-        elif known is None or not known.is_still(name, loaded):
-            known = _Known(name, _content(name[1]), weakref.ref(loaded))
-        elif known.loaded is None:  # it was loaded for the last request that came
+        loaded = None if getattr(lora, "load_inplace", False) else _loaded(runner, number)
+        known = self._known.get(number)
+        if known is None or not known.is_still(name, loaded):
+            known = _Known(name, _stamps(name[1]), _content(name[1]), None)
+        if loaded is not None and known.loaded is None:  # for this request, or the one before
             known = attrs.evolve(known, loaded=weakref.ref(loaded))
         self._known[number] = known
         return hash_of(repr(name).encode() + known.content)
@@ -86,17 +97,38 @@ def hash_of(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
+def _files(path: str) -> tuple[Path, Path]:
+    """Return the weights and the settings that vLLM loads of an adapter.
+
+    Raises:
+        LookupError: there are no weights.
+    """
+    folder = Path(path).expanduser()
+    for name in _WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name, folder / "adapter_config.json"
+    raise LookupError(f"no weights in {path!r}")
+
+
+def _stamps(path: str) -> list[tuple[str, int, int, int]]:
+    """Return name, time of change, size and number of an adapter's files; [] without any."""
+    try:
+        facts = [(file.name, file.stat()) for file in _files(path)]
+    except (OSError, ValueError, RuntimeError, LookupError):
+        return []
+    return [(name, fact.st_mtime_ns, fact.st_size, fact.st_ino) for name, fact in facts]
+
+
 def _content(path: str) -> bytes:
     """Return a hash of an adapter's files; nothing where they cannot be read here."""
     found = hashlib.blake2b(digest_size=16)
     try:
-        folder = Path(path).expanduser()
-        weights = next(folder / name for name in _WEIGHTS if (folder / name).is_file())
-        settings = json.loads((folder / "adapter_config.json").read_bytes())
-        found.update(repr((weights.name, [settings.get(name) for name in _SETTINGS])).encode())
+        weights, settings = _files(path)
+        given = json.loads(settings.read_bytes())
+        found.update(repr((weights.name, [given.get(name) for name in _SETTINGS])).encode())
         with weights.open("rb") as opened:
             while chunk := opened.read(_CHUNK):
                 found.update(chunk)
-    except (OSError, ValueError, AttributeError, RuntimeError, StopIteration):
+    except (OSError, ValueError, AttributeError, RuntimeError, LookupError):
         return b""
     return found.digest()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
-from kvtxn.integrations.vllm_plugin.internals import audited, audited_v2, connectors
+from kvtxn.integrations.vllm_plugin.internals import adapters, audited, audited_v2, connectors
 from kvtxn.integrations.vllm_plugin.internals.audited import Arrival
 
 from kvtxn.audit import Key, Ledger, RowGroup, Step
@@ -223,6 +223,27 @@ def test_an_adapter_that_was_pushed_out_is_read_again(extras, loaded, folder, ag
     assert new != old
     (folder / "adapter_model.safetensors").write_bytes(b"newer")
     assert extras("poet", 1, folder) == extras("poet", 1, folder) == new
+
+
+def test_requests_of_one_step_read_an_adapter_once(extras, loaded, folder, monkeypatch):
+    """vLLM loads it after all of them have come."""
+    read, content = [], adapters._content
+    monkeypatch.setattr(adapters, "_content", lambda path: (read.append(path), content(path))[1])
+
+    def come():
+        found = extras("poet", 1, folder)
+        del loaded[1]
+        return found
+
+    assert come() == come() == extras("poet", 1, folder) == extras("poet", 1, folder)
+    assert read == [str(folder)]
+    del loaded[1]
+    extras("poet", 1, folder)
+    assert len(read) == 2  # a later step: it was pushed out
+    (folder / "adapter_model.safetensors").write_bytes(b"much newer weights")
+    del loaded[1]
+    extras("poet", 1, folder)
+    assert len(read) == 3
 
 
 @pytest.mark.parametrize(
