@@ -1,9 +1,9 @@
 """``on_violation="contain"``: nobody reads a wrong block again, and its readers start again.
 
-The worker adds what it found to the step's output. The scheduler takes that for blocks that a
-connector could not load: it drops the tokens that the step sampled for their readers. But where
-vLLM computes such blocks again in place, other requests may hold them; here the blocks leave the
-prefix cache, and their readers give them back and are computed again in new ones.
+The worker adds what it found to the step's output. The scheduler contains it before vLLM takes the
+output in: the wrong blocks leave the prefix cache, and their readers are preempted, so that vLLM
+drops the tokens that the step sampled for them and computes the requests again in new blocks.
+Nothing is handed to vLLM as a failed load: a user's setting may end requests for failed loads.
 """
 
 from __future__ import annotations
@@ -21,39 +21,26 @@ _hooked: WeakSet[Any] = WeakSet()
 
 
 class ContainingScheduler:
-    """A mixin of vLLM's scheduler.
-
-    Attributes:
-        kvtxn_wrong: the wrong reads of the output that is taken in; None without any.
-    """
-
-    kvtxn_wrong: scheduling.Wrong | None = None
+    """A mixin of vLLM's scheduler."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Take in a step's output, without the tokens of requests that read wrong rows."""
-        self.kvtxn_wrong = scheduling.marks(model_runner_output)
-        if self.kvtxn_wrong is not None:
-            scheduling.report_invalid(model_runner_output, self.kvtxn_wrong.blocks)
+        """Contain what a step read wrongly, then take in its output."""
+        wrong = scheduling.marks(model_runner_output)
+        if wrong is not None:
+            _contain(self, wrong, scheduler_output)
         return super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
 
-    def _handle_invalid_blocks(
-        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
-    ) -> set[str]:
-        """Contain the wrong blocks, and leave those to vLLM that a connector reported."""
-        wrong, self.kvtxn_wrong = self.kvtxn_wrong, None
-        failed: set[str] = set()
-        if wrong is not None:
-            failed = scheduling.contain(self, wrong, num_scheduled_tokens)
-            blocks = sorted(wrong.blocks)
-            log.warning("kvtxn.audit_contained", requests=sorted(failed), blocks=blocks)
-            invalid_block_ids = scheduling.reported_by_others(invalid_block_ids, blocks)
-        if invalid_block_ids:
-            failed |= super()._handle_invalid_blocks(  # type: ignore[misc]
-                invalid_block_ids, num_scheduled_tokens
-            )
-        return failed
+
+def _contain(scheduler: Foreign, wrong: scheduling.Wrong, scheduler_output: Foreign) -> None:
+    """Contain wrong reads and log it; an error of the audit's own does not end the engine."""
+    try:
+        names = scheduling.contain(scheduler, wrong, scheduling.scheduled(scheduler_output))
+    except Exception as error:
+        say_logged_alone(f"containing failed: {error!r}", error)
+        return
+    log.warning("kvtxn.audit_contained", requests=sorted(names), blocks=sorted(wrong.blocks))
 
 
 def attach(scheduler: Foreign, config: Foreign, *, required: bool) -> None:
@@ -79,10 +66,10 @@ def attach(scheduler: Foreign, config: Foreign, *, required: bool) -> None:
     _hooked.add(scheduler)
 
 
-def say_logged_alone(why: str) -> None:
+def say_logged_alone(why: str, error: Exception | None = None) -> None:
     """Log that what the audit finds is not contained, and why."""
     effect = "wrong rows are logged and not contained"
-    log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect)
+    log.warning("kvtxn.audit_cannot_contain", why=why, effect=effect, exc_info=error)
 
 
 def unhook_schedulers() -> None:
@@ -90,5 +77,4 @@ def unhook_schedulers() -> None:
     for scheduler in list(_hooked):
         if is_swapped(scheduler):
             restore_class(scheduler)
-        vars(scheduler).pop("kvtxn_wrong", None)
     _hooked.clear()

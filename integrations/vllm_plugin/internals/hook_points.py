@@ -94,7 +94,6 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.core.kv_cache_utils.get_max_concurrency_for_kv_cache_config",
         *_of(f"{_SCHED}.scheduler.Scheduler", ("__init__", *scheduling.SCHEDULER_METHODS)),
         "vllm.outputs.RequestError",
-        "vllm.v1.outputs.KVConnectorOutput",
         "vllm.v1.outputs.ModelRunnerOutput",
         "vllm.v1.outputs.SamplerOutput",
         "vllm.v1.spec_decode.metadata.SpecDecodeMetadata",

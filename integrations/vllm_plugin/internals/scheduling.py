@@ -15,12 +15,9 @@ from . import Foreign
 #: Methods that the audit overrides or calls, with the parameters they must have.
 SCHEDULER_METHODS: Final = {
     "update_from_output": ("scheduler_output", "model_runner_output"),
-    "_handle_invalid_blocks": ("invalid_block_ids", "num_scheduled_tokens"),
     "_preempt_request": ("request", "timestamp", "drop_stale_output"),
 }
 
-#: Names no block; it stands for wrong reads of which no block is known.
-_NO_BLOCK: Final = -1
 #: vLLM's block that belongs to nobody.
 _NOBODYS: Final = 0
 #: A request that has to be computed again for the second time ends with an error.
@@ -101,18 +98,10 @@ def marks(output: Any) -> Wrong | None:
     return found
 
 
-def report_invalid(output: Any, blocks: Collection[int]) -> None:
-    """Add blocks to those that a step's output reports as not loaded."""
-    from vllm.v1.outputs import KVConnectorOutput
-
-    if output.kv_connector_output is None:
-        output.kv_connector_output = KVConnectorOutput()
-    output.kv_connector_output.invalid_block_ids |= {_NO_BLOCK, *blocks}
-
-
-def reported_by_others(invalid: Collection[int], ours: Collection[int]) -> set[int]:
-    """Return the invalid blocks that a connector reported."""
-    return set(invalid) - {_NO_BLOCK, *ours}
+def scheduled(scheduler_output: Any) -> Mapping[str, int]:
+    """Return how many tokens of each request a step has."""
+    found: Mapping[str, int] = scheduler_output.num_scheduled_tokens
+    return found
 
 
 def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[str]:
@@ -128,8 +117,10 @@ def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[s
     it has read and computed. Then the prefix cache is emptied, too, and every request that runs is
     computed again; those that did not read wrong themselves may be so any number of times.
 
+    vLLM drops the tokens that the step sampled for a preempted request: they are stale output.
+
     Args:
-        scheduler: the scheduler, while it takes in the output of the step.
+        scheduler: the scheduler, before it takes in the output of the step.
         wrong: what was read.
         scheduled: tokens of each request in the step.
 
@@ -152,9 +143,9 @@ def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[s
     again = {each.request.request_id: each.request for each in running} if away else spoilt
     everything = range(1, int(scheduler.kv_cache_config.num_blocks))
     manager.evict_blocks(everything if wrong.changed or away else spoils)
-    scheduler.running = [each for each in scheduler.running if each.request_id not in again]
     for request in reversed(again.values()):
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler.running.remove(request)  # after: one that cannot be preempted runs on
         request.is_prefill_chunk = True  # or else it would get the drafts of this step
     for request in away.values():
         request.drop_stale_output = True
@@ -170,7 +161,7 @@ def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[s
 def _away(scheduler: Any, names: Collection[str]) -> dict[str, Any]:
     """Return the requests, by name, of a step that do not run any more as they did in it.
 
-    Those that have left for good are in it too, with an object of nobody's.
+    A request that has left for good has a placeholder as its object.
     """
     running = {each.request_id for each in scheduler.running}
     found = {}
@@ -238,7 +229,7 @@ def _readers(
         The requests by name, and all blocks that may be wrong.
     """
     found: dict[str, Any] = {}
-    wrong, grown = set(blocks) - {_NO_BLOCK, _NOBODYS}, True
+    wrong, grown = set(blocks) - {_NOBODYS}, True
     while grown:
         grown = False
         for reader in running:
