@@ -34,7 +34,7 @@ _REPLAY: Final = "before_replay"
 _FORWARDS: Final = ("forward", "step")
 #: The watch's calls.
 _WATCHED: Final = (
-    *("change", *_FORWARDS, "came_out", "sampled", "sampled_on_device", "ended", "take_wrong"),
+    *("change", *_FORWARDS, "came_out", "sampled", "sampled_on_device", "ended", "end_step"),
 )
 
 
@@ -176,7 +176,7 @@ class _OfAudit(_Clock):
         self._had_forward = False
         tells, graphs = hasattr(runner, _TELL), getattr(runner, _GRAPHS, None)
         # A wrapper takes time, too: of calls within that one, it is for those that begin a part.
-        names = ("change", *_FORWARDS, "take_wrong") if tells else _WATCHED
+        names = ("change", *_FORWARDS, "end_step") if tells else _WATCHED
         own = [(runner, _TELL)] if tells else []
         own += [] if graphs is None else [(graphs, _REPLAY)]
         super().__init__([*own, *((watch, name) for name in names if hasattr(watch, name))])

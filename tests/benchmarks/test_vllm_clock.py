@@ -161,7 +161,7 @@ class Watch:
     def sampled(self):
         time.sleep(0.008)
 
-    def take_wrong(self):
+    def end_step(self):
         time.sleep(0.016)
 
 
@@ -178,7 +178,7 @@ class Runner:
             watch.forward()
             watch.came_out()
             watch.sampled()
-            watch.take_wrong()
+            watch.end_step()
 
 
 class Telling(Runner):
@@ -194,7 +194,7 @@ class Telling(Runner):
             self.kvtxn_tell(lambda watch: watch.forward())
             self.kvtxn_tell(lambda watch: watch.came_out())
             self.kvtxn_tell(Watch.sampled)  # no wrapper around the object's own method sees it
-            self.kvtxn_audit.take_wrong()
+            self.kvtxn_audit.end_step()
 
 
 class WatchOnGpu:
@@ -215,7 +215,7 @@ class WatchOnGpu:
     def ended(self):
         time.sleep(0.032)
 
-    def take_wrong(self):
+    def end_step(self):
         time.sleep(0.016)
 
 
@@ -231,7 +231,7 @@ class OnGpu(Telling):
             self.kvtxn_tell(lambda watch: watch.step())
             self.kvtxn_tell(lambda watch: watch.sampled_on_device())
             self.kvtxn_tell(WatchOnGpu.ended)
-            self.kvtxn_audit.take_wrong()
+            self.kvtxn_audit.end_step()
 
 
 class WatchAtOnce(WatchOnGpu):

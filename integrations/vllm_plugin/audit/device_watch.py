@@ -10,6 +10,7 @@ from an earlier step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import attrs
@@ -20,10 +21,7 @@ from ....audit import Key, RowGroup, StateGroup, Step
 from ....audit.glance import Glance
 from ..internals.audited import Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
-from ..internals.scheduling import Wrong
-from .found_violations import AuditError
 from .next_forward import NextForward
-from .peers import Peers
 from .published_blocks import PublishedBlocks
 from .warming_up import launch_all
 from .watch import Copies, Watch
@@ -32,6 +30,8 @@ from .watch import Copies, Watch
 #: somebody waits for them. The first is a multiple of the second.
 _LOOK_EVERY: Final = 32
 LOOK_SOON: Final = 8
+#: Steps between two meetings of the ranks; see ``Watch``.
+_MEET: Final = {"contain": 1, "raise": LOOK_SOON}
 
 
 class DeviceWatch(Watch):
@@ -56,6 +56,7 @@ class DeviceWatch(Watch):
     """
 
     begun = False
+    meets: Mapping[str, int] = _MEET
     waits = False
     outcome: tuple[Tensor, Tensor] | None = None
 
@@ -86,7 +87,6 @@ class DeviceWatch(Watch):
         self._glance: Glance | None = None
         self._looked = 0  # the step at which it was looked last
         self._spare: Glance | None = None
-        self._peers: Final = Peers(self.ledger)
         self._published: Final = PublishedBlocks(self.ledger, groups.values(), drafts)
         self._left: Final[dict[str, None]] = {}  # requests that ended; the ledger is told later
         self._due: Step | None = None  # a replay will write and check it
@@ -98,14 +98,16 @@ class DeviceWatch(Watch):
         """Watch from now on: the engine has warmed up."""
         self.begun = True
         self._glance = None
-        self.steps = self._looked = 0
-        self._peers.restart()
-        self.found.take_wrong()
-        try:
-            self.forget()
-            self.warm_up()
-        except Exception as error:
-            self.stop(error)
+        self.steps = self._looked = self._ended = 0
+        if self.peers is not None:
+            self.peers.restart()
+        self.found.take_report()  # of the warm-up
+        self._try(self._begin)
+
+    def _begin(self) -> None:
+        """Forget the warm-up, and launch every pass once."""
+        self.forget()
+        self.warm_up()
 
     def pause(self) -> None:
         """Watch no longer, until ``begin``: replayed graphs find padding, and nothing is healed."""
@@ -170,7 +172,7 @@ class DeviceWatch(Watch):
         self._catch_up()
         self.waits = False
         self.steps += 1
-        if not self._stopped:
+        if not self.stopped:
             try:
                 if self._can_repeat() and forward.repeats():
                     self._due, self._awaits = self._last, True
@@ -179,18 +181,14 @@ class DeviceWatch(Watch):
                     rows, states = forward.read()
                     self._replayed = forward.is_replay()
                     self._forward(rows, returning, states)
-            except AuditError:
-                raise
             except Exception as error:
                 self.stop(error)
-        if self._has_peers:
-            self._peers.compare(self.steps)
-        self._look(self.steps)
+            self._try(partial(self._look, self.steps))
 
     def _catch_up(self) -> None:
         """Tell the ledger what was sampled in the last step, if that waits."""
         outcome, self.outcome = self.outcome, None
-        if outcome is not None and not self._stopped:
+        if outcome is not None and not self.stopped:
             self._awaits = False
             try:
                 self.ledger.resolve_waiting(*outcome, 1)
@@ -262,7 +260,7 @@ class DeviceWatch(Watch):
                 0 for a request that has none.
             ids: int ``[num_requests, n]``, the accepted drafts, then the next token.
         """
-        if self._stopped or not self._awaits:  # the step came before the first that is watched
+        if self.stopped or not self._awaits:  # the step came before the first that is watched
             return
         if self._due is not None:
             self._write_and_check()
@@ -290,7 +288,6 @@ class DeviceWatch(Watch):
             number: of the step that is about to be told.
 
         Raises:
-            AuditError: there is a violation, and ``on_violation`` is "raise".
             WindowStateError: graphs were replayed of which nobody was told.
         """
         if number == self._looked:
@@ -308,23 +305,17 @@ class DeviceWatch(Watch):
             self._glance = self.ledger.glance(self._spare, prints=False)
 
     def compare_ranks(self) -> None:
-        """Compare the steps since the last comparison with those of the other ranks.
-
-        Waits for the device. All ranks must call this after the same step.
-        """
+        """Compare what the ranks wrote, as ``Watch`` does; waits for the device."""
         self._catch_up()
-        if self._has_peers:
-            self._peers.compare_now(self.steps)
+        Watch.compare_ranks(self)
 
-    def take_wrong(self) -> Wrong | None:
-        """Return the wrong reads since the last call; waits if they are contained."""
-        if not self.begun:
-            return None
+    def _find(self) -> None:
+        """Look for violations of the step that ends: waits for the device if they are contained."""
         self._catch_up()
-        if self.on_violation == "contain" and not self._stopped:
-            try:
-                self._settle_loads()
-                self.found.take(self.on_violation)
-            except Exception as error:
-                self.stop(error)
-        return Watch.take_wrong(self)
+        if self.on_violation == "contain" and not self.stopped:
+            self._try(self._take)
+
+    def _take(self) -> None:
+        """Take the violations of the step that ends."""
+        self._settle_loads()
+        self.found.take(self.on_violation)

@@ -10,6 +10,7 @@ from ....audit import Ledger, Violation
 from ....errors import KVTxnError
 from ....log import get_logger
 from ..internals.scheduling import Wrong
+from .rank_agreement import RankReport
 
 log = get_logger()
 
@@ -26,7 +27,7 @@ _PAST_CONTAINING: Final = ("exported", "ranks")
 
 
 class AuditError(KVTxnError, RuntimeError):
-    """A wrong row was read, and the user set ``on_violation`` to "raise"."""
+    """A wrong row was read, and the user set ``on_violation`` to "raise": every rank raises it."""
 
     default_hint = "`audit_report` has the details; on_violation='log' goes on"
 
@@ -44,7 +45,7 @@ class FoundViolations:
         self._rank: Final = rank
         self._report: Final[deque[dict[str, Any]]] = deque(maxlen=REMEMBERED)
         self._number = 0
-        self._wrong = Wrong()
+        self._report_of_step = RankReport()
         self._dropped: Final[OrderedDict[int, frozenset[int]]] = OrderedDict()
 
     def drop(self, step: int, blocks: Iterable[int]) -> None:
@@ -67,19 +68,6 @@ class FoundViolations:
         self._ledger.findings.withdraw(violation)
         return True
 
-    def say(self, on_violation: str) -> None:
-        """Log the violations that were found since the last call.
-
-        Args:
-            on_violation: ``"log"``, ``"raise"`` or ``"contain"``.
-
-        Raises:
-            AuditError: there is a violation, and ``on_violation`` is "raise".
-        """
-        new = self.take(on_violation)
-        if new and on_violation == "raise":
-            raise AuditError("audit", str(new[0]))
-
     def take(self, on_violation: str) -> Sequence[Violation]:
         """Log the violations that were found since the last call, and return them."""
         new: Sequence[Violation] = self._ledger.violations()
@@ -87,7 +75,9 @@ class FoundViolations:
             new = [violation for violation in new if not self._withdraw(violation)]
         for violation in new:
             if on_violation == "contain":
-                self._wrong |= _wrong(violation)
+                self._report_of_step |= RankReport(wrong=_wrong(violation))
+            elif on_violation == "raise":
+                self._report_of_step |= RankReport(violation=str(violation))
             self._report.append(violation.as_dict())
             self._number += 1
             if self._number <= _LOGGED or self._number % _ONE_IN == 0:
@@ -95,10 +85,10 @@ class FoundViolations:
                 log.warning("kvtxn.audit_violation", rank=self._rank, number=self._number, **facts)
         return new
 
-    def take_wrong(self) -> Wrong:
-        """Return what has to be contained of the violations that were taken since the last call."""
-        wrong, self._wrong = self._wrong, Wrong()
-        return wrong
+    def take_report(self) -> RankReport:
+        """Return what the violations that were taken since the last call ask of all ranks."""
+        found, self._report_of_step = self._report_of_step, RankReport()
+        return found
 
     def report(self, on_violation: str) -> list[dict[str, Any]]:
         """Return the violations that are remembered, oldest first, the newest included."""

@@ -67,7 +67,7 @@ class GraphWatch(DeviceWatch):
         """
         self._catch_up()
         self.waits, self._goes_on = False, None
-        if self._stopped or self._due is None:
+        if self.stopped or self._due is None:
             self._hide()  # a forward of nobody's, to keep ranks in step, say
             if included:
                 self._idle += 1
@@ -89,9 +89,6 @@ class GraphWatch(DeviceWatch):
 
         Returns:
             False if these have to be told one after the other; nothing was told then.
-
-        Raises:
-            AuditError: as in ``step``.
         """
         outcome, goes_on, number = self.outcome, self._goes_on, self.steps + 1
         if goes_on is None or number >= self._quiet_until:
@@ -115,9 +112,6 @@ class GraphWatch(DeviceWatch):
 
         Returns:
             As ``go_on``.
-
-        Raises:
-            AuditError: as in ``step``.
         """
         outcome, goes_on, number = self.outcome, self._goes_on, self.steps + 1
         last, lines = self._last, self.ledger.lines_of(names)
@@ -145,17 +139,12 @@ class GraphWatch(DeviceWatch):
 
         Returns:
             The call; None if there is none.
-
-        Raises:
-            AuditError: as in ``_look``.
         """
         step, outcome = self._last, self.outcome
-        if step is None or outcome is None or self._batch is None or self._stopped:
-            return None
-        if self._has_peers and self._peers.compares(number):
+        if step is None or outcome is None or self._batch is None or self.stopped:
             return None
         self._look(number)
-        waits = self._glance is not None or self._has_peers
+        waits = self._glance is not None
         self._quiet_until = number + 1 if waits else (number // LOOK_SOON + 1) * LOOK_SOON
         if self._goes_on is not None:
             return self._goes_on

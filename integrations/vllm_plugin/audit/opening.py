@@ -24,8 +24,16 @@ from ..internals import layers as attention_layers
 from ..policy.engine import EngineFacts
 from .expected import last_stage_only, no_bytes
 from .graph_watch import GraphWatch
-from .runner import AuditedRunner, on_all_ranks, say_active, say_without_bytes, shared_key
-from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
+from .runner import (
+    AuditedRunner,
+    follow_transfers,
+    nothing_to_audit,
+    on_all_ranks,
+    say_active,
+    say_without_bytes,
+    shared_key,
+)
+from .transfers import WatchedConnector, WatchedConnectorV1
 
 log = get_logger()
 
@@ -50,41 +58,42 @@ def open_device_watch(
     Raises:
         RequiredError: it is impossible, and the user requires the audit.
     """
-    rank = runner.kvtxn_rank
     facts = config.runner_facts(runner)
-    groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
     late = last_stage_only(facts.runner, facts.method is not None, facts.last_stage)
     if late is not None:  # the last stage is watched: there, the engine has its audit
-        stay_out(late, rank)
+        stay_out(late, runner.kvtxn_rank)
         return None
-    why, error = lacking, None
-    if not groups and not states:
-        why = "no layer of this model keeps rows or states that the ledger knows"
-        why = f"there is nothing to audit: {why}"
-    watch = None
     key = shared_key()
-    if why is None:
-        try:
+    why, error, watch = lacking, None, None
+    try:
+        groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
+        why = nothing_to_audit(groups, states) or lacking
+        if why is None:
             watch = _new_watch(runner, groups, states, lines, key)
-        except Exception as failed:
-            why, error = f"the ledger cannot be made: {failed}", failed
+    except Exception as failed:
+        why, error = f"the ledger cannot be made: {failed}", failed
     watch = on_all_ranks(runner, key, watch, why, error)
     if watch is None:
         return None
     if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch, facts)
-    watch.kept_states = audited_states.block_sizes(runner, states)
-    if watch.kept_states and not carried_states.lacks_context(runner):
-        held = audited_states.holds_states(runner)
-        undo = carried_states.tell_copies(runner, states, partial(_carry, runner), held=held)
-        runner.kvtxn_undo.callback(undo)
-    watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop, mixin)
+    follow_transfers(runner, watch, mixin)
     try:
+        _follow_copies(runner, watch)
         watch.warm_up()
     except Exception as failed:
         watch.stop(failed)
     say_active(runner, watch)
     return watch
+
+
+def _follow_copies(runner: AuditedRunner, watch: GraphWatch) -> None:
+    """Let a watch follow the states that a runner copies between blocks."""
+    watch.kept_states = audited_states.block_sizes(runner, watch.states)
+    if watch.kept_states and not carried_states.lacks_context(runner):
+        held = audited_states.holds_states(runner)
+        undo = carried_states.tell_copies(runner, watch.states, partial(_carry, runner), held=held)
+        runner.kvtxn_undo.callback(undo)
 
 
 def _carry(runner: AuditedRunner, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:

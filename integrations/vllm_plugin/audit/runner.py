@@ -6,8 +6,8 @@ which rows the forward writes and reads, ``_sample`` how many drafts were accept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sized
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ....audit import Key, Scrub
-from ....errors import KVTxnError
 from ....log import get_logger
 from ..attach import hook_runner, stay_out
 from ..cpu import cache_layout
@@ -32,7 +31,7 @@ from ..internals import (
 from ..internals import layers as attention_layers
 from ..settings import PluginSettings
 from .found_violations import AuditError
-from .transfers import watch_transfers
+from .transfers import WatchedConnector, WatchedConnectorV1, watch_transfers
 from .watch import Watch
 
 log = get_logger()
@@ -65,18 +64,12 @@ class AuditedRunner:
         getattr(super(), "kvtxn_release", _nothing)()
 
     def kvtxn_tell(self, tell: Callable[[Watch], None]) -> None:
-        """Tell the watch something; an error of the audit's own ends the audit, not the engine.
-
-        Raises:
-            AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
-        """
+        """Tell the watch something; an error of the audit's own ends the audit, not the engine."""
         watch = self.kvtxn_audit
-        if watch is None or not watch.begun:
+        if watch is None or watch.stopped or not watch.begun:
             return
         try:
             tell(watch)
-        except AuditError:
-            raise
         except Exception as error:
             watch.stop(error)
 
@@ -88,30 +81,45 @@ class AuditedRunner:
         self.kvtxn_undo.close()
         super().initialize_kv_cache(kv_cache_config, is_profiling, **others)  # type: ignore[misc]
         if not is_profiling:
-            self.kvtxn_audit = self.kvtxn_open_watch()
+            self.kvtxn_audit = join_stages(self, self.kvtxn_open_watch())
 
     def kvtxn_open_watch(self) -> Watch | None:
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         return open_watch(self)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """Add to the step's output the requests that read wrong rows, if they are contained.
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """End the step of an engine that samples nothing: its output is what the forward gave."""
+        if audited.samples(self):
+            return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        return self.kvtxn_last_part(super().execute_model, *args, **kwargs)  # type: ignore[misc]
 
-        The drafter has written its rows by then.
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """End the step: the drafter has written its rows by then."""
+        return self.kvtxn_last_part(super().sample_tokens, grammar_output)  # type: ignore[misc]
+
+    def kvtxn_last_part(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the last part of a step, and end the step of the audit, however the part ends.
+
+        Adds to its output the requests that read wrong rows, if they are contained.
+
+        Raises:
+            AuditError: a wrong row was read, and the user set ``on_violation`` to "raise".
         """
         try:
-            output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+            output = run(*args, **kwargs)
         except BaseException:
             self.kvtxn_tell(_sampling_failed)
+            if self.kvtxn_audit is not None:
+                with suppress(AuditError):  # the step's own error wins
+                    self.kvtxn_audit.end_step()
             raise
         watch = self.kvtxn_audit
-        if watch is None:
-            return output
-        if watch.scrub is not None:
-            self.kvtxn_tell(Watch.ended)
-        wrong = watch.take_wrong() if watch.on_violation == "contain" else None
-        if wrong is not None:
-            scheduling.mark(output, wrong)
+        if watch is not None:
+            if watch.scrub is not None:
+                self.kvtxn_tell(Watch.ended)
+            wrong = watch.end_step()
+            if wrong is not None:
+                scheduling.mark(output, wrong)
         return output
 
 
@@ -262,9 +270,9 @@ def _compare_bytes(runner: AuditedRunner, watch: Watch) -> None:
         watch.drafts_late = bool(drafters)
         missing = {*watch.groups, *watch.states} - {ref.group for ref in refs}
         why = f"no layer of {', '.join(sorted(missing))} has rows that can be addressed"
-        error: KVTxnError | None = None
-    except KVTxnError as refused:
-        missing, why, error = {*watch.groups}, str(refused), refused
+        error: Exception | None = None
+    except Exception as refused:
+        missing, why, error, watch.scrub = {*watch.groups}, str(refused), refused, None
     if missing:
         say_without_bytes(runner, why, error)
 
@@ -311,6 +319,20 @@ def on_all_ranks(
         why, watch = why or "another rank cannot be watched", None
     if watch is None:
         stay_out(str(why), runner.kvtxn_rank, required=runner.kvtxn_required, error=error)
+    elif key is not None:
+        watch.asks_peers = ranks.are_asked_together(runner)
+    return watch
+
+
+def join_stages(runner: AuditedRunner, watch: Watched | None) -> Watched | None:
+    """Let the ranks of all pipeline stages stop together; every rank must call this.
+
+    vLLM awaits the answer of the last stage, so nobody would hear a rank of another one.
+    """
+    raises = runner.kvtxn_settings.on_violation == "raise"
+    if raises and ranks.number_of_stages() > 1 and ranks.on_all_stages(watch is not None):
+        assert watch is not None
+        watch.join_stages()
     return watch
 
 
@@ -343,26 +365,46 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
     Raises:
         RequiredError: it is impossible, and the user requires the audit.
     """
-    rank, wanted = runner.kvtxn_rank, runner.kvtxn_settings
-    groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
-    why, error, watch = None, None, None
     key = shared_key()
-    if not groups and not states:
-        why = "no layer of this model keeps rows or states that the ledger knows"
-        why = f"there is nothing to audit: {why}"
-    else:
-        room, record = audited.room(runner), wanted.record
-        try:
+    why, error, watch = None, None, None
+    try:
+        groups, states = audited.row_groups(runner), audited_states.state_groups(runner)
+        why = nothing_to_audit(groups, states)
+        if why is None:
+            room, wanted = audited.room(runner), runner.kvtxn_settings
             watch = Watch(
-                groups, room, rank, wanted.on_violation, states=states, record=record, key=key
+                *(groups, room, runner.kvtxn_rank, wanted.on_violation),
+                states=states,
+                record=wanted.record,
+                key=key,
             )
-        except KVTxnError as failed:
-            why, error = str(failed), failed
+    except Exception as failed:
+        why, error = f"the ledger cannot be made: {failed}", failed
     watch = on_all_ranks(runner, key, watch, why, error)
     if watch is None:
         return None
-    if wanted.audit == "bytes":
+    if runner.kvtxn_settings.audit == "bytes":
         _compare_bytes(runner, watch)
-    watch.transfers = watch_transfers(runner, watch.ledger, groups, watch.stop)
+    follow_transfers(runner, watch)
     say_active(runner, watch)
     return watch
+
+
+def nothing_to_audit(groups: Sized, states: Sized) -> str | None:
+    """Say that there is nothing to audit; None if there is."""
+    if groups or states:
+        return None
+    return "there is nothing to audit: no layer of this model keeps rows or states that are known"
+
+
+def follow_transfers(
+    runner: AuditedRunner, watch: Watch, mixin: type[WatchedConnector] = WatchedConnectorV1
+) -> None:
+    """Let a watch follow the rows of a KV connector; if that fails, the audit ends.
+
+    Without it, rows that the connector brings would be taken for wrong ones.
+    """
+    try:
+        watch.transfers = watch_transfers(runner, watch.ledger, watch.groups, watch.stop, mixin)
+    except Exception as error:
+        watch.stop(error)

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from ....audit import Key, Ledger, RecordingLedger, RowGroup, Scrub, StateGroup, Step
 from ....audit.lengths import report_lengths
+from ....errors import KVTxnError
 from ....log import get_logger
-from ..internals import ranks
 from ..internals.audited import NO_CHANGES, Arrival, Changes, Room, Rows
 from ..internals.audited_states import States
 from ..internals.scheduling import Wrong
 from .filled_blocks import FilledBlocks
-from .found_violations import FoundViolations
+from .found_violations import AuditError, FoundViolations
 from .left_out import leave_out
 from .line_buffer import LineBuffer
 from .new_in_step import admissions, fresh_blocks
+from .rank_agreement import RankAgreement, RankReport
 from .transfers import TransferWatch
 from .watched_outputs import WatchedOutputs
 
@@ -29,8 +30,8 @@ log = get_logger()
 
 #: Forms of steps that are remembered; beyond, all are forgotten.
 _MAX_REMEMBERED: Final = 2048
-#: Steps after which ranks of one tensor-parallel group compare what they wrote.
-_COMPARED_AFTER: Final = 100
+#: Steps between two meetings of the ranks where what one of them finds concerns all of them.
+_MEET: Final = {"contain": 1, "raise": 1}
 
 #: Pairs of a tensor of the runner's and the watch's own copy of it.
 Copies = Sequence[tuple[Tensor, Tensor]]
@@ -68,9 +69,14 @@ class Watch(WatchedOutputs):
         on_violation: the argument; it may be changed between steps.
         begun: False until the engine has warmed up; steps before are nobody's.
         steps: how many steps with a forward the ledger was told of since then.
+        stopped: the audit has ended by an error of its own.
+        peers: the other ranks, which act together with this one; None without any, or once all of
+            them have ended their audits.
+        asks_peers: a call for counters or a report reaches all ranks.
     """
 
     begun: bool = True
+    meets: Mapping[str, int] = _MEET
 
     def __init__(
         self,
@@ -105,9 +111,12 @@ class Watch(WatchedOutputs):
         self.drafts_late = False
         self._unsealed: tuple[Step, Tensor | None, int] | None = None
         self.under_way: Step | None = None
-        self._has_peers = key is not None
+        self.peers = None if key is None else RankAgreement(self.ledger, self.meets, compares=True)
+        self.asks_peers = True
+        self._own = RankReport()  # met since the ranks acted last
+        self._ended = 0  # steps that have come to their end, failed ones and unwatched ones too
         self.rows: Rows | None = None
-        self._stopped, self.steps, self._compared = False, 0, 0
+        self.stopped, self.steps = False, 0
         self._most = most
         self._caches_prefixes = room.caches_prefixes
         self._rank = rank
@@ -121,17 +130,27 @@ class Watch(WatchedOutputs):
         self._filled: Final = FilledBlocks(self.ledger, groups)
         self.found: Final = FoundViolations(self.ledger, rank)
 
+    def join_stages(self) -> None:
+        """Act together with the ranks of all pipeline stages, and not of this rank's alone."""
+        self.peers = RankAgreement(
+            self.ledger, self.meets, compares=self.peers is not None, stages=True
+        )
+
     # -- requests and blocks -----------------------------------------------------------------
 
     def begin(self) -> None:
         """Watch from now on; a watch on a CPU does so from its first step."""
 
     def stop(self, error: Exception) -> None:
-        """Stop watching after an error of the audit's own; the engine runs on."""
-        if not self._stopped:
+        """Stop watching after an error of the audit's own; the engine runs on.
+
+        Other ranks end their audits as well when they meet next.
+        """
+        if not self.stopped:
             why = f"the audit failed: {error!r}"
             log.error("kvtxn.audit_inactive", rank=self._rank, why=why, exc_info=error)
-        self._stopped = True
+            self._own |= RankReport(failure=repr(error))
+        self.stopped = True
         with suppress(Exception):
             self._hide()
 
@@ -143,7 +162,7 @@ class Watch(WatchedOutputs):
 
     def change(self, changes: Changes) -> None:
         """Tell the ledger the changes that a step makes before its forward."""
-        if self._stopped:
+        if self.stopped:
             return
         self.under_way = None
         if self._unsealed is not None:
@@ -231,10 +250,7 @@ class Watch(WatchedOutputs):
             states: the batch's states; None if the model has none.
         """
         self.steps += 1
-        if not self._stopped:
-            self._forward(rows, returning, states)
-        if self.steps - self._compared >= _COMPARED_AFTER:
-            self.compare_ranks()
+        self._forward(rows, returning, states)
         if self.transfers is None or not self.transfers.unsettled:
             self._say()
 
@@ -309,7 +325,7 @@ class Watch(WatchedOutputs):
                 token; 0 for a request that has none.
             ids: int64 ``[num_requests, n]``, -1 where there is none.
         """
-        if self._stopped:
+        if self.stopped:
             return
         self.ledger.resolve(number, ids, besides=1)
         if self._unsealed is not None:
@@ -324,14 +340,14 @@ class Watch(WatchedOutputs):
     def take_back(self) -> None:
         """Hear that the forward failed: the prefix cache has the blocks of its rows already."""
         step, self.under_way = self.under_way, None
-        if step is not None and not self._stopped:
+        if step is not None and not self.stopped:
             self._unsealed = None
             self.ledger.take_back(step)
 
     def ended(self) -> None:
         """Take the checksums that wait for the drafter."""
         self.under_way = None
-        if self._unsealed is not None and not self._stopped:
+        if self._unsealed is not None and not self.stopped:
             self._seal()
 
     def _seal(self) -> None:
@@ -340,42 +356,77 @@ class Watch(WatchedOutputs):
         if self.scrub is not None and unsealed is not None:
             self.scrub.seal(*unsealed[:2], besides=unsealed[2])
 
-    def compare_ranks(self) -> None:
-        """Compare the steps since the last comparison with those of the other ranks.
-
-        All ranks must call this after the same step.
-        """
-        since, self._compared = self._compared, self.steps
-        if not self._has_peers or since == self.steps:
-            return
-        own = {step: print_ for step, print_ in self.ledger.fingerprints().items() if step > since}
-        for number, theirs in enumerate(ranks.of_all(own)):
-            if number != ranks.own_number():
-                self.ledger.compare_ranks(theirs)
-
     # -- what came of it ---------------------------------------------------------------------
 
     def _say(self) -> None:
-        """Log the violations that were found since the last call.
+        """Log the violations that were found since the last call."""
+        self.found.take(self.on_violation)
+
+    def end_step(self) -> Wrong | None:
+        """End a step on all ranks alike; every rank must call this after each step, failed or not.
+
+        Returns:
+            The wrong reads that have to be contained; None without any.
 
         Raises:
-            AuditError: there is a violation, and ``on_violation`` is "raise".
+            AuditError: on all ranks, if one found a violation and ``on_violation`` is "raise".
         """
-        self.found.say(self.on_violation)
-
-    def take_wrong(self) -> Wrong | None:
-        """Return the wrong reads since the last call, those of the other ranks included.
-
-        All ranks must call this after the same step. None if there are none, or if ``on_violation``
-        is not "contain".
-        """
-        if self.on_violation != "contain":
+        alone = self.peers is None
+        if not self.begun or (alone and (self.stopped or self.on_violation == "log")):
             return None
-        wrong = self.found.take_wrong()
-        if self._has_peers and ranks.any_of_all(bool(wrong.requests)):
-            for theirs in ranks.of_all(wrong):
-                wrong |= theirs
-        return wrong if wrong.requests else None
+        self._find()
+        self._own |= self.found.take_report()
+        if self.peers is not None:
+            self._ended += 1
+            if not self._meet(lambda peers: peers.after_step(*self._now())):
+                return None
+        # A failure after the ranks have met is reported when they meet next.
+        own, self._own = self._own, RankReport(failure=self._own.failure)
+        if own.violation is not None and self.on_violation == "raise":
+            raise AuditError("audit", own.violation)
+        return own.wrong if own.wrong.requests else None
+
+    def _now(self) -> tuple[int, RankReport, str]:
+        return self._ended, self._own, self.on_violation
+
+    def _find(self) -> None:
+        """Look for violations of the step that ends; on a CPU they are found at once."""
+
+    def _meet(self, hear: Callable[[RankAgreement], RankReport | None]) -> bool:
+        """Meet the other ranks, and do what all of them do; tell whether they met."""
+        peers = self.peers
+        if peers is None:
+            return False
+        try:
+            heard = hear(peers)
+        except Exception as error:  # a rank is gone, and with it the engine
+            self.peers = None
+            self.stop(error)
+            return True
+        if not self.stopped and peers.copies_prints(self._ended):
+            self._try(peers.copy_prints)
+        if heard is None:
+            return False
+        self._own = heard
+        if heard.failure is not None:
+            self.peers = None
+            self.stop(KVTxnError("audit", f"a rank's audit ended: {heard.failure}"))
+        elif not self.stopped:
+            self._try(peers.compare)
+            self._say()
+        return True
+
+    def _try(self, call: Callable[[], object]) -> None:
+        """Call something; an error of the audit's own ends the audit."""
+        try:
+            call()
+        except Exception as error:
+            self.stop(error)
+
+    def compare_ranks(self) -> None:
+        """Compare what the ranks wrote; all ranks must call this after the same step."""
+        if self.asks_peers:
+            self._meet(lambda peers: peers.now(self._own))
 
     def report(self) -> list[dict[str, Any]]:
         """Return the violations that were found, oldest first; all ranks must call this."""
@@ -389,10 +440,10 @@ class Watch(WatchedOutputs):
     def counters(self) -> dict[str, float]:
         """Return the audit's counters by Prometheus name; all ranks must call this."""
         self.compare_ranks()
-        if self.transfers is not None:
+        if self.transfers is not None and not self.stopped:
             self.found.take(self.on_violation)  # of a failed load nothing counts
         return {
             **self.ledger.counters(),
-            "kvtxn_audit_active": float(self.begun and not self._stopped),
+            "kvtxn_audit_active": float(self.begun and not self.stopped),
             "kvtxn_audit_unwatched_groups": float(len(self.left_out)),
         }

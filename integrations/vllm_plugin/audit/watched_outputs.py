@@ -12,7 +12,7 @@ class WatchedOutputs:
 
     scrub: Scrub | None
     on_violation: str
-    _stopped: bool
+    stopped: bool
     _unsealed: tuple[Step, Tensor | None, int] | None
 
     def came_out(self, logits: Tensor, rows: Tensor) -> None:
@@ -25,7 +25,7 @@ class WatchedOutputs:
             logits: float ``[n, vocabulary]``.
             rows: int ``[n]``, the row of the step that each output belongs to.
         """
-        if self._stopped or self.scrub is None or self._unsealed is None:
+        if self.stopped or self.scrub is None or self._unsealed is None:
             return
         most = float(logits.amax()) if logits.numel() else 0.0
         if most != most:  # a NaN is the largest, and not equal to itself

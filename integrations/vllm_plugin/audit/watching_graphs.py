@@ -14,7 +14,6 @@ from typing import Any
 import attrs
 
 from ..internals import Foreign, audited_v2
-from .found_violations import AuditError
 from .graph_watch import GraphWatch
 from .watch import Watch
 
@@ -47,9 +46,6 @@ class WatchingGraphs:
 
         Where the step goes on with the one before, with its requests or without some of them, that
         is one call. An error of the audit's own ends the audit, as in ``kvtxn_tell``.
-
-        Raises:
-            AuditError: as in ``kvtxn_tell``.
         """
         runner, watch = self.runner, self.watch
         changes, prepared = runner.kvtxn_changes, runner.kvtxn_prepared
@@ -61,8 +57,6 @@ class WatchingGraphs:
                 ):
                     runner.kvtxn_changes = runner.kvtxn_prepared = None
                     return
-            except AuditError:
-                raise
             except Exception as error:
                 watch.stop(error)
         runner.kvtxn_tell(partial(self._replayed, included))

@@ -111,6 +111,11 @@ class Room:
     caches_prefixes: bool
 
 
+def samples(runner: Any) -> bool:
+    """Tell whether an engine samples tokens; a pooling engine does not."""
+    return bool(runner.model_config.runner_type != "pooling")
+
+
 def unwatched(config: Any) -> str | None:
     """Say why the ledger cannot watch an engine with this ``VllmConfig``; None if it can."""
     parallel = config.parallel_config

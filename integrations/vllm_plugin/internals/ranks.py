@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group, as far as the audit compares them."""
+"""The ranks of an engine, as far as the audit has them act together."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ def _group() -> Any:
     from vllm.distributed import get_tp_group
 
     return get_tp_group()
+
+
+def _stages() -> Any:
+    from vllm.distributed import get_pp_group
+
+    return get_pp_group()
 
 
 def number_of_ranks() -> int:
@@ -34,16 +40,41 @@ def of_all(value: T) -> list[T]:
     return found
 
 
-def any_of_all(value: bool) -> bool:
-    """Tell whether ``value`` is true on any rank; every rank of the group must call this."""
+def highest(level: int, *, stages: bool) -> int:
+    """Return the largest ``level`` of the ranks; every rank must call this.
+
+    Args:
+        level: this rank's.
+        stages: of all pipeline stages, and not of this rank's tensor-parallel group alone.
+    """
     import torch
     from torch.distributed import ReduceOp, all_reduce
 
-    flag = torch.tensor([int(value)], dtype=torch.int32)
-    all_reduce(flag, op=ReduceOp.MAX, group=_group().cpu_group)
-    return bool(flag[0])
+    found = torch.tensor([level], dtype=torch.int32)
+    for group in (_group(), _stages()) if stages else (_group(),):
+        all_reduce(found, op=ReduceOp.MAX, group=group.cpu_group)
+    return int(found[0])
+
+
+def on_all_stages(value: bool) -> bool:
+    """Tell whether ``value`` is true on each rank of all pipeline stages, which must call this."""
+    return not highest(int(not value), stages=True)
+
+
+def number_of_stages() -> int:
+    """Return the number of pipeline stages."""
+    return int(_stages().world_size)
 
 
 def own_number() -> int:
     """Return this rank's number in its group."""
     return int(_group().rank_in_group)
+
+
+def are_asked_together(runner: Any) -> bool:
+    """Tell whether a call of the engine's workers reaches every rank.
+
+    Where ranks are launched from outside, each rank is an engine's only worker in its own process.
+    """
+    backend = runner.vllm_config.parallel_config.distributed_executor_backend
+    return bool(backend != "external_launcher")

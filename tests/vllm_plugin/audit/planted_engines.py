@@ -14,6 +14,7 @@ import planted_forwards
 import planted_rows
 import planted_states
 import planted_transfers
+from kvtxn.integrations.vllm_plugin.internals import scheduling
 from planting import Fault, Rig, around, texts
 
 ROWS = planted_rows.FAULTS
@@ -40,6 +41,13 @@ HEALED: tuple[Fault, ...] = (
     planted_blocks.hashes_swapped,
     planted_blocks.hash_survives,
     planted_blocks.handed_out_twice,
+)
+
+#: Those of them that are contained beside a KV connector.
+CONNECTED = (
+    planted_rows.lost_write,
+    planted_rows.write_into_anothers_block,
+    planted_rows.table_shifted,
 )
 
 
@@ -102,6 +110,54 @@ def _note(names: list[str], found: set[str], *args: Any) -> None:
     names.extend(found)
 
 
+class HangUp:
+    """Lets a client hang up in the first step whose wrong reads are contained.
+
+    Args:
+        rig: the engine's.
+
+    Attributes:
+        left: the request whose client hung up; None until then.
+    """
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.left: str | None = None
+
+    def __call__(self, scheduler_output: Any, output: Any) -> None:
+        """Abort a request of the step that read nothing wrong."""
+        wrong = scheduling.marks(output)
+        if wrong is None or self.left is not None:
+            return
+        names = reversed(list(scheduler_output.num_scheduled_tokens))
+        self.left = next((name for name in names if name not in wrong.requests), None)
+        if self.left is not None:
+            self._rig.engine.abort_request([self.left], internal=True)
+
+
+def contain_while_clients_leave(llm: Any, engine: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Contain faults beside a KV connector, whose failed loads end requests by vLLM's default."""
+    rig, report = Rig(llm), {}
+    prompts = texts(1, 6, 70)
+    right = rig.run(prompts, 40)
+    for fault in CONNECTED:
+        for leaves in (False, True):
+            rig.clear()
+            hang_up = HangUp(rig)
+            before = hang_up if leaves else None
+            with fault(rig), around(rig.scheduler, "update_from_output", before):
+                found = rig.run(prompts, 40)
+            left = None if hang_up.left is None else hang_up.left.rpartition("-")[0]
+            said = zip(rig.ran, found, right, strict=True)
+            report[f"{fault.__name__}, {'one leaves' if leaves else 'all stay'}"] = {
+                "violations": len(rig.found()) if rig.struck else 0,
+                "ended": rig.failed,
+                "left": left,
+                "wrong": [name for name, text, own in said if text != own and name != left],
+            }
+    return report
+
+
 def contain(
     llm: Any, engine: dict[str, Any], folder: Path, faults: Iterable[Fault] = HEALED
 ) -> dict[str, Any]:
@@ -112,7 +168,7 @@ def contain(
         rig.clear()
         again: list[str] = []
         note = partial(_note, again)
-        with fault(rig), around(rig.scheduler, "_handle_invalid_blocks", after=note):
+        with fault(rig), around(scheduling, "contain", after=note):
             found = work(rig)
         report["healed"][fault.__name__] = {
             "texts": found,

@@ -172,6 +172,17 @@ ENGINES |= {
         "faults": planted_engines.HEALED,
         "work": planted_engines.contain,
     },
+    **{
+        f"contained-{name}": {
+            "model": "llama",
+            "connector": name,
+            "kvtxn": {"on_violation": "contain"},
+            "faults": planted_engines.CONNECTED,
+            "work": planted_engines.contain_while_clients_leave,
+            "options": WHOLE_PROMPTS,
+        }
+        for name in ("offloading", "example")
+    },
     "fails": {
         "model": "llama",
         "kvtxn": {"audit": "bytes"},

@@ -61,6 +61,7 @@ def loaded(failed, on_violation="log"):
     watch.forward(rows("a", 8, 9, [1, 2, 3]), unknown)
     watch.transfers.names, watch.transfers.failed = ["a"] if failed else [], failed
     watch.sampled(torch.tensor([1]), torch.tensor([[77]]))
+    watch.end_step()
     return watch
 
 

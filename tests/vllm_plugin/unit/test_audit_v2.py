@@ -28,6 +28,7 @@ def engine_facts(monkeypatch):
     facts = EngineFacts(device="cuda", runner="v2")
     monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
+    monkeypatch.setattr(ranks, "number_of_stages", lambda: 1)
     return facts
 
 

@@ -337,8 +337,10 @@ def test_more_drafts_than_there_were_are_not_accepted(lines):
 def test_raise_stops(lines):
     w = watch("raise")
     w.change(come(arrival("a", [1, 2], [1])))
+    w.forward(rows("a", 1, [2], [5], [1]), unknown)
     with pytest.raises(AuditError, match="unwritten: in step 1 request a read slot 4"):
-        w.forward(rows("a", 1, [2], [5], [1]), unknown)
+        w.end_step()
+    assert w.end_step() is None  # it is said once
 
 
 def test_a_storm_is_logged_in_part(lines):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from kvtxn.integrations.vllm_plugin.attach import swap_class
+from kvtxn.integrations.vllm_plugin.audit.containing import ContainingScheduler
 from kvtxn.integrations.vllm_plugin.internals import scheduling
 from kvtxn.integrations.vllm_plugin.internals.scheduling import Wrong
 
@@ -139,3 +141,41 @@ def test_requests_that_left_a_step_spoil_what_nobody_knows(how, who):
     assert counts["a"] == (who == "another")
     assert counts["b"] == 0
     assert not scheduler.grammar_compile_error_reqs
+
+
+class WholeScheduler(Scheduler):
+    """One that takes outputs in."""
+
+    def update_from_output(self, scheduler_output, output):
+        return [each.request_id for each in self.running]
+
+
+def taken_in(scheduler, wrong):
+    """The requests that run when vLLM takes in the output of a step with wrong reads."""
+    swap_class(scheduler, ContainingScheduler)
+    output = SimpleNamespace(sampled_token_ids=[])
+    if wrong is not None:
+        scheduling.mark(output, wrong)
+    step = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(TABLES, 4))
+    return scheduler.update_from_output(step, output)
+
+
+def test_a_step_is_contained_before_its_output_is_taken_in(lines):
+    assert taken_in(WholeScheduler(set()), Wrong(frozenset({"a"}), frozenset({2}))) == ["b", "c"]
+    assert "kvtxn.audit_contained" in lines[0]
+    assert taken_in(WholeScheduler(set()), None) == ["a", "b", "c"]
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("part", ["get_block_ids", "evict_blocks", "_preempt_request"])
+def test_an_error_while_containing_does_not_end_the_engine(monkeypatch, lines, part):
+    """Wrong rows are logged alone then; no request is lost."""
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(WholeScheduler, part, fail, raising=False)
+    assert taken_in(WholeScheduler(set()), Wrong(frozenset({"a"}))) == ["a", "b", "c"]
+    (line,) = lines
+    assert "kvtxn.audit_cannot_contain" in line
+    assert "planted" in line

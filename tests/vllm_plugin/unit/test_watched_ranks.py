@@ -44,6 +44,7 @@ def opened(request, monkeypatch):
         monkeypatch.setattr(ranks, "number_of_ranks", lambda: 2)
         monkeypatch.setattr(ranks, "from_first", other.from_first)
         monkeypatch.setattr(ranks, "of_all", other.of_all)
+        monkeypatch.setattr(ranks, "are_asked_together", lambda runner: True)
         found = {} if fails == "groups" else GROUPS
         monkeypatch.setattr(audited, "row_groups", lambda runner: found)
         monkeypatch.setattr(audited_states, "state_groups", lambda runner: {})
@@ -54,7 +55,7 @@ def opened(request, monkeypatch):
             kvtxn_rank=0, kvtxn_required=required, kvtxn_settings=settings, device="cpu"
         )
         module = cpu_runners if request.param == "cpu" else opening
-        monkeypatch.setattr(module, "watch_transfers", lambda *args: None)
+        monkeypatch.setattr(cpu_runners, "watch_transfers", lambda *args: None)
         if fails == "ledger":
             error = LayerError("Ledger", "no room")
 

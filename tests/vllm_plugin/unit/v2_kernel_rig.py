@@ -50,6 +50,7 @@ def rig_maker(monkeypatch):
     facts = EngineFacts(device="cuda", runner="v2")
     monkeypatch.setattr(opening.config, "runner_facts", lambda runner: facts)
     monkeypatch.setattr(ranks, "number_of_ranks", lambda: 1)
+    monkeypatch.setattr(ranks, "number_of_stages", lambda: 1)
 
     def make(passes, **options):
         monkeypatch.setattr(kvtxn.audit.ledger, "choose", lambda backend, device: passes)

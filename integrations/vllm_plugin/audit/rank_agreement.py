@@ -1,0 +1,161 @@
+"""``RankAgreement``: the ranks of an engine end each step of the audit alike.
+
+A rank that ends its audit, contains a wrong read, or stops the engine while the others go on leaves
+them waiting in a collective, or is heard by nobody: vLLM awaits the answer of one rank alone. So
+ranks report at the ends of steps, and all of them act on what any of them reports. Whether they
+meet at the end of a step follows from the step's number, never from what a rank has found or how it
+has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import attrs
+
+from ....audit import Ledger
+from ....audit.glance import Glance
+from ....audit.ranks import Fingerprints
+from ..internals import ranks
+from ..internals.scheduling import Wrong
+
+#: Steps between two comparisons of what the ranks wrote, and from a copy of the fingerprints until
+#: it is compared. The ledger keeps the fingerprints of more steps than that.
+_COMPARED_EVERY: Final = 200
+_COMPARED_LATER: Final = 8
+
+
+@attrs.frozen
+class RankReport:
+    """What a rank has met in its audit since the ranks acted last.
+
+    Attributes:
+        wrong: wrong reads that are to be contained.
+        violation: the first violation, for which the engine is to stop; None without any.
+        failure: why the rank's audit ended; None while it goes on.
+    """
+
+    wrong: Wrong = attrs.field(factory=Wrong)
+    violation: str | None = None
+    failure: str | None = None
+
+    def __or__(self, other: RankReport) -> RankReport:
+        return RankReport(
+            self.wrong | other.wrong,
+            self.violation if self.violation is not None else other.violation,
+            self.failure if self.failure is not None else other.failure,
+        )
+
+    @property
+    def level(self) -> int:
+        """0 without anything to act on; the largest level of all stages says what all must do."""
+        if self.violation is not None:
+            return 3
+        return 2 if self.failure is not None else int(bool(self.wrong.requests))
+
+
+#: By level, what a rank hears that only ranks of other pipeline stages have met.
+_ELSEWHERE: Final = {
+    2: RankReport(failure="the audit of another pipeline stage ended"),
+    3: RankReport(violation="another pipeline stage found a violation; its rank's log has it"),
+}
+
+
+class RankAgreement:
+    """The other ranks of an engine. Each of them has to make the same calls after the same steps.
+
+    Args:
+        ledger: this rank's ledger.
+        every: steps between two meetings, by ``on_violation``; without an entry the ranks meet to
+            compare what they wrote, and not else.
+        compares: the tensor-parallel ranks have one key, so that they can compare what they wrote.
+        stages: the ranks of all pipeline stages take part.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        every: Mapping[str, int],
+        *,
+        compares: bool,
+        stages: bool = False,
+    ) -> None:
+        self._ledger: Final = ledger
+        self._every: Final = every
+        self._compares: Final = compares
+        self._stages: Final = stages
+        self._copy: Glance | None = None  # of the fingerprints that are compared next
+        self._theirs: list[Fingerprints] = []  # what the last meeting brought, with this copy:
+        self._compared: Glance | None = None
+
+    def restart(self) -> None:
+        """Begin anew with the first step."""
+        self._copy = None
+
+    def copies_prints(self, number: int) -> bool:
+        """Tell whether ``copy_prints`` is due after the step of this number."""
+        return self._compares and number % _COMPARED_EVERY == 0
+
+    def copy_prints(self) -> None:
+        """Begin to copy the fingerprints that the ranks compare some steps later."""
+        self._copy = self._ledger.glance()
+
+    def after_step(self, number: int, own: RankReport, on_violation: str) -> RankReport | None:
+        """Hear what the ranks have met, if they meet after the step of this number.
+
+        Args:
+            number: the step's, counted alike on all ranks.
+            own: what this rank has met.
+            on_violation: the setting.
+
+        Returns:
+            What any of them has met; None if they do not meet.
+        """
+        due = number > _COMPARED_EVERY and number % _COMPARED_EVERY == _COMPARED_LATER
+        if due and self._compares:
+            copy, self._copy = self._copy, None
+            return self._exchange(own, copy)
+        every = self._every.get(on_violation, 0)
+        if not every or number % every:
+            return None
+        level = ranks.highest(own.level, stages=self._stages)
+        if not level:
+            return own
+        heard = own
+        for theirs in ranks.of_all(own):
+            heard |= theirs
+        return heard if heard.level else _ELSEWHERE[level]
+
+    def now(self, own: RankReport) -> RankReport | None:
+        """Hear what the ranks have met, and what they wrote until now; waits for the device.
+
+        Returns:
+            As ``after_step``.
+        """
+        if not self._compares:
+            return None
+        self._copy = None
+        return self._exchange(own, None)
+
+    def _exchange(self, own: RankReport, copy: Glance | None) -> RankReport:
+        """Exchange reports and fingerprints; a rank that fails here reports it and takes part."""
+        prints: Fingerprints = {}
+        try:
+            if own.failure is None:
+                copy = self._ledger.glance() if copy is None else copy
+                prints = self._ledger.fingerprints(copy)
+        except Exception as error:
+            own |= RankReport(failure=repr(error))
+        self._theirs, self._compared = [], copy
+        for number, (report, theirs) in enumerate(ranks.of_all((own, prints))):
+            own |= report
+            if number != ranks.own_number():
+                self._theirs.append(theirs)
+        return own
+
+    def compare(self) -> None:
+        """Compare the fingerprints that the last meeting brought, if it brought any."""
+        others, self._theirs = self._theirs, []
+        for theirs in others:
+            self._ledger.compare_ranks(theirs, self._compared)
