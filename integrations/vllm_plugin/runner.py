@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ... import __version__
 from ...config import Policy, TxnConfig
-from ...errors import BackendUnavailableError, ConfigError
+from ...errors import BackendUnavailableError, ConfigError, KVTxnError
 from ...log import get_logger
 from .attach import stay_out
 from .internals import layers as attention_layers
-from .internals import workers
+from .internals import ranks, workers
 from .internals.layers import TargetLayer
 from .policy.engine import EngineFacts
 from .policy.rules import decide
@@ -63,6 +63,39 @@ class WindowedRunnerMixin:
         if not is_profiling:
             self.kvtxn_room = None  # the allocator keeps it, and gives it to the steps
             self.kvtxn = open_steps(self)
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step's forward; an error of a window's is heard, whichever rank meets it."""
+        return self.kvtxn_heard(super().execute_model, *args, **kwargs)  # type: ignore[misc]
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the rest of a step; an error of a window's is heard, whichever rank meets it."""
+        return self.kvtxn_heard(super().sample_tokens, *args, **kwargs)  # type: ignore[misc]
+
+    def kvtxn_heard(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a part of a step; end this rank's process if nobody would hear of a window's error.
+
+        vLLM awaits the answer of one rank and drops the errors of all others. Such a rank would
+        leave the others waiting in a collective until a time-out. vLLM notices that a process
+        ends, and stops the engine within seconds.
+
+        Raises:
+            SystemExit: a window's error, on a rank whose answer nobody awaits.
+        """
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:
+            if not self.kvtxn_stops(error) or ranks.is_heard(self):
+                raise
+            effect = "this rank's process ends, so that the engine stops: nobody awaits its answer"
+            log.error("kvtxn.rank_ends", rank=self.kvtxn_rank, why=repr(error), effect=effect)
+            raise SystemExit(1) from error
+
+    def kvtxn_stops(self, error: Exception) -> bool:
+        """Tell whether an error is a window's, which is to stop the engine."""
+        notes = getattr(error, "__notes__", ())
+        ours = isinstance(error, KVTxnError) or any(each.startswith("kvtxn:") for each in notes)
+        return self.kvtxn is not None and (ours or self.kvtxn_config.on_error == "raise")
 
     def kvtxn_release(self) -> None:
         """Abort a window that is still open, before the runner is unhooked."""

@@ -78,3 +78,13 @@ def are_asked_together(runner: Any) -> bool:
     """
     backend = runner.vllm_config.parallel_config.distributed_executor_backend
     return bool(backend != "external_launcher")
+
+
+def is_heard(runner: Any) -> bool:
+    """Tell whether vLLM hears of an error of this rank's step.
+
+    Its executor of several processes awaits the first rank of the last pipeline stage alone.
+    """
+    if runner.vllm_config.parallel_config.distributed_executor_backend != "mp":
+        return True
+    return bool(_stages().is_last_rank) and own_number() == 0

@@ -11,6 +11,7 @@ import contained_engines
 import failing_engines
 import planted_bytes
 import planted_engines
+import ranks_apart
 import recurrent_models
 import sleeping_engines
 from device_on_cpu import watch_as_on_a_gpu
@@ -219,6 +220,24 @@ ENGINES |= {
             "worker_extension_cls": "contained_engines.Planting",
         },
         "environment": TWO_RANKS,
+    },
+    **{
+        f"ranks-{name}": {
+            "model": "llama",
+            "kvtxn": kvtxn,
+            "faults": (),
+            "work": work,
+            "options": {
+                "tensor_parallel_size": 2,
+                "num_gpu_blocks_override": 40,
+                "worker_extension_cls": "ranks_apart.Planting",
+            },
+            "environment": TWO_RANKS,
+        }
+        for name, kvtxn, work in (
+            ("raise", {**planted_bytes.EACH, "on_violation": "raise"}, ranks_apart.raises),
+            ("fail", {"policy": "undo", "on_error": "raise"}, ranks_apart.fails),
+        )
     },
 }
 

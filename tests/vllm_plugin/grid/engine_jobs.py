@@ -237,6 +237,7 @@ JOBS: dict[str, dict[str, Any]] = {
 #: Engines of ``tests/vllm_plugin/audit/watched_engines.py``, by name, with their weights.
 WATCHED = {
     **dict.fromkeys(("tensor-parallel", "ranks-differ", "pipeline-parallel"), 40),
+    **dict.fromkeys(("ranks-raise", "ranks-fail"), 40),
     **{"contained-ranks": 40, "contained-process": 30, "contained": 11},
     **{"planted-forwards": 5, "device-states": 14, "device-rows": 7, "device-transfers": 6},
     **{"planted-states": 14, "planted-rows": 7, "planted-transfers": 6, "planted-blocks": 6},
@@ -285,7 +286,7 @@ COMMANDS = {
 FORKING = (
     *("tp2", "states-two-ranks", "states-two-ranks-greedy"),
     *("audit-ranks-differ", "audit-pipeline-parallel", "audit-contained-ranks"),
-    "audit-tensor-parallel",
+    *("audit-tensor-parallel", "audit-ranks-raise", "audit-ranks-fail"),
 )
 
 #: Models of ``tests/vllm_plugin/states/v1_states.py``, with the weights of each engine.
