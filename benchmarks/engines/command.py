@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 
-from ...cli import require
 from ...errors import KVTxnError
 from ..common import machine
 from . import files as vllm_files
@@ -44,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
         error stream says which.
     """
     vllm_options.check(args)
-    require("vllm")
     begin = time.time()
     result: dict[str, Any] = {
         "format": vllm_files.FORMAT,

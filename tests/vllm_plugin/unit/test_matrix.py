@@ -247,7 +247,12 @@ def test_settings_that_are_not_valid_are_said_before_anything_is_judged(asked):
 
 @pytest.mark.parametrize(
     ("model", "rule"),
-    [("llama", "time on CPUs"), ("gemma3n", "shared rows"), ("gptoss", "sinks"), ("bloom", "alibi")],
+    [
+        ("llama", "time on CPUs"),
+        ("gemma3n", "shared rows"),
+        ("gptoss", "sinks"),
+        ("bloom", "alibi"),
+    ],
 )
 def test_an_engine_is_judged_as_the_plugin_will(tmp_path, model, rule):
     """Facts in the model's configuration are known before the model is loaded."""
