@@ -182,9 +182,10 @@ def _literals(entry: EntryPoint) -> dict[str, Any]:
         return {}
     found = {}
     for node in ast.parse(Path(module.origin).read_text("utf-8")).body:
-        target = node.target if isinstance(node, ast.AnnAssign) else None
-        if isinstance(target, ast.Name) and target.id in ("help", "NEEDS") and node.value:
-            found[target.id] = ast.literal_eval(node.value)
+        if not isinstance(node, ast.AnnAssign) or node.value is None:
+            continue
+        if isinstance(node.target, ast.Name) and node.target.id in ("help", "NEEDS"):
+            found[node.target.id] = ast.literal_eval(node.value)
     return found
 
 
