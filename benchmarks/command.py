@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
-from ..cli import Runnable, run_command
+from ..cli import Runnable, needed, require, run_command
 
 help: Final = "measure a window's cost, the kernels, or whole vLLM engines"
 
@@ -41,12 +42,27 @@ SUITES: Final = {
     "report": ("engines.rerender", "Markdown and a plot from the JSON files of `kvtxn bench vllm`"),
 }
 
+#: By measurement: the packages without which it does not start; GPUs apart.
+NEEDS_OF: Final[Mapping[str, Sequence[str]]] = {
+    "readings": ("numpy", "tabulate", "vllm"),
+    "vllm": ("matplotlib", "numpy", "tabulate", "vllm"),
+    "capacity": ("tabulate", "vllm"),
+    "soak": ("vllm",),
+    "report": ("tabulate",),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the choice of a suite; the rest of the line is for the suite."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(
-        ["WHAT is one of:", *(f"  {name:<11}{line}" for name, (_, line) in SUITES.items())]
+        [
+            "WHAT is one of:",
+            *(
+                f"  {name:<11}{line}{needed(NEEDS_OF.get(name, ()))}"
+                for name, (_, line) in SUITES.items()
+            ),
+        ]
     )
     parser.add_argument("suite", metavar="WHAT", choices=list(SUITES), help="see below")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
@@ -55,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one suite."""
     name, line = SUITES[args.suite]
+    if not {"-h", "--help"} & {*args.rest}:
+        require(*NEEDS_OF.get(args.suite, ()))
     suite: Runnable = import_module(f".{name}", __package__)
     words = vars(args).pop("rest")
     return run_command(f"kvtxn bench {args.suite}", suite, line, words, args)

@@ -1,27 +1,63 @@
-"""Transactions for the KV cache of LLM inference."""
+"""Transactions for the KV cache of LLM inference.
 
-from .captured.rows import CapturedRows
-from .config import TxnConfig
-from .errors import (
-    AcceptanceError,
-    BackendUnavailableError,
-    CapacityError,
-    ConfigError,
-    IncompleteWindowError,
-    KVTxnError,
-    LayerError,
-    SlotMappingError,
-    StagedTwiceError,
-    TreeError,
-    UnresolvedWindowError,
-    WindowStateError,
-)
-from .executor import SampledIds
-from .hooks import EndedWindow
-from .layers import LayerRef
-from .manager import TransactionManager, kv_window
-from .states import WindowState
-from .window import Window
+A name is imported when it is first used: torch comes with most of them, and neither the command
+line nor a vLLM process whose engine does not ask for kvtxn should wait for that.
+"""
+
+from typing import TYPE_CHECKING
+
+from .lazy import first_use
+
+if TYPE_CHECKING:
+    from .captured.rows import CapturedRows
+    from .config import TxnConfig
+    from .errors import (
+        AcceptanceError,
+        BackendUnavailableError,
+        CapacityError,
+        ConfigError,
+        IncompleteWindowError,
+        KVTxnError,
+        LayerError,
+        SlotMappingError,
+        StagedTwiceError,
+        TreeError,
+        UnresolvedWindowError,
+        WindowStateError,
+    )
+    from .executor import SampledIds
+    from .hooks import EndedWindow
+    from .layers import LayerRef
+    from .manager import TransactionManager, kv_window
+    from .states import WindowState
+    from .window import Window
+else:
+    __getattr__ = first_use(
+        __name__,
+        {
+            "AcceptanceError": ".errors",
+            "BackendUnavailableError": ".errors",
+            "CapacityError": ".errors",
+            "CapturedRows": ".captured.rows",
+            "ConfigError": ".errors",
+            "EndedWindow": ".hooks",
+            "IncompleteWindowError": ".errors",
+            "KVTxnError": ".errors",
+            "LayerError": ".errors",
+            "LayerRef": ".layers",
+            "SampledIds": ".executor",
+            "SlotMappingError": ".errors",
+            "StagedTwiceError": ".errors",
+            "TransactionManager": ".manager",
+            "TreeError": ".errors",
+            "TxnConfig": ".config",
+            "UnresolvedWindowError": ".errors",
+            "Window": ".window",
+            "WindowState": ".states",
+            "WindowStateError": ".errors",
+            "kv_window": ".manager",
+        },
+    )
 
 __version__ = "0.1.0"
 

@@ -2,12 +2,15 @@
 
 A command is an object with ``help``, ``add_arguments(parser)`` and
 ``run(args) -> int`` in the entry-point group ``kvtxn.commands``, so that the
-library itself needs neither an engine nor a benchmark to be installed.
+library itself needs neither an engine nor a benchmark to be installed. A module
+that is a command may name the modules of other packages that it needs in ``NEEDS``.
+``help`` and ``NEEDS`` are read from its source: to list commands imports none.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import signal
 import sys
@@ -15,9 +18,10 @@ import textwrap
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Final, NoReturn, Protocol
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol
 
-from . import __version__, extras, log
+from . import __version__, extras
 from .errors import KVTxnError
 
 GROUP: Final = "kvtxn.commands"
@@ -59,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Front(_Parser):
-    """The parser of ``kvtxn`` itself; it imports commands only for their lines of help."""
+    """The parser of ``kvtxn`` itself, which lists the commands at the end of its help."""
 
     def format_help(self) -> str:
         """Format the help, with a line for each command."""
@@ -99,6 +103,8 @@ def _main(argv: Sequence[str] | None) -> int:
         command: Command = _entries()[args.command].load()
     except Exception as error:  # another package's, which may fail in any way
         front.error(f"{args.command} cannot be used: {_reason(error, args.command)}")
+    from . import log
+
     log.configure(args.log_level)
     try:
         return run_command(prog, command, command.help, words, args)
@@ -151,12 +157,36 @@ def _entries() -> dict[str, EntryPoint]:
 
 
 def _summary(entry: EntryPoint) -> str:
-    """Import a command for its line of help."""
+    """Return a command's line of help, and what it needs that is not installed."""
     try:
-        command: Command = entry.load()
+        says = _literals(entry)
+        line = str(says["help"] if "help" in says else entry.load().help)
     except Exception as error:  # another package's error must not hide the other commands
         return f"(cannot be used: {_reason(error, entry.name)})"
-    return command.help
+    return line + needed(says.get("NEEDS", ()))
+
+
+def needed(modules: Sequence[str]) -> str:
+    """Say in brackets which packages a command needs, for the end of its line of help."""
+    return f" (needs {extras.listed(modules)})" if modules else ""
+
+
+def _literals(entry: EntryPoint) -> dict[str, Any]:
+    """Read ``help`` and ``NEEDS`` from the source of a command that is a module of Python's.
+
+    Returns:
+        Those of the two that are literals at the top of the module; none for other objects.
+    """
+    module = None if entry.attr else find_spec(entry.module)
+    if module is None or module.origin is None or not module.origin.endswith(".py"):
+        return {}
+    found = {}
+    for node in ast.parse(Path(module.origin).read_text("utf-8")).body:
+        if not isinstance(node, ast.AnnAssign) or node.value is None:
+            continue
+        if isinstance(node.target, ast.Name) and node.target.id in ("help", "NEEDS"):
+            found[node.target.id] = ast.literal_eval(node.value)
+    return found
 
 
 def _reason(error: Exception, command: str) -> str:
@@ -166,24 +196,40 @@ def _reason(error: Exception, command: str) -> str:
 
 
 def _remedy(error: ModuleNotFoundError, command: str) -> str | None:
-    """Name the extra of kvtxn that brings a missing module; None if no extra does.
+    """Name all that a command lacks, and the extra of kvtxn that brings it; None if no extra does.
 
     Of several extras the command's namesake is taken, which brings all that the command needs.
     """
-    extra = extras.bringing(error, command)
+    needs = [*getattr(error, "modules", ()), *_literals(_entries()[command]).get("NEEDS", ())]
+    extra = extras.bringing(error, command, needs)
     if extra is None:
         return None
-    return f"needs {extra.distribution}, which is not installed: {extra.command}"
+    several = " and " in extra.distribution
+    which = "which are not installed" if several else "which is not installed"
+    return f"needs {extra.distribution}, {which}: {extra.command}"
 
 
-def require(module: str) -> None:
-    """Raise the error of an import of a missing module, without importing a module that exists.
+class MissingModules(ModuleNotFoundError):
+    """Modules that a command needs are not installed.
+
+    Attributes:
+        modules: their names.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        super().__init__(f"No module named {modules[0]!r}", name=modules[0])
+        self.modules = modules
+
+
+def require(*modules: str) -> None:
+    """Raise an error if modules are missing, without importing a module that exists.
 
     Raises:
-        ModuleNotFoundError: the module is not installed.
+        MissingModules: some are not installed.
     """
-    if find_spec(module) is None:
-        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise MissingModules(missing)
 
 
 def natural(text: str) -> int:

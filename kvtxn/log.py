@@ -63,11 +63,3 @@ def configure(level: str = "info") -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     _standard.handlers = [handler]
     _standard.propagate = False
-
-
-def shown(error: Exception) -> str:
-    """Return ``repr(error)``, or the error's class name if its repr raises."""
-    try:
-        return repr(error)
-    except Exception:  # an error that cannot be shown must not stop the recovery
-        return type(error).__name__

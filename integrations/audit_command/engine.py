@@ -97,9 +97,8 @@ def serve(pipe: Connection[Any, Any]) -> None:
 
 
 async def _serve(job: Job, tell: Callable[[int], None]) -> Found | Refused:
-    from ..vllm_plugin.audit.report import RECORDING
     from ..vllm_plugin.internals import async_engine, audited, workers
-    from ..vllm_plugin.metrics.snapshots import SNAPSHOT
+    from ..vllm_plugin.rpc_names import RECORDING, SNAPSHOT
 
     arguments = dict(job.engine_args)
     try:

@@ -19,6 +19,7 @@ from .prompts import Prompt
 from .verdict import WIDTH, judge
 
 help: Final = "run the demo's model with windows, and draw what they do to the cache"
+NEEDS: Final = ("rich", "vllm")
 
 #: By policy: the title of the small picture.
 TITLES: Final = {

@@ -26,6 +26,7 @@ from .engine import MODEL, Job, Result
 from .engine import run as run_engine
 
 help: Final = "speculative decoding in a real vLLM with kvtxn off, undo and deferred, compared"
+NEEDS: Final = ("rich", "vllm")
 
 POLICIES: Final = ("off", "undo", "deferred")
 PROMPTS: Final = Path(__file__).parent / "prompts.json"

@@ -92,7 +92,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class TxnCache(Cache):  # type: ignore[misc]
-    """A paged cache of fixed size for ``generate``: pass it as ``past_key_values``.
+    """A paged cache of fixed size for ``generate``.
+
+    Pass it as ``past_key_values``, which transformers calls ``cache`` from 5.24 on.
 
     Args:
         config: the model's configuration, which says which layers slide.

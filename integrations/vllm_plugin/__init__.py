@@ -1,5 +1,21 @@
 """kvtxn inside vLLM: the plug-in's entry point, and the functions that users call."""
 
-from .plugin import audit_report, last_snapshots, register, snapshots, unregister
+from typing import TYPE_CHECKING
+
+from ...lazy import first_use
+from .plugin import register, unregister
+
+if TYPE_CHECKING:
+    from .audit.report import audit_report
+    from .metrics.snapshots import last_snapshots, snapshots
+else:
+    __getattr__ = first_use(
+        __name__,
+        {
+            "audit_report": ".audit.report",
+            "last_snapshots": ".metrics.snapshots",
+            "snapshots": ".metrics.snapshots",
+        },
+    )
 
 __all__ = ["audit_report", "last_snapshots", "register", "snapshots", "unregister"]

@@ -12,10 +12,8 @@ from functools import partial
 from typing import Any, Final
 
 from ...log import get_logger
-from .audit.report import RECORDING, REPORT
 from .internals import Foreign, workers
-from .internals import config as engine_config
-from .metrics.snapshots import SNAPSHOT
+from .rpc_names import RECORDING, REPORT, SNAPSHOT
 from .settings import is_audited
 
 log = get_logger()
@@ -33,7 +31,7 @@ def _snapshot(wrapper: Foreign) -> dict[str, float]:
         found = {"kvtxn_active": 1.0, **steps.manager.snapshot()}
     if watch is not None:
         found |= watch.counters()
-    elif is_audited(engine_config.additional_config(workers.engine_config(wrapper))):
+    elif is_audited(workers.additional_config(workers.engine_config(wrapper))):
         found["kvtxn_audit_active"] = 0.0
     return found
 
@@ -61,19 +59,10 @@ _AWAKE: Final[Mapping[str, Callable[[Foreign], Any]]] = {
 }
 
 
-def _answer(name: str, wrapper: Any) -> Any:
+def answer(name: str, wrapper: Any) -> Any:
     """Answer a worker's RPC of this name; a worker that sleeps answers as it did before."""
     kept = getattr(workers.runner_of(wrapper), "kvtxn_asleep", None)
     return _AWAKE[name](wrapper) if kept is None else kept[name]
-
-
-def methods() -> dict[str, Callable[[Foreign], Any]]:
-    """Return the methods that workers get, by name; each is given the worker's wrapper."""
-
-    def method(name: str) -> Callable[[Foreign], Any]:
-        return lambda wrapper: _answer(name, wrapper)
-
-    return {name: method(name) for name in _AWAKE}
 
 
 def let_sleep(wrapper: Foreign) -> Callable[[], None]:

@@ -18,8 +18,9 @@ from weakref import WeakSet
 
 from ...errors import KVTxnError
 from ...log import get_logger
+from .asked import RequiredError
 from .internals import Foreign
-from .settings import PluginSettings, RequiredError
+from .settings import PluginSettings
 
 log = get_logger()
 

@@ -1,59 +1,32 @@
-"""kvtxn inside vLLM: the plug-in's entry point, and the functions that users call.
+"""The plug-in's entry point: hooks into vLLM that wait until an engine asks for kvtxn.
 
 kvtxn stays out unless the user asks for it:
 
     LLM(model=..., speculative_config=...,
         additional_config={"kvtxn": {"policy": "auto"}})
 
-The keys are those of ``TxnConfig`` and ``required``, see ``settings``. Every worker with a model
-runner then logs one line: ``kvtxn.active`` with the policy, or ``kvtxn.inactive`` with the reason,
-and in the latter case the engine runs as if kvtxn were not installed.
+The keys are those of ``TxnConfig`` and ``required``, see ``settings``.
+
+vLLM calls ``register`` in each of its processes, and the hooks run in every engine, whether it asks
+for kvtxn or not. So nothing is imported before an engine asks, and no exception gets out of a hook
+before it is known that the engine does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
 
-import attrs
+from ...errors import shown
+from .asked import STOPS_THE_START, RequiredError, is_asked, wants
+from .internals import Foreign, frontend, scheduling, workers
+from .rpc_names import RECORDING, REPORT, SNAPSHOT
 
-from ...errors import KVTxnError
-from ...log import get_logger
-from . import unchecked
-from .attach import is_hooked, show_log, stay_out, unhook_runners
-from .audit.report import audit_report
-from .internals import Foreign
-from .metrics.snapshots import (
-    NO_METRICS,
-    last_snapshots,
-    on_engine,
-    snapshots,
-    unhook_clients,
-)
-from .policy import supported
-from .policy.engine import EngineFacts
-from .policy.release_rules import on_trial
-from .policy.rules import decide
-from .settings import PluginSettings, is_asked, is_audited, settings, wants
+__all__ = ["register", "unregister"]
 
-__all__ = ["audit_report", "last_snapshots", "register", "snapshots", "unregister"]
-
-log = get_logger()
-
-_GPU: Final = "kvtxn.integrations.vllm_plugin.gpu"
-
-#: By vLLM's name: the attention that vLLM finds where drafts wait in spare blocks.
-WINDOW_ATTENTION: Final[Mapping[str, str]] = {
-    "FLASH_ATTN": f"{_GPU}.flash_backend.WindowFlashBackend",
-    "TRITON_ATTN": f"{_GPU}.triton_backend.WindowTritonBackend",
-    "TRITON_MLA": f"{_GPU}.triton_latent_backend.WindowTritonLatentBackend",
-    "FLASH_ATTN_MLA": f"{_GPU}.flash_latent_backend.WindowFlashLatentBackend",
-}
-
-#: Undo the hooks of ``register``, and those that engines of this process brought along.
+#: Undo the hooks of ``register``.
 _undo: list[Callable[[], None]] = []
-_undo_engines: list[Callable[[], None]] = []
 
 
 def register() -> None:
@@ -64,256 +37,142 @@ def register() -> None:
     if _undo:
         return
     try:
-        from . import answers
-        from .internals import frontend, scheduling, workers
-
-        _undo.append(workers.hook_workers(_on_worker, answers.methods()))
-        _undo.append(frontend.hook_engines(_before_engine, on_engine))
+        answers = {name: _answer(name) for name in (SNAPSHOT, REPORT, RECORDING)}
+        _undo.append(workers.hook_workers(_on_worker, answers))
+        _undo.append(frontend.hook_engines(_before_engine, _after_engine))
         _undo.append(scheduling.hook_schedulers(_on_scheduler))
     except Exception as error:
-        if _undo:
-            why = f"vLLM's engines cannot be hooked: {error!r}"
-            log.warning("kvtxn.no_metrics", why=why, effect=NO_METRICS)
-        else:
-            log.warning("kvtxn.inactive", why=f"vLLM's workers cannot be hooked: {error!r}")
+        what = ("workers", "engines", "schedulers")[len(_undo)]
+        why = f"vLLM's {what} cannot be hooked: {shown(error)}"
+        _warn("kvtxn.inactive", why, "engines of this process run stock, or without counters")
 
 
 def unregister() -> None:
     """Undo every hook into vLLM in this process, those of running engines included."""
-    from .audit import containing
+    from . import starting
 
-    unhook_runners()
-    unhook_clients()
-    containing.unhook_schedulers()
-    for hooks in (_undo_engines, _undo):
-        while hooks:
-            hooks.pop()()
+    starting.unhook()
+    while _undo:
+        _undo.pop()()
 
 
-def _on_scheduler(scheduler: Foreign, config: Foreign) -> None:
-    """Bound what connectors store, beside windows; contain what the audit finds, if asked to."""
-    from .audit import containing
-    from .internals import audited
-    from .internals import config as engine_config
+def _answer(name: str) -> Callable[[Foreign], Any]:
+    """Return the method of this name that workers get; it is given the worker's wrapper."""
 
-    asked = engine_config.additional_config(config)
-    if is_asked(asked):
-        _bound_stores(scheduler, config)
-    if not is_audited(asked) or not wants(asked, "on_violation", "contain"):
-        return
-    if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
-        _undo_engines.append(show_log())  # an engine's core may have a process of its own
-        containing.attach(scheduler, config, required=wants(asked, "required", True))
+    def answer(wrapper: Foreign) -> Any:
+        from . import answers
+
+        return answers.answer(name, wrapper)
+
+    return answer
 
 
-def _bound_stores(scheduler: Foreign, config: Foreign) -> None:
-    """Let connectors store computed rows only, in an engine that can have windows."""
-    from .internals import config as engine_config
-    from .internals import connectors
-
-    try:
-        facts = engine_config.config_facts(config)
-        wanted = settings(engine_config.additional_config(config), 1, facts.device)
-        if wanted is not None and wanted.windows:
-            policy, _ = decide(wanted.txn.policy, facts)
-            if policy != "off":
-                _undo_engines.append(connectors.bound_stores(scheduler))
-    except KVTxnError:
-        raise
-    except Exception as error:
-        effect = "connectors store what vLLM says"
-        log.warning("kvtxn.stores_not_bounded", why=repr(error), effect=effect)
+# -- hooks, which run in every engine --------------------------------------------------------
 
 
 def _before_engine(config: Foreign) -> None:
-    """Check the user's settings before any worker starts.
+    """Check the settings of an engine that asks for kvtxn, before any worker starts.
 
     Raises:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the configuration rules
             it out; it stops the start, in the user's own process.
     """
-    from .internals import config as engine_config
-    from .policy.fitting import check_fit
+    event, effect = "kvtxn.settings_not_checked", "each worker checks them again"
+    if (asked := _asked(lambda: config, event)) is not None:
+        with _or_stock(event, effect):
+            from . import starting
 
-    try:
-        asked = engine_config.additional_config(config)
-        if is_asked(asked):
-            facts = engine_config.config_facts(config)
-            wanted = settings(asked, 1, facts.device)
-            check_fit(wanted, facts, config)
-            if wanted is not None and wanted.required:
-                policy, why = decide(wanted.txn.policy, facts)
-                if policy == "off" and wanted.windows:
-                    stay_out(why, 0, required=True)
-                gone = unchecked.hook_gone(facts)
-                if gone is not None and wanted.windows:
-                    stay_out(gone, 0, required=True)
-                _audited(config, wanted, 0)
-    except KVTxnError:
-        raise
-    except Exception as error:
-        effect = "each worker checks them again"
-        log.warning("kvtxn.settings_not_checked", why=repr(error), effect=effect)
+            starting.check_settings(config, asked)
+
+
+def _after_engine(engine: Foreign) -> None:
+    """Publish or keep the counters of an engine that asks for kvtxn."""
+    event, effect = "kvtxn.no_metrics", "the engine runs on, without kvtxn's counters"
+    if _asked(lambda: frontend.config_of(engine), event) is not None:
+        with _or_stock(event, effect):
+            from .metrics import snapshots
+
+            snapshots.on_engine(engine)
 
 
 def _on_worker(wrapper: Foreign) -> None:
-    """Attach to a worker's model runner, if the user asks for kvtxn and the engine can have it.
+    """Attach to the model runner of a worker whose engine asks for kvtxn.
 
     Raises:
         KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
             it; it stops vLLM's start.
     """
-    from .audit import runner as audit
-    from .internals import config as engine_config
-    from .internals import workers
-    from .policy.fitting import bounded, check_fit
+    event, effect = "kvtxn.inactive", "the engine runs stock"
+    if (asked := _asked(lambda: workers.engine_config(wrapper), event)) is not None:
+        with _or_stock(event, effect, asked):
+            from . import starting
 
-    config = workers.engine_config(wrapper)
-    asked = engine_config.additional_config(config)
-    if not is_asked(asked):
-        return
-    _undo_engines.append(show_log())
-    rank = workers.rank_of(wrapper)
+            starting.on_worker(wrapper, asked)
+
+
+def _on_scheduler(scheduler: Foreign, config: Foreign) -> None:
+    """Let kvtxn into the scheduler of an engine that asks for it.
+
+    Raises:
+        KVTxnError: as ``_on_worker``.
+    """
+    event, effect = "kvtxn.scheduler_not_hooked", "wrong rows are logged and not contained"
+    if (asked := _asked(lambda: config, event)) is not None:
+        with _or_stock(event, effect, asked):
+            from . import starting
+
+            starting.on_scheduler(scheduler, config, asked)
+
+
+def _asked(config_of: Callable[[], Foreign], event: str) -> Mapping[str, Any] | None:
+    """Return an engine's ``additional_config`` if it asks for kvtxn.
+
+    Args:
+        config_of: returns the engine's ``VllmConfig``.
+        event: the log event if that, or what it says, cannot be read: a release moved it.
+
+    Returns:
+        None if the engine does not ask, or if nobody can tell.
+    """
     try:
-        facts = engine_config.config_facts(config)
-        wanted = settings(asked, _most_rows(config, facts), facts.device)
-        assert wanted is not None  # it is asked for
-        check_fit(wanted, facts, config)
-        wanted = _audited(config, wanted, rank)
-        policy, why = decide(wanted.txn.policy, facts)
-        gone = unchecked.hook_gone(facts) if policy != "off" else None
-        if gone is not None:
-            policy, why = "off", gone
-        if wanted.windows and policy != "off":
-            _attach(wrapper, bounded(wanted, config), rank, facts, policy)
-            return
-        if wanted.windows:
-            stay_out(why, rank, required=wanted.required)
-        if wanted.audit == "off":
-            return
-        if facts.device == "cpu":
-            audit.attach(workers.runner_of(wrapper), wanted, rank)
-            return
-        from .audit import gpu_runners
+        asked = workers.additional_config(config_of())
+        return asked if is_asked(asked) else None
+    except Exception as error:
+        why = f"whether this engine asks for kvtxn cannot be read: {shown(error)}"
+        _warn(event, why, "the engine runs stock")
+        return None
 
-        gpu_runners.attach(wrapper, wanted, rank, facts)
-        _after_warm_up(wrapper, facts)
-    except KVTxnError:
+
+@contextmanager
+def _or_stock(event: str, effect: str, asked: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Log an exception of kvtxn's own, and let the engine start without what it was for.
+
+    Args:
+        event: the log event.
+        effect: what the engine does without.
+        asked: the user's ``additional_config``: an engine that requires kvtxn does not start, nor
+            one that wants errors to be raised. None: another hook decides that.
+
+    Raises:
+        KVTxnError: one of ``STOPS_THE_START``.
+    """
+    try:
+        yield
+    except STOPS_THE_START:
         raise
     except Exception as error:
         if wants(asked, "on_error", "raise"):
             raise
-        stay_out(repr(error), rank, required=wants(asked, "required", True), error=error)
+        if wants(asked, "required", True):
+            raise RequiredError(
+                "additional_config['kvtxn']", f"kvtxn is required, but {shown(error)}"
+            ) from error
+        _warn(event, shown(error), effect)
 
 
-def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettings:
-    """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
+def _warn(event: str, why: str, effect: str) -> None:
+    """Log a warning; never raises."""
+    with suppress(Exception):
+        from ...log import get_logger
 
-    Raises:
-        RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
-            as the user wants, and the user requires kvtxn.
-    """
-    from .audit.containing import say_logged_alone
-    from .internals import audited
-
-    why = None if wanted.audit == "off" else audited.unwatched(config)
-    if why is None:
-        why = audited.uncontained(config) if wanted.on_violation == "contain" else None
-        if why is not None and wanted.required:
-            stay_out(why, rank, required=True)
-        if why is not None and rank == 0 and audited.foreign_scheduler(config) is not None:
-            say_logged_alone(why)  # other schedulers say so themselves
-        return wanted
-    if wanted.required:
-        stay_out(why, rank, required=True)
-    log.warning("kvtxn.audit_inactive", rank=rank, why=why)
-    return attrs.evolve(wanted, audit="off")
-
-
-def _attach(
-    wrapper: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
-) -> None:
-    """Attach to the worker's runner, and install the other hooks that the policy needs."""
-    from .internals import workers
-
-    if facts.recurrent is not None and facts.device == "cpu":
-        from .cpu.runner_states import attach
-    elif facts.recurrent is not None and facts.runner == "v1":
-        from .gpu.runner_states_v1 import attach
-    elif facts.recurrent is not None:
-        from .gpu.runner_states_v2 import attach
-    elif facts.device == "cpu":
-        from .cpu.runner_v1 import attach
-    elif facts.runner == "v1":
-        from .gpu.runner_v1 import attach
-    else:
-        from .gpu.runner_v2 import attach
-
-    runner = workers.runner_of(wrapper)
-    if is_hooked(runner):
-        return
-    attach(runner, wanted, rank)
-    if not is_hooked(runner):
-        return
-    runner.kvtxn_on_trial = on_trial(facts)
-    if runner.kvtxn_on_trial or facts.device != "cpu":
-        _after_warm_up(wrapper, facts)
-    if facts.device == "cpu":
-        return
-    if wanted.audit != "off":
-        from .audit import gpu_runners
-
-        gpu_runners.reserve_memory(wrapper, wanted)
-    if policy == "deferred":  # before the model is made, which asks for its attention
-        _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
-
-
-def _register_attention(rank: int, names: Sequence[str]) -> None:
-    """Let vLLM find the attention that reads windows; somebody else's stays, with a log line."""
-    from .internals import backends
-
-    for name in names:
-        try:
-            _undo_engines.append(backends.register(name, WINDOW_ATTENTION[name]))
-        except KVTxnError as error:
-            effect = "drafts cannot wait: 'auto' takes 'undo', 'deferred' leaves kvtxn inactive"
-            log.warning(
-                "kvtxn.attention_taken", rank=rank, backend=name, why=str(error), effect=effect
-            )
-
-
-def _after_warm_up(wrapper: Foreign, facts: EngineFacts) -> None:
-    """Let ``_warmed_up`` be called when the worker of a hooked runner has warmed up.
-
-    Let it sleep then, too.
-    """
-    from . import answers
-    from .internals import workers
-
-    runner = workers.runner_of(wrapper)
-    if is_hooked(runner):
-        then = partial(_warmed_up, runner, facts.version)
-        runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, then))
-        runner.kvtxn_unhook.callback(answers.let_sleep(wrapper))
-
-
-def _warmed_up(runner: Foreign, version: str) -> None:
-    """Test a runner on trial, reset the counters, and begin to watch.
-
-    Windows and steps before this point were vLLM's warm-up.
-    """
-    if getattr(runner, "kvtxn_on_trial", False):
-        unchecked.decide_by_test(runner, version)
-    elif getattr(runner, "kvtxn", None) is not None:
-        runner.kvtxn.manager.metrics.restart()
-    if getattr(runner, "kvtxn_audit", None) is not None:
-        runner.kvtxn_audit.begin()
-
-
-def _most_rows(config: Foreign, facts: EngineFacts) -> int:
-    """Return the default of ``max_rows``, which sizes the buffers on a GPU."""
-    from .internals import config as engine_config
-
-    if facts.device == "cpu":
-        return engine_config.most_window_rows(config)
-    return engine_config.window_rows(config)
+        get_logger().warning(event, why=why, effect=effect)

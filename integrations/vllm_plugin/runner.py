@@ -17,13 +17,13 @@ from ... import __version__
 from ...config import Policy, TxnConfig
 from ...errors import BackendUnavailableError, ConfigError, KVTxnError
 from ...log import get_logger
+from .asked import RequiredError
 from .attach import stay_out
 from .internals import layers as attention_layers
 from .internals import ranks, workers
 from .internals.layers import TargetLayer
 from .policy.engine import EngineFacts
 from .policy.rules import decide
-from .settings import RequiredError
 
 log = get_logger()
 

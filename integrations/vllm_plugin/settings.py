@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import attrs
 import torch
@@ -21,6 +21,7 @@ from ...config import POLICIES, TxnConfig
 from ...errors import ConfigError, KVTxnError, meant
 from ...policy import choose_policy
 from ..serving import step_batches
+from .asked import is_asked, wants
 
 _WHERE: Final = "additional_config['kvtxn']"
 
@@ -40,12 +41,6 @@ ON_VIOLATION: Final = ("log", "raise", "contain")
 
 #: Numbers that a scrub takes are below this one.
 _TOO_LARGE: Final = 1 << 31
-
-
-class RequiredError(KVTxnError, RuntimeError):
-    """The user requires kvtxn, and this engine cannot have it."""
-
-    default_hint = "leave 'required' out to run this engine without kvtxn"
 
 
 @attrs.frozen
@@ -78,11 +73,6 @@ class PluginSettings:
     poison: bool = False
 
 
-def is_asked(additional_config: object) -> TypeGuard[Mapping[str, Any]]:
-    """Tell whether ``additional_config`` has settings of kvtxn."""
-    return isinstance(additional_config, Mapping) and "kvtxn" in additional_config
-
-
 def is_audited(additional_config: object) -> bool:
     """Tell whether the user asks for an audit."""
     return any(wants(additional_config, "audit", each) for each in AUDITS[1:])
@@ -101,12 +91,6 @@ def asked_states(additional_config: object) -> str:
 def asked_rows(additional_config: object) -> int | None:
     """Return the user's setting ``max_rows``, which ``settings`` has checked; None without it."""
     return additional_config["kvtxn"].get("max_rows") if is_asked(additional_config) else None
-
-
-def wants(additional_config: object, name: str, value: object) -> bool:
-    """Tell whether the user gave a setting this value, even if other settings are not valid."""
-    given = additional_config.get("kvtxn") if isinstance(additional_config, Mapping) else None
-    return isinstance(given, Mapping) and given.get(name) == value
 
 
 def settings(additional_config: object, max_rows: int, device: str) -> PluginSettings | None:

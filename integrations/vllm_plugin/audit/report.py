@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from ..internals import Foreign
 from ..internals import frontend as front
-
-#: Name of the worker's method that returns what its audit found.
-REPORT: Final = "kvtxn_audit_report"
-#: Name of the worker's method that returns the life of every slot, if the audit records it.
-RECORDING: Final = "kvtxn_audit_recording"
+from ..rpc_names import REPORT
 
 
 def audit_report(llm: Foreign) -> list[list[dict[str, Any]]]:

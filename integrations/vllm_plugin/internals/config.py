@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import attrs
 
+from ..asked import wants
 from ..policy import releases, supported
 from ..policy.engine import (
     GATED_DELTA,
@@ -18,7 +19,7 @@ from ..policy.engine import (
     EngineFacts,
 )
 from ..policy.state_choice import TOKENS
-from ..settings import asked_states, wants
+from ..settings import asked_states
 from . import Foreign, flash, state_share, workers
 from .expected_states import expected_states
 
@@ -28,11 +29,6 @@ def config_from(engine_args: Mapping[str, Any]) -> Foreign:
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(**engine_args).create_engine_config()
-
-
-def additional_config(config: Any) -> object:
-    """Return the user's ``additional_config``."""
-    return config.additional_config
 
 
 # -- sizes --------------------------------------------------------------------------

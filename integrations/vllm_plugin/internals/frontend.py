@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
 from ....errors import ConfigError, KVTxnError
 from . import Foreign
+from .imports import when_imported
 
 
 def hook_engines(
@@ -17,8 +19,8 @@ def hook_engines(
     """Call functions around the start of every ``LLMEngine`` and ``AsyncLLM`` of this process.
 
     Args:
-        before_init: gets the engine's ``VllmConfig`` before any worker starts; an exception of it
-            stops the start.
+        before_init: gets the engine's ``VllmConfig`` before any worker starts, or None if it is no
+            argument; an exception of it stops the start.
         after_init: gets the engine once it is up.
 
     Returns:
@@ -27,20 +29,28 @@ def hook_engines(
     Raises:
         KVTxnError: engines are hooked already.
     """
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
 
-    originals = {owner: owner.__init__ for owner in (LLMEngine, AsyncLLM)}
-    if any(hasattr(original, "kvtxn_hook") for original in originals.values()):
-        raise KVTxnError("hook_engines", "vLLM's engines are hooked already", hint="unhook first")
-    for owner, original in originals.items():
+    def hook(owner: Any) -> Callable[[], None]:
+        original = owner.__init__
+        if hasattr(original, "kvtxn_hook"):
+            raise KVTxnError(
+                "hook_engines", "vLLM's engines are hooked already", hint="unhook first"
+            )
         owner.__init__ = _between(before_init, original, after_init)
 
-    def undo() -> None:
-        for owner, original in originals.items():
+        def undo() -> None:
             owner.__init__ = original
 
-    return undo
+        return undo
+
+    with ExitStack() as undo:
+        undo.callback(
+            when_imported("vllm.v1.engine.llm_engine", lambda module: hook(module.LLMEngine))
+        )
+        undo.callback(
+            when_imported("vllm.v1.engine.async_llm", lambda module: hook(module.AsyncLLM))
+        )
+        return undo.pop_all().close
 
 
 def _between(
@@ -48,7 +58,7 @@ def _between(
 ) -> Any:
     @wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        before(args[0] if args else kwargs["vllm_config"])
+        before(args[0] if args else kwargs.get("vllm_config"))
         original(self, *args, **kwargs)
         after(self)
 

@@ -11,6 +11,7 @@ import attrs
 
 from ....errors import KVTxnError
 from . import Foreign
+from .imports import when_imported
 
 #: Methods that the audit overrides or calls, with the parameters they must have.
 SCHEDULER_METHODS: Final = {
@@ -32,32 +33,38 @@ _WHY_ENDED: Final = (
 def hook_schedulers(after_init: Callable[[Foreign, Foreign], None]) -> Callable[[], None]:
     """Call a function with every new scheduler of this process and its ``VllmConfig``.
 
+    Args:
+        after_init: gets None for a configuration that is not where it was.
+
     Returns:
         A function that undoes the hook.
 
     Raises:
         KVTxnError: schedulers are hooked already.
     """
-    from vllm.v1.core.sched.scheduler import Scheduler
 
-    original = Scheduler.__init__
-    if hasattr(original, "kvtxn_hook"):
-        raise KVTxnError(
-            "hook_schedulers", "vLLM's schedulers are hooked already", hint="unhook first"
-        )
+    def hook(module: Any) -> Callable[[], None]:
+        Scheduler = module.Scheduler
+        original = Scheduler.__init__
+        if hasattr(original, "kvtxn_hook"):
+            raise KVTxnError(
+                "hook_schedulers", "vLLM's schedulers are hooked already", hint="unhook first"
+            )
 
-    @wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        after_init(self, self.vllm_config)
+        @wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            after_init(self, getattr(self, "vllm_config", None))
 
-    __init__.kvtxn_hook = True  # type: ignore[attr-defined]
-    Scheduler.__init__ = __init__
+        __init__.kvtxn_hook = True  # type: ignore[attr-defined]
+        Scheduler.__init__ = __init__
 
-    def undo() -> None:
-        Scheduler.__init__ = original
+        def undo() -> None:
+            Scheduler.__init__ = original
 
-    return undo
+        return undo
+
+    return when_imported("vllm.v1.core.sched.scheduler", hook)
 
 
 @attrs.frozen

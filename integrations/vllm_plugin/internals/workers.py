@@ -10,6 +10,7 @@ from typing import Any
 
 from ....errors import KVTxnError
 from . import Foreign
+from .imports import when_imported
 
 
 def version() -> str:
@@ -54,28 +55,33 @@ def hook_workers(
     Raises:
         KVTxnError: workers are hooked already.
     """
-    from vllm.v1.worker.worker_base import WorkerWrapperBase as Wrapper
 
-    original = Wrapper.init_device
-    if hasattr(original, "kvtxn_hook"):
-        raise KVTxnError("hook_workers", "vLLM's workers are hooked already", hint="unhook first")
+    def hook(module: Any) -> Callable[[], None]:
+        Wrapper = module.WorkerWrapperBase
+        original = Wrapper.init_device
+        if hasattr(original, "kvtxn_hook"):
+            raise KVTxnError(
+                "hook_workers", "vLLM's workers are hooked already", hint="unhook first"
+            )
 
-    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        after_init_device(self)
-        return result
+        def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            after_init_device(self)
+            return result
 
-    init_device.kvtxn_hook = True  # type: ignore[attr-defined]
-    Wrapper.init_device = init_device
-    for name, method in methods.items():
-        setattr(Wrapper, name, method)
+        init_device.kvtxn_hook = True  # type: ignore[attr-defined]
+        Wrapper.init_device = init_device
+        for name, method in methods.items():
+            setattr(Wrapper, name, method)
 
-    def undo() -> None:
-        Wrapper.init_device = original
-        for name in methods:
-            delattr(Wrapper, name)
+        def undo() -> None:
+            Wrapper.init_device = original
+            for name in methods:
+                delattr(Wrapper, name)
 
-    return undo
+        return undo
+
+    return when_imported("vllm.v1.worker.worker_base", hook)
 
 
 def after_warm_up(wrapper: Any, then: Callable[[], None]) -> Callable[[], None]:
@@ -200,6 +206,11 @@ def less_cache_memory(wrapper: Any, rest: Callable[[int], int]) -> Callable[[], 
 def engine_config(wrapper: Any) -> Foreign:
     """Return a worker's ``VllmConfig``."""
     return wrapper.vllm_config
+
+
+def additional_config(config: Any) -> object:
+    """Return the user's ``additional_config`` of a ``VllmConfig``."""
+    return config.additional_config
 
 
 def runner_of(wrapper: Any) -> Foreign:

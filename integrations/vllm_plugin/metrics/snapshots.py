@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakSet, ref
 
 from ....log import get_logger
+from ..asked import is_asked
 from ..attach import is_swapped, restore_class, swap_class
-from ..internals import Foreign
-from ..internals import config as vllm_config
+from ..internals import Foreign, workers
 from ..internals import frontend as front
-from ..settings import asks_for_windows, is_asked
+from ..rpc_names import SNAPSHOT
+from ..settings import asks_for_windows
 
 if TYPE_CHECKING:
     from .prometheus import Page
 
 log = get_logger()
 
-#: Name of the worker's method that returns its counters.
-SNAPSHOT: Final = "kvtxn_snapshot"
 #: The field ``effect`` of the event ``kvtxn.no_metrics``.
 NO_METRICS: Final = "the engine runs on; /metrics shows no kvtxn counters"
 
@@ -48,7 +47,7 @@ _hooked: WeakSet[Any] = WeakSet()
 def on_engine(engine: Foreign) -> None:
     """Publish a running engine's counters, or arrange to keep them at its end. Never raises."""
     try:
-        given = vllm_config.additional_config(front.config_of(engine))
+        given = workers.additional_config(front.config_of(engine))
         if not is_asked(given):
             return
         client = front.client_of(engine)

@@ -10,7 +10,7 @@ from typing import Final
 import attrs
 
 from ....errors import ConfigError
-from ..internals import Foreign
+from ..internals import Foreign, workers
 from ..internals import config as engine_config
 from ..settings import PluginSettings, asked_rows
 from . import supported
@@ -36,7 +36,7 @@ def check_fit(wanted: PluginSettings | None, facts: EngineFacts, config: Foreign
     """
     if wanted is None or not (supported.is_listed(facts.version) or facts.unchecked):
         return
-    check_rows(asked_rows(engine_config.additional_config(config)), engine_config.drafts(config))
+    check_rows(asked_rows(workers.additional_config(config)), engine_config.drafts(config))
     check_states(wanted, facts)
 
 

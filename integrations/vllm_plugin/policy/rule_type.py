@@ -39,7 +39,7 @@ class Rule:
         forbids: ``"windows"``: kvtxn stays out altogether. ``"deferred"``: the attention cannot
             read the window, so drafts have to be in the cache. ``"others"``: every policy but
             ``deferred``. ``"auto"``: the user may name ``deferred``, but "auto", which promises
-            stock's tokens, does not choose it.
+            stock's tokens in stock's time, does not choose it.
         applies: tells whether the rule concerns an engine.
         reason: one sentence; ``{names}`` are facts, ``{lacking}`` is the result of ``lacking``, and
             ``{connector}`` that of ``connector``. ``{attends}`` names the attention, ``{or_flash}``

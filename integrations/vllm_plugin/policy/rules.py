@@ -45,6 +45,27 @@ def _rows_unchecked(facts: EngineFacts) -> bool:
 #: A worker with such a stage.
 _EARLY: Final = {"device": "cuda", "runner": "v2", "pipeline_parallel": 2, "last_stage": False}
 
+#: Windows whose time is more than stock's, or was not measured; a user who names a policy gets it.
+#: They concern whole devices, so they come last, and speak where no other rule does.
+TIME_RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        "time on CPUs",
+        "auto",
+        lambda f: _attends(f) and not f.mla,
+        "on a CPU kvtxn's attention takes longer than vLLM's; name 'deferred' to let drafts wait "
+        "all the same",
+        {},
+    ),
+    Rule(
+        "time of latents on CPUs",
+        "auto",
+        lambda f: _attends(f) and f.mla,
+        "on a CPU the time of latent attention was not measured while drafts wait; name 'deferred' "
+        "to let them",
+        {"mla": True},
+    ),
+)
+
 #: In order of precedence: of several reasons the first one is given.
 RULES: Final[tuple[Rule, ...]] = (
     *RELEASE_RULES,
@@ -346,6 +367,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "rows can change a token",
         {"kv_cache_dtype": "fp8"},
     ),
+    *TIME_RULES,
 )
 
 

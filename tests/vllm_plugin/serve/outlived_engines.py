@@ -21,7 +21,7 @@ def generate(llm: Any, tokens: int) -> None:
 
 def counters(folder: Path) -> dict[str, Any]:
     """Report each engine's counters while it lives, after its end, and when it is forgotten."""
-    from kvtxn.integrations.vllm_plugin.plugin import last_snapshots, snapshots
+    from kvtxn.integrations.vllm_plugin import last_snapshots, snapshots
 
     report: dict[str, Any] = {}
     model = write("llama", folder)

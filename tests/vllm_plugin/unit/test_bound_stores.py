@@ -11,7 +11,8 @@ if reason := missing():
     pytest.skip(reason, allow_module_level=True)
 
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
-from kvtxn.integrations.vllm_plugin.internals import connectors
+from kvtxn.integrations.vllm_plugin import starting
+from kvtxn.integrations.vllm_plugin.internals import connectors, workers
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
@@ -92,13 +93,13 @@ def test_stores_are_bound_beside_windows_alone(
 
     asked = {} if kvtxn is None else {"kvtxn": kvtxn}
     monkeypatch.setattr(engine_config, "config_facts", lambda config: Made(device="cpu"))
-    monkeypatch.setattr(engine_config, "additional_config", lambda config: asked)
+    monkeypatch.setattr(workers, "additional_config", lambda config: asked)
     monkeypatch.setattr(audited, "unwatched", lambda config: None)
-    monkeypatch.setattr(vllm_plugin, "decide", lambda policy, facts: (decision, ""))
-    monkeypatch.setattr(vllm_plugin, "_undo_engines", [])
+    monkeypatch.setattr(starting, "decide", lambda policy, facts: (decision, ""))
+    monkeypatch.setattr(starting, "_undo_engines", [])
     vllm_plugin._on_scheduler(scheduler, Made())
     assert (stored(half, RequestStatus.FINISHED_STOPPED) == TOKENS - 1) == bound
-    vllm_plugin._undo_engines and vllm_plugin._undo_engines.pop()()
+    starting._undo_engines and starting._undo_engines.pop()()
     assert stored(half, RequestStatus.FINISHED_STOPPED) == TOKENS
 
 
@@ -109,10 +110,8 @@ def test_a_scheduler_that_cannot_be_hooked_runs_as_it_is(monkeypatch, half, sche
     from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 
     monkeypatch.setattr(engine_config, "config_facts", lambda config: Made(device="cpu"))
-    monkeypatch.setattr(
-        engine_config, "additional_config", lambda config: {"kvtxn": {"policy": "undo"}}
-    )
-    monkeypatch.setattr(vllm_plugin, "decide", lambda policy, facts: ("undo", ""))
+    monkeypatch.setattr(workers, "additional_config", lambda config: {"kvtxn": {"policy": "undo"}})
+    monkeypatch.setattr(starting, "decide", lambda policy, facts: ("undo", ""))
     monkeypatch.setattr(connectors, "bound_stores", broken)
     vllm_plugin._on_scheduler(scheduler, Made())
     assert stored(half, RequestStatus.FINISHED_STOPPED) == TOKENS

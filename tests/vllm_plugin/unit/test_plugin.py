@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_jobs import missing
-from kvtxn.integrations.vllm_plugin import answers
+from kvtxn.integrations.vllm_plugin import answers, starting
 from kvtxn.integrations.vllm_plugin import plugin as vllm_plugin
+from kvtxn.integrations.vllm_plugin.asked import RequiredError
 from kvtxn.integrations.vllm_plugin.attach import unhook_runner
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 from kvtxn.integrations.vllm_plugin.internals import workers
-from kvtxn.integrations.vllm_plugin.settings import RequiredError
 from worker_rig import OtherRunner, Runner, wrapper
 
 from kvtxn import BackendUnavailableError, ConfigError, LayerRef, TransactionManager
@@ -193,7 +193,7 @@ def test_errors_in_the_middle_of_hooking_leave_stock(lines, monkeypatch, error):
     def broken(*_):
         raise failing
 
-    monkeypatch.setattr(vllm_plugin, "_attach", broken)
+    monkeypatch.setattr(starting, "_attach", broken)
     worker = wrapper({"policy": "undo"})
     if error is not None:
         with pytest.raises(ConfigError, match="named what it must not"):
@@ -206,6 +206,40 @@ def test_errors_in_the_middle_of_hooking_leave_stock(lines, monkeypatch, error):
         vllm_plugin._on_worker(wrapper({"policy": "undo", "on_error": "raise"}))
     with pytest.raises(RequiredError, match="something else"):
         vllm_plugin._on_worker(wrapper({"policy": "undo", "required": True}))
+
+
+def test_a_runner_hooked_halfway_is_given_back(lines, monkeypatch):
+    """An error after the runner's class was swapped leaves stock, and not half of the hooks."""
+
+    def broken(facts):
+        raise AttributeError("moved")
+
+    monkeypatch.setattr(starting, "on_trial", broken)
+    worker = wrapper({"policy": "undo"})
+    vllm_plugin._on_worker(worker)
+    assert type(worker.worker.model_runner) is Runner
+    assert "kvtxn.inactive" in lines[0]
+    assert "moved" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [({}, None), ({"required": True}, RequiredError), ({"on_error": "raise"}, ZeroDivisionError)],
+)
+def test_an_error_after_the_warm_up_leaves_stock(lines, monkeypatch, asked, error):
+    worker = wrapper({"policy": "undo", **asked})
+    vllm_plugin._on_worker(worker)
+    runner = worker.worker.model_runner
+    assert type(runner) is not Runner
+    lines.clear()
+    runner.kvtxn_audit = SimpleNamespace(begin=lambda: 1 / 0)
+    if error is None:
+        starting._warmed_up(runner, "0")
+        assert "kvtxn.inactive" in lines[0]
+    else:
+        with pytest.raises(error):
+            starting._warmed_up(runner, "0")
+    assert type(runner) is Runner
 
 
 def test_an_unknown_release_is_refused_before_anything_is_read(lines, monkeypatch):
@@ -254,7 +288,7 @@ def test_steps_of_vllms_own_warm_up_are_not_counted():
     for held in (runner, SimpleNamespace(), SimpleNamespace(kvtxn=None)):
         worker = SimpleNamespace(compile_or_warm_up_model=warm_up)
         found = SimpleNamespace(worker=worker)
-        workers.after_warm_up(found, partial(vllm_plugin._warmed_up, held, "0"))
+        workers.after_warm_up(found, partial(starting._warmed_up, held, "0"))
         manager.metrics.restart()
         assert worker.compile_or_warm_up_model(times=3) == "times"
         assert manager.snapshot()["kvtxn_bypassed_windows_total"] == (0 if held is runner else 3)

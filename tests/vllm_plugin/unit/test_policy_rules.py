@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import attrs
 import pytest
 from invented_releases import invented  # noqa: F401
+from kvtxn.integrations.vllm_plugin.asked import wants
 from kvtxn.integrations.vllm_plugin.internals.config import connector_names
 from kvtxn.integrations.vllm_plugin.policy.engine import GATED_DELTA, EngineFacts
 from kvtxn.integrations.vllm_plugin.policy.release_rules import on_trial
 from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU, UNLISTED, WITHOUT_STAGES
-from kvtxn.integrations.vllm_plugin.policy.rules import RULES, decide
+from kvtxn.integrations.vllm_plugin.policy.rules import RULES, TIME_RULES, decide
 from kvtxn.integrations.vllm_plugin.policy.supported import CONNECTORS_CHECKED, ROW_RELEASES
-from kvtxn.integrations.vllm_plugin.settings import WITHOUT_EFFECT, settings, wants
+from kvtxn.integrations.vllm_plugin.settings import WITHOUT_EFFECT, settings
 from kvtxn.integrations.vllm_plugin.unchecked import hook_gone
 
 from kvtxn import ConfigError
@@ -24,10 +25,24 @@ from kvtxn.errors import BackendUnavailableError, KVTxnError
 
 @pytest.mark.parametrize(
     ("asked", "policy"),
-    [("auto", "deferred"), ("deferred", "deferred"), ("undo", "undo"), ("direct", "direct")],
+    [("auto", "undo"), ("deferred", "deferred"), ("undo", "undo"), ("direct", "direct")],
 )
 def test_a_plain_engine_gets_what_is_asked_for(asked, policy):
+    """On a CPU "auto" takes what costs no time."""
     assert decide(asked, EngineFacts()).policy == policy
+
+
+def test_auto_takes_no_policy_that_takes_more_time_than_stock():
+    """It says why, and how to have it."""
+    for facts in (EngineFacts(), EngineFacts(mla=True)):
+        policy, why = decide("auto", facts)
+        assert policy == "undo"
+        assert why.startswith("'auto' does not choose 'deferred' here: on a CPU ")
+        assert "name 'deferred' to let" in why
+        assert decide("deferred", facts) == ("deferred", "asked for")
+    assert decide("auto", EngineFacts(device="cuda", runner="v2", dtype="bfloat16")).policy == (
+        "deferred"
+    )
 
 
 pytestmark = pytest.mark.usefixtures("invented")
@@ -39,14 +54,19 @@ def examples(forbids):
 
 def test_rules_have_names_of_their_own():
     assert len({rule.name for rule in RULES}) == len(RULES)
-    assert not any(rule.applies(EngineFacts()) for rule in RULES)
+    assert [rule.name for rule in RULES if rule.applies(EngineFacts())] == ["time on CPUs"]
+    assert RULES[-len(TIME_RULES) :] == TIME_RULES
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_an_example_concerns_its_rule_and_no_other(rule):
-    """Exactly one rule applies to each example, so the tests below see each rule by itself."""
+    """Exactly one rule applies to each example, so the tests below see each rule by itself.
+
+    But for those about time, which speak last.
+    """
     facts = attrs.evolve(EngineFacts(), **rule.example)
-    assert [other.name for other in RULES if other.applies(facts)] == [rule.name]
+    others = [other for other in RULES if other.applies(facts) and other not in TIME_RULES]
+    assert (others or [other for other in TIME_RULES if other.applies(facts)]) == [rule]
     assert "{" not in rule.says(facts)
 
 
@@ -220,7 +240,7 @@ def test_pipeline_stages_before_the_last_one():
 
 def test_spare_blocks_are_a_matter_of_gpus():
     """On the CPU drafts wait in buffers of their own."""
-    assert decide("auto", EngineFacts(spare_blocks=False)).policy == "deferred"
+    assert decide("deferred", EngineFacts(spare_blocks=False)).policy == "deferred"
 
 
 @pytest.mark.parametrize("given", [{}, None, {"other": 1}, "text"])
@@ -363,7 +383,7 @@ def test_a_release_that_was_not_checked_is_the_users_choice(facts):
     assert "; with the setting 'unchecked' windows start after a self-test, but not" in off.reason
     assert on_trial(EngineFacts(**facts, unchecked=True))
     assert not on_trial(EngineFacts(**facts))
-    assert decide("auto", EngineFacts(**facts, unchecked=True)).policy == "deferred"
+    assert decide("deferred", EngineFacts(**facts, unchecked=True)).policy == "deferred"
 
 
 def test_a_checked_release_is_not_on_trial():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from kvtxn.integrations.vllm_plugin import plugin
+from kvtxn.integrations.vllm_plugin import starting
+from kvtxn.integrations.vllm_plugin.asked import RequiredError
 from kvtxn.integrations.vllm_plugin.audit import containing
 from kvtxn.integrations.vllm_plugin.internals.audited import uncontained
-from kvtxn.integrations.vllm_plugin.settings import RequiredError
 from test_audit_watch import CONTAIN, STAGES, asked, config
 
 
@@ -29,14 +29,14 @@ def test_pooling_engines_and_schedulers_of_others_are_not_contained(lines):
     given = config(scheduler=SimpleNamespace)
     assert "SimpleNamespace does not derive from" in uncontained(given)
     wanted = asked(**CONTAIN)
-    assert plugin._audited(given, wanted, 0) is wanted  # its scheduler is not told, so that it
+    assert starting._audited(given, wanted, 0) is wanted  # its scheduler is not told, so that it
     assert "audit_cannot_contain" in lines[0]  # would say so
     with pytest.raises(RequiredError, match="does not derive"):
-        plugin._audited(given, asked(**CONTAIN, required=True), 0)
-    assert plugin._audited(config(work="pooling"), wanted, 0) is wanted
+        starting._audited(given, asked(**CONTAIN, required=True), 0)
+    assert starting._audited(config(work="pooling"), wanted, 0) is wanted
     assert len(lines) == 1  # vLLM's own scheduler says it
     with pytest.raises(RequiredError, match="a pooling engine"):
-        plugin._audited(config(work="pooling"), asked(**CONTAIN, required=True), 0)
+        starting._audited(config(work="pooling"), asked(**CONTAIN, required=True), 0)
 
 
 def test_a_scheduler_of_pipeline_stages_says_that_it_contains_nothing(lines):

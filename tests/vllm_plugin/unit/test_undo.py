@@ -23,7 +23,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.gpu.runner import unhook_attention
     from kvtxn.integrations.vllm_plugin.gpu.runner_v2 import GpuRunnerV2
 
-from kvtxn.integrations.vllm_plugin import plugin
+from kvtxn.integrations.vllm_plugin import plugin, starting
 from kvtxn.integrations.vllm_plugin.attach import is_swapped, show_log, unhook_runner
 from kvtxn.integrations.vllm_plugin.cpu import attention
 from kvtxn.integrations.vllm_plugin.internals import backends, frontend, workers
@@ -32,7 +32,7 @@ from kvtxn.integrations.vllm_plugin.metrics import snapshots
 
 from kvtxn import KVTxnError, LayerError
 
-PATH = plugin.WINDOW_ATTENTION["FLASH_ATTN"]
+PATH = starting.WINDOW_ATTENTION["FLASH_ATTN"]
 
 
 def vllms_own() -> dict[str, dict[str, int]]:
@@ -80,7 +80,7 @@ def test_unregister_leaves_vllm_as_it_was(clean):
     """Workers, engines, schedulers, the attention backend; the comparison sees each of them."""
     before = vllms_own()
     plugin.register()
-    plugin._undo_engines.append(backends.register("FLASH_ATTN", PATH))
+    starting._undo_engines.append(backends.register("FLASH_ATTN", PATH))
     assert changes(before, vllms_own()) == [
         "overrides",
         "vllm.v1.core.sched.scheduler.Scheduler",
@@ -163,12 +163,12 @@ def test_a_backend_that_somebody_else_replaced_is_named(clean, caplog, monkeypat
     """The others are kvtxn's all the same."""
     monkeypatch.setattr(logging.getLogger("kvtxn"), "propagate", True)
     undo = backends.register("TRITON_MLA", "somebody.elses.Backend")
-    plugin._register_attention(0, list(plugin.WINDOW_ATTENTION))
+    starting._register_attention(0, list(starting.WINDOW_ATTENTION))
     said = [record.getMessage() for record in caplog.records]
     (taken,) = {message for message in said if "kvtxn.attention_taken" in message}
     assert "backend='TRITON_MLA'" in taken
     assert "somebody.elses.Backend" in taken
-    assert vllms_own()["overrides"] == dict.fromkeys(plugin.WINDOW_ATTENTION, 1)
+    assert vllms_own()["overrides"] == dict.fromkeys(starting.WINDOW_ATTENTION, 1)
     undo()
 
 
@@ -216,7 +216,7 @@ class Worker:
     """A worker, and its wrapper's configuration."""
 
     def __init__(self, monkeypatch, facts) -> None:
-        monkeypatch.setattr(plugin, "_most_rows", lambda config, found: 8)
+        monkeypatch.setattr(starting, "_most_rows", lambda config, found: 8)
         monkeypatch.setattr(
             "kvtxn.integrations.vllm_plugin.internals.config.config_facts", lambda config: facts
         )
@@ -240,7 +240,7 @@ def test_a_worker_of_a_running_engine_is_given_back(clean, monkeypatch):
     plugin._on_worker(worker.wrapper)  # once is enough
     assert isinstance(runner, GpuRunnerV2)
     assert "compile_or_warm_up_model" in vars(worker)
-    assert vllms_own()["overrides"] == dict.fromkeys(plugin.WINDOW_ATTENTION, 1)
+    assert vllms_own()["overrides"] == dict.fromkeys(starting.WINDOW_ATTENTION, 1)
     plugin.unregister()
     assert type(runner) is Runner
     assert (dict(vars(worker)), dict(vars(runner)), vllms_own(), list(ours.handlers)) == before

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 from kernels_here import importing_kernels
+from kvtxn.integrations.vllm_plugin.asked import RequiredError
 from kvtxn.integrations.vllm_plugin.audit import opening
 from kvtxn.integrations.vllm_plugin.audit import runner as cpu_runners
 from kvtxn.integrations.vllm_plugin.internals import audited, audited_states, ranks
 from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
-from kvtxn.integrations.vllm_plugin.settings import PluginSettings, RequiredError, settings
+from kvtxn.integrations.vllm_plugin.settings import PluginSettings, settings
 
 from kvtxn import LayerError, TxnConfig
 from kvtxn.audit import RowGroup

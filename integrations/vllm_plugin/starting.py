@@ -1,0 +1,314 @@
+"""The start of an engine that asks for kvtxn: settings are checked, runner and scheduler hooked.
+
+Every worker with a model runner then logs one line: ``kvtxn.active`` with the policy, or
+``kvtxn.inactive`` with the reason, and in the latter case the engine runs as if kvtxn were not
+installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import attrs
+
+from ...errors import KVTxnError
+from ...log import get_logger
+from . import unchecked
+from .asked import STOPS_THE_START, wants
+from .attach import is_hooked, show_log, stay_out, unhook_runner, unhook_runners
+from .internals import Foreign
+from .metrics.snapshots import unhook_clients
+from .policy import supported
+from .policy.engine import EngineFacts
+from .policy.release_rules import on_trial
+from .policy.rules import decide
+from .settings import PluginSettings, is_audited, settings
+
+log = get_logger()
+
+_GPU: Final = "kvtxn.integrations.vllm_plugin.gpu"
+
+#: By vLLM's name: the attention that vLLM finds where drafts wait in spare blocks.
+WINDOW_ATTENTION: Final[Mapping[str, str]] = {
+    "FLASH_ATTN": f"{_GPU}.flash_backend.WindowFlashBackend",
+    "TRITON_ATTN": f"{_GPU}.triton_backend.WindowTritonBackend",
+    "TRITON_MLA": f"{_GPU}.triton_latent_backend.WindowTritonLatentBackend",
+    "FLASH_ATTN_MLA": f"{_GPU}.flash_latent_backend.WindowFlashLatentBackend",
+}
+
+#: Undo the hooks that engines of this process brought along.
+_undo_engines: list[Callable[[], None]] = []
+
+
+def unhook() -> None:
+    """Undo every hook around the engines of this process."""
+    from .audit import containing
+
+    unhook_runners()
+    unhook_clients()
+    containing.unhook_schedulers()
+    while _undo_engines:
+        _undo_engines.pop()()
+
+
+def on_scheduler(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) -> None:
+    """Bound what connectors store, beside windows; contain what the audit finds, if asked to.
+
+    Args:
+        scheduler: the scheduler.
+        config: its ``VllmConfig``.
+        asked: the user's ``additional_config``, with settings of kvtxn.
+
+    Raises:
+        KVTxnError: as ``on_worker``.
+    """
+    from .audit import containing
+    from .internals import audited
+
+    _bound_stores(scheduler, config, asked)
+    if not is_audited(asked) or not wants(asked, "on_violation", "contain"):
+        return
+    if audited.unwatched(config) is None:  # or else the workers say that nothing is watched
+        _undo_engines.append(show_log())  # an engine's core may have a process of its own
+        containing.attach(scheduler, config, required=wants(asked, "required", True))
+
+
+def _bound_stores(scheduler: Foreign, config: Foreign, asked: Mapping[str, Any]) -> None:
+    """Let connectors store computed rows only, in an engine that can have windows."""
+    from .internals import config as engine_config
+    from .internals import connectors
+
+    try:
+        facts = engine_config.config_facts(config)
+        wanted = settings(asked, 1, facts.device)
+        if wanted is not None and wanted.windows:
+            policy, _ = decide(wanted.txn.policy, facts)
+            if policy != "off":
+                _undo_engines.append(connectors.bound_stores(scheduler))
+    except STOPS_THE_START:
+        raise
+    except Exception as error:
+        effect = "connectors store what vLLM says"
+        log.warning("kvtxn.stores_not_bounded", why=repr(error), effect=effect)
+
+
+def check_settings(config: Foreign, asked: Mapping[str, Any]) -> None:
+    """Check the user's settings before any worker starts.
+
+    Args:
+        config: the engine's ``VllmConfig``.
+        asked: the user's ``additional_config``, with settings of kvtxn.
+
+    Raises:
+        KVTxnError: a setting is not valid, or the user requires kvtxn and the configuration rules
+            it out; it stops the start, in the user's own process.
+    """
+    from .internals import config as engine_config
+    from .policy.fitting import check_fit
+
+    facts = engine_config.config_facts(config)
+    wanted = settings(asked, 1, facts.device)
+    check_fit(wanted, facts, config)
+    if wanted is None or not wanted.required:
+        return
+    policy, why = decide(wanted.txn.policy, facts)
+    if policy == "off" and wanted.windows:
+        stay_out(why, 0, required=True)
+    gone = unchecked.hook_gone(facts)
+    if gone is not None and wanted.windows:
+        stay_out(gone, 0, required=True)
+    _audited(config, wanted, 0)
+
+
+def on_worker(wrapper: Foreign, asked: Mapping[str, Any]) -> None:
+    """Attach to a worker's model runner, if the engine can have what the user asks for.
+
+    Args:
+        wrapper: the worker's wrapper.
+        asked: the user's ``additional_config``, with settings of kvtxn.
+
+    Raises:
+        KVTxnError: a setting is not valid, or the user requires kvtxn and the engine cannot have
+            it; it stops vLLM's start.
+    """
+    from .audit import runner as audit
+    from .internals import config as engine_config
+    from .internals import workers
+    from .policy.fitting import bounded, check_fit
+
+    config = workers.engine_config(wrapper)
+    _undo_engines.append(show_log())
+    rank = workers.rank_of(wrapper)
+    try:
+        facts = engine_config.config_facts(config)
+        wanted = settings(asked, _most_rows(config, facts), facts.device)
+        assert wanted is not None  # it is asked for
+        check_fit(wanted, facts, config)
+        wanted = _audited(config, wanted, rank)
+        policy, why = decide(wanted.txn.policy, facts)
+        gone = unchecked.hook_gone(facts) if policy != "off" else None
+        if gone is not None:
+            policy, why = "off", gone
+        if wanted.windows and policy != "off":
+            _attach(wrapper, bounded(wanted, config), rank, facts, policy)
+            return
+        if wanted.windows:
+            stay_out(why, rank, required=wanted.required)
+        if wanted.audit == "off":
+            return
+        if facts.device == "cpu":
+            audit.attach(workers.runner_of(wrapper), wanted, rank)
+            return
+        from .audit import gpu_runners
+
+        gpu_runners.attach(wrapper, wanted, rank, facts)
+        _after_warm_up(wrapper, facts)
+    except STOPS_THE_START:
+        raise
+    except Exception as error:
+        _leave_stock(workers.runner_of(wrapper))
+        if wants(asked, "on_error", "raise"):
+            raise
+        stay_out(repr(error), rank, required=wants(asked, "required", True), error=error)
+
+
+def _leave_stock(runner: Foreign) -> None:
+    """Take away from a runner what was hooked before an error; what cannot be undone is logged."""
+    try:
+        unhook_runner(runner)
+    except Exception as error:
+        log.warning("kvtxn.not_unhooked", why=repr(error), effect="some hooks stay, idle")
+
+
+def _audited(config: Foreign, wanted: PluginSettings, rank: int) -> PluginSettings:
+    """Return the settings; without their audit, and with a log line, if the ledger cannot watch.
+
+    Raises:
+        RequiredError: the ledger cannot watch this engine, or what it finds cannot be contained
+            as the user wants, and the user requires kvtxn.
+    """
+    from .audit.containing import say_logged_alone
+    from .internals import audited
+
+    why = None if wanted.audit == "off" else audited.unwatched(config)
+    if why is None:
+        why = audited.uncontained(config) if wanted.on_violation == "contain" else None
+        if why is not None and wanted.required:
+            stay_out(why, rank, required=True)
+        if why is not None and rank == 0 and audited.foreign_scheduler(config) is not None:
+            say_logged_alone(why)  # other schedulers say so themselves
+        return wanted
+    if wanted.required:
+        stay_out(why, rank, required=True)
+    log.warning("kvtxn.audit_inactive", rank=rank, why=why)
+    return attrs.evolve(wanted, audit="off")
+
+
+def _attach(
+    wrapper: Foreign, wanted: PluginSettings, rank: int, facts: EngineFacts, policy: str
+) -> None:
+    """Attach to the worker's runner, and install the other hooks that the policy needs."""
+    from .internals import workers
+
+    if facts.recurrent is not None and facts.device == "cpu":
+        from .cpu.runner_states import attach
+    elif facts.recurrent is not None and facts.runner == "v1":
+        from .gpu.runner_states_v1 import attach
+    elif facts.recurrent is not None:
+        from .gpu.runner_states_v2 import attach
+    elif facts.device == "cpu":
+        from .cpu.runner_v1 import attach
+    elif facts.runner == "v1":
+        from .gpu.runner_v1 import attach
+    else:
+        from .gpu.runner_v2 import attach
+
+    runner = workers.runner_of(wrapper)
+    if is_hooked(runner):
+        return
+    attach(runner, wanted, rank)
+    if not is_hooked(runner):
+        return
+    runner.kvtxn_on_trial = on_trial(facts)
+    if runner.kvtxn_on_trial or facts.device != "cpu":
+        _after_warm_up(wrapper, facts)
+    if facts.device == "cpu":
+        return
+    if wanted.audit != "off":
+        from .audit import gpu_runners
+
+        gpu_runners.reserve_memory(wrapper, wanted)
+    if policy == "deferred":  # before the model is made, which asks for its attention
+        _register_attention(rank, supported.read_rows(facts.version, unchecked=facts.unchecked))
+
+
+def _register_attention(rank: int, names: Sequence[str]) -> None:
+    """Let vLLM find the attention that reads windows; somebody else's stays, with a log line."""
+    from .internals import backends
+
+    for name in names:
+        try:
+            _undo_engines.append(backends.register(name, WINDOW_ATTENTION[name]))
+        except KVTxnError as error:
+            effect = "drafts cannot wait: 'auto' takes 'undo', 'deferred' leaves kvtxn inactive"
+            log.warning(
+                "kvtxn.attention_taken", rank=rank, backend=name, why=str(error), effect=effect
+            )
+
+
+def _after_warm_up(wrapper: Foreign, facts: EngineFacts) -> None:
+    """Let ``_warmed_up`` be called when the worker of a hooked runner has warmed up.
+
+    Let it sleep then, too.
+    """
+    from . import answers
+    from .internals import workers
+
+    runner = workers.runner_of(wrapper)
+    if is_hooked(runner):
+        then = partial(_warmed_up, runner, facts.version)
+        runner.kvtxn_unhook.callback(workers.after_warm_up(wrapper, then))
+        runner.kvtxn_unhook.callback(answers.let_sleep(wrapper))
+
+
+def _warmed_up(runner: Foreign, version: str) -> None:
+    """Test a runner on trial, reset the counters, and begin to watch; after an error, run stock.
+
+    Windows and steps before this point were vLLM's warm-up.
+
+    Raises:
+        RequiredError: the test failed, or there was another error, and the user wants no engine
+            without kvtxn.
+    """
+    config, rank = getattr(runner, "kvtxn_config", None), getattr(runner, "kvtxn_rank", 0)
+    required = getattr(runner, "kvtxn_required", False)
+    try:
+        _begin(runner, version)
+    except STOPS_THE_START:
+        raise
+    except Exception as error:
+        _leave_stock(runner)
+        if config is not None and config.on_error == "raise":
+            raise
+        stay_out(repr(error), rank, required=required, error=error)
+
+
+def _begin(runner: Foreign, version: str) -> None:
+    """Test a runner on trial, reset the counters, and begin to watch."""
+    if getattr(runner, "kvtxn_on_trial", False):
+        unchecked.decide_by_test(runner, version)
+    elif getattr(runner, "kvtxn", None) is not None:
+        runner.kvtxn.manager.metrics.restart()
+    if getattr(runner, "kvtxn_audit", None) is not None:
+        runner.kvtxn_audit.begin()
+
+
+def _most_rows(config: Foreign, facts: EngineFacts) -> int:
+    """Return the default of ``max_rows``, which sizes the buffers on a GPU."""
+    from .internals import config as engine_config
+
+    if facts.device == "cpu":
+        return engine_config.most_window_rows(config)
+    return engine_config.window_rows(config)
