@@ -24,11 +24,12 @@ from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
 from .expected_states import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
 from .made_rows import make_rows
+from .replaced_names import not_called, not_used
 from .replayed_rows import REPLAYED, ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers
 from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
 from .state_tables import StateTables, VerifyStep
-from .verified_rows import LAUNCHES
+from .verified_rows import KERNELS, LAUNCHES
 from .verify_steps import STEPS, kept
 
 log = get_logger()
@@ -70,6 +71,7 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
         split = gated_delta_hooks.SPLIT if replayed and kind == GATED_DELTA else {}
         norm = gated_delta_hooks.NORM if replayed and fused else {}
         wrong = check_methods(type(module), {**LAUNCHES[kind], **split, **norm})
+        wrong = wrong or _unused(type(module), kind, *split)
         if wrong is not None:
             return wrong
         if kind == MAMBA2 and runner.vllm_config.mamba_config.backend.value != "triton":
@@ -84,6 +86,17 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
                 "column left to read from; take fewer drafts, or VLLM_GDN_DECODE_KERNEL=triton"
             )
     return aligned_states.copies_differ() if aligned_states.is_aligned(runner) else None
+
+
+def _unused(owner: type, kind: str, *split: str) -> str | None:
+    """Say in a sentence which name that ``hook`` replaces vLLM's code of a layer does not use."""
+    for method in (*LAUNCHES[kind], *split):
+        function = getattr(owner, method)
+        name = KERNELS[kind].get(method)
+        wrong = not_called(function) or (name and not_used(function, name))
+        if wrong:
+            return wrong
+    return None
 
 
 class HeldStates:
