@@ -57,14 +57,15 @@ def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 def _launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """Return the driver's launch of a graph; what torch does around it takes the host longer.
 
-    The launch keeps Python's lock, as to give it away and take it again would take longer, too. The
-    driver launches in the thread's own context: where that is of another device, torch launches.
+    The launch gives Python's lock away, since it waits while the device's queue is full: the queue
+    may wait for a host function that needs the lock. The driver launches in the thread's own
+    context: where that is of another device, torch launches.
     """
     by_torch: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
     stream_of = torch._C._cuda_getCurrentRawStream
     device_of, device = torch._C._cuda_getDevice, torch.cuda.current_device()
     handle = ctypes.c_void_p(graph.raw_cuda_graph_exec())
-    launch = ctypes.PyDLL("libcuda.so.1").cuGraphLaunch
+    launch = ctypes.CDLL("libcuda.so.1").cuGraphLaunch
     known = stream_of(device)
     given = handle, ctypes.c_void_p(known)
 

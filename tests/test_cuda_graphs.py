@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -47,7 +50,7 @@ def driver(monkeypatch):
         torch._C, "_cuda_getCurrentRawStream", lambda device: made.stream + device, raising=False
     )
     made.library = SimpleNamespace(cuGraphLaunch=launch)
-    monkeypatch.setattr("ctypes.PyDLL", lambda _: made.library)
+    monkeypatch.setattr("ctypes.CDLL", lambda _: made.library)
     return made
 
 
@@ -89,6 +92,29 @@ def test_the_launch_keeps_the_graph(driver):
     del replay
     gc.collect()
     assert seen() is None
+
+
+def test_a_launch_that_waits_for_a_full_queue_lets_python_go_on(driver, monkeypatch):
+    """The queue may wait for a host function in Python; here the launch waits for a thread."""
+    queue = ctypes.create_string_buffer(64)  # longer than any sem_t
+    limit = (ctypes.c_long * 2)(int(time.time()) + 3, 0)
+    monkeypatch.undo()
+    for loader in ("CDLL", "PyDLL"):
+        libc = getattr(ctypes, loader)(None)
+        made = SimpleNamespace(cuGraphLaunch=libc.sem_timedwait)
+        monkeypatch.setattr(f"ctypes.{loader}", lambda _, made=made: made)
+    assert libc.sem_init(queue, 0, 0) == 0
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name, found in (("_cuda_getDevice", 0), ("_cuda_getCurrentRawStream", limit)):
+        at = ctypes.addressof(found) if found else 0
+        monkeypatch.setattr(torch._C, name, lambda *_, at=at: at, raising=False)
+    monkeypatch.setattr(Graph, "raw_cuda_graph_exec", lambda _: ctypes.addressof(queue))
+    replay = replay_of(Graph())
+    host_function = threading.Timer(0.1, lambda: libc.sem_post(queue))
+    host_function.start()
+    replay()  # raises at the limit if the thread could not run
+    host_function.join()
 
 
 @pytest.mark.parametrize("lacks", ["call", "handle"])
