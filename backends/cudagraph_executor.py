@@ -1,8 +1,9 @@
 """The CUDA-graph executor: a commit is one graph launch, over fixed buffers.
 
-It wraps the Triton executor and captures its commit once per *bucket* of rows. A replay reads
-slots (padded with -1), layout and acceptance from fixed buffers and the staged rows through a table
-of addresses; it writes the caches. Before each replay every address that a graph holds is compared,
+It wraps the Triton executor and captures its commit once per *bucket* of rows; where the acceptance
+is copied, once per bucket of its length as well, as a request may have no row. A replay reads slots
+(padded with -1), layout and acceptance from fixed buffers and the staged rows through a table of
+addresses; it writes the caches. Before each replay every address that a graph holds is compared,
 always: a cache that moved is an error, never a wild write.
 
 Not replayed, but launched as they are: commits of windows with a draft tree or without rows, and
@@ -36,10 +37,7 @@ _MAX_GRAPHS: Final = 64
 #: Graphs of one shape that read the acceptance in place; for further places it is copied.
 _MAX_IN_PLACE: Final = 4
 
-#: In the place of an acceptance's address: the graph has a buffer of its own for it.
-_COPIED: Final = 0
-
-#: Rows of the smallest bucket.
+#: Rows of the smallest bucket, and entries of the smallest one of acceptances.
 _MIN_BUCKET: Final = 8
 
 
@@ -162,14 +160,16 @@ class CudaGraphExecutor(Executor):
         shared = (bucket, fixed, txn.counters.data_ptr(), _kind(accepted, source))
         # A mask ends with the window's rows, but the graph reads as many as the bucket has.
         in_place = source.is_contiguous() and source.dtype is not torch.bool
-        place = source.data_ptr() if in_place else _COPIED
+        entries = bucket if source.dtype is torch.bool else power_of_two(source.shape[0])
+        copied = -entries  # the length of the buffer for copies, in the place of an address
+        place = source.data_ptr() if in_place else copied
         captured = self._graphs.get((shared, place))
         if captured is None and in_place and self._in_place[shared] >= _MAX_IN_PLACE:
-            place, in_place = _COPIED, False
+            place, in_place = copied, False
             captured = self._graphs.get((shared, place))
         if captured is None:
-            own = source if in_place else None
-            captured = self._capture_bucket(plan, bucket, txn.counters, accepted, own)
+            own = source if in_place else source.new_zeros(entries, *source.shape[1:])
+            captured = self._capture_bucket(plan, bucket, txn.counters, _like(accepted, own))
             self._keep(shared, place, captured)
         self._graphs.move_to_end((shared, place))
         self._fill(captured, txn.layout)
@@ -181,10 +181,10 @@ class CudaGraphExecutor(Executor):
     def _keep(self, shared: Hashable, place: int, captured: _Captured) -> None:
         """Remember a graph; if there are too many, drop the least recently used one."""
         self._graphs[shared, place] = captured
-        self._in_place[shared] += place != _COPIED
+        self._in_place[shared] += place > 0
         if len(self._graphs) > _MAX_GRAPHS:
             (shared, place), _ = self._graphs.popitem(last=False)
-            self._in_place[shared] -= place != _COPIED
+            self._in_place[shared] -= place > 0
             if not self._in_place[shared]:
                 del self._in_place[shared]
 
@@ -194,7 +194,6 @@ class CudaGraphExecutor(Executor):
         bucket: int,
         counters: Tensor,
         accepted: Tensor | SampledIds,
-        source: Tensor | None,
     ) -> _Captured:
         """Capture a commit over buffers of ``bucket`` rows.
 
@@ -202,24 +201,21 @@ class CudaGraphExecutor(Executor):
             plan: what the launch moves.
             bucket: rows of the buffers. Every position is -1, so nothing moves now.
             counters: int64 ``[lines, 4]``, see ``Txn.count``.
-            accepted: says which form the acceptance has.
-            source: the acceptance that replays read; None makes a buffer for it.
+            accepted: the acceptance that replays read.
         """
-        if source is None:
-            like = accepted.ids if isinstance(accepted, SampledIds) else accepted
-            source = torch.zeros(bucket, *like.shape[1:], dtype=like.dtype, device=self._device)
         request = torch.zeros(bucket, dtype=torch.int64, device=self._device)
         position = torch.full_like(request, -1)
         none = (0,) * bucket
         layout = RowLayout(
             none, none, tuple(range(bucket + 1)), request, position, torch.zeros_like(request) > 0
         )
-        given = acceptance_arg(_like(accepted, source), layout)
+        given = acceptance_arg(accepted, layout)
         scratch = torch.zeros_like(counters)
 
         def run(dry_run: bool) -> None:
             self._inner.kernel_call(plan, layout, scratch if dry_run else counters, given).run()
 
+        source = accepted.ids if isinstance(accepted, SampledIds) else accepted
         return _Captured(self.capture(run), layout, source, plan)
 
     def capture(self, run: Callable[[bool], None]) -> Graph:
@@ -238,6 +234,7 @@ class CudaGraphExecutor(Executor):
         rows, into = layout.num_rows, captured.layout
         into.position[rows:].fill_(-1)
         into.is_draft[rows:].fill_(False)
+        into.request[rows:].fill_(0)  # the acceptance may have no entry of an earlier one
         into.position[:rows].copy_(layout.position)
         into.is_draft[:rows].copy_(layout.is_draft)
         into.request[:rows].copy_(layout.request)
@@ -258,4 +255,9 @@ def _kind(accepted: Tensor | SampledIds, source: Tensor) -> Hashable:
 
 def bucket_of(rows: int, max_rows: int) -> int:
     """Return the size of the bucket for ``rows`` rows: a power of two, or ``max_rows``."""
-    return min(max_rows, max(_MIN_BUCKET, 1 << (rows - 1).bit_length()))
+    return min(max_rows, power_of_two(rows))
+
+
+def power_of_two(number: int) -> int:
+    """Return the size of the bucket for a number that has no limit."""
+    return max(_MIN_BUCKET, 1 << (number - 1).bit_length())
