@@ -4,7 +4,8 @@ It wraps the Triton executor and captures its commit once per *bucket* of rows; 
 is copied, once per bucket of its length as well, as a request may have no row. A replay reads slots
 (padded with -1), layout and acceptance from fixed buffers and the staged rows through a table of
 addresses; it writes the caches. Before each replay every address that a graph holds is compared,
-always: a cache that moved is an error, never a wild write.
+always: a cache that moved is an error, never a wild write. The graphs are in the executor's
+``GraphCache``.
 
 Not replayed, but launched as they are: commits of windows with a draft tree or without rows, and
 every commit while the caller captures a graph itself.
@@ -12,8 +13,9 @@ every commit while the caller captures a graph itself.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import ClassVar, Final, Protocol
 
 import attrs
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from ..captured.launches import CapturedLaunches, CapturedPlaces
 from ..config import TxnConfig
-from ..cuda_graphs import capture
+from ..cuda_graphs import Replay, capture
 from ..executor import AttentionArgs, Capabilities, Executor, SampledIds, StagedLayer, Txn
 from ..layers import LayerRef
 from ..layout import RowLayout
@@ -30,9 +32,6 @@ from ..row_io import LayerRows
 from .move_rows.acceptance import acceptance_arg
 from .move_rows.launch import MovePlan
 from .triton_executor import TritonExecutor
-
-#: Graphs of buckets that are kept; when there are more, the least recently used one is dropped.
-_MAX_GRAPHS: Final = 64
 
 #: Graphs of one shape that read the acceptance in place; for further places it is copied.
 _MAX_IN_PLACE: Final = 4
@@ -53,14 +52,14 @@ class _Captured:
     """A captured graph and the buffers that the graph reads.
 
     Attributes:
-        graph: the captured commit.
+        replay: launches the captured commit.
         layout: over buffers of a bucket's rows; position is -1 for rows that the window lacks.
         accepted: the acceptance that the graph reads: the caller's, or a buffer for copies.
         held: keeps everything else alive that the graph reads.
         filled: the layout that the buffers hold now.
     """
 
-    graph: Graph
+    replay: Replay
     layout: RowLayout
     accepted: Tensor
     held: object
@@ -87,7 +86,8 @@ class CudaGraphExecutor(Executor):
         # Planes of one storage move together, so one of them is enough.
         self._caches = tuple({c.untyped_storage().data_ptr(): c for c in cells}.values())
         self._addresses = [cache.data_ptr() for cache in self._caches]
-        self._graphs: OrderedDict[tuple[Hashable, int], _Captured] = OrderedDict()
+        self.graphs = self._inner.graphs
+        self._captured: dict[tuple[Hashable, int], _Captured] = {}
         self._in_place: Counter[Hashable] = Counter()
         self.captures = self.replays = 0
 
@@ -163,30 +163,32 @@ class CudaGraphExecutor(Executor):
         entries = bucket if source.dtype is torch.bool else power_of_two(source.shape[0])
         copied = -entries  # the length of the buffer for copies, in the place of an address
         place = source.data_ptr() if in_place else copied
-        captured = self._graphs.get((shared, place))
+        captured = self._captured.get((shared, place))
         if captured is None and in_place and self._in_place[shared] >= _MAX_IN_PLACE:
             place, in_place = copied, False
-            captured = self._graphs.get((shared, place))
+            captured = self._captured.get((shared, place))
         if captured is None:
             own = source if in_place else source.new_zeros(entries, *source.shape[1:])
-            captured = self._capture_bucket(plan, bucket, txn.counters, _like(accepted, own))
-            self._keep(shared, place, captured)
-        self._graphs.move_to_end((shared, place))
+            given = _like(accepted, own)
+            dropped = partial(self._drop, shared, place)
+            captured = self._capture_bucket(plan, bucket, txn.counters, given, dropped)
+            if captured is None:
+                self._inner.commit(txn, accepted)
+                return
+            self._captured[shared, place] = captured
+            self._in_place[shared] += place > 0
         self._fill(captured, txn.layout)
         if not in_place:
             captured.accepted[: source.shape[0]].copy_(source)
-        captured.graph.replay()
+        captured.replay()
         self.replays += 1
 
-    def _keep(self, shared: Hashable, place: int, captured: _Captured) -> None:
-        """Remember a graph; if there are too many, drop the least recently used one."""
-        self._graphs[shared, place] = captured
-        self._in_place[shared] += place > 0
-        if len(self._graphs) > _MAX_GRAPHS:
-            (shared, place), _ = self._graphs.popitem(last=False)
-            self._in_place[shared] -= place > 0
-            if not self._in_place[shared]:
-                del self._in_place[shared]
+    def _drop(self, shared: Hashable, place: int) -> None:
+        """Forget a graph and its buffers."""
+        del self._captured[shared, place]
+        self._in_place[shared] -= place > 0
+        if not self._in_place[shared]:
+            del self._in_place[shared]
 
     def _capture_bucket(
         self,
@@ -194,7 +196,8 @@ class CudaGraphExecutor(Executor):
         bucket: int,
         counters: Tensor,
         accepted: Tensor | SampledIds,
-    ) -> _Captured:
+        dropped: Callable[[], None],
+    ) -> _Captured | None:
         """Capture a commit over buffers of ``bucket`` rows.
 
         Args:
@@ -202,6 +205,10 @@ class CudaGraphExecutor(Executor):
             bucket: rows of the buffers. Every position is -1, so nothing moves now.
             counters: int64 ``[lines, 4]``, see ``Txn.count``.
             accepted: the acceptance that replays read.
+            dropped: see ``GraphCache.add``.
+
+        Returns:
+            The graph; None if it takes more memory than all graphs may.
         """
         request = torch.zeros(bucket, dtype=torch.int64, device=self._device)
         position = torch.full_like(request, -1)
@@ -216,7 +223,8 @@ class CudaGraphExecutor(Executor):
             self._inner.kernel_call(plan, layout, scratch if dry_run else counters, given).run()
 
         source = accepted.ids if isinstance(accepted, SampledIds) else accepted
-        return _Captured(self.capture(run), layout, source, plan)
+        replay = self.graphs.add(lambda: self.capture(run).replay, dropped)
+        return None if replay is None else _Captured(replay, layout, source, plan)
 
     def capture(self, run: Callable[[bool], None]) -> Graph:
         """Call ``run(True)``, which compiles what is needed, and capture ``run(False)``.

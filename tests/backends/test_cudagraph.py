@@ -8,6 +8,7 @@ from kernel_kit import KernelConformance
 from kernels_here import ON_GPU
 
 from kvtxn import SampledIds
+from kvtxn.cuda_graphs import GRAPH_BYTES
 from kvtxn.testing import Rig, registered
 
 cudagraph = pytest.importorskip("kvtxn.backends.cudagraph_executor")
@@ -159,10 +160,10 @@ def test_a_batch_may_have_more_requests_than_rows(rig_of, form):
     assert rig.manager.snapshot()["kvtxn_fallbacks_total"] == 0
 
 
-def test_the_graph_not_used_for_longest_is_dropped(rig_of, monkeypatch):
+def test_the_graph_not_used_for_longest_is_dropped(rig_of):
     """And one that is used again and again stays."""
-    monkeypatch.setattr(cudagraph, "_MAX_GRAPHS", 2)
     rig = rig_of(max_rows=64)
+    rig.manager.executor.graphs.most_bytes = 2 * GRAPH_BYTES
     buckets = {drafts: torch.tensor([[7] * drafts]).to(rig.device) for drafts in (4, 12, 20)}
     for drafts in (4, 12, 4, 20, 4):
         commit(rig, ((1,), (drafts,)), SampledIds(buckets[drafts]), [drafts - 1])

@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ....cuda_graphs import GraphCache
 from ....errors import KVTxnError, LayerError
 from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
@@ -107,6 +108,7 @@ class HeldStates:
         note: called with an error after which the commit of the states was repeated.
         make: captures the commits of all layers; None commits layer by layer.
         fast: kvtxn's own kernels verify and commit the layers of ``REPLAYED``.
+        kept: keeps the captured commits; a cache of its own if None.
 
     Attributes:
         layers: the recurrent layers, without their caches.
@@ -124,6 +126,7 @@ class HeldStates:
         make: Capture | None = None,
         *,
         fast: bool = False,
+        kept: GraphCache | None = None,
     ) -> None:
         self.layers = state_layers(runner)
         self._note, self._width = note, width(runner)
@@ -155,7 +158,8 @@ class HeldStates:
             self.graphs: CommitGraphs | None = None
             if make is not None and self._verified and self._alone is None:
                 most = int(runner.max_num_reqs)
-                self.graphs = CommitGraphs(self._verified, self.tables, self._width, most, make)
+                given = self._verified, self.tables, self._width, most, make
+                self.graphs = CommitGraphs(*given, GraphCache() if kept is None else kept)
         self._dtype = runner.dtype
         #: Of the step that is under way; None: there is nothing to commit.
         self.metadata: Any = None
