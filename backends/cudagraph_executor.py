@@ -1,9 +1,11 @@
 """The CUDA-graph executor: a commit is one graph launch, over fixed buffers.
 
-It wraps the Triton executor and captures its commit once per *bucket* of rows. A replay reads
-slots (padded with -1), layout and acceptance from fixed buffers and the staged rows through a table
-of addresses; it writes the caches. Before each replay every address that a graph holds is compared,
-always: a cache that moved is an error, never a wild write.
+It wraps the Triton executor and captures its commit once per *bucket* of rows; where the acceptance
+is copied, once per bucket of its length as well, as a request may have no row. A replay reads slots
+(padded with -1), layout and acceptance from fixed buffers and the staged rows through a table of
+addresses; it writes the caches. Before each replay every address that a graph holds is compared,
+always: a cache that moved is an error, never a wild write. The graphs are in the executor's
+``GraphCache``.
 
 Not replayed, but launched as they are: commits of windows with a draft tree or without rows, and
 every commit while the caller captures a graph itself.
@@ -11,8 +13,9 @@ every commit while the caller captures a graph itself.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import ClassVar, Final, Protocol
 
 import attrs
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from ..captured.launches import CapturedLaunches, CapturedPlaces
 from ..config import TxnConfig
-from ..cuda_graphs import capture
+from ..cuda_graphs import Replay, capture
 from ..executor import AttentionArgs, Capabilities, Executor, SampledIds, StagedLayer, Txn
 from ..layers import LayerRef
 from ..layout import RowLayout
@@ -30,16 +33,10 @@ from .move_rows.acceptance import acceptance_arg
 from .move_rows.launch import MovePlan
 from .triton_executor import TritonExecutor
 
-#: Graphs of buckets that are kept; when there are more, the least recently used one is dropped.
-_MAX_GRAPHS: Final = 64
-
 #: Graphs of one shape that read the acceptance in place; for further places it is copied.
 _MAX_IN_PLACE: Final = 4
 
-#: In the place of an acceptance's address: the graph has a buffer of its own for it.
-_COPIED: Final = 0
-
-#: Rows of the smallest bucket.
+#: Rows of the smallest bucket, and entries of the smallest one of acceptances.
 _MIN_BUCKET: Final = 8
 
 
@@ -55,14 +52,14 @@ class _Captured:
     """A captured graph and the buffers that the graph reads.
 
     Attributes:
-        graph: the captured commit.
+        replay: launches the captured commit.
         layout: over buffers of a bucket's rows; position is -1 for rows that the window lacks.
         accepted: the acceptance that the graph reads: the caller's, or a buffer for copies.
         held: keeps everything else alive that the graph reads.
         filled: the layout that the buffers hold now.
     """
 
-    graph: Graph
+    replay: Replay
     layout: RowLayout
     accepted: Tensor
     held: object
@@ -89,7 +86,8 @@ class CudaGraphExecutor(Executor):
         # Planes of one storage move together, so one of them is enough.
         self._caches = tuple({c.untyped_storage().data_ptr(): c for c in cells}.values())
         self._addresses = [cache.data_ptr() for cache in self._caches]
-        self._graphs: OrderedDict[tuple[Hashable, int], _Captured] = OrderedDict()
+        self.graphs = self._inner.graphs
+        self._captured: dict[tuple[Hashable, int], _Captured] = {}
         self._in_place: Counter[Hashable] = Counter()
         self.captures = self.replays = 0
 
@@ -162,31 +160,35 @@ class CudaGraphExecutor(Executor):
         shared = (bucket, fixed, txn.counters.data_ptr(), _kind(accepted, source))
         # A mask ends with the window's rows, but the graph reads as many as the bucket has.
         in_place = source.is_contiguous() and source.dtype is not torch.bool
-        place = source.data_ptr() if in_place else _COPIED
-        captured = self._graphs.get((shared, place))
+        entries = bucket if source.dtype is torch.bool else power_of_two(source.shape[0])
+        copied = -entries  # the length of the buffer for copies, in the place of an address
+        place = source.data_ptr() if in_place else copied
+        captured = self._captured.get((shared, place))
         if captured is None and in_place and self._in_place[shared] >= _MAX_IN_PLACE:
-            place, in_place = _COPIED, False
-            captured = self._graphs.get((shared, place))
+            place, in_place = copied, False
+            captured = self._captured.get((shared, place))
         if captured is None:
-            own = source if in_place else None
-            captured = self._capture_bucket(plan, bucket, txn.counters, accepted, own)
-            self._keep(shared, place, captured)
-        self._graphs.move_to_end((shared, place))
+            own = source if in_place else source.new_zeros(entries, *source.shape[1:])
+            given = _like(accepted, own)
+            dropped = partial(self._drop, shared, place)
+            captured = self._capture_bucket(plan, bucket, txn.counters, given, dropped)
+            if captured is None:
+                self._inner.commit(txn, accepted)
+                return
+            self._captured[shared, place] = captured
+            self._in_place[shared] += place > 0
         self._fill(captured, txn.layout)
         if not in_place:
             captured.accepted[: source.shape[0]].copy_(source)
-        captured.graph.replay()
+        captured.replay()
         self.replays += 1
 
-    def _keep(self, shared: Hashable, place: int, captured: _Captured) -> None:
-        """Remember a graph; if there are too many, drop the least recently used one."""
-        self._graphs[shared, place] = captured
-        self._in_place[shared] += place != _COPIED
-        if len(self._graphs) > _MAX_GRAPHS:
-            (shared, place), _ = self._graphs.popitem(last=False)
-            self._in_place[shared] -= place != _COPIED
-            if not self._in_place[shared]:
-                del self._in_place[shared]
+    def _drop(self, shared: Hashable, place: int) -> None:
+        """Forget a graph and its buffers."""
+        del self._captured[shared, place]
+        self._in_place[shared] -= place > 0
+        if not self._in_place[shared]:
+            del self._in_place[shared]
 
     def _capture_bucket(
         self,
@@ -194,33 +196,35 @@ class CudaGraphExecutor(Executor):
         bucket: int,
         counters: Tensor,
         accepted: Tensor | SampledIds,
-        source: Tensor | None,
-    ) -> _Captured:
+        dropped: Callable[[], None],
+    ) -> _Captured | None:
         """Capture a commit over buffers of ``bucket`` rows.
 
         Args:
             plan: what the launch moves.
             bucket: rows of the buffers. Every position is -1, so nothing moves now.
             counters: int64 ``[lines, 4]``, see ``Txn.count``.
-            accepted: says which form the acceptance has.
-            source: the acceptance that replays read; None makes a buffer for it.
+            accepted: the acceptance that replays read.
+            dropped: see ``GraphCache.add``.
+
+        Returns:
+            The graph; None if it takes more memory than all graphs may.
         """
-        if source is None:
-            like = accepted.ids if isinstance(accepted, SampledIds) else accepted
-            source = torch.zeros(bucket, *like.shape[1:], dtype=like.dtype, device=self._device)
         request = torch.zeros(bucket, dtype=torch.int64, device=self._device)
         position = torch.full_like(request, -1)
         none = (0,) * bucket
         layout = RowLayout(
             none, none, tuple(range(bucket + 1)), request, position, torch.zeros_like(request) > 0
         )
-        given = acceptance_arg(_like(accepted, source), layout)
+        given = acceptance_arg(accepted, layout)
         scratch = torch.zeros_like(counters)
 
         def run(dry_run: bool) -> None:
             self._inner.kernel_call(plan, layout, scratch if dry_run else counters, given).run()
 
-        return _Captured(self.capture(run), layout, source, plan)
+        source = accepted.ids if isinstance(accepted, SampledIds) else accepted
+        replay = self.graphs.add(lambda: self.capture(run).replay, dropped)
+        return None if replay is None else _Captured(replay, layout, source, plan)
 
     def capture(self, run: Callable[[bool], None]) -> Graph:
         """Call ``run(True)``, which compiles what is needed, and capture ``run(False)``.
@@ -238,6 +242,7 @@ class CudaGraphExecutor(Executor):
         rows, into = layout.num_rows, captured.layout
         into.position[rows:].fill_(-1)
         into.is_draft[rows:].fill_(False)
+        into.request[rows:].fill_(0)  # the acceptance may have no entry of an earlier one
         into.position[:rows].copy_(layout.position)
         into.is_draft[:rows].copy_(layout.is_draft)
         into.request[:rows].copy_(layout.request)
@@ -258,4 +263,9 @@ def _kind(accepted: Tensor | SampledIds, source: Tensor) -> Hashable:
 
 def bucket_of(rows: int, max_rows: int) -> int:
     """Return the size of the bucket for ``rows`` rows: a power of two, or ``max_rows``."""
-    return min(max_rows, max(_MIN_BUCKET, 1 << (rows - 1).bit_length()))
+    return min(max_rows, power_of_two(rows))
+
+
+def power_of_two(number: int) -> int:
+    """Return the size of the bucket for a number that has no limit."""
+    return max(_MIN_BUCKET, 1 << (number - 1).bit_length())

@@ -1,15 +1,33 @@
-"""Capture launches as a CUDA graph in the middle of serving: one wrapper of torch's capture."""
+"""Capture launches as a CUDA graph in the middle of serving, and keep a bounded number of graphs.
+
+One wrapper of torch's capture, one launch of a graph, and the cache that an engine's graphs share.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
+import attrs
 import torch
+
+#: Bytes that the graph of one small launch takes on an H100, outside of torch's memory: 110 KiB
+#: were measured. The driver allocates for several graphs at once, so that most of them seem to
+#: take nothing: each counts as this at least.
+GRAPH_BYTES: Final = 112 << 10
+
+#: Bytes that an engine's captured graphs may take, about 600 graphs. The layouts of steady traffic
+#: have some dozens, and those of every batch of up to 256 requests alike have 256; and it is less
+#: than a thousandth of a large GPU's memory, which the KV cache goes without.
+MOST_BYTES: Final = 64 << 20
+
+#: Launches again what was captured.
+Replay = Callable[[], None]
 
 
 def capture(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
@@ -57,14 +75,15 @@ def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 def _launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """Return the driver's launch of a graph; what torch does around it takes the host longer.
 
-    The launch keeps Python's lock, as to give it away and take it again would take longer, too. The
-    driver launches in the thread's own context: where that is of another device, torch launches.
+    The launch gives Python's lock away, since it waits while the device's queue is full: the queue
+    may wait for a host function that needs the lock. The driver launches in the thread's own
+    context: where that is of another device, torch launches.
     """
     by_torch: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
     stream_of = torch._C._cuda_getCurrentRawStream
     device_of, device = torch._C._cuda_getDevice, torch.cuda.current_device()
     handle = ctypes.c_void_p(graph.raw_cuda_graph_exec())
-    launch = ctypes.PyDLL("libcuda.so.1").cuGraphLaunch
+    launch = ctypes.CDLL("libcuda.so.1").cuGraphLaunch
     known = stream_of(device)
     given = handle, ctypes.c_void_p(known)
 
@@ -81,6 +100,81 @@ def _launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
             raise RuntimeError(f"the driver did not launch {graph}: error {error}")
 
     return replay
+
+
+@attrs.frozen(eq=False)
+class _Kept:
+    """A graph's bytes, and the function that tells its owner to forget it."""
+
+    nbytes: int
+    dropped: Callable[[], None]
+
+
+class GraphCache:
+    """The captured graphs that an engine's commits share, bounded in bytes.
+
+    The graph that was not replayed for longest goes first. Its owner forgets it, makes the launches
+    one by one again, and captures them anew when they recur. With the owner's reference the graph
+    is destroyed. One that is on the device then is not terminated: the driver frees it when the
+    device is done with it (``cuGraphExecDestroy`` of the CUDA driver API).
+
+    Args:
+        most_bytes: the bound.
+
+    Attributes:
+        most_bytes: as given.
+        nbytes: bytes of the graphs that are kept, outside of torch's memory.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.nbytes = 0
+        self._kept: OrderedDict[object, _Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Count the graphs that are kept."""
+        return len(self._kept)
+
+    def add(self, make: Callable[[], Replay | None], dropped: Callable[[], None]) -> Replay | None:
+        """Capture a graph and keep it, and drop others if there are too many bytes.
+
+        Args:
+            make: captures; returns what launches the graph again, or None if nothing was captured.
+            dropped: called when the graph is to go: the caller forgets what ``add`` returned.
+
+        Returns:
+            A function that launches the graph, and counts as its use. None if ``make`` returned
+            None, or if the graph alone takes more than the bound.
+        """
+        before = _bytes_outside_torch()
+        launch = make()
+        if launch is None:
+            return None
+        nbytes = max(GRAPH_BYTES, _bytes_outside_torch() - before)
+        if nbytes > self.most_bytes:
+            return None
+        kept, key = self._kept, object()
+        while self.nbytes + nbytes > self.most_bytes:
+            _, oldest = kept.popitem(last=False)
+            self.nbytes -= oldest.nbytes
+            oldest.dropped()
+        kept[key] = _Kept(nbytes, dropped)
+        self.nbytes += nbytes
+
+        def replay() -> None:
+            if key in kept:
+                kept.move_to_end(key)
+            launch()
+
+        return replay
+
+
+def _bytes_outside_torch() -> int:
+    """Return the bytes of the current device that torch has not allocated; 0 without a device."""
+    if not torch.cuda.is_initialized():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 @cache

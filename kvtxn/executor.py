@@ -42,6 +42,7 @@ from .captured.launches import CapturedLaunches, CapturedPlaces
 from .commit_input import SampledIds as SampledIds
 from .commit_input import as_counts as as_counts
 from .config import POLICIES, TxnConfig
+from .cuda_graphs import GraphCache
 from .errors import ConfigError, meant
 from .layers import KINDS, LayerRef
 from .layout import RowLayout
@@ -244,6 +245,10 @@ class Executor(abc.ABC):
     Args:
         layers: every layer of the manager, in its order.
         config: the manager's settings; ``max_rows`` sizes fixed buffers.
+
+    Attributes:
+        graphs: the captured commits of all windows of the manager, and of what an integration
+            commits with them.
     """
 
     name: ClassVar[str]
@@ -254,6 +259,7 @@ class Executor(abc.ABC):
         #: Layers whose rows are written to slots: all but the replayed ones.
         self.moved = tuple(ref for ref in self.layers if not ref.replay)
         self.config = config
+        self.graphs = GraphCache()
 
     @classmethod
     @abc.abstractmethod

@@ -214,7 +214,8 @@ class TransactionManager:
         Args:
             slots: int64 ``[num_groups, n]`` on the caches' device, groups in the order of
                 ``groups``; the engine fills the slots of a step before its window begins, -1 is
-                padding. They are read in place.
+                padding. They are read in place; a window that is still open when the next step's
+                are there is aborted in its own.
             rows: by layer name at least ``[max_rows, *row_shape]`` per plane, any strides: the
                 tensors in which the forward leaves drafts, under ``deferred`` alone;
                 ``CapturedRows.rows`` are such tensors. None allocates them.
@@ -233,7 +234,7 @@ class TransactionManager:
         if beside:
             turn = Turn()
             context = attrs.evolve(context, on_end=turn.end)
-        return CapturedWindows(context, turn, slots, rows, position)
+        return CapturedWindows(context, turn, slots, rows, position, slots_stay=beside)
 
     def _check_writer(self, written_by: object) -> None:
         """Refuse, with a ConfigError, a ``written_by`` that does not go with the policy."""

@@ -2,7 +2,8 @@
 
 Nothing of such a launch changes from step to step but the acceptance, so it is arranged once for
 each layout. Where the acceptance lies at the same address again and again, a CUDA graph of the
-launch takes less of the host. Nothing here allocates or waits once a layout was seen.
+launch takes less of the host. Nothing here allocates or waits once a layout was seen. All graphs
+are in the executor's ``GraphCache``: a layout whose graph had to go launches as before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
-from ...cuda_graphs import capture, replay_of
+from ...cuda_graphs import Replay, capture, replay_of
 from ...executor import Executor
 from ...layout import RowLayout
 from ...log import get_logger
@@ -28,10 +29,11 @@ from ..move_rows.tile_sizes import tile_for
 
 log = get_logger()
 
-#: Capture a commit once an acceptance was seen at the same address this often, and for at most so
-#: many addresses of one layout: it is done in the middle of serving.
+#: Capture a commit once an acceptance was seen at the same address this often: it is done in the
+#: middle of serving.
 _OFTEN: Final = 16
-_MOST_PLACES: Final = 4
+#: Addresses of a layout that are counted; when there are more, all are forgotten.
+_MOST_SEEN: Final = 256
 
 #: Arranges the launch of a plan over rows of a layout, with an acceptance.
 Arrange = Callable[[MovePlan, RowLayout, AcceptanceArg], KernelCall]
@@ -59,6 +61,7 @@ class StaticLaunches(CapturedLaunches):
         programs: int,
     ) -> None:
         self._max_rows = executor.config.max_rows
+        self._graphs = executor.graphs
         self._device = places.slots.device
         self._save, self._commit = save, commit
         self._arrange = arrange
@@ -85,12 +88,16 @@ class StaticLaunches(CapturedLaunches):
         acceptance = AcceptanceArg(Accept.SAMPLED, sampled)
         return CachedLaunch(self._arrange(self._commit, layout, acceptance), packs=True)
 
-    def captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def keep(self, launch: Callable[[], None], dropped: Callable[[], None]) -> Replay | None:
+        """Capture a launch that ran before, and keep it; see ``GraphCache.add``."""
+        return self._graphs.add(lambda: self.captured(launch), dropped)
+
+    def captured(self, launch: Callable[[], None]) -> Replay | None:
         """Capture a launch that ran before; return None if capturing is impossible or fails."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
         try:
-            return capture(launch)
+            return replay_of(capture(launch))
         except RuntimeError as error:  # the plain launch still works
             log.debug("static_window.not_captured", error=repr(error))
             return None
@@ -131,9 +138,12 @@ class StaticLayout(LayoutLaunches):
         """Launch save and commit once, and capture the save, whose arguments never change."""
         if self._launches.saves:
             self.save()
-            graph = self._launches.captured(self.save)
-            if graph is not None:
-                self.save = replay_of(graph)  # type: ignore[method-assign]
+            arranged = self.save
+
+            def dropped() -> None:
+                self.save = arranged  # type: ignore[method-assign]
+
+            self.save = self._launches.keep(arranged, dropped) or arranged  # type: ignore[method-assign]
         self.commit(sampled)
 
     def commit(self, sampled: Tensor) -> None:
@@ -142,7 +152,7 @@ class StaticLayout(LayoutLaunches):
         if self._run is None:
             self._run = self._launches.committing(self._layout, sampled)
         self._run.run(sampled)
-        if sampled.is_cuda and len(self.replays) < _MOST_PLACES and sampled.dtype is torch.int32:
+        if sampled.is_cuda and sampled.dtype is torch.int32:
             self._note_place(sampled)
 
     def capture_with(
@@ -162,15 +172,22 @@ class StaticLayout(LayoutLaunches):
 
         if make is not None:
             return make(both)
-        graph = self._launches.captured(both)
-        return None if graph is None else replay_of(graph)
+        return self._launches.captured(both)
 
     def _note_place(self, sampled: Tensor) -> None:
         """Count an acceptance's address; capture the commit if this address recurs."""
         assert self._run is not None
         place = sampled.data_ptr()
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
         self._seen[place] += 1
         if self._seen[place] == _OFTEN:
-            graph = self._launches.captured(partial(self._run.run, sampled))
-            if graph is not None:
-                self.replays[place] = replay_of(graph)
+            launch = partial(self._run.run, sampled)
+            replay = self._launches.keep(launch, partial(self._drop, place))
+            if replay is not None:
+                self.replays[place] = replay
+
+    def _drop(self, place: int) -> None:
+        """Forget a graph; it is captured again when its acceptance was seen there as often."""
+        del self.replays[place]
+        self._seen[place] = 0

@@ -26,7 +26,9 @@ def norm_rows(
     HEADS: tl.constexpr,
     SIGMOID: tl.constexpr,
 ) -> None:
-    """Norm some heads of a row. Grid: (runs of heads, rows). A program writes what it has read.
+    """Norm some heads of a row. A program writes what it has read.
+
+    Grid: (rows, runs of heads), as a prompt may have more rows than other axes of a grid take.
 
     Args:
         x: ``[num_rows, heads, SIZE]``, a row contiguous.
@@ -41,8 +43,8 @@ def norm_rows(
         HEADS: heads of a program, a power of two.
         SIGMOID: the gate is a sigmoid; else it is multiplied by itself as well.
     """
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, WIDTH)
     inside = (head < heads)[:, None] & (column < SIZE)[None, :]
     cell = head[:, None] * SIZE + column[None, :]
@@ -70,7 +72,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, sigmoid: 
     rows, heads, size = x.shape
     if not rows:
         return
-    norm_rows[triton.cdiv(heads, _HEADS), rows](
+    norm_rows[rows, triton.cdiv(heads, _HEADS)](
         *(x, gate, weight, x.stride(0), gate.stride(0), heads, eps),
         SIZE=size,
         WIDTH=triton.next_power_of_2(size),

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ...cuda_graphs import GraphCache
 from ...integrations.vllm_plugin.internals import operators as vllm_operators
 from ...integrations.vllm_plugin.internals.commit_graphs import (
     CommitGraphs,
@@ -106,7 +107,7 @@ class VllmOps(VerifyOps):
             return None
         case, sampled = self._load.case, self._load.turns[0].sampled
         sizes = case.drafts + 1, case.requests
-        graphs = CommitGraphs(self._kept, self._tables, *sizes, captures())
+        graphs = CommitGraphs(self._kept, self._tables, *sizes, captures(), GraphCache())
         graphs.capture()
         return lambda: graphs.run(self._step(), sampled)
 

@@ -83,6 +83,7 @@ class GraphSteps:
         self.query_len = query_len
         self._window: CapturedWindow | None = None
         self.deferred = manager.policy == "deferred"
+        self._undoes = manager.policy == "undo"
         self._slots = slots
         with torch.inference_mode(False):  # its tensors outlive the mode they are made in
             self.windows = manager.captured_windows(slots, rows, beside=beside)
@@ -156,7 +157,8 @@ class GraphSteps:
             self._unopened = True
             return
         if self._window is not None or self._unopened:
-            self.abandon()
+            # Its slots are gone, unless they were saved with its rows: hooks are told of none.
+            self.abandon(replayed=None if self._undoes else False)
         self._recurring, self._alike = 0, alike
         plan: StepPlan | str | None = None
         if drafts is not None:
@@ -339,12 +341,16 @@ class GraphSteps:
             self.fall_back(error)
             return window.commit_sampled(sampled)
 
-    def abandon(self) -> None:
-        """Abort the step's window, so that no draft row stays in a cache."""
+    def abandon(self, *, replayed: bool | None = None) -> None:
+        """Abort the step's window, so that no draft row stays in a cache.
+
+        Args:
+            replayed: see ``CapturedWindow.abort``.
+        """
         window = self.window
         self._recurring, self._window = 0, None
         if window is not None and not window.state.is_final:
-            window.abort()
+            window.abort(replayed=replayed)
 
     # -- failures -------------------------------------------------------------------
 

@@ -63,6 +63,8 @@ class PackedGraphSteps(GraphSteps):
             prefilling: numpy bool ``[num_requests]``, True for requests still at their prompt.
             slots: int64 ``[num_tokens or more]`` for each group, on the device, filled.
         """
+        if self.window is not None:
+            self.abandon()  # in its own slots, which are filled anew below
         self._requests = None
         which = [] if drafts is None else drafts.nonzero()[0].tolist()
         if not which:

@@ -236,6 +236,9 @@ def _attach(
         _after_warm_up(wrapper, facts)
     if facts.device == "cpu":
         return
+    from .gpu.runner import reserve_graphs
+
+    reserve_graphs(wrapper)
     if wanted.audit != "off":
         from .audit import gpu_runners
 

@@ -6,7 +6,7 @@ from ..context import WindowContext
 from ..errors import WindowStateError
 from ..states import Event, WindowState, allowed
 from ..window import Window
-from .shared import StepPlan
+from .shared import SharedPlaces, StepPlan
 
 
 class SavingWindow(Window):
@@ -14,11 +14,13 @@ class SavingWindow(Window):
 
     _context: WindowContext
     plan: StepPlan
+    _shared: SharedPlaces
     _state: WindowState | None
     _unsaved = False  # True while the old rows are still to be saved, see ``before_forward``
 
     def save(self) -> None:
         """Save the rows that the drafts overwrite; a failure comes out, see ``save_failed``."""
+        self._shared.save_slots()
         if self.plan.launches is not None:
             self.plan.launches.save()
             return
@@ -29,9 +31,8 @@ class SavingWindow(Window):
 
     def save_failed(self, error: Exception) -> None:
         """Go DIRECT, since no old row is there to be put back, or abort and raise ``error``."""
-        life = self._life
-        if self.plan.launches is not None and life.txn is not None:
-            life.txn.saved = {}  # one launch saves them all, so nothing was saved
+        self._unsaved = self.plan.launches is not None  # one launch saves them all, or none
+        life, self._unsaved = self._life, False
         life.go_direct("begin", error)
         life.missing.clear()  # the forward writes every row
 

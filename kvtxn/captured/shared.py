@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from ..context import WindowContext
@@ -70,6 +71,7 @@ class SharedPlaces:
         saves: True where the executor's own launches copy the old rows of a window into ``rows``
             before the forward writes over them (policy ``undo``). Then ``rows`` is what an abort or
             a fallback puts back; else it holds the drafts that wait for the commit.
+        slots_stay: ``slots`` is not filled anew while a window is open.
 
     Attributes:
         quiet: True if kvtxn's debug log was off when the open window began. Its commit then makes
@@ -91,6 +93,7 @@ class SharedPlaces:
         counters: Tensor,
         *,
         saves: bool,
+        slots_stay: bool,
     ) -> None:
         self.context = context
         self.turn = turn
@@ -107,16 +110,34 @@ class SharedPlaces:
         self.on_host = slots.is_cpu
         self.device = slots.get_device()
         self._saves = saves
+        #: Under ``undo`` the slots of the rows that were saved last, as an engine may fill in those
+        #: of its next step before it ends a window that a failed step has left open.
+        self._saved_slots: Tensor | None = None
+        if context.policy == "undo" and not slots_stay:
+            self._filled = slots[:, : context.executor.config.max_rows]
+            self._saved_slots = torch.full_like(self._filled, -1)
 
-    def fill(self, txn: Txn) -> None:
-        """Set a ``Txn``'s counters, slots and, under ``undo``, the rows saved for the window."""
+    def save_slots(self) -> None:
+        """Copy the slots of the step, if it writes over rows that may have to be put back."""
+        if self._saved_slots is not None:
+            self._saved_slots.copy_(self._filled)
+
+    def fill(self, txn: Txn, *, saved: bool) -> None:
+        """Set a ``Txn``'s counters, slots and, under ``undo``, the rows saved for the window.
+
+        Args:
+            txn: the window's.
+            saved: the rows of the step were saved, if any are to be.
+        """
         txn.counters = self.counters
-        count = txn.layout.num_rows
-        for line, (group, limit) in zip(self.slots, self.context.groups.items(), strict=True):
+        count, slots = txn.layout.num_rows, self.slots
+        if saved and self._saved_slots is not None:
+            slots = self._saved_slots
+        for line, (group, limit) in zip(slots, self.context.groups.items(), strict=True):
             txn.slots[group] = slots = line[:count]
             inside = ((slots >= -1) & (slots < limit)).all()
             txn.in_range = inside if txn.in_range is None else txn.in_range & inside
-        if self._saves:
+        if self._saves and saved:
             txn.saved = {name: layer.rows for name, layer in self.stored(count).items()}
 
     def _stored(self, num_rows: int) -> dict[str, StagedLayer]:

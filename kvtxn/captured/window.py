@@ -344,9 +344,7 @@ class CapturedWindow(SavingWindow):
         if self._state is not OPEN:
             life.missing.clear()
         if not self._state.is_final:
-            self._shared.fill(life.txn)
-        if self._unsaved:
-            life.txn.saved = {}
+            self._shared.fill(life.txn, saved=not self._unsaved)
         self.__dict__["_life"], self._state = life, None
         if not life.state.is_final:
             self._take(self._context.refs if life.state is STAGED else (self._noted or {}).values())

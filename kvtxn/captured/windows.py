@@ -47,6 +47,8 @@ class CapturedWindows(SharedPlaces):
         position: int64, at least ``[max_rows]``: the tensor of marks that the forward reads, if it
             was captured already; None allocates it. All of it becomes -1. Windows over several
             graphs may share one.
+        slots_stay: the engine leaves ``slots`` alone while a window is open. Else it may fill them
+            for its next step before it aborts a window: that one is aborted in its own slots.
 
     Attributes:
         context: as given.
@@ -72,6 +74,8 @@ class CapturedWindows(SharedPlaces):
         slots: Tensor,
         rows: LayerRows | None = None,
         position: Tensor | None = None,
+        *,
+        slots_stay: bool = False,
     ) -> None:
         executor, refs = context.executor, context.refs
         max_rows = executor.config.max_rows
@@ -109,7 +113,7 @@ class CapturedWindows(SharedPlaces):
         self.deferred = context.policy == "deferred"
         self._undoes = context.policy == "undo"
         saves = self._undoes and self._launches is not None
-        super().__init__(context, turn, slots, rows, counters, saves=saves)
+        super().__init__(context, turn, slots, rows, counters, saves=saves, slots_stay=slots_stay)
         self._room = min(max_rows, slots.shape[1])
         self._plans = lru_cache(maxsize=_MOST_PLANS)(self._plan)
         #: By number of rows, kept for good: captured forwards read their addresses.
@@ -180,7 +184,12 @@ class CapturedWindows(SharedPlaces):
         if found is None:
             whole = RowLayout.build((count,), (0,), self.context.device)  # all rows are drafts
             found = self._in_forward[count] = self._launches.prepare(whole)
-        return lambda: found.save()  # the first call may arrange another method
+
+        def save() -> None:
+            self.save_slots()
+            found.save()  # looked up in each call: the first one may arrange another method
+
+        return save
 
     def begin(self, plan: StepPlan, forward_saves: bool = False) -> CapturedWindow:
         """Begin the window of the next forward; the engine has filled the slots already.

@@ -8,6 +8,7 @@ from kernel_kit import KernelConformance
 from kernels_here import ON_GPU
 
 from kvtxn import SampledIds
+from kvtxn.cuda_graphs import GRAPH_BYTES
 from kvtxn.testing import Rig, registered
 
 cudagraph = pytest.importorskip("kvtxn.backends.cudagraph_executor")
@@ -129,10 +130,40 @@ def test_one_place_may_hold_more_or_fewer_requests(rig_of):
     assert executor.replays == 4
 
 
-def test_the_graph_not_used_for_longest_is_dropped(rig_of, monkeypatch):
+@pytest.mark.parametrize("form", ["places", "not contiguous", "ids", "mask"])
+def test_a_batch_may_have_more_requests_than_rows(rig_of, form):
+    """Most of them have no row; a smaller batch of as many rows comes in between."""
+    rig = rig_of(on_error="raise")
+    many = ((1,) + (0,) * 39, (0,) * 38 + (2, 0))
+    few = ((1,), (2,))
+    kept_alive = []
+
+    def given(shape, counts):
+        wide = torch.tensor([[n, 9] for n in counts], dtype=torch.int64, device=rig.device)
+        forms = {
+            "places": wide[:, 0].contiguous(),
+            "not contiguous": wide[:, 0],
+            "ids": SampledIds(torch.tensor([[7] * (n + 1) + [-1] * (2 - n) for n in counts])),
+            "mask": torch.tensor(
+                [number < count for settled, drafts, count in zip(*shape, counts, strict=True)
+                 for number in [9] * settled + list(range(drafts))]
+            ),
+        }  # fmt: skip
+        kept_alive.append(forms[form])
+        return forms[form]
+
+    for _ in range(6):  # in place at first, then copied
+        commit(rig, many, given(many, [0] * 38 + [1, 0]), [0] * 38 + [1, 0])
+        commit(rig, few, given(few, [2]), [2])
+    executor = rig.manager.executor
+    assert executor.replays == 12
+    assert rig.manager.snapshot()["kvtxn_fallbacks_total"] == 0
+
+
+def test_the_graph_not_used_for_longest_is_dropped(rig_of):
     """And one that is used again and again stays."""
-    monkeypatch.setattr(cudagraph, "_MAX_GRAPHS", 2)
     rig = rig_of(max_rows=64)
+    rig.manager.executor.graphs.most_bytes = 2 * GRAPH_BYTES
     buckets = {drafts: torch.tensor([[7] * drafts]).to(rig.device) for drafts in (4, 12, 20)}
     for drafts in (4, 12, 4, 20, 4):
         commit(rig, ((1,), (drafts,)), SampledIds(buckets[drafts]), [drafts - 1])

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig
+from kvtxn.cuda_graphs import GRAPH_BYTES
 from kvtxn.layout import RowLayout
 from kvtxn.testing import registered
 
@@ -197,3 +198,47 @@ def test_windows_over_two_forwards(triton_executor, kernel_device, form):
         assert torch.equal(rig.refs[0].key_cache, before)
         assert torch.equal(rig.slots, given[0])
         assert torch.equal(slots, given[1])
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_a_layout_whose_graph_had_to_go_launches_and_captures_again(
+    triton_executor, kernel_device, undo, monkeypatch
+):
+    """The graphs of all layouts share one bound, those of saves included."""
+    rig = Rig(triton_executor, kernel_device, undo=undo)
+    graphs = rig.manager.executor.graphs
+    graphs.most_bytes = GRAPH_BYTES
+    counts = torch.ones(2, dtype=torch.int32, device=kernel_device)
+    rig.slots[0, :8] = torch.arange(8)
+    layouts = [RowLayout.build(drafts, (1, 1), torch.device(kernel_device))
+               for drafts in ((3, 3), (1, 2))]  # fmt: skip
+    one, other = (rig.windows.plan(layout) for layout in layouts)
+    monkeypatch.setattr(type(rig.windows._launches), "captured", lambda _, launch: launch)
+
+    def recur(plan, times=16):
+        for _ in range(times):
+            rig.windows.begin(plan).commit_sampled(counts)
+            if not counts.is_cuda:  # where graphs are, it is called by itself
+                if plan.launches.replays:
+                    continue
+                plan.launches._note_place(counts)
+
+    place = counts.data_ptr()
+    recur(one, 15)
+    assert not one.launches.replays
+    recur(one, 1)
+    assert list(one.launches.replays) == [place]
+    recur(other)
+    assert (list(one.launches.replays), list(other.launches.replays)) == ([], [place])
+    recur(one, 15)
+    assert (list(one.launches.replays), list(other.launches.replays)) == ([], [place])
+    recur(one, 1)
+    assert (list(one.launches.replays), list(other.launches.replays)) == ([place], [])
+    if undo:
+        arranged = other.launches.save
+        other.launches.warm_up(counts)
+        assert not one.launches.replays
+        recur(one)
+        assert other.launches.save == arranged
+    assert len(graphs) == 1
+    assert rig.manager.snapshot()["kvtxn_fallbacks_total"] == 0

@@ -55,3 +55,20 @@ def test_it_compiles_for_a_gpu_and_moves_rows_in_wide_words(tmp_path):
         words = 4 if name.startswith("fp32") else 2
         assert each["stores"] == words, name
         assert each["loads"] <= 2 * words + 4
+
+
+def test_a_batch_may_have_more_rows_than_the_second_axis_of_a_grid(monkeypatch):
+    """CUDA takes 65 535 programs along it."""
+    grids = []
+
+    class Launches:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(sys.modules[gated_norm.__module__], "norm_rows", Launches())
+    x = torch.zeros(1, 1, 1).expand(70_000, 16, 8)
+    gated_norm(x, x, torch.ones(8), 1e-6, sigmoid=True)
+    [grid] = grids
+    assert grid[0] == 70_000
+    assert max(grid[1:]) < 65_536

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from step_rig import (
@@ -114,6 +115,39 @@ def test_an_abandoned_step_leaves_no_draft_row(policy):
     assert rig.count("windows_total_aborted") == 1
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("saves", [True, False], ids=["forward saves", "begin saves"])
+def test_an_abandoned_step_is_taken_back_in_its_own_slots(backend, saves):
+    """The next step's are in place when it is aborted."""
+    rig = Rig("undo", backend=backend)
+    save = rig.steps.save_in_forward(8) if saves else None
+    assert (save is not None) == (saves and backend == "triton")
+    before = [cache.clone() for cache in rig.caches]
+    rig.begin([3, 1], [4, 2], None, saves)
+    if save is not None:
+        save()
+    rig.steps.before_replay(saves=save is not None)
+    made = rig.forward()
+    shown = []
+    rig.manager.on_abort(lambda window: shown.append(window.slots["default"].tolist()))
+    rig.slots.fill_(-1)
+    rig.slots[0, :3] = torch.tensor([20, 21, 22], device=rig.slots.device)
+    rig.plan(numpy.array([2]), numpy.array([3]), numpy.array([False]))
+    rig.expect(before, made, [3, 1], [4, 2], [1, 1])
+    assert rig.steps.window.layout.draft_len == (2,)
+    assert shown == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_hooks_are_told_of_no_row_whose_slot_is_not_known():
+    """Of drafts that waited nothing is taken back, so nobody has kept their slots."""
+    rig, shown = Rig("deferred"), []
+    rig.manager.on_abort(lambda window: shown.append(window.stored().tolist()))
+    rig.begin([3], [4])
+    rig.forward()
+    rig.begin([1, 1], [2, 2])
+    assert shown == [[-1] * 4]
+
+
 @pytest.mark.parametrize("noticed", [True, False])
 def test_the_drafts_of_one_layer_alone_wait(noticed):
     """They are written; the other layer's are stock's to write, or something else wrote them.
@@ -202,11 +236,11 @@ def test_a_commit_can_be_checked():
 def test_a_refused_count_does_not_block_later_steps(policy):
     """Counts that do not fit are an error; the next step aborts the window and has its own."""
     rig = Rig(policy)
-    rig.begin([3, 3], [4, 4])
+    before = [cache.clone() for cache in rig.caches]
+    rig.begin([3], [4])
     rig.forward()
     with pytest.raises(Exception, match=r"."):
         rig.steps.commit("two")
-    before = [cache.clone() for cache in rig.caches]
     rig.begin([2], [3])
     made = rig.forward()
     rig.commit([3])

@@ -202,3 +202,16 @@ def test_slots_that_cannot_be_gathered_are_a_fallback(monkeypatch):
     runner.begin([0, 2], [1, 3])
     assert runner.steps.window is None
     assert runner.count("fallbacks_total_begin") == 1
+
+
+def test_a_step_that_was_left_open_is_taken_back_in_its_own_slots():
+    """Before the next step's slots take their place."""
+    runner = Runner()
+    before = [cache.clone() for cache in runner.caches]
+    slots = runner.begin([3, 2], [4, 3])
+    runner.write([slot for each, drafts in zip(slots, (3, 2), strict=True)
+                  for slot in each[-drafts:]])  # fmt: skip
+    runner.slots = [each.roll(-1) for each in runner.slots]
+    parts = (numpy.array(each) for each in ([1, 1], [2, 2], [False, False]))
+    runner.steps.begin_among(*parts, runner.slots)
+    assert all(map(torch.equal, runner.caches, before))

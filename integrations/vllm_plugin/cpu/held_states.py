@@ -15,6 +15,7 @@ from ...serving.state_steps import StateSteps
 from ..attach import check_methods
 from ..internals import Foreign, gated_delta, mixers
 from ..internals.mixers import StateBatch
+from ..internals.replaced_names import not_called
 from ..internals.state_layers import StateLayer
 from ..policy.engine import GATED_DELTA, MAMBA2, SHORT_CONV
 
@@ -128,6 +129,7 @@ def operators_differ(modules: Sequence[Foreign]) -> str | None:
         if kind in kinds:
             name, parameters = mixers.FORWARDS[kind]
             wrong = check_methods(kinds[kind], {name: parameters})
+            wrong = wrong or not_called(getattr(kinds[kind], name))
             if wrong is not None:
                 return wrong
     return None

@@ -3,7 +3,7 @@
 In a usual step each launch takes the host longer than all else that a commit does. Where the
 forward is a captured graph, all that both commits read is at fixed addresses but the counts, whose
 addresses recur. So both are captured as one graph for each kind of batch. Every other step commits
-its states by themselves, and then its rows.
+its states by themselves, and then its rows; so does one whose graph had to go, see ``GraphCache``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from torch import Tensor
 from ....captured.launches import LayoutLaunches
 from ....captured.shared import StepPlan
 from ....captured.window import CapturedWindow
+from ....cuda_graphs import GraphCache, Replay
 from ....log import get_logger
 from ...serving.beside import lies_as_captured
 from ..internals.held_states import HeldStates
 
 log = get_logger()
 
-#: Capture both commits once a plan came at the same places this often, and at most at so many
-#: places: a capture is done in the middle of serving.
+#: Capture both commits once a plan came at the same places this often: a capture is done in the
+#: middle of serving.
 _OFTEN: Final = 8
-_MOST_PLACES: Final = 16
-#: Most graphs that hold the commits of layers one by one, some dozens of launches each.
-_MOST_LAYERED: Final = 256
 #: Places that are counted; when there are more, all are forgotten.
 _MOST_SEEN: Final = 4096
 
@@ -38,15 +36,15 @@ class JointCommits:
 
     Args:
         states: the states.
+        graphs: the captured commits of the runner's windows, of which these are a part.
 
     Attributes:
         noted: the states, which are told of each step.
-        captured: graphs of both commits so far.
     """
 
-    def __init__(self, states: HeldStates) -> None:
+    def __init__(self, states: HeldStates, graphs: GraphCache) -> None:
         self._states = self.noted = states
-        self.captured = 0
+        self._graphs = graphs
         self._seen: Counter[tuple[int, int]] = Counter()
 
     def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
@@ -88,9 +86,6 @@ class JointCommits:
 
     def _recurs(self, plan: StepPlan, place: int) -> bool:
         """Count a kind of step; tell whether it is to be captured now."""
-        layered = self._states.make is not None and self.captured >= _MOST_LAYERED
-        if layered or len(plan.together) >= _MOST_PLACES:
-            return False
         if len(self._seen) > _MOST_SEEN:
             self._seen.clear()
         key = id(plan), place
@@ -101,11 +96,19 @@ class JointCommits:
         self, plan: StepPlan, rows: LayoutLaunches, sampled: Tensor, launches: Callable[[], None]
     ) -> None:
         """Capture both commits; the step's own rows are committed after this."""
+        place = sampled.data_ptr()
+
+        def make() -> Replay | None:
+            return rows.capture_with(sampled, launches, self._states.make)
+
+        def dropped() -> None:
+            del plan.together[place]
+            self._seen[id(plan), place] = 0
+
         try:
-            both = rows.capture_with(sampled, launches, self._states.make)
+            both = self._graphs.add(make, dropped)
         except Exception as error:  # both commits still work, one after the other
             log.debug("joint_commits.not_captured", error=repr(error))
             return
         if both is not None:
-            plan.together[sampled.data_ptr()] = both
-            self.captured += 1
+            plan.together[place] = both

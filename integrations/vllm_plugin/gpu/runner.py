@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from ....config import TxnConfig
+from ....cuda_graphs import MOST_BYTES
 from ....layers import LayerRef
 from ....log import get_logger
 from ....manager import TransactionManager
@@ -24,11 +25,13 @@ from ..internals import (
     Foreign,
     backends,
     batches,
+    cache_sizes,
     config,
     connectors,
     flash,
     kv_cache,
     state_layers,
+    workers,
 )
 from ..internals import layers as attention_layers
 from ..internals.layers import TargetLayer
@@ -248,6 +251,22 @@ def unhook_attention(layers: Sequence[TargetLayer], builders: Sequence[Foreign])
     for each in (*(layer.impl for layer in layers), *builders):
         each.kvtxn = None
         del each.kvtxn
+
+
+def reserve_graphs(wrapper: Foreign) -> None:
+    """Let vLLM size the KV cache without the memory of captured commits, outside of torch's.
+
+    Where the user gives the size of the KV cache, that stays as it is.
+
+    Args:
+        wrapper: the wrapper of a worker whose runner is hooked.
+    """
+    runner: Any = workers.runner_of(wrapper)
+
+    def rest(available: int) -> int:
+        return available if cache_sizes.is_given(runner) else max(available - MOST_BYTES, 0)
+
+    runner.kvtxn_unhook.callback(workers.less_cache_memory(wrapper, rest))
 
 
 def hold_room(runner: Any, more: int = 0) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from ....config import TxnConfig
+from ....cuda_graphs import GraphCache
 from ....errors import KVTxnError
 from ....log import get_logger
 from ....manager import TransactionManager
@@ -128,7 +129,9 @@ class GpuStateMixin:
             wrong = self.kvtxn_unknown()
             raise KVTxnError("vllm", f"the model's recurrent layers are unknown: {wrong}")
         make = captures() if uses_graphs(self) else None
-        states = self.kvtxn_hook_states(lambda error: manager.note_fallback("states", error), make)
+        states = self.kvtxn_hook_states(
+            lambda error: manager.note_fallback("states", error), make, manager.executor.graphs
+        )
         self.kvtxn_states = states
         kinds = {layer.kind for layer in states.layers} & {GATED_DELTA, MAMBA2}
         chosen = self.kvtxn_settings.recurrent == "auto"
@@ -143,15 +146,19 @@ class GpuStateMixin:
         }
 
     def kvtxn_hook_states(
-        self, note: Callable[[Exception], None], make: Capture | None
+        self,
+        note: Callable[[Exception], None],
+        make: Capture | None,
+        kept: GraphCache | None = None,
     ) -> HeldStates:
         """Let the layers read states and keep their rows, until ``kvtxn_undo`` is closed.
 
         Args:
             note: called with an error after which the commit of the states was repeated.
             make: captures the commits of all layers; None commits layer by layer.
+            kept: keeps what is captured.
         """
-        states = HeldStates(self, note, make, fast=self.kvtxn_fast)
+        states = HeldStates(self, note, make, fast=self.kvtxn_fast, kept=kept)
         states.warm_up()
         self.kvtxn_undo.callback(states.unhook)
         states.hook()

@@ -56,7 +56,7 @@ class GpuStateRunnerV2(GpuStateMixin, GpuRunnerV2):
         """
         states = self.kvtxn_states
         if isinstance(steps, GraphSteps) and states is not None and not self.kvtxn_connected:
-            steps.beside = JointCommits(states)
+            steps.beside = JointCommits(states, steps.manager.executor.graphs)
 
     def postprocess_sampled(
         self,

@@ -8,12 +8,13 @@ the states are the same to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ....cuda_graphs import capture, replay_of
+from ....cuda_graphs import GraphCache, capture, replay_of
 from .state_tables import StateCommits, StateTables, VerifyStep
 
 #: Branches of a graph: eight layers at one request fill an H200 about once.
@@ -71,6 +72,7 @@ class CommitGraphs:
         width: most rows of a request.
         requests: most requests of a step.
         make: captures launches.
+        kept: keeps what is captured.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class CommitGraphs:
         width: int,
         requests: int,
         make: Capture,
+        kept: GraphCache,
     ) -> None:
         self._verified, self._tables, self._width = list(verified), tables, width
         device = tables.whole.device
@@ -89,8 +92,9 @@ class CommitGraphs:
         self._sizes = sorted({*(size for size in powers if size < requests), requests})
         #: By requests of a graph, a view of its first rows: slices take the host long.
         self._firsts = {size: self._starts[: size + 1] for size in self._sizes}
-        self.make = make
-        #: By requests, and whether the fused kernel verified: the graph, and what it launches.
+        self.make, self._kept = make, kept
+        #: By requests, and whether the fused kernel verified: the graph, and what it launches; this
+        #: in both places where the graph had to go.
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Callable[[], None]]] = {}
 
     def capture(self) -> None:
@@ -107,7 +111,13 @@ class CommitGraphs:
 
                 self._tables.name_commits(self._tables.whole[:size], step.starts)
                 run()
-                self._graphs[size, fused] = self.make(run), run
+                dropped = partial(self._launch_singly, size, fused, run)
+                replay = self._kept.add(partial(self.make, run), dropped)
+                self._graphs[size, fused] = replay or run, run
+
+    def _launch_singly(self, size: int, fused: bool, run: Callable[[], None]) -> None:
+        """Make the launches of a size one by one."""
+        self._graphs[size, fused] = run, run
 
     def _step(self, size: int, *, fused: bool) -> VerifyStep:
         """Describe a step of so many requests, in the buffers that graphs read."""

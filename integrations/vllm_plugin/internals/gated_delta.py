@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...serving.state_steps import StateRows
+from .replaced_names import not_called
 from .state_layers import StateLayer, Substitute
 
 #: vLLM's function, in its module of the operator; by its parameters it is recognised.
@@ -154,7 +155,7 @@ class _Call:
 
 def core_differs() -> str | None:
     """Say in a sentence how vLLM's function differs from the known one; None if it does not."""
-    from inspect import signature
+    from inspect import signature, unwrap
 
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as module
 
@@ -162,7 +163,9 @@ def core_differs() -> str | None:
     if own is None:
         return f"{module.__name__}.{CORE} is not there"
     found = tuple(signature(own).parameters)
-    return None if found == _PARAMETERS else f"{CORE} takes {found}, not {_PARAMETERS}"
+    if found != _PARAMETERS:
+        return f"{CORE} takes {found}, not {_PARAMETERS}"
+    return not_called(unwrap(own))
 
 
 def hook_core() -> Callable[[], None]:

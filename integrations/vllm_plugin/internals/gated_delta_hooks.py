@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, Final
+
+from .replaced_names import with_globals
 
 #: The method that launches the fused kernel.
 FUSED: Final = "_forward_core_decode_spec_post_conv_fused_norm"
@@ -21,20 +23,14 @@ METHODS: Final = {
     "_can_use_fused_gdn_mtp_decode": ("attn_metadata",),
 }
 
+#: By method, the global name under which it finds the Triton kernel.
+KERNEL: Final = {"_forward_core": "fused_sigmoid_gating_delta_rule_update"}
+
 #: The method that splits rows for the Triton kernel, into copies; with its parameters.
 SPLIT: Final = {"rearrange_mixed_qkv": ("mixed_qkv",)}
 
 #: The method that applies the gated norm where the Triton kernel ran, with its parameters.
 NORM: Final = {"_rms_norm_gated_cuda": ("x", "output_gate", "out")}
-
-
-def with_globals(function: Any, **own: object) -> Any:
-    """Copy a function; in the copy some global names stand for other objects."""
-    names = {**function.__globals__, **own}
-    parts = function.__name__, function.__defaults__, function.__closure__
-    made = FunctionType(function.__code__, names, *parts)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
 
 
 def hook_kernels(

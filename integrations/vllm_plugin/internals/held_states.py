@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ....cuda_graphs import GraphCache
 from ....errors import KVTxnError, LayerError
 from ....log import get_logger
 from ..policy.engine import GATED_DELTA, MAMBA2, OLMO_DELTA, SHORT_CONV
@@ -24,11 +25,12 @@ from . import Foreign, aligned_states, gated_delta_hooks
 from .commit_graphs import Capture, CommitGraphs
 from .expected_states import MOST_REPLAYED, NO_ATTENTION, NOT_TRITON, OWN_REPLAY, too_many
 from .made_rows import make_rows
+from .replaced_names import not_called, not_used
 from .replayed_rows import REPLAYED, ReplayedRows
 from .state_layers import StateLayer, modules_of, state_layers
 from .state_sizes import bytes_of_buffers, found_kinds, most_requests, most_rows, width
 from .state_tables import StateTables, VerifyStep
-from .verified_rows import LAUNCHES
+from .verified_rows import KERNELS, LAUNCHES
 from .verify_steps import STEPS, kept
 
 log = get_logger()
@@ -70,6 +72,7 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
         split = gated_delta_hooks.SPLIT if replayed and kind == GATED_DELTA else {}
         norm = gated_delta_hooks.NORM if replayed and fused else {}
         wrong = check_methods(type(module), {**LAUNCHES[kind], **split, **norm})
+        wrong = wrong or _unused(type(module), kind, *split)
         if wrong is not None:
             return wrong
         if kind == MAMBA2 and runner.vllm_config.mamba_config.backend.value != "triton":
@@ -86,6 +89,17 @@ def launches_differ(runner: Any, *, fast: bool = False) -> str | None:
     return aligned_states.copies_differ() if aligned_states.is_aligned(runner) else None
 
 
+def _unused(owner: type, kind: str, *split: str) -> str | None:
+    """Say in a sentence which name that ``hook`` replaces vLLM's code of a layer does not use."""
+    for method in (*LAUNCHES[kind], *split):
+        function = getattr(owner, method)
+        name = KERNELS[kind].get(method)
+        wrong = not_called(function) or (name and not_used(function, name))
+        if wrong:
+            return wrong
+    return None
+
+
 class HeldStates:
     """The states of a runner's recurrent layers.
 
@@ -94,6 +108,7 @@ class HeldStates:
         note: called with an error after which the commit of the states was repeated.
         make: captures the commits of all layers; None commits layer by layer.
         fast: kvtxn's own kernels verify and commit the layers of ``REPLAYED``.
+        kept: keeps the captured commits; a cache of its own if None.
 
     Attributes:
         layers: the recurrent layers, without their caches.
@@ -111,6 +126,7 @@ class HeldStates:
         make: Capture | None = None,
         *,
         fast: bool = False,
+        kept: GraphCache | None = None,
     ) -> None:
         self.layers = state_layers(runner)
         self._note, self._width = note, width(runner)
@@ -142,7 +158,8 @@ class HeldStates:
             self.graphs: CommitGraphs | None = None
             if make is not None and self._verified and self._alone is None:
                 most = int(runner.max_num_reqs)
-                self.graphs = CommitGraphs(self._verified, self.tables, self._width, most, make)
+                given = self._verified, self.tables, self._width, most, make
+                self.graphs = CommitGraphs(*given, GraphCache() if kept is None else kept)
         self._dtype = runner.dtype
         #: Of the step that is under way; None: there is nothing to commit.
         self.metadata: Any = None

@@ -7,10 +7,13 @@ from functools import partial
 from types import MethodType
 from typing import Any, Final
 
-from .gated_delta_hooks import with_globals
+from .replaced_names import with_globals
 
 #: The method that contains the launch, with its parameters.
 METHODS: Final = {"conv_ssm_forward": ("projected_states", "output")}
+
+#: By method, the global name under which it finds the kernel.
+KERNEL: Final = {"conv_ssm_forward": "selective_state_update"}
 
 
 def hook_kernel(module: Any, update: Callable[..., Any]) -> None:

@@ -15,12 +15,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .gated_delta_hooks import with_globals
+from .replaced_names import with_globals
 from .state_layers import StateLayer
 from .state_tables import StateTables, VerifyStep
 
 #: The method that contains the launch, with its parameters.
 METHODS: Final = {"_forward_core": ("mixed_qkv", "b", "a", "core_attn_out")}
+
+#: By method, the global name under which it finds the kernel.
+KERNEL: Final = {"_forward_core": "fused_recurrent_gated_delta_rule"}
 
 #: Most programs along the third axis of a grid, where the kernel has requests and heads.
 _MOST_PROGRAMS: Final = 65535

@@ -29,6 +29,13 @@ LAUNCHES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     MAMBA2: mamba2_hooks.METHODS,
 }
 
+#: The global names under which these methods find the kernels, by kind of layer and method.
+KERNELS: Final[Mapping[str, Mapping[str, str]]] = {
+    GATED_DELTA: gated_delta_hooks.KERNEL,
+    OLMO_DELTA: olmo_rows.KERNEL,
+    MAMBA2: mamba2_hooks.KERNEL,
+}
+
 #: Most programs along the third axis of a grid, where vLLM's Triton kernel has requests and heads.
 _MOST_PROGRAMS: Final = 65535
 

@@ -25,8 +25,8 @@ from held_layers import (
 )
 from kernels_here import importing_kernels
 from kvtxn.integrations.vllm_plugin.internals.commit_graphs import Capture
-from kvtxn.integrations.vllm_plugin.internals.gated_delta_hooks import with_globals
 from kvtxn.integrations.vllm_plugin.internals.held_states import HeldStates
+from kvtxn.integrations.vllm_plugin.internals.replaced_names import with_globals
 from kvtxn.integrations.vllm_plugin.policy.engine import MAMBA2
 from torch import Tensor
 
@@ -130,11 +130,10 @@ class Rig:
         # vLLM's methods look their globals up where the rig has put them.
         for side in self.sides:
             name = "_forward_core" if kind in DELTAS else "conv_ssm_forward"
-            own = with_globals(
-                getattr(cls, name),
-                get_forward_context=lambda: self.context,
-                selective_state_update=interpreted.mamba2(),
-            )
+            names = {"get_forward_context": lambda: self.context}
+            if kind == MAMBA2:
+                names["selective_state_update"] = interpreted.mamba2()
+            own = with_globals(getattr(cls, name), **names)
             setattr(type(side.layer), name, own)
         self.accepted = torch.ones(REQUESTS, dtype=torch.int32)
         self.states = self.hold(ours.layer)

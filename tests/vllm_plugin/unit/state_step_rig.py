@@ -80,7 +80,9 @@ class StateSteps:
         )
         self.steps.windows._launches = SimpleNamespace(prepare=lambda _: self.launches)
         if joined:
-            self.steps.beside = joint_commits.JointCommits(self.states)
+            self.steps.beside = joint_commits.JointCommits(
+                self.states, self.steps.manager.executor.graphs
+            )
         starts = torch.arange(REQUESTS + 1, dtype=torch.int32) * (DRAFTS + 1)
         table = torch.ones(REQUESTS, 1, dtype=torch.int32)
         self.sampled = torch.ones(REQUESTS, dtype=torch.int32)

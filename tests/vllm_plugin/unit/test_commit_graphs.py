@@ -10,6 +10,8 @@ import torch
 from kvtxn.integrations.vllm_plugin.internals import commit_graphs
 from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables, VerifyStep
 
+from kvtxn.cuda_graphs import GRAPH_BYTES, GraphCache
+
 
 class Stream:
     """A stream of the log."""
@@ -65,7 +67,7 @@ def test_lines_beyond_a_step_have_no_rows():
         was_fused=lambda _: False,
         commit=lambda step: seen.append((step.starts.tolist(), tables.kept.tolist())),
     )
-    graphs = commit_graphs.CommitGraphs([rows], tables, width, most, lambda run: run)
+    graphs = commit_graphs.CommitGraphs([rows], tables, width, most, lambda run: run, GraphCache())
     graphs.capture()
     tables.sources[0, :, -1] = torch.arange(1, most + 1)  # of a step of four requests
     for counted, starts in ((9, [0, 3, 6, 6]), (8, [0, 3, 5, 8]), (9, [0, 3, 6, 9])):
@@ -73,3 +75,28 @@ def test_lines_beyond_a_step_have_no_rows():
         graphs.run(step, torch.ones(3, dtype=torch.int32))
         assert seen[-1][0] == [*starts, starts[-1]]
         assert seen[-1][1][-2:] == [starts[-1]] * 2
+
+
+def test_a_size_whose_graph_had_to_go_is_committed_launch_by_launch():
+    """With the same result; other sizes keep their graphs."""
+    seen, kept = [], GraphCache(GRAPH_BYTES)
+    tables = StateTables.build(1, 2, 3, torch.device("cpu"))
+    rows = SimpleNamespace(
+        may_fuse=False,
+        metadata=lambda *_: None,
+        was_fused=lambda _: False,
+        commit=lambda step: seen.append(step.requests),
+    )
+
+    def make(run):
+        return lambda: (seen.append("graph"), run())
+
+    graphs = commit_graphs.CommitGraphs([rows], tables, 3, 2, make, kept)
+    graphs.capture()  # of two requests, and of one, for which the first had to go
+    assert len(kept) == 1
+    seen.clear()
+    for requests in (1, 2):
+        starts = torch.arange(requests + 1, dtype=torch.int32) * 3
+        step = VerifyStep(requests, 3 * requests, starts, None, None)
+        graphs.run(step, torch.ones(requests, dtype=torch.int32))
+    assert seen == ["graph", 1, 2]

@@ -20,6 +20,7 @@ with importing_kernels():
 
     from kvtxn.captured.launches import LayoutLaunches
     from kvtxn.captured.shared import StepPlan
+    from kvtxn.cuda_graphs import GRAPH_BYTES, GraphCache
 
 
 class Launches(LayoutLaunches):
@@ -57,12 +58,12 @@ class Rig(held.Rig):
     """States that are committed as ``GraphSteps`` does, from buffers that stay where they are."""
 
     def joins(self):
-        self.launches = Launches()
+        self.launches, self.graphs = Launches(), GraphCache()
         self.layout = SimpleNamespace(num_requests=REQUESTS)
         self.window = Window(plan=StepPlan(None, self.layout, self.launches, None, 0))
         self.starts = torch.zeros(REQUESTS + 1, dtype=torch.int32)
         self.sampled = torch.zeros(REQUESTS, dtype=torch.int32)
-        self.joint, self.own, self.together = JointCommits(self.states), self.states, 0
+        self.joint, self.own, self.together = JointCommits(self.states, self.graphs), self.states, 0
         self.states = self
         return self
 
@@ -182,12 +183,18 @@ def test_counts_of_another_form_at_the_same_address(rig):
     assert rig.together == 1
 
 
-def test_graphs_of_many_launches_are_few(rig, monkeypatch):
-    """One graph for all layers' commits is enough then, and one launch for the rows."""
-    monkeypatch.setattr(joint_commits, "_MOST_LAYERED", 0)
-    for sampled in STEPS:
-        rig.step([DRAFTS + 1] * REQUESTS, sampled)
-    assert rig.together == (4 if rig.own._alone else 0)
+def test_a_graph_that_had_to_go_is_captured_again(rig):
+    """Its steps are committed by two launches until they have recurred as often once more."""
+    rig.graphs.most_bytes = GRAPH_BYTES
+    full = [DRAFTS + 1] * REQUESTS
+    for sampled in STEPS[:3]:
+        rig.step(full, sampled)
+    assert (rig.together, len(rig.window.plan.together)) == (1, 1)
+    rig.graphs.add(lambda: print, lambda: None)
+    assert not rig.window.plan.together
+    for sampled in STEPS[3:]:
+        rig.step(full, sampled)
+    assert (rig.launches.captured, rig.together) == (2, 2)
 
 
 def test_what_cannot_be_captured_stays_two_launches(rig, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace as Made
 from typing import NamedTuple
 
@@ -14,10 +15,11 @@ pytest.importorskip("vllm")
 from kvtxn.integrations.vllm_plugin.internals import config as engine_config
 
 with importing_kernels():
-    from kvtxn.integrations.vllm_plugin.gpu.runner import hold_room
+    from kvtxn.integrations.vllm_plugin.gpu.runner import hold_room, reserve_graphs
     from kvtxn.integrations.vllm_plugin.policy.engine import EngineFacts
 
 from kvtxn import TxnConfig
+from kvtxn.cuda_graphs import MOST_BYTES
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,20 @@ def test_room_for_tables_where_rows_may_wait(monkeypatch, mixed, requests):
     layer.impl.vllm_flash_attn_version = 2
     hold_room(made)
     assert made.kvtxn_room.nbytes == 10 * 3 * 96
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "left"),
+    [(1 << 30, None, (1 << 30) - MOST_BYTES), (1 << 20, None, 0), (1 << 30, 1 << 30, 1 << 30)],
+)
+def test_captured_commits_are_in_the_memory_plan(free, given, left):
+    """vLLM sizes its cache without their memory, unless the user says how large the cache is."""
+    made = Made(kvtxn_unhook=ExitStack(), cache_config=Made(kv_cache_memory_bytes=given))
+    worker = Made(model_runner=made, determine_available_memory=lambda: free)
+    reserve_graphs(Made(worker=worker))
+    assert worker.determine_available_memory() == left
+    made.kvtxn_unhook.close()
+    assert worker.determine_available_memory() == free
 
 
 def test_room_that_cannot_be_had():

@@ -31,6 +31,7 @@ with importing_kernels():
     from kvtxn.integrations.vllm_plugin.settings import PluginSettings
 
     from kvtxn import KVTxnError, TxnConfig
+    from kvtxn.cuda_graphs import GraphCache
 
 FACTS = EngineFacts(
     device="cuda", runner="v2", recurrent=GATED_DELTA, states="exact", dtype="bfloat16", flash=3
@@ -57,7 +58,8 @@ def runner(request, monkeypatch):
     wanted = PluginSettings(TxnConfig(policy="undo", max_rows=8), recurrent="exact")
     module.attach(own, wanted, 0)
     assert attaching.is_hooked(own)
-    manager = SimpleNamespace(note_fallback=lambda *_: None)
+    executor = SimpleNamespace(graphs=GraphCache())
+    manager = SimpleNamespace(note_fallback=lambda *_: None, executor=executor)
     own.opened = []
     monkeypatch.setattr(
         runner_module,
@@ -263,6 +265,7 @@ def test_states_are_committed_beside_rows(runner, monkeypatch, connected):
     runner.initialize_kv_cache(None)
     steps = gpu_runner.GraphSteps.__new__(gpu_runner.GraphSteps)
     steps.beside, steps._window, steps._unopened = None, None, False
+    steps.manager = SimpleNamespace(executor=SimpleNamespace(graphs=GraphCache()))
     runner.kvtxn_connected = connected
     runner.kvtxn_join_commits(steps)
     assert (steps.beside is None) == connected
