@@ -140,7 +140,7 @@ class TritonExecutor(Executor):
         else:
             self._launch(self.plan_commit(txn), txn, accepted)
 
-    def advance(self, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Advance the states of replayed layers, in one launch; a raise leaves them untouched."""
         known = self._own_all_slots(txn)
         facts = (txn.staged, txn.layout, self._slots, known, accepted, txn.crossings)

@@ -228,14 +228,15 @@ class LayerRef:
         padding. Commit *selects* a state, or *replays* rows:
 
         - Selected (no ``replay``): ``stage`` takes the state after each row, settled rows
-          included. The state after the last settled row is written at staging; commit
-          writes the one after the last accepted draft. Without an accepted draft, and after an
-          abort, the state is not written again.
+          included. Commit writes the state after the last accepted draft; without an accepted
+          draft, the one after the last settled row.
         - Replayed: ``stage`` takes the inputs of each state's recurrence, for each row, as
-          one sequence of tensors in the order of ``given``. No state is written before the window
-          ends. Commit reads each state, takes the request's settled and accepted rows in, in
-          float32, and writes it once, rounded once to its dtype. An abort takes in the settled
-          rows alone, since those are never taken back; without settled rows it writes no state.
+          one sequence of tensors in the order of ``given``. Commit reads each state, takes the
+          request's settled and accepted rows in, in float32, and writes it once, rounded once to
+          its dtype.
+
+        No state is written before the commit, and none by an abort: settled rows are taken in with
+        the accepted drafts, in all layers, or not at all.
 
         Args:
             name: unique among the manager's layers.

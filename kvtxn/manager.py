@@ -87,8 +87,10 @@ class TransactionManager:
         self.metrics = Metrics.build(self.policy, refs, self.device)
         self.acceptance = Acceptance(self.config.acceptance, self.device)
         self.hooks = Hooks()
+        selecting = tuple(ref.name for ref in refs if ref.states and not ref.replay)
         # A commit that can fail after it did something is undone from a copy made before it.
-        may_stop_halfway = self.config.debug or not backend.capabilities.atomic
+        several_calls = self.config.debug or bool(selecting)
+        may_stop_halfway = several_calls or not backend.capabilities.atomic
         undone = self.config.debug or self.config.on_error == "raise"
         self.context = WindowContext(
             executor=self.executor,
@@ -117,6 +119,7 @@ class TransactionManager:
             may_stop_halfway=may_stop_halfway,
             reads_back=may_stop_halfway and undone,
             replays="replayed" in kinds,
+            selecting=selecting,
             copies_states=may_stop_halfway or undone,
             on_end=self._turn.end,  # not a method of the manager, which would be a reference cycle
         )

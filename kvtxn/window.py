@@ -187,7 +187,7 @@ class Window:
             self._life.or_fail(lambda: recovery.stage_direct(self._context, txn, [layer]))
             return
         try:
-            if (not txn.waits or txn.layout.has_settled) and not layer.ref.replay:
+            if not txn.waits or (txn.layout.has_settled and not layer.ref.states):
                 self._context.executor.stage(txn, layer)
         except Exception as error:
             staged = [*txn.staged.values(), layer] if txn.holds_rows else [layer]
@@ -313,10 +313,12 @@ class Window:
 
     @never_compiled
     def abort(self) -> None:
-        """Take every draft row back; settled rows stay. The caches are as before the window.
+        """Take every draft row back, and leave every recurrent state as it was before the window.
 
-        A window that fell back to direct writes keeps its rows, as stock would; except in rings
-        and states, where a draft row would have evicted a live one.
+        Settled rows stay in rows and rings, where to write them again changes nothing; no state
+        takes them in, whether its layer was staged or not. So the caller repeats the whole step. A
+        window that fell back to direct writes keeps its rows, as stock would; except in rings,
+        where a draft row would have evicted a live one, and in states.
 
         Raises:
             WindowStateError: the window is over.
@@ -329,8 +331,6 @@ class Window:
         if txn is not None:
             if txn.saved and life.state is not WindowState.DIRECT:
                 life.follow(life.or_fail(lambda: recovery.restore(context, txn)))
-            if context.replays and txn.layout.has_settled and life.state is not WindowState.DIRECT:
-                life.follow(life.or_fail(lambda: recovery.settle(context, txn)))
             if life.state is WindowState.DIRECT:
                 life.or_fail(lambda: recovery.finish_direct(context, txn, None))
             else:
