@@ -123,7 +123,7 @@ class Histories:
         """Work out the content of the caches from the lists of tokens alone.
 
         Args:
-            settled: by request, tokens that an aborted window wrote: in rows and rings, in no state.
+            settled: by request, tokens that an aborted window wrote, to rows and rings alone.
         """
         truth = self._base.copy()
         for cache in self._rig.caches:
