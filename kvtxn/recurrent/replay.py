@@ -2,8 +2,8 @@
 
 At commit each state takes in the rows of its request that the commit keeps, settled ones first, in
 float32, and is written once. A row can be repaired by writing it a second time; a state cannot,
-because it would take its rows in twice. So the window remembers whether the states advanced, and a repair
-after a half-way failure starts from a copy of them, made by ``read_states``.
+because it would take its rows in twice. So the window remembers whether the states advanced, and a
+repair after a half-way failure starts from a copy of them, made by ``read_states``.
 
 Everything here is computed on the device, without waiting for it.
 """
