@@ -218,7 +218,7 @@ class Txn:
         written once. A commit that the device refused, for a slot outside its cache, counts 1 in
         every line.
         """
-        groups = {ref.group: ref.kind.overwrites for ref in self.layers}
+        groups = {ref.group: ref.kind for ref in self.layers}
         nowhere = torch.zeros_like(self.layout.is_draft)
         real = [
             (self.slots[group] >= 0) & self.layout.is_draft if group in self.slots else nowhere
@@ -226,10 +226,12 @@ class Txn:
         ]
         staged = torch.stack(real)
         written = staged & kept
-        for line, (group, overwrites) in enumerate(groups.items()):
-            if overwrites and group in self.slots:
-                written[line] = last_writers(self.slots[group], real[line] & kept)
-                staged[line] = last_writers(self.slots[group], real[line])
+        for line, (group, kind) in enumerate(groups.items()):
+            if kind.overwrites and group in self.slots:
+                # Requests may begin from one state: each has a state of its own afterwards.
+                places = self.layout.request if kind.per_request else self.slots[group]
+                written[line] = last_writers(places, real[line] & kept)
+                staged[line] = last_writers(places, real[line])
         if self.counters.shape[0] > len(groups):
             window = torch.stack(real).any(0).unsqueeze(0)
             staged, written = torch.cat([window, staged]), torch.cat([window & kept, written])

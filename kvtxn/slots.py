@@ -16,7 +16,7 @@ from .errors import CapacityError, SlotMappingError
 from .host_values import to_device
 from .layers import SlotKind
 from .layout import Lengths, RowLayout, parse_lengths, spread_lengths
-from .recurrent.state_slots import Crossings, StateSlots
+from .recurrent.state_slots import Crossings, StateSlots, check_shared
 
 #: The slots of one group.
 OneMapping = Tensor | Sequence[int] | StateSlots
@@ -198,6 +198,8 @@ class SlotMappings:
         if tensor.is_cpu:
             given = host = tensor.tolist()
             self._check_host(group, host, kind, layout)
+            if kind.per_request and not isinstance(slots, StateSlots):
+                check_shared(group, host)
             tensor = to_device(tensor, self._rules.device, torch.int64)
         known = isinstance(given, list)
         if isinstance(slots, StateSlots):
@@ -318,6 +320,8 @@ class SlotMappings:
                 expected=f"-1 (padding) or 0 to {limit - 1}",
                 got=bad,
             )
+        if kind.per_request:
+            return
         if len(set(used)) != len(used) and not (
             kind.name == "ring" and _laps(values, kind.reuse, layout)
         ):

@@ -18,6 +18,7 @@ from .promise_replay_faults import faulty_replay_rig
 from .replay_rig import ReplayBatch, ReplayRig
 
 _GROUPS: Final = ("state", "kda")
+_ROWS: Final = ("kvtxn_rows_staged_total", "kvtxn_rows_committed_total")
 
 
 class ReplayBoundaries(KitBase):
@@ -34,6 +35,20 @@ class ReplayBoundaries(KitBase):
             rig.run(batch)
             rig.expect_ended(batch)
             rig.check(f"boundary after {boundary} rows, {settled} settled")
+
+    def test_requests_that_begin_from_one_state(self, kit: Kit) -> None:
+        """Requests that only read a state may share it; each continues in a slot of its own."""
+        rig = replay_rig(kit)
+        slots = {group: [2, 2, 5, 2] for group in _GROUPS}
+        for group in _GROUPS:
+            rig.begin_requests(group, [2, 5])
+        batch = rig.batch(([1, 1, 1, 0], [3, 2, 2, 2]), [3, 0, 1, 0], slots=slots)
+        batch = _crossing(rig, batch, [0, 0, 2, 0], without=[2])
+        rig.run(batch)
+        rig.expect_ended(batch)
+        rig.check("begun from one state")
+        staged, committed = (rig.manager.metrics.snapshot()[name] for name in _ROWS)
+        assert (staged, committed) == (9, 4)
 
     def test_some_requests_have_no_boundary(self, kit: Kit) -> None:
         """Requests may have different boundaries or none; the next window continues."""
