@@ -102,7 +102,7 @@ class Crossings:
 
 
 def _readers(boundary: Tensor, beyond: Tensor) -> set[int]:
-    """Return the requests that are known, on the host, to leave the state in their slot as it is."""
+    """Return the requests that, as far as the host knows, only read the state in their slot."""
     if not (boundary.is_cpu and beyond.is_cpu):
         return set()
     pairs = enumerate(zip(boundary.tolist(), beyond.tolist(), strict=True))
