@@ -93,6 +93,8 @@ class LayerRef:
         given: the parts of a row that ``stage`` takes: those that planes store, or, for a replayed
             layer, the inputs of its recurrences.
         kept: the parts of a row that wait for the commit.
+        memory: the caller's tensors that a window writes, each with its address when the layer was
+            described; see ``kvtxn.layer_set.CacheMemory``.
 
     Raises:
         LayerError: shapes, dtypes, devices, scales, offsets, sizes or recurrences do not fit
@@ -116,6 +118,7 @@ class LayerRef:
     planes: tuple[Plane, ...] = attrs.field(init=False, repr=False)
     given: tuple[Plane | RowPart, ...] = attrs.field(init=False, repr=False)
     kept: tuple[Plane | RowPart, ...] = attrs.field(init=False, repr=False)
+    memory: tuple[tuple[Tensor, int], ...] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         for what, value in (("name", self.name), ("group", self.group)):
@@ -139,6 +142,8 @@ class LayerRef:
         object.__setattr__(self, "kept", tuple(kept) or planes)
         if not self.states:
             _check_together(self, planes)
+        memory = tuple((tensor, tensor.data_ptr()) for tensor in _written(self))
+        object.__setattr__(self, "memory", memory)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Planes are views of the caches: pickled by themselves, they would be copies.
@@ -277,6 +282,19 @@ class LayerRef:
     def row_bytes(self) -> int:
         """Bytes of one token in this layer, K and V together; or of one request's states."""
         return sum(plane.row_bytes for plane in self.planes)
+
+
+def _written(ref: LayerRef) -> list[Tensor]:
+    """Return the caller's tensors that rows or states are written to."""
+    if ref.states:
+        return list(ref.states)
+    caches = (ref.key_cache, ref.value_cache)
+    beside = [
+        scale
+        for plane, scale in zip(ref.planes, (ref.k_scale, ref.v_scale), strict=False)
+        if plane.format.scales_in is not None
+    ]
+    return [tensor for tensor in (*caches, *beside) if isinstance(tensor, Tensor)]
 
 
 def _rebuild(fields: dict[str, Any]) -> LayerRef:

@@ -20,7 +20,7 @@ from .context import WindowContext
 from .draft_tree import Parents, as_parents, check_fit, per_request
 from .errors import BackendUnavailableError, ConfigError, WindowStateError
 from .hooks import Callback, Hook, Hooks
-from .layer_set import by_name, limits_of
+from .layer_set import CacheMemory, by_name, limits_of
 from .layers import LayerRef, SlotKind
 from .layout import Lengths
 from .log import DEBUG, get_logger, shows
@@ -57,7 +57,8 @@ class TransactionManager:
 
     Raises:
         LayerError: no layers, equal names, mixed devices, block sizes or kinds that differ within
-            a group, or two layers of a group over the same memory.
+            a group, two layers of a group over the same memory, or a cache that moved since its
+            layer was described.
         BackendUnavailableError: the named backend cannot run here, cannot carry out the policy, or
             cannot hold layers of these kinds.
     """
@@ -71,6 +72,8 @@ class TransactionManager:
         self.layers: Mapping[str, LayerRef] = MappingProxyType(by_name(layers))
         self._turn = Turn()
         refs = tuple(self.layers.values())
+        self._memory = CacheMemory(refs)
+        self._memory.check("TransactionManager")
         self.device = refs[0].device
         self.groups: Mapping[str, int] = MappingProxyType(limits_of(refs))
         self.kinds: Mapping[str, SlotKind] = MappingProxyType({ref.group: ref.kind for ref in refs})
@@ -173,6 +176,7 @@ class TransactionManager:
 
         Raises:
             WindowStateError: another window is open.
+            LayerError: a cache moved since its layer was described.
             SlotMappingError: lengths and slots do not fit together.
             CapacityError: more rows than ``max_rows``, or, under ``undo``, than a ring has slots.
             TreeError: the tree is malformed, or does not fit ``draft_len``.
@@ -180,6 +184,7 @@ class TransactionManager:
             ConfigError: ``written_by`` does not go with the policy.
         """
         self._turn.check_free()
+        self._memory.check("window")
         self._check_writer(written_by)
         parents = None
         if tree is not None:
@@ -229,9 +234,12 @@ class TransactionManager:
 
         Raises:
             SlotMappingError: ``slots`` cannot be read in place.
-            LayerError: ``rows`` or ``position`` do not fit, or a layer is not paged.
+            LayerError: ``rows`` or ``position`` do not fit, a layer is not paged, or a cache moved.
+                (Each step's window does not look again: the captured forward has the caches'
+                addresses as well.)
             ConfigError: ``rows`` are given, and drafts do not wait under the policy.
         """
+        self._memory.check("captured_windows")
         turn, context = self._turn, self.context
         if beside:
             turn = Turn()
