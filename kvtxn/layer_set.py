@@ -107,8 +107,8 @@ class CacheMemory:
                 f"a cache of layer {name!r} moved since the layer was described",
                 expected=f"its memory at {before:#x}",
                 got=f"{after:#x}",
-                hint="nothing was written; make new LayerRef objects of the caches as they are now, "
-                "and a new TransactionManager",
+                hint="nothing was written; make new LayerRef objects over the caches as they are "
+                "now, and a new TransactionManager",
             )
 
 

@@ -193,7 +193,8 @@ class LayerRef:
         kept row is in it after commit. To *attend* through the window, a ring must hold all
         positions that the first query sees, beside the rows of the window that are written before
         the query runs: ``ring_size >= window + settled - 1`` under ``deferred``; if drafts are
-        written through, all rows of a request count in place of ``settled``.
+        written through, all rows of a request count in place of ``settled``; in a draft tree, those
+        up to the last one that has a slot.
 
         Args:
             name: unique among the manager's layers.

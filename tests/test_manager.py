@@ -278,12 +278,12 @@ def test_a_cache_that_moved_is_noticed(policy, move):
         with pytest.raises(LayerError, match=r"window: .* moved since .*new TransactionManager"):
             manager.window(1, {"default": [4, 5], "state": [1]})
         assert manager.current is None
-        with pytest.raises(LayerError, match="TransactionManager: .* moved since"):
+        with pytest.raises(LayerError, match=r"TransactionManager: .* moved since"):
             TransactionManager(copies, TxnConfig(policy=policy))
 
 
 def test_captured_windows_notice_a_cache_that_moved(layers):
     manager = TransactionManager(layers, TxnConfig(policy="undo"))
     _set(layers[0].key_cache)
-    with pytest.raises(LayerError, match="captured_windows: .* moved since"):
+    with pytest.raises(LayerError, match=r"captured_windows: .* moved since"):
         manager.captured_windows(torch.full((len(manager.groups), 8), -1))

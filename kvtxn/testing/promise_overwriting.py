@@ -306,7 +306,7 @@ class Overwriting(KitBase):
         need_kinds(kit, "ring")
         rig = kit.rig("undo", UNDONE)
         with pytest.raises(CapacityError, match="more rows than its ring"):
-            rig.open(rig.batch(((1,), (9,))))
+            rig.open(rig.batch(((1,), (9,)), padding=0.0))
         assert rig.manager.current is None
         with pytest.raises(BackendUnavailableError, match="recurrent state"):
             kit.rig("undo", MIXED)
