@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
+from typing import NoReturn
 
 import attrs
 import torch
@@ -18,7 +19,7 @@ from .compile_guard import never_compiled
 from .config import TxnConfig
 from .context import WindowContext
 from .draft_tree import Parents, as_parents, check_fit, per_request
-from .errors import BackendUnavailableError, ConfigError, WindowStateError
+from .errors import BackendUnavailableError, ConfigError, ManagerCopyError, WindowStateError
 from .hooks import Callback, Hook, Hooks
 from .layer_set import CacheMemory, by_name, limits_of
 from .layers import LayerRef, SlotKind
@@ -97,7 +98,7 @@ class TransactionManager:
         undone = self.config.debug or self.config.on_error == "raise"
         self.context = WindowContext(
             executor=self.executor,
-            stager=Stager(self.config, deferred=self.policy == "deferred"),
+            stager=Stager(self.config, refs, deferred=self.policy == "deferred"),
             metrics=self.metrics,
             hooks=self.hooks,
             acceptance=self.acceptance,
@@ -142,6 +143,20 @@ class TransactionManager:
             f"policy {self.policy}, backend {self.executor.name}>"
         )
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``.
+
+        Raises:
+            ManagerCopyError: always.
+        """
+        raise ManagerCopyError(
+            "TransactionManager",
+            "a manager can be neither copied nor pickled: its windows write the caches that it was "
+            "made with, and no two managers may write the same",
+            hint="copy the caches, and make new LayerRef objects and a new TransactionManager of "
+            "the copies; in an object of your own, do so in __deepcopy__",
+        )
+
     @property
     def current(self) -> Window | None:
         """The window that is open, if any."""
@@ -178,8 +193,8 @@ class TransactionManager:
             WindowStateError: another window is open.
             LayerError: a cache moved since its layer was described.
             SlotMappingError: lengths and slots do not fit together.
-            CapacityError: more rows than ``max_rows``, or, under ``undo``, more rows with slots than
-                a ring has.
+            CapacityError: more rows than ``max_rows``, or, under ``undo``, more with slots than a ring
+                has.
             TreeError: the tree is malformed, or does not fit ``draft_len``.
             BackendUnavailableError: the executor cannot do trees.
             ConfigError: ``written_by`` does not go with the policy.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import inspect
 import logging
@@ -287,3 +288,14 @@ def test_captured_windows_notice_a_cache_that_moved(layers):
     _set(layers[0].key_cache)
     with pytest.raises(LayerError, match=r"captured_windows: .* moved since"):
         manager.captured_windows(torch.full((len(manager.groups), 8), -1))
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_manager_is_not_copied(layers, way):
+    """Two managers over the same caches would not know of each other's windows."""
+    manager = TransactionManager(layers)
+    for holder in (manager, {"model": [manager]}) if way is not copy.copy else (manager,):
+        with pytest.raises(TypeError, match=r"neither copied nor pickled.*new LayerRef objects"):
+            way(holder)
+    with manager.window(1, [0, 1]) as window:
+        window.abort()
