@@ -284,7 +284,7 @@ def _check_sampled(sampled: SampledIds, layout: RowLayout) -> None:
             raise AcceptanceError(
                 "commit",
                 f"request {request} has more sampled ids than drafts can have brought",
-                expected=f"at most {drafts + 1}: its {drafts} drafts, and one token of the target's",
+                expected=f"at most {drafts + 1}: its {drafts} drafts, and one more token",
                 got=count + 1,
                 hint="pass the ids of this window's drafts; say which id stands for no token, and "
                 "the vocabulary's size, in SampledIds",

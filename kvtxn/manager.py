@@ -193,8 +193,8 @@ class TransactionManager:
             WindowStateError: another window is open.
             LayerError: a cache moved since its layer was described.
             SlotMappingError: lengths and slots do not fit together.
-            CapacityError: more rows than ``max_rows``, or, under ``undo``, more with slots than a ring
-                has.
+            CapacityError: more rows than ``max_rows``; or, under ``undo``, a request with more rows
+                that have slots than its ring has.
             TreeError: the tree is malformed, or does not fit ``draft_len``.
             BackendUnavailableError: the executor cannot do trees.
             ConfigError: ``written_by`` does not go with the policy.

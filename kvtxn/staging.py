@@ -198,8 +198,8 @@ class Stager:
                 if begin(part) < end(plane.cells) and begin(plane.cells) < end(part):
                     raise WindowStateError(
                         operation,
-                        f"a tensor staged for {name!r} lies in a cache that the window writes, that "
-                        f"of {ref.name!r}",
+                        f"a tensor staged for {name!r} lies in a cache that the window writes, "
+                        f"that of {ref.name!r}",
                         expected="rows in memory of their own",
                         got=f"a view of the cache, {list(part.shape)}",
                         hint="abort, and stage a clone of the rows",
