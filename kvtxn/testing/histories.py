@@ -100,6 +100,10 @@ class Histories:
                 found[request].append({name: rows[row] for name, rows in batch.rows.items()})
         return found
 
+    def settled(self, batch: Batch) -> list[list[Token]]:
+        """Return, by request, the settled tokens of a batch."""
+        return self.tokens(batch, lambda row: not batch.drafts[row])
+
     def extend(self, batch: Batch, kept: Sequence[bool]) -> None:
         """Append the settled and the kept tokens of a batch."""
         happened = self.tokens(batch, lambda row: kept[row] or not batch.drafts[row])

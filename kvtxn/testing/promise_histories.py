@@ -156,7 +156,7 @@ def _serve(kit: Kit, policy: str, specs: list[LayerSpec], steps: list[Any], seed
         if outcome == "abort":
             if _falls_back(rig, batch, None, faults):
                 histories.adopt_paged(batch)
-            settled = histories.tokens(batch, lambda row, batch=batch: not batch.drafts[row])
+            settled = histories.settled(batch)
             histories.check(what, settled)
             what = f"repeated after {what}"
         accepted = rig.accepted(counts)
