@@ -112,7 +112,7 @@ class CudaGraphExecutor(Executor):
         """Pass on to the Triton executor."""
         self._inner.stage(txn, layer)
 
-    def advance(self, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Advance states by the Triton executor, whose launches a caller's graph may capture."""
         self._inner.advance(txn, accepted)
 

@@ -53,7 +53,7 @@ class TorchExecutor(Executor):
             write_layers(self.moved, rows, txn.slots, kept, sources)
         txn.count(kept)
 
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         """Let the reference advance the states."""
         replay.advance(txn, accepted)
 

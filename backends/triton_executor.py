@@ -8,6 +8,7 @@ from typing import ClassVar
 import attrs
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .. import attention as reference
 from ..captured.launches import CapturedPlaces
@@ -71,6 +72,11 @@ class TritonExecutor(Executor):
             group: tuple(ref for ref in self.layers if ref.group == group) for group in self._groups
         }
         self._names = [ref.name for ref in self.moved]
+        #: By layer, the tensors whose version counter shows the window that this executor wrote.
+        self._versioned = {
+            ref.name: tuple(p.cells for p in ref.planes if not p.cells.is_inference())
+            for ref in self.moved
+        }
         limits = [min(ref.num_slots for ref in self._members[group]) for group in self._groups]
         reuses = [self._members[group][0].kind.reuse for group in self._groups]
         self._limits, reuse = torch.tensor([limits, reuses], dtype=torch.int64, device=device)
@@ -128,6 +134,8 @@ class TritonExecutor(Executor):
         select = Select.SETTLED if txn.waits else Select.ALL
         facts = (f"layer:{layer.ref.name}", (layer.ref,), layer.rows, select)
         self._move(txn, self._planner.plan(*facts, self._own_all_slots(txn), direct=True))
+        if txn.holds_rows:  # a row that waits may lie in the cache: the window refuses its commit
+            increment_version(self._versioned[layer.ref.name])
 
     def commit(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Write the kept rows or put the rejected ones back, and count, in one launch.
@@ -140,7 +148,7 @@ class TritonExecutor(Executor):
         else:
             self._launch(self.plan_commit(txn), txn, accepted)
 
-    def advance(self, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
         """Advance the states of replayed layers, in one launch; a raise leaves them untouched."""
         known = self._own_all_slots(txn)
         facts = (txn.staged, txn.layout, self._slots, known, accepted, txn.crossings)

@@ -8,7 +8,7 @@ in the cache.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -81,20 +81,22 @@ def arguments(
     soft_cap: float | None,
     *,
     waiting: bool,
+    evicting: Sequence[int] | None,
 ) -> AttentionArgs:
     """Check and complete the arguments of ``Window.attend``; see there.
 
     Without ``sliding_window``, the window of a ring layer is used. ``waiting`` is True if draft
-    rows are not in the cache, so that only settled rows have evicted others from a ring.
+    rows are not in the cache. ``evicting`` has, for a ring layer, how many rows of each request
+    evict others from its ring.
 
     Raises:
         LayerError: an argument does not fit the layer or the window, or is out of range.
     """
     check_query(ref, layout, query, block_table, seq_lens, waiting)
     check_scores(scale, sliding_window, soft_cap)
-    if ref.ring_size is not None:
+    if evicting is not None:
         sliding_window = ref.window if sliding_window is None else sliding_window
-        _check_ring(ref, layout, sliding_window or 1, block_table.shape[1], waiting)
+        _check_ring(ref, sliding_window or 1, block_table.shape[1], evicting, waiting)
     return AttentionArgs(
         block_table=block_table,
         seq_lens=seq_lens,
@@ -105,11 +107,12 @@ def arguments(
     )
 
 
-def _check_ring(ref: LayerRef, layout: RowLayout, window: int, blocks: int, waiting: bool) -> None:
+def _check_ring(
+    ref: LayerRef, window: int, blocks: int, evicting: Sequence[int], waiting: bool
+) -> None:
     """Refuse a ring that has lost rows which a query sees, and a block table that is too short."""
-    rows = layout.settled if waiting else [b - a for a, b in pairwise(layout.starts)]
     size, slots = ref.kind.reuse, blocks * ref.planes[0].block_size
-    needed = window + max(rows, default=0) - 1
+    needed = window + max(evicting, default=0) - 1
     if size < needed:
         writes = (
             "settled rows of this window" if waiting else "rows of this window, drafts included,"
@@ -181,26 +184,40 @@ def check_query(
                 got=_describe(tensor),
             )
     if ref.device.type == "cpu":
-        room = block_table.shape[1] * ref.planes[0].block_size
         lengths = seq_lens.tolist()
-        _check_lengths(layout, room if ref.ring_size is None else max([*lengths, 0]), lengths)
+        room = block_table.shape[1] * ref.planes[0].block_size
+        if ref.ring_size is not None:
+            room = max([*lengths, 0])
+        fresh = waiting or layout.tree is not None  # the window's own rows need no block
+        ends = _check_lengths(layout, room, lengths, fresh)
         if ref.ring_size is None:
-            own = [b - a if waiting else 0 for a, b in pairwise(layout.starts)]
-            ends = [length - rows for length, rows in zip(lengths, own, strict=True)]
             _check_blocks(ref.planes[0], block_table, ends)
 
 
-def _check_lengths(layout: RowLayout, capacity: int, lengths: list[int]) -> None:
+def _check_lengths(layout: RowLayout, room: int, lengths: list[int], fresh: bool) -> list[int]:
+    """Refuse lengths out of range; return how many tokens of each request the table leads to.
+
+    Args:
+        layout: the window's rows.
+        room: slots of a request's blocks.
+        lengths: tokens per request.
+        fresh: the window's own rows are not read through the table.
+    """
+    ends = []
     for request, length in enumerate(lengths):
         own = layout.starts[request + 1] - layout.starts[request]
+        capacity = room + own if fresh else room
+        ends.append(length - own if fresh else length)
         if not own <= length <= capacity:
             raise LayerError(
                 "attend",
                 f"seq_lens of request {request} is out of range",
-                expected=f"{own} (rows of the window) to {capacity} (slots of the block table)",
+                expected=f"{own} (rows of the window) to {capacity} (slots of the block table"
+                f"{', and those rows' if fresh else ''})",
                 got=length,
                 hint="count every token of the request, this window's rows included",
             )
+    return ends
 
 
 def _check_blocks(plane: Plane, block_table: Tensor, ends: list[int]) -> None:

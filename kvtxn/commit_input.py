@@ -31,7 +31,8 @@ class SampledIds:
 
     Attributes:
         ids: int ``[num_requests, num_columns]``: each request's accepted drafts, one token that the
-            target chose, then placeholders. Any number of columns.
+            target chose, then placeholders. Any number of columns. On the host, a request with more
+            ids than that is refused; on a device its count clamps.
         placeholder: the id that stands for "no token".
         vocab_size: ids at or above it count as "no token", too.
     """
@@ -270,7 +271,24 @@ def _checked_ids(sampled: SampledIds, layout: RowLayout, device: torch.device) -
             got=f"{list(ids.shape)} on {ids.device}",
             hint="one line of ids per request of the window",
         )
+    if ids.is_cpu:
+        _check_sampled(sampled, layout)
     return attrs.evolve(sampled, ids=to_device(ids, device, ids.dtype)) if elsewhere else sampled
+
+
+def _check_sampled(sampled: SampledIds, layout: RowLayout) -> None:
+    """Refuse ids of the host that accept more drafts than a request has; no id accepts none."""
+    counts = sampled.counts().tolist()
+    for request, (count, drafts) in enumerate(zip(counts, layout.draft_len, strict=True)):
+        if count > drafts:
+            raise AcceptanceError(
+                "commit",
+                f"request {request} has more sampled ids than drafts can have brought",
+                expected=f"at most {drafts + 1}: its {drafts} drafts, and one more token",
+                got=count + 1,
+                hint="pass the ids of this window's drafts; say which id stands for no token, and "
+                "the vocabulary's size, in SampledIds",
+            )
 
 
 def check_ids(operation: str, ids: Tensor) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 import attrs
 
 from .backend_names import names
-from .errors import BackendUnavailableError, ConfigError, meant
+from .errors import BackendUnavailableError, ConfigError, UnknownSettingError, meant
 
 Policy = Literal["auto", "deferred", "undo", "direct"]
 AcceptanceMode = Literal["auto", "loop", "vectorized", "graph"]
@@ -91,9 +91,23 @@ class TxnConfig:
             waits for the device: for hunting a bug, not for serving.
 
     Raises:
-        ConfigError: a setting has a value that it may not take.
+        ConfigError: a setting has a value that it may not take, or does not exist.
         BackendUnavailableError: no backend of that name is registered.
     """
+
+    def __new__(cls, *_: object, **settings: object) -> Self:
+        """Refuse settings that do not exist, and name the one that was probably meant."""
+        known = [field.name for field in attrs.fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise UnknownSettingError(
+                    "TxnConfig",
+                    f"there is no setting {name!r}",
+                    expected=f"settings among {', '.join(known)}",
+                    got=repr(name),
+                    hint=meant(name, known) or "leave it out, or see TxnConfig for its settings",
+                )
+        return object.__new__(cls)
 
     policy: Policy = attrs.field(default="auto", validator=_one_of(POLICIES))
     backend: str = attrs.field(default="auto", validator=_registered)

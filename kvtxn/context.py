@@ -46,7 +46,9 @@ class WindowContext:
         may_stop_halfway: True if a failing commit may have written or counted something, so that
             the counters are copied before it.
         reads_back: True if the rows are copied before a deferred commit, so that it can be undone.
-        replays: True if a layer has states that take rows in when a window ends.
+        replays: True if a layer has states that take rows in at commit.
+        selecting: names of the layers with states of which a commit selects one; their settled
+            rows are written by the commit as well.
         copies_states: True if the states of replayed layers are copied before they take rows in;
             without the copies they could not be undone, nor advanced again after a failure.
         on_end: called when a window has ended, before its debug event.
@@ -72,6 +74,7 @@ class WindowContext:
     may_stop_halfway: bool
     reads_back: bool
     replays: bool
+    selecting: tuple[str, ...]
     copies_states: bool
     on_end: Callable[[], None]
     unstaged: dict[str, None] = attrs.field(init=False)

@@ -79,6 +79,14 @@ class ConfigError(KVTxnError, ValueError):
     default_hint = "see TxnConfig for the values each setting may take"
 
 
+class UnknownSettingError(ConfigError, TypeError):
+    """``TxnConfig`` has no setting of that name."""
+
+
+class ManagerCopyError(KVTxnError, TypeError):
+    """A ``TransactionManager`` cannot be copied or pickled."""
+
+
 class WindowStateError(KVTxnError, RuntimeError):
     """The call is not allowed in the window's (or the manager's) present state."""
 

@@ -7,7 +7,9 @@ the device.
 The contract, which ``kvtxn.testing.ExecutorConformance`` tests:
 
 - ``stage`` writes the settled rows under ``deferred`` and all rows under
-  ``undo`` and ``direct``. No method ever writes padding (slot -1).
+  ``undo`` and ``direct``. No method ever writes padding (slot -1). Under ``deferred`` a window
+  calls it for layers with states right before ``commit``, so that an abort finds the states as
+  they were.
 - ``commit`` writes exactly the kept draft rows (``deferred``) or restores
   exactly the rejected ones (``undo``), in every layer, then counts. In a tree
   window it also writes the kept rows to their new row positions, under every policy.
@@ -21,7 +23,7 @@ The contract, which ``kvtxn.testing.ExecutorConformance`` tests:
 - Tensors given to ``attend`` have any strides, and their sizes no bound.
 - Layers with ``replay`` have states that take rows in: only ``advance`` changes these states, and
   the layers' staged rows are never written to slots. A window calls ``advance`` once, before
-  ``commit`` or at its abort.
+  ``commit``; at an abort it calls nothing for them.
 - If ``txn.in_range`` is given and is False on the device, no row is written.
 - After a method has raised, any other may be called; the window repairs the caches
   with the reference in ``kvtxn.row_io``. An executor with the ``atomic`` capability
@@ -217,7 +219,7 @@ class Txn:
         written once. A commit that the device refused, for a slot outside its cache, counts 1 in
         every line.
         """
-        groups = {ref.group: ref.kind.overwrites for ref in self.layers}
+        groups = {ref.group: ref.kind for ref in self.layers}
         nowhere = torch.zeros_like(self.layout.is_draft)
         real = [
             (self.slots[group] >= 0) & self.layout.is_draft if group in self.slots else nowhere
@@ -225,10 +227,12 @@ class Txn:
         ]
         staged = torch.stack(real)
         written = staged & kept
-        for line, (group, overwrites) in enumerate(groups.items()):
-            if overwrites and group in self.slots:
-                written[line] = last_writers(self.slots[group], real[line] & kept)
-                staged[line] = last_writers(self.slots[group], real[line])
+        for line, (group, kind) in enumerate(groups.items()):
+            if kind.overwrites and group in self.slots:
+                # Requests may begin from one state: each has a state of its own afterwards.
+                places = self.layout.request if kind.per_request else self.slots[group]
+                written[line] = last_writers(places, real[line] & kept)
+                staged[line] = last_writers(places, real[line])
         if self.counters.shape[0] > len(groups):
             window = torch.stack(real).any(0).unsqueeze(0)
             staged, written = torch.cat([window, staged]), torch.cat([window & kept, written])
@@ -297,7 +301,7 @@ class Executor(abc.ABC):
                 ``trees``, in a tree window, int ``[num_requests, columns]``, possibly no path.
         """
 
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         """Let the states of the staged replayed layers take in their settled and kept rows.
 
         Nothing is counted. An executor that is ``atomic`` has advanced all states of the window if
@@ -305,7 +309,7 @@ class Executor(abc.ABC):
 
         Args:
             txn: the window.
-            accepted: as for ``commit``; None if no draft is kept.
+            accepted: as for ``commit``.
         """
         raise NotImplementedError(f"the {self.name} executor replays no states")
 

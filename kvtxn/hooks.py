@@ -38,7 +38,8 @@ class EndedWindow:
         slots: int64 ``[num_rows]`` by group, -1 is padding; only groups that had slots.
         kept: bool ``[num_rows]``, True if the slot holds an accepted draft row; in a tree, a row
             that commit moved there.
-        settled: bool ``[num_rows]``, True if the slot holds a settled row, in every layer.
+        settled: bool ``[num_rows]``, True if the slot holds a settled row, in every layer; after an
+            abort of a window with recurrent states all False, since no state took one in.
         overwriting: groups of rings and states, where a later row may have taken the slot.
     """
 
@@ -141,12 +142,13 @@ def ended(
     """
     txn.check_range()
     draft = txn.layout.is_draft
+    everywhere = complete and (accepted is not None or not any(ref.states for ref in txn.layers))
     return EndedWindow(
         number=number,
         state=state,
         layout=txn.layout,
         slots=dict(txn.slots),
         kept=torch.zeros_like(draft) if accepted is None else txn.kept(accepted),
-        settled=txn.permit(~draft) if complete else torch.zeros_like(draft),
+        settled=txn.permit(~draft) if everywhere else torch.zeros_like(draft),
         overwriting=frozenset(ref.group for ref in txn.layers if ref.kind.overwrites),
     )

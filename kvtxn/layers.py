@@ -93,6 +93,8 @@ class LayerRef:
         given: the parts of a row that ``stage`` takes: those that planes store, or, for a replayed
             layer, the inputs of its recurrences.
         kept: the parts of a row that wait for the commit.
+        memory: the caller's tensors that a window writes, each with its address when the layer was
+            described; see ``kvtxn.layer_set.CacheMemory``.
 
     Raises:
         LayerError: shapes, dtypes, devices, scales, offsets, sizes or recurrences do not fit
@@ -116,6 +118,7 @@ class LayerRef:
     planes: tuple[Plane, ...] = attrs.field(init=False, repr=False)
     given: tuple[Plane | RowPart, ...] = attrs.field(init=False, repr=False)
     kept: tuple[Plane | RowPart, ...] = attrs.field(init=False, repr=False)
+    memory: tuple[tuple[Tensor, int], ...] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         for what, value in (("name", self.name), ("group", self.group)):
@@ -139,6 +142,8 @@ class LayerRef:
         object.__setattr__(self, "kept", tuple(kept) or planes)
         if not self.states:
             _check_together(self, planes)
+        memory = tuple((tensor, tensor.data_ptr()) for tensor in _written(self))
+        object.__setattr__(self, "memory", memory)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Planes are views of the caches: pickled by themselves, they would be copies.
@@ -188,7 +193,8 @@ class LayerRef:
         kept row is in it after commit. To *attend* through the window, a ring must hold all
         positions that the first query sees, beside the rows of the window that are written before
         the query runs: ``ring_size >= window + settled - 1`` under ``deferred``; if drafts are
-        written through, all rows of a request count in place of ``settled``.
+        written through, all rows of a request count in place of ``settled``; in a draft tree, those
+        up to the last one that has a slot.
 
         Args:
             name: unique among the manager's layers.
@@ -228,14 +234,15 @@ class LayerRef:
         padding. Commit *selects* a state, or *replays* rows:
 
         - Selected (no ``replay``): ``stage`` takes the state after each row, settled rows
-          included. The state after the last settled row is written at staging; commit
-          writes the one after the last accepted draft. Without an accepted draft, and after an
-          abort, the state is not written again.
+          included. Commit writes the state after the last accepted draft; without an accepted
+          draft, the one after the last settled row.
         - Replayed: ``stage`` takes the inputs of each state's recurrence, for each row, as
-          one sequence of tensors in the order of ``given``. No state is written before the window
-          ends. Commit reads each state, takes the request's settled and accepted rows in, in
-          float32, and writes it once, rounded once to its dtype. An abort takes in the settled
-          rows alone, since those are never taken back; without settled rows it writes no state.
+          one sequence of tensors in the order of ``given``. Commit reads each state, takes the
+          request's settled and accepted rows in, in float32, and writes it once, rounded once to
+          its dtype.
+
+        No state is written before the commit, and none by an abort: settled rows are taken in with
+        the accepted drafts, in all layers, or not at all.
 
         Args:
             name: unique among the manager's layers.
@@ -276,6 +283,19 @@ class LayerRef:
     def row_bytes(self) -> int:
         """Bytes of one token in this layer, K and V together; or of one request's states."""
         return sum(plane.row_bytes for plane in self.planes)
+
+
+def _written(ref: LayerRef) -> list[Tensor]:
+    """Return the caller's tensors that rows or states are written to."""
+    if ref.states:
+        return list(ref.states)
+    caches = (ref.key_cache, ref.value_cache)
+    beside = [
+        scale
+        for plane, scale in zip(ref.planes, (ref.k_scale, ref.v_scale), strict=False)
+        if plane.format.scales_in is not None
+    ]
+    return [tensor for tensor in (*caches, *beside) if isinstance(tensor, Tensor)]
 
 
 def _rebuild(fields: dict[str, Any]) -> LayerRef:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
+from typing import NoReturn
 
 import attrs
 import torch
@@ -18,9 +19,9 @@ from .compile_guard import never_compiled
 from .config import TxnConfig
 from .context import WindowContext
 from .draft_tree import Parents, as_parents, check_fit, per_request
-from .errors import BackendUnavailableError, ConfigError, WindowStateError
+from .errors import BackendUnavailableError, ConfigError, ManagerCopyError, WindowStateError
 from .hooks import Callback, Hook, Hooks
-from .layer_set import by_name, limits_of
+from .layer_set import CacheMemory, by_name, limits_of
 from .layers import LayerRef, SlotKind
 from .layout import Lengths
 from .log import DEBUG, get_logger, shows
@@ -57,7 +58,8 @@ class TransactionManager:
 
     Raises:
         LayerError: no layers, equal names, mixed devices, block sizes or kinds that differ within
-            a group, or two layers of a group over the same memory.
+            a group, two layers of a group over the same memory, or a cache that moved since its
+            layer was described.
         BackendUnavailableError: the named backend cannot run here, cannot carry out the policy, or
             cannot hold layers of these kinds.
     """
@@ -71,6 +73,8 @@ class TransactionManager:
         self.layers: Mapping[str, LayerRef] = MappingProxyType(by_name(layers))
         self._turn = Turn()
         refs = tuple(self.layers.values())
+        self._memory = CacheMemory(refs)
+        self._memory.check("TransactionManager")
         self.device = refs[0].device
         self.groups: Mapping[str, int] = MappingProxyType(limits_of(refs))
         self.kinds: Mapping[str, SlotKind] = MappingProxyType({ref.group: ref.kind for ref in refs})
@@ -87,12 +91,14 @@ class TransactionManager:
         self.metrics = Metrics.build(self.policy, refs, self.device)
         self.acceptance = Acceptance(self.config.acceptance, self.device)
         self.hooks = Hooks()
+        selecting = tuple(ref.name for ref in refs if ref.states and not ref.replay)
         # A commit that can fail after it did something is undone from a copy made before it.
-        may_stop_halfway = self.config.debug or not backend.capabilities.atomic
+        several_calls = self.config.debug or bool(selecting)
+        may_stop_halfway = several_calls or not backend.capabilities.atomic
         undone = self.config.debug or self.config.on_error == "raise"
         self.context = WindowContext(
             executor=self.executor,
-            stager=Stager(self.config, deferred=self.policy == "deferred"),
+            stager=Stager(self.config, refs, deferred=self.policy == "deferred"),
             metrics=self.metrics,
             hooks=self.hooks,
             acceptance=self.acceptance,
@@ -117,6 +123,7 @@ class TransactionManager:
             may_stop_halfway=may_stop_halfway,
             reads_back=may_stop_halfway and undone,
             replays="replayed" in kinds,
+            selecting=selecting,
             copies_states=may_stop_halfway or undone,
             on_end=self._turn.end,  # not a method of the manager, which would be a reference cycle
         )
@@ -134,6 +141,20 @@ class TransactionManager:
         return (
             f"<TransactionManager {len(self.layers)} layers on {self.device}, "
             f"policy {self.policy}, backend {self.executor.name}>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``.
+
+        Raises:
+            ManagerCopyError: always.
+        """
+        raise ManagerCopyError(
+            "TransactionManager",
+            "a manager can be neither copied nor pickled: its windows write the caches that it was "
+            "made with, and no two managers may write the same",
+            hint="copy the caches, and make new LayerRef objects and a new TransactionManager of "
+            "the copies; in an object of your own, do so in __deepcopy__",
         )
 
     @property
@@ -170,13 +191,16 @@ class TransactionManager:
 
         Raises:
             WindowStateError: another window is open.
+            LayerError: a cache moved since its layer was described.
             SlotMappingError: lengths and slots do not fit together.
-            CapacityError: more rows than ``max_rows``, or, under ``undo``, than a ring has slots.
+            CapacityError: more rows than ``max_rows``; or, under ``undo``, a request with more rows
+                that have slots than its ring has.
             TreeError: the tree is malformed, or does not fit ``draft_len``.
             BackendUnavailableError: the executor cannot do trees.
             ConfigError: ``written_by`` does not go with the policy.
         """
         self._turn.check_free()
+        self._memory.check("window")
         self._check_writer(written_by)
         parents = None
         if tree is not None:
@@ -227,9 +251,12 @@ class TransactionManager:
 
         Raises:
             SlotMappingError: ``slots`` cannot be read in place.
-            LayerError: ``rows`` or ``position`` do not fit, or a layer is not paged.
+            LayerError: ``rows`` or ``position`` do not fit, a layer is not paged, or a cache moved.
+                (Each step's window does not look again: the captured forward has the caches'
+                addresses as well.)
             ConfigError: ``rows`` are given, and drafts do not wait under the policy.
         """
+        self._memory.check("captured_windows")
         turn, context = self._turn, self.context
         if beside:
             turn = Turn()

@@ -1,12 +1,15 @@
 """Recovery: after an executor failed, finish its work with the reference, or take it back.
 
-``commit``, ``settle``, ``restore`` and ``go_direct`` decide by ``on_error`` how to treat a failed
+``commit``, ``restore`` and ``go_direct`` decide by ``on_error`` how to treat a failed
 executor; they return a ``Failure``, from which the window takes its next state. An exception that
 leaves this file means that the repair failed too: the bytes are unknown.
 
 The repairs of rows are idempotent and built on ``kvtxn.row_io`` alone, so it does not matter how
-far the executor got, nor why it stopped. A repair of states is not idempotent, because a state
-must take each row in exactly once: see ``kvtxn.recurrent.replay``.
+far the executor got, nor why it stopped. A repair of replayed states is not idempotent, because a
+state must take each row in exactly once: see ``kvtxn.recurrent.replay``.
+
+No state is written before the commit, settled rows included, so that an abort leaves all states of
+the window as they were, and the caller can repeat the step.
 
 In a ring or state, writing a rejected row destroys live data. So layers of these kinds keep
 deferring even after a fallback, through the reference: see ``_holds``. Rows of a tree are written
@@ -91,6 +94,9 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
         txn.pattern = context.stager.layout_token
         if context.replays:
             _advance(context, txn, accepted)
+        if txn.waits and txn.layout.has_settled:
+            for name in context.selecting:
+                context.executor.stage(txn, txn.staged[name])
         context.executor.commit(txn, accepted)  # type: ignore[arg-type]
         if context.debug:
             verify(txn, as_counts(accepted), before)
@@ -101,24 +107,7 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
     return None
 
 
-def settle(context: WindowContext, txn: Txn) -> Failure | None:
-    """At an abort, let states take in the settled rows, which an abort never takes back.
-
-    If the executor fails under ``on_error="fallback"``, the failure's event is FALL_BACK, and the
-    caller must call ``finish_direct``, in which the reference advances the states. Under
-    ``on_error="raise"`` the states are put right here.
-
-    Returns:
-        None if the executor advanced the states; else its failure.
-    """
-    try:
-        _advance(context, txn, None)
-    except Exception as error:
-        return _recover(context, txn, "abort", error, lambda: None, txn.saved)
-    return None
-
-
-def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds | None) -> None:
+def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> None:
     """Let the executor advance the states of the staged replayed layers, if there are any.
 
     If a failure may need the states as they were, they are copied to ``txn.states_before`` first.
@@ -127,7 +116,7 @@ def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds | N
     Args:
         context: the manager's context.
         txn: the window.
-        accepted: counts, a mask, a path or sampled ids; None at an abort, which keeps no draft.
+        accepted: counts, a mask, a path or sampled ids.
     """
     if replay.replayed(txn.staged.values()):
         if context.copies_states:
@@ -193,7 +182,7 @@ def _recover(
         repair: does the operation's work by the torch reference.
         before: the rows to put back, by layer name; empty if the operation had read none yet.
         layers: the staged layers. The failed operation may have half written the settled rows of
-            rings and states among them, which are written again.
+            rings among them, which are written again.
 
     Returns:
         What failed, and the event that the window takes: it fell back, it is aborted with the
@@ -209,7 +198,7 @@ def _recover(
             write_settled(txn, evicting)
         put_back(txn, before)
         txn.check_range()
-        replay.take_back(txn)
+        replay.put_back(txn)
         txn.count(torch.zeros_like(txn.layout.is_draft), aborted=True)
     except BaseException as failure:
         error.add_note(
@@ -244,7 +233,7 @@ def save_evicted(context: WindowContext, txn: Txn, group: str) -> None:
 
 
 def stage_direct(context: WindowContext, txn: Txn, layers: Sequence[StagedLayer]) -> None:
-    """Write every row; for layers whose drafts must still wait, write only the settled rows."""
+    """Write every row; of layers whose drafts must still wait, what staging writes."""
     held = [layer for layer in layers if _holds(context, layer.ref)]
     write_through(txn, [layer for layer in layers if layer not in held])
     write_settled(txn, held)
@@ -290,8 +279,8 @@ def write_through(txn: Txn, layers: Sequence[StagedLayer]) -> None:
 
 
 def write_settled(txn: Txn, layers: Sequence[StagedLayer]) -> None:
-    """Write the settled rows of these layers, as staging does under ``deferred``."""
-    layers = replay.moved(layers)
+    """Write the settled rows of these layers, as staging does under ``deferred``: not of states."""
+    layers = [layer for layer in layers if not layer.ref.states]
     if layers:
         txn.check_range()
         refs = [layer.ref for layer in layers]
@@ -315,27 +304,37 @@ def finish(
 ) -> None:
     """Put back the rows from ``before`` where no draft is kept, then write the kept drafts.
 
-    The order matters: a kept row and a rejected row may have the same slot. No draft is kept if
-    ``accepted`` is None. States that did not take their rows in take them in now.
+    The order matters: a kept row and a rejected row may have the same slot. No draft is kept and no
+    state changes if ``accepted`` is None. Else states that did not take their settled and kept rows
+    in take them in now.
     """
     txn.check_range()
-    nothing = torch.zeros_like(txn.layout.is_draft)
-    kept = nothing if accepted is None else txn.kept(accepted)
-    sources = None if accepted is None else txn.sources(accepted)
-    put_back(txn, before, txn.permit(txn.layout.is_draft) & ~kept)
+    draft = txn.layout.is_draft
+    kept = torch.zeros_like(draft) if accepted is None else txn.kept(accepted)
+    put_back(txn, before, txn.permit(draft) & ~kept)
+    if accepted is None:
+        return
     waiting = replay.moved(waiting)
-    refs = [layer.ref for layer in waiting]
-    write_layers(refs, _staged_rows(waiting), txn.slots, kept, sources)
+    rows, refs = _staged_rows(waiting), [layer.ref for layer in waiting]
+    selecting = [ref for ref in refs if ref.states]
+    write_layers(selecting, rows, txn.slots, txn.permit(~draft))
+    write_layers(refs, rows, txn.slots, kept, txn.sources(accepted))
     replay.finish(txn, accepted)
 
 
 def put_back(txn: Txn, before: LayerRows, mask: Tensor | None = None) -> None:
-    """Write rows that were read earlier back to their slots: masked rows, or every draft."""
+    """Write rows that were read earlier back to their slots: masked rows, or every draft.
+
+    States are put back whatever ``mask`` says: each row of a request has the request's state.
+    """
     if before:
         txn.check_range()
-        draft = txn.permit(txn.layout.is_draft) if mask is None else mask
+        draft = txn.layout.is_draft
         refs = [ref for ref in txn.layers if ref.name in before]
-        write_layers(refs, before, txn.slots, draft)
+        states = [ref for ref in refs if ref.states]
+        write_layers(states, before, txn.slots, txn.permit(torch.ones_like(draft)))
+        rows = [ref for ref in refs if not ref.states]
+        write_layers(rows, before, txn.slots, txn.permit(draft) if mask is None else mask)
 
 
 def read_back(txn: Txn) -> LayerRows:
@@ -356,24 +355,25 @@ def verify(txn: Txn, accepted: Tensor, before: LayerRows) -> None:
     Raises:
         RuntimeError: a layer's bytes differ; the message names the layers.
     """
-    kept, sources = txn.kept(accepted), txn.sources(accepted)
+    kept, draft = txn.kept(accepted), txn.layout.is_draft
+    order, sources = torch.arange(len(draft), device=draft.device), txn.sources(accepted)
+    if sources is not None:
+        order = torch.where(draft, sources, order)
     wrong = replay.wrong_states(txn, accepted)
     for ref in txn.layers:
         if ref.name not in before:
             continue
-        layer = txn.staged.get(ref.name)
-        real = (txn.slots[ref.group] >= 0) & txn.layout.is_draft
-        rejected, written = real & ~kept, real & kept
+        layer, slots = txn.staged.get(ref.name), txn.slots[ref.group]
+        stays = kept | txn.permit(~draft) if ref.states else kept  # a commit writes these rows
+        rejected, written = (slots >= 0) & draft & ~kept, (slots >= 0) & stays
         if ref.kind.overwrites:  # a kept row may have taken the slot of a rejected one
-            slots = txn.slots[ref.group]
             rejected &= ~torch.isin(slots, slots[written])
             written = last_writers(slots, written)
         for i, (plane, old) in enumerate(zip(ref.planes, before[ref.name], strict=True)):
-            now = words(read(plane, txn.slots[ref.group]))
+            now = words(read(plane, slots))
             good = torch.equal(now[rejected], words(old)[rejected])
             if txn.holds_rows and layer is not None:
-                rows = written if sources is None else sources[written]
-                good &= torch.equal(now[written], words(layer.rows[i])[rows])
+                good &= torch.equal(now[written], words(layer.rows[i])[order[written]])
             if not good and ref.name not in wrong:
                 wrong.append(ref.name)
     if wrong:

@@ -16,7 +16,7 @@ from .errors import CapacityError, SlotMappingError
 from .host_values import to_device
 from .layers import SlotKind
 from .layout import Lengths, RowLayout, parse_lengths, spread_lengths
-from .recurrent.state_slots import Crossings, StateSlots
+from .recurrent.state_slots import Crossings, StateSlots, check_shared
 
 #: The slots of one group.
 OneMapping = Tensor | Sequence[int] | StateSlots
@@ -33,6 +33,17 @@ def _laps(slots: list[int], ring_size: int, layout: RowLayout) -> bool:
             if slots[row] != -1 and (owner != request or (row - before) % ring_size):
                 return False
     return True
+
+
+def _reach(layout: RowLayout, slots: Tensor | list[int]) -> list[int]:
+    """Count each request's rows up to its last one with a slot; all rows for slots on a device."""
+    requests = pairwise(layout.starts)
+    if isinstance(slots, Tensor):
+        return [last - first for first, last in requests]
+    return [
+        max((row + 1 - first for row in range(first, last) if slots[row] != -1), default=0)
+        for first, last in requests
+    ]
 
 
 def count_of(slots: object) -> int | None:
@@ -198,7 +209,11 @@ class SlotMappings:
         if tensor.is_cpu:
             given = host = tensor.tolist()
             self._check_host(group, host, kind, layout)
+            if kind.per_request and not isinstance(slots, StateSlots):
+                check_shared(group, host)
             tensor = to_device(tensor, self._rules.device, torch.int64)
+        if kind.overwrites and not self._rules.may_share:
+            self._check_laps(group, kind, _reach(layout, given))
         known = isinstance(given, list)
         if isinstance(slots, StateSlots):
             limit = self._rules.limits[group]
@@ -216,6 +231,13 @@ class SlotMappings:
         self._own[group] = own
         return own
 
+    def reach(self, group: str) -> list[int]:
+        """Count each request's rows up to its last one with a slot, for a group with slots.
+
+        All rows count where the slots are on a device, which is not asked.
+        """
+        return _reach(self.layout, self._given[group])
+
     def rows_in(self, group: str, slots: object) -> int | None:
         """Return the rows of a window with this mapping; None if ``slots`` is not a mapping."""
         count = count_of(slots)
@@ -224,7 +246,7 @@ class SlotMappings:
         return (self._layout or self._resolve(count)).num_rows
 
     def _check_fit(self, group: str, kind: SlotKind, layout: RowLayout, count: int) -> None:
-        """Refuse a mapping of another length, and rows in one ring slot if the policy does."""
+        """Refuse a mapping of another length."""
         expected = layout.num_requests if kind.per_request else layout.num_rows
         if count != expected:
             per = "requests" if kind.per_request else "rows (draft_len + settled per request)"
@@ -236,12 +258,15 @@ class SlotMappings:
                 got=count,
                 hint=f"one slot per {one}, -1 for padding",
             )
-        longest = max((b - a for a, b in pairwise(layout.starts)), default=0)
-        if kind.overwrites and not self._rules.may_share and longest > kind.reuse:
+
+    def _check_laps(self, group: str, kind: SlotKind, reach: list[int]) -> None:
+        """Refuse rows that may share a slot of their ring; ``undo`` could not restore them."""
+        longest = max(reach, default=0)
+        if longest > kind.reuse:
             raise CapacityError(
                 self.operation,
                 f"a request has more rows than its ring in group {group!r} has slots",
-                expected=f"at most {kind.reuse} rows under policy 'undo'",
+                expected=f"at most {kind.reuse} rows with slots under policy 'undo'",
                 got=longest,
                 hint="use policy='deferred', where rows of one slot wait side by side",
             )
@@ -318,6 +343,8 @@ class SlotMappings:
                 expected=f"-1 (padding) or 0 to {limit - 1}",
                 got=bad,
             )
+        if kind.per_request:
+            return
         if len(set(used)) != len(used) and not (
             kind.name == "ring" and _laps(values, kind.reuse, layout)
         ):

@@ -8,7 +8,7 @@ the rows in both cases.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any, Final
 
 import attrs
@@ -21,6 +21,7 @@ from .config import TxnConfig
 from .errors import WindowStateError
 from .executor import StagedLayer
 from .layers import LayerRef, Plane
+from .memory_overlap import begin, end
 from .recurrent.recurrence import RowPart
 from .staged_input import stored_rows
 
@@ -49,6 +50,7 @@ class Stager:
 
     Args:
         config: ``staging`` chooses between references and copies, ``max_rows`` sizes the copies.
+        refs: the manager's layers, whose caches staged rows must not lie in.
         deferred: True if rows have to last until commit; if False, they are not kept.
 
     Attributes:
@@ -57,7 +59,8 @@ class Stager:
             so far, so read it once every layer is staged.
     """
 
-    def __init__(self, config: TxnConfig, *, deferred: bool) -> None:
+    def __init__(self, config: TxnConfig, refs: Sequence[LayerRef], *, deferred: bool) -> None:
+        self._refs = refs
         self._mode = config.staging
         self._max_rows = config.max_rows
         self._holds = deferred
@@ -174,10 +177,11 @@ class Stager:
             layers: names of the layers whose rows still wait; None for all.
 
         Raises:
-            WindowStateError: a tensor was written to; no cache has changed.
+            WindowStateError: a tensor was written to; the commit has changed no cache.
         """
         for tensor, version, name in self._held:
             if tensor._version != version and (layers is None or name in layers):
+                self._check_apart("commit", tensor, name)
                 raise WindowStateError(
                     "commit",
                     f"a tensor staged for {name!r} was modified in place before commit",
@@ -187,8 +191,24 @@ class Stager:
                     "or share a buffer that is",
                 )
 
+    def _check_apart(self, operation: str, part: Tensor, name: str) -> None:
+        """Refuse a staged tensor that lies in a cache: windows write there."""
+        for ref in self._refs:
+            for plane in ref.planes:
+                if begin(part) < end(plane.cells) and begin(plane.cells) < end(part):
+                    raise WindowStateError(
+                        operation,
+                        f"a tensor staged for {name!r} lies in a cache that the window writes, "
+                        f"that of {ref.name!r}",
+                        expected="rows in memory of their own",
+                        got=f"a view of the cache, {list(part.shape)}",
+                        hint="abort, and stage a clone of the rows",
+                    )
+
     def _keep(self, ref: LayerRef, plane: Plane | RowPart, part: Tensor) -> Tensor:
         """Return the tensor itself if an in-place write would be noticed, else a copy."""
+        if ref.states and not ref.replay:  # the commit writes settled states before it reads drafts
+            self._check_apart("stage", part, ref.name)
         if self._mode == "auto" and not part.is_inference() and not within_graph():
             self._held.append((part, part._version, ref.name))
             return part

@@ -7,6 +7,7 @@ If the executor fails, ``kvtxn.recovery`` finishes its work or takes it back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import TracebackType
 from typing import ClassVar, Literal, Self
 
@@ -187,7 +188,7 @@ class Window:
             self._life.or_fail(lambda: recovery.stage_direct(self._context, txn, [layer]))
             return
         try:
-            if (not txn.waits or txn.layout.has_settled) and not layer.ref.replay:
+            if not txn.waits or (txn.layout.has_settled and not layer.ref.states):
                 self._context.executor.stage(txn, layer)
         except Exception as error:
             staged = [*txn.staged.values(), layer] if txn.holds_rows else [layer]
@@ -217,7 +218,8 @@ class Window:
             ref: a staged layer with key and value planes.
             query: ``[num_rows, num_q_heads, head_size]``, any floating dtype, with a multiple of
                 the KV heads.
-            block_table: int ``[num_requests, max_blocks]``, blocks of the layer's group.
+            block_table: int ``[num_requests, max_blocks]``, blocks of the layer's group. Under
+                ``deferred``, and in a tree, the blocks of the tokens before this window are enough.
             seq_lens: int ``[num_requests]``, tokens per request, this window's included; every
                 node of a tree counts. All three may have any strides.
             scale: factor of the scores; None is 1 / sqrt(head_size).
@@ -240,10 +242,12 @@ class Window:
             raise LayerError(
                 "attend", f"layer {name!r} is not staged", hint="call stage for the layer first"
             )
-        waiting = context.policy == "deferred"
+        evicting = None if ref.ring_size is None else self._evicting(ref.group, txn)
         scores = (scale, sliding_window, soft_cap)
+        tensors = (query, block_table, seq_lens)
+        waiting = context.policy == "deferred"
         args = attention.arguments(
-            ref, txn.layout, query, block_table, seq_lens, *scores, waiting=waiting
+            ref, txn.layout, *tensors, *scores, waiting=waiting, evicting=evicting
         )
         layer = txn.staged.get(ref.name) or StagedLayer(ref, ())
         try:
@@ -253,6 +257,19 @@ class Window:
             life.go_direct("attend", error, tuple(txn.staged.values()))
         layer = txn.staged.get(ref.name, layer)
         return attention.attend(txn.layout, ref.planes, layer.rows or None, query, args)
+
+    def _evicting(self, group: str, txn: Txn) -> Sequence[int]:
+        """Count the rows of each request whose writes evict others from its ring.
+
+        Without a tree attention reads drafts that are written from the ring, those without slots
+        included, so that all rows count.
+        """
+        layout = txn.layout
+        if self._context.policy == "deferred":
+            return layout.settled
+        if layout.tree is not None:
+            return self._mappings.reach(group)
+        return [last - first for first, last in pairwise(layout.starts)]
 
     # -- commit and abort ---------------------------------------------------------
 
@@ -313,10 +330,12 @@ class Window:
 
     @never_compiled
     def abort(self) -> None:
-        """Take every draft row back; settled rows stay. The caches are as before the window.
+        """Take every draft row back, and leave every recurrent state as it was before the window.
 
-        A window that fell back to direct writes keeps its rows, as stock would; except in rings
-        and states, where a draft row would have evicted a live one.
+        Settled rows stay in rows and rings, where to write them again changes nothing; no state
+        takes them in, whether its layer was staged or not. So the caller repeats the whole step. A
+        window that fell back to direct writes keeps its rows, as stock would; except in rings,
+        where a draft row would have evicted a live one, and in states.
 
         Raises:
             WindowStateError: the window is over.
@@ -329,8 +348,6 @@ class Window:
         if txn is not None:
             if txn.saved and life.state is not WindowState.DIRECT:
                 life.follow(life.or_fail(lambda: recovery.restore(context, txn)))
-            if context.replays and txn.layout.has_settled and life.state is not WindowState.DIRECT:
-                life.follow(life.or_fail(lambda: recovery.settle(context, txn)))
             if life.state is WindowState.DIRECT:
                 life.or_fail(lambda: recovery.finish_direct(context, txn, None))
             else:

@@ -203,6 +203,15 @@ def test_sampled_ids_with_odd_settings(window, settings):
     assert window.state is WindowState.STAGED
 
 
+def test_more_sampled_ids_than_drafts(window):
+    """As a count out of range; and no id at all accepts nothing."""
+    with pytest.raises(AcceptanceError) as caught:
+        window.commit(SampledIds(torch.tensor([[5, 7, 8, 9, -1]])))
+    says(caught, "more sampled ids", "commit")
+    assert window.state is WindowState.STAGED
+    window.commit(SampledIds(torch.tensor([[5, 7, 8, -1, -1]])))
+
+
 def test_counts_without_memory(window):
     """The window stays as it is."""
     with pytest.raises(AcceptanceError) as caught:

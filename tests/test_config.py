@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import attrs
 import pytest
 
@@ -62,8 +65,15 @@ def test_unknown_backend_is_unavailable():
 
 def test_unknown_setting_is_refused():
     """No setting is silently ignored."""
-    with pytest.raises(TypeError, match="polcy"):
-        TxnConfig(polcy="undo")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"no setting 'polciy'.*did you mean 'policy'\?"):
+        TxnConfig(polciy="undo")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"no setting 'colour'.*settings among policy, backend"):
+        TxnConfig(colour="undo")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="did you mean 'max_rows'"):
+        attrs.evolve(TxnConfig(), maxrows=3)
+    config = TxnConfig(policy="undo", max_rows=3)
+    for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert same == config
 
 
 def test_frozen():

@@ -11,7 +11,10 @@ from small_caches import changed_slots, copies, rows
 from kvtxn import (
     AcceptanceError,
     BackendUnavailableError,
+    CapacityError,
     ConfigError,
+    LayerError,
+    LayerRef,
     TransactionManager,
     TreeError,
     TxnConfig,
@@ -150,3 +153,45 @@ def test_an_executor_without_trees_says_so(layers):
         with pytest.raises(BackendUnavailableError, match="plain executor cannot do draft trees"):
             manager.window(5, list(range(6)), tree=TREE)
         assert manager.current is None
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_attention_in_a_tree_needs_blocks_of_what_it_reads(policy):
+    """The rows of the window come from its tensors, so that the table ends with the past."""
+    torch.manual_seed(0)
+    outputs = []
+    for blocks in ([[1]], [[1, 5]]):
+        ref = LayerRef("l", *torch.ones(2, 8, 4, 1, 8).unbind())
+        manager = TransactionManager([ref], TxnConfig(policy=policy))
+        rows = torch.arange(32.0).view(4, 1, 8)
+        with manager.window(3, [6, 7, -1, -1], tree=[-1, -1, -1]) as window:
+            window.stage(ref, rows, rows)
+            outputs.append(window.attend(ref, rows, torch.tensor(blocks), torch.tensor([6])))
+            with pytest.raises(LayerError, match=r"4 .* to 8 .*and those rows\), got 9"):
+                window.attend(ref, rows, torch.tensor([[1]]), torch.tensor([9]))
+            window.commit([[2]])
+    assert torch.equal(*outputs)
+
+
+def test_a_ring_under_undo_counts_rows_with_slots():
+    """Nodes without a slot evict nothing: twelve nodes of depth two fit a ring of six."""
+    slots = [2, 3, 4, *[-1] * 10]
+    tree = [-1] * 4 + [0] * 8
+    ref = LayerRef.ring("r", *torch.zeros(2, 2, 4, 1, 8).unbind(), window=4, ring_size=6)
+    manager = TransactionManager([ref], TxnConfig(policy="undo"))
+    rows = torch.randn(13, 1, 8)
+    with manager.window(12, slots, tree=tree) as window:
+        window.stage(ref, rows, rows)
+        window.attend(ref, rows, torch.tensor([[0, 1]]), torch.tensor([15]))
+        window.commit([[1]])
+    assert torch.equal(ref.key_cache.view(8, 1, 8)[2:4], rows[[0, 2]])
+    assert not ref.key_cache.view(8, 1, 8)[4:].any()
+    with pytest.raises(CapacityError, match=r"more rows than its ring .* 6 rows with slots.* 13"):
+        manager.window(12, [*slots[:-1], 2], tree=tree)
+    narrow = LayerRef.ring("r", *torch.zeros(2, 2, 4, 1, 8).unbind(), window=5, ring_size=6)
+    manager = TransactionManager([narrow], TxnConfig(policy="undo"))
+    with manager.window(12, slots, tree=tree) as window:
+        window.stage(narrow, rows, rows)
+        with pytest.raises(LayerError, match=r"ring_size >= window \+ rows - 1 = 7"):
+            window.attend(narrow, rows, torch.tensor([[0, 1]]), torch.tensor([15]))
+        window.abort()

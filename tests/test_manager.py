@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import inspect
 import logging
+import pickle
 import weakref
 
 import pytest
@@ -237,3 +239,63 @@ def test_repr(layers):
     """For the debugger's sake."""
     text = repr(TransactionManager(layers))
     assert text == "<TransactionManager 3 layers on cpu, policy deferred, backend torch>"
+
+
+def _set(cache: torch.Tensor) -> None:
+    cache.set_(cache.clone())
+
+
+def _data(cache: torch.Tensor) -> None:
+    cache.data = cache.clone()
+
+
+def _storage(cache: torch.Tensor) -> None:
+    before, storage = cache.data_ptr(), cache.untyped_storage()
+    storage.resize_(64 * storage.nbytes())
+    assert cache.data_ptr() != before
+
+
+@pytest.mark.parametrize("move", [_set, _data, _storage])
+@pytest.mark.parametrize("policy", ["deferred", "undo", "direct"])
+def test_a_cache_that_moved_is_noticed(policy, move):
+    """Before anything is written: the rows would go where nobody reads them."""
+    scales = torch.ones(2, 8, 4, 2)
+    layers = [
+        LayerRef("rows", *torch.zeros(2, 8, 4, 2, 8).unbind()),
+        LayerRef("codes", *torch.zeros(2, 8, 4, 2, 8, dtype=torch.int8).unbind(),
+                 k_scale=scales[0].clone(), v_scale=scales[1].clone()),
+        LayerRef.latent("latent", torch.zeros(8, 4, 8)),
+    ]  # fmt: skip
+    states = [] if policy != "deferred" else [
+        LayerRef.recurrent("state", torch.zeros(8, 3), torch.zeros(8, 5), group="state")
+    ]  # fmt: skip
+    tensors = [tensor for ref in (*layers, *states) for tensor, _ in ref.memory]
+    assert len(tensors) == 7 + 2 * len(states)
+    for number in range(len(tensors)):
+        copies = [pickle.loads(pickle.dumps(ref)) for ref in (*layers, *states)]
+        manager = TransactionManager(copies, TxnConfig(policy=policy))
+        cache = [tensor for ref in copies for tensor, _ in ref.memory][number]
+        move(cache)
+        with pytest.raises(LayerError, match=r"window: .* moved since .*new TransactionManager"):
+            manager.window(1, {"default": [4, 5], "state": [1]})
+        assert manager.current is None
+        with pytest.raises(LayerError, match=r"TransactionManager: .* moved since"):
+            TransactionManager(copies, TxnConfig(policy=policy))
+
+
+def test_captured_windows_notice_a_cache_that_moved(layers):
+    manager = TransactionManager(layers, TxnConfig(policy="undo"))
+    _set(layers[0].key_cache)
+    with pytest.raises(LayerError, match=r"captured_windows: .* moved since"):
+        manager.captured_windows(torch.full((len(manager.groups), 8), -1))
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_manager_is_not_copied(layers, way):
+    """Two managers over the same caches would not know of each other's windows."""
+    manager = TransactionManager(layers)
+    for holder in (manager, {"model": [manager]}) if way is not copy.copy else (manager,):
+        with pytest.raises(TypeError, match=r"neither copied nor pickled.*new LayerRef objects"):
+            way(holder)
+    with manager.window(1, [0, 1]) as window:
+        window.abort()

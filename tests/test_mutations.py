@@ -128,13 +128,16 @@ def test_a_defect_of_prepared_launches_is_seen(tmp_path: Path, executor: type, t
     assert f"TestMutant::{test}" in failed
 
 
+CORE_CAUGHT_BY = mutants_captured.CORE_CAUGHT_BY | mutants_overwriting.CORE_CAUGHT_BY
+
+
 @pytest.mark.parametrize(
     ("defect", "test"),
-    mutants_captured.CORE_CAUGHT_BY.items(),
-    ids=[defect.__name__ for defect in mutants_captured.CORE_CAUGHT_BY],
+    CORE_CAUGHT_BY.items(),
+    ids=[defect.__name__ for defect in CORE_CAUGHT_BY],
 )
-def test_a_defect_of_captured_windows_is_seen(tmp_path: Path, defect, test: str) -> None:
-    """Of the library's own code, with launches that are sound."""
+def test_a_defect_of_the_library_is_seen(tmp_path: Path, defect, test: str) -> None:
+    """Of the library's own code, with an executor and launches that are sound."""
     with defect():
         (failed,) = run_kit(tmp_path, mutants_captured.Prepared, [test]).failed
     assert f"TestMutant::{test}" in failed

@@ -21,6 +21,8 @@ from kvtxn.captured.rows import CapturedRows
 from kvtxn.executor import Capabilities
 from kvtxn.layers import PAGED
 from kvtxn.manager import choose_policy
+from kvtxn.recurrent import ShortConv
+from kvtxn.states import WindowState
 
 
 def make_ring(ring_size: int = 4, window: int = 3, name: str = "ring") -> LayerRef:
@@ -121,21 +123,52 @@ def test_a_ring_is_lapped_within_one_window():
 
 @pytest.mark.parametrize(("accepted", "left"), [(0, 1), (1, 2), (3, 4)])
 def test_commit_selects_a_state(accepted, left):
-    """The settled state at staging, then the one after the last accepted draft."""
+    """The state after the last accepted draft, or the settled one; nothing before the commit."""
     state = make_state()
     with manager(state).window([3, 0], [2, -1], settled=[1, 0]) as window:
         stage(window, state)
-        assert held(state) == [0, 0, 1]
+        assert held(state) == [0, 0, 0]
         window.commit([accepted, 0])
     assert held(state) == [0, 0, left]
 
 
-def test_without_settled_rows_an_abort_keeps_the_old_state():
-    state = make_state()
-    with manager(state).window(2, [1, 0], settled=0) as window:
-        stage(window, state)
+@pytest.mark.parametrize("replayed", [True, False])
+def test_an_exception_between_two_layers_tears_no_state(replayed):
+    """The abort leaves every state as it was, so that the step can be repeated."""
+    caches = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)
+    replay = ShortConv(4) if replayed else None
+    layers = [LayerRef.recurrent(f"s{i}", c, replay=replay) for i, c in enumerate(caches)]
+    row = torch.ones(3, 4) if replayed else torch.ones(3, 3, 4)
+    owner = manager(*layers)
+    told = []
+    owner.on_abort(lambda ended: told.append(ended.stored().tolist()))
+    for staged in range(3):
+        window = owner.window(draft_len=2, slots=[1])
+        for ref in layers[:staged]:
+            window.stage(ref, row)
+        with pytest.raises(ZeroDivisionError), window:
+            raise ZeroDivisionError
+        assert window.state is WindowState.ABORTED
+        assert not any(cache.any() for cache in caches)
+    assert told == [[-1, -1, -1]] * 3
+    with owner.window(draft_len=2, slots=[1]) as window:
+        for ref in layers:
+            window.stage(ref, row)
+        window.commit(0)
+    assert all(cache[1].any() for cache in caches)
+
+
+def test_an_abort_after_a_fallback_keeps_the_states():
+    """Whatever happened to the rows, which the caller writes itself from then on."""
+    state, ring = make_state(), make_ring()
+    slots = {"state": [1], "ring": [0, 1]}
+    with manager(state, ring).window(1, slots) as window:
+        stage(window, state, ring)
+        window.fall_back("forward", ValueError("no such kernel"))
         window.abort()
+    assert window.state is WindowState.FELL_BACK
     assert held(state) == [0, 0, 0]
+    assert held(ring)[:2] == [1, 0]
 
 
 def test_direct_leaves_the_last_state_as_stock_does():
@@ -180,7 +213,7 @@ def test_slots_of_a_state_are_one_per_request():
     owner = manager(make_state())
     with pytest.raises(SlotMappingError, match="2 requests"):
         owner.window([1, 1], [0, 1, 2, 3])
-    with pytest.raises(SlotMappingError, match="two rows to one slot"):
+    with pytest.raises(SlotMappingError, match="two requests have state 2"):
         owner.window([1, 1], [2, 2])
     with owner.window(3) as window:  # how many requests there are follows from the slots
         ref = next(iter(owner.layers.values()))

@@ -278,6 +278,30 @@ def test_rows_modified_after_staging_are_refused(layers, stage_all):
     assert changed_slots(layers, before) == [{0, 10}] * 6
 
 
+def test_a_staged_view_of_the_cache_is_named_as_one():
+    """The user modified nothing: the window's own write of the settled row did."""
+    ref = LayerRef("l", *torch.zeros(2, 8, 4, 1, 8).unbind())
+    other = LayerRef("m", *torch.zeros(2, 8, 4, 1, 8).unbind())
+    manager = manager_of([ref, other])
+    with manager.window(2, [1, 2, 3]) as window:
+        window.stage(other, ref.key_cache[0, :3], ref.value_cache[0, :3])
+        window.stage(ref, *torch.ones(2, 3, 1, 8))
+        problem = r"staged for 'm' lies in a cache that the window writes, that of 'l'.*clone"
+        with pytest.raises(WindowStateError, match=problem):
+            window.commit(2)
+        window.abort()
+
+
+def test_a_staged_view_of_a_state_is_refused_at_once():
+    """Its commit writes the settled state first."""
+    ref = LayerRef.recurrent("s", torch.zeros(4, 3))
+    with manager_of([ref]).window(1, [1]) as window:
+        with pytest.raises(WindowStateError, match=r"stage: .*lies in a cache.*'s'"):
+            window.stage(ref, ref.states[0][1:3])
+        window.stage(ref, ref.states[0][1:3].clone())
+        window.commit(1)
+
+
 @pytest.mark.parametrize(
     ("staging", "mode"), [("copy", nullcontext), ("auto", torch.inference_mode)]
 )

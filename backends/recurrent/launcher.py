@@ -109,7 +109,7 @@ class StateAdvancer:
         layout: RowLayout,
         slots: Tensor,
         known: int,
-        accepted: Tensor | SampledIds | None,
+        accepted: Tensor | SampledIds,
         crossings: Mapping[str, Crossings],
     ) -> None:
         """Advance all states: one launch, or one per dtype and key size if layers differ in them.
@@ -119,7 +119,7 @@ class StateAdvancer:
             layout: the rows.
             slots: int64 ``[groups, n]``, one slot per row.
             known: bit g is set if group g has slots.
-            accepted: counts, mask, ids or, for ``layout.tree``, paths; None keeps no draft.
+            accepted: counts, mask, ids or, for ``layout.tree``, paths.
             crossings: the window's boundary crossings, see ``Txn``.
         """
         taken = self._taken(staged)
@@ -135,7 +135,7 @@ class StateAdvancer:
         layout: RowLayout,
         slots: Tensor,
         known: int,
-        accepted: Tensor | SampledIds | None,
+        accepted: Tensor | SampledIds,
     ) -> list[KernelCall]:
         """Arrange the launches of ``advance``, without crossings, for code that captures them.
 
@@ -179,7 +179,7 @@ class StateAdvancer:
         layout: RowLayout,
         slots: Tensor,
         known: int,
-        accepted: Tensor | SampledIds | None,
+        accepted: Tensor | SampledIds,
     ) -> None:
         given = acceptance_arg(accepted, layout)
         # Tensors that are computed during a capture get their numbers at replays only.

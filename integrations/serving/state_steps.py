@@ -144,7 +144,12 @@ class StateSteps(EagerSteps):
             )
 
     def abandon(self) -> None:
-        """Forget the step, see ``EagerSteps``; a window that is still open takes no draft in."""
+        """Forget the step, see ``EagerSteps``; a window that is still open takes no draft in.
+
+        Where the forward failed, the layers that it reached have taken the settled rows in by
+        themselves. An engine must not go on with these requests: vLLM does not repeat a step, whose
+        tokens it counts as computed when it schedules them.
+        """
         self._taken_in = self.window is not None and self.window.state in _TAKEN_IN
         super().abandon()
         self._forget()

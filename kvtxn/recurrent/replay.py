@@ -1,9 +1,9 @@
 """The commit of replayed layers: its reference, and the repair after a failure.
 
-Each state takes in the rows of its request that the commit keeps, settled ones first, in float32,
-and is written once. A row can be repaired by writing it a second time; a state cannot, because it
-would take its rows in twice. So the window remembers whether the states advanced, and a repair
-after a half-way failure starts from a copy of them, made by ``read_states``.
+At commit each state takes in the rows of its request that the commit keeps, settled ones first, in
+float32, and is written once. A row can be repaired by writing it a second time; a state cannot,
+because it would take its rows in twice. So the window remembers whether the states advanced, and a
+repair after a half-way failure starts from a copy of them, made by ``read_states``.
 
 Everything here is computed on the device, without waiting for it.
 """
@@ -50,12 +50,12 @@ def moved(layers: Iterable[StagedLayer]) -> tuple[StagedLayer, ...]:
     return tuple(layer for layer in layers if not layer.ref.replay)
 
 
-def advance(txn: Txn, accepted: Tensor | None) -> None:
+def advance(txn: Txn, accepted: Tensor) -> None:
     """Let the state of every staged replayed layer take in its settled and its kept rows.
 
     Args:
         txn: the window.
-        accepted: as for ``Executor.commit``; None means that no draft is kept.
+        accepted: as for ``Executor.commit``.
     """
     layers = replayed(txn.staged.values())
     if not layers or not txn.layout.num_rows:
@@ -77,22 +77,15 @@ def read_states(txn: Txn) -> dict[str, tuple[Tensor, ...]]:
     return {layer.ref.name: _stored(txn, layer.ref) for layer in layers}
 
 
-def finish(txn: Txn, accepted: Tensor | None) -> None:
-    """Bring the states to the content that the window's end should have given them.
+def finish(txn: Txn, accepted: Tensor) -> None:
+    """Bring the states to the content that the window's commit should have given them.
 
     If an executor failed half-way, the states are first put back from their copies.
     """
     if not txn.advanced:
-        _put_back(txn)
+        put_back(txn)
         advance(txn, accepted)
         txn.advanced = True
-
-
-def take_back(txn: Txn) -> None:
-    """Leave the states as an abort leaves them: with the settled rows, and without any draft."""
-    _put_back(txn)
-    if txn.states_before or not txn.advanced:
-        advance(txn, None)
 
 
 def wrong_states(txn: Txn, accepted: Tensor) -> list[str]:
@@ -114,7 +107,7 @@ def wrong_states(txn: Txn, accepted: Tensor) -> list[str]:
     return list(dict.fromkeys(wrong))
 
 
-def _put_back(txn: Txn) -> None:
+def put_back(txn: Txn) -> None:
     """Write the states from before the commit back, if there are copies of them."""
     for layer in replayed(txn.staged.values()):
         stored = iter(txn.states_before.get(layer.ref.name, ()))
@@ -172,15 +165,13 @@ def _slots(txn: Txn, ref: LayerRef) -> Tensor:
     return torch.where(mine, txn.slots[ref.group][starts], -1)
 
 
-def _turns(txn: Txn, accepted: Tensor | None) -> _Turns:
+def _turns(txn: Txn, accepted: Tensor) -> _Turns:
     """List the rows that each request takes in, in order; for a tree, the rows of the path."""
     layout = txn.layout
-    chosen, rows = ~layout.is_draft, torch.arange(layout.num_rows, device=layout.request.device)
-    if accepted is not None:
-        chosen = chosen | layout.kept(accepted)
-        sources = layout.sources(accepted)
-        if sources is not None:
-            rows = torch.where(layout.is_draft, sources.clamp(min=0), rows)
+    chosen = ~layout.is_draft | layout.kept(accepted)
+    rows, sources = torch.arange(layout.num_rows, device=chosen.device), layout.sources(accepted)
+    if sources is not None:
+        rows = torch.where(layout.is_draft, sources.clamp(min=0), rows)
     longest = max(
         known + drafts for known, drafts in zip(layout.settled, layout.draft_len, strict=True)
     )

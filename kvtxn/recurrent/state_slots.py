@@ -7,7 +7,7 @@ states: the state at the boundary, and the state with which the request continue
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
 import torch
@@ -29,7 +29,8 @@ class StateSlots:
     boundary of 0 the state in the slot is unchanged, and the request continues in ``beyond``.
 
     Attributes:
-        slots: int ``[num_requests]``, the state that is read; -1 is padding.
+        slots: int ``[num_requests]``, the state that is read; -1 is padding. Requests may share a
+            state that all of them only read: with a boundary of 0, and a slot beyond.
         boundary: int ``[num_requests]``, rows of this window, settled ones included.
         beyond: int ``[num_requests]``; -1 if the request has no boundary in this window. The slots
             are distinct, and no request's own: checked if they and ``slots`` are on the host.
@@ -67,7 +68,8 @@ class Crossings:
 
         Raises:
             SlotMappingError: another shape, dtype or device; or, on the host, a negative
-                boundary, a slot outside the cache, or one that is named twice.
+                boundary, a slot outside the cache, a slot beyond that is named twice, or a state
+                that several requests have and one of them writes.
         """
         boundary, beyond = (
             _checked(group, name, value, len(slots), like.device)
@@ -75,9 +77,11 @@ class Crossings:
         )
         if boundary.is_cpu and any(rows < 0 for rows in boundary.tolist()):
             raise _bad(group, "boundary", "rows of the window, 0 or more", boundary.tolist())
+        if isinstance(slots, list):
+            check_shared(group, slots, _readers(boundary, beyond))
         if beyond.is_cpu:
             used = [slot for slot in beyond.tolist() if slot != -1]
-            taken = [slot for slot in slots if slot != -1] if isinstance(slots, list) else []
+            taken = {*slots} - {-1} if isinstance(slots, list) else set()
             if any(not 0 <= slot < limit for slot in used):
                 raise _bad(group, "beyond", f"-1, or 0 to {limit - 1}", beyond.tolist())
             if len({*used, *taken}) < len(used) + len(taken):
@@ -95,6 +99,39 @@ class Crossings:
         """
         outside = (self.beyond < -1) | (self.beyond >= limit)
         return torch.where(outside, -2, slots)
+
+
+def _readers(boundary: Tensor, beyond: Tensor) -> set[int]:
+    """Return the requests that, as far as the host knows, only read the state in their slot."""
+    if not (boundary.is_cpu and beyond.is_cpu):
+        return set()
+    pairs = enumerate(zip(boundary.tolist(), beyond.tolist(), strict=True))
+    return {request for request, (rows, slot) in pairs if rows == 0 and slot != -1}
+
+
+def check_shared(group: str, slots: Sequence[int], readers: Collection[int] = ()) -> None:
+    """Refuse a state that several requests have, unless all of them only read it.
+
+    Args:
+        group: the group's name, for messages.
+        slots: the slot of each request's state; -1 is padding.
+        readers: the requests that only read their state.
+
+    Raises:
+        SlotMappingError: a request writes a state that another one has, too.
+    """
+    first: dict[int, int] = {}
+    for request, slot in enumerate(slots):
+        other = first.setdefault(slot, request)
+        if slot != -1 and other != request and not {other, request} <= {*readers}:
+            raise SlotMappingError(
+                "window",
+                f"two requests have state {slot} of group {group!r}, and one of them writes it",
+                expected="a state of its own for each request that writes it",
+                got=f"slot {slot} for requests {other} and {request}",
+                hint="to begin several requests from one replayed state, let them only read it: "
+                "StateSlots with a boundary of 0, and a slot beyond for each",
+            )
 
 
 def _checked(group: str, name: str, value: _Ints, count: int, device: torch.device) -> Tensor:

@@ -200,6 +200,18 @@ def spread(part: Tensor) -> Tensor:
     return view
 
 
+def every_other(part: Tensor) -> Tensor:
+    """Return the same numbers as every other row of a tensor, from its very first element on."""
+    view = part.new_zeros(2 * part.shape[0], *part.shape[1:])[::2]
+    view.copy_(part)
+    return view
+
+
+def turned(part: Tensor) -> Tensor:
+    """Return the same numbers with rows and heads swapped in memory, as a transposed projection."""
+    return part.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def random_counts(batch: Batch, rng: random.Random) -> list[int]:
     """Draw a number of accepted drafts for each request."""
     return [rng.randint(0, drafts) for drafts in batch.draft_len]

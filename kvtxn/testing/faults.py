@@ -105,7 +105,7 @@ class FaultyExecutor(Executor):
         inner = super().commit  # type: ignore[safe-super]
         self._inject("commit", txn, lambda: inner(txn, accepted))
 
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         """Advance, or fail if a fault is armed at ``"advance"``."""
         inner = super().advance
         self._inject(ADVANCE, txn, lambda: inner(txn, accepted))

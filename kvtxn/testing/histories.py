@@ -100,6 +100,10 @@ class Histories:
                 found[request].append({name: rows[row] for name, rows in batch.rows.items()})
         return found
 
+    def settled(self, batch: Batch) -> list[list[Token]]:
+        """Return, by request, the settled tokens of a batch."""
+        return self.tokens(batch, lambda row: not batch.drafts[row])
+
     def extend(self, batch: Batch, kept: Sequence[bool]) -> None:
         """Append the settled and the kept tokens of a batch."""
         happened = self.tokens(batch, lambda row: kept[row] or not batch.drafts[row])
@@ -119,12 +123,19 @@ class Histories:
                 for slot, row in zip(slots, batch.rows[cache.name], strict=True):
                     self._base.adopt(cache.name, slot, row)
 
-    def expected(self) -> Replay:
-        """Work out the content of the caches from the lists of tokens alone."""
+    def expected(self, settled: Sequence[Sequence[Token]] = ()) -> Replay:
+        """Work out the content of the caches from the lists of tokens alone.
+
+        Args:
+            settled: by request, tokens that an aborted window wrote, to rows and rings alone.
+        """
         truth = self._base.copy()
         for cache in self._rig.caches:
             spec = cache.spec
-            for request, past in enumerate(self.past):
+            lines = self.past
+            if settled and spec.kind != "recurrent":
+                lines = [[*past, *more] for past, more in zip(lines, settled, strict=True)]
+            for request, past in enumerate(lines):
                 alive = {"paged": len(past), "ring": spec.ring_size, "recurrent": 1}[spec.kind]
                 for position in range(max(0, len(past) - alive), len(past)):
                     slot = self.slot(spec.group, request, position)
@@ -136,9 +147,14 @@ class Histories:
         self._rig.truth = self.expected()
         self._rig.truth.impose()
 
-    def check(self, when: str) -> None:
-        """Compare every word of every memory with the lists; AssertionError on a difference."""
-        self._rig.truth = self.expected()
+    def check(self, when: str, settled: Sequence[Sequence[Token]] = ()) -> None:
+        """Compare every word of every memory with the lists; AssertionError on a difference.
+
+        Args:
+            when: for the message.
+            settled: see ``expected``.
+        """
+        self._rig.truth = self.expected(settled)
         self._rig.check(when)
 
 

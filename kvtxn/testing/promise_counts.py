@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..executor import Executor, Txn
+from ..layers import LayerRef
 from .batches import SHAPES, random_counts
 from .caches import LayerSpec
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
 from .rig import SIMPLE
+
+
+class _UntilCounted(TorchDispatchMode):
+    """A mode that copies the caches as soon as the counters have changed.
+
+    Attributes:
+        copies: the caches at that moment; None before it.
+    """
+
+    def __init__(self, layers: Sequence[LayerRef], counters: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cells = [plane.cells for ref in layers for plane in ref.planes]
+        self._counters, self._before = counters, counters.clone()
+        self.copies: list[Tensor] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.copies is None and not torch.equal(self._counters, self._before):
+            self.copies = [cells.clone() for cells in self._cells]
+        return result
+
+    def check(self) -> None:
+        """Raise an AssertionError if a cache was written after the counters."""
+        pairs = zip(self._cells, self.copies or self._cells, strict=True)
+        assert all(torch.equal(now, then) for now, then in pairs), (
+            "commit counted before its last write; txn.count comes last"
+        )
+
+
+def _watched(executor: type[Executor]) -> type[Executor]:
+    """Make the same executor, whose commits fail if they count before they have written."""
+
+    def commit(self: Executor, txn: Txn, accepted: Tensor) -> None:
+        with _UntilCounted(self.layers, txn.counters) as watch:
+            executor.commit(self, txn, accepted)
+        watch.check()
+
+    return type(f"Watched{executor.__name__}", (executor,), {"commit": commit})
 
 
 class Counts(KitBase):
@@ -31,6 +77,13 @@ class Counts(KitBase):
             total = tuple(a + b for a, b in zip(total, added, strict=True))  # type: ignore[assignment]
             rig.check_rows(total)
         assert rig.manager.snapshot()["kvtxn_windows_total_committed"] == 2
+
+    @pytest.mark.parametrize("policy", TRANSACTIONAL)
+    def test_a_commit_counts_last(self, kit: Kit, policy: str) -> None:
+        """No cache is written once the window is counted: a write that fails is not counted."""
+        rig = kit.rig(policy, SIMPLE, executor=_watched(kit.executor))
+        for _ in range(2):  # a repeated window may take another code path than a new one
+            rig.run(rig.batch(padding=0.0), [2, 1])
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_aborted_rows_are_rejected(self, kit: Kit, policy: str) -> None:

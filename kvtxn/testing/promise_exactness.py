@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import registry
 from ..executor import Executor, Txn
-from .batches import SHAPES, Batch, handed_in, random_counts, spread
+from .batches import SHAPES, Batch, every_other, handed_in, random_counts, spread, turned
 from .caches import LAYOUTS, LayerSpec
 from .kit import POLICIES, Kit, KitBase
 from .number_formats import FORMATS, WIDE
@@ -212,16 +212,15 @@ class Exactness(KitBase):
         """By reference or by copy, with or without a version counter, from strided tensors."""
         specs = [LayerSpec(fmt=FORMATS[fmt]), LayerSpec("hnd", FORMATS[fmt])]
         rig = kit.rig(policy, specs, staging=staging)
-        for strided in (False, True):
+        for view in (Tensor.contiguous, spread, every_other, turned):
             batch = rig.batch()
             with torch.inference_mode(), rig.open(batch) as window:
                 for ref in rig.refs:
-                    parts = batch.tensors[ref.name]
-                    parts = tuple(map(spread, parts)) if strided else parts
+                    parts = tuple(map(view, batch.tensors[ref.name]))
                     window.stage(ref, *handed_in(ref, parts))  # type: ignore[arg-type]
                 window.commit([2, 1])
             rig.expect_committed(batch, batch.kept([2, 1]))
-            rig.check("strided tensors" if strided else "dense tensors")
+            rig.check(f"tensors made by {view.__name__}")
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_latent_in_two_halves(self, kit: Kit, policy: str) -> None:

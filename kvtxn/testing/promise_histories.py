@@ -11,14 +11,17 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch import Tensor
 
 from ..states import WindowState
+from .batches import Batch
 from .caches import LayerSpec
-from .faults import MOMENTS
+from .faults import MOMENTS, Faults
 from .histories import Histories, queries_for, unrolled
 from .kit import TRANSACTIONAL, Kit, KitBase
 from .number_formats import FORMATS
 from .promise_overwriting import need_kinds
+from .rig import Rig
 
 _REQUESTS: Final = 2
 
@@ -147,23 +150,38 @@ def _serve(kit: Kit, policy: str, specs: list[LayerSpec], steps: list[Any], seed
         if longest > histories.room:
             return
         batch = histories.batch(shape)
-        fired = len(faults.fired)
         if fault is not None:
             faults.arm(*fault)
-        with rig.open(batch) as window:
-            rig.stage(window, batch)
-            if outcome == "abort":
-                window.abort()
-            elif outcome == "mask":
-                window.commit(torch.tensor(batch.kept(counts), dtype=torch.bool).to(rig.device))
-            else:
-                window.commit(rig.accepted(counts))
+        what = f"{outcome} of {shape}, {counts} accepted, fault {fault}"
+        if outcome == "abort":
+            if _falls_back(rig, batch, None, faults):
+                histories.adopt_paged(batch)
+            settled = histories.settled(batch)
+            histories.check(what, settled)
+            what = f"repeated after {what}"
+        accepted = rig.accepted(counts)
+        if outcome == "mask":
+            accepted = torch.tensor(batch.kept(counts), dtype=torch.bool).to(rig.device)
+        fell_back = _falls_back(rig, batch, accepted, faults)
         faults.disarm()
-        histories.extend(batch, batch.kept(counts if outcome != "abort" else [0] * len(counts)))
-        if len(faults.fired) > fired:
-            assert window.state is WindowState.FELL_BACK
+        histories.extend(batch, batch.kept(counts))
+        if fell_back:
             histories.adopt_paged(batch)
-        histories.check(f"{outcome} of {shape}, {counts} accepted, fault {fault}")
+        histories.check(what)
+
+
+def _falls_back(rig: Rig, batch: Batch, accepted: Tensor | None, faults: Faults) -> bool:
+    """Run a window, and commit or, without an acceptance, abort it; tell whether it fell back."""
+    fired = len(faults.fired)
+    with rig.open(batch) as window:
+        rig.stage(window, batch)
+        if accepted is None:
+            window.abort()
+        else:
+            window.commit(accepted)
+    fell_back = window.state is WindowState.FELL_BACK
+    assert fell_back == (len(faults.fired) > fired)
+    return fell_back
 
 
 def _attend(

@@ -14,6 +14,7 @@ from ..errors import AcceptanceError, IncompleteWindowError, UnresolvedWindowErr
 from ..states import WindowState
 from ..window import Window
 from .batches import SHAPES, Batch
+from .caches import LayerSpec
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
 from .rig import SIMPLE, VARIED, Rig
 
@@ -146,6 +147,23 @@ class AllOrNothing(KitBase):
             rig.check("after the refused commit")
             window.abort()
         rig.check("aborted afterwards")
+
+    def test_a_staged_view_of_the_cache(self, kit: Kit) -> None:
+        """A settled row that is written over a staged one is noticed, and the commit refused.
+
+        The window sees such a write by torch's version counter alone: an executor that writes
+        without torch calls ``torch.autograd.graph.increment_version`` after each write.
+        """
+        rig = kit.rig("deferred", [LayerSpec(block_size=4)], staging="auto")
+        ref = rig.refs[0]
+        assert ref.value_cache is not None
+        slots = rig.accepted([5, 6, 7])  # the first is written at staging: over the second row
+        for _ in range(2):  # a repeated window may take another code path than a new one
+            with rig.manager.window(2, slots) as window:
+                window.stage(ref, ref.key_cache[1, :3], ref.value_cache[1, :3])
+                with pytest.raises(WindowStateError):
+                    window.commit(2)
+                window.abort()
 
     def test_a_copied_tensor_may_be_modified(self, kit: Kit) -> None:
         """With staging='copy' the caller may overwrite its buffers at once."""

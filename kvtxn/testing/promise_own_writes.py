@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .batches import spread
+from .batches import spread, turned
 from .caches import KEY_VALUE, LayerSpec
 from .kit import POLICIES, TRANSACTIONAL, Kit, KitBase
 from .naive import attention, make_sequences
@@ -24,6 +24,7 @@ PASTS: Final[dict[str, tuple[tuple[Sequence[int], Sequence[int]], Sequence[int]]
     "uneven": (((1, 1, 1), (4, 0, 2)), (7, 1, 12)),
     "none-settled": (((0, 0), (3, 1)), (0, 9)),
     "many-settled": (((4, 2), (1, 3)), (3, 5)),
+    "no-drafts": (((1, 3), (0, 0)), (5, 2)),
     "an-empty-request": (((0, 1), (0, 2)), (4, 4)),
     "nothing": (((), ()), ()),
 }
@@ -61,11 +62,6 @@ def _slice(dense: Tensor) -> Tensor:
     view = wide[:, 2:-1]
     view.copy_(dense)
     return view
-
-
-def _turned(dense: Tensor) -> Tensor:
-    """Return the tensor with the first two dimensions swapped in memory."""
-    return dense.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 #: Heads, and query heads of each, by layer: one to one, one for all, groups of four and of eight.
@@ -108,7 +104,7 @@ class OwnWrites(KitBase):
         """Queries, block tables and lengths may be strided views."""
         kit.need_attention()
         rig = kit.rig(policy, [_spec(fmt="fp32", size=8)] * 3)
-        views = (_slice, _turned, spread)
+        views = (_slice, turned, spread)
         attend_and_compare(rig, *PASTS["uneven"], attention_tolerance, {}, views=views)
 
     @pytest.mark.parametrize(("policy", "fmt", "layout"), _STORED)

@@ -18,6 +18,7 @@ from .promise_replay_faults import faulty_replay_rig
 from .replay_rig import ReplayBatch, ReplayRig
 
 _GROUPS: Final = ("state", "kda")
+_ROWS: Final = ("kvtxn_rows_staged_total", "kvtxn_rows_committed_total")
 
 
 class ReplayBoundaries(KitBase):
@@ -35,6 +36,20 @@ class ReplayBoundaries(KitBase):
             rig.expect_ended(batch)
             rig.check(f"boundary after {boundary} rows, {settled} settled")
 
+    def test_requests_that_begin_from_one_state(self, kit: Kit) -> None:
+        """Requests that only read a state may share it; each continues in a slot of its own."""
+        rig = replay_rig(kit)
+        slots = {group: [2, 2, 5, 2] for group in _GROUPS}
+        for group in _GROUPS:
+            rig.begin_requests(group, [2, 5])
+        batch = rig.batch(([1, 1, 1, 0], [3, 2, 2, 2]), [3, 0, 1, 0], slots=slots)
+        batch = _crossing(rig, batch, [0, 0, 2, 0], without=[2])
+        rig.run(batch)
+        rig.expect_ended(batch)
+        rig.check("begun from one state")
+        staged, committed = (rig.manager.metrics.snapshot()[name] for name in _ROWS)
+        assert (staged, committed) == (9, 4)
+
     def test_some_requests_have_no_boundary(self, kit: Kit) -> None:
         """Requests may have different boundaries or none; the next window continues."""
         rig = replay_rig(kit)
@@ -50,14 +65,14 @@ class ReplayBoundaries(KitBase):
         rig.expect_ended(after)
         rig.check("the window after it")
 
-    def test_an_abort_may_cross(self, kit: Kit) -> None:
-        """An aborted window may cross a boundary by its settled rows alone."""
+    def test_an_abort_crosses_nothing(self, kit: Kit) -> None:
+        """An aborted window leaves both states, though its settled rows reach the boundary."""
         rig = replay_rig(kit)
         batch = _crossing(rig, rig.batch(((2, 1), (3, 3))), [1, 1])
         with rig.open(batch) as window:
             rig.stage(window, batch)
             window.abort()
-        rig.expect_ended(batch, [False] * len(batch.kept))
+        rig.expect_staged(batch)
         rig.check("aborted")
 
     def test_boundaries_and_the_librarys_own_check(self, kit: Kit) -> None:
@@ -72,14 +87,14 @@ class ReplayBoundaries(KitBase):
     @pytest.mark.parametrize("when", MOMENTS)
     @pytest.mark.parametrize("at", ["advance", "commit"])
     def test_a_fault_at_a_boundary(self, kit: Kit, at: str, when: str, on_error: str) -> None:
-        """After a fault both states are exact, or both unchanged; no settled row crosses."""
+        """After a fault both states are exact, or both unchanged."""
         rig, faults = faulty_replay_rig(kit, on_error)
         batch = _crossing(rig, rig.batch(((1, 1), (3, 3)), [3, 1]), [2, 2])
         faults.arm(at, when)
         try:
             rig.run(batch)
         except InjectedFault:
-            rig.expect_ended(batch, [False] * len(batch.kept))
+            rig.expect_staged(batch)
         else:
             rig.expect_ended(batch)
         assert faults.fired

@@ -51,7 +51,7 @@ class ReplayRuns(KitBase):
                 rig.stage(window, batch)
                 if rng.random() < 0.2:
                     window.abort()
-                    rig.expect_ended(batch, [False] * len(batch.kept))
+                    rig.expect_staged(batch)
                 else:
                     window.commit(rig.accepted(batch.counts))
                     rig.expect_ended(batch)

@@ -165,8 +165,14 @@ class Rig:
                     self.truth.write(cache.name, slot, row)
 
     def expect_settled(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
-        """Expect the settled rows in the caches."""
-        self.write(batch, [not draft for draft in batch.drafts], layers)
+        """Expect the settled rows in paged caches and rings; no state changes before a commit."""
+        direct = self.policy == "direct"
+        early = [
+            index
+            for index in (range(len(self.caches)) if layers is None else layers)
+            if direct or self.caches[index].spec.kind != "recurrent"
+        ]
+        self.write(batch, [not draft for draft in batch.drafts], early)
 
     def expect_staged(self, batch: Batch, layers: Sequence[int] | None = None) -> None:
         """Expect the rows that staging writes: settled rows, and drafts unless drafts wait."""
@@ -185,7 +191,7 @@ class Rig:
         for layer, slot, row in self._old:
             self.truth.write(layer, slot, row)
         self._old.clear()
-        self.expect_settled(batch)
+        self.write(batch, [not draft for draft in batch.drafts])
         direct = self.policy == "direct"
         self.write(batch, [direct or keep for keep in kept])
 

@@ -19,37 +19,33 @@ class Sound(TorchExecutor):
 
 
 class TakesRejectedRowsIn(TorchExecutor):
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
-        super().advance(txn, None if accepted is None else torch.ones_like(txn.layout.is_draft))
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        super().advance(txn, torch.ones_like(txn.layout.is_draft))
 
 
 class TakesOneRowTooMany(TorchExecutor):
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
-        if accepted is not None and accepted.dtype is not torch.bool:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        if accepted.dtype is not torch.bool:
             accepted = accepted + 1
         super().advance(txn, accepted)
 
 
 class ForgetsSettledRows(TorchExecutor):
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         layout = attrs.evolve(txn.layout, is_draft=torch.ones_like(txn.layout.is_draft))
-        if accepted is not None:
-            super().advance(attrs.evolve(txn, layout=layout), txn.layout.kept(accepted))
+        super().advance(attrs.evolve(txn, layout=layout), txn.layout.kept(accepted))
 
 
-class SettlesNothingAtAbort(TorchExecutor):
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
-        if accepted is not None:
-            super().advance(txn, accepted)
+class TakesSettledRowsInEarly(ForgetsSettledRows):
+    """Takes settled rows in with the next layer that is staged, since they are known good."""
 
-
-class KeepsDraftsAtAbort(TorchExecutor):
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
-        super().advance(txn, ~txn.layout.is_draft | True if accepted is None else accepted)
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        super().stage(txn, layer)
+        TorchExecutor.advance(self, txn, torch.zeros(txn.layout.num_requests, dtype=torch.int64))
 
 
 class AdvancesTwice(TorchExecutor):
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         super().advance(txn, accepted)
         super().advance(txn, accepted)
 
@@ -57,7 +53,7 @@ class AdvancesTwice(TorchExecutor):
 class _StateByState(TorchExecutor):
     """The reference once more, with a place for an error."""
 
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         if not txn.layout.num_rows:
             return
         turns = replay._turns(txn, accepted)
@@ -148,8 +144,8 @@ class StopsAfterSomeRows(_StateByState):
 
 
 class TakesAMaskForACount(TorchExecutor):
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
-        if accepted is not None and accepted.dtype is torch.bool:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
+        if accepted.dtype is torch.bool:
             drafts = (accepted & txn.layout.is_draft).long()
             counts = drafts.new_zeros(txn.layout.num_requests)
             accepted = counts.index_add_(0, txn.layout.request, drafts)
@@ -159,7 +155,7 @@ class TakesAMaskForACount(TorchExecutor):
 class AddsZero(TorchExecutor):
     """A zero's sign is lost, even of states that took nothing in."""
 
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         super().advance(txn, accepted)
         for layer in replay.replayed(txn.staged.values()):
             slots = replay._slots(txn, layer.ref)
@@ -185,12 +181,12 @@ def _one_nan(state: Tensor, plane) -> Tensor:
 
 
 class KnowsNoBoundary(TorchExecutor):
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         super().advance(attrs.evolve(txn, crossings={}), accepted)
 
 
 class CrossesOneRowEarly(TorchExecutor):
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         early = {
             group: attrs.evolve(at, boundary=(at.boundary - 1).clamp(min=0))
             for group, at in txn.crossings.items()
@@ -201,7 +197,7 @@ class CrossesOneRowEarly(TorchExecutor):
 class CrossesAtTheBoundary(TorchExecutor):
     """Goes on beyond with the very row that ends at the boundary, where nothing is to go on."""
 
-    def advance(self, txn: Txn, accepted: Tensor | None) -> None:
+    def advance(self, txn: Txn, accepted: Tensor) -> None:
         super().advance(txn, accepted)
         for layer in replay.replayed(txn.staged.values()):
             at = txn.crossings.get(layer.ref.group)
@@ -223,8 +219,7 @@ CAUGHT: dict[type[TorchExecutor], str] = {
     TakesRejectedRowsIn: "test_replayed_states",
     TakesOneRowTooMany: "test_every_accepted_count",
     ForgetsSettledRows: "test_replayed_states",
-    SettlesNothingAtAbort: "test_an_abort_keeps_the_states",
-    KeepsDraftsAtAbort: "test_an_abort_keeps_the_states",
+    TakesSettledRowsInEarly: "test_an_abort_keeps_the_states",
     AdvancesTwice: "test_every_accepted_count",
     WritesPaddingToTheFirstState: "test_replayed_states",
     RoundsAfterEachRow: "test_every_accepted_count",

@@ -206,6 +206,43 @@ def test_boundaries_that_do_not_fit(boundary, beyond, message):
     assert manager.current is None
 
 
+def test_requests_may_begin_from_one_state():
+    """A state that a prefix cache keeps is read by both, and each goes on in a slot of its own."""
+    state = torch.zeros(6, 3, 5)
+    state[1] = 7
+    ref = LayerRef.recurrent("s", state, replay=CONV)
+    manager = TransactionManager([ref])
+    rows = torch.arange(1.0, 5).view(4, 1).expand(4, 5)
+    with manager.window([1, 1], StateSlots([1, 1], [0, 0], [2, 3])) as window:
+        window.stage(ref, rows)
+        window.commit([1, 0])
+    expected = [[0, 0, 0], [7, 7, 7], [7, 1, 2], [7, 7, 3], [0, 0, 0], [0, 0, 0]]
+    assert state[:, :, 0].tolist() == expected
+    flat = manager.snapshot()
+    assert flat["kvtxn_rows_committed_total"] == 1
+    assert flat["kvtxn_bytes_written_total"] + flat["kvtxn_bytes_avoided_total"] == (
+        2 * ref.row_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "boundary", "beyond"),
+    [
+        ([1, 1], [0, 1], [2, 3]),  # one reads it, the other writes it
+        ([1, 1], [0, 0], [2, -1]),
+        ([1, 1], [1, 2], [2, 3]),  # both write it
+        ([1, 1], [0, 0], [-1, -1]),
+    ],
+)
+def test_a_state_that_a_request_writes_is_its_own(slots, boundary, beyond):
+    manager = TransactionManager([LayerRef.recurrent("s", torch.zeros(6, 3, 5), replay=CONV)])
+    with pytest.raises(SlotMappingError, match=r"two requests have state 1 .*boundary of 0"):
+        manager.window([2, 2], StateSlots(slots, boundary, beyond))
+    with pytest.raises(SlotMappingError, match=r"two requests have state 1 .*StateSlots"):
+        manager.window([2, 2], slots)
+    assert manager.current is None
+
+
 def test_only_replayed_layers_have_boundaries():
     selected = LayerRef.recurrent("s", torch.zeros(6, 3, 5))
     replayed = LayerRef.recurrent("r", torch.zeros(6, 3, 5), replay=CONV)

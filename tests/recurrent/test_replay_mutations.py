@@ -12,8 +12,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import mutants_replay
+import torch
 
+from kvtxn.lifecycle import Lifecycle
 from kvtxn.recurrent import replay
+from kvtxn.states import Event
 
 _MODULE = """
     import sys
@@ -92,7 +95,7 @@ def _never(txn, accepted=None):
         ("read_states", _no_copies, "test_a_fallback_replays_once"),
         ("finish", _always_again(replay.finish), "test_a_fallback_replays_once"),
         ("finish", _never, "test_a_fallback_replays_once"),
-        ("take_back", _never, "test_an_error_takes_no_draft_in"),
+        ("put_back", _never, "test_an_error_takes_no_draft_in"),
         ("read_states", _no_copies, "test_an_error_takes_no_draft_in"),
     ],
 )
@@ -103,6 +106,24 @@ def test_a_defect_of_the_repair_is_seen(
     monkeypatch.setattr(replay, name, wrong)
     (failed,) = run_kit(tmp_path, mutants_replay.Sound, test).failed
     assert f"TestMutant::{test}" in failed
+
+
+def test_an_abort_that_takes_settled_rows_in_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library whose abort advances the states that were staged does not pass."""
+    finish = Lifecycle.finish
+
+    def settling(self: Lifecycle, event: Event, accepted=None) -> None:
+        if event is Event.ABORT and self.txn is not None:
+            none = torch.zeros(self.txn.layout.num_requests, dtype=torch.int64)
+            replay.advance(self.txn, none)
+        finish(self, event, accepted)
+
+    monkeypatch.setattr(Lifecycle, "finish", settling)
+    for test in ("test_an_abort_keeps_the_states", "test_the_body_raises"):
+        (failed,) = run_kit(tmp_path, mutants_replay.Sound, test).failed
+        assert f"TestMutant::{test}" in failed
 
 
 def test_a_sound_executor_passes(tmp_path: Path) -> None:

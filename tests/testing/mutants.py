@@ -13,6 +13,7 @@ from kvtxn.backends.torch_executor import TorchExecutor
 from mutants_attention import (
     ClaimsAttention,
     DoesNotSeeItsOwnWrites,
+    DropsTheSoftCapWithoutDrafts,
     IgnoresTheSlidingWindow,
     IgnoresTheSoftCap,
     MixesUpQueryGroups,
@@ -173,6 +174,24 @@ class TouchesTheWordBefore(_AtCommit):
             cells.as_strided((1,), (1,), cells.storage_offset() - 1).bitwise_xor_(1)
 
 
+class TakesViewsForWholeTensors(_AtCommit):
+    """Reads rows from the first element of their memory on, without a look at the strides."""
+
+    def write(self, layers, rows, slots, kept, txn):
+        dense = {
+            name: tuple(
+                part if part.storage_offset() else part.as_strided(part.shape, _dense(part.shape))
+                for part in parts
+            )
+            for name, parts in rows.items()
+        }
+        write_layers(layers, dense, slots, kept)
+
+
+def _dense(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
 class QuantisesTwice(_AtCommit):
     def write(self, layers, rows, slots, kept, txn):
         twice = {
@@ -231,6 +250,24 @@ class SettlesAtCommit(TorchExecutor):
         if txn.policy == "deferred":
             rows = {name: layer.rows for name, layer in txn.staged.items()}
             write_layers(self.layers, rows, txn.slots, ~txn.layout.is_draft)
+
+
+class HidesItsWrites(TorchExecutor):
+    """Writes without torch, and does not call ``increment_version``."""
+
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        planes = tuple(attrs.evolve(plane, cells=plane.cells.data) for plane in layer.ref.planes)
+        super().stage(txn, attrs.evolve(layer, ref=with_planes(layer.ref, planes)))
+
+
+class CountsFirst(TorchExecutor):
+    """Counts before it writes, so that a window whose write fails is counted."""
+
+    def commit(self, txn: Txn, accepted: Tensor) -> None:
+        txn.count(txn.kept(accepted))
+        counted = txn.counters.clone()
+        super().commit(txn, accepted)
+        txn.counters.copy_(counted)
 
 
 class NeverCounts(TorchExecutor):
@@ -368,6 +405,10 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     ScalesOwnRowsByTheCache: "test_layouts_and_formats",
     LeavesTheScalesBehind: "test_every_layout_and_format",
     IgnoresTheSoftCap: "test_lengths_and_settings",
+    DropsTheSoftCapWithoutDrafts: "test_lengths_and_settings",
+    HidesItsWrites: "test_a_staged_view_of_the_cache",
+    TakesViewsForWholeTensors: "test_ways_to_stage",
+    CountsFirst: "test_a_commit_counts_last",
     MixesUpQueryGroups: "test_lengths_and_settings",
     DeniesUndo: "test_policies",
     DeniesAttention: "test_attention",

@@ -66,6 +66,15 @@ class IgnoresTheSoftCap(_Attention):
         return super().attend(txn, layer, query, attrs.evolve(args, soft_cap=None))
 
 
+class DropsTheSoftCapWithoutDrafts(_Attention):
+    """As a kernel for prompts does that an executor takes where nothing is a draft."""
+
+    def attend(self, txn, layer, query, attention_args):
+        if not any(txn.layout.draft_len):
+            attention_args = attrs.evolve(attention_args, soft_cap=None)
+        return TorchExecutor.attend(self, txn, layer, query, attention_args)
+
+
 class MixesUpQueryGroups(_Attention):
     def attend(self, txn: Txn, layer: StagedLayer, query: Tensor, args: AttentionArgs) -> Tensor:
         return super().attend(txn, layer, query.flip(1), args).flip(1)
