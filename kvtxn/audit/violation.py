@@ -60,6 +60,8 @@ FIELDS: Final = (
 )
 FIELD: Final = {name: number for number, name in enumerate(FIELDS)}
 NOBODY: Final = -1
+#: The position of a writer from here down: a connector brought the row; see ``books``.
+BROUGHT: Final = -2
 
 #: By kind: what the request did with a row or state; with those of other kinds, it read them.
 VERBS: Final[Mapping[str, str]] = {
@@ -96,11 +98,12 @@ class Violation:
         expected: up to three tokens: the reader's last tokens up to ``position``.
         written_for: up to three tokens: the last tokens of the prefix that the row was computed
             from; empty if the writer is not known any more.
-        written_position: the position that the row was written for; None if not known any more, or
-            if a connector brought the row.
+        written_position: the position that the row was written for; None if not known (any more).
         written_step: the step that wrote the row; None if not known any more.
-        written_request: the request that wrote the row, or that a connector brought it for; None if
-            not known any more.
+        written_request: the request that wrote the row; None if not known any more.
+        brought: a connector brought the row. What is "written" above is then of the request that
+            stored the row, and of the step in which it did; or, where nobody knows who stored it
+            (``written_position`` is None), of the request that it was brought for.
     """
 
     kind: str
@@ -117,6 +120,7 @@ class Violation:
     written_position: int | None = None
     written_step: int | None = None
     written_request: str | None = None
+    brought: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a flat dict, with tokens as lists."""
@@ -133,8 +137,9 @@ class Violation:
             text += f", tokens {in_text(self.expected)}"
         text += f"; found {self.found}"
         if self.written_step is not None:
-            brought = self.written_position is None and self.written_request is not None
-            deed, by = ("brought", "for") if brought else ("written", "by")
+            deed, by = ("written", "by")
+            if self.brought:
+                deed, by = ("brought", "for") if self.written_position is None else ("stored", "by")
             text += f", {deed} in step {self.written_step} {by} {_named(self.written_request)}"
         if self.written_position is not None:
             text += f" for position {self.written_position}, tokens {in_text(self.written_for)}"
@@ -189,6 +194,9 @@ def decode(
     slot = field["slot"] if field["slot"] >= 0 else None
     position, written_at = field["position"], field["writer_position"]
     known = field["writer_step"] != NOBODY
+    brought = known and written_at <= BROUGHT
+    if brought:
+        written_at = BROUGHT - 1 - written_at
     wanted = [record[FIELD["wanted_0"] + i] for i in range(3)]
     written = [record[FIELD["written_0"] + i] for i in range(3)]
     return Violation(
@@ -206,6 +214,7 @@ def decode(
         written_position=written_at if written_at >= 0 else None,
         written_step=field["writer_step"] if known else None,
         written_request=name_of(field["writer_serial"]) if known else None,
+        brought=brought,
     )
 
 
