@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import attrs
 
-from ...audit.violation import VERBS, in_text
+from ...audit.digest import EMBEDDED
+from ...audit.violation import DIFFERENCES, VERBS
 
 #: Columns of the page.
 WIDTH: Final = 100
@@ -205,32 +206,43 @@ def tell(violation: Mapping[str, Any]) -> str:
         return f"{begin} put out a NaN at its position {violation['position']}{came}."
     said = (
         f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
-        f"{violation['position']}, tokens {in_text(violation['expected'], ' ')}"
+        f"{violation['position']}, tokens {_in_text(violation['expected'])}"
     )
-    if violation["kind"] == "imported" and found in _BROUGHT:
+    stored = violation["brought"] and violation["written_position"] is not None
+    if violation["kind"] == "imported" and found in _BROUGHT and not stored:
         return f"{said}: {_BROUGHT[found]}."
     if violation["written_step"] is None:
         return f"{said}: {_UNKNOWN_WRITER.get(found, 'its writer is not known any more')}."
-    return f"{said}; {_written(violation)}{_AFTER_THAT.get(found, '')}."
+    return f"{said}; {_written(violation)}{_differs(violation)}{_AFTER_THAT.get(found, '')}."
 
 
 def _written(violation: Mapping[str, Any]) -> str:
     """Tell who wrote what was read, when, and for which tokens."""
     writer = violation["written_request"] or "a request whose name is not known any more"
     who = "the same request" if writer == violation["request"] else writer
-    brought = _is_brought(violation)
-    said = f"a connector had brought it for {who}" if brought else f"{who} had written it"
+    said = f"{who} had written it"
+    if violation["brought"]:
+        said = f"{who} had stored it"
+        if violation["written_position"] is None:
+            said = f"a connector had brought it for {who}"
     said += f" in step {violation['written_step']}"
     if violation["written_position"] is not None:
         said += f" for position {violation['written_position']}"
     if violation["written_for"]:
-        said += f", tokens {in_text(violation['written_for'], ' ')}"
+        said += f", tokens {_in_text(violation['written_for'])}"
     return said
 
 
-def _is_brought(violation: Mapping[str, Any]) -> bool:
-    """Tell whether a connector brought the row; of such rows no position is known."""
-    return violation["written_request"] is not None and violation["written_position"] is None
+def _differs(violation: Mapping[str, Any]) -> str:
+    """Tell what differs, where positions and tokens do not show it to people."""
+    differs = violation["differs"]
+    return "" if differs in (None, "position", "tokens") else f", {DIFFERENCES[differs]}"
+
+
+def _in_text(tokens: Sequence[int]) -> str:
+    """Return the last tokens of a prefix for people, who cannot read ids of embedded content."""
+    words = ("(embedded)" if token >= EMBEDDED else str(token) for token in tokens)
+    return f"...[{' '.join(words)}]"
 
 
 def _place(violation: Mapping[str, Any]) -> str:

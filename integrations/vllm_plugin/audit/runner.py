@@ -356,6 +356,7 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
             watch = Watch(
                 groups, room, rank, wanted.on_violation, states=states, record=record, key=key
             )
+            watch.found.log_tokens = wanted.log_tokens
         except KVTxnError as failed:
             why, error = str(failed), failed
     watch = on_all_ranks(runner, key, watch, why, error)
