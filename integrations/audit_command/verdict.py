@@ -73,7 +73,7 @@ class Verdict:
         kinds: number of violations by kind, none that is 0.
         sentences: more sentences, each on its own.
         exit_code: 0 healthy, 1 violations, 2 if nothing was read, if not all could be judged, or if
-            the audit ended before the engine did.
+            the audit was interrupted or ended before the engine did.
     """
 
     word: str
@@ -97,6 +97,8 @@ def judge(
     violations: Sequence[Mapping[str, Any]],
     requests: int,
     failed: int = 0,
+    *,
+    interrupted: bool = False,
 ) -> Verdict:
     """Judge an engine.
 
@@ -105,6 +107,7 @@ def judge(
         violations: the violations of all ranks, as flat dicts.
         requests: requests that came to their end.
         failed: requests that did not.
+        interrupted: the user ended the audit early; an engine is not called healthy then.
     """
     rows = _total(counters, "rows_checked_total")
     states = _total(counters, "states_checked_total")
@@ -118,21 +121,24 @@ def judge(
         )
     seen = ((rows, "row"), (states, "state"))
     read = " and ".join(_count(number, noun) for number, noun in seen if number)
+    early = "Interrupted, so far: " if interrupted else ""
     during = f"in {_count(steps, 'step')} of {_count(requests, 'request')}"
     unjudged = _ended(counters) + _unwatched(counters) + _unjudged(counters)
     if not rows and not states:
-        headline = f"Nothing was judged: no row was read {during}."
+        headline = f"{early}Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     compared = _compared(counters)
-    if not wrong and (unjudged or failed):
+    if not wrong and (unjudged or failed or interrupted):
         unjudged += [f"{_count(failed, 'request')} failed."] if failed else []
-        headline = f"Not all was judged: {read} were read {during}, and no wrong one was found."
+        headline = (
+            f"{early}Not all was judged: {read} were read {during}, and no wrong one was found."
+        )
         unjudged += compared
         return Verdict(word=_PARTLY, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     if not wrong:
         headline = f"Healthy: {read} were read {during}, and every one was the right one."
         return Verdict(word=_HEALTHY, headline=headline, kinds={}, sentences=compared, exit_code=0)
-    headline = f"{_count(wrong, 'violation')}: {read} were read {during}."
+    headline = f"{early}{_count(wrong, 'violation')}: {read} were read {during}."
     sentences = [f"{kind}, {number:,}: {MEANING[kind]}." for kind, number in kinds.items()]
     sentences += [tell(violation) for violation in violations[:TOLD]]
     if wrong > len(violations[:TOLD]):

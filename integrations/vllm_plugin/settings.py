@@ -149,7 +149,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             _WHERE,
             "names no policy",
             expected=f"one of {', '.join(map(repr, POLICIES))}",
-            got=dict(given),
+            got=", ".join(map(str, given)) or "no setting",
             hint="""add "policy": "auto", or "audit": "ledger" to watch the engine alone""",
         )
     _check_policy(given)
