@@ -54,18 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from None
+    except json.JSONDecodeError as error:  # the text may have a token for a model hub
+        raise argparse.ArgumentTypeError(f"expected JSON: {error}") from None
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; exit code 2 where engine arguments could not be judged."""
     given = args.engine_args
     if given is not None and not (isinstance(given, dict) and isinstance(given.get("model"), str)):
+        names = f"an object with {', '.join(given)}" if isinstance(given, dict) else None
         raise ConfigError(
             "doctor",
             "--engine-args is not a JSON object with a model",
-            got=json.dumps(given),
+            got=names or type(given).__name__,
             hint="""pass an object, such as '{"model": "DIR"}'""",
         )
     with _stdout_to_stderr():  # an engine logs where the page goes

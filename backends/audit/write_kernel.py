@@ -42,6 +42,7 @@ KNOWN = tl.constexpr(book.KNOWN)
 DURABLE = tl.constexpr(book.DURABLE)
 KEPT_BEFORE = tl.constexpr(book.KEPT_BEFORE)
 TOLD = tl.constexpr(book.TOLD)
+IMPORTED = tl.constexpr(book.IMPORTED)
 TELLING = tl.constexpr(book.TELLING)
 KEPT = tl.constexpr(book.KEPT)
 ENTRY_STEP = tl.constexpr(book.JOURNAL_STEP)
@@ -258,7 +259,8 @@ def write_rows(
         settled = first + count - taken
         told = tl.minimum(tl.load(fact + TELLING * num_lines), first)
         # A request that goes back begins anew: other blocks may hold its rows now.
-        told = tl.where(first < tl.load(fact + DURABLE * num_lines), -1, told)
+        back = first < tl.load(fact + DURABLE * num_lines)
+        told = tl.where(back & (tl.load(fact + TOLD * num_lines) != IMPORTED), -1, told)
         tl.store(fact + TOLD * num_lines, told)
         tl.store(fact + TELLING * num_lines, told)
         tl.store(fact + KNOWN * num_lines, tl.maximum(known, settled))

@@ -30,7 +30,7 @@ from .words import EMBEDDED, PLAIN, as_word, compiled, term, token_of
 
 SERIAL, KNOWN, DURABLE = book.SERIAL, book.KNOWN, book.DURABLE
 KEPT, KEPT_BEFORE = book.KEPT, book.KEPT_BEFORE
-TOLD, TELLING = book.TOLD, book.TELLING
+TOLD, TELLING, IMPORTED = book.TOLD, book.TELLING, book.IMPORTED
 STEP, JOURNALLED, REFUSED = book.STEP, book.JOURNALLED, book.REFUSED
 OPEN, UNRESOLVED = book.OPEN, book.UNRESOLVED
 AT_STEP, AT_SERIAL, AT_POSITION = book.JOURNAL_STEP, book.JOURNAL_SERIAL, book.JOURNAL_POSITION
@@ -120,7 +120,8 @@ def write_rows(
             entry[AT_TERMS], entry[AT_TERMS + 1], entry[AT_TERMS + 2] = each, last, older
             older, last, noted = last, each, noted + 1
         settled = at + count - taken
-        told = min(facts[TELLING, line], at) if at >= facts[DURABLE, line] else -1
+        goes_on = facts[TOLD, line] == IMPORTED or at >= facts[DURABLE, line]
+        told = min(facts[TELLING, line], at) if goes_on else -1
         facts[TOLD, line], facts[TELLING, line] = told, told
         facts[KNOWN, line] = max(known, settled)
         facts[DURABLE, line] = settled

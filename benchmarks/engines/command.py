@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from ...errors import KVTxnError
+from ...integrations.audit_command.shown_arguments import shown
 from ..common import machine
 from . import files as vllm_files
 from . import hybrids
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, Any] = {
         "format": vllm_files.FORMAT,
         "machine": machine.describe(args.commit),
-        "settings": {key: value for key, value in vars(args).items() if key not in _NOT_SETTINGS},
+        "settings": _settings(args),
         "conditions": {"started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begin))},
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -145,6 +146,12 @@ def _conditions(engines: Sequence[Takes]) -> dict[str, Any]:
 _ARRIVALS: Final = 16.0
 
 _NOT_SETTINGS: Final = ("log_level", "command", "suite", "folder", "commit")
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that a result's file names; an engine's arguments may have secrets."""
+    named = {key: value for key, value in vars(args).items() if key not in _NOT_SETTINGS}
+    return {**named, "engine_args": shown(named["engine_args"])}
 
 
 def _name(args: argparse.Namespace) -> str:

@@ -26,6 +26,7 @@ from ...cli import natural
 from ...errors import ConfigError
 from ...integrations.audit_command.command import PLAIN
 from ...integrations.audit_command.engine import offloading
+from ...integrations.audit_command.shown_arguments import shown
 from ...integrations.audit_command.workloads import WORKLOADS
 from ...integrations.serving.engine_process import EngineProcess, ending_with
 from ..common import machine
@@ -126,7 +127,7 @@ def settings(args: argparse.Namespace, about: str) -> dict[str, Any]:
         "drafter": args.drafter,
         "workloads": list(args.workloads),
         "requests": args.requests,
-        "engine_args": args.engine_args,
+        "engine_args": shown(args.engine_args),
     }
 
 

@@ -25,6 +25,7 @@ class EngineClient:
         tell: is told how many requests are done.
 
     Attributes:
+        done: requests that came to an end, whichever.
         aborted: requests that the workload aborted.
         failed: the reasons of requests that failed.
     """
@@ -42,7 +43,7 @@ class EngineClient:
         self._connected = job.engine_args.get("kv_transfer_config") is not None
         self._urgent = job.engine_args.get("scheduling_policy") == "priority"
         self._chance = random.Random(job.seed)
-        self._done = 0
+        self.done = 0
         self._vocabulary = int(sizes.vocabulary)
         # Special ids, such as an image's, are among the highest of a vocabulary.
         self._ids = range(min(3, sizes.vocabulary - 1), max(4, sizes.vocabulary // 2))
@@ -191,8 +192,8 @@ class EngineClient:
         return self.made
 
     def _end(self) -> None:
-        self._done += 1
-        self._tell(self._done)
+        self.done += 1
+        self._tell(self.done)
 
 
 def _sampling(most: int, among: Sequence[int] | None = None, stop: int | None = None) -> Any:

@@ -9,12 +9,8 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...cli import natural, require
 from ...errors import ConfigError
@@ -22,7 +18,9 @@ from ..demo.engine import MODEL
 from .engine import run as run_engine
 from .jobs import Found, Job, Refused
 from .page import write
+from .progress import Progress
 from .prompts import read
+from .shown_arguments import shown
 from .verdict import WIDTH, Verdict, judge
 from .workloads import WORKLOADS
 
@@ -78,26 +76,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from None
+    except (ValueError, RecursionError) as error:  # the text may have a token for a model hub
+        raise argparse.ArgumentTypeError(f"expected JSON: {error}") from None
+
+
+def _kind(value: Any) -> str:
+    """Name a JSON value that is not as expected, without what is in it."""
+    if isinstance(value, Mapping):
+        return f"an object with {', '.join(map(repr, value)) or 'nothing'}"
+    return type(value).__name__
 
 
 def run(args: argparse.Namespace) -> int:
     """Audit an engine.
 
     Returns:
-        The exit code: 0 healthy, 1 violations, 2 if a request failed or nothing could be judged.
+        The exit code: 0 healthy, 1 violations, 2 if a request failed, nothing could be judged, or
+        the audit was interrupted before a violation was found.
     """
     require("vllm")
     job = job_of(args)
     check_writable("--html", args.html)
-    found = play(job, quiet=args.json)
+    found = play(job, "kvtxn audit")
     if isinstance(found, Refused):
         print(textwrap.fill(f"kvtxn audit: {found.why}", WIDTH), file=sys.stderr)
         return 2
     violations = [each for recording in found.recordings for each in recording["violations"]]
     failed = len(found.failed)
-    verdict = judge(found.counters, violations, found.requests - failed, failed)
+    verdict = judge(
+        found.counters, violations, found.requests - failed, failed, interrupted=found.interrupted
+    )
     if args.html is not None:
         write(args.html, title="kvtxn audit", verdict=verdict, found=found, command=_command(args))
     if args.json:
@@ -147,7 +155,7 @@ def watched(engine_args: Any) -> dict[str, Any]:
         raise ConfigError(
             "audit",
             "--engine-args is not a JSON object with a model",
-            got=json.dumps(engine_args),
+            got=_kind(engine_args),
             hint="""pass an object, such as '{"model": "DIR"}'""",
         )
     additional = engine_args.get("additional_config", {})
@@ -156,7 +164,7 @@ def watched(engine_args: Any) -> dict[str, Any]:
         raise ConfigError(
             "audit",
             "additional_config is not an object of objects",
-            got=json.dumps(additional),
+            got=_kind(additional if given is None else given),
             hint="""pass an object, such as '{"kvtxn": {"policy": "auto"}}', or leave it out""",
         )
     if given.get("on_violation", "log") == "raise":
@@ -199,24 +207,18 @@ def check_writable(option: str, path: Path | None) -> None:
         raise ConfigError(option, f"{str(path)!r} cannot be written", hint="name another file")
 
 
-def play(job: Job, *, quiet: bool) -> Found | Refused:
-    """Play a job, with a bar that shows its progress on stderr.
+def play(job: Job, command: str) -> Found | Refused:
+    """Play a job, and say on stderr how far it is.
+
+    Args:
+        job: the job.
+        command: the command's name, for people.
 
     Raises:
         KVTxnError: the engine's process failed.
     """
-    console = Console(stderr=True, quiet=quiet)
-    total = len(job.prompts) or job.requests
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TextColumn("requests"), TimeElapsedColumn(), console=console, transient=True
-    ) as bar:
-        task = bar.add_task(", ".join(job.workloads) or "prompts", total=total)
-        return run_engine(job, partial(_advance, bar, task))
-
-
-def _advance(bar: Progress, task: Any, done: int) -> None:
-    bar.update(task, completed=done)
+    with Progress(command, len(job.prompts) or job.requests) as progress:
+        return run_engine(job, progress)
 
 
 def as_text(verdict: Verdict, found: Found, html: Path | None) -> str:
@@ -239,6 +241,7 @@ def as_json(verdict: Verdict, found: Found, violations: list[dict[str, Any]]) ->
         "kinds": verdict.kinds,
         "engine": found.engine,
         "requests": found.requests,
+        "interrupted": found.interrupted,
         "aborted": found.aborted,
         "failed": found.failed,
         "seconds": round(found.seconds, 3),
@@ -248,9 +251,9 @@ def as_json(verdict: Verdict, found: Found, violations: list[dict[str, Any]]) ->
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the command line that makes this audit again, for the page."""
+    """Return the command line that makes this audit again, for the page; secrets left out."""
     words = ["kvtxn", "audit", "--workload", args.workload]
     if args.engine_args is not None:
-        words += ["--engine-args", json.dumps(args.engine_args)]
+        words += ["--engine-args", json.dumps(shown(args.engine_args))]
     words += ["--requests", str(args.requests), "--seed", str(args.seed)]
     return shlex.join(words)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -14,7 +17,8 @@ import attrs
 
 from ..serving.engine_process import EngineError, EngineProcess, calling, ending_with
 from .client import EngineClient, sentence
-from .jobs import Found, Job, Refused
+from .jobs import STOP, Found, Job, Played, Refused
+from .progress import Progress
 from .workloads import WORKLOADS
 
 #: Settings of a small engine on a CPU, unless the user's own environment has them.
@@ -38,8 +42,11 @@ _PATIENCE: Final = 1800.0
 _RANDOM: Final = re.compile(r"-[0-9a-f]{8}$")
 
 
-def run(job: Job, progress: Callable[[int], None]) -> Found | Refused:
+def run(job: Job, progress: Progress) -> Found | Refused:
     """Play the workloads in a fresh process; ``progress`` is told how many requests are done.
+
+    A SIGINT or SIGTERM once the engine runs ends the workloads early, and the answer is what was
+    found until then. Another one ends everything at once, as one before the engine runs does.
 
     How many blocks one request needs is known to vLLM alone, and depends on the model's groups of
     layers. So an engine that a workload gave too few is started again with more, if its log is here
@@ -55,7 +62,7 @@ def run(job: Job, progress: Callable[[int], None]) -> Found | Refused:
         job = attrs.evolve(job, room=2 * job.room)
 
 
-def _run(job: Job, progress: Callable[[int], None]) -> Found | Refused | None:
+def _run(job: Job, progress: Progress) -> Found | Refused | None:
     """Do what ``run`` says, once; returns None if the engine has too few blocks by its workload."""
     environment = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
     process = EngineProcess(
@@ -70,14 +77,45 @@ def _run(job: Job, progress: Callable[[int], None]) -> Found | Refused | None:
     with ending_with([process]):
         process.send(job)
         try:
-            while isinstance(answer := process.answer("while it ran"), int):
-                progress(answer)
+            answer = process.answer("while it started")
+            with _ending_early(process, progress):
+                while isinstance(answer, Played):
+                    progress.show(answer.workload, answer.done)
+                    answer = process.answer("while it ran")
         except EngineError:
             if _has_few_blocks(job) and job.room < _MOST_ROOM and _TOO_FEW_BLOCKS in process.log():
                 return None
             raise
     result: Found | Refused = answer
     return result
+
+
+@contextlib.contextmanager
+def _ending_early(process: EngineProcess, progress: Progress) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM in the block end the workloads; the next one is as before.
+
+    Only the main thread can hear of signals; in another one nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def end(*_: object) -> None:
+        restore()
+        progress.interrupt()
+        process.send(STOP)
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _has_few_blocks(job: Job) -> bool:
@@ -93,10 +131,10 @@ def _has_few_blocks(job: Job) -> bool:
 def serve(pipe: Connection[Any, Any]) -> None:
     """Play the workloads in the engine's process: report progress, then the result."""
     job: Job = pipe.recv()
-    pipe.send((False, asyncio.run(_serve(job, lambda done: pipe.send((False, done))))))
+    pipe.send((False, asyncio.run(_serve(job, pipe))))
 
 
-async def _serve(job: Job, tell: Callable[[int], None]) -> Found | Refused:
+async def _serve(job: Job, pipe: Connection[Any, Any]) -> Found | Refused:
     from ..vllm_plugin.internals import async_engine, audited, workers
     from ..vllm_plugin.rpc_names import RECORDING, SNAPSHOT
 
@@ -121,26 +159,58 @@ async def _serve(job: Job, tell: Callable[[int], None]) -> Found | Refused:
     try:
         if not all(c.get("kvtxn_audit_active") for c in await engine.collective_rpc(SNAPSHOT)):
             return Refused("the ledger does not watch this engine; --log-level debug shows why")
+        playing = job.workloads[0] if job.workloads else "prompts"
+
+        def tell(done: int) -> None:
+            pipe.send((False, Played(playing, done)))
+
+        async def play() -> None:
+            nonlocal playing
+            await client.answer(job.prompts)
+            for number, name in enumerate(job.workloads, 1):
+                playing = name
+                # Each has its share of the requests, and at least one round.
+                share = -(-job.requests * number // len(job.workloads))
+                client.budget = max(client.made + 1, share)
+                await WORKLOADS[name].play(client)
+
         client = EngineClient(engine, sizes, attrs.evolve(job, engine_args=arguments), tell)
         begin = time.perf_counter()
-        await client.answer(job.prompts)
-        for number, name in enumerate(job.workloads, 1):
-            # Each has its share of the requests, and at least one round.
-            share = -(-job.requests * number // len(job.workloads))
-            client.budget = max(client.made + 1, share)
-            await WORKLOADS[name].play(client)
+        tell(0)
+        interrupted = not await _until_stopped(play(), pipe)
+        done = client.done
         await client.settle()
         return Found(
             engine={"vLLM": workers.version(), **async_engine.description(config)},
             counters=list(await engine.collective_rpc(SNAPSHOT)),
             recordings=[_named(r) for r in await engine.collective_rpc(RECORDING) if r],
-            requests=client.made,
+            requests=done if interrupted else client.made,
             aborted=client.aborted,
             failed=client.failed,
             seconds=time.perf_counter() - begin,
+            interrupted=interrupted,
         )
     finally:
         engine.shutdown()
+
+
+async def _until_stopped(work: Coroutine[Any, Any, None], pipe: Connection[Any, Any]) -> bool:
+    """Do work until it ends, or until ``STOP`` comes; tell whether it came to its end."""
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+
+    def stop() -> None:  # nothing but STOP comes, or the caller is gone
+        loop.remove_reader(pipe.fileno())
+        task.cancel()
+
+    loop.add_reader(pipe.fileno(), stop)
+    try:
+        await asyncio.wait([task])
+    finally:
+        loop.remove_reader(pipe.fileno())
+    if task.cancelled():
+        return False
+    task.result()
+    return True
 
 
 def _needs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -32,6 +32,18 @@ class Job:
     log_level: str = "error"
 
 
+#: The command that ends a job early; the answer is what was found until then.
+STOP: Final = "stop"
+
+
+@attrs.frozen
+class Played:
+    """How far a job is: the workload that is played, and the requests that are done."""
+
+    workload: str
+    done: int
+
+
 @attrs.frozen
 class Refused:
     """The answer of an engine's process that did not start an engine: the reason, one sentence."""
@@ -51,6 +63,8 @@ class Found:
         aborted: requests that the workload aborted.
         failed: the reasons of requests that the engine refused or did not finish.
         seconds: wall time of the workloads, the engine's start not included.
+        interrupted: the user ended the job before its end: requests that were not done are none of
+            ``requests``.
     """
 
     engine: dict[str, str]
@@ -60,3 +74,4 @@ class Found:
     aborted: int
     failed: list[str]
     seconds: float
+    interrupted: bool = False

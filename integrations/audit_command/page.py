@@ -80,6 +80,11 @@ def _notes(found: Found, rank: int) -> list[str]:
             f"{without:,.0f} steps had no window: their rejected rows stayed in their slots, "
             "although the picture shows them as restored."
         )
+    if recording["violations"]:
+        notes.append(
+            "This page has users' text: the last tokens that each violation's reader expected, and "
+            "those that the row was computed for."
+        )
     notes += [f"Failed: {each}" for each in found.failed]
     return notes
 

@@ -56,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--html", args.html)
     check_writable("--svg", args.svg)
     job = job_of(args)
-    found = play(job, quiet=False)
+    found = play(job, "kvtxn trace")
     if isinstance(found, Refused):
         print(textwrap.fill(f"kvtxn trace: {found.why}", WIDTH), file=sys.stderr)
         return 2
     violations = [each for recording in found.recordings for each in recording["violations"]]
-    verdict = judge(found.counters, violations, found.requests)
+    verdict = judge(found.counters, violations, found.requests, interrupted=found.interrupted)
     write(args.html, title="kvtxn trace", verdict=verdict, found=found, command=_command(args))
     print(as_text(verdict, found, args.html))
     if args.svg is not None:

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import attrs
 
-from ...audit.violation import VERBS, in_text
+from ...audit.digest import EMBEDDED
+from ...audit.violation import DIFFERENCES, VERBS
 
 #: Columns of the page.
 WIDTH: Final = 100
@@ -72,7 +73,7 @@ class Verdict:
         kinds: number of violations by kind, none that is 0.
         sentences: more sentences, each on its own.
         exit_code: 0 healthy, 1 violations, 2 if nothing was read, if not all could be judged, or if
-            the audit ended before the engine did.
+            the audit was interrupted or ended before the engine did.
     """
 
     word: str
@@ -96,6 +97,8 @@ def judge(
     violations: Sequence[Mapping[str, Any]],
     requests: int,
     failed: int = 0,
+    *,
+    interrupted: bool = False,
 ) -> Verdict:
     """Judge an engine.
 
@@ -104,6 +107,7 @@ def judge(
         violations: the violations of all ranks, as flat dicts.
         requests: requests that came to their end.
         failed: requests that did not.
+        interrupted: the user ended the audit early; an engine is not called healthy then.
     """
     rows = _total(counters, "rows_checked_total")
     states = _total(counters, "states_checked_total")
@@ -117,21 +121,24 @@ def judge(
         )
     seen = ((rows, "row"), (states, "state"))
     read = " and ".join(_count(number, noun) for number, noun in seen if number)
+    early = "Interrupted, so far: " if interrupted else ""
     during = f"in {_count(steps, 'step')} of {_count(requests, 'request')}"
     unjudged = _ended(counters) + _unwatched(counters) + _unjudged(counters)
     if not rows and not states:
-        headline = f"Nothing was judged: no row was read {during}."
+        headline = f"{early}Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     compared = _compared(counters)
-    if not wrong and (unjudged or failed):
+    if not wrong and (unjudged or failed or interrupted):
         unjudged += [f"{_count(failed, 'request')} failed."] if failed else []
-        headline = f"Not all was judged: {read} were read {during}, and no wrong one was found."
+        headline = (
+            f"{early}Not all was judged: {read} were read {during}, and no wrong one was found."
+        )
         unjudged += compared
         return Verdict(word=_PARTLY, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
     if not wrong:
         headline = f"Healthy: {read} were read {during}, and every one was the right one."
         return Verdict(word=_HEALTHY, headline=headline, kinds={}, sentences=compared, exit_code=0)
-    headline = f"{_count(wrong, 'violation')}: {read} were read {during}."
+    headline = f"{early}{_count(wrong, 'violation')}: {read} were read {during}."
     sentences = [f"{kind}, {number:,}: {MEANING[kind]}." for kind, number in kinds.items()]
     sentences += [tell(violation) for violation in violations[:TOLD]]
     if wrong > len(violations[:TOLD]):
@@ -205,32 +212,43 @@ def tell(violation: Mapping[str, Any]) -> str:
         return f"{begin} put out a NaN at its position {violation['position']}{came}."
     said = (
         f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
-        f"{violation['position']}, tokens {in_text(violation['expected'], ' ')}"
+        f"{violation['position']}, tokens {_in_text(violation['expected'])}"
     )
-    if violation["kind"] == "imported" and found in _BROUGHT:
+    stored = violation["brought"] and violation["written_position"] is not None
+    if violation["kind"] == "imported" and found in _BROUGHT and not stored:
         return f"{said}: {_BROUGHT[found]}."
     if violation["written_step"] is None:
         return f"{said}: {_UNKNOWN_WRITER.get(found, 'its writer is not known any more')}."
-    return f"{said}; {_written(violation)}{_AFTER_THAT.get(found, '')}."
+    return f"{said}; {_written(violation)}{_differs(violation)}{_AFTER_THAT.get(found, '')}."
 
 
 def _written(violation: Mapping[str, Any]) -> str:
     """Tell who wrote what was read, when, and for which tokens."""
     writer = violation["written_request"] or "a request whose name is not known any more"
     who = "the same request" if writer == violation["request"] else writer
-    brought = _is_brought(violation)
-    said = f"a connector had brought it for {who}" if brought else f"{who} had written it"
+    said = f"{who} had written it"
+    if violation["brought"]:
+        said = f"{who} had stored it"
+        if violation["written_position"] is None:
+            said = f"a connector had brought it for {who}"
     said += f" in step {violation['written_step']}"
     if violation["written_position"] is not None:
         said += f" for position {violation['written_position']}"
     if violation["written_for"]:
-        said += f", tokens {in_text(violation['written_for'], ' ')}"
+        said += f", tokens {_in_text(violation['written_for'])}"
     return said
 
 
-def _is_brought(violation: Mapping[str, Any]) -> bool:
-    """Tell whether a connector brought the row; of such rows no position is known."""
-    return violation["written_request"] is not None and violation["written_position"] is None
+def _differs(violation: Mapping[str, Any]) -> str:
+    """Tell what differs, where positions and tokens do not show it to people."""
+    differs = violation["differs"]
+    return "" if differs in (None, "position", "tokens") else f", {DIFFERENCES[differs]}"
+
+
+def _in_text(tokens: Sequence[int]) -> str:
+    """Return the last tokens of a prefix for people, who cannot read ids of embedded content."""
+    words = ("(embedded)" if token >= EMBEDDED else str(token) for token in tokens)
+    return f"...[{' '.join(words)}]"
 
 
 def _place(violation: Mapping[str, Any]) -> str:

@@ -57,6 +57,7 @@ class PluginSettings:
         audit: one of ``AUDITS``.
         on_violation: one of ``ON_VIOLATION``.
         record: keep the life of every slot, as ``kvtxn audit`` does for its page.
+        log_tokens: logged violations have the tokens that ``audit_report`` has; they are users'.
         audit_every: audit "bytes" compares one slot in this many in each step.
         poison: audit "bytes" fills dead rows and states with NaN; on a GPU alone.
     """
@@ -71,6 +72,7 @@ class PluginSettings:
     unchecked: bool = False
     audit_every: int = EVERY
     poison: bool = False
+    log_tokens: bool = False
 
 
 def is_audited(additional_config: object) -> bool:
@@ -131,13 +133,13 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
             _WHERE,
             "names no policy",
             expected=f"one of {', '.join(map(repr, POLICIES))}",
-            got=dict(given),
+            got=", ".join(map(str, given)) or "no setting",
             hint="""add "policy": "auto", or "audit": "ledger" to watch the engine alone""",
         )
     _check_policy(given)
     audit_every, poison = _audit_every(given, audit), _poison(given, audit, device)
     required, record = _flag(given, "required"), _flag(given, "record")
-    unchecked = _flag(given, "unchecked")
+    unchecked, log_tokens = _flag(given, "unchecked"), _flag(given, "log_tokens")
     if unchecked and given.get("policy") is None:
         raise ConfigError(
             _WHERE,
@@ -147,7 +149,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
         )
     if given.get("policy") is None:
         _check_no_window(given)
-    for name in ("on_violation", "record") if audit == "off" else ():
+    for name in ("on_violation", "record", "log_tokens") if audit == "off" else ():
         if name in given:
             raise ConfigError(
                 _WHERE,
@@ -173,6 +175,7 @@ def settings(additional_config: object, max_rows: int, device: str) -> PluginSet
     return PluginSettings(
         *(txn, required, windows, recurrent, audit, on_violation, record, unchecked, audit_every),
         poison=poison,
+        log_tokens=log_tokens,
     )
 
 

@@ -38,9 +38,9 @@ class Admission:
     """
 
     request: str
-    tokens: Sequence[int] | Tensor
+    tokens: Sequence[int] | Tensor = attrs.field(repr=False)
     extras: Iterable[int] = ()
-    embedded: Mapping[int, int] | None = None
+    embedded: Mapping[int, int] | None = attrs.field(default=None, repr=False)
 
 
 def admissions_of(operation: str, given: Any) -> list[Admission]:
@@ -63,7 +63,7 @@ def admissions_of(operation: str, given: Any) -> list[Admission]:
         strange = next((n for n, each in enumerate(there) if not isinstance(each, Admission)), -1)
         if strange < 0:
             return there
-        wrong, got = f"admission {strange} is not valid", repr(there[strange])
+        wrong, got = f"admission {strange} is not valid", type(there[strange]).__name__
     raise ConfigError(
         operation, wrong, expected="an iterable of kvtxn.audit.Admission", got=got,
         hint="describe each request as Admission(name, tokens); nothing was changed",
@@ -110,8 +110,8 @@ def _own_tokens(tokens: Any, embedded: Mapping[int, int] | None, max_length: int
         own = checks.bounded("admit", "tokens", tokens, EMBEDDED)
     if embedded is not None and not isinstance(embedded, Mapping):
         raise ConfigError(
-            "admit", "embedded is not valid", expected="by position, a hash", got=repr(embedded),
-            hint="pass a dict, or leave it out; nothing was changed",
+            "admit", "embedded is not valid", expected="by position, a hash",
+            got=type(embedded).__name__, hint="pass a dict, or leave it out; nothing was changed",
         )  # fmt: skip
     for position, content in (embedded or {}).items():
         checks.whole("admit", "a position of embedded", position, 0, min(len(own), max_length) - 1)

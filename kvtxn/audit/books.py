@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from .digest import MAX_POSITION, Key
 from .groups import WORD_BYTES, Group, Layout, positive
+from .violation import BROUGHT as BROUGHT
 from .violation import FIELDS, KINDS
 
 #: Indices into ``Books.counters``, int64 on the device; counts by kind start at ``BY_KIND``.
@@ -40,7 +41,9 @@ NUM_COUNTERS: Final = BY_KIND + len(KINDS)
 
 #: Indices into one journal entry, int64: the step, the writer's serial number, the row's position,
 #: the terms of its last three tokens (newest first), then, for each group, the index in
-#: ``Books.words`` of the word written; -1 if the group has none.
+#: ``Books.words`` of the word written; -1 if the group has none. The position is -1 if it is not
+#: known. Of a row that a connector brought it is ``BROUGHT``, or, where it is known who stored the
+#: row, ``BROUGHT - 1`` less the position that it was stored for: the entry is of that writer then.
 JOURNAL_STEP: Final = 0
 JOURNAL_SERIAL: Final = 1
 JOURNAL_POSITION: Final = 2
@@ -63,8 +66,11 @@ KEPT: Final = 4
 OUTSIDE: Final = 5
 #: Steps do not compare positions before this one: wrong rows among them were reported to this
 #: request. A wrong row's word stays, so that each request that reads it is told, once, and whoever
-#: publishes or exports it. -1: nothing was reported.
+#: publishes or exports it. -1: nothing was reported. From the first import of rows until the
+#: request's next step it is ``IMPORTED``: what ``TELLING`` says then is of the imported rows, and
+#: holds for a step that goes back to them as well.
 TOLD: Final = 6
+IMPORTED: Final = MAX_POSITION
 #: What ``TOLD`` becomes with the request's next step: the passes of one step compare alike.
 TELLING: Final = 7
 NUM_FACTS: Final = 8

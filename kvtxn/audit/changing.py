@@ -225,6 +225,8 @@ class Changing:
             return [], left, None
         again = [name in roster for name in names]
         entries = roster.admit(names)
+        for (_, serial), (_, seed) in zip(entries, owns, strict=True):
+            roster.remember_seed(serial, seed)
         lines = [line for line, _ in entries]
         if self._open is not None:
             self._later += lines

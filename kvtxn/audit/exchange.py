@@ -61,7 +61,7 @@ class Exchange(Moving):
             self.books.owners[place.owners + there] = NOBODY
         rows = torch.arange(place.stride, device=self.device)
         where = place.base + there[:, None] * place.stride + rows
-        self._journal(place, where.flatten(), NOBODY, NOBODY)
+        self._journal(place, where.flatten(), None)
 
     # -- blocks that others will read ----------------------------------------------------------
 
@@ -137,11 +137,13 @@ class Exchange(Moving):
         first: int,
         end: int,
         digests: Tensor | None = None,
+        origin: Tensor | None = None,
     ) -> None:
         """Record rows that were loaded from outside for a request; reads compare them later.
 
         Call this when the rows are in their blocks, after ``hand_out`` and before the step that
-        reads them. A row that is not of the request's tokens is reported at once, as ``imported``.
+        reads them. A row that is not of the request's tokens is reported at once, as ``imported``,
+        and not again when the request's next step reads it.
 
         Args:
             request: the request that gets the rows.
@@ -152,14 +154,48 @@ class Exchange(Moving):
             digests: int64 ``[end - first]``, the result of ``export`` for the rows that were
                 brought, in this engine or one with its key. None: the rows are assumed to be of
                 the request's tokens, as those of a connector that keeps no digests have to be.
+            origin: int64 ``[6]``, the result of ``origins`` for the first of the rows when this
+                ledger exported them; reports then name who stored them, and for which tokens.
+                None: reports name the request that gets the rows.
 
         Raises:
-            ConfigError: as in ``publish``; or a block of the rows is not one of the group's, or
-                there is not one digest per row.
+            ConfigError: as in ``publish``; or a block of the rows is not one of the group's, there
+                is not one digest per row, or an origin is there without digests.
         """
         place = checks.place_of("import_rows", self.books, group, states=False)
         blocks = self._blocks_of(place, table, first, end)
-        self._import("import_rows", request, place, blocks, first, end, digests)
+        self._import("import_rows", request, place, blocks, first, end, digests, origin)
+
+    def origins(
+        self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
+    ) -> Tensor:
+        """Return who stores runs of rows, for ``import_rows`` when they come back.
+
+        Args:
+            request: the request whose tokens the rows are stored under.
+            group: the group of the rows.
+            firsts: int ``[n]`` on the host, the position of the first row of each run.
+            stored_by: the request that stores them; None: the same one.
+
+        Returns:
+            int64 ``[n, 6]`` on the ledger's device: the step, the storing request's serial number,
+            the position, the digest up to the row before, and the terms of the two tokens before.
+
+        Raises:
+            ConfigError: as in ``publish``.
+        """
+        place = checks.place_of("origins", self.books, group, states=False)
+        books, line = self.books, self.line(request, operation="origins")
+        writer = self.line(request if stored_by is None else stored_by, operation="origins")
+        end = books.sizes.max_length + 1
+        first = self._upload(checks.bounded("origins", "firsts", firsts, end))
+        self.passes.settle()
+        before = [books.own[line, (first - back).clamp(min=0)] for back in range(3)]
+        step = books.counters[book.STEP].expand_as(first)
+        serial = books.facts[book.SERIAL, writer].expand_as(first)
+        terms = [before[0] - before[1], before[1] - before[2]]
+        last = before[0] + books.salts[place.written]
+        return torch.stack([step, serial, first, last, *terms], 1)
 
     def import_state(
         self, request: str, group: str, block: int, length: int, digest: Tensor | None = None
@@ -244,6 +280,7 @@ class Exchange(Moving):
         first: int,
         end: int,
         digests: Tensor | None,
+        origin: Tensor | None = None,
     ) -> None:
         books, line = self.books, self.line(request, operation=operation)
         self._span(operation, first, end)
@@ -260,14 +297,62 @@ class Exchange(Moving):
                     hint="give what export returned for these rows; nothing was changed",
                 )  # fmt: skip
             words = given.to(self.device, non_blocking=True)
+        writers = self._bringer(line, end - first)
+        if origin is not None:
+            writers = self._storer(operation, origin, digests, end - first)
         self.passes.settle()
         where = self._words(place, table, first, end)
         books.words[where] = words
         if self._bytes is not None:
             self._bytes.seals[where] = UNWRITTEN
-        self._journal(place, where, books.counters[book.STEP], books.facts[book.SERIAL, line])
-        books.facts[book.TOLD : book.TELLING + 1, line] = -1  # the request gets other rows
+        self._journal(place, where, writers)
+        facts = books.facts[:, line]
+        # The request gets other rows: only what was told of these holds for its next step.
+        telling = torch.where(facts[book.TOLD] == book.IMPORTED, facts[book.TELLING], -1)
+        facts[book.TOLD], facts[book.TELLING] = book.IMPORTED, telling
         self._inspect(operation, "imported", request, place, table, first, end)
+        if place.group.is_state:
+            facts[book.TELLING] = telling  # of rows before the state nothing was said
+
+    def _bringer(self, line: int, count: int) -> Tensor:
+        """Return what journal entries say of rows that a connector brings for a request.
+
+        Returns:
+            int64 ``[count, JOURNAL_PLACES]``.
+        """
+        shape = count, book.JOURNAL_PLACES
+        writers = torch.full(shape, NOBODY, dtype=torch.int64, device=self.device)
+        writers[:, book.JOURNAL_STEP] = self.books.counters[book.STEP]
+        writers[:, book.JOURNAL_SERIAL] = self.books.facts[book.SERIAL, line]
+        writers[:, book.JOURNAL_POSITION] = book.BROUGHT
+        return writers
+
+    def _storer(self, operation: str, origin: Tensor, digests: Tensor | None, count: int) -> Tensor:
+        """Return what journal entries say of rows whose origin is known; as ``_bringer``.
+
+        A digest less the one before is the term of a token; what was stored of no token has none
+        that decodes to its position, and ``violation.decode`` leaves it out.
+        """
+        known = checks.ints(operation, "origin", origin, "[6]")
+        if digests is None or known.dtype is not torch.int64 or len(known) != 6:
+            raise ConfigError(
+                operation, "origin is not that of the rows", expected="int64 [6], with digests",
+                got=described(known) if digests is not None else "no digests",
+                hint="give what origins returned when the rows left; nothing was changed",
+            )  # fmt: skip
+        step, serial, first, before, last, older = known.to(self.device).unbind()
+        words = digests.to(self.device)
+        terms = torch.cat([torch.stack([older, last]), torch.cat([before[None], words]).diff()])
+        position = first + torch.arange(count, device=self.device)
+        return torch.stack(
+            [
+                step.expand(count),
+                serial.expand(count),
+                book.BROUGHT - 1 - position,
+                *(terms[2 - back : 2 - back + count] for back in range(3)),
+            ],
+            1,
+        )
 
     def _words(self, place: Place, table: Ints, first: int, end: int) -> Tensor:
         """Return the indices in ``Books.words`` of rows, int64 ``[end - first]``; -1 outside."""
@@ -312,13 +397,17 @@ class Exchange(Moving):
         """Return the words of a group's pool, ``[num_blocks, stride]``."""
         return place.pool_of(self.books.words if words is None else words)
 
-    def _journal(
-        self, place: Place, where: Tensor, step: Tensor | int, serial: Tensor | int
-    ) -> None:
-        """Write journal entries for a writer that is not a step; their tokens are not known."""
+    def _journal(self, place: Place, where: Tensor, writers: Tensor | None) -> None:
+        """Write journal entries for rows that no step wrote.
+
+        Args:
+            place: the rows' group.
+            where: int64 ``[n]``, the indices of their words.
+            writers: int64 ``[n, JOURNAL_PLACES]``, see ``books``; None if the writer is not known.
+        """
         width = self.books.journal.shape[1]
         entries = torch.full((len(where), width), NOBODY, dtype=torch.int64, device=self.device)
-        entries[:, book.JOURNAL_STEP] = step
-        entries[:, book.JOURNAL_SERIAL] = serial
+        if writers is not None:
+            entries[:, : book.JOURNAL_PLACES] = writers
         entries[:, book.JOURNAL_PLACES + place.index] = where
         self._append(entries)

@@ -126,8 +126,8 @@ class Findings:
             records = books.found.cpu()
             for number in range(self._read, kept):
                 record = records[number % books.sizes.capacity].tolist()
-                names = self._roster.name
-                self._unread.append(decode(record, books.key, self._groups, self.layers, names))
+                told = self._roster.name, self._roster.seed
+                self._unread.append(decode(record, books.key, self._groups, self.layers, *told))
             self._read = found
             books.counters[book.LIMIT] = found + books.sizes.capacity
         new, self._unread = self._unread, []

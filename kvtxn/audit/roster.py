@@ -24,6 +24,7 @@ class Roster:
         self._lines: dict[str, tuple[int, int]] = {}
         self._free = list(range(max_requests - 1, -1, -1))
         self._names: OrderedDict[int, str] = OrderedDict()
+        self._seeds: dict[int, int] = {}  # by serial number, none that is 0
         self._next_serial = 0
 
     def __contains__(self, request: str) -> bool:
@@ -46,7 +47,7 @@ class Roster:
             self._names[self._next_serial] = request
             self._next_serial += 1
         while len(self._names) > REMEMBERED + self._max:
-            self._names.popitem(last=False)
+            self._seeds.pop(self._names.popitem(last=False)[0], None)
         return [self._lines[request] for request in requests]
 
     def require_room(self, requests: Sequence[str], leaving: Sequence[str] = ()) -> None:
@@ -117,6 +118,15 @@ class Roster:
         """Free all lines."""
         for request in list(self._lines):
             self.release(request)
+
+    def remember_seed(self, serial: int, seed: int) -> None:
+        """Remember the digest of a request's extras as long as its name, to say what differs."""
+        if seed or serial in self._seeds:
+            self._seeds[serial] = seed
+
+    def seed(self, serial: int) -> int | None:
+        """Return the digest of a request's extras, 0 for none; None if it is forgotten."""
+        return self._seeds.get(serial, 0) if serial in self._names else None
 
     def name(self, serial: int) -> str | None:
         """Return the name of the request with a serial number; None if it is forgotten."""

@@ -157,7 +157,8 @@ class TorchPasses(Passes):
         first = batch.first[live]
         settled = first + batch.counts[live] - drafts
         # A request that goes back begins anew: other blocks may hold its rows now.
-        goes_on = first >= facts[book.DURABLE][line]
+        imported = facts[book.TOLD][line] == book.IMPORTED
+        goes_on = imported | (first >= facts[book.DURABLE][line])
         told = torch.where(goes_on, facts[book.TELLING][line].minimum(first), -1)
         facts[book.TOLD][line] = facts[book.TELLING][line] = told
         facts[book.KNOWN][line] = facts[book.KNOWN][line].maximum(settled)

@@ -60,6 +60,8 @@ FIELDS: Final = (
 )
 FIELD: Final = {name: number for number, name in enumerate(FIELDS)}
 NOBODY: Final = -1
+#: The position of a writer from here down: a connector brought the row; see ``books``.
+BROUGHT: Final = -2
 
 #: By kind: what the request did with a row or state; with those of other kinds, it read them.
 VERBS: Final[Mapping[str, str]] = {
@@ -69,6 +71,19 @@ VERBS: Final[Mapping[str, str]] = {
     "state": "went on from",
 }
 
+#: The fields that have users' text.
+TOKEN_FIELDS: Final = ("expected", "written_for")
+
+#: What differs between the row that was found and the one expected, and how a sentence says it.
+DIFFERENCES: Final[Mapping[str, str]] = {
+    "position": "of another position",
+    "tokens": "of other tokens",
+    "embedded": "with another image or vector in the place of a token",
+    "extras": "with another adapter or encoder input",
+    "earlier": "with other tokens, images or vectors before its last tokens",
+    "unknown": "with other tokens before its last ones, or another adapter",
+}
+
 #: Ids from ``digest.EMBEDDED`` on stand for a part of an image or other embedded content.
 Tokens = tuple[int, ...]
 
@@ -76,6 +91,8 @@ Tokens = tuple[int, ...]
 @attrs.frozen
 class Violation:
     """A wrong read, write or count.
+
+    Its tokens are in its fields alone, not in ``str`` and ``repr``, which end up in logs.
 
     A run of neighbouring wrong rows of one kind in one block is one violation, named by its first
     row; of rows whose bytes ``changed`` each is one. Each request that reads a wrong row is told of
@@ -96,11 +113,15 @@ class Violation:
         expected: up to three tokens: the reader's last tokens up to ``position``.
         written_for: up to three tokens: the last tokens of the prefix that the row was computed
             from; empty if the writer is not known any more.
-        written_position: the position that the row was written for; None if not known any more, or
-            if a connector brought the row.
+        written_position: the position that the row was written for; None if not known (any more).
         written_step: the step that wrote the row; None if not known any more.
-        written_request: the request that wrote the row, or that a connector brought it for; None if
-            not known any more.
+        written_request: the request that wrote the row; None if not known any more.
+        brought: a connector brought the row. What is "written" above is then of the request that
+            stored the row, and of the step in which it did; or, where nobody knows who stored it
+            (``written_position`` is None), of the request that it was brought for.
+        differs: a key of ``DIFFERENCES``: the first, by their order, in which a row of other tokens
+            (``found`` is "foreign") differs from the one expected; None if it was found to be
+            something else, or if it is not known for which tokens it was written.
     """
 
     kind: str
@@ -112,11 +133,13 @@ class Violation:
     block: int | None
     slot: int | None
     found: str
-    expected: Tokens
-    written_for: Tokens = ()
+    expected: Tokens = attrs.field(repr=False)
+    written_for: Tokens = attrs.field(default=(), repr=False)
     written_position: int | None = None
     written_step: int | None = None
     written_request: str | None = None
+    brought: bool = False
+    differs: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a flat dict, with tokens as lists."""
@@ -124,20 +147,21 @@ class Violation:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
 
     def __str__(self) -> str:
-        """Return one sentence for a log."""
+        """Return one sentence for a log, without tokens: they are a user's text."""
         begin = f"{self.kind}: in step {self.step}"
         if self.kind == "ranks":
             return f"{begin} this rank wrote other rows of group {self.group!r} than another rank"
         text = f"{begin} {_named(self.request)} {self._deed()} position {self.position}"
-        if self.expected:
-            text += f", tokens {in_text(self.expected)}"
         text += f"; found {self.found}"
         if self.written_step is not None:
-            brought = self.written_position is None and self.written_request is not None
-            deed, by = ("brought", "for") if brought else ("written", "by")
+            deed, by = ("written", "by")
+            if self.brought:
+                deed, by = ("brought", "for") if self.written_position is None else ("stored", "by")
             text += f", {deed} in step {self.written_step} {by} {_named(self.written_request)}"
         if self.written_position is not None:
-            text += f" for position {self.written_position}, tokens {in_text(self.written_for)}"
+            text += f" for position {self.written_position}"
+        if self.differs is not None:
+            text += f", {DIFFERENCES[self.differs]}"
         return text
 
     def _deed(self) -> str:
@@ -158,12 +182,6 @@ class Violation:
         return f"{VERBS.get(self.kind, 'read')} {where} as"
 
 
-def in_text(tokens: Sequence[int], between: str = ", ") -> str:
-    """Return the last tokens of a prefix for people, who cannot read ids of embedded content."""
-    words = ("(embedded)" if token >= EMBEDDED else str(token) for token in tokens)
-    return f"...[{between.join(words)}]"
-
-
 def _named(request: str | None) -> str:
     return "the engine" if request is None else f"request {request}"
 
@@ -174,6 +192,7 @@ def decode(
     groups: Sequence[tuple[str, int]],
     layers: Sequence[str],
     name_of: Callable[[int], str | None],
+    seed_of: Callable[[int], int | None],
 ) -> Violation:
     """Make a ``Violation`` from the fields that the device stored.
 
@@ -183,14 +202,24 @@ def decode(
         groups: name and block size of each group.
         layers: names of the layers of a scrub.
         name_of: returns a request's name for its serial number.
+        seed_of: returns the digest of a request's extras for its serial number.
     """
     field = dict(zip(FIELDS, record, strict=True))
     group, block_size = groups[field["group"]] if field["group"] >= 0 else ("", 1)
     slot = field["slot"] if field["slot"] >= 0 else None
     position, written_at = field["position"], field["writer_position"]
     known = field["writer_step"] != NOBODY
+    brought = known and written_at <= BROUGHT
+    if brought:
+        written_at = BROUGHT - 1 - written_at
     wanted = [record[FIELD["wanted_0"] + i] for i in range(3)]
     written = [record[FIELD["written_0"] + i] for i in range(3)]
+    expected = _tokens(key, wanted, position)
+    written_for = _tokens(key, written, written_at) if known else ()
+    differs = None
+    if FOUND[field["found"]] == "foreign" and written_for:
+        seeds = [seed_of(field[name]) for name in ("serial", "writer_serial")]
+        differs = _difference((position, expected), (written_at, written_for), seeds)
     return Violation(
         kind=KINDS[field["kind"]],
         step=field["step"],
@@ -201,12 +230,35 @@ def decode(
         block=None if slot is None else slot // block_size,
         slot=slot,
         found=FOUND[field["found"]],
-        expected=_tokens(key, wanted, position),
-        written_for=_tokens(key, written, written_at) if known else (),
+        expected=expected,
+        written_for=written_for,
         written_position=written_at if written_at >= 0 else None,
         written_step=field["writer_step"] if known else None,
         written_request=name_of(field["writer_serial"]) if known else None,
+        brought=brought,
+        differs=differs,
     )
+
+
+def _difference(
+    wanted: tuple[int, Tokens], written: tuple[int, Tokens], seeds: Sequence[int | None]
+) -> str:
+    """Return the key of ``DIFFERENCES`` for a row whose digest is not the one expected.
+
+    Args:
+        wanted: the position and the last tokens that the reader expected.
+        written: those that the row was written for.
+        seeds: the digests of the extras of the reader and the writer; None if not known any more.
+    """
+    if wanted[0] != written[0]:
+        return "position"
+    pairs = zip(reversed(wanted[1]), reversed(written[1]), strict=False)
+    others = [max(pair) for pair in pairs if pair[0] != pair[1]]
+    if others:
+        return "embedded" if max(others) >= EMBEDDED else "tokens"
+    if None in seeds:
+        return "unknown"
+    return "earlier" if seeds[0] == seeds[1] else "extras"
 
 
 def _tokens(key: Key, terms: Sequence[int], position: int) -> Tokens:

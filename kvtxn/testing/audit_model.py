@@ -66,6 +66,7 @@ class _Request:
     expected: int = 0
     told: int = -1
     telling: int = -1
+    imported: bool = False
 
 
 class LedgerModel:
@@ -160,7 +161,8 @@ class LedgerModel:
                     request.own[position + 1 :] = [token]
                 prefixes[start + within] = tuple(prefix)
             request.known = max(request.known, settled)
-            goes_on = first >= request.expected
+            goes_on = request.imported or first >= request.expected
+            request.imported = False
             request.told = request.telling = min(request.telling, first) if goes_on else -1
             request.durable = request.expected = settled
             request.kept = -1 if drafts else 0
@@ -266,7 +268,8 @@ class LedgerModel:
     ) -> None:  # fmt: skip
         """Do what ``Ledger.import_rows`` does."""
         known = self.requests[request]
-        known.told = known.telling = -1
+        telling = known.telling if known.imported else -1
+        known.imported, known.told, known.telling = True, -1, telling
         for position in range(first, end):
             _, word = self._through(group, table, position)
             assert word is not None
@@ -280,6 +283,8 @@ class LedgerModel:
                 self.words[word] = content
             self.writers[word] = (request, self.step)
         self._look("imported", known, group, table, first, end)
+        if self.groups[group].is_state:
+            known.telling = telling
 
     def export_state(
         self, request: str, group: str, block: int, length: int

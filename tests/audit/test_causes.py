@@ -85,13 +85,13 @@ class WitnessedLedger(Ledger):
                         block, offset = divmod(slot, group.block_size)
                         self.put(name, block, [offset], now, self.name_of[line])
 
-    def _import(self, operation, request, place, table, first, end, digests):
+    def _import(self, operation, request, place, table, first, end, digests, origin=None):
         now = int(self.books.counters[0])
         for position in range(first, end):
             at = 0 if place.group.is_state else position
             block = int(table[at // place.group.block_size])
             self.put(place.group.name, block, [at % place.group.block_size], now, request)
-        super()._import(operation, request, place, table, first, end, digests)
+        super()._import(operation, request, place, table, first, end, digests, origin)
 
     def where(self, violation):
         """Return the word that a violation names."""
@@ -227,3 +227,22 @@ def test_a_request_that_goes_back_is_compared_from_its_beginning():
     assert lone(ledger, "r", 5, [6], [1, 2], [9]) == []
     assert lone(ledger, "r", 0, [1, 2, 3, 4], [3, 4], [12, 13, 14, 15]) == []
     assert lone(ledger, "r", 4, [5, 6], [5, 4], [16, 17]) == [("r", "unwritten", 0, 20)]
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_rows_that_a_connector_brought_are_told_once(backend):
+    """They are not told again when the request's first step reads them; the other rows are read."""
+    ledger = Ledger((RowGroup("a", 4, 8),), max_requests=4, max_length=32, backend=backend)
+    ledger.admit("a", [1, 2, 3, 4, 5, 6, 7, 8])
+    lone(ledger, "a", 0, [1, 2, 3, 4, 5, 6, 7, 8], [1, 2], range(4, 12))
+    digests = ledger.export("a", "a", [1, 2], 0, 8)
+    ledger.admit("b", [1, 9, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14])
+    ledger.hand_out("a", [3, 4, 5])
+    ledger.import_rows("b", "a", [3], 0, 4, digests[:4])
+    ledger.import_rows("b", "a", [3, 4], 4, 8, digests[4:])
+    told = [("b", "imported", 1, 13), ("b", "imported", 4, 16)]
+    assert [(v.request, v.kind, v.position, v.slot) for v in ledger.violations()] == told
+    # Block 5 is one of its own that nobody wrote.
+    unwritten = [("b", "unwritten", 8, 20)]
+    assert lone(ledger, "b", 12, [14], [3, 4, 5, 6], [24]) == unwritten
+    assert lone(ledger, "b", 13, [15], [3, 4, 5, 6], [25]) == []

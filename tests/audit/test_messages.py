@@ -217,10 +217,7 @@ DEEDS = {
 @pytest.mark.parametrize("kind", DEEDS)
 def test_a_violation_says_what_its_request_did(kind):
     said = str(attrs.evolve(READ, kind=kind))
-    assert said == (
-        f"{kind}: in step 7 {DEEDS[kind]} of group 'a' as position 5, tokens ...[1, 2, 3]; "
-        "found foreign"
-    )
+    assert said == (f"{kind}: in step 7 {DEEDS[kind]} of group 'a' as position 5; found foreign")
 
 
 def test_a_violation_without_a_slot_names_no_slot():
@@ -239,12 +236,59 @@ def test_a_violation_without_a_slot_names_no_slot():
     assert "None" not in "".join(map(str, (nowhere, nan, count, ranks)))
 
 
-def test_content_that_is_embedded_is_told_as_such():
-    """The dict keeps the ids: they tell which content it was."""
+def test_a_users_tokens_are_in_no_line_of_a_log():
+    """Not in the sentence, nor where objects or errors are shown; in the fields they are."""
+    written = {"written_for": (70001, 70002), "written_position": 5, "written_step": 3}
+    told = attrs.evolve(READ, expected=(70003, 70004), **written, differs="tokens")
+    admission = Admission("r", [70001], embedded={0: 70002})
+    for said in (str(told), repr(told), repr(admission)):
+        assert "7000" not in said
+    assert str(told).endswith("written in step 3 by the engine for position 5, of other tokens")
+    assert told.as_dict()["expected"] == [70003, 70004]
+    for wrong in (lambda: ("r", [70001]), lambda: Admission("r", [1], embedded=[70001])):
+        with pytest.raises(ConfigError) as refused:
+            made().admit_all([wrong()])
+        assert "7000" not in str(refused.value)
+
+
+def test_a_violation_says_what_differs():
+    """In words, where the last tokens are the same: the adapter, or something before them."""
+    group = RowGroup("a", 4, 8)
+
+    def differs(tokens, *, extras=(), embedded=None, first=0):
+        ledger = Ledger([group], max_requests=2, max_length=16)
+        ledger.admit("w", [1, 2, 3, 4, 5, 6, 7, 8], extras=[9])
+        rows = torch.arange(4, 12)
+        step = Step(
+            lines=torch.tensor([ledger.line("w")]), starts=torch.tensor([0, 8]),
+            first=torch.tensor([0]), tokens=torch.arange(1, 9), slots={"a": rows}, tables={},
+        )  # fmt: skip
+        ledger.write(step)
+        ledger.release("w")
+        ledger.admit("r", tokens, extras=extras, embedded=embedded)
+        ledger.publish("r", "a", [1, 2], first, 8)
+        told = ledger.violations()[-1]
+        return told.differs, str(told).rpartition(", ")[2]
+
+    same = [1, 2, 3, 4, 5, 6, 7, 8]
+    adapter = "with another adapter or encoder input"
+    assert differs(same) == differs(same, extras=[3]) == ("extras", adapter)
+    assert differs([1, 2, 3, 4, 9, 6, 7, 8], extras=[9]) == ("tokens", "of other tokens")
+    image = "with another image or vector in the place of a token"
+    assert differs(same, extras=[9], embedded={4: 77}) == ("embedded", image)
+    assert differs([9, *same[1:]], extras=[9])[0] == "earlier"
+    assert differs([0, *same[:7]], extras=[9])[0] == "tokens"
+    ledger = Ledger([group], max_requests=2, max_length=16)
+    ledger.admit("r", [1, 2], extras=[3])
+    ledger.publish("r", "a", [1], 0, 2)
+    assert ledger.violations()[0].differs is None  # nobody wrote it
+
+
+def test_content_that_is_embedded_keeps_its_ids():
+    """They tell which content it was."""
     ledger = made()
     ledger.admit("r", [1, 0, 0], embedded={1: 5, 2: 5})
     ledger.publish("r", "a", [1], 2, 3)
     (told,) = ledger.violations()
-    assert "as position 2, tokens ...[1, (embedded), (embedded)]; found unwritten" in str(told)
     ids = [ledger.books.key.embedded_id(5, position) for position in (1, 2)]
     assert told.as_dict()["expected"] == [1, *ids]

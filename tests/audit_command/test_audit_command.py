@@ -182,7 +182,7 @@ def test_a_trace_names_its_command_and_refuses_more_prompts_than_there_are(
 ):
     """Its page has the whole command line; errors name the command once."""
     page = tmp_path / "trace.html"
-    monkeypatch.setattr(trace, "play", lambda job, quiet: recorded.found(steps=30))
+    monkeypatch.setattr(trace, "play", lambda job, name: recorded.found(steps=30))
     assert main(["trace", "--count", "2", "--max-tokens", "7", "--html", str(page)]) == 0
     assert "kvtxn trace --policy deferred --count 2 --max-tokens 7" in page.read_text()
     capsys.readouterr()

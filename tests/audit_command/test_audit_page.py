@@ -98,6 +98,10 @@ def test_the_rank_with_a_violation_is_shown():
     data = recorded.data(healthy)
     assert data["rank"] == 1
     assert data["verdict"]["word"] == "violations"
+    assert data["notes"][-1].startswith("This page has users' text: ")
+    assert not any(
+        "users' text" in note for note in recorded.data(recorded.found(steps=20))["notes"]
+    )
 
 
 def colours(scheme):

@@ -12,7 +12,7 @@ VIOLATION = {
     "kind": "foreign", "step": 37, "request": "session 5", "group": "group.0", "layer": None,
     "position": 41, "block": 37, "slot": 1187, "found": "foreign", "expected": [5, 7, 9],
     "written_for": [5, 7, 12], "written_position": 41, "written_step": 35,
-    "written_request": "session 5",
+    "written_request": "session 5", "brought": False, "differs": "tokens",
 }  # fmt: skip
 
 
@@ -124,7 +124,8 @@ def test_who_wrote_it_is_named():
 
 def test_what_a_connector_brought_is_told_as_such():
     """The request that a row was brought for has not written it."""
-    brought = {**VIOLATION, "found": "rejected", "written_for": [], "written_position": None}
+    brought = {**VIOLATION, "found": "rejected", "written_for": [], "written_position": None,
+               "brought": True, "differs": None}  # fmt: skip
     said = tell({**brought, "kind": "rejected"})
     assert said.endswith(
         "; a connector had brought it for the same request in step 35, a draft that was rejected."
@@ -132,12 +133,18 @@ def test_what_a_connector_brought_is_told_as_such():
     said = tell({**brought, "kind": "imported", "step": 35})
     assert said.startswith("In step 35 session 5 was given slot 1187 (block 37) of group.0 as ")
     assert said.endswith("...[5 7 9]: what was stored was a draft that was rejected.")
-    copied = tell({**brought, "written_request": None})
+    copied = tell({**brought, "written_request": None, "brought": False})
     assert "; a request whose name is not known any more had written it in step 35" in copied
     bytes_of = tell({**brought, "kind": "imported", "found": "bytes"})
     assert bytes_of.endswith(": its bytes are not those that were stored.")
     draft = tell({**brought, "kind": "imported", "found": "draft"})
     assert draft.endswith(": what was stored was a draft that nobody had accepted yet.")
+    stored = {**VIOLATION, "kind": "imported", "brought": True, "written_request": "request 2"}
+    assert tell(stored).endswith(
+        "; request 2 had stored it in step 35 for position 41, tokens ...[5 7 12]."
+    )
+    adapter = {**stored, "written_for": [5, 7, 9], "differs": "extras"}
+    assert tell(adapter).endswith("tokens ...[5 7 9], with another adapter or encoder input.")
 
 
 def test_what_is_wrong_is_said_where_tokens_and_position_are_right():

@@ -25,7 +25,8 @@ from fault_engine import Played, main
 
 WRONG = {"kind": "foreign", "found": "foreign", "request": "one", "step": 3, "group": "group.0",
          "layer": None, "slot": 40, "block": 1, "position": 8, "expected": [5],
-         "written_request": "two", "written_step": 2, "written_position": 7, "written_for": [6]}
+         "written_request": "two", "written_step": 2, "written_position": 7, "written_for": [6],
+         "brought": False, "differs": "position"}
 
 def play(folder, cause):
     return Played({"one": [int(cause)], "two": [2]}, [WRONG] if cause in FAULTY else [])
@@ -89,6 +90,7 @@ def test_an_adapter_that_is_replaced():
     for violation in result["violations"]:
         assert (violation["request"], violation["written_request"]) == ("after", "before")
         assert violation["expected"] == violation["written_for"]
+        assert violation["differs"] == "extras"
     assert_texts_differ(result, readers=1)
 
 

@@ -83,6 +83,9 @@ def every_call(ledger):
     state = ledger.export_state("c", "mamba", 22, 9)
     ledger.import_state("c", "mamba", 33, 9, state)
     ledger.import_state("b", "mamba", 34, 2, state)
+    reads = (4, [50], [24], [5, 6, 6], [35], 34)  # rows of block 5 that it was told of
+    ledger.write(step := step_of(ledger, "b", *reads))
+    ledger.check(step)
     ledger.publish_state("c", "mamba", 22, 9)
     ledger.copy("mamba", [21], [30])
     ledger.publish("c", "full", [1, 2, 3], 0, 9)

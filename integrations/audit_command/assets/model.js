@@ -224,14 +224,23 @@ const DEEDS = {
   published: "published it", exported: "sent it out", imported: "was given it", state: "went on from it",
 };
 
+// What differs between two rows, where positions and tokens do not show it.
+const DIFFERENCES = {
+  embedded: "another image or vector in the place of a token",
+  extras: "another adapter or encoder input",
+  earlier: "other tokens, images or vectors before its last tokens",
+  unknown: "other tokens before its last ones, or another adapter",
+};
+
 function tellViolation(v) {
   const deed = v.found === "count" ? "was told a wrong number of accepted drafts" : DEEDS[v.kind] ?? "read it";
   let text = `${v.kind}: ${v.request ?? "a request"} ${deed}, position ${v.position}, `;
   text += `tokens ${tokensText(v.expected)}`;
-  if (v.written_request !== null && v.written_position === null)
+  if (v.brought && v.written_position === null)
     text += `; a connector brought it for ${v.written_request} in step ${v.written_step}`;
   else if (v.written_step !== null)
-    text += `; written in step ${v.written_step} by ${v.written_request ?? "a copy"}, ` +
-      `tokens ${tokensText(v.written_for)}`;
+    text += `; ${v.brought ? "stored" : "written"} in step ${v.written_step} by ` +
+      `${v.written_request ?? "a copy"}, tokens ${tokensText(v.written_for)}`;
+  if (v.differs in DIFFERENCES) text += `, with ${DIFFERENCES[v.differs]}`;
   return text;
 }

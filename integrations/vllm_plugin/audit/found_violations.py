@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import groupby
 from typing import Any, Final
 
 from ....audit import Ledger, Violation
+from ....audit.violation import TOKEN_FIELDS
 from ....errors import KVTxnError
 from ....log import get_logger
 from ..internals.scheduling import Wrong
@@ -16,7 +18,7 @@ log = get_logger()
 
 #: Violations that are remembered for ``audit_report``; older ones are forgotten.
 REMEMBERED: Final = 10_000
-#: Violations that are logged one by one; of later ones, one in so many.
+#: Lines that are logged one by one; of later ones, one in so many.
 _LOGGED: Final = 20
 _ONE_IN: Final = 1000
 #: Steps with failed loads that are remembered; the host hears of a violation some steps later.
@@ -38,13 +40,18 @@ class FoundViolations:
     Args:
         ledger: the ledger.
         rank: the worker's rank, for the log.
+
+    Attributes:
+        log_tokens: the user wants tokens in the log; without them a line has positions and names of
+            requests, and none of the text. ``report`` has the tokens in any case.
     """
 
     def __init__(self, ledger: Ledger, rank: int) -> None:
         self._ledger: Final = ledger
         self._rank: Final = rank
         self._report: Final[deque[dict[str, Any]]] = deque(maxlen=REMEMBERED)
-        self._number = 0
+        self.log_tokens = False
+        self._number = self._lines = 0
         self._report_of_step = RankReport()
         self._dropped: Final[OrderedDict[int, frozenset[int]]] = OrderedDict()
 
@@ -79,10 +86,8 @@ class FoundViolations:
             elif on_violation == "raise":
                 self._report_of_step |= RankReport(violation=str(violation))
             self._report.append(violation.as_dict())
-            self._number += 1
-            if self._number <= _LOGGED or self._number % _ONE_IN == 0:
-                facts = {k: v for k, v in violation.as_dict().items() if v is not None}
-                log.warning("kvtxn.audit_violation", rank=self._rank, number=self._number, **facts)
+        for _, run in groupby(new, _run_of):
+            self._log([*run])
         return new
 
     def take_report(self) -> RankReport:
@@ -90,10 +95,36 @@ class FoundViolations:
         found, self._report_of_step = self._report_of_step, RankReport()
         return found
 
+    def _log(self, run: Sequence[Violation]) -> None:
+        """Log violations that are one run; a line names the first, and the last one's position."""
+        number, self._number, self._lines = (
+            self._number + 1,
+            self._number + len(run),
+            self._lines + 1,
+        )
+        if self._lines > _LOGGED and self._lines % _ONE_IN:
+            return
+        facts = {k: v for k, v in run[0].as_dict().items() if v is not None}
+        if not self.log_tokens:
+            facts = {k: v for k, v in facts.items() if k not in TOKEN_FIELDS}
+        if len(run) > 1:
+            facts |= {"rows": len(run), "last_position": run[-1].position}
+        log.warning("kvtxn.audit_violation", rank=self._rank, number=number, **facts)
+
     def report(self, on_violation: str) -> list[dict[str, Any]]:
         """Return the violations that are remembered, oldest first, the newest included."""
         self.take(on_violation)
         return list(self._report)
+
+
+def _run_of(violation: Violation) -> Hashable:
+    """Return a key that rows of one block share whose bytes one step found changed.
+
+    Of all other kinds a run of rows is one violation already.
+    """
+    if violation.found != "bytes":
+        return object()
+    return violation.step, violation.request, violation.group, violation.block
 
 
 def _wrong(violation: Violation) -> Wrong:

@@ -106,7 +106,7 @@ def _new_watch(
 ) -> GraphWatch:
     """Make a watch over a runner's groups of rows, and of states."""
     wanted = runner.kvtxn_settings
-    return GraphWatch(
+    watch = GraphWatch(
         groups,
         audited.room(runner),
         runner.kvtxn_rank,
@@ -118,6 +118,8 @@ def _new_watch(
         record=wanted.record,
         key=key,
     )
+    watch.found.log_tokens = wanted.log_tokens
+    return watch
 
 
 def _compare_bytes(runner: AuditedRunner, watch: GraphWatch, facts: EngineFacts) -> None:

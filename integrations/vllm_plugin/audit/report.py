@@ -12,6 +12,9 @@ from ..rpc_names import REPORT
 def audit_report(llm: Foreign) -> list[list[dict[str, Any]]]:
     """Return what the audit of each worker found, by rank; the engine has to be up.
 
+    The result has users' text: the last tokens of prompts and outputs. kvtxn's log has none, unless
+    the setting ``log_tokens`` asks for them.
+
     Args:
         llm: a vLLM ``LLM`` or ``LLMEngine``.
 

@@ -378,6 +378,7 @@ def open_watch(runner: AuditedRunner) -> Watch | None:
                 record=wanted.record,
                 key=key,
             )
+            watch.found.log_tokens = wanted.log_tokens
     except Exception as failed:
         why, error = f"the ledger cannot be made: {failed}", failed
     watch = on_all_ranks(runner, key, watch, why, error)

@@ -31,6 +31,9 @@ _REMEMBERED: Final = 1 << 16
 #: has: a fault, or tokens that the scheduler's half knows first.
 _NOBODYS: Final = "the tokens of a store"
 
+#: Numbers of each block that ``Ledger.origins`` returns.
+_ORIGIN: Final = 6
+
 #: A block of a group: the group's name and the block's number.
 Place = tuple[str, int]
 
@@ -57,6 +60,7 @@ class TransferWatch:
         self._ledger: Final = ledger
         self._groups: Final = groups
         self._stop: Final = stop
+        # By group and bytes of a block: the origin of its rows, and their digests, in one tensor.
         self._left: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
         self._stores: list[Handed] = []
         self._stored: OrderedDict[Hashable, None] = OrderedDict()
@@ -129,13 +133,13 @@ class TransferWatch:
                 embedded = {at: what for at, what in other.embedded.items() if at < len(tokens)}
                 self._ledger.admit(name, tokens, extras=other.extras, embedded=embedded)
             table = [0] * each.begin + each.blocks
-            words = self._ledger.export(
-                name, each.group, table, each.begin * size, len(table) * size
-            )
+            begins = range(each.begin * size, len(table) * size, size)
+            words = self._ledger.export(name, each.group, table, begins.start, begins.stop)
+            origins = self._ledger.origins(name, each.group, begins, stored_by=each.request)
             if other is not None:
                 self._ledger.release(name)
             taken.setdefault(each.group, []).extend(
-                zip(each.blocks, words.view(-1, size), strict=True)
+                zip(each.blocks, torch.cat([origins, words.view(-1, size)], 1), strict=True)
             )
             self._stored.update(dict.fromkeys((each.group, key) for key in each.keys or ()))
         for name, found in taken.items():
@@ -167,9 +171,10 @@ class TransferWatch:
         for name, place, blocks, first, end in coming:
             filled = place in self._before and self._before[place] != now[place]
             if name in self._received or place in self._loads or filled:
-                words = self._rows_of(place, now[place])
+                known = self._rows_of(place, now[place])
+                origin, words = (None, None) if known is None else known
                 words = None if words is None else words[: end - first]
-                self._ledger.import_rows(name, place[0], blocks, first, end, words)
+                self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
         self._came = [(name, place[1]) for name, place, *_ in coming]
         came = {arrival.name for arrival in self._arrivals}
@@ -203,14 +208,20 @@ class TransferWatch:
             for block, content in zip(own, self._bytes(group, [*own]), strict=True)
         }
 
-    def _rows_of(self, place: Place, content: bytes) -> Tensor | None:
-        """Return the digests of the rows that a block holds by its bytes; None if not known."""
+    def _rows_of(self, place: Place, content: bytes) -> tuple[Tensor | None, Tensor] | None:
+        """Return the origin and digests of rows that a block holds by its bytes, as far as known.
+
+        Returns:
+            None for the origin if nobody stored these bytes, which are wrong then; None for both
+            if nothing is known.
+        """
         group, _ = place
         known = self._left.get((group, content))
         _, key = self._loads.get(place, ("", None))
         if known is None and key is not None and (group, key) in self._stored:
-            return torch.zeros(self._groups[group].block_size, dtype=torch.int64)  # unwritten
-        return known
+            unwritten = torch.zeros(self._groups[group].block_size, dtype=torch.int64)
+            return None, unwritten
+        return None if known is None else (known[:_ORIGIN], known[_ORIGIN:])
 
     def _computed(self, arrival: Arrival) -> Iterator[tuple[Place, Sequence[int], int, int]]:
         """Yield the blocks that a request comes with, their table, and their positions."""

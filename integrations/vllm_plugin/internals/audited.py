@@ -42,9 +42,9 @@ class Arrival:
     """
 
     name: str
-    tokens: list[int]
+    tokens: list[int] = attrs.field(repr=False)
     extras: list[int]
-    embedded: dict[int, int]
+    embedded: dict[int, int] = attrs.field(repr=False)
     computed: int
     tables: Sequence[Sequence[int]]
 

@@ -376,3 +376,37 @@ def test_blocks_are_told_apart_by_all_their_bytes():
     after = connectors.block_hashes(runner, key, "group.0", [2, 1])
     assert (after[0] == before[0], after[1] == before[1]) == (True, False)
     assert connectors.block_hashes(runner, key, "group.0", []) == []
+
+
+def test_rows_that_come_back_wrong_name_who_stored_them(rig):
+    """And for which tokens; the request that gets them is told once, and compared from there on."""
+    rig.watch.begin(stored(rig, 1, 2))
+    rig.watch.end()
+    other = [*TOKENS[:6], 99, *TOKENS[7:9]]
+    come(rig, "b", [5, 6], other, load(rig, 5, 6))
+    rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
+    rig.watch.forward()
+    step = Step(
+        lines=torch.tensor([rig.ledger.line("b")]), starts=torch.tensor([0, 1]),
+        first=torch.tensor([8]), tokens=torch.tensor(TOKENS[8:9]),
+        slots={"group.0": torch.tensor([28])}, tables={"group.0": torch.tensor([[5, 6, 7]])},
+    )  # fmt: skip
+    rig.ledger.write_and_check(step)
+    (found,) = rig.ledger.violations()
+    assert (found.kind, found.request, found.position) == ("imported", "b", 6)
+    assert (found.written_request, found.written_step, found.written_position) == ("a", 1, 6)
+    assert found.written_for == tuple(TOKENS[4:7])
+    assert found.expected == (*TOKENS[4:6], 99)
+    assert found.brought
+
+
+def test_rows_stored_for_the_scheduler_name_the_request_that_stored_them(rig):
+    rig.runner.requests["a"] = state_of([1, 2, 3], TOKENS[:6], output_token_ids=[TOKENS[6], -1])
+    rig.watch.begin(stored(rig, 1, 2))
+    rig.watch.end()
+    come(rig, "b", [5, 6], [99, *TOKENS[1:9]], load(rig, 5, 6))
+    rig.cache[5], rig.cache[6] = rig.cache[1], rig.cache[2]
+    rig.watch.forward()
+    found = rig.ledger.violations()
+    assert [v.written_request for v in found] == ["a", "a"]
+    assert [v.written_for for v in found] == [tuple(TOKENS[:1]), tuple(TOKENS[2:5])]

@@ -23,7 +23,7 @@ from kvtxn.integrations.vllm_plugin.policy.supported import MOST_CHECKED
 from kvtxn.integrations.vllm_plugin.settings import is_audited, settings
 
 from kvtxn import ConfigError
-from kvtxn.audit import RowGroup
+from kvtxn.audit import RowGroup, Violation
 from kvtxn.audit.byte_books import EVERY
 
 GROUP = RowGroup("group.0", 4, 12, pool="blocks")
@@ -56,6 +56,8 @@ def test_an_audit_needs_no_policy():
         ({"audit": "ledgr"}, "audit is not valid; expected one of 'off', 'ledger'"),
         ({"audit": "ledger", "on_violation": "stop"}, "on_violation is not valid"),
         ({"audit": "ledger", "record": "yes"}, "record is not valid; expected true or false"),
+        ({"audit": "ledger", "log_tokens": 1}, "log_tokens is not valid; expected true or false"),
+        ({"policy": "undo", "log_tokens": True}, "log_tokens has no effect without an audit"),
         ({"audit": "off"}, "names no policy"),
         ({"audit": "ledger", "poison": True}, "poison has no effect without an audit of bytes"),
         ({"audit": "bytes", "poison": True}, "poison has no effect on device cpu"),
@@ -341,6 +343,39 @@ def test_raise_stops(lines):
     with pytest.raises(AuditError, match="unwritten: in step 1 request a read slot 4"):
         w.end_step()
     assert w.end_step() is None  # it is said once
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_log_has_tokens_if_the_user_wants_them(lines, wanted):
+    """The report has them in any case."""
+    w = watch()
+    w.found.log_tokens = asked(audit="ledger", log_tokens=wanted).log_tokens
+    w.change(come(arrival("a", [70001, 70002], [1])))
+    w.forward(rows("a", 0, [70001, 70002], [4, 5], [1]), unknown)
+    w.change(come(arrival("b", [70001, 70003, 70004], [1], computed=2), gone=["a"]))
+    w.forward(rows("b", 2, [70004], [6], [1]), unknown)
+    (line,) = (line for line in lines if "kind='foreign'" in line)
+    assert ("7000" in line) == ("expected" in line) == ("written_for" in line) == wanted
+    assert all(said in line for said in ("position=1", "request='b'", "written_request='a'"))
+    assert w.report()[0]["expected"] == [70001, 70003]
+
+
+def test_changed_rows_of_a_block_are_one_line(lines, monkeypatch):
+    """Each is a violation, counted and reported."""
+    w = watch()
+    rows_of = [("a", 4, 1), ("a", 5, 1), ("a", 6, 1), ("a", 8, 2), ("b", 4, 1)]
+    found = [
+        Violation(
+            "changed", 3, name, "group.0", "layer", at, block, 4 * block + at % 4, "bytes", ()
+        )
+        for name, at, block in rows_of
+    ]
+    monkeypatch.setattr(w.ledger, "violations", lambda: [found.pop(0) for _ in list(found)])
+    assert len(w.report()) == 5
+    assert ["rows=3 last_position=6" in line for line in lines] == [True, False, False]
+    assert "number=1 " in lines[0]
+    assert "number=4 " in lines[1]
+    assert "rows=" not in lines[1]
 
 
 def test_a_storm_is_logged_in_part(lines):
