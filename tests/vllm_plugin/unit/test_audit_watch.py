@@ -147,7 +147,7 @@ STARTS = "required -> the engine starts, unless its loaded model"
         ({"policy": "undo"}, {}, {}, ["policy undo -> undo (asked for)"]),
         (
             {"policy": "auto", "required": True}, {}, {},
-            ["policy auto -> deferred (the attention can", STARTS],
+            ["policy auto -> undo (", STARTS],
         ),
         (
             {"policy": "deferred", "required": True}, {"sinks": True}, {},
