@@ -17,11 +17,11 @@ from ..integrations.vllm_plugin.policy import state_choice
 from . import reference
 from .common.machine import RESULTS
 from .common.markdown import machine_line, table
-from .engines import audit_report, capacity, exactness_tables
+from .engines import audit_report, capacity
 from .engines import report as vllm_report
 from .host import engine_step
 from .host import metrics_reading as readings
-from .kernels import backends, delta_tiles, recurrent
+from .kernels import backends, recurrent
 from .soak import verdict as soak
 
 
@@ -199,11 +199,6 @@ def vllm_speed(*names: str, without: str = "") -> str:
     return "\n\n".join(parts)
 
 
-def without(found: dict[str, Any], name: str) -> dict[str, Any]:
-    """Leave one engine out of a result: the engine has changed since."""
-    return found | {"engines": [e for e in found["engines"] if e["task"]["name"] != name]}
-
-
 def headline() -> str:
     """Write the README's sentence on throughput under ``deferred`` as a share of stock's."""
     found = load("h200-vllm-llama3-8b-eagle-joint")
@@ -291,11 +286,6 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
         "h200-vllm-llama3-8b-eagle-undo", "h200-vllm-llama3-8b-ngram-undo", without="deferred"
     ),
     "vllm-cpu-audit": lambda: vllm_speed("cpu-vllm-ledger"),
-    "vllm-tokens": lambda: exactness_tables.tokens(load("h200-vllm-exactness")),
-    "vllm-tp2": lambda: exactness_tables.tokens(without(load("h200-vllm-tp2"), "deferred, TP=2")),
-    "vllm-caches": lambda: exactness_tables.caches(load("h200-vllm-exactness")),
-    "vllm-faults": lambda: exactness_tables.faults(load("h200-vllm-exactness")),
-    "vllm-attention": lambda: exactness_tables.attention(load("h200-vllm-exactness")),
     "readings": lambda: readings.report(load("cpu-readings")),
     "steps": lambda: engine_step.report(load("h200-steps-against")),
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
@@ -314,7 +304,6 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "capacity-gpu": lambda: capacity.report(load("h200-capacity")),
     "hybrids": hybrids,
     "states-auto": states_chosen,
-    "delta-tiles": lambda: delta_tiles.report(load("h200-delta-tiles")),
     "soak": lambda: soak.report(
         [load(name) for name in ("h200-soak", "h200-soak-simple", "cpu-soak")]
     ),
