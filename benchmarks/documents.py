@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from .. import states
-from ..integrations.vllm_plugin.policy import state_choice
-from . import reference
+from ..audit.findings import AUDIT_FAMILIES
+from ..integrations.audit_command.verdict import MEANING
+from ..integrations.vllm_plugin.policy import state_choice, supported
+from ..metrics import FAMILIES
 from .common.machine import RESULTS
-from .common.markdown import machine_line, table
-from .engines import audit_report, capacity
+from .common.markdown import machine_line, table, words
+from .engines import capacity
 from .engines import report as vllm_report
 from .host import engine_step
 from .host import metrics_reading as readings
@@ -244,6 +246,41 @@ def states_chosen() -> str:
     )
 
 
+def releases() -> str:
+    """Return the releases of vLLM that were checked, as a line of a list."""
+    several, some = supported.MORE_GPU_RELEASES, supported.GPU_RELEASES
+    places = {
+        "GPUs": several,
+        "one GPU": [each for each in some if each not in several],
+        "CPUs": supported.RELEASES,
+    }
+    said = [f"{_listed(versions)} on {place}" for place, versions in places.items() if versions]
+    return f"- Releases of vLLM: {'; '.join(said)}."
+
+
+def violations() -> str:
+    """Return the kinds of violations, and the meaning of each."""
+    return words(["kind", "it means"], [[f"`{kind}`", said] for kind, said in MEANING.items()])
+
+
+def metrics() -> str:
+    """Return the metrics of a vLLM engine, and the labels that each has of its own."""
+    from ..integrations.vllm_plugin.metrics.prometheus import ACTIVE  # vLLM brings its library
+
+    rows = []
+    for family in (ACTIVE, *FAMILIES, *AUDIT_FAMILIES):
+        labels = [family.label] if family.label else []
+        labels += ["rank"] if family.per_rank else []
+        rows.append([f"`{family.name}`", ", ".join(f"`{each}`" for each in labels), family.help])
+    return words(["metric", "labels", "meaning"], rows)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as a sentence lists them."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 #: The documents that have generated parts, from the root of the repo.
 DOCUMENTS: Final = (
     Path("README.md"),
@@ -258,9 +295,9 @@ _BITS: Final = ("backends", "backends-blocks")
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "headline": headline,
     "states": states.as_markdown,
-    "releases": reference.releases,
-    "violations": reference.violations,
-    "metrics": reference.metrics,
+    "releases": releases,
+    "violations": violations,
+    "metrics": metrics,
     "host": host,
     "kernels": kernels,
     "models": models,
@@ -315,7 +352,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-gpu-hybrid-experts": lambda: vllm_speed("h200-vllm-qwen3-next-a3b"),
     "vllm-gpu-audit": lambda: vllm_speed("h200-vllm-llama3-8b-audit"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
-    "vllm-gpu-audit-rows": lambda: audit_report.audit(load("h200-vllm-llama3-8b-audit")),
+    "vllm-gpu-audit-rows": lambda: vllm_report.audit(load("h200-vllm-llama3-8b-audit")),
 }
 
 
