@@ -276,7 +276,7 @@ AUDITS = {
 #: Runs of ``tests/command_runs.py``, likewise.
 COMMANDS = {
     **{"bench": 90, "demo": 40, "bench-one-engine": 20, "soak": 25, "soak-SaysOther": 25},
-    **dict.fromkeys(("soak-LosesBlocks", "soak-KeepsBytes", "soak-LosesRequests", "soak-Dies"), 15),
+    **dict.fromkeys(("soak-LosesBlocks", "soak-KeepsBytes"), 15),
 }
 
 #: Jobs whose engines fork their workers, see ``engine_child.fork_workers``. vLLM spawns all others,
