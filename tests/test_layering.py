@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from house import Source, slices
+from house import Source, circles, measure, slices
 
 import kvtxn
 
@@ -198,6 +199,20 @@ def test_a_planted_slice_is_found(source_of):
     """By annotations alone nobody uses it."""
     sub = "from .a import Base as B\nclass Sub(B):\n    def two(self, other: B): pass"
     assert slices(source_of(BASE, sub)) == {"kvtxn.a.Base"}
+
+
+def test_packages_that_import_each_other_are_one_circle():
+    """Over others, too; whoever imports them alone is not in it."""
+    graph = {"a": {"b", "e"}, "b": {"c"}, "c": {"a", "b"}, "d": {"a"}, "e": {"f"}, "f": {"e"}}
+    assert circles(graph) == [{"a", "b", "c"}, {"e", "f"}]
+
+
+def test_the_house_is_measured():
+    """By ``make house``; each number has its row beside it."""
+    rows = json.loads((ROOT / "tests" / "house.json").read_text())
+    found = measure(ROOT)
+    assert found.keys() == {name for name, row in rows.items() if "how" not in row}
+    assert int(found["product lines"]) > 10_000
 
 
 def test_state_table_knows_no_torch():
