@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test interpreted lint versions core gpu-core adopt faults known bench clean
+.PHONY: demo test interpreted lint house versions core gpu-core adopt faults known bench clean
 
 demo: $(READY)
 	$(BIN)/kvtxn demo $(if $(PROMPT),--prompt "$(PROMPT)") $(DEMO_ARGS)
@@ -27,6 +27,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/check_types.py
+
+# The size of the house, of another revision by `make house REVISION=99a3f46`.
+house:
+	$(PYTHON) tests/house.py $(REVISION)
 
 # The core of the vLLM grid on the oldest and the newest release with a build for CPUs, each in an
 # environment of its own.

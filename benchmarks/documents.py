@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from .. import states
-from ..integrations.vllm_plugin.policy import state_choice
-from . import reference
+from ..audit.findings import AUDIT_FAMILIES
+from ..integrations.audit_command.verdict import MEANING
+from ..integrations.vllm_plugin.policy import state_choice, supported
+from ..metrics import FAMILIES
 from .common.machine import RESULTS
-from .common.markdown import machine_line, table
-from .engines import audit_report, capacity, exactness_tables
+from .common.markdown import machine_line, table, words
+from .engines import capacity
 from .engines import report as vllm_report
 from .host import engine_step
 from .host import metrics_reading as readings
-from .kernels import backends, delta_tiles, recurrent
+from .kernels import backends, recurrent
 from .soak import verdict as soak
 
 
@@ -199,11 +201,6 @@ def vllm_speed(*names: str, without: str = "") -> str:
     return "\n\n".join(parts)
 
 
-def without(found: dict[str, Any], name: str) -> dict[str, Any]:
-    """Leave one engine out of a result: the engine has changed since."""
-    return found | {"engines": [e for e in found["engines"] if e["task"]["name"] != name]}
-
-
 def headline() -> str:
     """Write the README's sentence on throughput under ``deferred`` as a share of stock's."""
     found = load("h200-vllm-llama3-8b-eagle-joint")
@@ -249,6 +246,41 @@ def states_chosen() -> str:
     )
 
 
+def releases() -> str:
+    """Return the releases of vLLM that were checked, as a line of a list."""
+    several, some = supported.MORE_GPU_RELEASES, supported.GPU_RELEASES
+    places = {
+        "GPUs": several,
+        "one GPU": [each for each in some if each not in several],
+        "CPUs": supported.RELEASES,
+    }
+    said = [f"{_listed(versions)} on {place}" for place, versions in places.items() if versions]
+    return f"- Releases of vLLM: {'; '.join(said)}."
+
+
+def violations() -> str:
+    """Return the kinds of violations, and the meaning of each."""
+    return words(["kind", "it means"], [[f"`{kind}`", said] for kind, said in MEANING.items()])
+
+
+def metrics() -> str:
+    """Return the metrics of a vLLM engine, and the labels that each has of its own."""
+    from ..integrations.vllm_plugin.metrics.prometheus import ACTIVE  # vLLM brings its library
+
+    rows = []
+    for family in (ACTIVE, *FAMILIES, *AUDIT_FAMILIES):
+        labels = [family.label] if family.label else []
+        labels += ["rank"] if family.per_rank else []
+        rows.append([f"`{family.name}`", ", ".join(f"`{each}`" for each in labels), family.help])
+    return words(["metric", "labels", "meaning"], rows)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as a sentence lists them."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 #: The documents that have generated parts, from the root of the repo.
 DOCUMENTS: Final = (
     Path("README.md"),
@@ -263,9 +295,9 @@ _BITS: Final = ("backends", "backends-blocks")
 SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "headline": headline,
     "states": states.as_markdown,
-    "releases": reference.releases,
-    "violations": reference.violations,
-    "metrics": reference.metrics,
+    "releases": releases,
+    "violations": violations,
+    "metrics": metrics,
     "host": host,
     "kernels": kernels,
     "models": models,
@@ -291,11 +323,6 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
         "h200-vllm-llama3-8b-eagle-undo", "h200-vllm-llama3-8b-ngram-undo", without="deferred"
     ),
     "vllm-cpu-audit": lambda: vllm_speed("cpu-vllm-ledger"),
-    "vllm-tokens": lambda: exactness_tables.tokens(load("h200-vllm-exactness")),
-    "vllm-tp2": lambda: exactness_tables.tokens(without(load("h200-vllm-tp2"), "deferred, TP=2")),
-    "vllm-caches": lambda: exactness_tables.caches(load("h200-vllm-exactness")),
-    "vllm-faults": lambda: exactness_tables.faults(load("h200-vllm-exactness")),
-    "vllm-attention": lambda: exactness_tables.attention(load("h200-vllm-exactness")),
     "readings": lambda: readings.report(load("cpu-readings")),
     "steps": lambda: engine_step.report(load("h200-steps-against")),
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
@@ -314,7 +341,6 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "capacity-gpu": lambda: capacity.report(load("h200-capacity")),
     "hybrids": hybrids,
     "states-auto": states_chosen,
-    "delta-tiles": lambda: delta_tiles.report(load("h200-delta-tiles")),
     "soak": lambda: soak.report(
         [load(name) for name in ("h200-soak", "h200-soak-simple", "cpu-soak")]
     ),
@@ -326,7 +352,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "vllm-gpu-hybrid-experts": lambda: vllm_speed("h200-vllm-qwen3-next-a3b"),
     "vllm-gpu-audit": lambda: vllm_speed("h200-vllm-llama3-8b-audit"),
     "vllm-gpu-audit-time": lambda: vllm_report.latency(load("h200-vllm-llama3-8b-audit")["cells"]),
-    "vllm-gpu-audit-rows": lambda: audit_report.audit(load("h200-vllm-llama3-8b-audit")),
+    "vllm-gpu-audit-rows": lambda: vllm_report.audit(load("h200-vllm-llama3-8b-audit")),
 }
 
 

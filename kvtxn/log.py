@@ -36,10 +36,6 @@ shows: Final[Callable[[int], bool]] = _standard.isEnabledFor
 
 DEBUG: Final = logging.DEBUG
 
-#: The standard logger's own memory of what it answered for a level; empty after levels changed.
-#: ``remembered(DEBUG) is False`` spares the call of ``shows``.
-remembered: Final[Callable[[int], bool | None]] = getattr(_standard, "_cache", {}).get
-
 
 def get_logger() -> structlog.stdlib.BoundLogger:
     """Return the package's logger, filtered by the level of the standard logger ``kvtxn``."""

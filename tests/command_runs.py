@@ -20,9 +20,7 @@ BENCHED = ("stock", "undo", "deferred", "ledger", "bytes")
 PLANTED = {
     "blocks did not come back": "LosesBlocks",
     "the host's memory grows": "KeepsBytes",
-    "requests were lost": "LosesRequests",
     "texts are not stock's": "SaysOther",
-    "piece 0 ended early": "Dies",
 }
 
 

@@ -388,7 +388,7 @@ def test_a_launch_of_the_callers_is_not_made_for_a_window_that_is_over():
 
 
 def test_the_log_is_asked_anew_once_its_level_changed(caplog):
-    """The logger's memory of its levels is emptied when one changes."""
+    """A level counts from the next window on."""
     forward = Forward()
     for level, quiet in (("INFO", True), ("DEBUG", False), ("INFO", True)):
         with caplog.at_level(level, logger="kvtxn"):

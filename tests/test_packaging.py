@@ -54,9 +54,10 @@ def test_wheel_holds_the_page_of_an_audit(wheel):
     assert expected <= set(wheel.namelist())
 
 
-def test_wheel_holds_the_list_of_releases(wheel):
-    """Without it the plug-in knows no release of vLLM."""
-    name = "integrations/vllm_plugin/policy/releases.json"
+@pytest.mark.parametrize("name", ["measured", "releases"])
+def test_wheel_holds_the_data_of_the_policy(wheel, name):
+    """Without it the plug-in knows no release of vLLM, and its rules no measurement."""
+    name = f"integrations/vllm_plugin/policy/{name}.json"
     assert wheel.read(f"kvtxn/{name}") == (ROOT / name).read_bytes()
 
 
@@ -73,7 +74,9 @@ def test_the_source_distribution_is_whole(tmp_path):
     expected = {path.relative_to(ROOT).as_posix() for path in sources()}
     expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     expected |= {"integrations/demo/model/model.safetensors", "integrations/demo/prompts.json"}
-    expected |= {"integrations/vllm_plugin/policy/releases.json"}
+    expected |= {
+        f"integrations/vllm_plugin/policy/{name}.json" for name in ("measured", "releases")
+    }
     expected |= {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "integrations" / "audit_command" / "assets").iterdir()

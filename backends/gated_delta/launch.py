@@ -51,8 +51,8 @@ class Tile:
 _MANY_BYTES: Final = 32 << 20
 
 #: By dtype of the states: the fastest ones for Qwen3.5's layer at 1 to 16 requests, at 16 (float32)
-#: or 32 (bfloat16) and more, and in commits; on an H200, with 4 and with 7 drafts.
-#: float16 was not timed, and takes those of bfloat16.
+#: or 32 (bfloat16) and more, and in commits; on an H200, with 4 and with 7 drafts, at
+#: 7a8dcc8a663d. float16 was not timed, and takes those of bfloat16.
 _VERIFY_FEW: Final = {
     torch.float32: Tile(16),
     **dict.fromkeys((torch.bfloat16, torch.float16), Tile(32)),

@@ -22,7 +22,7 @@ from ...captured.window import CapturedWindow
 from ...errors import IncompleteWindowError
 from ...layers import LayerRef
 from ...layout import RowLayout
-from ...log import DEBUG, remembered
+from ...log import DEBUG, shows
 from ...manager import TransactionManager
 from ...row_io import LayerRows
 from ...states import WindowState
@@ -267,7 +267,7 @@ class GraphSteps:
         Args:
             sampled: int ``[num_requests]`` of the batch, on the device: tokens sampled for each.
         """
-        quiet = self._unopened and not self._listeners and remembered(DEBUG) is False
+        quiet = self._unopened and not self._listeners and not shows(DEBUG)
         launch = self._launches.get(sampled.data_ptr()) if quiet else None
         if (
             launch is None

@@ -1,9 +1,11 @@
 """Attaching to vLLM's objects so that everything can be undone.
 
-An object that kvtxn hooks changes its class for a private subclass of it (``swap_class``); no
-class of vLLM's is patched. A runner keeps the inverses of every hook around it: ``kvtxn_undo`` has
-those of its present steps, ``kvtxn_unhook`` those of the runner itself. ``unhook_runner`` runs
-both.
+A runner, scheduler or layer that kvtxn hooks changes its class for a private subclass of it
+(``swap_class``); its own class stays as it is. Four classes of vLLM's are patched, to hear of new
+objects: ``WorkerWrapperBase``, ``LLMEngine``, ``AsyncLLM`` and ``Scheduler``; ``plugin.register``
+does that and ``plugin.unregister`` undoes it. A runner keeps the inverses of every hook around it:
+``kvtxn_undo`` has those of its present steps, ``kvtxn_unhook`` those of the runner itself.
+``unhook_runner`` runs both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Mixins that ``swap_class`` puts in front of the class of every model runner kvtxn attaches to.
 
-No class of vLLM's is patched; giving the runner object its own class back undoes everything.
+The runner's own class is not patched; ``attach.unhook_runner`` gives it back to the runner, and
+undoes every hook around it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..context import WindowContext
 from ..errors import CapacityError, ConfigError, LayerError
 from ..layout import RowLayout
-from ..log import DEBUG, get_logger, remembered, shows
+from ..log import DEBUG, get_logger, shows
 from ..row_io import LayerRows
 from ..states import Event
 from ..turn import Turn
@@ -225,7 +225,7 @@ class CapturedWindows(SharedPlaces):
         turn = self.turn
         if turn.window is not None:
             turn.check_free()
-        self.quiet = remembered(DEBUG) is False or not shows(DEBUG)
+        self.quiet = not shows(DEBUG)
         if not self.quiet:  # before there is a window: the caller could not end it if this raises
             rows, policy = plan.layout.num_rows, self.context.policy
             log.debug("window.begin", window=turn.begun, rows=rows, policy=policy)

@@ -28,29 +28,6 @@ class KeepsBytes(Scheduler):
         return super().schedule(*args, **kwargs)
 
 
-class LosesRequests(Scheduler):
-    """Forgets one of many requests when it comes."""
-
-    came = 0
-
-    def add_request(self, request: Any) -> None:
-        self.came += 1
-        if self.came % 50:
-            super().add_request(request)
-
-
-class Dies(Scheduler):
-    """Ends the engine after some steps."""
-
-    taken = 0
-
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.taken += 1
-        if self.taken > 300:
-            raise RuntimeError("planted: the end")
-        return super().schedule(*args, **kwargs)
-
-
 class SaysOther(Scheduler):
     """Changes a sampled token now and then."""
 

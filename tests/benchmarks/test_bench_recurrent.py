@@ -173,22 +173,3 @@ def test_copies_are_of_the_states_bytes():
     assert torch.equal(flat[size : 2 * size], before[:size])
     assert torch.equal(flat[3 * size : 4 * size], before[2 * size : 3 * size])
     assert torch.equal(flat[4 * size :], before[4 * size :])
-
-
-def test_the_table_of_tiles_has_those_that_the_kernels_take():
-    """By the names of the result's variants; and from as many bytes of states on."""
-    with importing_kernels():
-        from kvtxn.backends.gated_delta import launch
-    from kvtxn.benchmarks.kernels import delta_tiles
-
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        state = torch.empty(1, 32, 128, 128, dtype=dtype, device="meta")
-        first = delta_tiles.MANY[name]
-        tiles = [launch.verify_tile_for(state, count) for count in (first - 1, first)]
-        tiles.append(launch._ADVANCE[dtype])
-        for variant, tile in zip(delta_tiles.TAKEN[name], tiles, strict=True):
-            sizes = variant[1:].removeprefix("main/").split("/")
-            taken = [tile.values, tile.warps, tile.tiles, tile.stages, tile.registers]
-            assert [*map(int, sizes)] == taken[: len(sizes)], variant
-            assert taken[len(sizes) :] == [1, 1, 1, 1, None][len(sizes) :]

@@ -6,7 +6,6 @@ import json
 
 import pytest
 from engine_jobs import missing
-from pages import narrow
 
 pytest.importorskip("matplotlib")
 
@@ -162,17 +161,6 @@ def test_each_engine_said_what_it_does(result):
     assert "policy='deferred'" in announced["deferred+loop"]
     assert all("groups=1" in announced[label] for label in AUDITS)
     assert result["conditions"]["arguments"]["max_num_seqs"] == 2
-
-
-def test_markdown_and_plot(folder):
-    """Both are there, for people, and the plot is small."""
-    text = narrow((folder / "smoke.md").read_text())
-    assert "| mixed | 40 | 3 | real | deferred+loop |" in text
-    assert "deferred+loop, of stock" in text
-    assert "ledger, of stock" in text
-    assert "## Audit" in text
-    assert (folder / "smoke.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "smoke.png").stat().st_size < 100_000
 
 
 def test_one_engine_is_stock_and_undo(ended):

@@ -29,7 +29,7 @@ def test_a_healthy_engine(ended):
     ],
 )
 def test_a_planted_fault_is_found(ended, said):
-    """Blocks, bytes or requests are lost, tokens are others, or the engine ends."""
+    """Blocks or bytes are lost, or tokens are others; ``test_soak_verdict`` has all faults."""
     end, _ = ended(f"soak-{PLANTED[said]}")
     assert end.code == 1, end.out + end.err
     wrong = [line for line in end.out.splitlines() if line.startswith("WRONG: ")]

@@ -67,23 +67,6 @@ def test_markdown_says_it_all(result):
     assert text.count("| no |") == 1
 
 
-def test_markdown_takes_all_cells_together(result, cell, log):
-    """The median of all rounds' ratios, no matter how few each cell has."""
-    assert "| all |" not in narrow_report(result)
-    engines = [Pretender("stock", 1.0, log), Pretender("deferred", 0.8, log)]
-    other = vllm_cell.measure(engines, attrs.evolve(POINT, requests=3), str, rounds=7)
-    del cell["engines"]["undo"]
-    text = narrow_speed([cell, other])
-    assert text.splitlines()[-1] == (
-        "| all | | | | | | **0.800** (0.500 to 0.800) | **1.250** (1.250 to 2.000) | |"
-    )
-    for each in other["engines"]["stock"]["rounds"]:
-        del each["per_token_ms"]  # as in older results
-    assert "| **2.000** (2.000 to 2.000) | |" in narrow_speed([cell, other])
-    for each in ("stock", "deferred"):
-        assert len(narrow_speed([only(cell, each), only(other, each)]).splitlines()) == 4
-
-
 def only(cell, label):
     """The cell with one engine alone."""
     engine = {key: value for key, value in cell["engines"][label].items() if key != "of_stock"}

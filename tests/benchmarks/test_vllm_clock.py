@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from kvtxn.benchmarks.engines import host_timer
-from kvtxn.benchmarks.engines.audit_report import both
 from kvtxn.benchmarks.engines.host_timer import clock
+from kvtxn.benchmarks.engines.report import both
 
 
 class Time:

@@ -7,7 +7,7 @@ import json
 import pytest
 from gpu_jobs import JOBS, scenarios, timed
 from gpu_seen import RECORD as SEEN_RECORD
-from gpu_table import PAGE, RECORD, draw, page_for, record_for, records, release_of
+from gpu_table import RECORD, draw, page_for, record_for, records, release_of
 from gpu_ties import NEAR, NOISE
 from kvtxn.integrations.vllm_plugin.policy import matrix as vllm_matrix
 from kvtxn.integrations.vllm_plugin.policy.supported import ATTENTION, RUNNERS
@@ -27,26 +27,6 @@ SEEN = [
 @pytest.mark.parametrize("release", GRIDS)
 def test_a_page_is_drawn_from_its_record(release):
     assert page_for(record_for(release)).read_text() == draw(GRIDS[release])
-
-
-def test_another_record_gives_another_page():
-    changed = json.loads(json.dumps(GRID))
-    changed["jobs"]["flash"]["undo"]["cells"]["eight"]["rejected"] += 1
-    assert PAGE.read_text() != draw(changed)
-
-
-def test_a_record_without_the_newer_columns_is_drawn():
-    """A column that an old record lacks is drawn as "-"; a new record fills its columns."""
-    changed = json.loads(json.dumps(GRID))
-    flash = changed["jobs"]["flash"]["undo"]["cells"]
-    for cell in flash.values():
-        for key in ("gap", "noise", "switched", "lost", "by_lot", "followed"):
-            cell.pop(key, None)
-    same, requests = (sum(cell[key] for cell in flash.values()) for key in ("same", "requests"))
-    assert f"| `undo` | {same} / {requests} | - | - | - |" in draw(changed)
-    for cell in flash.values():
-        cell |= {"gap": 2.0, "noise": 1.5, "switched": 1, "lost": 0}
-    assert f"| `undo` | {same} / {requests} | 2 | 1.5 | {len(flash)} |" in draw(changed)
 
 
 #: Engines, and policies of engines, that were added since the record was made.

@@ -11,9 +11,20 @@ from typing import Final
 
 from . import supported
 from .engine import EngineFacts
+from .measured import MEASURED
 from .release_rules import RELEASE_RULES, TRIAL_RULES
 from .rule_type import ON_ONE_GPU, WITHOUT_STAGES, Decision, Rule, connector, lacking
 from .state_rules import STATE_RULES
+
+#: Shares of stock's time that latent attention takes by blocks of one row, where it is too much.
+_LEAST, _MOST, _LARGE = (
+    MEASURED[name]["of_stock"]
+    for name in (
+        "TRITON_MLA over 8 bits by blocks of one row, at least",
+        "TRITON_MLA over 8 bits by blocks of one row, at most",
+        "FLASH_ATTN_MLA by blocks of one row, at most",
+    )
+)
 
 
 def _attends(facts: EngineFacts) -> bool:
@@ -267,8 +278,8 @@ RULES: Final[tuple[Rule, ...]] = (
         "latents of 8 bits",
         "auto",
         lambda f: f.device == "cuda" and f.mla and f.kv_cache_dtype != "auto",
-        "over {kv_cache_dtype} rows TRITON_MLA's kernel takes 1.025 to 1.056 times as long by "
-        "blocks of one row",
+        f"over {{kv_cache_dtype}} rows TRITON_MLA's kernel takes {_LEAST} to {_MOST} times as long "
+        "by blocks of one row",
         {"device": "cuda", "runner": "v2", "mla": True, "kv_cache_dtype": "fp8"},
     ),
     Rule(
@@ -284,7 +295,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "latents in large blocks",
         "auto",
         lambda f: f.attention == "FLASH_ATTN_MLA" and (f.block_size or 0) >= 64,
-        "FLASH_ATTN_MLA takes up to 1.04 times as long by blocks of one row as by blocks of "
+        f"FLASH_ATTN_MLA takes up to {_LARGE} times as long by blocks of one row as by blocks of "
         "{block_size} rows",
         {
             **{"device": "cuda", "runner": "v2", "dtype": "bfloat16", "mla": True},

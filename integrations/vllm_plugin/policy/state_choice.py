@@ -1,7 +1,6 @@
 """The choice of ``recurrent="auto"``: its rule, the numbers behind it, and its rows of the table.
 
-It never changes tokens, so it takes "exact" or leaves the states to stock. The numbers are those of
-result files in ``benchmarks/results``; a test compares them.
+It never changes tokens, so it takes "exact" or leaves the states to stock.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from .engine import GATED_DELTA, KNOWN_STATES, OLMO_DELTA, EngineFacts
+from .measured import of_stock
 from .rule_type import Rule
 
 #: "auto" takes "exact" where more requests than these may run at once. Up to so many, the kernels
@@ -31,18 +31,19 @@ MEASURED_STATES: Final = "float32"
 
 #: By vLLM's kernel and number of requests: the part of its time that the states' kernels of a
 #: verify step take with "exact": Qwen3.5-9B's layers, float32 states, four drafts, an H200.
-EXACT_OF_STOCK: Final[Mapping[str, Mapping[int, float]]] = {
-    "fused": {1: 1.10, 8: 0.99, 32: 0.81, 128: 0.78},
-    "Triton": {1: 1.08, 8: 1.20, 32: 1.12, 128: 1.11},
+EXACT_OF_STOCK: Final = {
+    kernel: of_stock(f"exact, by vLLM's {kernel} kernel") for kernel in ("fused", "Triton")
 }
 
 #: By tokens of a request, and whether the prefix cache is on: how many times as many requests
 #: vLLM's own planning holds with one state block each, of the same model with four drafts.
-HELD_OF_STOCK: Final[Mapping[tuple[int, bool], float]] = {
-    (1024, False): 3.40,
-    (4096, False): 2.09,
-    (1024, True): 2.50,
-    (4096, True): 1.86,
+HELD_OF_STOCK: Final = {
+    (tokens, cached): share
+    for cached, name in (
+        (False, "requests held"),
+        (True, "requests held with a prefix cache"),
+    )
+    for tokens, share in of_stock(name).items()
 }
 
 

@@ -15,6 +15,7 @@ from .engine import (
     SHORT_CONV,
     EngineFacts,
 )
+from .measured import of_stock
 from .rule_type import ON_ONE_GPU, Rule
 from .state_choice import CHOICE_RULES, ON_CPUS, by_requests
 
@@ -108,15 +109,15 @@ PROMISES: Final[Mapping[str, str]] = {
 
 #: The part of stock's time that the kernels of a verify step take with "fast", by number of
 #: requests: Qwen3.5-9B's layers beside vLLM's fused kernel, float32 states, four drafts, an H200.
-FAST_OF_STOCK: Final[Mapping[int, float]] = {1: 0.45, 8: 0.66, 32: 0.52, 128: 0.49}
+FAST_OF_STOCK: Final = of_stock("fast")
 
 
 #: The part of stock's time that a whole engine of that model takes per token with "fast", likewise.
-FAST_PER_TOKEN: Final[Mapping[int, float]] = {1: 0.95, 8: 0.93, 32: 0.85, 128: 0.73}
+FAST_PER_TOKEN: Final = of_stock("fast, per token")
 
 
 #: The same of an engine of Nemotron-H 8B.
-FAST_PER_TOKEN_OF_MAMBA2: Final[Mapping[int, float]] = {1: 1.04, 8: 0.88, 32: 0.72, 64: 0.72}
+FAST_PER_TOKEN_OF_MAMBA2: Final = of_stock("fast, per token of Mamba-2")
 
 
 def measured_fast(recurrent: str | None) -> str:

@@ -49,17 +49,3 @@ def test_a_kind_that_is_run_again_replaces_what_it_showed(record):
     lines = [line.replace(" ", "") for line in page.splitlines() if line.startswith("| ")]
     assert lines[1:] == ["|llama|9|1,200|7|||", "|mamba2|9|1,200|34,567|40|state:1,234|"]
     assert "Commits: abc, def." in page
-
-
-def test_what_did_not_start_is_told_once_for_each_reason(record):
-    why = "kvtxn audit: the engine 'audited' failed; its log first says: no `kernel`; --log-level "
-    gone = kind(verdict="not audited", why=f"{why}debug shows the rest")
-    del gone["rows_checked"]
-    late = {"verdict": "did not end", "why": "not within 9 s"}
-    pages.merge(found(a=gone, b=late, c=gone, d=kind(failed=2, why="request 3: too long")))
-    _, page = record()
-    assert [line for line in page.splitlines() if line.startswith("- ")] == [
-        "- d: 2 requests failed, first request 3: too long",
-        "- a; c: not audited: no kernel",
-        "- b: did not end: not within 9 s",
-    ]

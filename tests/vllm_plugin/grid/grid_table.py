@@ -48,6 +48,7 @@ def record(job: str, report: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if policy in JOBS[job]["engines"]
         else report["stock"]["decisions"][policy][1]
         for policy in POLICIES
+        if policy not in JOBS[job].get("left_out", ())
     }
 
 

@@ -30,17 +30,11 @@ def test_every_cell_of_the_grid_is_recorded():
     assert list(GRID) == COMPARED
     for job, found in GRID.items():
         policies = found["policies"]
-        cells = [(policy, name) for policy in POLICIES if isinstance(policies[policy], dict)
-                 for name in policies[policy]]  # fmt: skip
+        assert [*policies] == [p for p in POLICIES if p not in JOBS[job].get("left_out", ())]
+        cells = [(policy, name) for policy, found in policies.items() if isinstance(found, dict)
+                 for name in found]  # fmt: skip
         assert cells == covered(job)
-        for policy in POLICIES:
-            assert policies[policy], "neither cells nor a reason"
-
-
-def test_a_stale_table_is_noticed():
-    changed = json.loads(json.dumps(GRID))
-    changed["llama"]["policies"]["undo"]["one"]["accepted"] += 1
-    assert TABLE.read_text() != draw(changed)
+        assert all(policies.values()), "neither cells nor a reason"
 
 
 def test_the_matrix_says_what_was_seen():
@@ -63,7 +57,7 @@ def test_the_matrix_says_what_was_seen():
         number = options.get("kv_cache_dtype", JOBS[job].get("dtype", "float32"))
         kind = (family, JOBS[job].get("attention", "CPU_ATTN"), number, parallel)
         cells = recorded["policies"]
-        seen = {policy for policy in POLICIES if isinstance(cells[policy], dict)}
+        seen = {policy for policy in cells if isinstance(cells[policy], dict)}
         found[kind] = found.get(kind, set()) | seen
     assert found == {kind: set(policies) for kind, policies in SEEN["cpu", "v1"].items()}
 

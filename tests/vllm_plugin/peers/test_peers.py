@@ -8,7 +8,7 @@ import time
 import peers_page
 import pytest
 import torch
-from peers_page import RECORD, TABLE, by_file, cause, draw, merge, said
+from peers_page import RECORD, TABLE, by_file, draw, merge
 from run_peers import AUDITED, CPU_ENGINES, GPU_ENGINES, STOPPED, Runner, gather, plan
 
 RECORDED = json.loads(RECORD.read_text())
@@ -23,27 +23,6 @@ def test_windows_were_had(platform):
     """Without windows kvtxn would have had nothing to do with it."""
     lines = RECORDED[platform]["files"].values()
     assert any({"undo", "deferred"} <= line["windows"].keys() for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("reason", "wanted"),
-    [
-        ("Skipped: CUDA required for acceptance estimator tests", "a GPU"),
-        ("ValueError: Unsupported platform", "a GPU"),
-        ("Skipped: the V2 runner needs triton-cpu, which CI builds", "Triton"),
-        ("huggingface_hub.errors.LocalEntryNotFoundError: Cannot find", "the hub"),
-        ("assert 1 == 2", "something else"),
-    ],
-)
-def test_causes_are_told_apart(reason, wanted):
-    assert cause(reason) == wanted
-
-
-def test_a_reason_is_the_same_in_every_run():
-    assert said("at 0x7f3b of\n /tmp/tmpab1/x.py: `no`") == said("at 0x1 of /tmp/b/x.py: no")
-    assert said("assert 0.81 > (0.82 * 20)") == said("assert 1.0 > (1.0 * 20)")
-    assert said("x.ValidationError: 1 validation error for Some Value error, no") == "no"
-    assert len(said("long " * 100)) == 160
 
 
 def runs_of(undo, stock, deferred=None, windows=None, audit=None):

@@ -21,6 +21,7 @@ from kvtxn.integrations.vllm_plugin.policy.engine import (
     EngineFacts,
 )
 from kvtxn.integrations.vllm_plugin.policy.fitting import check_states
+from kvtxn.integrations.vllm_plugin.policy.measured import MEASURED
 from kvtxn.integrations.vllm_plugin.policy.rule_type import ON_ONE_GPU
 from kvtxn.integrations.vllm_plugin.policy.rules import decide
 from kvtxn.integrations.vllm_plugin.policy.state_choice import TAKEN
@@ -41,6 +42,11 @@ def results(name):
 # -- the numbers -------------------------------------------------------------------------------
 
 
+def test_each_measurement_has_the_commit_of_its_result():
+    for name, found in MEASURED.items():
+        assert found["commit"] == results(found["result"])["machine"]["commit"], name
+
+
 def test_the_times_are_those_of_the_result():
     rows = [
         row
@@ -53,6 +59,22 @@ def test_the_times_are_those_of_the_result():
             for row in rows
         }
         assert measured == found
+
+
+def test_latents_take_as_long_as_in_the_results():
+    """By blocks of one row, as their rules say: the least and the most of all cases."""
+    for backend, fp8, choose, name in (
+        ("TRITON_MLA", True, min, "TRITON_MLA over 8 bits by blocks of one row, at least"),
+        ("TRITON_MLA", True, max, "TRITON_MLA over 8 bits by blocks of one row, at most"),
+        ("FLASH_ATTN_MLA", False, max, "FLASH_ATTN_MLA by blocks of one row, at most"),
+    ):
+        shares = [
+            row["of_blocks"]["median"]
+            for row in results(MEASURED[name]["result"])["rows"]
+            if (row["backend"], row["fp8"]) == (backend, fp8)
+        ]
+        said = MEASURED[name]["of_stock"]
+        assert round(choose(shares), len(str(said)) - 2) == said
 
 
 def test_few_requests_are_those_that_gain_no_time():
