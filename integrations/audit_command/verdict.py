@@ -203,10 +203,11 @@ def tell(violation: Mapping[str, Any]) -> str:
     if found == "nan":
         came = "" if violation["slot"] is None else f", which came from {_place(violation)}"
         return f"{begin} put out a NaN at its position {violation['position']}{came}."
-    said = (
-        f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
-        f"{violation['position']}, tokens {in_text(violation['expected'], ' ')}"
-    )
+    what = "the state before its first token"
+    if violation["position"] is not None:
+        tokens = in_text(violation["expected"], " ")
+        what = f"its position {violation['position']}, tokens {tokens}"
+    said = f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as {what}"
     if violation["kind"] == "imported" and found in _BROUGHT:
         return f"{said}: {_BROUGHT[found]}."
     if violation["written_step"] is None:

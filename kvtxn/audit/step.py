@@ -43,7 +43,9 @@ class Step:
         tables: by group of rows, int ``[num_requests, blocks]``: the block table to read through.
             A group that is left out is not read in this step, and not compared.
         sources: by group of states, int ``[num_requests]``: the block whose state the request
-            continues; -1 if the step begins without a state.
+            continues; -1 if it begins with zeros. A request at position 0 has no state to continue,
+            so any block that it names is a wrong read. If the engine's kernels ignore the source of
+            such a request, give -1 for it.
         told: int ``[num_requests]``, the number of drafts that the engine says were accepted in the
             step before; -1 if it does not say. None means that it never says.
         positions: int ``[num_rows]``, the position that each row is computed for, as the forward

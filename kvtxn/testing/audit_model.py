@@ -44,7 +44,7 @@ class Finding:
     step: int
     request: str
     group: str
-    position: int
+    position: int | None
     slot: int | None
     found: str
     writer: str | None = None
@@ -144,7 +144,7 @@ class LedgerModel:
         self.step += 1
         rows = list(self._rows(step))
         for index, (request, first, count, _start, _drafts) in enumerate(rows):
-            if first > 0 and count > 0:
+            if count > 0:
                 self._check_states(step, index, request, first)
         prefixes: dict[int, tuple[object, ...]] = {}
         for request, first, count, start, drafts in rows:
@@ -344,7 +344,7 @@ class LedgerModel:
                 request.telling = max(request.telling, end)
 
     def _find(
-        self, kind: str, request: _Request, name: str, position: int, slot: int | None,
+        self, kind: str, request: _Request, name: str, position: int | None, slot: int | None,
         word: Word | None, found: str,
     ) -> None:  # fmt: skip
         writer: tuple[Any, Any] = (None, None)
@@ -355,9 +355,12 @@ class LedgerModel:
         )
 
     def _check_states(self, step: Step, index: int, request: _Request, first: int) -> None:
+        position = first - 1 if first else None  # of the last token that the state has taken in
         for name, sources in step.sources.items():
-            self.states_checked += 1
             block = int(sources[index])
+            if first == 0 and block < 0:
+                continue
+            self.states_checked += 1
             inside = 0 <= block < self.groups[name].num_blocks
             word = self._word(name, block) if inside else None
             found = self._judge(word, name, tuple(request.own[: first + 1]))
@@ -366,10 +369,10 @@ class LedgerModel:
                 found = "owner"
             if found is not None:
                 slot = block if inside else None
-                self._find("state", request, name, first - 1, slot, word, found)
+                self._find("state", request, name, position, slot, word, found)
         told = -1 if step.told is None else int(step.told[index])
-        if told >= 0 and request.kept >= 0 and told != request.kept:
-            self._find("state", request, "", first - 1, None, None, "count")
+        if first > 0 and told >= 0 and request.kept >= 0 and told != request.kept:
+            self._find("state", request, "", position, None, None, "count")
 
 
 def finding_of(violation: Mapping[str, Any]) -> Finding:

@@ -245,6 +245,19 @@ class DropsAState(Mutant):
         return -1 if part.first > 0 and self.errs() else super().source(group, part)
 
 
+class KeepsAnOldState(Mutant):
+    """A new request goes on from what is in its state's block, which was not zeroed."""
+
+    kinds = frozenset({"state"})
+    needs = "states"
+
+    def source(self, group: StateGroup, part: Part) -> int:
+        """Return the request's first column where it begins."""
+        if part.first == 0 and self.errs(0.5):
+            return part.request.states[group.name][0]
+        return super().source(group, part)
+
+
 class ReadsAnothersState(Mutant):
     """Two requests have each other's states."""
 
@@ -339,6 +352,6 @@ MUTANTS: Final = (
     KeepsOneRowTooMany, LosesAWrite, WritesToTheNextSlot, ReadsAnothersTable, ShiftsATable,
     HandsOutBlocksInUse, HashesTooFewTokens, PublishesDrafts, KeepsATurnsDrafts, FeedsAStaleToken,
     MovesPositions, CountsABlockAsLoaded, ReadsTheWrongColumn, NeverTellsCounts, DropsAState,
-    ReadsAnothersState, ExportsTooMuch, LoadsAnotherBlock, ExportsAnotherColumn, LoadsAnotherState,
-    CountsAStateAsLoaded,
+    KeepsAnOldState, ReadsAnothersState, ExportsTooMuch, LoadsAnotherBlock, ExportsAnotherColumn,
+    LoadsAnotherState, CountsAStateAsLoaded,
 )  # fmt: skip

@@ -155,6 +155,8 @@ def test_what_is_wrong_is_said_where_tokens_and_position_are_right():
     assert state.startswith("In step 37 session 5 went on from state 1187 of group.1 as its ")
     assert "; request 8 had written it in step 35 for position 41, tokens ...[5 7 9]: " in state
     assert state.endswith(": the state of the same tokens, but of another request.")
+    first = tell({**right, "kind": "state", "found": "foreign", "position": None, "expected": []})
+    assert " of group.1 as the state before its first token; the same request had" in first
 
 
 def test_a_nan_is_told_with_where_it_came_from():
