@@ -3,7 +3,7 @@
 Memory contract of ``compare_rows`` and ``compare_states``:
 
 - ``words`` is read.
-- ``first_position`` is written by ``compare_states`` where positions are given, each request's by
+- ``first_position`` is written by ``compare_states`` if it is that of the books, each request's by
   its own program.
 - ``facts`` are read, but for ``OUTSIDE``, where bits are set atomically, and ``TELLING``, which no
   program reads here: a request is told of a wrong row by each program that sees one.
@@ -263,7 +263,7 @@ def compare_states(
     journal_size: tl.int64,
     capacity: tl.int64,
     TOLD: tl.constexpr,
-    POSITIONS: tl.constexpr,
+    FILLS: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -272,14 +272,14 @@ def compare_states(
     Arguments are those of ``compare_rows``, and:
         starts: int ``[num_requests + 1]``.
         first_position: int ``[num_requests]``.
-        positions: int ``[num_rows]``; unread unless ``POSITIONS``.
+        positions: int ``[num_rows]``; unread unless ``FILLS``.
         sources: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of ``[num_requests]``; see ``plan.TENSOR``.
         told: int ``[num_requests]``; unread unless ``TOLD``.
         owners: int64 ``[num_states]``.
-        POSITIONS: ``first_position`` is filled from ``positions`` at first.
+        FILLS: ``first_position`` is that of the books, and is filled from ``positions`` at first.
     """
     index = tl.program_id(0)
-    if POSITIONS:
+    if FILLS:
         fill_first(index, starts, first_position, positions, num_rows)
     line, _start, first, count, admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows

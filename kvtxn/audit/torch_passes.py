@@ -66,7 +66,7 @@ class TorchPasses(Passes):
     def write(self, step: Step) -> None:
         """Do what ``Passes.write`` says."""
         books = self.books
-        fill_first(step)
+        fill_first(books, step)
         batch = Batch.of(books, step)
         self._check_states(step, batch)
         owner, within = ragged(batch.counts)

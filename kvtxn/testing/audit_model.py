@@ -178,9 +178,17 @@ class LedgerModel:
         for index, line in enumerate(step.lines.tolist()):
             if line >= 0:
                 count = starts[index + 1] - starts[index]
-                yield lines[line], int(step.first[index]), count, starts[index], drafts[index]
+                first = self._first(step, index, starts[index])
+                yield lines[line], first, count, starts[index], drafts[index]
             else:
                 yield _Request(-1, "", [], 0), 0, 0, 0, 0
+
+    @staticmethod
+    def _first(step: Step, index: int, row: int) -> int:
+        if step.first is not None:
+            return int(step.first[index])
+        assert step.positions is not None
+        return int(step.positions[row])
 
     def _put(
         self, step: Step, name: str, request: _Request, row: int, within: int, count: int,

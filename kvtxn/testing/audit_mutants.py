@@ -182,16 +182,20 @@ class FeedsAStaleToken(Mutant):
 
 
 class MovesPositions(Mutant):
-    """The rows of a request after the first one are computed for other positions."""
+    """The rows of a request are computed for other positions.
+
+    The first one is so only where the step says besides where it stands.
+    """
 
     kinds = frozenset({"foreign", "state"})
 
     def positions(self, part: Part) -> list[int]:
-        """Move the positions after the first by one."""
-        first, *others = super().positions(part)
-        if not others or not self.errs():
-            return [first, *others]
-        return [first, *(other + 1 for other in others)]
+        """Move the positions by one."""
+        positions = super().positions(part)
+        fixed = 0 if "first" in self.says else 1
+        if len(positions) == fixed or not self.errs():
+            return positions
+        return positions[:fixed] + [position + 1 for position in positions[fixed:]]
 
 
 class CountsABlockAsLoaded(Mutant):

@@ -77,13 +77,14 @@ class Rows:
     Attributes:
         names: vLLM's ids of the requests.
         starts: int ``[num_requests + 1]``, each request's first row in the batch, and the end.
-        first: int64 ``[num_requests]``, the position of each request's first row.
+        first: int64 ``[num_requests]``, the position of each request's first row; None where the
+            device alone knows it, in ``positions``.
         tokens: int ``[num_rows]``, the token id of each row.
         drafts: int64 ``[num_requests]``, draft rows of each request; None without drafts.
         slots: int64 ``[num_rows]`` for each group, the slot that each row is written to.
         tables: int32 ``[num_requests, blocks]`` for each group, the blocks of each request.
-        positions: int64 ``[num_rows]``, the position that each row is computed for; ``first`` is
-            filled from it. None: they are not looked at.
+        positions: int64 ``[num_rows]``, the position that each row is computed for. None: they are
+            not looked at.
         buffers: stands for all of these tensors, if they are buffers that stay where they are:
             rows with the same object have the same tensors, with other values. None if they do not.
         lengths: by group, int ``[num_requests]``, the rows that each request's attention reads,
@@ -92,7 +93,7 @@ class Rows:
 
     names: list[str]
     starts: Tensor
-    first: Tensor
+    first: Tensor | None
     tokens: Tensor
     drafts: Tensor | None
     slots: dict[str, Tensor]
