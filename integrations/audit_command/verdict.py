@@ -122,7 +122,7 @@ def judge(
     if not rows and not states:
         headline = f"Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
-    compared = _compared(counters)
+    compared = _compared(counters) + _unverified(counters)
     if not wrong and (unjudged or failed):
         unjudged += [f"{_count(failed, 'request')} failed."] if failed else []
         headline = f"Not all was judged: {read} were read {during}, and no wrong one was found."
@@ -172,6 +172,17 @@ def _compared(counters: Sequence[Mapping[str, float]]) -> list[str]:
         return []
     number = _total(counters, name)
     return [f"The bytes of {number:,} of them were compared with their checksums."]
+
+
+def _unverified(counters: Sequence[Mapping[str, float]]) -> list[str]:
+    """Say how many rows and states were believed."""
+    number = _total(counters, "rows_unverified_total")
+    if not number:
+        return []
+    return [
+        f"{number:,} of the rows and states that a connector brought were taken for right: nobody "
+        "can vouch for where they are from."
+    ]
 
 
 def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:

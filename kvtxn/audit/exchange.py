@@ -151,7 +151,8 @@ class Exchange(Moving):
             end: the position after the last.
             digests: int64 ``[end - first]``, the result of ``export`` for the rows that were
                 brought, in this engine or one with its key. None: the rows are assumed to be of
-                the request's tokens, as those of a connector that keeps no digests have to be.
+                the request's tokens, as those of a connector that keeps no digests have to be, and
+                counted in ``kvtxn_audit_rows_unverified_total``.
 
         Raises:
             ConfigError: as in ``publish``; or a block of the rows is not one of the group's, or
@@ -248,6 +249,7 @@ class Exchange(Moving):
         books, line = self.books, self.line(request, operation=operation)
         self._span(operation, first, end)
         if digests is None:
+            books.counters[book.UNVERIFIED] += end - first
             salt = books.salts[place.written]
             words = as_word(books.own[line, first + 1 : end + 1] + salt)
         else:

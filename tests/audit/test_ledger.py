@@ -183,6 +183,7 @@ def test_rows_that_come_are_judged_by_what_they_were_stored_of(ledger):
     ledger.admit("c", [9, *PROMPT])
     ledger.import_rows("b", "full", [5], 0, 4, digests)
     ledger.import_rows("b", "full", [5, 6], 4, 6)  # believed
+    assert ledger.counters()["kvtxn_audit_rows_unverified_total"] == 2
     assert ledger.violations() == []
     ledger.import_rows("c", "full", [7], 0, 4, digests)
     (violation,) = ledger.violations()
@@ -333,6 +334,7 @@ def test_counters_have_their_names(ledger):
         "kvtxn_audit_unjudged_total",
         "kvtxn_audit_unjudged_total_malformed",
         "kvtxn_audit_unjudged_total_unresolved",
+        "kvtxn_audit_rows_unverified_total",
     }
 
 

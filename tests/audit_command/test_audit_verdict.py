@@ -90,6 +90,16 @@ def test_the_number_of_bytes_that_were_compared_is_told():
     assert (verdict.exit_code, verdict.sentences) == (0, says)
 
 
+def test_what_had_to_be_believed_is_told():
+    counts = {"kvtxn_audit_rows_checked_total": 9000, "kvtxn_audit_rows_unverified_total": 1200}
+    verdict = judge([counts, counts], [], 5)
+    assert (verdict.word, verdict.exit_code) == ("healthy", 0)
+    assert verdict.sentences == [
+        "2,400 of the rows and states that a connector brought were taken for right: nobody can "
+        "vouch for where they are from."
+    ]
+
+
 def test_violations_are_told_one_by_one():
     result = recorded.found(engine=KeepsOneRowTooMany)
     violations = result.recordings[0]["violations"]
