@@ -312,15 +312,16 @@ def _adapters(runner: Any) -> Adapters:
 def _embedded(state: Any) -> dict[int, int]:
     """Hash the vectors that replace tokens in a request, by position."""
     found: dict[int, int] = {}
-    if state.prompt_embeds is not None:
-        for position, vector in enumerate(state.prompt_embeds):
-            is_token = state.prompt_is_token_ids
+    if state.prompt_embeds is not None and len(state.prompt_embeds):
+        vectors = state.prompt_embeds.contiguous().view(torch.uint8).numpy()
+        raw, size = memoryview(vectors.reshape(-1)), vectors[0].size
+        is_token = state.prompt_is_token_ids
+        for position in range(len(vectors)):
             if is_token is None or not is_token[position]:
-                found[position] = hash_of(vector.contiguous().view(torch.uint8).numpy().tobytes())
+                found[position] = hash_of(raw[position * size : (position + 1) * size])
     for feature in state.mm_features or ():
         place, content = feature.mm_position, hash_of(str(feature.identifier).encode())
-        for position in range(place.offset, place.offset + place.length):
-            found[position] = content
+        found |= dict.fromkeys(range(place.offset, place.offset + place.length), content)
     return found
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -249,6 +252,49 @@ def test_requests_of_one_step_read_an_adapter_once(extras, loaded, folder, monke
     del loaded[1]
     extras("poet", 1, folder)
     assert len(read) == 3
+
+
+def test_files_that_stay_are_read_once(extras, loaded, folder, monkeypatch):
+    """However often their adapter is pushed out, and under whichever number it comes."""
+    read, content = [], adapters._content
+    monkeypatch.setattr(adapters, "_content", lambda path: (read.append(path), content(path))[1])
+    now = time.time_ns() + 10**10  # the files were written some seconds ago
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(time_ns=lambda: now))
+    old = extras("poet", 1, folder)
+    del loaded[1]
+    assert extras("poet", 1, folder) == extras("poet", 2, folder) == old
+    assert len(read) == 1
+    weights = folder / "adapter_model.safetensors"
+    fact = weights.stat()
+    weights.write_bytes(b"new weights")
+    os.utime(weights, ns=(fact.st_atime_ns, fact.st_mtime_ns))  # as a copy that keeps times does
+    del loaded[1]
+    assert extras("poet", 1, folder) != old
+    assert len(read) == 2
+
+
+def test_a_vector_costs_its_hash_and_nothing_else():
+    vectors = torch.arange(6000.0).view(2000, 3)
+    vectors[3] += 1
+    vectors = torch.cat([vectors.bfloat16()] * 2, 1)[:, :3]
+    feature = SimpleNamespace(
+        mm_position=SimpleNamespace(offset=2000, length=50_000), identifier="a picture"
+    )
+    is_token = [False, True] + [False] * 1998
+    given = {"prompt_embeds": vectors, "prompt_is_token_ids": is_token}
+    calls, found = [], {}
+    sys.setprofile(lambda frame, event, arg: calls.append(event) if "call" in event else None)
+    try:
+        found = audited._embedded(SimpleNamespace(mm_features=[feature], **given))
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 5 * len(vectors)
+    assert [*found] == [0, *range(2, 52_000)]
+    raw = vectors[2].contiguous().view(torch.uint8).numpy().tobytes()
+    assert found[2] == adapters.hash_of(raw) != found[3]
+    assert found[2000] == found[51_999] == adapters.hash_of(b"a picture")
+    given["prompt_embeds"] = vectors[:0]
+    assert audited._embedded(SimpleNamespace(mm_features=None, **given)) == {}
 
 
 @pytest.mark.parametrize(
