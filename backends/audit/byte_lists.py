@@ -105,13 +105,14 @@ def list_reads(
     num_lines: tl.int64,
     every: tl.int64,
     capacity: tl.int64,
-    POSITIONS: tl.constexpr,
+    FILLS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
     """List the sealed slots that a request will read and whose turn it is.
 
     Grid: (requests, groups, SPLITS). Arguments are those of ``compare_rows``, and:
-        positions: as for ``write_rows``, and so is ``POSITIONS``.
+        positions: int ``[num_rows]``; unread unless ``FILLS``.
+        FILLS: as for ``compare_states``.
         sources: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of ``[num_requests]``; see ``plan.TENSOR``.
         watched: int64 ``[GROUPS, GROUP_FIELDS]``.
         seals: int64 ``[num_words]``.
@@ -126,7 +127,7 @@ def list_reads(
     group = groups + number * FIELDS
     source = tl.load(watched + number * GROUP_FIELDS + SOURCE)
     is_state = tl.load(group + IS_STATE) != 0
-    if POSITIONS:
+    if FILLS:
         fill_first(index, starts, first_position, positions, num_rows)
     line, _start, first, count, admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows

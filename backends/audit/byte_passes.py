@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...audit.byte_books import ByteBooks
 from ...audit.byte_passes import BytePasses
+from ...audit.rows import first_of
 from ...audit.step import Step
 from . import byte_lists, byte_work
 from .byte_plan import BytePlan
@@ -82,10 +83,10 @@ class TritonBytePasses(BytePasses):
         tables = self._table("tables", step.tables, torch.int32)
         sources = self._table("sources", step.sources, torch.int64)
         arguments = (
-            step.lines, step.starts, step.first, self._or_none(step.positions), tables, sources,
-            self._groups, self._plan.groups, books.words, self.books.seals, books.facts,
+            step.lines, step.starts, first_of(books, step), self._or_none(step.positions), tables,
+            sources, self._groups, self._plan.groups, books.words, self.books.seals, books.facts,
             books.counters, self._work, self._counts, self.books.compared, step.num_rows,
-            *self._sizes()[:2], self.books.every, CAPACITY, step.positions is not None, self.splits,
+            *self._sizes()[:2], self.books.every, CAPACITY, step.first is None, self.splits,
         )  # fmt: skip
         recurs = self._recurs("tables", step.tables) and self._recurs("sources", step.sources)
         grid = (len(step.lines), len(self._groups), self.splits)
@@ -102,7 +103,7 @@ class TritonBytePasses(BytePasses):
         step = contiguous(step)
         books = self.books.books
         arguments = (
-            step.lines, step.starts, step.first, self._or_none(step.drafts), accepted,
+            step.lines, step.starts, first_of(books, step), self._or_none(step.drafts), accepted,
             self._table("slots", step.slots, torch.int64), self._groups, self._plan.groups,
             books.words, self.books.seals, books.facts, books.counters, self._work, self._counts,
             step.num_rows, *self._sizes()[:2], self.books.every, CAPACITY, besides,
@@ -136,7 +137,7 @@ class TritonBytePasses(BytePasses):
             return
         step = contiguous(step)
         arguments = (
-            flat, rows.long().contiguous(), step.lines, step.starts, step.first,
+            flat, rows.long().contiguous(), step.lines, step.starts, first_of(books, step),
             self._table("tables", step.tables, torch.int32), self._groups, self._plan.groups,
             books.words, self.books.nans, books.own, books.facts, books.journal, books.found,
             books.counters, len(step.lines), step.num_rows, flat.shape[1], *self._sizes(),

@@ -3,7 +3,7 @@
 Memory contract of ``compare_rows`` and ``compare_states``:
 
 - ``words`` is read.
-- ``first_position`` is written by ``compare_states`` where positions are given, each request's by
+- ``first_position`` is written by ``compare_states`` if it is that of the books, each request's by
   its own program.
 - ``facts`` are read, but for ``OUTSIDE``, where bits are set atomically, and ``TELLING``, which no
   program reads here: a request is told of a wrong row by each program that sees one.
@@ -263,7 +263,7 @@ def compare_states(
     journal_size: tl.int64,
     capacity: tl.int64,
     TOLD: tl.constexpr,
-    POSITIONS: tl.constexpr,
+    FILLS: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -272,19 +272,19 @@ def compare_states(
     Arguments are those of ``compare_rows``, and:
         starts: int ``[num_requests + 1]``.
         first_position: int ``[num_requests]``.
-        positions: int ``[num_rows]``; unread unless ``POSITIONS``.
+        positions: int ``[num_rows]``; unread unless ``FILLS``.
         sources: int64 ``[GROUPS, NUM_TENSOR_FIELDS]`` of ``[num_requests]``; see ``plan.TENSOR``.
         told: int ``[num_requests]``; unread unless ``TOLD``.
         owners: int64 ``[num_states]``.
-        POSITIONS: ``first_position`` is filled from ``positions`` at first.
+        FILLS: ``first_position`` is that of the books, and is filled from ``positions`` at first.
     """
     index = tl.program_id(0)
-    if POSITIONS:
+    if FILLS:
         fill_first(index, starts, first_position, positions, num_rows)
     line, _start, first, count, admitted, _skipped, _refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows
     )
-    if admitted & (count > 0) & (first > 0):
+    if admitted & (count > 0):
         step = tl.load(counters + STEP) + 1
         serial = tl.load(facts + SERIAL * num_lines + line)
         nowhere = first * 0 - 1
@@ -293,28 +293,31 @@ def compare_states(
             if address != 0:
                 group = groups + number * FIELDS
                 block = tl.load(address.to(tl.pointer_type(tl.int64)) + index)
-                inside = (block >= 0) & (block < tl.load(group + NUM_BLOCKS))
-                place = tl.load(group + BASE) + block * tl.load(group + STRIDE)
-                place = tl.where(inside, place, -1)
-                word = tl.load(words + place, mask=inside, other=UNWRITTEN)
-                owner = tl.load(owners + tl.load(group + OWNERS) + block, mask=inside, other=-1)
-                digest = tl.load(own + line * own_stride + first)
-                right = word == as_word(digest + tl.load(group + SALT))
-                code = tl.where((owner >= 0) & (owner != serial), IS_OWNER, -1)
-                wrong = tl.where(word == REJECTED, IS_REJECTED, IS_FOREIGN)
-                wrong = tl.where(word == UNWRITTEN, IS_UNWRITTEN, wrong)
-                code = tl.where(right, code, wrong).to(tl.int64)
-                if code >= 0:
-                    note(
-                        STATE, step, line, number, first - 1, place, tl.where(inside, block, -1),
-                        code, nowhere, own, own_stride, facts, num_lines, journal, journal_size,
-                        found, capacity, counters, GROUPS, TILE,
-                    )  # fmt: skip
-                tl.atomic_add(counters + STATES_CHECKED, 1)
+                if (first > 0) | (block >= 0):  # else it begins without a state
+                    inside = (block >= 0) & (block < tl.load(group + NUM_BLOCKS))
+                    place = tl.load(group + BASE) + block * tl.load(group + STRIDE)
+                    place = tl.where(inside, place, -1)
+                    word = tl.load(words + place, mask=inside, other=UNWRITTEN)
+                    owner = tl.load(owners + tl.load(group + OWNERS) + block, mask=inside, other=-1)
+                    digest = tl.load(own + line * own_stride + first)
+                    right = word == as_word(digest + tl.load(group + SALT))
+                    code = tl.where((owner >= 0) & (owner != serial), IS_OWNER, -1)
+                    wrong = tl.where(word == REJECTED, IS_REJECTED, IS_FOREIGN)
+                    wrong = tl.where(word == UNWRITTEN, IS_UNWRITTEN, wrong)
+                    code = tl.where(right, code, wrong).to(tl.int64)
+                    if code >= 0:
+                        note(
+                            STATE, step, line, number, first - 1, place,
+                            tl.where(inside, block, -1), code, nowhere, own, own_stride, facts,
+                            num_lines, journal, journal_size, found, capacity, counters, GROUPS,
+                            TILE,
+                        )  # fmt: skip
+                    tl.atomic_add(counters + STATES_CHECKED, 1)
         if TOLD:
             count_told = tl.load(told + index).to(tl.int64)
             kept = tl.load(facts + KEPT * num_lines + line)
-            if (count_told >= 0) & (kept >= 0) & (count_told != kept):
+            wrong_count = (count_told >= 0) & (kept >= 0) & (count_told != kept)
+            if wrong_count & (first > 0):
                 note(
                     STATE, step, line, -1, first - 1, nowhere, nowhere, IS_COUNT, nowhere, own,
                     own_stride, facts, num_lines, journal, journal_size, found, capacity, counters,

@@ -22,6 +22,7 @@ from ...audit.digest import REJECTED
 from ...audit.group_lines import group_lines
 from ...audit.groups import Place
 from ...audit.passes import Passes, Stretch
+from ...audit.rows import first_of
 from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
@@ -252,12 +253,13 @@ class TritonPasses(Passes):
         step = step if len(step.lines) else self._padding  # no launch has no program
         books, requests = self.books, len(step.lines)
         arguments = (
-            step.lines, step.starts, step.first, self._or_unread(step.positions), step.tokens,
-            self._or_unread(step.drafts), self._table("slots", step.slots, torch.int64),
-            self._groups, self._key, books.words, books.owners, books.own, books.facts,
-            books.journal, books.counters, books.fingerprints, *saved, requests, step.num_rows,
-            *self._sizes()[:3], step.drafts is not None, step.positions is not None, saves,
-            self._num_groups, _ROWS,
+            step.lines, step.starts, first_of(books, step), self._or_unread(step.positions),
+            step.tokens, self._or_unread(step.drafts),
+            self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
+            books.owners, books.own, books.facts, books.journal, books.counters,
+            books.fingerprints, *saved, requests, step.num_rows,
+            *self._sizes()[:3], step.drafts is not None, step.positions is not None,
+            step.first is None, saves, self._num_groups, _ROWS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
         self._writing.first(step, (requests, 1, 1), arguments, number=saves, recurs=recurs)
@@ -269,11 +271,11 @@ class TritonPasses(Passes):
         step = contiguous(step)
         books = self.books
         arguments = (
-            step.lines, step.starts, step.first, self._or_unread(step.positions),
+            step.lines, step.starts, first_of(books, step), self._or_unread(step.positions),
             self._table("sources", step.sources, torch.int64), self._or_unread(step.told),
             self._groups, books.words, books.owners, books.own, books.facts, books.journal,
             books.found, books.counters, step.num_rows, *self._sizes(), step.told is not None,
-            step.positions is not None, self._num_groups, _ENTRIES,
+            step.first is None, self._num_groups, _ENTRIES,
         )  # fmt: skip
         recurs = self._as_they_are("sources", step.sources)
         self._going_on.first(step, (len(step.lines), 1, 1), arguments, recurs=recurs)
@@ -283,7 +285,8 @@ class TritonPasses(Passes):
         if self._checking.again(step):
             return
         step = contiguous(step)
-        given = (step.lines, step.first, step.starts, step.tables, None, step.num_rows)
+        first = first_of(self.books, step)
+        given = (step.lines, first, step.starts, step.tables, None, step.num_rows)
         grid, arguments = self._compare(*given)
         recurs = self._as_they_are("tables", step.tables)
         self._checking.first(step, grid, arguments, recurs=recurs)
@@ -345,11 +348,12 @@ class TritonPasses(Passes):
         step = contiguous(step)
         books = self.books
         arguments = (
-            step.lines, step.starts, step.first, step.tokens, self._or_unread(step.drafts),
-            accepted, self._or_unread(ids), self._table("slots", step.slots, torch.int64),
-            self._groups, self._key, books.words, books.own, books.facts, books.counters,
-            step.num_rows, *self._sizes()[:2], 0 if ids is None else ids.shape[1], besides,
-            REJECTED, step.drafts is not None, self._num_groups, _DRAFTS,
+            step.lines, step.starts, first_of(books, step), step.tokens,
+            self._or_unread(step.drafts), accepted, self._or_unread(ids),
+            self._table("slots", step.slots, torch.int64), self._groups, self._key, books.words,
+            books.own, books.facts, books.counters, step.num_rows, *self._sizes()[:2],
+            0 if ids is None else ids.shape[1], besides, REJECTED, step.drafts is not None,
+            self._num_groups, _DRAFTS,
         )  # fmt: skip
         recurs = self._as_they_are("slots", step.slots)
         grid = (len(step.lines), 1, 1)

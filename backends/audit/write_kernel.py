@@ -4,6 +4,7 @@ Memory contract of ``write_rows``:
 
 - One program per request. It reads the request's own digests and facts, and writes them; nobody
   else does in this launch.
+- ``first_position`` is written if it is that of the books, each request's by its own program.
 - ``words`` and ``owners`` are written where slots lead, if they are inside their group. Distinct
   rows of a step have distinct slots; where an engine breaks that, either row may stand.
 - ``journal`` is written at ``(journalled + row) % size``, by the last ``size`` rows of the step: no
@@ -142,6 +143,7 @@ def write_rows(
     journal_size: tl.int64,
     DRAFTS: tl.constexpr,
     POSITIONS: tl.constexpr,
+    FILLS: tl.constexpr,
     SAVES: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
@@ -173,8 +175,8 @@ def write_rows(
         num_lines: lines.
         journal_size: entries.
         DRAFTS: some request has drafts.
-        POSITIONS: ``first_position`` is filled from ``positions`` at first, and rows are noted as
-            computed for these.
+        POSITIONS: rows are noted as computed for ``positions``.
+        FILLS: ``first_position`` is that of the books, and is filled from ``positions`` at first.
         SAVES: ``resolve_last`` may resolve the step.
         GROUPS: number of groups.
         TILE: rows at a time.
@@ -184,7 +186,7 @@ def write_rows(
     journalled = tl.load(counters + JOURNALLED)
     rows = tl.load(starts + num_requests).to(tl.int64)
     rows = tl.minimum(tl.maximum(rows, 0), num_rows)
-    if POSITIONS:
+    if FILLS:
         fill_first(index, starts, first_position, positions, num_rows)
     line, start, first, count, admitted, skipped, refused = rows_of(
         index, lines, starts, first_position, facts, num_lines, own_stride, num_rows

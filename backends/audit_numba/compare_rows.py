@@ -130,12 +130,14 @@ def compare_states(
         line, _, at, count, _, _ = rows_of(
             index, lines, starts, first, drafts, facts, own.shape[1], num_rows, False
         )
-        if count == 0 or at == 0:
+        if count == 0:
             continue
         for number in range(len(sources)):
             if len(sources[number]) == 0:
                 continue
             group, block = groups[number], sources[number][index]
+            if at == 0 and block < 0:
+                continue  # it begins without a state
             compared += 1
             if block < 0 or block >= group[NUM_BLOCKS]:
                 return -1
@@ -145,7 +147,7 @@ def compare_states(
                 return -1
             if owner >= 0 and owner != facts[SERIAL, line]:
                 return -1
-        if len(told) and told[index] >= 0:
+        if at > 0 and len(told) and told[index] >= 0:
             kept = facts[KEPT, line]
             if kept >= 0 and kept != told[index]:
                 return -1

@@ -122,7 +122,7 @@ class NumbaBytePasses(TorchBytePasses):
 
     def compare(self, step: Step) -> None:
         """Do what ``BytePasses.compare`` says."""
-        fill_first(step)
+        fill_first(self.books.books, step)
         due = self._due(step)
         for place, slots in due:
             for stored, planes in self._layers[place]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...audit import books as book
-from ...audit import rows
 from ...audit.beginning import Beginning
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
@@ -56,7 +55,7 @@ class NumbaPasses(TorchPasses):
         super().__init__(books)
         self._groups: Final = group_lines(books).numpy()
         self._key: Final = books.key.constants(torch.device("cpu")).numpy()
-        self._read: Final = StepReader(tuple(books.layout.places))
+        self._read: Final = StepReader(books)
         self._words: Final = books.words.numpy()
         self._owners: Final = books.owners.numpy()
         self._own: Final = books.own.numpy()
@@ -74,8 +73,8 @@ class NumbaPasses(TorchPasses):
         """Call every function for a step without requests, whose effects are undone."""
         none = torch.zeros(0, dtype=torch.int64)
         starts = torch.zeros(1, dtype=torch.int64)
-        step = Step(none, starts, none, none, {}, told=none, positions=none)
-        plain = Step(none, starts, none, none, {}, positions=none)
+        step = Step(none, starts, None, none, {}, told=none, positions=none)
+        plain = Step(none, starts, None, none, {}, positions=none)
         self.takes(step, none)
         before = self._counters.copy(), self._fingerprints.copy()
         self.write(step)
@@ -107,14 +106,10 @@ class NumbaPasses(TorchPasses):
         return right
 
     def _filled(self, step: Step) -> StepArrays:
-        """Return the arrays of a step, once ``Step.first`` is filled where that is to be done."""
+        """Return the arrays of a step, once ``Books.first`` is filled where that is to be done."""
         read = self._read.read(step)
-        if step.positions is None:
-            return read
-        if not read.shared:
-            rows.fill_first(step)
-            return self._read.read(step)
-        fill_first(read.starts, read.positions, read.first[: len(read.lines)], read.num_rows)
+        if step.first is None:
+            fill_first(read.starts, read.positions, read.first[: len(read.lines)], read.num_rows)
         return read
 
     def begin(self, beginning: Beginning) -> None:
@@ -195,9 +190,10 @@ class NumbaPasses(TorchPasses):
         if step.sources or step.told is not None or not read.shared:
             return super().write_and_check(step)
         compared = write_and_compare(
-            *read.requests, read.positions, read.tokens, read.drafts, read.slots, read.tables,
-            self._groups, self._key, self._words, self._owners, self._own, self._facts,
-            self._entries, self._counters, self._fingerprints, self._seen, read.num_rows,
+            *read.requests, step.first is None, read.positions, read.tokens, read.drafts,
+            read.slots, read.tables, self._groups, self._key, self._words, self._owners, self._own,
+            self._facts, self._entries, self._counters, self._fingerprints, self._seen,
+            read.num_rows,
         )  # fmt: skip
         if compared == WRONG:
             super().check(step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...audit.books import Books
+from ...audit.rows import first_of
 from ...audit.step import Step
 
 #: Arrays of int64.
@@ -29,7 +31,8 @@ class StepArrays:
     Attributes:
         lines: int64 ``[num_requests]``.
         starts: int64 ``[num_requests + 1]``.
-        first: int64 ``[num_requests]``.
+        first: int64 ``[num_requests]`` or longer; of a step without ``Step.first`` that of the
+            books.
         tokens: int64 ``[num_rows]``.
         drafts: int64 ``[num_requests]``; empty without drafts.
         slots: by number of the group, int64 ``[num_rows]``; empty if nothing is written there.
@@ -87,11 +90,12 @@ class StepReader:
     arrays are found again, if they share the tensors' memory.
 
     Args:
-        groups: the names of all groups, in the order of their numbers.
+        books: the ledger's books.
     """
 
-    def __init__(self, groups: Sequence[str]) -> None:
-        self._groups: Final = tuple(groups)
+    def __init__(self, books: Books) -> None:
+        self._books: Final = books
+        self._groups: Final = tuple(books.layout.places)
         self._known: WeakKeyDictionary[Step, StepArrays] = WeakKeyDictionary()
 
     def read(self, step: Step) -> StepArrays:
@@ -111,7 +115,7 @@ class StepReader:
         return StepArrays(
             lines=ints(step.lines),
             starts=ints(step.starts),
-            first=ints(step.first),
+            first=ints(first_of(self._books, step)),
             tokens=ints(step.tokens),
             drafts=ints(step.drafts),
             slots=tuple(ints(step.slots.get(name)) for name in self._groups),
@@ -126,9 +130,9 @@ class StepReader:
 
 def _share_memory(step: Step) -> bool:
     """Tell whether the arrays of a step are its tensors themselves, and none is a copy."""
-    maybe = (step.drafts, step.told, step.positions)
+    maybe = (step.first, step.drafts, step.told, step.positions)
     several = (*step.slots.values(), *step.sources.values())
-    numbers = (step.lines, step.starts, step.first, step.tokens, *several)
+    numbers = (step.lines, step.starts, step.tokens, *several)
     numbers += tuple(tensor for tensor in maybe if tensor is not None)
     return all(
         tensor.dtype is dtype and tensor.is_contiguous()

@@ -21,15 +21,17 @@ WRONG, MALFORMED = -1, -2
 
 @compiled
 def write_and_compare(
-    lines, starts, first, positions, tokens, drafts, slots, tables, groups, key, words, owners,
-    own, facts, journal, counters, fingerprints, seen, num_rows,
+    lines, starts, first, fills, positions, tokens, drafts, slots, tables, groups, key, words,
+    owners, own, facts, journal, counters, fingerprints, seen, num_rows,
 ):  # fmt: skip
     """Write and compare the rows of a step without states, if it is well-formed.
+
+    ``fills``: ``first`` is found in ``positions``.
 
     Returns:
         The rows that were compared, and counted; ``WRONG``; or ``MALFORMED``.
     """
-    if len(positions):
+    if fills:
         fill_first(starts, positions, first[: len(lines)], num_rows)
     nothing = lines[:0]
     if not well_formed(

@@ -127,7 +127,7 @@ def judge(
     if not rows and not states:
         headline = f"{early}Nothing was judged: no row was read {during}."
         return Verdict(word=_NOTHING, headline=headline, kinds={}, sentences=unjudged, exit_code=2)
-    compared = _compared(counters)
+    compared = _compared(counters) + _unverified(counters)
     if not wrong and (unjudged or failed or interrupted):
         unjudged += [f"{_count(failed, 'request')} failed."] if failed else []
         headline = (
@@ -181,6 +181,17 @@ def _compared(counters: Sequence[Mapping[str, float]]) -> list[str]:
     return [f"The bytes of {number:,} of them were compared with their checksums."]
 
 
+def _unverified(counters: Sequence[Mapping[str, float]]) -> list[str]:
+    """Say how many rows and states were believed."""
+    number = _total(counters, "rows_unverified_total")
+    if not number:
+        return []
+    return [
+        f"{number:,} of the rows and states that a connector brought were taken for right: nobody "
+        "can vouch for where they are from."
+    ]
+
+
 def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:
     """Say of how many requests the ledger could not judge a step, and why."""
     counts = {reason: _total(counters, f"unjudged_total_{reason}") for reason in _UNJUDGED}
@@ -210,10 +221,10 @@ def tell(violation: Mapping[str, Any]) -> str:
     if found == "nan":
         came = "" if violation["slot"] is None else f", which came from {_place(violation)}"
         return f"{begin} put out a NaN at its position {violation['position']}{came}."
-    said = (
-        f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as its position "
-        f"{violation['position']}, tokens {_in_text(violation['expected'])}"
-    )
+    what = "the state before its first token"
+    if violation["position"] is not None:
+        what = f"its position {violation['position']}, tokens {_in_text(violation['expected'])}"
+    said = f"{begin} {VERBS.get(violation['kind'], 'read')} {_place(violation)} as {what}"
     stored = violation["brought"] and violation["written_position"] is not None
     if violation["kind"] == "imported" and found in _BROUGHT and not stored:
         return f"{said}: {_BROUGHT[found]}."

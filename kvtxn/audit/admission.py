@@ -22,6 +22,7 @@ from .digest import EMBEDDED
 
 #: The least and the most number of 64 bits, given with a sign or without.
 _WORDS: Final = (-(1 << 63), (1 << 64) - 1)
+_NOTHING: Final = torch.zeros(0, dtype=torch.int64, device="cpu")
 #: The type and the bytes of an array's numbers that are token ids, whichever they are.
 _UINT32: Final = ("I", 4)
 
@@ -87,36 +88,64 @@ def own_words(books: Books, given: Admission) -> tuple[Tensor, int]:
             the tokens' positions.
     """
     key, longest = books.key, books.sizes.max_length
-    own = _own_tokens(given.tokens, given.embedded, longest)
+    own = _own_tokens(given.tokens)
+    positions, contents = _own_embedded(given.embedded, min(own.shape[0], longest))
     if own.shape[0] > longest:
         raise CapacityError(
             "admit", f"request {given.request!r} has too many tokens",
             expected=f"at most {longest}", got=own.shape[0], hint="raise max_length",
         )  # fmt: skip
     seed = key.seed(_own_extras(given.extras))
-    own = own.long().clone() if given.embedded else own
-    for position, content in (given.embedded or {}).items():
-        own[position] = key.embedded_id(content, position)
+    if len(positions):
+        own = own.long().clone()
+        own[positions] = key.embedded_ids(contents, positions)
     return own, seed
 
 
-def _own_tokens(tokens: Any, embedded: Mapping[int, int] | None, max_length: int) -> Tensor:
+def _own_tokens(tokens: Any) -> Tensor:
     """Return a request's tokens as ``own_words`` does; see ``Ledger.admit``."""
     if isinstance(tokens, Tensor) and not tokens.is_meta:
         tokens = tokens.cpu()
     if type(tokens) is array and (tokens.typecode, tokens.itemsize) == _UINT32 and tokens:
-        own = torch.frombuffer(tokens, dtype=torch.uint32)  # none is below 0 or from EMBEDDED on
-    else:
-        own = checks.bounded("admit", "tokens", tokens, EMBEDDED)
+        return torch.frombuffer(tokens, dtype=torch.uint32)  # none is below 0 or from EMBEDDED on
+    return checks.bounded("admit", "tokens", tokens, EMBEDDED)
+
+
+def _own_embedded(embedded: Any, end: int) -> tuple[Tensor, Tensor]:
+    """Return the positions below ``end`` and the contents of ``embedded``, int64 ``[n]`` each.
+
+    A prompt may be embedded as a whole, so the usual case calls nothing for each position.
+    """
     if embedded is not None and not isinstance(embedded, Mapping):
         raise ConfigError(
             "admit", "embedded is not valid", expected="by position, a hash",
             got=type(embedded).__name__, hint="pass a dict, or leave it out; nothing was changed",
         )  # fmt: skip
-    for position, content in (embedded or {}).items():
-        checks.whole("admit", "a position of embedded", position, 0, min(len(own), max_length) - 1)
-        checks.whole("admit", "a hash of embedded", content, *_WORDS)
-    return own
+    if not embedded:
+        return _NOTHING, _NOTHING
+    found = _quickly(embedded, end)
+    if found is None:
+        at, hashes, (low, high) = array("q"), array("Q"), _WORDS
+        for position, content in embedded.items():
+            at.append(checks.whole("admit", "a position of embedded", position, 0, end - 1))
+            whole = checks.whole("admit", "a hash of embedded", content, low, high)
+            hashes.append(whole & high)
+        found = at, hashes
+    positions, contents = (torch.frombuffer(each, dtype=torch.int64) for each in found)
+    return positions, contents
+
+
+def _quickly(embedded: Mapping[int, int], end: int) -> tuple[array[int], array[int]] | None:
+    """Return positions and contents if all are ints of the usual ranges; else None."""
+    positions, contents = [*embedded], [*embedded.values()]
+    if {*map(type, positions), *map(type, contents)} != {int}:
+        return None
+    try:
+        found = array("q", positions), array("Q", contents)
+    except OverflowError:
+        return None
+    low, high = (int(number) for number in torch.frombuffer(found[0], dtype=torch.int64).aminmax())
+    return found if low >= 0 and high < end else None
 
 
 def _own_extras(extras: Any) -> list[int]:

@@ -36,7 +36,9 @@ OPEN: Final = 8
 OPENING: Final = 9
 #: The number of requests with drafts of steps that another step followed before ``resolve``.
 UNRESOLVED: Final = 10
-BY_KIND: Final = 11
+#: The number of rows and states that were taken for right because nobody knows what they are.
+UNVERIFIED: Final = 11
+BY_KIND: Final = 12
 NUM_COUNTERS: Final = BY_KIND + len(KINDS)
 
 #: Indices into one journal entry, int64: the step, the writer's serial number, the row's position,
@@ -116,7 +118,7 @@ class Sizes:
         numbers = (
             layout.num_words
             + layout.num_states
-            + self.max_requests * (self.max_length + 1)
+            + self.max_requests * (self.max_length + 2)
             + NUM_FACTS * self.max_requests
             + self.journal * (JOURNAL_PLACES + len(groups))
             + self.capacity * len(FIELDS)
@@ -141,6 +143,9 @@ class Books:
         own: int64 ``[max_requests, max_length + 1]``: digests of each request's own tokens;
             ``[r, n]`` is the digest of the first n tokens of line r.
         facts: int64 ``[NUM_FACTS, max_requests]``; ``SERIAL`` to ``TELLING`` are the first indices.
+        first: int64 ``[max_requests]``, the position of each request's first row, for steps without
+            ``Step.first``. It is filled when a step begins, since an engine may write the next
+            step's positions over the step's own before the step is resolved.
         journal: int64 ``[journal, JOURNAL_PLACES + num_groups]``, a ring.
         found: int64 ``[capacity, len(FIELDS)]``, violations that wait for the host.
         counters: int64 ``[NUM_COUNTERS]``.
@@ -156,6 +161,7 @@ class Books:
     owners: Tensor
     own: Tensor
     facts: Tensor
+    first: Tensor
     journal: Tensor
     found: Tensor
     counters: Tensor
@@ -179,6 +185,7 @@ class Books:
                 owners=full(layout.num_states, value=-1),
                 own=full(sizes.max_requests, sizes.max_length + 1),
                 facts=full(NUM_FACTS, sizes.max_requests, value=-1),
+                first=full(sizes.max_requests),
                 journal=full(sizes.journal, JOURNAL_PLACES + len(groups), value=-1),
                 found=full(sizes.capacity, len(FIELDS)),
                 counters=full(NUM_COUNTERS),
@@ -191,7 +198,7 @@ class Books:
     def num_bytes(self) -> int:
         """Bytes that the books take on the device."""
         tensors = (
-            *(self.words, self.owners, self.own, self.facts, self.journal),
-            *(self.found, self.counters, self.fingerprints),
+            *(self.words, self.owners, self.own, self.facts, self.first),
+            *(self.journal, self.found, self.counters, self.fingerprints),
         )
         return sum(t.numel() * t.element_size() for t in tensors)

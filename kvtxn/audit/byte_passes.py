@@ -149,7 +149,7 @@ class TorchBytePasses(BytePasses):
     def compare(self, step: Step) -> None:
         """Do what ``BytePasses.compare`` says."""
         books = self.books.books
-        fill_first(step)
+        fill_first(books, step)
         batch = Batch.of(books, step)
         for name, table in step.tables.items():
             place = books.layout.places[name]

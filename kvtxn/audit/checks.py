@@ -22,7 +22,7 @@ from .arguments import described
 from .books import Books
 from .groups import Place
 from .passes import STRETCH_KINDS, Stretch
-from .rows import Batch, fill_first
+from .rows import Batch, fill_first, first_of
 from .step import Step
 
 #: The dtypes of ints that torch can count with.
@@ -185,16 +185,19 @@ def check_step(operation: str, books: Books, step: Any, *, released: bool = Fals
         _by_group(operation, name, getattr(step, name))
     number = len(_fits(operation, books, "lines", step.lines, 0))
     _fits(operation, books, "starts", step.starts, number + 1)
-    _fits(operation, books, "first", step.first, number)
     _fits(operation, books, "tokens", step.tokens, 0)
-    for name, length in (("drafts", number), ("told", number), ("positions", 0)):
+    lengths = {"first": number, "drafts": number, "told": number, "positions": 0}
+    for name, length in lengths.items():
         tensor = getattr(step, name)
         if tensor is not None:
             _fits(operation, books, name, tensor, length)
-    if step.positions is not None and not step.first.is_contiguous():
+    room = books.sizes.max_requests if step.positions is not None else -1
+    if step.first is None and number > room:
         raise ConfigError(
-            operation, "first cannot be filled", expected="a contiguous tensor beside positions",
-            got=f"strides {list(step.first.stride())}", hint="see kvtxn.audit.Step",
+            operation, "nothing says where the requests of the step begin",
+            expected=f"first, or positions and at most {books.sizes.max_requests} requests",
+            got=f"positions and {number} requests" if room >= 0 else "neither",
+            hint="see kvtxn.audit.Step; nothing was changed",
         )  # fmt: skip
     for group, tensor in step.slots.items():
         place = place_of(operation, books, group)
@@ -212,7 +215,7 @@ def check_step(operation: str, books: Books, step: Any, *, released: bool = Fals
         _fits(operation, books, f"sources[{group!r}]", tensor, number)
     if books.words.is_cpu:
         if not released:
-            fill_first(step)
+            fill_first(books, step)
         _check_requests(operation, books, step, released)
 
 
@@ -291,7 +294,7 @@ def _check_requests(operation: str, books: Books, step: Step, released: bool) ->
     if not again and not bool(batch.refused.any()):
         return
     index = 0 if again else int(batch.refused.nonzero()[0])
-    line, first = int(step.lines[index]), int(step.first[index])
+    line, first = int(step.lines[index]), int(first_of(books, step)[index])
     begin, end = (int(n) for n in step.starts[index : index + 2])
     raise ConfigError(
         operation,

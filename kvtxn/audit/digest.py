@@ -149,6 +149,11 @@ class Key:
         mixed = self._permute((self._permute(content & _MASK) + index) & _MASK)
         return EMBEDDED | (mixed >> (64 - TOKEN_BITS + 1))
 
+    def embedded_ids(self, contents: Tensor, index: Tensor) -> Tensor:
+        """Return ``embedded_id`` of many positions, int64 ``[n]``; both are int64 ``[n]``."""
+        mixed = self.permute(self.permute(contents) + index)
+        return EMBEDDED | _shifted(mixed, 64 - TOKEN_BITS + 1)
+
     def seed(self, extras: Iterable[int] = ()) -> int:
         """Return the digest of the empty prefix, int64.
 

@@ -153,7 +153,8 @@ class Exchange(Moving):
             end: the position after the last.
             digests: int64 ``[end - first]``, the result of ``export`` for the rows that were
                 brought, in this engine or one with its key. None: the rows are assumed to be of
-                the request's tokens, as those of a connector that keeps no digests have to be.
+                the request's tokens, as those of a connector that keeps no digests have to be, and
+                counted in ``kvtxn_audit_rows_unverified_total``.
             origin: int64 ``[6]``, the result of ``origins`` for the first of the rows when this
                 ledger exported them; reports then name who stored them, and for which tokens.
                 None: reports name the request that gets the rows.
@@ -285,6 +286,7 @@ class Exchange(Moving):
         books, line = self.books, self.line(request, operation=operation)
         self._span(operation, first, end)
         if digests is None:
+            books.counters[book.UNVERIFIED] += end - first
             salt = books.salts[place.written]
             words = as_word(books.own[line, first + 1 : end + 1] + salt)
         else:

@@ -44,6 +44,11 @@ AUDIT_FAMILIES: Final = (
         "reason",
         per_rank=True,
     ),
+    Family(
+        "kvtxn_audit_rows_unverified_total",
+        "Rows and states taken for right although nobody can vouch for where they are from.",
+        per_rank=True,
+    ),
 )
 
 
@@ -150,6 +155,7 @@ class Findings:
             "kvtxn_audit_unjudged_total": counts[book.REFUSED] + counts[book.UNRESOLVED],
             "kvtxn_audit_unjudged_total_malformed": counts[book.REFUSED],
             "kvtxn_audit_unjudged_total_unresolved": counts[book.UNRESOLVED],
+            "kvtxn_audit_rows_unverified_total": counts[book.UNVERIFIED],
         }
 
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:

@@ -55,6 +55,9 @@ class Ledger(Replays):
     bit. Two digests are equal by chance with a probability of about 2^-64 per wrong row: see
     ``kvtxn.audit.digest``.
 
+    An adapter is a part of a row's identity (``extras`` of ``admit``), the model's weights are not
+    yet: rows that weights before an update computed count as right, unless ``reset`` forgets them.
+
     Args:
         groups: all groups of layers.
         max_requests: the most requests admitted at one time.

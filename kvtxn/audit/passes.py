@@ -19,6 +19,7 @@ from .changes import Change
 from .digest import UNWRITTEN
 from .goes_on import GoesOn
 from .groups import Place
+from .rows import first_of
 from .step import Step
 from .step_buffers import StepBuffers, copy_step
 from .violation import NOBODY
@@ -86,7 +87,8 @@ class Passes(ABC):
     ) -> bool:
         """Tell quickly that a step of the right shapes is well-formed; for CPUs.
 
-        ``Step.first`` is filled as in ``write``, unless the result is False or ``released`` is set.
+        ``Books.first`` is filled as in ``write``, unless the result is False or ``released`` is
+        set.
 
         Args:
             step: the step.
@@ -276,7 +278,7 @@ class Passes(ABC):
             step: the step that was written last; its requests are admitted ones.
             ends: int64 ``[num_lines]``, the position by line.
         """
-        settled = step.first + step.starts.diff()
+        settled = first_of(self.books, step) + step.starts.diff()
         settled = settled if step.drafts is None else settled - step.drafts
         return bool((settled >= ends[step.lines]).any())
 
@@ -308,7 +310,7 @@ class Passes(ABC):
     def write(self, step: Step) -> None:
         """Begin a step: compare the states that it reads, then record the rows that it writes.
 
-        In this order: ``Step.first`` is filled, where ``Step.positions`` are given; all sources and
+        In this order: ``Books.first`` is filled, for a step without ``Step.first``; all sources and
         told counts are compared; the digests of all rows, of the positions that they are computed
         for, are put into their slots and the journal, and those of the positions that they stand
         for into the requests' own digests from ``KNOWN`` on; then ``KNOWN`` and ``DURABLE`` are
@@ -327,7 +329,7 @@ class Passes(ABC):
         """Do ``write`` and ``check``, if ``takes`` says that the step is well-formed; for CPUs.
 
         Returns:
-            Whether that was done; if not, nothing has changed but ``Step.first``.
+            Whether that was done; if not, nothing has changed but ``Books.first``.
         """
         if not self.takes(step):
             return False

@@ -61,7 +61,7 @@ class Batch:
         """
         given, number = step.lines.long(), len(step.lines)
         starts = step.starts[: number + 1].long()
-        counts, first = starts[1:] - starts[:-1], step.first[:number].long()
+        counts, first = starts[1:] - starts[:-1], first_of(books, step)[:number].long()
         line = given.clamp(0, books.facts.shape[1] - 1)
         fits = (given == line) & ((books.facts[book.SERIAL][line] >= 0) | released)
         # No sum of what the step says: it might be too large for 64 bits.
@@ -86,13 +86,22 @@ class Batch:
         return self.counts > 0
 
 
-def fill_first(step: Step) -> None:
-    """Write the positions of the requests' first rows into ``Step.first``; -1 for no such row."""
-    if step.positions is not None and step.num_rows:
+def first_of(books: Books, step: Step) -> Tensor:
+    """Return the position of each request's first row, int ``[num_requests]`` or longer.
+
+    Of a step without ``Step.first`` these are what ``fill_first`` found when it began.
+    """
+    return books.first[: len(step.lines)] if step.first is None else step.first
+
+
+def fill_first(books: Books, step: Step) -> None:
+    """Find where the requests of a step without ``Step.first`` begin; -1 for no such row."""
+    if step.first is None and step.positions is not None:
         starts = step.starts[: len(step.lines)].long()
         inside = (starts >= 0) & (starts < step.num_rows)
-        found = step.positions[starts.clamp(0, step.num_rows - 1)]
-        step.first[: len(step.lines)] = torch.where(inside, found, -1)
+        found = torch.full_like(starts, -1)
+        found[inside] = step.positions[starts[inside]].long()
+        books.first[: len(step.lines)] = found
 
 
 def computed_for(step: Step, row: Tensor, position: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ class Step:
             other number below 0: padding.
         starts: int ``[num_requests + 1]``, the first row of each request, then the number of rows.
         first: int ``[num_requests]``, the position of each request's first row; its further rows
-            are of the positions that follow.
+            are of the positions that follow. None, if nobody but the device knows it: the position
+            that ``positions`` has of each request's first row, for at most ``max_requests`` of the
+            ledger.
         tokens: int ``[num_rows]``, the token that each row is computed of.
         drafts: int ``[num_requests]``, the number of each request's last rows that are drafts; None
             means no drafts.
@@ -43,19 +45,21 @@ class Step:
         tables: by group of rows, int ``[num_requests, blocks]``: the block table to read through.
             A group that is left out is not read in this step, and not compared.
         sources: by group of states, int ``[num_requests]``: the block whose state the request
-            continues; -1 if the step begins without a state.
+            continues; -1 if it begins with zeros. A request at position 0 has no state to continue,
+            so any block that it names is a wrong read. If the engine's kernels ignore the source of
+            such a request, give -1 for it.
         told: int ``[num_requests]``, the number of drafts that the engine says were accepted in the
             step before; -1 if it does not say. None means that it never says.
         positions: int ``[num_rows]``, the position that each row is computed for, as the forward
-            gets it. With it, ``first`` is filled where the step begins, and each row is compared
-            with the position it stands for, which is its request's first one plus its number within
-            the request: a row computed for another position is foreign to every reader. None: rows
-            are taken to be computed for the positions that they stand for.
+            gets it. Each row is compared with the position it stands for, which is its request's
+            first one plus its number within the request: a row computed for another position is
+            foreign to every reader. None: rows are taken to be computed for the positions that they
+            stand for.
     """
 
     lines: Tensor
     starts: Tensor
-    first: Tensor
+    first: Tensor | None
     tokens: Tensor
     slots: Mapping[str, Tensor]
     tables: Mapping[str, Tensor] = attrs.field(factory=dict)

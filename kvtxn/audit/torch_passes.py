@@ -66,7 +66,7 @@ class TorchPasses(Passes):
     def write(self, step: Step) -> None:
         """Do what ``Passes.write`` says."""
         books = self.books
-        fill_first(step)
+        fill_first(books, step)
         batch = Batch.of(books, step)
         self._check_states(step, batch)
         owner, within = ragged(batch.counts)
@@ -310,12 +310,12 @@ class TorchPasses(Passes):
         """Compare the states that the step begins with, and the accepted counts it was told."""
         books, facts = self.books, self.books.facts
         first, number = batch.first, len(batch.lines)
-        reads = batch.live & (first > 0)
         line = batch.lines.clamp(min=0)
         faults = []
         for name, source in step.sources.items():
             place = books.layout.places[name]
             block = source[:number].long()
+            reads = batch.live & ((first > 0) | (block >= 0))
             inside = (block >= 0) & (block < place.group.num_blocks)
             where = torch.where(inside, place.base + block * place.stride, -1)
             word = torch.where(inside, books.words[where.clamp(min=0)], UNWRITTEN)
@@ -332,7 +332,7 @@ class TorchPasses(Passes):
         told = None
         if step.told is not None:
             kept, given = facts[book.KEPT][line], step.told[:number]
-            told = reads & (given >= 0) & (kept >= 0) & (given != kept)
+            told = batch.live & (first > 0) & (given >= 0) & (kept >= 0) & (given != kept)
         if not any(bool((f >= 0).any()) for *_, f in faults) and (told is None or not told.any()):
             return
         self._report_states(batch.lines, first, faults, told)

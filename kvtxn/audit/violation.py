@@ -106,7 +106,8 @@ class Violation:
         request: the request that read, by the name given to ``admit``; None if no request did.
         group: the name of the group; "" if no group is concerned (``ranks``).
         layer: the layer's name if bytes were compared (``Scrub``); else None.
-        position: the position that the row, or the last token of the state, stands for.
+        position: the position that the row, or the last token of the state, stands for; None for
+            the state that a request begins with.
         block: the block; None if the table led outside the group.
         slot: the slot in the group; None if the table led outside the group.
         found: one of ``FOUND``.
@@ -151,7 +152,10 @@ class Violation:
         begin = f"{self.kind}: in step {self.step}"
         if self.kind == "ranks":
             return f"{begin} this rank wrote other rows of group {self.group!r} than another rank"
-        text = f"{begin} {_named(self.request)} {self._deed()} position {self.position}"
+        what = f"position {self.position}"
+        if self.position is None:
+            what = "the state before its first token"
+        text = f"{begin} {_named(self.request)} {self._deed()} {what}"
         text += f"; found {self.found}"
         if self.written_step is not None:
             deed, by = ("written", "by")

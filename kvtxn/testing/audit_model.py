@@ -44,7 +44,7 @@ class Finding:
     step: int
     request: str
     group: str
-    position: int
+    position: int | None
     slot: int | None
     found: str
     writer: str | None = None
@@ -145,7 +145,7 @@ class LedgerModel:
         self.step += 1
         rows = list(self._rows(step))
         for index, (request, first, count, _start, _drafts) in enumerate(rows):
-            if first > 0 and count > 0:
+            if count > 0:
                 self._check_states(step, index, request, first)
         prefixes: dict[int, tuple[object, ...]] = {}
         for request, first, count, start, drafts in rows:
@@ -180,9 +180,17 @@ class LedgerModel:
         for index, line in enumerate(step.lines.tolist()):
             if line >= 0:
                 count = starts[index + 1] - starts[index]
-                yield lines[line], int(step.first[index]), count, starts[index], drafts[index]
+                first = self._first(step, index, starts[index])
+                yield lines[line], first, count, starts[index], drafts[index]
             else:
                 yield _Request(-1, "", [], 0), 0, 0, 0, 0
+
+    @staticmethod
+    def _first(step: Step, index: int, row: int) -> int:
+        if step.first is not None:
+            return int(step.first[index])
+        assert step.positions is not None
+        return int(step.positions[row])
 
     def _put(
         self, step: Step, name: str, request: _Request, row: int, within: int, count: int,
@@ -349,7 +357,7 @@ class LedgerModel:
                 request.telling = max(request.telling, end)
 
     def _find(
-        self, kind: str, request: _Request, name: str, position: int, slot: int | None,
+        self, kind: str, request: _Request, name: str, position: int | None, slot: int | None,
         word: Word | None, found: str,
     ) -> None:  # fmt: skip
         writer: tuple[Any, Any] = (None, None)
@@ -360,9 +368,12 @@ class LedgerModel:
         )
 
     def _check_states(self, step: Step, index: int, request: _Request, first: int) -> None:
+        position = first - 1 if first else None  # of the last token that the state has taken in
         for name, sources in step.sources.items():
-            self.states_checked += 1
             block = int(sources[index])
+            if first == 0 and block < 0:
+                continue
+            self.states_checked += 1
             inside = 0 <= block < self.groups[name].num_blocks
             word = self._word(name, block) if inside else None
             found = self._judge(word, name, tuple(request.own[: first + 1]))
@@ -371,10 +382,10 @@ class LedgerModel:
                 found = "owner"
             if found is not None:
                 slot = block if inside else None
-                self._find("state", request, name, first - 1, slot, word, found)
+                self._find("state", request, name, position, slot, word, found)
         told = -1 if step.told is None else int(step.told[index])
-        if told >= 0 and request.kept >= 0 and told != request.kept:
-            self._find("state", request, "", first - 1, None, None, "count")
+        if first > 0 and told >= 0 and request.kept >= 0 and told != request.kept:
+            self._find("state", request, "", position, None, None, "count")
 
 
 def finding_of(violation: Mapping[str, Any]) -> Finding:

@@ -182,16 +182,20 @@ class FeedsAStaleToken(Mutant):
 
 
 class MovesPositions(Mutant):
-    """The rows of a request after the first one are computed for other positions."""
+    """The rows of a request are computed for other positions.
+
+    The first one is so only where the step says besides where it stands.
+    """
 
     kinds = frozenset({"foreign", "state"})
 
     def positions(self, part: Part) -> list[int]:
-        """Move the positions after the first by one."""
-        first, *others = super().positions(part)
-        if not others or not self.errs():
-            return [first, *others]
-        return [first, *(other + 1 for other in others)]
+        """Move the positions by one."""
+        positions = super().positions(part)
+        fixed = 0 if "first" in self.says else 1
+        if len(positions) == fixed or not self.errs():
+            return positions
+        return positions[:fixed] + [position + 1 for position in positions[fixed:]]
 
 
 class CountsABlockAsLoaded(Mutant):
@@ -243,6 +247,19 @@ class DropsAState(Mutant):
     def source(self, group: StateGroup, part: Part) -> int:
         """Return no state."""
         return -1 if part.first > 0 and self.errs() else super().source(group, part)
+
+
+class KeepsAnOldState(Mutant):
+    """A new request goes on from what is in its state's block, which was not zeroed."""
+
+    kinds = frozenset({"state"})
+    needs = "states"
+
+    def source(self, group: StateGroup, part: Part) -> int:
+        """Return the request's first column where it begins."""
+        if part.first == 0 and self.errs(0.5):
+            return part.request.states[group.name][0]
+        return super().source(group, part)
 
 
 class ReadsAnothersState(Mutant):
@@ -339,6 +356,6 @@ MUTANTS: Final = (
     KeepsOneRowTooMany, LosesAWrite, WritesToTheNextSlot, ReadsAnothersTable, ShiftsATable,
     HandsOutBlocksInUse, HashesTooFewTokens, PublishesDrafts, KeepsATurnsDrafts, FeedsAStaleToken,
     MovesPositions, CountsABlockAsLoaded, ReadsTheWrongColumn, NeverTellsCounts, DropsAState,
-    ReadsAnothersState, ExportsTooMuch, LoadsAnotherBlock, ExportsAnotherColumn, LoadsAnotherState,
-    CountsAStateAsLoaded,
+    KeepsAnOldState, ReadsAnothersState, ExportsTooMuch, LoadsAnotherBlock, ExportsAnotherColumn,
+    LoadsAnotherState, CountsAStateAsLoaded,
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from ..audit.groups import Group, RowGroup, StateGroup
 from ..audit.step import Step
 from .audit_blocks import Part, Request
+
+#: The fields of a step that say where its rows stand.
+_WAYS: Final = (("positions",), ("first",), ("first", "positions"))
 
 
 class Telling:
@@ -20,13 +23,14 @@ class Telling:
         groups: the groups, by name.
         ledgers: the ledgers and models that get the report.
         device: the device of the step's tensors.
-        says_positions: the last step had positions; every second one has.
+        says: where the rows of the last step stand was said by these fields of it; the ways follow
+            each other.
     """
 
     groups: Mapping[str, Group]
     ledgers: Sequence[Any]
     device: str
-    says_positions: bool = False
+    says: tuple[str, ...] = _WAYS[-1]
 
     def tell(self, call: str, *arguments: Any, **named: Any) -> list[Any]:
         """Call a method of every ledger, and return the results."""
@@ -47,11 +51,11 @@ class Telling:
         counts = [len(part.tokens) for part in parts]
         ledger = self.ledgers[0]
         written: list[Group] = [*self.row_groups, *self.state_groups]
-        self.says_positions = not self.says_positions
+        self.says = _WAYS[(_WAYS.index(self.says) + 1) % len(_WAYS)]
         return Step(
             lines=self.numbers([self.line(ledger, part.request) for part in parts]),
             starts=self.numbers([sum(counts[:i]) for i in range(len(counts) + 1)]),
-            first=self.numbers([part.first for part in parts]),
+            first=self.numbers([part.first for part in parts]) if "first" in self.says else None,
             tokens=self.numbers([t for part in parts for t in self.fed(part)]),
             drafts=self.numbers([part.drafts for part in parts]),
             slots={
@@ -69,7 +73,7 @@ class Telling:
             },
             told=self.numbers([part.request.told for part in parts]),
             positions=self.numbers([p for part in parts for p in self.positions(part)])
-            if self.says_positions
+            if "positions" in self.says
             else None,
         )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
+import numpy
 import pytest
 import torch
 
@@ -40,6 +43,38 @@ def test_requests_admitted_together_are_as_those_admitted_one_by_one():
     assert torch.equal(one.facts, other.facts)
     assert sorted(one.facts[book.KNOWN].tolist()) == [0, 3, 3, 3]
     assert 1 in one.facts[book.DURABLE].tolist()
+
+
+def test_a_prompt_that_is_embedded_as_a_whole_is_admitted_in_few_calls():
+    """Its positions are looked at together, as tokens are."""
+    length = 20_000
+    ledger = Ledger([RowGroup("rows", 4, 8)], max_requests=2, max_length=length, backend="torch")
+    contents = [(1 << 64) - 1 - at % 7 for at in range(length)]
+
+    def calls(**embedded):
+        made = []
+        sys.setprofile(lambda frame, event, arg: made.append(event) if "call" in event else None)
+        try:
+            ledger.admit("a", [5] * length, **embedded)
+        finally:
+            sys.setprofile(None)
+        return len(made)
+
+    calls()
+    few = calls()
+    assert calls(embedded=dict(enumerate(contents))) < few + 200
+    own, key = ledger.books.own[ledger.line("a")], ledger.books.key
+    for at in (0, 1, 7, length - 1):
+        token = key.token_of(int(own[at + 1] - own[at]))
+        assert token == (key.embedded_id(contents[at], at), at)
+
+
+@pytest.mark.parametrize("content", [-3, (1 << 64) - 3, numpy.int64(-3)])
+def test_a_hash_is_known_by_its_bits(content):
+    ledger = Ledger([RowGroup("rows", 4, 8)], max_requests=2, max_length=8)
+    ledger.admit("a", [5, 5], embedded={1: content})
+    own, key = ledger.books.own[ledger.line("a")], ledger.books.key
+    assert key.token_of(int(own[2] - own[1])) == (key.embedded_id(-3, 1), 1)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtxn.audit import Ledger, RowGroup, Step
+from kvtxn.audit.rows import first_of
 from kvtxn.testing.audit_life import GROUPS, MAX_LENGTH, MAX_REQUESTS, live, new_engine
 from kvtxn.testing.audit_mutants import MUTANTS, ExportsTooMuch
 
@@ -72,13 +73,13 @@ class WitnessedLedger(Ledger):
         super().write(step)
         self.judge()  # states, which are compared before the step writes
         now = int(self.books.counters[0])
-        starts = step.starts.tolist()
+        starts, first = step.starts.tolist(), first_of(self.books, step)
         for name, slots in step.slots.items():
             group = self.books.layout.places[name].group
             for index, line in enumerate(step.lines.tolist()):
                 count = starts[index + 1] - starts[index]
                 for within in range(count):
-                    position = int(step.first[index]) + within
+                    position = int(first[index]) + within
                     self.computed[self.name_of[line], position] += 1
                     slot = int(slots[starts[index] + within])
                     if slot >= 0 and (group.ring is None or within + group.ring >= count):

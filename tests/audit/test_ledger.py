@@ -183,6 +183,7 @@ def test_rows_that_come_are_judged_by_what_they_were_stored_of(ledger):
     ledger.admit("c", [9, *PROMPT])
     ledger.import_rows("b", "full", [5], 0, 4, digests)
     ledger.import_rows("b", "full", [5, 6], 4, 6)  # believed
+    assert ledger.counters()["kvtxn_audit_rows_unverified_total"] == 2
     assert ledger.violations() == []
     ledger.import_rows("c", "full", [7], 0, 4, digests)
     (violation,) = ledger.violations()
@@ -275,6 +276,31 @@ def test_violations_that_found_no_room_are_counted():
     assert [v.slot for v in ledger.violations()] == [5, 6, 7]
 
 
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_a_request_begins_with_zeros(backend):
+    """A state that an earlier request left is a wrong read at position 0, like anywhere else."""
+    ledger = Ledger(GROUPS, max_requests=4, max_length=32, backend=backend)
+    filled(ledger)
+    ledger.release("a")
+    ledger.admit("b", [7, 8])
+    before = ledger.counters()["kvtxn_audit_states_checked_total"]
+    run(ledger, ("b", 0, [7, 8], [12, 13], [3], [-1, 1], 1))
+    (found,) = ledger.violations()
+    assert (found.kind, found.request, found.found) == ("state", "b", "foreign")
+    assert (found.group, found.block, found.position, found.expected) == ("mamba", 1, None, ())
+    assert (found.written_request, found.written_step, found.step) == ("a", 1, 2)
+    assert "went on from slot 1 (block 1) of group 'mamba' as the state before" in str(found)
+    assert ledger.counters()["kvtxn_audit_states_checked_total"] == before + 1
+
+
+@pytest.mark.parametrize(("source", "block"), [(5, 5), (99, None)])
+def test_a_request_that_begins_from_nothing_names_it(ledger, source, block):
+    ledger.admit("b", [7, 8])
+    run(ledger, ("b", 0, [7, 8], [12, 13], [3], [-1, 1], source))
+    (found,) = ledger.violations()
+    assert (found.kind, found.found, found.block) == ("state", "unwritten", block)
+
+
 def test_padding_is_ignored(ledger):
     """A captured step has room for more requests than take part."""
     ledger.admit("a", PROMPT)
@@ -308,6 +334,7 @@ def test_counters_have_their_names(ledger):
         "kvtxn_audit_unjudged_total",
         "kvtxn_audit_unjudged_total_malformed",
         "kvtxn_audit_unjudged_total_unresolved",
+        "kvtxn_audit_rows_unverified_total",
     }
 
 

@@ -90,6 +90,16 @@ def test_the_number_of_bytes_that_were_compared_is_told():
     assert (verdict.exit_code, verdict.sentences) == (0, says)
 
 
+def test_what_had_to_be_believed_is_told():
+    counts = {"kvtxn_audit_rows_checked_total": 9000, "kvtxn_audit_rows_unverified_total": 1200}
+    verdict = judge([counts, counts], [], 5)
+    assert (verdict.word, verdict.exit_code) == ("healthy", 0)
+    assert verdict.sentences == [
+        "2,400 of the rows and states that a connector brought were taken for right: nobody can "
+        "vouch for where they are from."
+    ]
+
+
 def test_violations_are_told_one_by_one():
     result = recorded.found(engine=KeepsOneRowTooMany)
     violations = result.recordings[0]["violations"]
@@ -162,6 +172,8 @@ def test_what_is_wrong_is_said_where_tokens_and_position_are_right():
     assert state.startswith("In step 37 session 5 went on from state 1187 of group.1 as its ")
     assert "; request 8 had written it in step 35 for position 41, tokens ...[5 7 9]: " in state
     assert state.endswith(": the state of the same tokens, but of another request.")
+    first = tell({**right, "kind": "state", "found": "foreign", "position": None, "expected": []})
+    assert " of group.1 as the state before its first token; the same request had" in first
 
 
 def test_a_nan_is_told_with_where_it_came_from():

@@ -181,7 +181,7 @@ def test_a_step_that_comes_again_with_positions_and_counts_of_tokens(backend):
         return torch.tensor(values, device=DEVICE)
 
     step = Step(
-        lines=numbers(ledger.line("a")), starts=numbers(0, 3), first=numbers(-1),
+        lines=numbers(ledger.line("a")), starts=numbers(0, 3), first=None,
         tokens=numbers(1, 2, 3), slots={"full": numbers(4, 5, 6)},
         tables={"full": numbers([1, 2]).to(torch.int32)}, positions=numbers(0, 1, 2),
         drafts=numbers(1),
@@ -318,7 +318,7 @@ SCALARS = {
     "violations", "columns", "besides",
 }
 KERNELS = (
-    (byte_lists.list_reads, {"POSITIONS": True, "SPLITS": 8}),
+    (byte_lists.list_reads, {"FILLS": True, "SPLITS": 8}),
     (byte_lists.list_written, {"DRAFTS": True, "TILE": 128}),
     (byte_work.do_work, {"GROUPS": 2, "PROGRAMS": 64, "ENTRIES": 1024, "TILE": 128}),
     (byte_work.find_nan, {"GROUPS": 2, "ENTRIES": 1024, "TILE": 1024}),

@@ -34,7 +34,7 @@ class Steps:
         self.step = Step(
             lines=torch.full((2,), -1, device=DEVICE),
             starts=torch.arange(0, rows + 1, DRAFTS + 1, device=DEVICE).int(),
-            first=torch.zeros(2, device=DEVICE).long(),
+            first=None,
             tokens=torch.zeros(rows, device=DEVICE).int(),
             slots={"full": torch.zeros(rows, device=DEVICE).long()},
             tables={"full": torch.arange(20, device=DEVICE).view(2, 10).int()},
@@ -93,7 +93,6 @@ class Steps:
             step,
             lines=step.lines[:1],
             starts=step.starts[:2],
-            first=step.first[:1],
             tables={"full": step.tables["full"][:1]},
             drafts=step.drafts[:1],
         )

@@ -247,11 +247,11 @@ def test_a_graph_resolves_the_step_before_it(dtype):
     )
     generator, width = torch.Generator().manual_seed(5), 6
     lines, starts = torch.full((2,), -1, device=DEVICE), torch.zeros(3, device=DEVICE).int()
-    first, drafts = torch.zeros_like(lines), torch.zeros_like(lines)
+    drafts = torch.zeros_like(lines)
     tokens, slots = torch.zeros(12, device=DEVICE).int(), torch.zeros(12, device=DEVICE).long()
     tables = torch.arange(20, device=DEVICE).view(2, 10).int()
     step = Step(
-        *(lines, starts, first, tokens, {"full": slots}, {"full": tables}),
+        *(lines, starts, None, tokens, {"full": slots}, {"full": tables}),
         drafts=drafts, positions=torch.zeros(12, device=DEVICE).long(),
     )  # fmt: skip
     replay = replay_of(ledgers[1], step)

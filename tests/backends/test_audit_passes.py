@@ -13,6 +13,7 @@ from ledger_pairs import DEVICE, assert_equal_books, pair, step_of
 
 from kvtxn.audit import Step, Stretch
 from kvtxn.audit.books import FINGERPRINTS, JOURNALLED, KEPT
+from kvtxn.audit.rows import first_of
 from kvtxn.testing.audit_connector import ConnectedEngine
 from kvtxn.testing.audit_life import GROUPS, live, new_engine, new_ledger, said
 from kvtxn.testing.audit_mutants import MUTANTS
@@ -207,21 +208,19 @@ def test_a_line_that_another_request_gets_while_the_step_is_open(pair):
 
 
 def test_a_state_is_compared_at_the_position_that_the_step_gives(pair):
-    """What ``first`` was filled with in the step before is not read."""
+    """Where the step before began is not read."""
     for ledger in pair("states"):
         prompt = [11, 12, 13, 14, 15, 16]
         ledger.admit("a", [*prompt, 17, 18])
         fill = (0, prompt, range(4, 10), [1, 2, 3], [-1] * 5 + [20], -1)
         ledger.write(step_of(ledger, "a", *fill))
         later = step_of(ledger, "a", 6, [17], [10], [1, 2, 3], [20], 20)
-        stale = attrs.evolve(
-            later, first=later.first * 0 + 3, positions=torch.tensor([6], device=DEVICE)
-        )
-        ledger.write(stale)
+        six = torch.tensor([6], device=DEVICE)
+        ledger.write(attrs.evolve(later, first=None, positions=six))
         assert ledger.violations() == []
         wrong = step_of(ledger, "a", 3, [18], [11], [1, 2, 3], [20], 20)
-        seven = torch.tensor([6], device=DEVICE)  # once more: that state has taken it in already
-        ledger.write(attrs.evolve(wrong, positions=seven))
+        # Once more: that state has taken it in already.
+        ledger.write(attrs.evolve(wrong, first=None, positions=six))
         assert [(v.kind, v.position) for v in ledger.violations()] == [("state", 5)]
         assert ledger.counters()["kvtxn_audit_states_checked_total"] == 2
 
@@ -240,14 +239,13 @@ def test_positions_and_counts_as_a_runner_on_a_gpu_has_them(pair):
         if ledger is plain:
             step = Step(first=numbers(2, 3, -1), **given)
         else:
-            stale, positions = numbers(70, 80, 90), numbers(2, 3, 4, 3, 4)
-            step = Step(first=stale, positions=positions, **given)
+            step = Step(first=None, positions=numbers(2, 3, 4, 3, 4), **given)
         ledger.write(step)
         ledger.check(step)
         counts = (0, 1, -1) if ledger is plain else (1, 2, 0)
         ids = numbers([6, -1], [9, 8], [-1, -1])
         ledger.resolve(numbers(*counts), ids, besides=0 if ledger is plain else 1)
-        assert step.first.tolist() == [2, 3, -1]
+        assert first_of(ledger.books, step).tolist() == [2, 3, -1]
     found = [sorted(map(str, ledger.violations())) for ledger in (plain, *ledgers)]
     assert found[0] == found[1] == found[2] != []
     assert_equal_books(*ledgers)
@@ -284,18 +282,19 @@ SIZES = {"num_requests", "num_rows", "own_stride", "num_lines", "journal_size", 
 NUMBERS = {"num_tokens", "num_blocks", "num_released", "count", "first", "second", "width", "end"}
 SCALARS = {*SIZES, *NUMBERS, "kind", "columns", "besides", "max_requests"}
 KINDS = {**dict.fromkeys(SCALARS, "i64"), "short": "i32"}
+STEP = {"FILLS": True, "SAVES": True}
 KERNELS = (
     (driver._add, {"FACTOR": 3}),
     (change_kernel.change_books, {"SEALS": True, "TILE": 512}),
     (change_kernel.put_numbers, {"TILE": 512}),
     (change_kernel.count_tokens, {"TILE": 16}),
     (change_kernel.take_record, {"TILE": 512}),
-    (write_kernel.write_rows, {"DRAFTS": True, "POSITIONS": True, "SAVES": True, "TILE": 128}),
+    (write_kernel.write_rows, {**STEP, "DRAFTS": True, "POSITIONS": True, "TILE": 128}),
     (resolve_kernel.resolve_rows, {"DRAFTS": True, "TILE": 16, "REJECTED": 1}),
     (resolve_kernel.resolve_last, {"TILE": 32}),
     (compare_kernel.compare_rows, {"STEPPING": True, "EXPORTED": False, "SPLITS": 8, "TILE": 1024}),
     (compare_kernel.compare_rows, {"STEPPING": False, "EXPORTED": True, "SPLITS": 8, "TILE": 1024}),
-    (compare_kernel.compare_states, {"TOLD": True, "TILE": 1024}),
+    (compare_kernel.compare_states, {"TOLD": True, "FILLS": True, "TILE": 1024}),
 )
 for kernel, constants in KERNELS:
     constants = {"GROUPS": 2, **constants} if "GROUPS" in kernel.arg_names else constants

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 from ledger_pairs import DEVICE, assert_equal_books, pair
 
+from kvtxn import ConfigError
 from kvtxn.audit import Step
+from kvtxn.audit.rows import first_of
 from kvtxn.testing.audit_life import new_ledger
 
 __all__ = ["pair"]
@@ -29,7 +32,7 @@ def numbers(*values, dtype=torch.int64):
     return torch.tensor(values, device=DEVICE, dtype=dtype)
 
 
-def life(ledger, prompt, decode, dtype=torch.int64):
+def life(ledger, prompt, decode, dtype=torch.int64, *, says_first=False):
     """Compute a prompt, decode with two drafts of which one stays, and decode again."""
     line = numbers(ledger.admit("a", PROMPT, embedded={1: 77, 2: 77}))
     tables = {"full": numbers([1, 2, 3], dtype=torch.int32)}
@@ -42,7 +45,7 @@ def life(ledger, prompt, decode, dtype=torch.int64):
         step = Step(
             lines=line,
             starts=numbers(0, count),
-            first=numbers(99),
+            first=numbers(first) if says_first else None,
             tokens=numbers(*tokens),
             slots={"full": numbers(*range(4 + first, 4 + first + count))},
             tables=tables,
@@ -50,17 +53,18 @@ def life(ledger, prompt, decode, dtype=torch.int64):
             positions=numbers(*given, dtype=dtype),
         )
         ledger.write(step)
-        assert step.first.tolist() == [first]
+        assert first_of(ledger.books, step).tolist() == [first]
         ledger.check(step)
         ledger.resolve(numbers(1 if drafts else 0), numbers(ids))
     return ledger.violations()
 
 
+@pytest.mark.parametrize("says_first", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_they_are_foreign_at_their_first_read(pair, case):
+def test_they_are_foreign_at_their_first_read(pair, case, says_first):
     prompt, decode, position, written_for = CASES[case]
     ledgers = pair("plain")
-    one, other = (life(ledger, prompt, decode) for ledger in ledgers)
+    one, other = (life(ledger, prompt, decode, says_first=says_first) for ledger in ledgers)
     assert [*map(str, one)] == [*map(str, other)]
     assert_equal_books(*ledgers)
     assert torch.equal(ledgers[0].books.own, ledgers[1].books.own)
@@ -79,6 +83,52 @@ def test_rows_at_their_positions_are_right(pair, dtype):
     for ledger in ledgers:
         assert life(ledger, [*range(6)], [6, 7, 8], dtype) == []
     assert_equal_books(*ledgers)
+
+
+def test_a_first_row_at_a_wrong_position_moves_nobody(pair):
+    """``first`` says where a request stands; it stays as it is, and so does the request."""
+    ledgers, said = pair("plain"), []
+    for ledger in ledgers:
+        line = numbers(ledger.admit("a", PROMPT))
+        tables = {"full": numbers([1, 2, 3], dtype=torch.int32)}
+        for first, given in ((0, range(5)), (5, [6]), (6, [6])):
+            step = Step(
+                lines=line,
+                starts=numbers(0, len(given)),
+                first=numbers(first),
+                tokens=numbers(*[*PROMPT, 7][first : first + len(given)]),
+                slots={"full": numbers(*range(4 + first, 4 + first + len(given)))},
+                tables=tables,
+                positions=numbers(*given),
+            )
+            before = {name: each.clone() for name, each in tensors_of(step).items()}
+            ledger.write_and_check(step)
+            ledger.resolve(numbers(0), numbers([7 if first == 5 else -1]))
+            for name, each in tensors_of(step).items():
+                assert torch.equal(each, before[name]), name
+        (found,) = ledger.violations()
+        assert (found.kind, found.position, found.written_position) == ("foreign", 5, 6)
+        assert (found.slot, found.step, found.written_step) == (9, 2, 2)
+        said.append(str(found))
+    assert said[0] == said[1]
+    assert_equal_books(*ledgers)
+
+
+def tensors_of(step):
+    """Return all tensors of a step by name."""
+    named = {**attrs.asdict(step, recurse=False)}
+    for name in ("slots", "tables", "sources"):
+        named |= {f"{name} of {group}": each for group, each in named.pop(name).items()}
+    return {name: each for name, each in named.items() if each is not None}
+
+
+@pytest.mark.parametrize("wrong", [{"positions": None}, {"lines": numbers(*[-1] * 99)}])
+def test_a_step_says_where_its_requests_begin(pair, wrong):
+    for ledger in pair("plain"):
+        line = numbers(ledger.admit("a", PROMPT))
+        step = Step(line, numbers(*range(100)), None, numbers(1), {}, positions=numbers(0))
+        with pytest.raises(ConfigError, match="nothing says where the requests of the step begin"):
+            ledger.write(attrs.evolve(step, **wrong))
 
 
 def test_what_comes_after_a_wrong_row_is_computed_of_it(pair):

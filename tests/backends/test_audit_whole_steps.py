@@ -39,7 +39,7 @@ def same_buffers(ledger):
     return Step(
         lines=torch.tensor([ledger.line("a"), ledger.line("b")]),
         starts=zeros(3),
-        first=zeros(2),
+        first=None,
         tokens=zeros(24),
         slots={"full": zeros(24)},
         tables={"full": torch.zeros(2, 6, dtype=torch.int32)},

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from ....audit import Ledger, RowGroup, Step, Stretch
+from ....audit.rows import first_of
 from ..internals.audited import Rows
 from .published_blocks import not_left
 
@@ -35,14 +36,15 @@ class FilledBlocks:
 
     def publish(self, rows: Rows, step: Step) -> None:
         """Check the blocks that a step fills, since other requests may already find them."""
+        at = first_of(self._ledger.books, step)
         for group, ends in self._next:
             if self._ledger.passes.reaches(step, ends):
                 first = ends[step.lines] - group.block_size
-                settled = rows.first + rows.starts.diff()
+                settled = at + rows.starts.diff()
                 settled = settled if rows.drafts is None else settled - rows.drafts
                 full = first.maximum(settled // group.block_size * group.block_size)
                 tables = {group.name: step.tables[group.name]}
-                begin = not_left(group, rows.first, first)
+                begin = not_left(group, at, first)
                 full = full.maximum(begin)
                 self._ledger.inspect(Stretch(step.lines, begin, full, tables, "published"))
                 ends[step.lines] = full + group.block_size

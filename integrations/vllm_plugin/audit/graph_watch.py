@@ -54,7 +54,7 @@ class GraphWatch(DeviceWatch):
         """
         self._catch_up()
         self._hide()
-        step = Watch._form(self, rows, self._buffer.all[: len(rows.first)], None)[0]
+        step = Watch._form(self, rows, self._buffer.all[: len(rows.starts) - 1], None)[0]
         self.ledger.launch_step(step)
         self._captured.append(step)
         return partial(self.ledger.launch_step, step)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ....audit import Ledger, RowGroup, Step, Stretch
+from ....audit.rows import first_of
 from ....host_values import to_device
 from ..internals.audited import Arrival
 
@@ -58,14 +59,15 @@ class PublishedBlocks:
         """Check the blocks that a step fills."""
         for group, ends in self._ends:
             number, size = len(step.lines), group.block_size
-            settled = step.first[:number].long() + step.starts[: number + 1].diff()
+            first = first_of(self._ledger.books, step)[:number].long()
+            settled = first + step.starts[: number + 1].diff()
             if step.drafts is not None:
                 settled = settled - step.drafts[:number]
             lines = step.lines.clamp(min=0)
             before = ends.index_select(0, lines)
             end = (settled // size * size).maximum(before)
             tables = {group.name: step.tables[group.name]}
-            begin = not_left(group, step.first[:number].long(), before)
+            begin = not_left(group, first, before)
             self._ledger.inspect(
                 Stretch(step.lines, begin, end.maximum(begin), tables, "published")
             )

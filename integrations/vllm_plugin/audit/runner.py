@@ -215,6 +215,7 @@ def _tell_forward(
         states = single_states.states(runner, list(watch.states), rows)
         runner.kvtxn_leaves = {} if rows.drafts is None else states.leaves
     elif watch.states:
+        assert rows.first is not None  # on a CPU the host knows it
         states = audited_states.states(runner, watch.states, rows.starts, rows.first)
     watch.forward(rows, partial(audited.returning, runner), states)
 

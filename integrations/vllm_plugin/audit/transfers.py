@@ -2,9 +2,10 @@
 
 A block that leaves is compared with the tokens that it is stored under, and remembered by its
 bytes: wherever these bytes turn up again, they are the rows that they were. A block that comes
-with other bytes than were stored in its place is wrong. One of a place that nothing was stored in
-is from elsewhere; its rows are taken for those of the request that loads it. Where a connector says
-that it could not load a block, nobody has written it, and vLLM drops what the step computed of it.
+with other bytes than were stored in its place is wrong, if only this engine can store there. Any
+other block is from elsewhere; its rows are taken for those of the request that loads it, and so is
+each state that comes. Where a connector says that it could not load a block, nobody has written it,
+and vLLM drops what the step computed of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ....audit import Ledger, RowGroup
 from ..attach import mix_in
 from ..internals import Foreign, connectors
 from ..internals.audited import Arrival
+from ..internals.audited_states import block_sizes
 from ..internals.connectors import Handed
 
 #: Blocks that left the cache and are remembered; the ones that left first are forgotten.
@@ -59,6 +61,9 @@ class TransferWatch:
         self._bytes: Final = partial(connectors.block_hashes, runner, ledger.books.key)
         self._ledger: Final = ledger
         self._groups: Final = groups
+        states = [group.name for group in ledger.groups if group.is_state]
+        sizes = block_sizes(runner, states)
+        self._states: Final = {name: sizes.get(name) for name in states}
         self._stop: Final = stop
         # By group and bytes of a block: the origin of its rows, and their digests, in one tensor.
         self._left: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
@@ -104,8 +109,9 @@ class TransferWatch:
             for block, key in zip(each.blocks, each.keys or repeat(None), strict=False):
                 self._loads[each.group, block] = each.request, key
         if found.opaque:
-            coming = (each for arrival in self._arrivals for each in self._computed(arrival))
-            self._before = self._hashes(place for place, *_ in coming)
+            rows = [at for arrival in self._arrivals for at, *_ in self._computed(arrival)]
+            states = [at for arrival in self._arrivals for at in self._state_places(arrival)]
+            self._before = self._hashes([*rows, *states])
 
     def end(self) -> None:
         """Note the blocks that the connector stores now that the step's forward is over."""
@@ -157,17 +163,27 @@ class TransferWatch:
     def change(self, arrivals: Sequence[Arrival], handed_out: Iterable[Place]) -> None:
         """Note the requests that come, and the blocks that get new owners."""
         self._arrivals = arrivals
+        for each in arrivals:
+            if each.name in self._received:  # now, before vLLM copies states to the step's blocks
+                for place in self._state_places(each):
+                    self._believe(each, place)
         for place in handed_out:
             self._loads.pop(place, None)
 
     def forward(self) -> None:
         """Record the rows that a connector loaded for requests that begin in the coming step."""
         coming = [(each.name, *at) for each in self._arrivals for at in self._computed(each)]
-        now = self._hashes(
+        states = [(each, at) for each in self._arrivals for at in self._state_places(each)]
+        wanted = [
             place
             for name, place, *_ in coming
             if name in self._received or place in self._loads or place in self._before
-        )
+        ]
+        now = self._hashes([*wanted, *(place for _, place in states if place in self._before)])
+        for each, place in states:
+            filled = place in self._before and self._before[place] != now[place]
+            if each.name not in self._received and (place in self._loads or filled):
+                self._believe(each, place)
         for name, place, blocks, first, end in coming:
             filled = place in self._before and self._before[place] != now[place]
             if name in self._received or place in self._loads or filled:
@@ -177,6 +193,7 @@ class TransferWatch:
                 self._ledger.import_rows(name, place[0], blocks, first, end, words, origin)
                 self._loading = True
         self._came = [(name, place[1]) for name, place, *_ in coming]
+        self._came += [(each.name, block) for each, (_, block) in states]
         came = {arrival.name for arrival in self._arrivals}
         self._received -= came
         self._loads = {place: load for place, load in self._loads.items() if load[0] not in came}
@@ -222,6 +239,21 @@ class TransferWatch:
             unwritten = torch.zeros(self._groups[group].block_size, dtype=torch.int64)
             return None, unwritten
         return None if known is None else (known[:_ORIGIN], known[_ORIGIN:])
+
+    def _believe(self, arrival: Arrival, place: Place) -> None:
+        """Take a state that a connector brought for that of the request that gets it."""
+        self._ledger.import_state(arrival.name, *place, arrival.computed)
+        self._loading = True
+
+    def _state_places(self, arrival: Arrival) -> list[Place]:
+        """Return the blocks that have the states after what is computed of a request."""
+        found = []
+        for name, size in self._states.items() if arrival.computed else ():
+            blocks = arrival.tables[int(name.partition(".")[2])]
+            column = 0 if size is None else (arrival.computed - 1) // size
+            if column < len(blocks) and blocks[column]:  # block 0 belongs to nobody
+                found.append((name, blocks[column]))
+        return found
 
     def _computed(self, arrival: Arrival) -> Iterator[tuple[Place, Sequence[int], int, int]]:
         """Yield the blocks that a request comes with, their table, and their positions."""

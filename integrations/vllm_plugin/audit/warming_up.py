@@ -42,8 +42,7 @@ def launch_all(
     # Counts as the two runners have them, with drafts and without.
     for drafts, counts in ((None, tokens), (tokens, tokens), (None, one), (tokens, one)):
         step = Step(
-            *(one - 1, starts, one.clone(), tokens, slots, tables, drafts, sources, told),
-            positions=one,
+            *(one - 1, starts, None, tokens, slots, tables, drafts, sources, told), positions=one
         )
         if scrub is not None:
             scrub.compare(step)

@@ -261,6 +261,7 @@ class Watch(WatchedOutputs):
         lines, whole = self._lines(rows.names, returning), True
         step = self._step_of(rows, lines, states)
         if self.transfers is not None:
+            assert rows.first is not None  # on a CPU the host knows it
             if leave_out(self.ledger, lines, rows.first):
                 self._batch, whole = None, False  # the next step finds its lines anew
             self.transfers.forward()

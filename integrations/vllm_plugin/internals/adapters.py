@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,13 @@ _SETTINGS: Final = (
 )
 #: Bytes of a file that are read at a time.
 _CHUNK: Final = 1 << 24
+#: Adapters whose files' hashes are remembered; the ones that were read first are forgotten.
+_REMEMBERED: Final = 256
+#: Nanoseconds after which a file that changes again has another time of change, on any file system.
+_SETTLED: Final = 2_000_000_000
+
+#: By file: its name, time of change of its content and of its entry, size, and number.
+Stamps = list[tuple[str, int, int, int, int]]
 
 
 @attrs.frozen(eq=False)
@@ -38,7 +46,7 @@ class _Known:
     """
 
     name: tuple[str, str]
-    stamps: list[tuple[str, int, int, int]]
+    stamps: Stamps
     content: bytes
     loaded: Callable[[], Any] | None
 
@@ -60,14 +68,16 @@ class _Known:
 class Adapters:
     """The adapters that requests have named, by vLLM's number.
 
-    An adapter's files are read when a request comes for which vLLM loads them: the first one with
-    the adapter's number, one that comes after the adapter was pushed out, removed or loaded anew,
-    and each one that wants it loaded in place. One that is loaded again from the same files is the
-    same one, whatever its number.
+    An adapter's files are looked at when a request comes for which vLLM loads them: the first one
+    with the adapter's number, one that comes after the adapter was pushed out, removed or loaded
+    anew, and each one that wants it loaded in place. They are read if they have changed since they
+    were read last. One that is loaded again from the same files is the same one, whatever its
+    number.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
+        self._read: dict[str, tuple[Stamps, bytes]] = {}
 
     def identity(self, lora: Any, runner: Any) -> int:
         """Return a hash of an adapter's name, path and weights.
@@ -80,11 +90,24 @@ class Adapters:
         loaded = None if getattr(lora, "load_inplace", False) else _loaded(runner, number)
         known = self._known.get(number)
         if known is None or not known.is_still(name, loaded):
-            known = _Known(name, _stamps(name[1]), _content(name[1]), None)
+            known = _Known(name, *self._content(name[1]), None)
         if loaded is not None and known.loaded is None:  # for this request, or the one before
             known = attrs.evolve(known, loaded=weakref.ref(loaded))
         self._known[number] = known
         return hash_of(repr(name).encode() + known.content)
+
+    def _content(self, path: str) -> tuple[Stamps, bytes]:
+        """Return the stamps and a hash of an adapter's files, which are read if they are new."""
+        stamps = _stamps(path)
+        known = self._read.pop(path, None)
+        if known is None or known[0] != stamps:
+            known = stamps, _content(path)
+        changed = max((max(at) for _, *at, _, _ in stamps), default=time.time_ns())
+        if time.time_ns() - changed > _SETTLED:  # or else another change could go unnoticed
+            self._read[path] = known
+        if len(self._read) > _REMEMBERED:
+            del self._read[next(iter(self._read))]
+        return known
 
 
 def _loaded(runner: Any, number: int) -> Any:
@@ -92,7 +115,7 @@ def _loaded(runner: Any, number: int) -> Any:
     return runner.lora_manager._adapter_manager.get_adapter(number)
 
 
-def hash_of(content: bytes) -> int:
+def hash_of(content: bytes | memoryview) -> int:
     """Return 64 bits that stand for some bytes."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
@@ -110,13 +133,16 @@ def _files(path: str) -> tuple[Path, Path]:
     raise LookupError(f"no weights in {path!r}")
 
 
-def _stamps(path: str) -> list[tuple[str, int, int, int]]:
-    """Return name, time of change, size and number of an adapter's files; [] without any."""
+def _stamps(path: str) -> Stamps:
+    """Return what tells, without reading them, that an adapter's files change; [] without any."""
     try:
         facts = [(file.name, file.stat()) for file in _files(path)]
     except (OSError, ValueError, RuntimeError, LookupError):
         return []
-    return [(name, fact.st_mtime_ns, fact.st_size, fact.st_ino) for name, fact in facts]
+    return [
+        (name, fact.st_mtime_ns, fact.st_ctime_ns, fact.st_size, fact.st_ino)
+        for name, fact in facts
+    ]
 
 
 def _content(path: str) -> bytes:

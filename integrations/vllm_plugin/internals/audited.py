@@ -77,13 +77,14 @@ class Rows:
     Attributes:
         names: vLLM's ids of the requests.
         starts: int ``[num_requests + 1]``, each request's first row in the batch, and the end.
-        first: int64 ``[num_requests]``, the position of each request's first row.
+        first: int64 ``[num_requests]``, the position of each request's first row; None where the
+            device alone knows it, in ``positions``.
         tokens: int ``[num_rows]``, the token id of each row.
         drafts: int64 ``[num_requests]``, draft rows of each request; None without drafts.
         slots: int64 ``[num_rows]`` for each group, the slot that each row is written to.
         tables: int32 ``[num_requests, blocks]`` for each group, the blocks of each request.
-        positions: int64 ``[num_rows]``, the position that each row is computed for; ``first`` is
-            filled from it. None: they are not looked at.
+        positions: int64 ``[num_rows]``, the position that each row is computed for. None: they are
+            not looked at.
         buffers: stands for all of these tensors, if they are buffers that stay where they are:
             rows with the same object have the same tensors, with other values. None if they do not.
         lengths: by group, int ``[num_requests]``, the rows that each request's attention reads,
@@ -92,7 +93,7 @@ class Rows:
 
     names: list[str]
     starts: Tensor
-    first: Tensor
+    first: Tensor | None
     tokens: Tensor
     drafts: Tensor | None
     slots: dict[str, Tensor]
@@ -316,15 +317,16 @@ def _adapters(runner: Any) -> Adapters:
 def _embedded(state: Any) -> dict[int, int]:
     """Hash the vectors that replace tokens in a request, by position."""
     found: dict[int, int] = {}
-    if state.prompt_embeds is not None:
-        for position, vector in enumerate(state.prompt_embeds):
-            is_token = state.prompt_is_token_ids
+    if state.prompt_embeds is not None and len(state.prompt_embeds):
+        vectors = state.prompt_embeds.contiguous().view(torch.uint8).numpy()
+        raw, size = memoryview(vectors.reshape(-1)), vectors[0].size
+        is_token = state.prompt_is_token_ids
+        for position in range(len(vectors)):
             if is_token is None or not is_token[position]:
-                found[position] = hash_of(vector.contiguous().view(torch.uint8).numpy().tobytes())
+                found[position] = hash_of(raw[position * size : (position + 1) * size])
     for feature in state.mm_features or ():
         place, content = feature.mm_position, hash_of(str(feature.identifier).encode())
-        for position in range(place.offset, place.offset + place.length):
-            found[position] = content
+        found |= dict.fromkeys(range(place.offset, place.offset + place.length), content)
     return found
 
 

@@ -169,7 +169,7 @@ class StepReader:
     def _wrong_lengths(self, names: Sequence[str] | Mapping[str, int], rows: Rows) -> Any:
         """Return, by group, the lengths that its layers are given, if some are wrong."""
         context, found = given_forwards.context(), {}
-        ends = (rows.first + rows.starts.diff()).numpy()
+        ends = (self._first[: len(rows.names)] + rows.starts.diff()).numpy()
         starts = self._runner.query_start_loc.gpu
         for name in names:
             wrong = given_forwards.wrong_lengths(self._metadata(context, name), ends, starts)

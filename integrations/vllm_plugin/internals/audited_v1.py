@@ -77,7 +77,7 @@ class StepReader(GpuStepReader[Rows]):
             rows = Rows(
                 names=[*names],
                 starts=starts[: number + 1],
-                first=self._first[:number],
+                first=None,
                 tokens=runner.input_ids.gpu,
                 drafts=drafts,
                 slots={name: table.slot_mapping.gpu for name, table in own},

@@ -237,7 +237,7 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
         return Rows(
             names=names,
             starts=starts[: number + 1],
-            first=self._first[:number],
+            first=None,
             tokens=inputs.input_ids,
             drafts=drafts,
             slots={name: slots[group] for name, group in self._numbers.items()},

@@ -47,7 +47,8 @@ class Handed:
         request: vLLM's id of the request.
         other: the request as the store has it, if the rows are stored under or found by tokens that
             are not those that the runner has; None if they are.
-        keys: the place of each block in the connector's store; None if the metadata do not say.
+        keys: the place of each block in the connector's store; None if the metadata do not say, or
+            if other engines may store there, whose rows of the same tokens have other bytes.
     """
 
     group: str
@@ -173,7 +174,7 @@ def transfers(runner: Any, metadata: Any) -> Transfers:
         elif _names_slots(part):
             for each in part.requests:
                 into = found.stores if each.is_store else found.loads
-                into.extend(_slots(runner, number, each))
+                into.extend(_slots(runner, each))
         else:
             found = attrs.evolve(found, opaque=True)
     return found
@@ -234,17 +235,19 @@ def _loose(runner: Any, blocks: Sequence[int]) -> Iterator[Handed]:
                     yield Handed(f"group.{number}", [block], begin, name)
 
 
-def _slots(runner: Any, part: int, each: Any) -> Iterator[Handed]:
-    """Find the request behind a list of slots of the first group, which begin at its first row."""
+def _slots(runner: Any, each: Any) -> Iterator[Handed]:
+    """Find the request behind a list of slots of the first group, which begin at its first row.
+
+    They are stored in a folder that engines may share.
+    """
     size = int(runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
     blocks = [int(slot) // size for slot in each.slot_mapping[::size]]
     tokens = [int(token) for token in each.token_ids]
     for name, tables, state in _running(runner):
         if blocks and list(tables[0][: len(blocks)]) == blocks:
             same = known_tokens(state)[: len(tokens)] == tokens
-            keys = [(part, tuple(tokens), begin) for begin in range(len(blocks))]
             other = None if same else arrival_of(runner, state, name, tokens, 0, ())
-            yield Handed("group.0", blocks, 0, name, other, keys)
+            yield Handed("group.0", blocks, 0, name, other)
             return
 
 

@@ -33,7 +33,6 @@ class GpuStepReader(Generic[Known]):
         self._lasting: tuple[Any, ...] = ()
         number, device = int(runner.max_num_reqs), torch.device(runner.device)
         with torch.inference_mode(False):  # steps write into them in inference mode or not
-            self._first: Final = torch.zeros(number, dtype=torch.int64, device=device)
             self._there: Final = torch.zeros(number, dtype=torch.int32, device=device)
         self._views: Final[dict[int, Tensor]] = {}  # beginnings of ``_there``, by length
         self._on_device: Final = numpy.zeros(number, numpy.int32)  # what ``_there`` has

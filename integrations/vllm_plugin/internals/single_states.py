@@ -25,6 +25,7 @@ def states(runner: Any, groups: Sequence[str], rows: Rows) -> States:
         rows: the rows of the forward.
     """
     count = len(rows.names)
+    assert rows.first is not None  # on a CPU the host knows it
     starts, first = rows.starts[: count + 1].long(), rows.first[:count]
     speculates = torch.zeros(count, dtype=torch.bool)
     if rows.drafts is not None:

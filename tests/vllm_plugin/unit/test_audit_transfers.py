@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kvtxn.integrations.vllm_plugin.audit import transfers
 from kvtxn.integrations.vllm_plugin.audit.transfers import TransferWatch
 from kvtxn.integrations.vllm_plugin.internals import adapters, audited, audited_v2, connectors
 from kvtxn.integrations.vllm_plugin.internals.audited import Arrival
 
-from kvtxn.audit import Key, Ledger, RowGroup, Step
+from kvtxn.audit import Key, Ledger, RowGroup, StateGroup, Step
 
 GROUP = RowGroup("group.0", 4, 12, pool="blocks")
 TOKENS = list(range(20, 32))
@@ -29,7 +33,11 @@ def rig(monkeypatch):
     """A ledger with one request that wrote 8 rows into blocks 1 and 2, and a watch of transfers."""
     ledger = Ledger([GROUP], max_requests=4, max_length=32)
     spec = SimpleNamespace(block_size=4)
-    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    config = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * 2,
+        hisparse_host_num_blocks=None,
+        prefix_cacheable_group_ids=(0, 1),
+    )
     model = SimpleNamespace(is_encoder_decoder=False)
     states = {"a": state_of([1, 2, 3], TOKENS[:9])}
     runner = SimpleNamespace(kv_cache_config=config, requests=states, model_config=model)
@@ -246,6 +254,49 @@ def test_requests_of_one_step_read_an_adapter_once(extras, loaded, folder, monke
     assert len(read) == 3
 
 
+def test_files_that_stay_are_read_once(extras, loaded, folder, monkeypatch):
+    """However often their adapter is pushed out, and under whichever number it comes."""
+    read, content = [], adapters._content
+    monkeypatch.setattr(adapters, "_content", lambda path: (read.append(path), content(path))[1])
+    now = time.time_ns() + 10**10  # the files were written some seconds ago
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(time_ns=lambda: now))
+    old = extras("poet", 1, folder)
+    del loaded[1]
+    assert extras("poet", 1, folder) == extras("poet", 2, folder) == old
+    assert len(read) == 1
+    weights = folder / "adapter_model.safetensors"
+    fact = weights.stat()
+    weights.write_bytes(b"new weights")
+    os.utime(weights, ns=(fact.st_atime_ns, fact.st_mtime_ns))  # as a copy that keeps times does
+    del loaded[1]
+    assert extras("poet", 1, folder) != old
+    assert len(read) == 2
+
+
+def test_a_vector_costs_its_hash_and_nothing_else():
+    vectors = torch.arange(6000.0).view(2000, 3)
+    vectors[3] += 1
+    vectors = torch.cat([vectors.bfloat16()] * 2, 1)[:, :3]
+    feature = SimpleNamespace(
+        mm_position=SimpleNamespace(offset=2000, length=50_000), identifier="a picture"
+    )
+    is_token = [False, True] + [False] * 1998
+    given = {"prompt_embeds": vectors, "prompt_is_token_ids": is_token}
+    calls, found = [], {}
+    sys.setprofile(lambda frame, event, arg: calls.append(event) if "call" in event else None)
+    try:
+        found = audited._embedded(SimpleNamespace(mm_features=[feature], **given))
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 5 * len(vectors)
+    assert [*found] == [0, *range(2, 52_000)]
+    raw = vectors[2].contiguous().view(torch.uint8).numpy().tobytes()
+    assert found[2] == adapters.hash_of(raw) != found[3]
+    assert found[2000] == found[51_999] == adapters.hash_of(b"a picture")
+    given["prompt_embeds"] = vectors[:0]
+    assert audited._embedded(SimpleNamespace(mm_features=None, **given)) == {}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "same"),
     [
@@ -288,14 +339,42 @@ def test_another_block_comes_back(rig):
     assert kinds(rig) == ["imported", "imported"]
 
 
+def unverified(rig):
+    return rig.ledger.counters()["kvtxn_audit_rows_unverified_total"]
+
+
+def job(rig, name, *blocks, loads=False):
+    """Metadata in ``OffloadingConnector``'s manner: places 7 and 8 of its memory are meant."""
+    cache = SimpleNamespace(
+        block_ids=list(blocks), group_sizes=[len(blocks), 0], block_indices=[0, 0]
+    )
+    memory = SimpleNamespace(block_ids=[7, 8][: len(blocks)])
+    ends = (memory, cache) if loads else (cache, memory)
+    found = SimpleNamespace(req_id=name, src_spec=ends[0], dst_spec=ends[1])
+    jobs = {"load_jobs": {1: found}, "store_jobs": {}}
+    return SimpleNamespace(**(jobs if loads else {"store_jobs": {1: found}, "load_jobs": {}}))
+
+
 def test_other_bytes_come_back(rig):
-    """Nobody stored these bytes where they come from."""
-    rig.watch.begin(stored(rig, 1, 2))
+    """Nobody stored these bytes where they come from, and nobody else can."""
+    rig.watch.begin(job(rig, "a", 1, 2))
     rig.watch.end()
-    come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
+    come(rig, "b", [5, 6], TOKENS[:9], job(rig, "b", 5, 6, loads=True))
     rig.cache[5], rig.cache[6] = rig.cache[1], b"torn"
     rig.watch.forward()
     assert kinds(rig) == ["imported"]
+    assert unverified(rig) == 0
+
+
+def test_other_bytes_come_from_a_store_that_engines_share(rig):
+    """Another engine has stored the same tokens' rows in the same place: they may well be right."""
+    rig.watch.begin(stored(rig, 1, 2))
+    rig.watch.end()
+    come(rig, "b", [5, 6], TOKENS[:9], load(rig, 5, 6))
+    rig.cache[5], rig.cache[6] = rig.cache[1], b"another engine's"
+    rig.watch.forward()
+    assert kinds(rig) == []
+    assert unverified(rig) == 4
 
 
 def test_rows_from_elsewhere_are_taken_for_the_requests_own(rig):
@@ -303,6 +382,7 @@ def test_rows_from_elsewhere_are_taken_for_the_requests_own(rig):
     rig.cache[5] = b"elsewhere"
     rig.watch.forward()
     assert kinds(rig) == []
+    assert unverified(rig) == 4
 
 
 def test_metadata_that_nobody_knows(rig):
@@ -319,6 +399,72 @@ def test_metadata_that_nobody_knows(rig):
     rig.ledger.write(step)
     rig.ledger.check(step)
     assert [(v.kind, v.position) for v in rig.ledger.violations()] == [("unwritten", 4)]
+
+
+@pytest.fixture(params=["none", "align"])
+def hybrid(rig, monkeypatch, request):
+    """A watch of a hybrid, whose request "a" left its states in blocks 9 and 10."""
+    ledger = Ledger(
+        [GROUP, StateGroup("group.1", 12, pool="blocks")], max_requests=4, max_length=32
+    )
+    sizes = {"group.1": 4} if request.param == "align" else {}
+    monkeypatch.setattr(transfers, "block_sizes", lambda runner, groups: sizes)
+    rig.ledger, rig.watch = ledger, TransferWatch(rig.runner, ledger, {"group.0": GROUP}, print)
+    ledger.admit("a", TOKENS[:10])
+    rig.row = lambda name, first, source, **more: go_on(ledger, name, first, source, **more)
+    rig.row("a", 0, -1, block=9)
+    rig.row("a", 1, 9, block=10)
+    ledger.violations()  # its rows are not all there
+    rig.table = [9, 10] if sizes else [10]  # of the request that comes
+    return rig
+
+
+def go_on(ledger, name, first, source, block=9):
+    """Compute one row, from the state in one block to the state in another."""
+    ledger.write(
+        Step(
+            lines=torch.tensor([ledger.line(name)]), starts=torch.tensor([0, 1]),
+            first=torch.tensor([first]), tokens=torch.tensor(TOKENS[first : first + 1]),
+            slots={"group.1": torch.tensor([block])}, sources={"group.1": torch.tensor([source])},
+        )
+    )  # fmt: skip
+
+
+def come_with_states(rig, metadata):
+    arrival = Arrival("b", TOKENS[:9], [], {}, 8, [[5, 6], rig.table])
+    rig.ledger.admit("b", TOKENS[:9])
+    rig.watch.change([arrival], [])
+    rig.watch.begin(metadata)
+
+
+@pytest.mark.parametrize("way", ["metadata nobody knows", "while it waits", "a job"])
+def test_a_state_that_a_connector_brings_is_believed(hybrid, way):
+    """As rows are, and counted with them."""
+    metadata = SimpleNamespace(secret=1)
+    if way == "while it waits":
+        hybrid.watch.received(["b"])
+    elif way == "a job":
+        metadata = job(hybrid, "b", 5, 6, 10, loads=True)
+        metadata.load_jobs[1].dst_spec.group_sizes = [2, 1]
+        metadata.load_jobs[1].dst_spec.block_indices = [0, len(hybrid.table) - 1]
+    come_with_states(hybrid, metadata)
+    if way != "while it waits":
+        hybrid.cache |= {5: b"rows", 6: b"more", 10: b"a state"}
+    hybrid.watch.forward()
+    hybrid.row("b", 8, 10)
+    assert hybrid.ledger.violations() == []
+    assert unverified(hybrid) == 9
+
+
+def test_a_state_that_nobody_brings_is_not(hybrid):
+    """The connector fills the rows' blocks, and the state's has what its last owner left."""
+    come_with_states(hybrid, SimpleNamespace(secret=1))
+    hybrid.cache |= {5: b"rows", 6: b"more"}
+    hybrid.watch.forward()
+    hybrid.row("b", 8, 10)
+    (found,) = hybrid.ledger.violations()
+    assert (found.kind, found.found, found.written_request) == ("state", "foreign", "a")
+    assert unverified(hybrid) == 8
 
 
 def test_several_connectors_and_loose_blocks(rig):
