@@ -121,7 +121,7 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
         if self.kvtxn_audit is not None:
             self.kvtxn_audit.under_way = None  # the step before is over
         try:
-            output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
+            output = super().execute_model(*args, **kwargs)
         except BaseException:
             if self.kvtxn_at_once:
                 self.kvtxn_step_is_ready()

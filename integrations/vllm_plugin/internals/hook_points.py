@@ -79,6 +79,7 @@ HOOK_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "vllm.forward_context.get_forward_context",
         "vllm.forward_context.ForwardContext",
         "vllm.distributed.parallel_state.get_tp_group",
+        "vllm.distributed.parallel_state.get_pp_group",
         f"{_CONNECTORS}.kv_transfer_state.get_kv_transfer_group",
         f"{_CONNECTORS}.kv_transfer_state.has_kv_transfer_group",
         f"{_LAYERS}.attention.attention.Attention.__init__",

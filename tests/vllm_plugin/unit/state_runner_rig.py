@@ -32,7 +32,7 @@ class Own:
     def __init__(self, rig):
         vars(self).update(vars(rig.runner))
         self.rig, self.calls = rig, []
-        self.model_config = SimpleNamespace(is_hybrid=True)
+        self.model_config = SimpleNamespace(is_hybrid=True, runner_type="generate")
 
     def get_model(self):
         return SimpleNamespace(modules=lambda: [self.rig.sides[1].layer])

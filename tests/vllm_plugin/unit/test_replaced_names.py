@@ -54,7 +54,7 @@ def test_a_layer_whose_kernel_has_another_name_is_not_hooked(kind, monkeypatch):
     rig = Rig(kind, torch.float32, monkeypatch)
     layer = rig.sides[1].layer
     name = "_forward_core" if kind in DELTAS else "conv_ssm_forward"
-    rig.runner.model_config = SimpleNamespace(is_hybrid=True)
+    rig.runner.model_config = SimpleNamespace(is_hybrid=True, runner_type="generate")
     rig.runner.get_model = lambda: SimpleNamespace(modules=lambda: [layer])
     rig.runner.vllm_config.mamba_config = SimpleNamespace(backend=SimpleNamespace(value="triton"))
     methods = {name: held_states.LAUNCHES[kind][name]}

@@ -378,7 +378,7 @@ def test_seven_drafts_leave_no_column_to_vllms_fused_kernel_alone(monkeypatch, f
     methods = {"_forward_core": gated_delta_hooks.METHODS["_forward_core"]}
     monkeypatch.setattr(held_states, "LAUNCHES", {GATED_DELTA: methods})
     rig.runner.vllm_config.num_speculative_tokens = 7
-    rig.runner.model_config = SimpleNamespace(is_hybrid=True)
+    rig.runner.model_config = SimpleNamespace(is_hybrid=True, runner_type="generate")
     rig.runner.model_state = None
     rig.runner.get_model = lambda: SimpleNamespace(modules=lambda: [layer])
     wrong = held_states.launches_differ(rig.runner, fast=fast)

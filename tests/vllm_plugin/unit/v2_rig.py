@@ -52,7 +52,7 @@ class Own:
         self.max_num_reqs, self.max_model_len = REQUESTS, LENGTH
         self.speculative_config = SimpleNamespace(num_speculative_tokens=DRAFTS)
         self.cache_config = SimpleNamespace(enable_prefix_caching=True, kv_cache_memory_bytes=None)
-        self.model_config = SimpleNamespace(is_encoder_decoder=False)
+        self.model_config = SimpleNamespace(is_encoder_decoder=False, runner_type="generate")
         self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
         self.adaptive_verification = None
         self.is_last_pp_rank = True
