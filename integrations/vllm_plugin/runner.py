@@ -79,9 +79,6 @@ class WindowedRunnerMixin:
         vLLM awaits the answer of one rank and drops the errors of all others. Such a rank would
         leave the others waiting in a collective until a time-out. vLLM notices that a process
         ends, and stops the engine within seconds.
-
-        Raises:
-            SystemExit: a window's error, on a rank whose answer nobody awaits.
         """
         try:
             return run(*args, **kwargs)
@@ -90,7 +87,8 @@ class WindowedRunnerMixin:
                 raise
             effect = "this rank's process ends, so that the engine stops: nobody awaits its answer"
             log.error("kvtxn.rank_ends", rank=self.kvtxn_rank, why=repr(error), effect=effect)
-            raise SystemExit(1) from error
+            ranks.end_process()
+            raise
 
     def kvtxn_stops(self, error: Exception) -> bool:
         """Tell whether an error is a window's, which is to stop the engine."""

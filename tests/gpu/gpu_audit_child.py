@@ -196,9 +196,23 @@ def build(job: dict[str, Any], folder: Path) -> Any:
     )
 
 
+def empty(llm: Any) -> None:
+    """Empty the prefix cache; blocks that a connector stores still are in it until it has done so.
+
+    Raises:
+        RuntimeError: it cannot be emptied, so a scenario would find rows that nobody watched.
+    """
+    for _ in range(200):
+        if llm.reset_prefix_cache():
+            return
+        llm.llm_engine.step()
+        time.sleep(0.05)
+    raise RuntimeError("the prefix cache cannot be emptied")
+
+
 def say(llm: Any, name: str) -> Any:
     """Run one scenario; returns its tokens."""
-    llm.reset_prefix_cache()
+    empty(llm)
     llm.collective_rpc("oracle_seed", args=(0,))
     own = {"aborted": aborted, "ends": planted_ends.ends}
     known = connector_scenarios.SCENARIOS | scenarios.SCENARIOS | own
@@ -235,7 +249,7 @@ def healthy(llm: Any, job: dict[str, Any], found: dict[str, Any], keep: Any) -> 
             llm.collective_rpc("audit_switch", args=(False,))
             known = audit_report(llm)
             without = say(llm, name)
-            llm.reset_prefix_cache()
+            empty(llm)
             idle = audit_report(llm)
             on = llm.collective_rpc("audit_switch", args=(True,))
             tokens = say(llm, name)
@@ -271,7 +285,7 @@ def _audit(counts: dict[str, float]) -> dict[str, float]:
 
 def timing(llm: Any, name: str) -> dict[str, Any]:
     """Run a scenario with a clock around each call, and with every wait noted."""
-    llm.reset_prefix_cache()
+    empty(llm)
     llm.collective_rpc("audit_switch", args=(True,))
     llm.collective_rpc("audit_time", args=(True,))
     say(llm, name)
@@ -288,7 +302,7 @@ def planted(llm: Any, job: dict[str, Any], report: dict[str, Any], keep: Any) ->
         report: gets ``healthy``, ``found`` by fault, and ``again``.
         keep: keeps what is known so far; called after each fault.
     """
-    llm.reset_prefix_cache()
+    empty(llm)
     llm.collective_rpc("audit_switch", args=(True,))
     if "audit_every" not in job["asked"]:
         llm.collective_rpc("audit_compare_all")
@@ -326,7 +340,7 @@ def ranks_differ(llm: Any, name: str) -> list[list[Any]]:
     """Let one rank take a token for another; returns the kinds and steps that each rank reports."""
     from kvtxn.integrations.vllm_plugin import audit_report
 
-    llm.reset_prefix_cache()
+    empty(llm)
     llm.collective_rpc("audit_switch", args=(True,))
     llm.collective_rpc("audit_misunderstand")
     say(llm, name)
@@ -358,26 +372,26 @@ def carry_out(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if job.get("ranks_differ"):
         report["ranks"] = ranks_differ(llm, job["scenarios"][0])
     if job.get("long"):
-        llm.reset_prefix_cache()
+        empty(llm)
         llm.collective_rpc("audit_switch", args=(True,))
         report["long"] = long_life.live(llm, **job["long"])
     if job.get("time"):
         report["time"] = timing(llm, job["time"])
     if job.get("contains"):
-        llm.reset_prefix_cache()
+        empty(llm)
         llm.collective_rpc("audit_switch", args=(True,))
         known = {fault.__name__ for fault in gpu_planted.V2}
         faults = [fault for fault in planted_engines.HEALED if fault.__name__ in known]
         report["contained"] = planted_engines.contain(llm, job, folder, faults)
     if job.get("sleeps"):
-        llm.reset_prefix_cache()
+        empty(llm)
         llm.collective_rpc("audit_switch", args=(True,))
         # vLLM would take what other engines on this GPU allocate meanwhile for its own.
         with mock.patch("torch.accelerator.get_memory_info", return_value=(0, 0)):
             report["slept"] = sleeping_engines.live(llm)
         keep()
     if job.get("fails"):
-        llm.reset_prefix_cache()
+        empty(llm)
         llm.collective_rpc("audit_switch", args=(True,))
         report["failed"] = failing_engines.live(llm)
         keep()

@@ -107,7 +107,7 @@ class AuditedRunner:
         """
         try:
             output = run(*args, **kwargs)
-        except Exception:  # and not the end of this process, which other ranks are not to wait for
+        except BaseException:
             self.kvtxn_tell(_sampling_failed)
             if self.kvtxn_audit is not None:
                 with suppress(AuditError):  # the step's own error wins

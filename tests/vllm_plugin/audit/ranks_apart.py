@@ -24,7 +24,7 @@ class Planting:
     def fail_audit(self, rank: int) -> None:
         """Let the audit's own code raise in each step of one rank."""
         if self.rank == rank:
-            self.model_runner.kvtxn_reader.rows = _fail
+            self.model_runner.kvtxn_reader = None
 
     def fail_commits(self, rank: int) -> None:
         """Let the executor of one rank's windows raise."""
@@ -36,7 +36,7 @@ class Planting:
         """Change the bytes of one rank's cache."""
         if self.rank == rank:
             for cache in self.model_runner.kv_caches:
-                cache.view(-1).mul_(1.0001)
+                cache.mul_(1.5)
 
 
 def _fail(*args: Any, **kwargs: Any) -> None:
