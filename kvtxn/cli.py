@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import errno
 import os
 import signal
 import sys
@@ -76,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and import no other; returns the exit code, as ``EXIT_CODES`` says.
 
     If a reader such as ``head`` closes the pipe early, the rest of the output is dropped, and the
-    exit code is 141, the shell's for a closed pipe.
+    exit code is 141, the shell's for a closed pipe. If the output cannot be written, since the disk
+    is full, one sentence says so, and the exit code is 2.
     """
     try:
         try:
@@ -84,8 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit
+        _drop_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        _drop_output()
+        where = "the output" if error.filename is None else error.filename
+        print(f"kvtxn: {where} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _drop_output() -> None:
+    """Let the flush at the end of the process succeed: what waits cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(argv: Sequence[str] | None) -> int:

@@ -7,6 +7,7 @@ import logging
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_the_page_fits_a_terminal(monkeypatch, capsys):
 
 def test_errors_fit_a_terminal(capsys):
     """They are sentences of any length."""
-    assert main(["doctor", "--engine-args", json.dumps(["a word"] * 60)]) == 2
+    assert main(["doctor", "--engine-args", json.dumps({f"word{n}": 0 for n in range(60)})]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 3
     assert max(map(len, lines)) <= 100
@@ -305,6 +306,22 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("text", ["x", "x" * 99_999], ids=["in the last flush", "before it"])
+def test_a_full_disk_is_one_sentence(text):
+    code = (
+        "import sys; from kvtxn import cli, doctor\n"
+        "doctor.examine = lambda given: {'long': sys.argv[1]}\n"
+        "raise SystemExit(cli.main(['doctor', '--json']))"
+    )
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, text], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.stderr == "kvtxn: the output cannot be written: No space left on device\n"
+    assert ended.returncode == 2
 
 
 def test_arguments_that_are_no_json_are_shown_and_explained(capsys):

@@ -106,12 +106,12 @@ def run(args: argparse.Namespace) -> int:
     verdict = judge(
         found.counters, violations, found.requests - failed, failed, interrupted=found.interrupted
     )
-    if args.html is not None:
-        write(args.html, title="kvtxn audit", verdict=verdict, found=found, command=_command(args))
     if args.json:
         print(json.dumps(as_json(verdict, found, violations), indent=2))
     else:
         print(as_text(verdict, found, args.html))
+    if args.html is not None:  # after the verdict, which a full disk must not cost
+        write(args.html, title="kvtxn audit", verdict=verdict, found=found, command=_command(args))
     return verdict.exit_code
 
 

@@ -34,8 +34,16 @@ def write(path: Path, *, title: str, verdict: Verdict, found: Found, command: st
         verdict: the verdict.
         found: everything that the audit found.
         command: the command line that makes this audit again.
+
+    Raises:
+        OSError: the file cannot be written, as on a full disk; half a page is not left.
     """
-    path.write_text(page(data(title, verdict, found, command)), encoding="utf-8")
+    try:
+        path.write_text(page(data(title, verdict, found, command)), encoding="utf-8")
+    except OSError as error:
+        if path.is_file():
+            path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def data(title: str, verdict: Verdict, found: Found, command: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Step:
     lines: Tensor
     starts: Tensor
     first: Tensor | None
-    tokens: Tensor
+    tokens: Tensor = attrs.field(repr=False)
     slots: Mapping[str, Tensor]
     tables: Mapping[str, Tensor] = attrs.field(factory=dict)
     drafts: Tensor | None = None

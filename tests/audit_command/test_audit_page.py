@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+from pathlib import Path
 
 import pytest
 import recorded
@@ -136,3 +138,20 @@ def test_words_and_cells_have_contrast(scheme):
     for state in ("durable", "published", "loaded", "rejected", "wrong"):
         assert contrast(found[state], found["unused"]) >= 3, state
     assert len({*found.values()}) >= 15
+
+
+def test_half_a_page_is_not_left(monkeypatch, tmp_path):
+    """A disk that is full is named with the file."""
+    path = tmp_path / "page.html"
+
+    def write_text(self, text, encoding):
+        self.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(page, "data", lambda *args: {})
+    monkeypatch.setattr(page, "page", lambda data: "<!doctype html>")
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(OSError, match=r"No space left on device: '.*page\.html'") as failed:
+        page.write(path, title="", verdict=None, found=None, command="")
+    assert failed.value.errno == errno.ENOSPC
+    assert not path.exists()

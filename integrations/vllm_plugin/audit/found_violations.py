@@ -111,9 +111,8 @@ class FoundViolations:
             facts |= {"rows": len(run), "last_position": run[-1].position}
         log.warning("kvtxn.audit_violation", rank=self._rank, number=number, **facts)
 
-    def report(self, on_violation: str) -> list[dict[str, Any]]:
-        """Return the violations that are remembered, oldest first, the newest included."""
-        self.take(on_violation)
+    def report(self) -> list[dict[str, Any]]:
+        """Return the violations that are remembered, oldest first."""
         return list(self._report)
 
 

@@ -156,4 +156,4 @@ class GraphWatch(DeviceWatch):
     def counters(self) -> dict[str, float]:
         """Return the audit's counters; replays that were for no step count as none."""
         found, steps = DeviceWatch.counters(self), "kvtxn_audit_steps_total"
-        return {**found, steps: found[steps] - self._idle}
+        return {**found, steps: found[steps] - self._idle} if steps in found else found

@@ -375,8 +375,8 @@ class Watch(WatchedOutputs):
         alone = self.peers is None
         if not self.begun or (alone and (self.stopped or self.on_violation == "log")):
             return None
-        self._find()
-        self._own |= self.found.take_report()
+        self._try(self._find)
+        self._try(self._take_report)
         if self.peers is not None:
             self._ended += 1
             if not self._meet(lambda peers: peers.after_step(*self._now())):
@@ -389,6 +389,10 @@ class Watch(WatchedOutputs):
 
     def _now(self) -> tuple[int, RankReport, str]:
         return self._ended, self._own, self.on_violation
+
+    def _take_report(self) -> None:
+        """Note what the violations found since the last call ask of all ranks."""
+        self._own |= self.found.take_report()
 
     def _find(self) -> None:
         """Look for violations of the step that ends; on a CPU they are found at once."""
@@ -414,7 +418,7 @@ class Watch(WatchedOutputs):
             self.stop(KVTxnError("audit", f"a rank's audit ended: {heard.failure}"))
         elif not self.stopped:
             self._try(peers.compare)
-            self._say()
+            self._try(self._say)
         return True
 
     def _try(self, call: Callable[[], object]) -> None:
@@ -432,7 +436,8 @@ class Watch(WatchedOutputs):
     def report(self) -> list[dict[str, Any]]:
         """Return the violations that were found, oldest first; all ranks must call this."""
         self.compare_ranks()
-        return self.found.report(self.on_violation)
+        self._try(self._say)
+        return self.found.report()
 
     def recording(self) -> dict[str, Any] | None:
         """Return the life of every slot; None without a recording."""
@@ -441,10 +446,12 @@ class Watch(WatchedOutputs):
     def counters(self) -> dict[str, float]:
         """Return the audit's counters by Prometheus name; all ranks must call this."""
         self.compare_ranks()
-        if self.transfers is not None and not self.stopped:
-            self.found.take(self.on_violation)  # of a failed load nothing counts
+        if self.transfers is not None:
+            self._try(self._say)  # of a failed load nothing counts
+        found: dict[str, float] = {}
+        self._try(lambda: found.update(self.ledger.counters()))
         return {
-            **self.ledger.counters(),
+            **found,
             "kvtxn_audit_active": float(self.begun and not self.stopped),
             "kvtxn_audit_unwatched_groups": float(len(self.left_out)),
         }

@@ -94,7 +94,7 @@ class Rows:
     names: list[str]
     starts: Tensor
     first: Tensor | None
-    tokens: Tensor
+    tokens: Tensor = attrs.field(repr=False)
     drafts: Tensor | None
     slots: dict[str, Tensor]
     tables: dict[str, Tensor]

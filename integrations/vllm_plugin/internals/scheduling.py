@@ -116,8 +116,9 @@ def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[s
 
     A request is spoilt if it read a wrong row, or if its table has a wrong block, or a block with a
     row that a spoilt request computed in this step. A preempted request gives its blocks back and
-    is computed again, with no row of any cache. If it is spoilt then, it ends with an error. So
-    does at once a request with a block whose bytes changed, since its earlier tokens may be wrong;
+    is computed again, with no row of any cache. If it reads a wrong row then, it ends with an
+    error; one that only shares a block with a reader is computed again as often as that happens.
+    At once ends a request with a block whose bytes changed, since its earlier tokens may be wrong;
     and as any cached row may come from such a block, the prefix cache is emptied then.
 
     Of a request of the step that has left meanwhile, or lost its blocks, nobody knows which blocks
@@ -159,7 +160,8 @@ def contain(scheduler: Any, wrong: Wrong, scheduled: Mapping[str, int]) -> set[s
     spoilt |= {name: away[name] for name in wrong.requests & away.keys()}
     for name, request in (again | away).items():
         request.skip_reading_prefix_cache = True
-        request.kvtxn_contained = getattr(request, "kvtxn_contained", 0) + int(name in spoilt)
+        read = int(name in wrong.requests)  # one that only shares a block has done nothing wrong
+        request.kvtxn_contained = getattr(request, "kvtxn_contained", 0) + read
         if request.kvtxn_contained > _ONCE or name in ended:
             _end_with_error(scheduler, name)
     return {*again, *away} & {*scheduler.requests}

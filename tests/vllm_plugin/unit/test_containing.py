@@ -83,6 +83,14 @@ def test_a_request_that_is_spoilt_again_ends_with_an_error(ending):
         assert not error.retryable
 
 
+def test_a_request_that_only_shares_a_block_never_ends(ending):
+    """It reads its own block, which is right; another request's table led there."""
+    scheduler = Scheduler(ending)
+    for reader in ("b", "b"):
+        assert again(scheduler, Wrong(frozenset({reader}), frozenset({1}))) == {"a", "b"}
+    assert set(ending) == {"b"}
+
+
 def test_bytes_that_changed_end_every_request_that_has_them(ending):
     """Earlier tokens may come from them; nothing that is cached is trusted."""
     scheduler = Scheduler(ending)

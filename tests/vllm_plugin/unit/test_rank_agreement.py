@@ -135,6 +135,47 @@ def test_a_comparison_that_fails_on_one_rank_ends_the_audit_on_all(monkeypatch, 
     assert world.run(work) == [0, 0]
 
 
+@pytest.mark.parametrize("part", ["ledger.violations", "found.take_report"])
+@pytest.mark.parametrize("on_violation", ["log", "contain", "raise"])
+def test_an_error_at_the_end_of_a_step_ends_the_audit_on_all(
+    monkeypatch, lines, part, on_violation
+):
+    """A rank that fails there meets the others all the same."""
+    world, both = World(monkeypatch), two(on_violation)
+    owner, name = part.split(".")
+
+    def fail(*args, **kwargs):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(getattr(both[1].watch, owner), name, fail)
+
+    def work(rank):
+        for _ in range(420):
+            both[rank].step()
+        return both[rank].watch.counters()["kvtxn_audit_active"]
+
+    assert world.run(work) == [0, 0]
+
+
+@pytest.mark.parametrize("part", ["ledger.counters", "ledger.violations"])
+def test_an_error_while_one_rank_answers_ends_the_audit_on_all(monkeypatch, lines, part):
+    """It is asked and answers what it knows; the others hear of it when the ranks meet next."""
+    world, both = World(monkeypatch), two()
+    owner, name = part.split(".")
+
+    def fail(*args, **kwargs):
+        raise MemoryError("planted")
+
+    def work(rank):
+        watch = both[rank].watch
+        both[rank].step()
+        if rank == 1:
+            monkeypatch.setattr(getattr(watch, owner), name, fail)
+        return watch.report(), watch.counters() and watch.counters()["kvtxn_audit_active"]
+
+    assert world.run(work) == [([], 0), ([], 0)]
+
+
 def test_an_error_that_one_rank_meets_when_it_is_asked_ends_the_audit_on_all(monkeypatch, lines):
     """Counters and reports make the ranks meet, whether there were steps since or not."""
     world, both = World(monkeypatch), two()
