@@ -194,21 +194,23 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def ending_with(stops: Sequence[Any]) -> Iterator[None]:
-    """Stop engines at the end of the block, even if a SIGTERM ends the block.
+    """Stop engines at the end of the block, even if a SIGTERM or the terminal's end ends the block.
 
     Args:
         stops: have a method ``stop(patience=...)`` each; more may be added meanwhile. After an
             exception they are not waited for.
     """
     patience = 0.0
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.signal(each, lambda number, _: sys.exit(128 + number)) for each in ends}
     try:
         yield
         patience = 30.0
     finally:
         for each in stops:
             each.stop(patience=patience)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # -- in the engine's process ---------------------------------------------------------

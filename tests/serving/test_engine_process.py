@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 from kvtxn.integrations.serving.engine_process import EngineError, EngineProcess, ending_with
 
@@ -57,3 +61,24 @@ def test_without_such_a_line_the_last_lines_are_quoted():
 
 def test_a_log_that_was_shown_is_not_quoted():
     assert failing("killed", "EOFError: gone", quiet=False, rest=REST).hint == "its log is above"
+
+
+HOLDER = """\
+from types import SimpleNamespace
+from kvtxn.integrations.serving.engine_process import ending_with
+engine = SimpleNamespace(stop=lambda patience: print("stopped", patience, flush=True))
+with ending_with([engine]):
+    print("holds", flush=True)
+    import time; time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_that_ends_the_command_stops_its_engines(number):
+    """A terminal that is closed sends SIGHUP."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as it:
+        assert it.stdout is not None
+        assert it.stdout.readline() == "holds\n"
+        it.send_signal(number)
+        assert it.stdout.read() == "stopped 0.0\n"
+    assert it.returncode == 128 + number
