@@ -6,7 +6,7 @@ recovery, counters, hooks and log events at the end of a window exist here alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import torch
@@ -74,12 +74,19 @@ class Lifecycle:
 
     # -- failures ------------------------------------------------------------------
 
-    def go_direct(
-        self, operation: str, error: Exception, layers: Sequence[StagedLayer] = ()
-    ) -> None:
-        """Go DIRECT after a failure before commit; or end the window and raise ``error``."""
+    def go_direct(self, operation: str, error: Exception, *layers: StagedLayer) -> None:
+        """Go DIRECT after a failure before commit; or end the window and raise ``error``.
+
+        Rows of staged layers that wait are written now, since an accepted row may be among them.
+
+        Args:
+            operation: the operation that failed.
+            error: the error that it raised.
+            layers: layers that are not among ``txn.staged`` yet.
+        """
         context, txn = self.context, self.txn
         assert txn is not None  # the executor acts on windows with slots only
+        layers = (*txn.staged.values(), *layers)
         self.follow(
             self.or_fail(lambda: recovery.go_direct(context, txn, operation, error, layers))
         )

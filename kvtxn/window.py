@@ -191,8 +191,7 @@ class Window:
             if not txn.waits or (txn.layout.has_settled and not layer.ref.states):
                 self._context.executor.stage(txn, layer)
         except Exception as error:
-            staged = [*txn.staged.values(), layer] if txn.holds_rows else [layer]
-            self._life.go_direct("stage", error, staged)
+            self._life.go_direct("stage", error, layer)
 
     # -- attention ----------------------------------------------------------------
 
@@ -254,7 +253,7 @@ class Window:
             if life.state is not WindowState.DIRECT:
                 return context.executor.attend(txn, layer, query, args)
         except Exception as error:
-            life.go_direct("attend", error, tuple(txn.staged.values()))
+            life.go_direct("attend", error)
         layer = txn.staged.get(ref.name, layer)
         return attention.attend(txn.layout, ref.planes, layer.rows or None, query, args)
 
@@ -412,6 +411,6 @@ class Window:
                 state=life.state.name,
                 hint="abort it, and write the rows yourself",
             )
-        life.go_direct(operation, error, tuple(txn.staged.values()))
+        life.go_direct(operation, error)
         life.missing.clear()
         self._written_by = "caller"

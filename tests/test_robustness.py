@@ -31,12 +31,12 @@ SLOTS = [0, 1, 2]
 def manager_with(layers):
     """A manager whose executor has some methods replaced."""
 
-    def build(policy="deferred", on_error="fallback", debug=False, **methods):
+    def build(policy="deferred", on_error="fallback", debug=False, refs=layers, **methods):
         executor = type("Replaced", (TorchExecutor,), methods)
         registry.register("replaced", executor)
         try:
             config = TxnConfig(policy=policy, backend="replaced", on_error=on_error, debug=debug)
-            return TransactionManager(layers, config)
+            return TransactionManager(refs, config)
         finally:
             registry.unregister("replaced")
 
@@ -214,6 +214,25 @@ def test_a_failing_slot_copy_falls_back(manager_with, policy):
         w.commit(1)
     assert w.state is WindowState.FELL_BACK
     assert manager.snapshot()["kvtxn_fallbacks_total_begin"] == 1
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_a_late_slot_copy_that_fails_loses_no_staged_row(manager_with, policy):
+    """Layers of an earlier group were staged and wait: their accepted rows are written."""
+    calls = []
+
+    def own_slots(self, group, slots):
+        calls.append(group)
+        return boom() if len(calls) == 2 else TorchExecutor.own_slots(self, group, slots)
+
+    first, second = refs = make_layers(2, groups=("early", "late"))
+    manager, before = manager_with(policy, refs=refs, own_slots=own_slots), copies(refs)
+    with manager.window([2]) as w:
+        w.stage(first, *rows(3), slots=SLOTS)
+        w.stage(second, *rows(3), slots=[4, 5, 6])
+        w.commit(2)
+    assert w.state is WindowState.FELL_BACK
+    assert changed_slots(refs, before) == [{0, 1, 2}] * 2 + [{4, 5, 6}] * 2
 
 
 def test_numpy_is_welcome(layers):
