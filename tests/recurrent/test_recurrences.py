@@ -243,6 +243,28 @@ def test_a_state_that_a_request_writes_is_its_own(slots, boundary, beyond):
     assert manager.current is None
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_boundaries_are_copied(dtype):
+    """The caller may refill all three tensors for the next step before commit."""
+    state = torch.zeros(6, 3, 5)
+    ref = LayerRef.recurrent("s", state, replay=CONV)
+    given = StateSlots(*(torch.tensor(values, dtype=dtype) for values in ([0], [1], [4])))
+    with TransactionManager([ref]).window([2], given) as window:
+        window.stage(ref, torch.ones(3, 5))
+        for tensor, other in zip((given.slots, given.boundary, given.beyond), (1, 2, 5)):
+            tensor.fill_(other)
+        window.commit(2)
+    assert state[:, :, 0].tolist() == [[0, 0, 1], *[[0, 0, 0]] * 3, [1, 1, 1], [0, 0, 0]]
+
+
+def test_a_request_without_a_state_has_nothing_beyond():
+    """-1 is padding, not a state of zeros: no executor would write the slot beyond."""
+    manager = TransactionManager([LayerRef.recurrent("s", torch.zeros(6, 3, 5), replay=CONV)])
+    with pytest.raises(SlotMappingError, match="no state to begin from.*a slot whose state is zer"):
+        manager.window([2, 2], StateSlots([-1, 0], [0, 0], [3, 4]))
+    manager.window([2, 2], StateSlots([-1, 0], [0, 0], [-1, 4])).abort()
+
+
 def test_only_replayed_layers_have_boundaries():
     selected = LayerRef.recurrent("s", torch.zeros(6, 3, 5))
     replayed = LayerRef.recurrent("r", torch.zeros(6, 3, 5), replay=CONV)
