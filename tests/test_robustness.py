@@ -245,12 +245,18 @@ def test_numpy_is_welcome(layers):
 
 
 @pytest.mark.parametrize(
-    "slots", [[0.0, 1.7], [True, False], ["a", "b"], [[0], [1]], [2**70, 1], {0, 1}, object()]
-)
+    "slots", [[0.0, 1.7], [True, False], ["a", "b"], [[0], [1]], [2**70, 1], {0, 1}, object(),
+     torch.tensor([0, 1]).to_sparse(), torch.nested.nested_tensor([torch.zeros(2)])]
+)  # fmt: skip
 def test_slots_are_never_guessed(layers, slots):
     """Floats are not cut off, and nothing leaks an error of torch's."""
+    manager = TransactionManager(layers)
     with pytest.raises(SlotMappingError):
-        TransactionManager(layers).window(1, slots)
+        manager.window(1, slots)
+    with manager.window([1]) as window:
+        with pytest.raises(SlotMappingError):
+            window.stage(layers[0], *rows(2), slots)
+        window.abort()
 
 
 def test_a_mapping_changed_in_place_is_another_mapping(layers):
