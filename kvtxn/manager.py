@@ -160,7 +160,7 @@ class TransactionManager:
     @property
     def current(self) -> Window | None:
         """The window that is open, if any."""
-        return self._turn.window
+        return self._turn.current()
 
     @never_compiled
     def window(

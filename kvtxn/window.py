@@ -70,6 +70,11 @@ class Window:
         """Names of the layers that are not staged yet."""
         return tuple(self._life.missing)
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the window is over and calls no hooks any more."""
+        return self._life.has_ended
+
     def __repr__(self) -> str:
         return f"<Window {self.number} {self.state.name}, {len(self.missing)} layers missing>"
 
@@ -314,17 +319,15 @@ class Window:
         except KVTxnError as error:
             error.state = life.state.name
             raise
-        if direct:
-            known = as_counts(given)
-            life.or_fail(lambda: recovery.finish_direct(context, txn, known))
-        else:
-            try:
-                failure = recovery.commit(context, txn, given)
-            except BaseException:  # interrupted half-way: nothing can be promised
-                life.finish(Event.FAIL)
-                raise
-            life.follow(failure)
-        life.finish(Event.COMMIT, given)
+        try:
+            if direct:
+                recovery.finish_direct(context, txn, as_counts(given))
+            else:
+                life.follow(recovery.commit(context, txn, given))
+            life.finish(Event.COMMIT, given)
+        except BaseException:  # interrupted before the label moved: nothing can be promised
+            life.fail()
+            raise
         life.surface()
 
     @never_compiled
@@ -346,7 +349,7 @@ class Window:
             life.refuse("abort", Event.ABORT)
         if txn is not None:
             if txn.saved and life.state is not WindowState.DIRECT:
-                life.follow(life.or_fail(lambda: recovery.restore(context, txn)))
+                life.or_fail(lambda: life.follow(recovery.restore(context, txn)))
             if life.state is WindowState.DIRECT:
                 life.or_fail(lambda: recovery.finish_direct(context, txn, None))
             else:

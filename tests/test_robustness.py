@@ -23,6 +23,7 @@ from kvtxn import (
     WindowStateError,
     registry,
 )
+from kvtxn.lifecycle import Lifecycle
 
 SLOTS = [0, 1, 2]
 
@@ -303,6 +304,54 @@ def test_an_interrupt_while_restoring_still_restores(manager_with):
     assert w.state is WindowState.ABORTED
     assert changed_slots(layers, before) == [{0}] * 6
     assert manager.current is None
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_an_interrupt_after_the_commits_work_claims_nothing(layers, monkeypatch, policy):
+    """No label says yet that the rows are committed, and none may say that they are not."""
+    manager = TransactionManager(layers, TxnConfig(policy=policy))
+    with pytest.raises(KeyboardInterrupt), manager.window(2, SLOTS) as w:  # noqa: PT012
+        stage_all(w, layers)
+        monkeypatch.setattr(Lifecycle, "follow", interrupt)
+        w.commit(2)
+    assert w.state is WindowState.FAILED
+    assert manager.current is None
+
+
+def test_an_interrupt_after_a_fallbacks_work_claims_nothing(manager_with, monkeypatch):
+    """Drafts were written through already."""
+    manager = manager_with(stage=boom)
+    layers = list(manager.layers.values())
+    with pytest.raises(KeyboardInterrupt), manager.window(2, SLOTS) as w:  # noqa: PT012
+        monkeypatch.setattr(Lifecycle, "follow", interrupt)
+        stage_all(w, layers)
+    assert w.state is WindowState.FAILED
+    assert manager.current is None
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_an_interrupt_at_the_end_leaves_nothing_stuck(layers, monkeypatch, end):
+    """The label has moved: the next window begins, and is not checked for this one's tensors."""
+    manager = TransactionManager(layers, TxnConfig(policy="deferred"))
+    w = manager.window(2, SLOTS)
+    staged = rows(3)
+    for ref in layers:
+        w.stage(ref, *staged)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.context.stager, "reset", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            w.commit(2) if end == "commit" else w.abort()
+    assert w.state is (WindowState.COMMITTED if end == "commit" else WindowState.ABORTED)
+    assert manager.current is None
+    staged[0].zero_()
+    with manager.window(2, SLOTS) as after:
+        stage_all(after, layers)
+        after.commit(1)
+    assert after.state is WindowState.COMMITTED
 
 
 def test_staging_twice_is_one_error_whenever_it_happens():
