@@ -191,7 +191,8 @@ class TransactionManager:
 
         Raises:
             WindowStateError: another window is open.
-            LayerError: a cache moved since its layer was described.
+            LayerError: a cache moved since its layer was described, or was resized since the
+                manager was made.
             SlotMappingError: lengths and slots do not fit together.
             CapacityError: more rows than ``max_rows``; or, under ``undo``, a request with more rows
                 that have slots than its ring has.

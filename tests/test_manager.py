@@ -283,6 +283,24 @@ def test_a_cache_that_moved_is_noticed(policy, move):
             TransactionManager(copies, TxnConfig(policy=policy))
 
 
+@pytest.mark.parametrize("larger", [False, True])
+def test_a_cache_that_was_resized_is_noticed(layers, larger):
+    """At the same address: its slots are others."""
+    manager = TransactionManager(layers)
+    cache = layers[1].value_cache
+    if larger:
+        cache.data = cache.expand(2, *cache.shape)[0].as_strided(
+            (7, *cache.shape[1:]), (0, 1, 1, 1)
+        )
+    else:
+        cache.resize_(2, *cache.shape[1:])
+    with pytest.raises(
+        LayerError, match=r"window: .*'layer.1' was resized.*new TransactionManager"
+    ):
+        manager.window(1, [0, 1])
+    assert manager.current is None
+
+
 def test_captured_windows_notice_a_cache_that_moved(layers):
     manager = TransactionManager(layers, TxnConfig(policy="undo"))
     _set(layers[0].key_cache)
