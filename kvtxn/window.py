@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from types import TracebackType
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from . import attention, recovery
 from .commit_input import Accepted, SampledIds, as_accepted, as_counts
 from .compile_guard import never_compiled, outside_graphs
 from .context import WindowContext
-from .errors import KVTxnError, LayerError, WindowStateError, unresolved
+from .errors import KVTxnError, LayerError, ManagerCopyError, WindowStateError, unresolved
 from .executor import StagedLayer, Txn
 from .layers import LayerRef
 from .lifecycle import Lifecycle
@@ -77,6 +77,19 @@ class Window:
 
     def __repr__(self) -> str:
         return f"<Window {self.number} {self.state.name}, {len(self.missing)} layers missing>"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``.
+
+        Raises:
+            ManagerCopyError: always.
+        """
+        raise ManagerCopyError(
+            "Window",
+            "a window can be neither copied nor pickled: it commits its rows once, into the caches "
+            "of its manager",
+            hint="end this window, and begin one of another manager for the copies of the caches",
+        )
 
     # -- begin --------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from kvtxn import (
     WindowStateError,
     kv_window,
 )
+from kvtxn.errors import ManagerCopyError
 from kvtxn.executor import Capabilities
 from kvtxn.layout import RowLayout
 from kvtxn.manager import choose_policy
@@ -316,4 +317,18 @@ def test_a_manager_is_not_copied(layers, way):
         with pytest.raises(TypeError, match=r"neither copied nor pickled.*new LayerRef objects"):
             way(holder)
     with manager.window(1, [0, 1]) as window:
+        window.abort()
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_window_is_not_copied(layers, way):
+    """Its rows would be committed twice."""
+    slots = torch.full((1, 8), -1)
+    manager = TransactionManager(layers)
+    captured = manager.captured_windows(slots)
+    plan = captured.plan(RowLayout.build((1,), (1,), slots.device))
+    for begin in (lambda: manager.window(1, [0, 1]), lambda: captured.begin(plan)):
+        window = begin()
+        with pytest.raises(ManagerCopyError, match="a window can be neither copied nor pickled"):
+            way(window)
         window.abort()
