@@ -84,7 +84,7 @@ class UnknownSettingError(ConfigError, TypeError):
 
 
 class ManagerCopyError(KVTxnError, TypeError):
-    """A ``TransactionManager`` cannot be copied or pickled."""
+    """A ``TransactionManager`` or a ``Window`` cannot be copied or pickled."""
 
 
 class WindowStateError(KVTxnError, RuntimeError):

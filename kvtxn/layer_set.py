@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from torch import Tensor
 
@@ -76,11 +77,19 @@ def _share(one: Plane, other: Plane) -> bool:
     return one.part == other.part and begin(one.cells) == begin(other.cells)
 
 
+_NEXT_STEP: Final = (
+    "nothing was written; make new LayerRef objects over the caches as they are now, and a new "
+    "TransactionManager"
+)
+
+
 class CacheMemory:
-    """The memory of a manager's caches, which must stay where the layers were described.
+    """The memory of a manager's caches, which must stay where and as large as it was.
 
     Views of a cache keep its old memory alive when the caller's tensor gets another one, by
-    ``set_`` or ``.data =``: rows would be written where nobody reads them, without an error.
+    ``set_``, ``.data =`` or ``resize_``: rows would be written where nobody reads them, without an
+    error. Addresses and sizes are compared; strides and dtypes, which would take as long again, are
+    not.
 
     Args:
         refs: the layers.
@@ -91,12 +100,13 @@ class CacheMemory:
         self._names = [name for name, _, _ in places]
         self._tensors = [tensor for _, tensor, _ in places]
         self._addresses = [address for _, _, address in places]
+        self._sizes = list(map(Tensor.numel, self._tensors))
 
     def check(self, operation: str) -> None:
-        """Refuse caches that moved; some microseconds for 32 layers.
+        """Refuse caches that moved or were resized; some microseconds for 32 layers.
 
         Raises:
-            LayerError: a cache is at another address.
+            LayerError: a cache is at another address, or has another number of elements.
         """
         now = list(map(Tensor.data_ptr, self._tensors))
         if now != self._addresses:
@@ -107,8 +117,18 @@ class CacheMemory:
                 f"a cache of layer {name!r} moved since the layer was described",
                 expected=f"its memory at {before:#x}",
                 got=f"{after:#x}",
-                hint="nothing was written; make new LayerRef objects over the caches as they are "
-                "now, and a new TransactionManager",
+                hint=_NEXT_STEP,
+            )
+        sizes = list(map(Tensor.numel, self._tensors))
+        if sizes != self._sizes:
+            pairs = zip(self._names, self._sizes, sizes, strict=True)
+            name, before, after = next(pair for pair in pairs if pair[1] != pair[2])
+            raise LayerError(
+                operation,
+                f"a cache of layer {name!r} was resized since the manager was made",
+                expected=f"{before} elements",
+                got=after,
+                hint=_NEXT_STEP,
             )
 
 

@@ -6,7 +6,7 @@ recovery, counters, hooks and log events at the end of a window exist here alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import torch
@@ -40,7 +40,10 @@ class Lifecycle:
         fallback_reason: the operation whose failure made the window DIRECT, or None.
     """
 
-    __slots__ = ("_hook_error", "context", "fallback_reason", "missing", "number", "state", "txn")
+    __slots__ = (
+        "_calls_hooks", "_hook_error", "context", "fallback_reason", "missing", "number", "state",
+        "txn",
+    )  # fmt: skip
 
     def __init__(self, context: WindowContext, number: int) -> None:
         self.context = context
@@ -50,6 +53,12 @@ class Lifecycle:
         self.txn: Txn | None = None
         self.fallback_reason: str | None = None
         self._hook_error: Exception | None = None
+        self._calls_hooks = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the state is final and no hook is being called."""
+        return self.state.is_final and not self._calls_hooks
 
     def go(self, event: Event) -> None:
         """Move to the state that follows ``event``; KeyError if the table does not allow it."""
@@ -74,14 +83,21 @@ class Lifecycle:
 
     # -- failures ------------------------------------------------------------------
 
-    def go_direct(
-        self, operation: str, error: Exception, layers: Sequence[StagedLayer] = ()
-    ) -> None:
-        """Go DIRECT after a failure before commit; or end the window and raise ``error``."""
+    def go_direct(self, operation: str, error: Exception, *layers: StagedLayer) -> None:
+        """Go DIRECT after a failure before commit; or end the window and raise ``error``.
+
+        Rows of staged layers that wait are written now, since an accepted row may be among them.
+
+        Args:
+            operation: the operation that failed.
+            error: the error that it raised.
+            layers: layers that are not among ``txn.staged`` yet.
+        """
         context, txn = self.context, self.txn
         assert txn is not None  # the executor acts on windows with slots only
-        self.follow(
-            self.or_fail(lambda: recovery.go_direct(context, txn, operation, error, layers))
+        layers = (*txn.staged.values(), *layers)
+        self.or_fail(
+            lambda: self.follow(recovery.go_direct(context, txn, operation, error, layers))
         )
 
     def follow(self, failure: recovery.Failure | None) -> None:
@@ -95,12 +111,17 @@ class Lifecycle:
         self.fallback_reason = failure.operation
 
     def or_fail(self, repair: Callable[[], _Result]) -> _Result:
-        """Run a repair; if the repair fails, end in FAILED, since the bytes are unknown."""
+        """Run a repair; if it raises, end in FAILED, unless it ended the window by itself."""
         try:
             return repair()
         except BaseException:
-            self.finish(Event.FAIL)
+            self.fail()
             raise
+
+    def fail(self) -> None:
+        """End in FAILED, since the bytes are unknown; a window that has ended stays as it is."""
+        if not self.state.is_final:
+            self.finish(Event.FAIL)
 
     # -- the end -------------------------------------------------------------------
 
@@ -115,8 +136,10 @@ class Lifecycle:
         try:
             if event is not Event.FAIL and self.txn is not None:
                 moment: Moment = "on_commit" if event is Event.COMMIT else "on_abort"
+                self._calls_hooks = True
                 self._tell(moment, self.txn, accepted)
         finally:
+            self._calls_hooks = False
             self._end(accepted)
 
     def surface(self) -> None:

@@ -160,7 +160,7 @@ class TransactionManager:
     @property
     def current(self) -> Window | None:
         """The window that is open, if any."""
-        return self._turn.window
+        return self._turn.current()
 
     @never_compiled
     def window(
@@ -191,7 +191,8 @@ class TransactionManager:
 
         Raises:
             WindowStateError: another window is open.
-            LayerError: a cache moved since its layer was described.
+            LayerError: a cache moved since its layer was described, or was resized since the
+                manager was made.
             SlotMappingError: lengths and slots do not fit together.
             CapacityError: more rows than ``max_rows``; or, under ``undo``, a request with more rows
                 that have slots than its ring has.

@@ -16,7 +16,7 @@ from .errors import CapacityError, SlotMappingError
 from .host_values import to_device
 from .layers import SlotKind
 from .layout import Lengths, RowLayout, parse_lengths, spread_lengths
-from .recurrent.state_slots import Crossings, StateSlots, check_shared
+from .recurrent.state_slots import Crossings, StateSlots, bounds_of, check_shared
 
 #: The slots of one group.
 OneMapping = Tensor | Sequence[int] | StateSlots
@@ -46,9 +46,27 @@ def _reach(layout: RowLayout, slots: Tensor | list[int]) -> list[int]:
     ]
 
 
+def _content(slots: Tensor) -> Tensor | list[int]:
+    """Return slots as numbers if they are on the host; else the tensor, which is not read."""
+    return slots.tolist() if slots.is_cpu else slots
+
+
+def _same(first: Tensor | list[int], second: Tensor) -> bool:
+    """Tell whether slots were given before: by content on the host, on a device by address."""
+    if isinstance(first, list):
+        return second.is_cpu and second.tolist() == first
+    return (second.data_ptr(), second.shape, second.dtype) == (
+        first.data_ptr(),
+        first.shape,
+        first.dtype,
+    )
+
+
 def count_of(slots: object) -> int | None:
     """Return the number of slots in a mapping; None if it is not a mapping of slots."""
     slots = slots.slots if isinstance(slots, StateSlots) else slots
+    if isinstance(slots, Tensor) and slots.is_nested:  # it has no shape
+        return None
     shape = getattr(slots, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) == 1 else None
@@ -125,7 +143,8 @@ class SlotMappings:
         self._settled = parse_lengths("settled", settled)
         self._parents = parents
         self._keep = keep
-        self._given: dict[str, Tensor | list[int]] = {}
+        #: By group the slots; after them, of ``StateSlots``, the boundaries and slots beyond.
+        self._given: dict[str, list[Tensor | list[int]]] = {}
         self._own: dict[str, Tensor] = {}
         self._layout: RowLayout | None = None
         self.in_range: Tensor | None = None
@@ -205,19 +224,20 @@ class SlotMappings:
             count if kind.per_request else self._requests_in(count)
         )
         self._check_fit(group, kind, layout, count)
-        given: Tensor | list[int] = tensor
-        if tensor.is_cpu:
-            given = host = tensor.tolist()
-            self._check_host(group, host, kind, layout)
+        given = _content(tensor)
+        known = isinstance(given, list)
+        if isinstance(given, list):
+            self._check_host(group, given, kind, layout)
             if kind.per_request and not isinstance(slots, StateSlots):
-                check_shared(group, host)
+                check_shared(group, given)
             tensor = to_device(tensor, self._rules.device, torch.int64)
         if kind.overwrites and not self._rules.may_share:
             self._check_laps(group, kind, _reach(layout, given))
-        known = isinstance(given, list)
-        if isinstance(slots, StateSlots):
+        bounds = self._bounds(group, slots, count)
+        if bounds:
             limit = self._rules.limits[group]
-            made = self.crossings[group] = Crossings.of(group, slots, given, limit, tensor)
+            made = Crossings.of(group, *bounds, given, limit, self._rules.device)
+            self.crossings[group] = made
             if not (tensor.is_cpu and known):
                 tensor, known = made.refuse_outside(tensor, limit), False
         if kind.per_request:
@@ -227,7 +247,7 @@ class SlotMappings:
             inside = ((own >= -1) & (own < self._rules.limits[group])).all()
             self.in_range = inside if self.in_range is None else self.in_range & inside
         self._layout = layout
-        self._given[group] = given
+        self._given[group] = [given, *map(_content, bounds)]
         self._own[group] = own
         return own
 
@@ -236,7 +256,7 @@ class SlotMappings:
 
         All rows count where the slots are on a device, which is not asked.
         """
-        return _reach(self.layout, self._given[group])
+        return _reach(self.layout, self._given[group][0])
 
     def rows_in(self, group: str, slots: object) -> int | None:
         """Return the rows of a window with this mapping; None if ``slots`` is not a mapping."""
@@ -279,6 +299,14 @@ class SlotMappings:
             self.failure = error
             return slots.to(torch.int64, copy=True)
 
+    def _bounds(
+        self, group: str, slots: OneMapping, count: int
+    ) -> tuple[Tensor, Tensor] | tuple[()]:
+        """Return the boundaries and slots beyond of ``StateSlots``; nothing for plain slots."""
+        if not isinstance(slots, StateSlots):
+            return ()
+        return bounds_of(group, slots, count, self._rules.device)
+
     def _as_tensor(self, group: str, slots: OneMapping) -> Tensor:
         if isinstance(slots, StateSlots):
             if group not in self._rules.replayed:
@@ -298,14 +326,15 @@ class SlotMappings:
                 expected="int32 or int64 [num_rows]",
                 got=type(slots).__name__,
             ) from None
-        if tensor.shape == (0,) and not isinstance(slots, Tensor):
+        if not isinstance(slots, Tensor) and tensor.shape == (0,):
             tensor = tensor.to(torch.int64)  # torch's guess for an empty list is a float
-        if tensor.ndim != 1 or tensor.dtype not in (torch.int64, torch.int32):
+        dense = tensor.layout is torch.strided and not tensor.is_nested
+        if not dense or tensor.ndim != 1 or tensor.dtype not in (torch.int64, torch.int32):
             raise SlotMappingError(
                 self.operation,
                 f"slots of group {group!r} are malformed",
                 expected="int32 or int64 [num_rows]",
-                got=f"{tensor.dtype} {list(tensor.shape)}",
+                got=f"{tensor.dtype} {list(tensor.shape) if dense else tensor.layout}",
             )
         if not tensor.is_cpu and tensor.device != self._rules.device:
             raise SlotMappingError(
@@ -364,15 +393,9 @@ class SlotMappings:
 
         Device mappings are compared by address, not content: reading them would wait.
         """
-        first, second = self._given[group], self._as_tensor(group, slots)
-        if isinstance(first, list):  # a host mapping, whose numbers are known
-            same = second.device.type == "cpu" and second.tolist() == first
-        else:
-            same = (second.data_ptr(), second.shape, second.dtype) == (
-                first.data_ptr(),
-                first.shape,
-                first.dtype,
-            )
+        first, tensor = self._given[group], self._as_tensor(group, slots)
+        second = [tensor, *self._bounds(group, slots, tensor.numel())]
+        same = len(first) == len(second) and all(map(_same, first, second))
         if not same:
             raise SlotMappingError(
                 "stage",

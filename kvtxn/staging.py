@@ -74,6 +74,7 @@ class Stager:
 
     def begin(self, num_rows: int, *, holds: bool) -> None:
         """Prepare for a window of ``num_rows`` rows; with ``holds`` the rows last until commit."""
+        self.reset()  # an interrupt may have kept the last window from it
         seen = self._by_rows.get(num_rows)
         if seen is None:
             seen = self._by_rows[num_rows] = _SeenLayouts()

@@ -11,7 +11,7 @@ class Turn:
     """The open window of one manager; shared by everything that begins the manager's windows.
 
     Attributes:
-        window: the window that is open, or whose hooks are being called; None without one.
+        window: the last window that was begun; None if it has let the next one begin.
         begun: number of windows begun so far, which is also the number of the next window.
         marks: the tensors that tell captured forwards which rows are drafts.
     """
@@ -23,13 +23,19 @@ class Turn:
         self.begun = 0
         self.marks = MarksByAddress()
 
+    def current(self) -> Window | None:
+        """Return the window that is open, or whose hooks are being called; None without one."""
+        if self.window is not None and self.window.has_ended:
+            self.window = None  # an interrupt came between the window's end and ``end``
+        return self.window
+
     def check_free(self) -> None:
         """Refuse to begin a window while another one is open or calls its hooks.
 
         Raises:
             WindowStateError: another window is open or calls its hooks.
         """
-        window = self.window
+        window = self.current()
         if window is None:
             return
         state = window.state

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from types import TracebackType
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from . import attention, recovery
 from .commit_input import Accepted, SampledIds, as_accepted, as_counts
 from .compile_guard import never_compiled, outside_graphs
 from .context import WindowContext
-from .errors import KVTxnError, LayerError, WindowStateError, unresolved
+from .errors import KVTxnError, LayerError, ManagerCopyError, WindowStateError, unresolved
 from .executor import StagedLayer, Txn
 from .layers import LayerRef
 from .lifecycle import Lifecycle
@@ -70,8 +70,26 @@ class Window:
         """Names of the layers that are not staged yet."""
         return tuple(self._life.missing)
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the window is over and calls no hooks any more."""
+        return self._life.has_ended
+
     def __repr__(self) -> str:
         return f"<Window {self.number} {self.state.name}, {len(self.missing)} layers missing>"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``.
+
+        Raises:
+            ManagerCopyError: always.
+        """
+        raise ManagerCopyError(
+            "Window",
+            "a window can be neither copied nor pickled: it commits its rows once, into the caches "
+            "of its manager",
+            hint="end this window, and begin one of another manager for the copies of the caches",
+        )
 
     # -- begin --------------------------------------------------------------------
 
@@ -191,8 +209,7 @@ class Window:
             if not txn.waits or (txn.layout.has_settled and not layer.ref.states):
                 self._context.executor.stage(txn, layer)
         except Exception as error:
-            staged = [*txn.staged.values(), layer] if txn.holds_rows else [layer]
-            self._life.go_direct("stage", error, staged)
+            self._life.go_direct("stage", error, layer)
 
     # -- attention ----------------------------------------------------------------
 
@@ -254,7 +271,7 @@ class Window:
             if life.state is not WindowState.DIRECT:
                 return context.executor.attend(txn, layer, query, args)
         except Exception as error:
-            life.go_direct("attend", error, tuple(txn.staged.values()))
+            life.go_direct("attend", error)
         layer = txn.staged.get(ref.name, layer)
         return attention.attend(txn.layout, ref.planes, layer.rows or None, query, args)
 
@@ -315,17 +332,15 @@ class Window:
         except KVTxnError as error:
             error.state = life.state.name
             raise
-        if direct:
-            known = as_counts(given)
-            life.or_fail(lambda: recovery.finish_direct(context, txn, known))
-        else:
-            try:
-                failure = recovery.commit(context, txn, given)
-            except BaseException:  # interrupted half-way: nothing can be promised
-                life.finish(Event.FAIL)
-                raise
-            life.follow(failure)
-        life.finish(Event.COMMIT, given)
+        try:
+            if direct:
+                recovery.finish_direct(context, txn, as_counts(given))
+            else:
+                life.follow(recovery.commit(context, txn, given))
+            life.finish(Event.COMMIT, given)
+        except BaseException:  # interrupted before the label moved: nothing can be promised
+            life.fail()
+            raise
         life.surface()
 
     @never_compiled
@@ -347,7 +362,7 @@ class Window:
             life.refuse("abort", Event.ABORT)
         if txn is not None:
             if txn.saved and life.state is not WindowState.DIRECT:
-                life.follow(life.or_fail(lambda: recovery.restore(context, txn)))
+                life.or_fail(lambda: life.follow(recovery.restore(context, txn)))
             if life.state is WindowState.DIRECT:
                 life.or_fail(lambda: recovery.finish_direct(context, txn, None))
             else:
@@ -412,6 +427,6 @@ class Window:
                 state=life.state.name,
                 hint="abort it, and write the rows yourself",
             )
-        life.go_direct(operation, error, tuple(txn.staged.values()))
+        life.go_direct(operation, error)
         life.missing.clear()
         self._written_by = "caller"

@@ -21,6 +21,8 @@ from kvtxn import (
 )
 from kvtxn.draft_tree import as_parents
 from kvtxn.layout import RowLayout
+from kvtxn.lifecycle import Lifecycle
+from kvtxn.states import Event
 from kvtxn.testing import registered
 
 sys.path.insert(0, str(Path(__file__).parent / "testing"))
@@ -374,6 +376,34 @@ def test_a_launch_of_the_callers_ends_a_window_in_place_of_its_own():
 
     forward.run(20.0)
     assert window.commit_by(failing, sampled) is WindowState.FELL_BACK
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupt_after_the_launch_claims_nothing(monkeypatch, fails):
+    """The drafts are in the caches, or are being written: no later abort may deny it."""
+    forward = Forward()
+    forward.manager.on_commit(print)
+    window = forward.begin(3)
+    forward.run(10.0)
+
+    def launch() -> None:
+        if fails:
+            raise RuntimeError("no launch")
+
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lifecycle, "follow", interrupted)
+    monkeypatch.setattr(Lifecycle, "go", after_staging(Lifecycle.go, interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        window.commit_by(launch, torch.tensor([3, 3], dtype=torch.int32))
+    assert window.state is WindowState.FAILED
+    assert forward.manager.current is None
+
+
+def after_staging(go, interrupted):
+    """Let ``go`` be interrupted at a commit's event."""
+    return lambda life, event: interrupted() if event is Event.COMMIT else go(life, event)
 
 
 def test_a_launch_of_the_callers_is_not_made_for_a_window_that_is_over():

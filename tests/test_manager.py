@@ -25,6 +25,7 @@ from kvtxn import (
     WindowStateError,
     kv_window,
 )
+from kvtxn.errors import ManagerCopyError
 from kvtxn.executor import Capabilities
 from kvtxn.layout import RowLayout
 from kvtxn.manager import choose_policy
@@ -283,6 +284,24 @@ def test_a_cache_that_moved_is_noticed(policy, move):
             TransactionManager(copies, TxnConfig(policy=policy))
 
 
+@pytest.mark.parametrize("larger", [False, True])
+def test_a_cache_that_was_resized_is_noticed(layers, larger):
+    """At the same address: its slots are others."""
+    manager = TransactionManager(layers)
+    cache = layers[1].value_cache
+    if larger:
+        cache.data = cache.expand(2, *cache.shape)[0].as_strided(
+            (7, *cache.shape[1:]), (0, 1, 1, 1)
+        )
+    else:
+        cache.resize_(2, *cache.shape[1:])
+    with pytest.raises(
+        LayerError, match=r"window: .*'layer.1' was resized.*new TransactionManager"
+    ):
+        manager.window(1, [0, 1])
+    assert manager.current is None
+
+
 def test_captured_windows_notice_a_cache_that_moved(layers):
     manager = TransactionManager(layers, TxnConfig(policy="undo"))
     _set(layers[0].key_cache)
@@ -298,4 +317,18 @@ def test_a_manager_is_not_copied(layers, way):
         with pytest.raises(TypeError, match=r"neither copied nor pickled.*new LayerRef objects"):
             way(holder)
     with manager.window(1, [0, 1]) as window:
+        window.abort()
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_window_is_not_copied(layers, way):
+    """Its rows would be committed twice."""
+    slots = torch.full((1, 8), -1)
+    manager = TransactionManager(layers)
+    captured = manager.captured_windows(slots)
+    plan = captured.plan(RowLayout.build((1,), (1,), slots.device))
+    for begin in (lambda: manager.window(1, [0, 1]), lambda: captured.begin(plan)):
+        window = begin()
+        with pytest.raises(ManagerCopyError, match="a window can be neither copied nor pickled"):
+            way(window)
         window.abort()

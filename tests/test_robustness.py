@@ -23,6 +23,7 @@ from kvtxn import (
     WindowStateError,
     registry,
 )
+from kvtxn.lifecycle import Lifecycle
 
 SLOTS = [0, 1, 2]
 
@@ -31,12 +32,12 @@ SLOTS = [0, 1, 2]
 def manager_with(layers):
     """A manager whose executor has some methods replaced."""
 
-    def build(policy="deferred", on_error="fallback", debug=False, **methods):
+    def build(policy="deferred", on_error="fallback", debug=False, refs=layers, **methods):
         executor = type("Replaced", (TorchExecutor,), methods)
         registry.register("replaced", executor)
         try:
             config = TxnConfig(policy=policy, backend="replaced", on_error=on_error, debug=debug)
-            return TransactionManager(layers, config)
+            return TransactionManager(refs, config)
         finally:
             registry.unregister("replaced")
 
@@ -216,6 +217,25 @@ def test_a_failing_slot_copy_falls_back(manager_with, policy):
     assert manager.snapshot()["kvtxn_fallbacks_total_begin"] == 1
 
 
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_a_late_slot_copy_that_fails_loses_no_staged_row(manager_with, policy):
+    """Layers of an earlier group were staged and wait: their accepted rows are written."""
+    calls = []
+
+    def own_slots(self, group, slots):
+        calls.append(group)
+        return boom() if len(calls) == 2 else TorchExecutor.own_slots(self, group, slots)
+
+    first, second = refs = make_layers(2, groups=("early", "late"))
+    manager, before = manager_with(policy, refs=refs, own_slots=own_slots), copies(refs)
+    with manager.window([2]) as w:
+        w.stage(first, *rows(3), slots=SLOTS)
+        w.stage(second, *rows(3), slots=[4, 5, 6])
+        w.commit(2)
+    assert w.state is WindowState.FELL_BACK
+    assert changed_slots(refs, before) == [{0, 1, 2}] * 2 + [{4, 5, 6}] * 2
+
+
 def test_numpy_is_welcome(layers):
     """Engines hold counts and slots as arrays."""
     manager, before = TransactionManager(layers, TxnConfig(policy="deferred")), copies(layers)
@@ -226,12 +246,18 @@ def test_numpy_is_welcome(layers):
 
 
 @pytest.mark.parametrize(
-    "slots", [[0.0, 1.7], [True, False], ["a", "b"], [[0], [1]], [2**70, 1], {0, 1}, object()]
-)
+    "slots", [[0.0, 1.7], [True, False], ["a", "b"], [[0], [1]], [2**70, 1], {0, 1}, object(),
+     torch.tensor([0, 1]).to_sparse(), torch.nested.nested_tensor([torch.zeros(2)])]
+)  # fmt: skip
 def test_slots_are_never_guessed(layers, slots):
     """Floats are not cut off, and nothing leaks an error of torch's."""
+    manager = TransactionManager(layers)
     with pytest.raises(SlotMappingError):
-        TransactionManager(layers).window(1, slots)
+        manager.window(1, slots)
+    with manager.window([1]) as window:
+        with pytest.raises(SlotMappingError):
+            window.stage(layers[0], *rows(2), slots)
+        window.abort()
 
 
 def test_a_mapping_changed_in_place_is_another_mapping(layers):
@@ -278,6 +304,54 @@ def test_an_interrupt_while_restoring_still_restores(manager_with):
     assert w.state is WindowState.ABORTED
     assert changed_slots(layers, before) == [{0}] * 6
     assert manager.current is None
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("policy", ["deferred", "undo"])
+def test_an_interrupt_after_the_commits_work_claims_nothing(layers, monkeypatch, policy):
+    """No label says yet that the rows are committed, and none may say that they are not."""
+    manager = TransactionManager(layers, TxnConfig(policy=policy))
+    with pytest.raises(KeyboardInterrupt), manager.window(2, SLOTS) as w:  # noqa: PT012
+        stage_all(w, layers)
+        monkeypatch.setattr(Lifecycle, "follow", interrupt)
+        w.commit(2)
+    assert w.state is WindowState.FAILED
+    assert manager.current is None
+
+
+def test_an_interrupt_after_a_fallbacks_work_claims_nothing(manager_with, monkeypatch):
+    """Drafts were written through already."""
+    manager = manager_with(stage=boom)
+    layers = list(manager.layers.values())
+    with pytest.raises(KeyboardInterrupt), manager.window(2, SLOTS) as w:  # noqa: PT012
+        monkeypatch.setattr(Lifecycle, "follow", interrupt)
+        stage_all(w, layers)
+    assert w.state is WindowState.FAILED
+    assert manager.current is None
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_an_interrupt_at_the_end_leaves_nothing_stuck(layers, monkeypatch, end):
+    """The label has moved: the next window begins, and is not checked for this one's tensors."""
+    manager = TransactionManager(layers, TxnConfig(policy="deferred"))
+    w = manager.window(2, SLOTS)
+    staged = rows(3)
+    for ref in layers:
+        w.stage(ref, *staged)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.context.stager, "reset", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            w.commit(2) if end == "commit" else w.abort()
+    assert w.state is (WindowState.COMMITTED if end == "commit" else WindowState.ABORTED)
+    assert manager.current is None
+    staged[0].zero_()
+    with manager.window(2, SLOTS) as after:
+        stage_all(after, layers)
+        after.commit(1)
+    assert after.state is WindowState.COMMITTED
 
 
 def test_staging_twice_is_one_error_whenever_it_happens():

@@ -86,6 +86,12 @@ class CapturedWindow(SavingWindow):
         noted = self._noted or {}
         return tuple(name for name in self._context.layers if waits and name not in noted)
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the window is over and calls no hooks any more."""
+        state = self._state
+        return self._life.has_ended if state is None else state.is_final
+
     def __repr__(self) -> str:
         return f"<CapturedWindow {self.number} {self.state.name}, {self.num_rows} rows>"
 
@@ -204,6 +210,7 @@ class CapturedWindow(SavingWindow):
         if self._unsaved or (state is not STAGED and (state is not OPEN or self._noted)):
             return None
         shared = self._shared
+        in_short = shared.quiet and not shared.on_commit  # nobody is to be told
         try:
             launch()
         except Exception as error:
@@ -212,14 +219,18 @@ class CapturedWindow(SavingWindow):
         except BaseException:  # interrupted half-way: nothing can be promised
             self._life.finish(Event.FAIL)
             raise
-        if shared.quiet and not shared.on_commit:  # as in ``Lifecycle.finish``, with none to tell
+        if in_short:  # as in ``Lifecycle.finish``
             self._state = _COMMITTED
             shared.metrics.layer_calls += self.plan.stage_operations
             shared.outcomes["committed"] += 1
             shared.turn.window = None
             return _COMMITTED
-        self._take_the_rest()
-        self._life.finish(Event.COMMIT, self._counts(sampled))
+        try:
+            self._take_the_rest()
+            self._life.finish(Event.COMMIT, self._counts(sampled))
+        except BaseException:  # the caches have the rows, but no label says so
+            self._life.fail()
+            raise
         self._life.surface()
         return self.state
 
@@ -312,12 +323,12 @@ class CapturedWindow(SavingWindow):
         life, counts = self._life, self._counts(sampled)
         txn = life.txn
         assert txn is not None
-        life.follow(
-            life.or_fail(
-                lambda: recovery.commit_failed(self._context, txn, counts, txn.saved, error)
-            )
-        )
-        life.finish(Event.COMMIT, counts)
+
+        def finish() -> None:
+            life.follow(recovery.commit_failed(self._context, txn, counts, txn.saved, error))
+            life.finish(Event.COMMIT, counts)
+
+        life.or_fail(finish)
         life.surface()
 
     def _counts(self, sampled: Tensor) -> Tensor:

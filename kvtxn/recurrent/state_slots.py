@@ -29,11 +29,13 @@ class StateSlots:
     boundary of 0 the state in the slot is unchanged, and the request continues in ``beyond``.
 
     Attributes:
-        slots: int ``[num_requests]``, the state that is read; -1 is padding. Requests may share a
-            state that all of them only read: with a boundary of 0, and a slot beyond.
+        slots: int ``[num_requests]``, the state that is read; -1 is padding, whose rows go nowhere.
+            Requests may share a state that all of them only read: with a boundary of 0, and a slot
+            beyond.
         boundary: int ``[num_requests]``, rows of this window, settled ones included.
-        beyond: int ``[num_requests]``; -1 if the request has no boundary in this window. The slots
-            are distinct, and no request's own: checked if they and ``slots`` are on the host.
+        beyond: int ``[num_requests]``; -1 if the request has no boundary in this window, or is
+            padding. The slots are distinct, and no request's own: checked if they and ``slots``
+            are on the host.
     """
 
     slots: _Ints
@@ -43,7 +45,7 @@ class StateSlots:
 
 @attrs.frozen(eq=False)
 class Crossings:
-    """The boundaries of a window's requests, on the device.
+    """The boundaries of a window's requests, on the device; the window's own copies.
 
     Attributes:
         boundary: int64 ``[num_requests]``.
@@ -55,26 +57,29 @@ class Crossings:
 
     @classmethod
     def of(
-        cls, group: str, given: StateSlots, slots: Tensor | list[int], limit: int, like: Tensor
+        cls,
+        group: str,
+        boundary: Tensor,
+        beyond: Tensor,
+        slots: Tensor | list[int],
+        limit: int,
+        device: torch.device,
     ) -> Crossings:
-        """Check the boundaries given by the caller, as far as they are on the host.
+        """Check the boundaries given by the caller, as far as they are on the host; copy them.
 
         Args:
             group: the group's name, for messages.
-            given: the argument of the caller.
-            slots: ``given.slots``, checked; a list if they came from the host.
+            boundary: from ``bounds_of``.
+            beyond: from ``bounds_of``.
+            slots: the requests' own slots, checked; a list if they came from the host.
             limit: slots of the group's smallest cache.
-            like: a tensor on the caches' device.
+            device: the caches' device.
 
         Raises:
-            SlotMappingError: another shape, dtype or device; or, on the host, a negative
-                boundary, a slot outside the cache, a slot beyond that is named twice, or a state
-                that several requests have and one of them writes.
+            SlotMappingError: on the host, a negative boundary, a slot outside the cache, a slot
+                beyond that is named twice or that a request without a state has, or a state that
+                several requests have and one of them writes.
         """
-        boundary, beyond = (
-            _checked(group, name, value, len(slots), like.device)
-            for name, value in (("boundary", given.boundary), ("beyond", given.beyond))
-        )
         if boundary.is_cpu and any(rows < 0 for rows in boundary.tolist()):
             raise _bad(group, "boundary", "rows of the window, 0 or more", boundary.tolist())
         if isinstance(slots, list):
@@ -86,11 +91,18 @@ class Crossings:
                 raise _bad(group, "beyond", f"-1, or 0 to {limit - 1}", beyond.tolist())
             if len({*used, *taken}) < len(used) + len(taken):
                 raise _bad(group, "beyond", "distinct slots that no request has", beyond.tolist())
-        both = [
-            to_device(value, like.device, torch.int64) if value.is_cpu else value.to(torch.int64)
-            for value in (boundary, beyond)
-        ]
-        return cls(*both)
+            if isinstance(slots, list) and any(
+                slot == -1 and last != -1 for slot, last in zip(slots, beyond.tolist(), strict=True)
+            ):
+                expected = "-1 for a request whose own slot is -1: it has no state to begin from"
+                raise _bad(
+                    group, "beyond", expected, beyond.tolist(),
+                    hint="to begin from zeros, give the request a slot whose state is zeros, and "
+                    "a boundary of 0",
+                )  # fmt: skip
+        # Copies, as of slots: the commit reads them when the caller may have refilled its tensors.
+        own = (value.to(torch.int64, copy=True) for value in (boundary, beyond))
+        return cls(*(to_device(v, device, torch.int64) if v.is_cpu else v for v in own))
 
     def refuse_outside(self, slots: Tensor, limit: int) -> Tensor:
         """Replace a request's slot by one outside the cache if its ``beyond`` is outside.
@@ -134,13 +146,27 @@ def check_shared(group: str, slots: Sequence[int], readers: Collection[int] = ()
             )
 
 
+def bounds_of(
+    group: str, given: StateSlots, count: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the boundary and the slot beyond of each request as ints, on the host or the device.
+
+    Raises:
+        SlotMappingError: another shape, dtype or device.
+    """
+    return (
+        _checked(group, "boundary", given.boundary, count, device),
+        _checked(group, "beyond", given.beyond, count, device),
+    )
+
+
 def _checked(group: str, name: str, value: _Ints, count: int, device: torch.device) -> Tensor:
     """Return ``value`` as an int tensor ``[num_requests]``, of the host or of the device."""
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise _bad(group, name, "int [num_requests]", type(value).__name__) from None
-    if tensor.shape == (0,) and not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) and tensor.shape == (0,):
         tensor = tensor.to(torch.int64)  # torch's guess for an empty list is a float
     dense = tensor.layout is torch.strided and not tensor.is_nested
     if not dense or tensor.shape != (count,) or tensor.dtype not in (torch.int64, torch.int32):
@@ -151,7 +177,13 @@ def _checked(group: str, name: str, value: _Ints, count: int, device: torch.devi
     return tensor
 
 
-def _bad(group: str, name: str, expected: str, got: object) -> SlotMappingError:
+def _bad(
+    group: str,
+    name: str,
+    expected: str,
+    got: object,
+    hint: str = "one int per request; see StateSlots",
+) -> SlotMappingError:
     return SlotMappingError(
-        "window", f"{name} of group {group!r} is not valid", expected=expected, got=got
+        "window", f"{name} of group {group!r} is not valid", expected=expected, got=got, hint=hint
     )

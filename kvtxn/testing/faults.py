@@ -15,7 +15,7 @@ from ..layout import RowLayout
 from ..row_io import LayerRows
 
 #: The methods that can fail.
-OPERATIONS: Final = ("save", "stage", "commit", "restore", "attend")
+OPERATIONS: Final = ("own_slots", "save", "stage", "commit", "restore", "attend")
 
 #: One more method that can fail; only windows with replayed layers call it.
 ADVANCE: Final = "advance"
@@ -90,6 +90,11 @@ class FaultyExecutor(Executor):
 
     faults: ClassVar[Faults]
 
+    def own_slots(self, group: str, slots: Tensor) -> Tensor:
+        """Copy the slots, or fail if a fault is armed at ``"own_slots"``."""
+        inner = super().own_slots
+        return self._inject("own_slots", None, lambda: inner(group, slots))
+
     def save(self, txn: Txn, group: str) -> LayerRows:
         """Save, or fail if a fault is armed at ``"save"``."""
         inner = super().save  # type: ignore[safe-super]  # the class it is mixed into
@@ -127,7 +132,7 @@ class FaultyExecutor(Executor):
         inner = super().captured_launches(places)
         return None if inner is None else FaultyLaunches(inner, self.faults)
 
-    def _inject(self, operation: str, txn: Txn, work: Callable[[], T]) -> T:
+    def _inject(self, operation: str, txn: Txn | None, work: Callable[[], T]) -> T:
         moment = self.faults.due(operation)
         if moment == "before":
             raise self.faults.error()
@@ -135,12 +140,13 @@ class FaultyExecutor(Executor):
             return work()
         planes = [plane.cells for ref in self.layers for plane in ref.planes]
         before = [cells.clone() for cells in planes] if moment == "middle" else []
-        counters = txn.counters.clone()
+        counters = None if txn is None else txn.counters.clone()
         result = work()
         if moment == "middle":
             for cells, old in zip(planes, before, strict=True):
                 cells[..., ::2] = old[..., ::2]
-            txn.counters.copy_(counters)  # counting comes last
+            if txn is not None and counters is not None:
+                txn.counters.copy_(counters)  # counting comes last
         del result
         raise self.faults.error()
 

@@ -114,6 +114,13 @@ class Exactness(KitBase):
             else:
                 _commit(rig, batch, f"window {step}")
 
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_as_many_rows_without_settled_ones(self, kit: Kit, policy: str) -> None:
+        """Nothing of a window is left for the next one, which may call no ``stage`` at all."""
+        rig = kit.rig(policy)
+        for shape in (((1, 1), (2, 2)), ((0, 0), (3, 3)), ((1, 1), (2, 2)), ((0, 0), (2, 4))):
+            _commit(rig, rig.batch(shape), f"settled and draft rows {shape}")
+
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("policy", POLICIES)
     def test_forms_of_acceptance(self, kit: Kit, policy: str, form: str) -> None:

@@ -19,6 +19,7 @@ from .rig import VARIED, Rig
 
 #: Calls of each method in one window over ``VARIED``: six layers in two groups.
 _CALLS: Final = {
+    "own_slots": (1, 2),
     "save": (1, 2),
     "stage": (1, 3, 5),
     "commit": (1,),
@@ -158,9 +159,15 @@ class Fallback(KitBase):
 
 
 def _drive(rig: Rig, batch: Batch, counts: Sequence[int] | None) -> Window:
-    """Run a whole window with one attention; commit ``counts``, or abort if None."""
-    window = rig.open(batch)
-    rig.stage(window, batch)
+    """Run a whole window with one attention; commit ``counts``, or abort if None.
+
+    The slots come as late as they can, so that an earlier group's rows wait when a copy fails.
+    """
+    window = rig.manager.window(batch.draft_len, settled=batch.settled)
+    rig.forget()
+    late = rig.slots(batch)
+    for index, ref in enumerate(rig.refs):
+        rig.hand_in(window, batch, index, late.pop(ref.group, None))
     if rig.manager.executor.capabilities.attention:
         query = torch.zeros(batch.num_rows, 2, 5, device=rig.device)
         table = torch.zeros(len(batch.settled), 3, dtype=torch.int64, device=rig.device)

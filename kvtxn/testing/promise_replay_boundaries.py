@@ -114,11 +114,13 @@ class ReplayBoundaries(KitBase):
 def _crossing(
     rig: ReplayRig, batch: ReplayBatch, boundary: Sequence[int], without: Sequence[int] = ()
 ) -> ReplayBatch:
-    """Give each request of the batch, but those ``without``, a boundary after so many rows."""
+    """Give each request, but padding and those ``without``, a boundary after so many rows."""
     crossings = {}
     for group in _GROUPS:
         free = sorted(set(range(EVERY[0].num_states)) - {*batch.states[group]})
         beyond = rig.rng.sample(free, len(boundary))
-        beyond = [-1 if request in without else slot for request, slot in enumerate(beyond)]
+        padding = {request for request, slot in enumerate(batch.states[group]) if slot == -1}
+        none = padding.union(without)
+        beyond = [-1 if request in none else slot for request, slot in enumerate(beyond)]
         crossings[group] = (list(boundary), beyond)
     return attrs.evolve(batch, crossings=crossings)

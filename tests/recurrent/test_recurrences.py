@@ -243,6 +243,29 @@ def test_a_state_that_a_request_writes_is_its_own(slots, boundary, beyond):
     assert manager.current is None
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_boundaries_are_copied(dtype):
+    """The caller may refill all three tensors for the next step before commit."""
+    state = torch.zeros(6, 3, 5)
+    ref = LayerRef.recurrent("s", state, replay=CONV)
+    given = StateSlots(*(torch.tensor(values, dtype=dtype) for values in ([0], [1], [4])))
+    with TransactionManager([ref]).window([2], given) as window:
+        window.stage(ref, torch.ones(3, 5))
+        given.slots.fill_(1)
+        given.boundary.fill_(2)
+        given.beyond.fill_(5)
+        window.commit(2)
+    assert state[:, :, 0].tolist() == [[0, 0, 1], *[[0, 0, 0]] * 3, [1, 1, 1], [0, 0, 0]]
+
+
+def test_a_request_without_a_state_has_nothing_beyond():
+    """-1 is padding, not a state of zeros: no executor would write the slot beyond."""
+    manager = TransactionManager([LayerRef.recurrent("s", torch.zeros(6, 3, 5), replay=CONV)])
+    with pytest.raises(SlotMappingError, match=r"no state to begin from.*zeros"):
+        manager.window([2, 2], StateSlots([-1, 0], [0, 0], [3, 4]))
+    manager.window([2, 2], StateSlots([-1, 0], [0, 0], [-1, 4])).abort()
+
+
 def test_only_replayed_layers_have_boundaries():
     selected = LayerRef.recurrent("s", torch.zeros(6, 3, 5))
     replayed = LayerRef.recurrent("r", torch.zeros(6, 3, 5), replay=CONV)
@@ -259,6 +282,27 @@ def test_boundaries_may_come_with_the_first_layer():
         window.stage(ref, torch.ones(3, 5), slots=StateSlots([0], [2], [4]))
         window.commit(2)
     assert state[:, :, 0].tolist() == [[0, 1, 1], *[[0, 0, 0]] * 3, [1, 1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (StateSlots([1], [1], [2]), StateSlots([1], [0], [2])),
+        (StateSlots([1], [1], [2]), StateSlots([1], [1], [4])),
+        (StateSlots([1], [1], [2]), [1]),
+        ([1], StateSlots([1], [1], [2])),
+    ],
+)
+def test_boundaries_belong_to_the_mapping(first, second):
+    """A second layer cannot bring other boundaries; its equal mapping is no second one."""
+    refs = [LayerRef.recurrent(name, torch.zeros(6, 3, 5), replay=CONV) for name in "ab"]
+    with TransactionManager(refs).window([2]) as window:
+        window.stage(refs[0], torch.ones(3, 5), slots=first)
+        with pytest.raises(SlotMappingError, match="second, different slot mapping"):
+            window.stage(refs[1], torch.ones(3, 5), slots=second)
+        window.stage(refs[1], torch.ones(3, 5), slots=first)
+        window.commit(2)
+    assert torch.equal(refs[0].states[0], refs[1].states[0])
 
 
 def outputs_of(recurrence, slots, lengths):
@@ -292,7 +336,8 @@ def test_boundaries_lie_where_they_can_be_read(name, wrong):
     ref = LayerRef.recurrent("s", torch.zeros(9, 3, 8), replay=CONV)
     manager = TransactionManager([ref], TxnConfig(policy="deferred", backend="torch"))
     given = {"slots": [0, 1], "boundary": [0, 0], "beyond": [2, 3], name: wrong}
-    with pytest.raises(SlotMappingError, match=f"{name} of group 'default' is not valid"):
+    problem = f"{name} of group 'default' is not valid.*one int per request"
+    with pytest.raises(SlotMappingError, match=problem):
         manager.window([1, 1], StateSlots(**given))
     assert manager.current is None
 

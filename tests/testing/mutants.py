@@ -157,6 +157,25 @@ class KeepsTheFirstRowsItSaw(_AtCommit):
         write_layers(layers, old, slots, kept)
 
 
+class KeepsTheRowsOfTheLastStage(_AtCommit):
+    """Its copies are stale if a window without settled rows follows, which does not call stage."""
+
+    def stage(self, txn: Txn, layer: StagedLayer) -> None:
+        super().stage(txn, layer)
+        mine = self.__dict__.setdefault("mine", {})
+        mine[layer.ref.name] = tuple(rows.clone() for rows in layer.rows)
+
+    def write(self, layers, rows, slots, kept, txn):
+        mine = self.__dict__.get("mine", {})
+        fit = txn.layout.tree is None
+        own = {
+            name: mine[name]
+            for name, parts in rows.items()
+            if fit and name in mine and len(mine[name][0]) == len(parts[0])
+        }
+        write_layers(layers, {**rows, **own}, slots, kept)
+
+
 class MakesTheCacheContiguous(_AtCommit):
     def write(self, layers, rows, slots, kept, txn):
         for ref in layers:
@@ -384,6 +403,7 @@ CAUGHT_BY: dict[type[TorchExecutor], str] = {
     WrapsPaddingAround: "test_padding_anywhere",
     TrustsTheStagingOrder: "test_any_order_of_layers",
     KeepsTheFirstRowsItSaw: "test_a_chain_of_windows",
+    KeepsTheRowsOfTheLastStage: "test_as_many_rows_without_settled_ones",
     MakesTheCacheContiguous: "test_every_layout_and_format",
     RoundsDoublesToFloats: "test_every_layout_and_format",
     TouchesTheWordBefore: "test_every_layout_and_format",
