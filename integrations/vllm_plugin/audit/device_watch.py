@@ -310,12 +310,15 @@ class DeviceWatch(Watch):
         Watch.compare_ranks(self)
 
     def _find(self) -> None:
-        """Look for violations of the step that ends: waits for the device if they are contained."""
-        self._catch_up()
+        """Look for violations of the step that ends if they are contained: waits for the device.
+
+        Else the outcome of the step may wait for the next one, see ``outcome``.
+        """
         if self.on_violation == "contain" and not self.stopped:
-            self._try(self._take)
+            self._take()
 
     def _take(self) -> None:
         """Take the violations of the step that ends."""
+        self._catch_up()
         self._settle_loads()
         self.found.take(self.on_violation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 from kernels_here import ON_GPU
@@ -373,3 +374,16 @@ def test_a_scheduler_that_only_ends_requests_is_heard(steady):
     assert "one" not in rig.watch.ledger
     assert rig.watch.report() == []
     assert rig.watch.counters()["kvtxn_audit_active"] == 1
+
+
+@pytest.mark.parametrize("on_violation", ["log", "raise"])
+def test_beside_other_ranks_a_steady_step_is_told_in_one_call(steady, on_violation):
+    """The end of a step leaves its outcome to the next one, unless wrong reads are contained."""
+    steady.watch.on_violation = on_violation
+    steady.watch.peers = SimpleNamespace(
+        after_step=lambda number, own, _: None, copies_prints=lambda number: False
+    )
+    for _ in range(5):
+        steady.step()
+    assert steady.went == [True] * 5
+    assert steady.watch.outcome is not None
