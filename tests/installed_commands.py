@@ -15,6 +15,8 @@ import tempfile
 import traceback
 from typing import Any
 
+import torch  # noqa: F401  # once, and before what a command prints: without numpy it warns
+
 from kvtxn import cli
 
 
