@@ -147,7 +147,7 @@ def test_constants_come_last_and_no_other_number_is_specialised():
         (change_kernel.put_numbers, 1),
         (change_kernel.count_tokens, 1),
         (change_kernel.take_record, 1),
-        (write_kernel.write_rows, 5),
+        (write_kernel.write_rows, 6),
         (resolve_kernel.resolve_rows, 4),
         (resolve_kernel.resolve_last, 2),
         (compare_kernel.compare_rows, 5),
