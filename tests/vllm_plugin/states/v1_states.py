@@ -27,6 +27,7 @@ from scenarios import NGRAM
 from state_engines import OWN
 
 from kvtxn import TxnConfig
+from kvtxn.cuda_graphs import GraphCache
 
 #: What each engine goes through; Nemotron-H with windows runs out of blocks in "preempted".
 SCENARIOS = ("eight", "chunked", "abort", "preempted")
@@ -40,7 +41,7 @@ class NoRows:
     def __init__(self) -> None:
         repeated: list[object] = []
         self.manager = SimpleNamespace(
-            executor=SimpleNamespace(name="none"),
+            executor=SimpleNamespace(name="none", graphs=GraphCache()),
             layers={},
             groups={},
             note_fallback=lambda *given: repeated.append(given),
