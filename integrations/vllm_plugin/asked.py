@@ -1,4 +1,4 @@
-"""What an engine's ``additional_config`` asks for, before anything of it is checked.
+"""The request for kvtxn in an engine's ``additional_config``, before its settings are checked.
 
 Every process of vLLM looks here, whether its engine asks for kvtxn or not: nothing is imported.
 """

@@ -28,7 +28,7 @@ _COMPARED_LATER: Final = 8
 
 @attrs.frozen
 class RankReport:
-    """What a rank has met in its audit since the ranks acted last.
+    """The findings of one rank's audit since the ranks last acted together.
 
     Attributes:
         wrong: wrong reads that are to be contained.
