@@ -72,25 +72,67 @@ def last_writers(slots: Tensor, mask: Tensor) -> Tensor:
     return mask & ~later.any(1)
 
 
+#: Places in the cells of planes, for slots that are the same in all calls; by what a plane's places
+#: depend on. Layers of one shape share them: to compute them costs more than to move the rows.
+Places = dict[tuple[int | None, ...], tuple[Tensor, ...]]
+
+
+def _places(plane: Plane, slots: Tensor, known: Places | None) -> tuple[Tensor, ...]:
+    """Return the places of the rows of ``slots`` in a plane's cells, and remember them.
+
+    Returns:
+        ``plane.index``; for rows that are no strided view, the number of each element of each row
+        in the cells, int64 ``[num_rows, *row_shape]``.
+    """
+    table = None if plane.offsets is None else id(plane.offsets)  # the plane keeps it alive
+    key = *plane.cells.shape[:2], plane.block_size, len(plane.row_shape), table
+    if known is not None and key in known:
+        return known[key]
+    index = plane.index(slots)
+    if plane.offsets is not None:
+        block, offset = index
+        index = (block * plane.cells.shape[1] + offset,)
+    if known is not None:
+        known[key] = index
+    return index
+
+
 def read(plane: Plane, slots: Tensor) -> Tensor:
     """Return the stored rows of ``slots``, ``[num_rows, *row_shape]`` words.
 
     Padding reads slot 0, and a slot beyond the cache reads the last one: neither is written back.
     """
-    return plane.cells[plane.index(slots.clamp(0, plane.num_slots - 1))]
+    return _read(plane, slots.clamp(0, plane.num_slots - 1), None)
 
 
-def write(plane: Plane, rows: Tensor, selection: Selection) -> None:
-    """Write the selected rows and no other; ``rows`` is ``[num_rows, *row_shape]`` words."""
+def _read(plane: Plane, slots: Tensor, known: Places | None) -> Tensor:
+    """Return the stored rows of slots inside the cache; see ``Places`` for ``known``."""
+    places = _places(plane, slots, known)
+    return plane.cells[places] if plane.offsets is None else plane.cells.take(places[0])
+
+
+def write(plane: Plane, rows: Tensor, selection: Selection, known: Places | None = None) -> None:
+    """Write the selected rows and no other.
+
+    Args:
+        plane: the plane.
+        rows: ``[num_rows, *row_shape]`` words.
+        selection: which rows go to which slots.
+        known: the places of the same selection's slots; those of this plane are added.
+    """
     if selection.source.numel() == 0:
         return
-    index = plane.index(selection.target)
-    payload = words(rows)[selection.source]
+    payload = words(rows).index_select(0, selection.source)
     if selection.live is not None:
-        payload = torch.where(selection.live, payload, plane.cells[index])
+        stored = _read(plane, selection.target, known)
+        payload = torch.where(selection.live, payload, stored)
+    places = _places(plane, selection.target, known)
     # torch allows writes to a tensor that was made in inference mode in that mode alone.
     with torch.inference_mode() if plane.cells.is_inference() else nullcontext():
-        plane.cells.index_put_(index, payload)
+        if plane.offsets is None:
+            plane.cells.index_put_(places, payload)
+        else:
+            plane.cells.put_(places[0], payload)
 
 
 #: Rows of some layers, by layer name: one ``[num_rows, *row_shape]`` tensor per plane, in the
@@ -100,9 +142,15 @@ LayerRows = Mapping[str, tuple[Tensor, ...]]
 
 def read_layers(layers: Iterable[LayerRef], slots: Mapping[str, Tensor]) -> LayerRows:
     """Return copies of every layer's rows in ``slots``, which are by group."""
-    return {
-        ref.name: tuple(read(plane, slots[ref.group]) for plane in ref.planes) for ref in layers
-    }
+    inside: dict[tuple[str, int], tuple[Tensor, Places]] = {}
+
+    def rows(group: str, plane: Plane) -> Tensor:
+        key = group, plane.num_slots
+        if key not in inside:
+            inside[key] = slots[group].clamp(0, plane.num_slots - 1), {}
+        return _read(plane, *inside[key])
+
+    return {ref.name: tuple(rows(ref.group, plane) for plane in ref.planes) for ref in layers}
 
 
 def write_layers(
@@ -121,6 +169,7 @@ def write_layers(
     for group, overwrites in {ref.group: ref.kind.overwrites for ref in layers}.items():
         tensor = slots[group]
         chosen[group] = select(tensor, last_writers(tensor, mask) if overwrites else mask, sources)
+    known: dict[str, Places] = {group: {} for group in chosen}
     for ref in layers:
         for plane, part in zip(ref.planes, rows[ref.name], strict=True):
-            write(plane, part, chosen[ref.group])
+            write(plane, part, chosen[ref.group], known[ref.group])
