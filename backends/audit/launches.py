@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...audit.step import Step
-from ..driver import SCRATCH, PackedLaunch, address_of, pack
+from ..launching.packed_launch import SCRATCH, PackedLaunch, address_of, pack
 
 #: Triton compiles a kernel for addresses that are multiples of this, and one for others.
 ALIGNED: Final = 16

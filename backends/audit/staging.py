@@ -8,7 +8,6 @@ the device by torch, which pins memory for them.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...host_values import to_device
+from ..launching.host_memory import memoryview_of
 
 #: Parts, and the numbers of each: 4 MiB in all.
 _PARTS: Final = 4
@@ -93,9 +93,3 @@ class Staging:
             self._passed[self._part] = event
         self._part, self._filled = later, 0
         return True
-
-
-def memoryview_of(numbers: Tensor) -> memoryview:
-    """Return the memory of int64 ``[n]`` on the host, contiguous, which must stay alive."""
-    memory = (ctypes.c_int64 * len(numbers)).from_address(numbers.data_ptr())
-    return memoryview(memory).cast("B").cast("q")

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..driver import PackedLaunch, address_of, pack
+from ..launching.packed_launch import PackedLaunch, address_of, pack
 from .launch import advance_call
 from .layers import DeltaLayers
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ...captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
-from ...cuda_graphs import Replay, capture, replay_of
+from ...cuda_graphs import Replay, capture
 from ...executor import Executor
 from ...layout import RowLayout
 from ...log import get_logger
+from ..launching.graph_launch import replay_of
 from ..move_rows.acceptance import AcceptanceArg, acceptance_arg
 from ..move_rows.launch import CachedLaunch, KernelCall, MovePlan
 from ..move_rows.selection import Accept

@@ -7,7 +7,7 @@ from typing import Any, Final
 import attrs
 from torch import Tensor
 
-from ..driver import PackedLaunch, pack
+from ..launching.packed_launch import PackedLaunch, pack
 from .plane_table import PlaneTable
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...layout import RowLayout
-from .. import driver
+from ..launching import packed_launch
 from . import kernel as kernels
 from .acceptance import AcceptanceArg
 from .launch import CachedLaunch, KernelCall, MovePlan
@@ -42,7 +42,7 @@ class MoveLauncher:
         if limits.device.type == "cuda":
             device = torch.cuda.get_device_properties(limits.device)
             self.programs = 10 * device.multi_processor_count
-            driver.works(limits.get_device())  # now: a launch does not wait for the device
+            packed_launch.works(limits.get_device())  # now: a launch does not wait for the device
 
     def launch(
         self,

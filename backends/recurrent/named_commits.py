@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, int32
 
-from ..driver import PackedLaunch, address_of, pack
+from ..launching.packed_launch import PackedLaunch, address_of, pack
 
 #: Requests of a program.
 _REQUESTS: Final = 32

@@ -10,7 +10,6 @@ import torch
 from kernels_here import ON_GPU, importing_kernels
 
 with importing_kernels():
-    from kvtxn.backends import driver
     from kvtxn.backends.audit import (
         byte_lists,
         byte_work,
@@ -20,6 +19,7 @@ with importing_kernels():
         write_kernel,
     )
     from kvtxn.backends.audit.launches import Launches
+    from kvtxn.backends.launching import packed_launch as driver
 
 STREAM, FUNCTION = 0x7F0000001000, 0x7F0000002000
 SIGNATURE = ctypes.CFUNCTYPE(

@@ -275,7 +275,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvtxn.backends import driver
+from kvtxn.backends.launching import packed_launch
 from kvtxn.backends.audit import change_kernel, compare_kernel, resolve_kernel, write_kernel
 
 SIZES = {"num_requests", "num_rows", "own_stride", "num_lines", "journal_size", "capacity"}
@@ -284,7 +284,7 @@ SCALARS = {*SIZES, *NUMBERS, "kind", "columns", "besides", "max_requests"}
 KINDS = {**dict.fromkeys(SCALARS, "i64"), "short": "i32"}
 STEP = {"FILLS": True, "SAVES": True}
 KERNELS = (
-    (driver._add, {"FACTOR": 3}),
+    (packed_launch._add, {"FACTOR": 3}),
     (change_kernel.change_books, {"SEALS": True, "TILE": 512}),
     (change_kernel.put_numbers, {"TILE": 512}),
     (change_kernel.count_tokens, {"TILE": 16}),

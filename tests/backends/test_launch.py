@@ -169,7 +169,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvtxn.backends.driver import SCRATCH
+from kvtxn.backends.launching.packed_launch import SCRATCH
 from kvtxn.backends.move_rows.kernel import move_rows
 
 FLAGS = dict.fromkeys(("TO_CACHE", "COUNT", "UNIFORM", "WIDE", "ONCE"), True)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..log import get_logger
+from ...log import get_logger
 
 log = get_logger()
 
