@@ -28,8 +28,9 @@ from ..recurrent import replay
 from ..row_io import LayerRows
 from .attention.launch import AttentionLauncher
 from .graphs.static_window import StaticLaunches
+from .launching.kernel_call import KernelCall
 from .move_rows.acceptance import AcceptanceArg, acceptance_arg
-from .move_rows.launch import KernelCall, MovePlan
+from .move_rows.launch import MovePlan
 from .move_rows.launcher import MoveLauncher
 from .move_rows.planner import MovePlanner
 from .move_rows.selection import Accept, Select

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from ...host_values import to_device
 from ..launching.host_memory import memoryview_of
+from ..launching.repeated_launch import ALIGNED
 
 #: Parts, and the numbers of each: 4 MiB in all.
 _PARTS: Final = 4
 _NUMBERS: Final = 1 << 17
-#: A launch is compiled for addresses that are multiples of 16 bytes.
-_EVEN: Final = 2
+#: Each piece begins at a multiple of so many numbers: launches are compiled for such addresses.
+_EVEN: Final = ALIGNED // 8
 _INT64: Final = torch.int64
 
 

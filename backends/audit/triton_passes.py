@@ -25,10 +25,11 @@ from ...audit.passes import Passes, Stretch
 from ...audit.rows import first_of
 from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
+from ..launching.repeated_launch import ALIGNED
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
 from .byte_passes import TritonBytePasses
 from .going_on import GoingOn
-from .launches import ALIGNED, Launches
+from .launches import Launches
 from .plan import Addresses, contiguous
 from .staging import Staging
 from .waiting import Waiting
