@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from .. import attention as reference
 from ..captured.launches import CapturedPlaces
+from ..commit_input import as_counts
 from ..config import TxnConfig
 from ..executor import (
     AttentionArgs,
@@ -23,16 +24,17 @@ from ..executor import (
 )
 from ..layers import LayerRef
 from ..layout import RowLayout
+from ..recurrent import replay
 from ..row_io import LayerRows
 from .attention.launch import AttentionLauncher
 from .graphs.static_window import StaticLaunches
+from .launching.kernel_call import KernelCall
 from .move_rows.acceptance import AcceptanceArg, acceptance_arg
-from .move_rows.launch import KernelCall, MovePlan
+from .move_rows.launch import MovePlan
 from .move_rows.launcher import MoveLauncher
 from .move_rows.planner import MovePlanner
 from .move_rows.selection import Accept, Select
 from .move_rows.undo_buffers import UndoBuffers
-from .recurrent.launcher import StateAdvancer
 
 
 class TritonExecutor(Executor):
@@ -43,8 +45,7 @@ class TritonExecutor(Executor):
 
     Code that captures launches in graphs of its own uses these ways in beside the protocol:
     ``use_slots`` (the slots are read where that code keeps them), ``plan_commit`` or ``plan_move``
-    (what a launch moves), and ``kernel_call`` and ``advance_calls`` (the launches themselves, as
-    data).
+    (what a launch moves), and ``kernel_call`` (the launch itself, as data).
 
     Attributes:
         programs: programs that fill the device; 1 if it is no GPU.
@@ -90,8 +91,6 @@ class TritonExecutor(Executor):
         self._planner = MovePlanner(self.moved, self._number, device)
         self._launcher = MoveLauncher(self._limits, reuse, overwrites=any(reuses))
         self.programs = self._launcher.programs
-        replayed = [ref for ref in self.layers if ref.replay]
-        self._states = StateAdvancer(replayed, self._number, self._limits)
         self.attention = AttentionLauncher(device)
 
     @classmethod
@@ -149,10 +148,9 @@ class TritonExecutor(Executor):
             self._launch(self.plan_commit(txn), txn, accepted)
 
     def advance(self, txn: Txn, accepted: Tensor | SampledIds) -> None:
-        """Advance the states of replayed layers, in one launch; a raise leaves them untouched."""
-        known = self._own_all_slots(txn)
-        facts = (txn.staged, txn.layout, self._slots, known, accepted, txn.crossings)
-        self._states.advance(*facts)
+        """Let the reference advance the states: no engine commits states by this executor."""
+        txn.check_range()
+        replay.advance(txn, as_counts(accepted))
 
     def restore(self, txn: Txn) -> None:
         """Put back the saved bytes under every draft row whose group was saved."""
@@ -268,16 +266,6 @@ class TritonExecutor(Executor):
         """
         count = acceptance.kind != Accept.NOTHING
         return self._launcher.call(plan, layout, counters, acceptance, self._slots, count=count)
-
-    def advance_calls(self, txn: Txn, accepted: Tensor | SampledIds) -> list[KernelCall]:
-        """Arrange the launches of ``advance`` over the slots in use, for windows without crossings.
-
-        Args:
-            txn: a window with at least one row, whose staged rows stay where they are.
-            accepted: as for ``commit``, at the address that the launches read.
-        """
-        facts = (txn.staged, txn.layout, self._slots, self._own_all_slots(txn), accepted)
-        return self._states.calls(*facts)
 
     # -- inside -------------------------------------------------------------------
 

@@ -49,8 +49,6 @@ class WindowContext:
         replays: True if a layer has states that take rows in at commit.
         selecting: names of the layers with states of which a commit selects one; their settled
             rows are written by the commit as well.
-        copies_states: True if the states of replayed layers are copied before they take rows in;
-            without the copies they could not be undone, nor advanced again after a failure.
         on_end: called when a window has ended, before its debug event.
         unstaged: the layers that a new window waits for; copied, which is quicker than made anew.
         captured: windows whose commit was captured in a CUDA graph: each replay reads their rows.
@@ -75,7 +73,6 @@ class WindowContext:
     reads_back: bool
     replays: bool
     selecting: tuple[str, ...]
-    copies_states: bool
     on_end: Callable[[], None]
     unstaged: dict[str, None] = attrs.field(init=False)
     captured: list[Txn] = attrs.field(init=False, factory=list)

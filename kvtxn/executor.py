@@ -27,7 +27,8 @@ The contract, which ``kvtxn.testing.ExecutorConformance`` tests:
 - If ``txn.in_range`` is given and is False on the device, no row is written.
 - After a method has raised, any other may be called; the window repairs the caches
   with the reference in ``kvtxn.row_io``. An executor with the ``atomic`` capability
-  promises that a method which raises has written nothing.
+  promises that a method which raises has written nothing; ``advance`` is the exception, since the
+  window copies the states before it.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Capabilities:
     Attributes:
         policies: policies that it can carry out.
         attention: ``attend`` works, so ``deferred`` windows can read their own writes.
-        atomic: a method that raises has written nothing (one launch writes all layers and counts:
-            no step that could fail comes after the write).
+        atomic: a method other than ``advance`` that raises has written nothing (one launch writes
+            all layers and counts: no step that could fail comes after the write).
         checks_range: the executor checks on the device that slots lie inside their caches before
             any write; if False, the window checks with a few small operations.
         no_host_sync: the host never waits for the device from begin to the end of commit.
@@ -148,7 +149,7 @@ class Txn:
             strides, layer by layer; None if the strides are not known to be the same.
         counters: int64 ``[num_counts, 4]`` on the device; see ``count``.
         number: the window's number, for messages; None if it has none.
-        states_before: copies of the states of replayed layers, if a failure may need them; see
+        states_before: copies of the states of replayed layers, for a failure; see
             ``kvtxn.recurrent.replay``.
         advanced: True once the states of replayed layers took their rows in.
         crossings: by group of replayed layers, the boundaries that requests may cross.
@@ -304,8 +305,8 @@ class Executor(abc.ABC):
     def advance(self, txn: Txn, accepted: Tensor) -> None:
         """Let the states of the staged replayed layers take in their settled and kept rows.
 
-        Nothing is counted. An executor that is ``atomic`` has advanced all states of the window if
-        it returns, and none if it raises.
+        Nothing is counted. If it raises, some states may have advanced: the window puts them back
+        from ``txn.states_before``, also where the executor is ``atomic``.
 
         Args:
             txn: the window.

@@ -124,7 +124,6 @@ class TransactionManager:
             reads_back=may_stop_halfway and undone,
             replays="replayed" in kinds,
             selecting=selecting,
-            copies_states=may_stop_halfway or undone,
             on_end=self._turn.end,  # not a method of the manager, which would be a reference cycle
         )
         log.info(

@@ -110,8 +110,8 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
 def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> None:
     """Let the executor advance the states of the staged replayed layers, if there are any.
 
-    If a failure may need the states as they were, they are copied to ``txn.states_before`` first.
-    Sets ``txn.advanced`` once the executor has returned.
+    The states are copied to ``txn.states_before`` first: without the copies they could not be
+    undone, nor advanced again after a failure. Sets ``txn.advanced`` once the executor returned.
 
     Args:
         context: the manager's context.
@@ -119,8 +119,7 @@ def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) ->
         accepted: counts, a mask, a path or sampled ids.
     """
     if replay.replayed(txn.staged.values()):
-        if context.copies_states:
-            txn.states_before = replay.read_states(txn)
+        txn.states_before = replay.read_states(txn)
         context.executor.advance(txn, accepted)  # type: ignore[arg-type]
         txn.advanced = True
 

@@ -122,6 +122,13 @@ def test_no_environment_is_read(folder):
         assert not re.search(r"os\.(environ|getenv|putenv)", path.read_text()), path
 
 
+@pytest.mark.parametrize("folder", ["kvtxn", "backends"])
+def test_one_package_uses_ctypes(folder):
+    """What the driver and Python are given by address is in ``backends/launching``."""
+    users = {path for path in (ROOT / folder).rglob("*.py") if "ctypes" in imports(path)}
+    assert {path.parent for path in users} <= {ROOT / "backends" / "launching"}
+
+
 #: Why a file of more than 600 lines is one subject, and not two; by its path.
 LONG: dict[str, str] = {}
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from ...audit.step import Step
-from ..driver import SCRATCH, PackedLaunch, address_of, pack
+from ..launching.repeated_launch import ALIGNED, SCRATCH, RepeatedLaunch, address_of
 
-#: Triton compiles a kernel for addresses that are multiples of this, and one for others.
-ALIGNED: Final = 16
 #: Triton takes whole numbers from here on for longer ones.
 _LONG: Final = 1 << 31
 
@@ -36,7 +34,7 @@ class Launches:
         self._kernel: Final = kernel
         self._constants: Final = constants
         self._device: Final = device
-        self._compiled: dict[Hashable, _Launch] = {}
+        self._compiled: dict[Hashable, RepeatedLaunch] = {}
         self._known: WeakKeyDictionary[Step, dict[int, list[_Launch]]] = WeakKeyDictionary()
         self._last: tuple[Step, dict[int, list[_Launch]]] | None = None  # the usual one
 
@@ -87,8 +85,8 @@ class Launches:
         """
         compiled = self.launch(grid, arguments)
         if recurs and compiled is not None:
-            whole = grid, arguments, self._constants, self._device
-            launch = _Launch(compiled, *whole, at, given)
+            again = RepeatedLaunch(compiled, grid, arguments, self._constants, self._device)
+            launch = _Launch(again, arguments, at, given)
             self._known.setdefault(step, {}).setdefault(number, []).append(launch)
 
     def launch(
@@ -115,12 +113,14 @@ class Launches:
             kind = (*map(_kind, arguments[:variable]), *arguments[variable:])
         found = self._compiled.get(kind)
         if found is not None:
-            found.run_with(grid, arguments, vary)
+            _set(found, grid, arguments, vary)
+            if all(grid):  # the driver refuses to launch nothing
+                found.run()
             return found.compiled
         compiled = self._kernel[grid](*arguments)
         if compiled is not None:
             whole = grid, arguments, self._constants, self._device
-            self._compiled[kind] = _Launch(compiled, *whole)
+            self._compiled[kind] = RepeatedLaunch(compiled, *whole)
         return compiled
 
 
@@ -128,43 +128,21 @@ class _Launch:
     """A launch that recurs; it holds every tensor whose address is noted down.
 
     Args:
-        compiled: what Triton compiled.
-        grid: the sizes of the launch's grid.
+        again: the launch.
         arguments: all arguments, constants included.
-        constants: the number of the last arguments that are constants.
-        device: of its tensors.
         at: the number of the first argument that varies.
         given: the tensors that vary; only their form is kept.
-
-    Attributes:
-        compiled: the argument.
     """
 
-    __slots__ = ("_after", "_at", "_before", "_forms", "_held", "_packed", "_run", "compiled")
+    __slots__ = ("_again", "_at", "_forms", "_held")
 
     def __init__(
-        self,
-        compiled: Any,
-        grid: tuple[int, int, int],
-        arguments: Sequence[Any],
-        constants: int,
-        device: torch.device,
-        at: int = 0,
-        given: Sequence[Tensor] = (),
+        self, again: RepeatedLaunch, arguments: Sequence[Any], at: int, given: Sequence[Tensor]
     ) -> None:
-        fixed = [*map(address_of, arguments)]
-        end = at + len(given)
-        self.compiled: Final = compiled
-        self._run: Final = compiled[grid]
-        self._before: Final = tuple(fixed[:at])
-        self._after: Final = tuple(fixed[end:])
-        self._held: Final = (*arguments[:at], *arguments[end:])
+        self._again: Final = again
+        self._held: Final = (*arguments[:at], *arguments[at + len(given) :])
         self._at: Final = at
         self._forms: Final = tuple(map(_form, given))
-        words = fixed[: len(fixed) - constants]
-        self._packed: PackedLaunch | None = None
-        if all(grid):  # the driver refuses to launch nothing
-            self._packed = pack(compiled, grid, words, device)
 
     def run(self, given: Sequence[Any]) -> bool:
         """Launch with these in the place of the tensors that vary.
@@ -185,31 +163,25 @@ class _Launch:
             if not each.is_contiguous():
                 return False
             addresses.append(address)
-        packed, at = self._packed, self._at
-        if packed is not None:
-            for address in addresses:
-                packed.words[at] = address
-                at += 1
-            if packed.run():
-                return True
-            self._packed = None  # Triton says what is wrong
-        self._run(*self._before, *addresses, *self._after)
+        again, at = self._again, self._at
+        for address in addresses:
+            again.words[at] = address
+            at += 1
+        again.run()
         return True
 
-    def run_with(
-        self, grid: tuple[int, int, int], arguments: Sequence[Any], vary: Sequence[int] = ()
-    ) -> None:
-        """Launch with another grid and other arguments, of which none is held."""
-        packed = self._packed
-        if packed is not None and all(grid):
-            words, programs = packed.words, packed.programs
-            for index in vary or range(len(words) - SCRATCH):
-                words[index] = address_of(arguments[index])
-            programs[0].value, programs[1].value, programs[2].value = grid
-            if packed.run():
-                return
-            self._packed = None  # as in ``run``
-        self.compiled[grid](*map(address_of, arguments))
+
+def _set(
+    launch: RepeatedLaunch,
+    grid: tuple[int, int, int],
+    arguments: Sequence[Any],
+    vary: Sequence[int],
+) -> None:
+    """Set a launch's grid and arguments; ``vary`` as for ``Launches.launch``."""
+    words, programs = launch.words, launch.programs
+    for index in vary or range(len(words) - SCRATCH):
+        words[index] = address_of(arguments[index])
+    programs[0].value, programs[1].value, programs[2].value = grid
 
 
 def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, int, int]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...audit.groups import Place
-from .staging import memoryview_of
+from ..launching.host_memory import memoryview_of
 
 #: Columns of an outcome: the number of the next step, as ``Books.counters`` has it; the address of
 #: the accepted counts, and 1 if they are of 64 bits, 0 if of 32; the same of the sampled ids; ids

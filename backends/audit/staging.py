@@ -8,7 +8,6 @@ the device by torch, which pins memory for them.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,12 +15,14 @@ import torch
 from torch import Tensor
 
 from ...host_values import to_device
+from ..launching.host_memory import memoryview_of
+from ..launching.repeated_launch import ALIGNED
 
 #: Parts, and the numbers of each: 4 MiB in all.
 _PARTS: Final = 4
 _NUMBERS: Final = 1 << 17
-#: A launch is compiled for addresses that are multiples of 16 bytes.
-_EVEN: Final = 2
+#: Each piece begins at a multiple of so many numbers: launches are compiled for such addresses.
+_EVEN: Final = ALIGNED // 8
 _INT64: Final = torch.int64
 
 
@@ -93,9 +94,3 @@ class Staging:
             self._passed[self._part] = event
         self._part, self._filled = later, 0
         return True
-
-
-def memoryview_of(numbers: Tensor) -> memoryview:
-    """Return the memory of int64 ``[n]`` on the host, contiguous, which must stay alive."""
-    memory = (ctypes.c_int64 * len(numbers)).from_address(numbers.data_ptr())
-    return memoryview(memory).cast("B").cast("q")

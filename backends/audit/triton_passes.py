@@ -25,10 +25,11 @@ from ...audit.passes import Passes, Stretch
 from ...audit.rows import first_of
 from ...audit.step import Step
 from ...audit.violation import KIND_NUMBER
+from ..launching.repeated_launch import ALIGNED
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
 from .byte_passes import TritonBytePasses
 from .going_on import GoingOn
-from .launches import ALIGNED, Launches
+from .launches import Launches
 from .plan import Addresses, contiguous
 from .staging import Staging
 from .waiting import Waiting
@@ -85,7 +86,7 @@ class TritonPasses(Passes):
         self._changing: Final = Launches(change_kernel.change_books, 2, device)
         self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
         self._counting: Final = Launches(change_kernel.count_tokens, 1, device)
-        self._writing: Final = Launches(write_kernel.write_rows, 5, device)
+        self._writing: Final = Launches(write_kernel.write_rows, 6, device)
         self._checking: Final = Launches(compare_kernel.compare_rows, 5, device)
         self._going_on: Final = Launches(compare_kernel.compare_states, 4, device)
         self._resolving: Final = Launches(resolve_kernel.resolve_rows, 4, device)

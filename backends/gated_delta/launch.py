@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import LayerError
-from ..move_rows.launch import KernelCall
+from ..launching.kernel_call import KernelCall
 from .advance_kernel import advance_rows
 from .layers import DeltaLayers
 from .rows import DeltaRows

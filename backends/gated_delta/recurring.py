@@ -12,12 +12,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..driver import PackedLaunch, address_of, pack
+from ..launching.repeated_launch import ALIGNED, RepeatedLaunch
 from .launch import advance_call
 from .layers import DeltaLayers
-
-#: Triton compiles another kernel for addresses that are no multiples of this.
-_ALIGNED: Final = 16
 
 
 class RecurringAdvance:
@@ -31,8 +28,8 @@ class RecurringAdvance:
         snapshots: int32 ``[groups, most_requests]``, likewise.
 
     Attributes:
-        packed: the launch as the driver takes it; None before the first one, or where Triton
-            launches.
+        again: launches what was compiled; None before the first launch, and under Triton's
+            interpreter.
 
     Raises:
         LayerError: a request may have too many rows.
@@ -50,9 +47,8 @@ class RecurringAdvance:
         none = torch.zeros(2, dtype=torch.int32, device=sources.device)
         given = layers, sources, none, none, boundary, snapshots
         self._call: Final = advance_call(*given, longest=longest, least=1)
-        names = [name for name in self._call.arguments if not name.isupper()]
-        self._count, self._starts = names.index("count"), names.index("starts")
-        self.packed: PackedLaunch | None = None
+        self._count, self._starts = self._call.at("count"), self._call.at("starts")
+        self.again: RepeatedLaunch | None = None
 
     def run(self, count: Tensor, starts: Tensor, requests: int) -> None:
         """Let the states of all layers take in the kept rows of each request.
@@ -65,17 +61,17 @@ class RecurringAdvance:
         """
         if count.dtype is not torch.int32 or count.stride(0) != 1:
             count = count.to(torch.int32).contiguous()
-        packed, places = self.packed, (count.data_ptr(), starts.data_ptr())
-        if packed is not None and not (places[0] | places[1]) % _ALIGNED:
-            packed.words[self._count], packed.words[self._starts] = places
-            packed.programs[1].value = requests
-            if packed.run():
-                return
-            self.packed = None  # Triton says what is wrong
+        again, places = self.again, (count.data_ptr(), starts.data_ptr())
+        aligned = not (places[0] | places[1]) % ALIGNED
+        if again is not None and aligned:
+            again.words[self._count], again.words[self._starts] = places
+            again.programs[1].value = requests
+            again.run()
+            return
         programs, _, layers = self._call.grid
         given = self._call.arguments | {"count": count, "starts": starts}
         call = attrs.evolve(self._call, grid=(programs, requests, layers), arguments=given)
-        compiled = call.run()
-        if compiled is not None and not (places[0] | places[1]) % _ALIGNED:
-            words = [address_of(each) for name, each in given.items() if not name.isupper()]
-            self.packed = pack(compiled, call.grid, words, count.device)
+        if aligned:
+            self.again = call.run_to_repeat(count.device)
+        else:
+            call.run()

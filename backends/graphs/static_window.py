@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from ...captured.launches import CapturedLaunches, CapturedPlaces, LayoutLaunches
-from ...cuda_graphs import Replay, capture, replay_of
+from ...cuda_graphs import Replay, capture
 from ...executor import Executor
 from ...layout import RowLayout
 from ...log import get_logger
+from ..launching.graph_launch import replay_of
+from ..launching.kernel_call import KernelCall
 from ..move_rows.acceptance import AcceptanceArg, acceptance_arg
-from ..move_rows.launch import CachedLaunch, KernelCall, MovePlan
+from ..move_rows.launch import CachedLaunch, MovePlan
 from ..move_rows.selection import Accept
 from ..move_rows.tile_sizes import tile_for
 
@@ -76,7 +78,7 @@ class StaticLaunches(CapturedLaunches):
         assert self._save is not None
         # There is no acceptance; the kernel does not read the tensor that stands in its place.
         call = self._arrange(self._save, layout, acceptance_arg(None, layout))
-        return partial(CachedLaunch(call, packs=True).run, layout.position)
+        return partial(CachedLaunch(call).run, layout.position)
 
     @property
     def saves(self) -> bool:
@@ -86,7 +88,7 @@ class StaticLaunches(CapturedLaunches):
     def committing(self, layout: RowLayout, sampled: Tensor) -> CachedLaunch:
         """Arrange the commit, for any acceptance of this dtype."""
         acceptance = AcceptanceArg(Accept.SAMPLED, sampled)
-        return CachedLaunch(self._arrange(self._commit, layout, acceptance), packs=True)
+        return CachedLaunch(self._arrange(self._commit, layout, acceptance))
 
     def keep(self, launch: Callable[[], None], dropped: Callable[[], None]) -> Replay | None:
         """Capture a launch that ran before, and keep it; see ``GraphCache.add``."""

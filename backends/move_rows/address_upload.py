@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
+
+from ..launching.host_memory import memoryview_of
 
 
 class AddressBook:
@@ -79,7 +81,7 @@ class _Page:
 
     def __init__(self, size: int, pinned: bool) -> None:
         self._host = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        self._cells = (ctypes.c_int64 * size).from_address(self._host.data_ptr())
+        self._cells = memoryview_of(self._host)
         self._sent = torch.cuda.Event() if pinned else None
 
     def busy(self) -> bool:
@@ -88,7 +90,7 @@ class _Page:
 
     def send(self, addresses: tuple[int, ...], table: Tensor) -> None:
         """Copy ``addresses`` into the front of ``table`` in stream order."""
-        self._cells[: len(addresses)] = list(addresses)
+        self._cells[: len(addresses)] = array("q", addresses)
         table.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()

@@ -1,13 +1,14 @@
-"""Data of a launch: the plan of a move, the call of a kernel, and a call that recurs."""
+"""The plan of a move, and a move that recurs."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import attrs
 from torch import Tensor
 
-from ..driver import PackedLaunch, pack
+from ..launching.kernel_call import KernelCall
+from ..launching.repeated_launch import RepeatedLaunch
 from .plane_table import PlaneTable
 
 
@@ -33,58 +34,22 @@ class MovePlan:
     direct: tuple[int, int] | None = None
 
 
-@attrs.define(eq=False, on_setattr=attrs.setters.frozen)
-class KernelCall:
-    """A launch of a kernel with all of its arguments.
-
-    Attributes:
-        kernel: a Triton function.
-        grid: the three sizes of the launch's grid.
-        arguments: by the kernel's own names, constants included, all of them and in the order of
-            its signature.
-        warps: warps per program.
-        options: further options of Triton's compiler.
-    """
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]
-    warps: int
-    options: dict[str, Any] = attrs.Factory(dict)
-
-    def run(self) -> Any:
-        """Launch the kernel; return the compiled kernel, or None under Triton's interpreter."""
-        launch = self.kernel[self.grid]
-        return launch(*self.arguments.values(), num_warps=self.warps, **self.options)
-
-
 class CachedLaunch:
     """A launch that recurs: only the acceptance, its argument ``accepted``, differs.
 
-    Triton looks at every argument of a launch to find the kernel that was compiled for such
-    arguments, which takes longer than the launch. Here it does so once; from then on the compiled
-    kernel is called with addresses that were noted down.
-
     Args:
         call: the first launch; it holds every tensor whose address is noted down.
-        packs: let the driver launch with packed arguments, where it can. Of such a kernel every
-            number has to be an argument that Triton does not specialise.
 
     Attributes:
-        packed: the launch as the driver takes it; None before the first launch, or where Triton
-            launches.
+        again: launches what was compiled; None before the first launch, and under Triton's
+            interpreter.
     """
 
-    def __init__(self, call: KernelCall, *, packs: bool = False) -> None:
+    def __init__(self, call: KernelCall) -> None:
         self._call: Final = call
         self._dtype: Final = call.arguments["accepted"].dtype
-        self._at: Final = list(call.arguments).index("accepted")
-        values = call.arguments.values()
-        fixed = [each.data_ptr() if isinstance(each, Tensor) else each for each in values]
-        self._before, self._after = tuple(fixed[: self._at]), tuple(fixed[self._at + 1 :])
-        self._compiled: Any = None
-        self._packs: Final = packs
-        self.packed: PackedLaunch | None = None
+        self._at: Final = call.at("accepted")
+        self.again: RepeatedLaunch | None = None
 
     def run(self, accepted: Tensor) -> None:
         """Launch with another acceptance.
@@ -93,28 +58,13 @@ class CachedLaunch:
             accepted: of the first launch's form, contiguous, on the device. One of another dtype
                 is launched as an ordinary call.
         """
-        same = accepted.dtype is self._dtype
-        packed = self.packed
-        if packed is not None and same:
-            packed.words[self._at] = accepted.data_ptr()
-            if packed.run():
-                return
-            self.packed = None  # Triton says what is wrong
-        if self._compiled is not None and same:
-            self._compiled(*self._before, accepted, *self._after)
+        again, same = self.again, accepted.dtype is self._dtype
+        if again is not None and same:
+            again.words[self._at] = accepted.data_ptr()
+            again.run()
             return
-        arguments = self._call.arguments | {"accepted": accepted}
-        compiled = attrs.evolve(self._call, arguments=arguments).run()
-        if compiled is not None and same:
-            self._compiled = compiled[self._call.grid]
-            self.packed = self._pack(compiled, accepted)
-
-    def _pack(self, compiled: Any, accepted: Tensor) -> PackedLaunch | None:
-        """Pack the launch whose kernel was compiled now."""
-        if not self._packs:
-            return None
-        arguments = self._call.arguments
-        words = [*self._before, accepted.data_ptr(), *self._after]
-        # A constant's name is in capitals, and no parameter of the compiled kernel.
-        given = [word for name, word in zip(arguments, words, strict=True) if not name.isupper()]
-        return pack(compiled, self._call.grid, given, accepted.device)
+        call = attrs.evolve(self._call, arguments=self._call.arguments | {"accepted": accepted})
+        if same:
+            self.again = call.run_to_repeat(accepted.device)
+        else:
+            call.run()

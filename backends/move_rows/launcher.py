@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ...layout import RowLayout
-from .. import driver
+from ..launching import repeated_launch
+from ..launching.kernel_call import KernelCall
 from . import kernel as kernels
 from .acceptance import AcceptanceArg
-from .launch import CachedLaunch, KernelCall, MovePlan
+from .launch import CachedLaunch, MovePlan
 from .tile_sizes import tile_for
 
 #: Launches that are remembered; when there are more, all are forgotten.
@@ -42,7 +43,7 @@ class MoveLauncher:
         if limits.device.type == "cuda":
             device = torch.cuda.get_device_properties(limits.device)
             self.programs = 10 * device.multi_processor_count
-            driver.works(limits.get_device())  # now: a launch does not wait for the device
+            repeated_launch.works(limits.get_device())  # now: a launch does not wait for the device
 
     def launch(
         self,
@@ -79,7 +80,7 @@ class MoveLauncher:
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()
             call = self.call(plan, layout, counters, acceptance, slots, count=count)
-            found = self._cached[key] = (CachedLaunch(call, packs=True), plan, layout)
+            found = self._cached[key] = (CachedLaunch(call), plan, layout)
         found[0].run(acceptance.tensor)
 
     def call(

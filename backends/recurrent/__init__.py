@@ -1,1 +1,1 @@
-"""States of recurrent layers advanced in Triton: one launch for all layers of a window."""
+"""Tables of state blocks, and kernels that an engine with recurrent states runs beside them."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import attrs
 import triton
 import triton.language as tl
 from torch import Tensor, int32
 
-from ..driver import PackedLaunch, address_of, pack
+from ..launching.kernel_call import KernelCall
+from ..launching.repeated_launch import ALIGNED, RepeatedLaunch
 
 #: Requests of a program.
 _REQUESTS: Final = 32
-#: Triton compiles another kernel for addresses that are no multiples of this.
-_ALIGNED: Final = 16
+#: Warps of a program.
+_WARPS: Final = 4
 #: Arguments that differ from step to step.
 _STEP: Final = ("sampled", "starts", "first", "given", "lines")
 
@@ -98,8 +100,8 @@ class CommitNames:
             the state at this end, or 0; None likewise.
 
     Attributes:
-        packed: the launch as the driver takes it; None before the first one, or where Triton
-            launches.
+        again: launches what was compiled; None before the first launch, and under Triton's
+            interpreter.
     """
 
     def __init__(
@@ -112,8 +114,7 @@ class CommitNames:
         snapshots: Tensor | None,
     ) -> None:
         most = commits.shape[2] - 1
-        self._groups = commits.shape[0]
-        self._arguments: Final[dict[str, Any]] = {
+        arguments: dict[str, Any] = {
             "sampled": counts,
             "starts": kept,
             "first": kept,
@@ -134,9 +135,9 @@ class CommitNames:
             "SNAPSHOTS": snapshots is not None,
             "REQUESTS": _REQUESTS,
         }
-        names = [name for name in self._arguments if not name.isupper()]
-        self._at: Final = [names.index(name) for name in _STEP]
-        self.packed: PackedLaunch | None = None
+        self._call: Final = KernelCall(names_of, (0, commits.shape[0], 1), arguments, _WARPS)
+        self._at: Final = [*map(self._call.at, _STEP)]
+        self.again: RepeatedLaunch | None = None
 
     def run(self, sampled: Tensor, starts: Tensor, lines: int, first: Tensor) -> None:
         """Name the commits of a step.
@@ -154,19 +155,19 @@ class CommitNames:
         if sampled.dtype is not int32 or sampled.stride(0) != 1:
             sampled = sampled.to(int32).contiguous()
         places = sampled.data_ptr(), starts.data_ptr(), first.data_ptr()
-        aligned = not (places[0] | places[1] | places[2]) % _ALIGNED
-        packed = self.packed
-        if packed is not None and aligned:
+        aligned = not (places[0] | places[1] | places[2]) % ALIGNED
+        again = self.again
+        if again is not None and aligned:
             for at, word in zip(self._at, (*places, sampled.shape[0], lines), strict=True):
-                packed.words[at] = word
-            packed.programs[0].value = -(-lines // _REQUESTS)
-            if packed.run():
-                return
-            self.packed = None  # Triton says what is wrong
+                again.words[at] = word
+            again.programs[0].value = -(-lines // _REQUESTS)
+            again.run()
+            return
         step = sampled, starts, first, sampled.shape[0], lines
-        given = self._arguments | dict(zip(_STEP, step, strict=True))
-        grid = triton.cdiv(lines, _REQUESTS), self._groups, 1
-        compiled = names_of[grid](*given.values())
-        if compiled is not None and aligned:
-            words = [address_of(each) for name, each in given.items() if not name.isupper()]
-            self.packed = pack(compiled, grid, words, sampled.device)
+        given = self._call.arguments | dict(zip(_STEP, step, strict=True))
+        grid = triton.cdiv(lines, _REQUESTS), *self._call.grid[1:]
+        call = attrs.evolve(self._call, grid=grid, arguments=given)
+        if aligned:
+            self.again = call.run_to_repeat(sampled.device)
+        else:
+            call.run()

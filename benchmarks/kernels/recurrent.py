@@ -1,4 +1,4 @@
-"""GPU time of verify steps over recurrent states: stock, ``recurrent="exact"``, and the replay.
+"""GPU time of verify steps over recurrent states: stock, ``recurrent="exact"`` and ``"fast"``.
 
 Everything is measured in one run, by graph replays in turn, each of which finds its states cold:
 
@@ -7,10 +7,9 @@ Everything is measured in one run, by graph replays in turn, each of which finds
   writing a state, and write one state per request, of all layers each; ``together`` is the commit
   as captured graphs have it, several layers side by side;
 - ``fast``: what ``recurrent="fast"`` does in its place: verify and commit by kvtxn's own kernels;
-- ``replay``: the library's commit of a replayed layer, one launch, and ``floor``: a plain copy of
-  as many bytes as the states have, one read and one written.
+- ``floor``: a plain copy of as many bytes as the states have, one read and one written.
 
-No case is timed before ``exact`` left stock's states, and the others those of their references.
+No case is timed before ``exact`` left stock's states, and ``fast`` those of its reference.
 """
 
 from __future__ import annotations
@@ -114,19 +113,16 @@ def measure(
         AssertionError: a commit left other bytes than it should have; nothing is timed then.
     """
     from .fast_states import FastMamba2, FastStates
-    from .state_workload import Replay, StateWorkload
+    from .state_workload import StateWorkload
     from .vllm_state_ops import operators
 
     load = StateWorkload(case, device, turns)
-    replay = Replay(load)
-    replay.check()
     kernels: dict[str, Any] = {}
-    candidates: dict[str, Sequence[Step]] = {"replay": replay.steps(), "floor": load.copies()}
-    eager: dict[str, Sequence[Step]] = {"replay": replay.eager()}
+    candidates: dict[str, Sequence[Step]] = {"floor": load.copies()}
     fast = {"gated_delta": FastStates, "mamba2": FastMamba2}[case.shape.kind](load)
     fast.check()
     candidates |= fast.steps()
-    eager["fast"] = fast.steps()["fast: commit"]
+    eager: dict[str, Sequence[Step]] = {"fast": fast.steps()["fast: commit"]}
     for ops in operators(load):
         for part in _EVERY if ops.exact else _EVERY[:1]:
             run_part = getattr(ops, part)
@@ -159,12 +155,7 @@ def measure(
         "state_bytes": load.step_bytes,
         "freed_bytes": case.drafts * load.step_bytes,
         "kernels": kernels,
-        "replay": {
-            "us": {name: _median(times[name]) for name in ("replay", "floor")},
-            "of_floor": _ratios(times["replay"], times["floor"]),
-            "buffer_bytes": replay.nbytes,
-            "host_us": host["replay"],
-        },
+        "floor": _median(times["floor"]),
         "fast": of_fast(times, [*kernels], fast.nbytes, host["fast"]),
     }
 
@@ -284,9 +275,7 @@ def lines(row: Mapping[str, Any]) -> list[str]:
         us = "  ".join(f"{part} {value:.1f}" for part, value in fast["us"].items())
         shares = "  ".join(f"of {name} {_interval(of)}" for name, of in fast["of_stock"].items())
         found.append(f"{where}, fast: {us}  {shares}  commit/floor {_interval(fast['of_floor'])}")
-    replay = row["replay"]
-    us = "  ".join(f"{part} {value:.1f}" for part, value in replay["us"].items())
-    return [*found, f"{where}: {us}  replay/floor {_interval(replay['of_floor'])}"]
+    return [*found, f"{where}: floor {row['floor']:.1f}"]
 
 
 def report(found: Mapping[str, Any]) -> str:
@@ -295,7 +284,6 @@ def report(found: Mapping[str, Any]) -> str:
     most = max(row["requests"] for row in found["rows"])
     for row in found["rows"]:
         where = [row["model"], row["dtype"], str(row["drafts"]), str(row["requests"])]
-        replay = row["replay"]
         for name, kernel in row["kernels"].items():
             if "of_stock" not in kernel:  # no window verifies by it
                 continue
@@ -304,7 +292,6 @@ def report(found: Mapping[str, Any]) -> str:
             host = [kernel["host_us"], kernel["captured_host_us"]]
             cells += [_interval(kernel["of_stock"])]
             cells += ["-" if time is None else f"{time:.0f}" for time in host]
-            cells += [f"{replay['us']['replay']:.0f}", _interval(replay["of_floor"])]
             rows.append([", ".join([*where[:2], name]), *where[2:], *cells])
             if kernel["formula_bytes"] and row["requests"] == most:
                 freed = row["freed_bytes"]
@@ -313,7 +300,7 @@ def report(found: Mapping[str, Any]) -> str:
                 share = f"{100 * kernel['formula_bytes'] / freed:.1f} %"
                 sizes.append([", ".join([*where[:2], name]), *where[2:], *shown, share])
     header = ["states, kernel", "k", "requests", *_EVERY, "stage + read + together of stock"]
-    header += ["host, commit", "host, captured", "replay", "of a copy"]
+    header += ["host, commit", "host, captured"]
     memory = ["states, kernel", "k", "requests", "MiB by formula", "allocated", "freed", "share"]
     parts = [table(header, rows), "Microseconds, all layers.", table(memory, sizes)]
     parts += fast_table(found["rows"])

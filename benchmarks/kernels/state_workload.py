@@ -1,19 +1,14 @@
-"""States of recurrent layers, the steps that verify over them, and their replay by kvtxn."""
+"""States of recurrent layers, and the steps that verify over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
-from ... import LayerRef, TxnConfig
-from ...backends.triton_executor import TritonExecutor
-from ...executor import StagedLayer, Txn
-from ...layout import RowLayout
-from ...recurrent import GatedDelta, Mamba2, Recurrence, replay
 from ..common.model_shapes import StateCase
 from .timer import COLD_BYTES
 
@@ -102,84 +97,3 @@ def _copy(source: Tensor, target: Tensor) -> None:
     """Copy bytes in contiguous pieces."""
     for given, made in zip(source.split(_PIECE), target.split(_PIECE), strict=True):
         made.copy_(given)
-
-
-class Replay:
-    """kvtxn's own commit over staged rows: one launch for all layers.
-
-    Args:
-        load: the states and steps.
-    """
-
-    def __init__(self, load: StateWorkload) -> None:
-        case, shape = load.case, load.case.shape
-        self._load = load
-        recurrence: Recurrence = GatedDelta(shape.key_heads, key_dtype=torch.bfloat16)
-        if shape.kind == "mamba2":
-            decays = -torch.ones(shape.heads, device=load.device)
-            recurrence = Mamba2(decays, shape.key_heads, dtype=torch.bfloat16)
-        self.refs = [
-            LayerRef.recurrent(f"layer.{number}", state, replay=recurrence)
-            for number, state in enumerate(load.states)
-        ]
-        self.executor = TritonExecutor(self.refs, TxnConfig(max_rows=case.rows))
-        self._layout = RowLayout.build(
-            (case.drafts,) * case.requests, (1,) * case.requests, load.device
-        )
-        self._counters = torch.zeros(1, 4, dtype=torch.int64, device=load.device)
-        self._staged = {ref.name: StagedLayer(ref, self._rows()) for ref in self.refs}
-
-    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Make what one layer keeps of its rows: keys, values, and decays below 1."""
-        load, shape, rows = self._load, self._load.case.shape, self._load.case.rows
-        key = load.random(rows, shape.key_heads, shape.key_size) * shape.key_size**-0.5
-        value = load.random(rows, shape.heads, shape.value_size, dtype=torch.float32)
-        decay = torch.rand(rows, shape.heads, device=load.device)
-        return key, 0.1 * value, decay
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the staged rows of all layers."""
-        parts = [part for layer in self._staged.values() for part in layer.rows]
-        return sum(part.numel() * part.element_size() for part in parts)
-
-    def _txn(self, turn: Turn) -> Txn:
-        slots = {"default": turn.slots[0]}
-        where = tuple(self.refs), self._layout, self._counters
-        return Txn("deferred", *where, slots=slots, staged=dict(self._staged))
-
-    def steps(self) -> list[Step]:
-        """Return one commit per step, with its addresses on the device already."""
-        return [step for turn in self._load.turns for step in self._launches(turn)]
-
-    def _launches(self, turn: Turn) -> Iterator[Step]:
-        self.executor.use_slots(turn.slots)
-        calls = self.executor.advance_calls(self._txn(turn), turn.sampled.long() - 1)
-        yield lambda: [call.run() for call in calls]
-
-    def eager(self) -> list[Step]:
-        """Return commits as a window makes them."""
-        self.executor.use_slots(self._load.turns[0].slots)
-        txn, counts = self._txn(self._load.turns[0]), self._load.turns[0].sampled.long() - 1
-        return [lambda: self.executor.advance(txn, counts)]
-
-    def check(self) -> None:
-        """Compare the first and the last layer after one commit with the reference.
-
-        Raises:
-            AssertionError: the bytes differ.
-        """
-        turn = self._load.turns[0]
-        ends = self.refs[0], self.refs[-1]
-        blocks = turn.table[:, 0].long()
-        before = [ref.states[0][blocks] for ref in ends]
-        self.steps()[0]()
-        found = [ref.states[0][blocks] for ref in ends]
-        for ref, state in zip(ends, before, strict=True):
-            ref.states[0][blocks] = state
-        txn = self._txn(turn)
-        txn.staged = {ref.name: self._staged[ref.name] for ref in ends}
-        replay.advance(txn, turn.sampled.long() - 1)
-        for ref, state in zip(ends, found, strict=True):
-            if not torch.equal(state, ref.states[0][blocks]):
-                raise AssertionError(f"the replay differs from the reference: {self._load.case}")

@@ -10,7 +10,6 @@ import torch
 from kernels_here import ON_GPU, importing_kernels
 
 with importing_kernels():
-    from kvtxn.backends import driver
     from kvtxn.backends.audit import (
         byte_lists,
         byte_work,
@@ -20,6 +19,10 @@ with importing_kernels():
         write_kernel,
     )
     from kvtxn.backends.audit.launches import Launches
+    from kvtxn.backends.gated_delta.advance_kernel import advance_rows
+    from kvtxn.backends.launching import repeated_launch as driver
+    from kvtxn.backends.move_rows.kernel import move_rows
+    from kvtxn.backends.recurrent.named_commits import names_of
 
 STREAM, FUNCTION = 0x7F0000001000, 0x7F0000002000
 SIGNATURE = ctypes.CFUNCTYPE(
@@ -86,9 +89,9 @@ GPU = torch.device("cuda", 3)
 def test_nothing_is_packed_while_a_graph_is_captured(launched, monkeypatch):
     """The driver is tried first, which would spoil the capture."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert driver.pack(Compiled(), (1, 1, 1), [1], GPU) is None
+    assert not driver.RepeatedLaunch(Compiled(), (1, 1, 1), [1], 0, GPU).by_driver
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert driver.pack(Compiled(), (1, 1, 1), [1], GPU) is not None
+    assert driver.RepeatedLaunch(Compiled(), (1, 1, 1), [1], 0, GPU).by_driver
 
 
 def test_a_launch_that_recurs_is_the_drivers(launched):
@@ -131,12 +134,12 @@ def test_a_kernel_that_needs_more_is_launched_by_triton(launched, unusual):
 
 
 def test_nothing_is_launched_for_an_empty_grid(launched):
-    """The driver refuses it; Triton leaves it out."""
+    """The driver would refuse it."""
     kernel, one = Kernel(), torch.zeros(4, dtype=torch.int64)
     launches = Launches(kernel, 1, GPU)
     for grid in ((2, 1, 1), (0, 1, 1), (2, 1, 1)):
         launches.launch(grid, (one, 1, one, 8, True))
-    assert [grid for grid, _ in kernel.compiled.launched] == [(0, 1, 1)]
+    assert kernel.compiled.launched == []
     assert len(launched.calls) == 1
 
 
@@ -164,6 +167,20 @@ def test_constants_come_last_and_no_other_number_is_specialised():
         if ON_GPU:
             plain = {p.name for p in kernel.params if p.do_not_specialize}
             assert {name for name, kind in others.items() if kind == "tl.int64"} <= plain
+
+
+@pytest.mark.parametrize("kernel", [move_rows, advance_rows, names_of], ids=lambda k: k.__name__)
+def test_constants_of_calls_that_recur_come_last(kernel):
+    """In capitals; no other number is specialised."""
+    names = kernel.arg_names
+    constants = [name for name in names if name.isupper()]
+    assert names[-len(constants) :] == constants
+    annotations = kernel.fn.__annotations__
+    assert {str(annotations[name]) for name in constants} == {"tl.constexpr"}
+    if ON_GPU:
+        plain = {p.name for p in kernel.params if p.do_not_specialize}
+        numbers = {name for name in names if str(annotations[name]).startswith("tl.int")}
+        assert numbers <= plain
 
 
 @pytest.mark.skipif(not ON_GPU, reason="there is no driver")

@@ -82,6 +82,16 @@ def test_what_needs_other_tensors_next_time_is_not_remembered():
     assert not launches.again(step)
 
 
+def test_each_launch_knows_how_many_constants_its_kernel_has():
+    """With one less, a kernel compiled for one value of a constant would run for another."""
+    books = new_ledger("plain", backend="torch").books
+    launches = [each for each in vars(TritonPasses(books)).values() if isinstance(each, Launches)]
+    assert len(launches) > 5
+    for each in launches:
+        names = [name for name in each._kernel.arg_names if name.isupper()]
+        assert each._constants == len(names), each._kernel
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """The kernels of a step, replaced, by name."""

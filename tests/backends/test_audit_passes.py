@@ -275,7 +275,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvtxn.backends import driver
+from kvtxn.backends.launching import repeated_launch
 from kvtxn.backends.audit import change_kernel, compare_kernel, resolve_kernel, write_kernel
 
 SIZES = {"num_requests", "num_rows", "own_stride", "num_lines", "journal_size", "capacity"}
@@ -284,7 +284,7 @@ SCALARS = {*SIZES, *NUMBERS, "kind", "columns", "besides", "max_requests"}
 KINDS = {**dict.fromkeys(SCALARS, "i64"), "short": "i32"}
 STEP = {"FILLS": True, "SAVES": True}
 KERNELS = (
-    (driver._add, {"FACTOR": 3}),
+    (repeated_launch._add, {"FACTOR": 3}),
     (change_kernel.change_books, {"SEALS": True, "TILE": 512}),
     (change_kernel.put_numbers, {"TILE": 512}),
     (change_kernel.count_tokens, {"TILE": 16}),
@@ -306,7 +306,7 @@ for kernel, constants in KERNELS:
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     words = ptx.count(".param .u64") + ptx.count(".param .u32")
     arguments = len(signature) - len(constants)
-    assert arguments <= words <= arguments + driver.SCRATCH, (kernel.__name__, words)
+    assert arguments <= words <= arguments + repeated_launch.SCRATCH, (kernel.__name__, words)
 print("compiled", len(KERNELS))
 """
 

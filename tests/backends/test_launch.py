@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import torch
-from kvtxn.backends.move_rows import launch as launches
-from kvtxn.backends.move_rows.launch import CachedLaunch, KernelCall
+from kvtxn.backends.launching import kernel_call
+from kvtxn.backends.launching.kernel_call import KernelCall
+from kvtxn.backends.move_rows.launch import CachedLaunch
 
 
 class Kernel:
@@ -38,9 +39,7 @@ class Compiled:
         return lambda *arguments: self.kernel.again.append((grid, *arguments))
 
 
-def cached(
-    *, compiles: bool, packs: bool = False
-) -> tuple[Kernel, dict[str, object], CachedLaunch]:
+def cached(*, compiles: bool) -> tuple[Kernel, dict[str, object], CachedLaunch]:
     """A kernel, the arguments of its first launch, and the launch."""
     kernel = Kernel(compiles=compiles)
     arguments: dict[str, object] = {
@@ -52,7 +51,7 @@ def cached(
         "A": True,
         "B": 16,
     }
-    return kernel, arguments, CachedLaunch(KernelCall(kernel, (2, 3, 1), arguments, 4), packs=packs)
+    return kernel, arguments, CachedLaunch(KernelCall(kernel, (2, 3, 1), arguments, 4))
 
 
 def test_the_first_launch_is_an_ordinary_one():
@@ -67,7 +66,7 @@ def test_the_first_launch_is_an_ordinary_one():
 
 
 def test_later_ones_go_by_address():
-    """Arguments and constants by position, tensors by address, the acceptance as it is."""
+    """Arguments and constants by position, tensors by address."""
     kernel, arguments, again = cached(compiles=True)
     again.run(torch.ones(3, dtype=torch.int32))
     accepted = torch.ones(5, dtype=torch.int32)
@@ -75,10 +74,9 @@ def test_later_ones_go_by_address():
     assert len(kernel.launched) == 1
     [(grid, *given)] = kernel.again
     assert grid == (2, 3, 1)
-    at = list(arguments).index("accepted")
-    assert given.pop(at) is accepted
-    others = [value for name, value in arguments.items() if name != "accepted"]
-    assert given == [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in others]
+    wanted = arguments | {"accepted": accepted}
+    wanted = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in wanted.values()]
+    assert given == wanted
 
 
 def test_another_dtype_is_another_kernel():
@@ -100,68 +98,50 @@ def test_interpreted_kernels_have_nothing_compiled():
     assert (len(kernel.launched), len(kernel.again)) == (3, 0)
 
 
-class Packed:
-    """Stands for a launch by the driver, which refuses launches while ``takes`` is False."""
+class Again:
+    """Stands for a ``RepeatedLaunch``."""
 
-    def __init__(self, compiled, grid, arguments, device):
-        self.grid, self.words, self.device = grid, list(arguments), device
+    def __init__(self, compiled, grid, arguments, constants, device):
+        self.grid, self.device = grid, device
+        self.words = [launch_address(each) for each in arguments[: len(arguments) - constants]]
         self.launched: list[list[int]] = []
-        self.takes = True
 
     def run(self):
-        self.launched += [list(self.words)] if self.takes else []
-        return self.takes
+        self.launched.append(list(self.words))
+
+
+def launch_address(argument):
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 @pytest.fixture
-def packing(monkeypatch):
-    """A launch as the driver would pack it, on a machine without one."""
-    monkeypatch.setattr(launches, "pack", Packed)
+def repeated(monkeypatch):
+    """A launch that the driver makes again, on a machine without one."""
+    monkeypatch.setattr(kernel_call, "RepeatedLaunch", Again)
 
 
-def test_the_driver_launches_with_packed_arguments(packing):
+def test_the_driver_launches_with_packed_arguments(repeated):
     """Addresses and numbers, no constants, in the kernel's order; the acceptance's changes."""
-    kernel, arguments, again = cached(compiles=True, packs=True)
+    kernel, arguments, launch = cached(compiles=True)
     first, second = (torch.ones(count, dtype=torch.int32) for count in (3, 5))
-    again.run(first)
-    assert (len(kernel.launched), again.packed.launched) == (1, [])
-    again.run(second)
-    again.run(first)
+    launch.run(first)
+    assert (len(kernel.launched), launch.again.launched) == (1, [])
+    launch.run(second)
+    launch.run(first)
     before = [arguments["planes"].data_ptr(), 16]
     after = [arguments["counters"].data_ptr(), 7]
-    assert again.packed.launched == [
+    assert launch.again.launched == [
         [*before, accepted.data_ptr(), *after] for accepted in (second, first)
     ]
-    assert again.packed.grid == (2, 3, 1)
+    assert launch.again.grid == (2, 3, 1)
     assert (len(kernel.launched), kernel.again) == (1, [])
 
 
-def test_a_launch_that_the_driver_refuses_is_tritons(packing):
-    """That one, and all that follow."""
-    kernel, _, again = cached(compiles=True, packs=True)
-    accepted = torch.ones(3, dtype=torch.int32)
-    again.run(accepted)
-    again.packed.takes = False
-    again.run(accepted)
-    assert again.packed is None
-    again.run(accepted)
-    assert [len(given) for given in kernel.again] == [8, 8]
-    assert len(kernel.launched) == 1
-
-
-def test_another_dtype_is_not_packed(packing):
-    """An ordinary launch each time."""
-    kernel, _, again = cached(compiles=True, packs=True)
-    again.run(torch.ones(3, dtype=torch.int32))
-    again.run(torch.ones(3, dtype=torch.int64))
-    assert (len(kernel.launched), again.packed.launched) == (2, [])
-
-
-def test_nothing_is_packed_unasked(packing):
-    """Other kernels have numbers that Triton specialises."""
-    _, _, again = cached(compiles=True)
-    again.run(torch.ones(3, dtype=torch.int32))
-    assert again.packed is None
+def test_another_dtype_is_an_ordinary_launch(repeated):
+    kernel, _, launch = cached(compiles=True)
+    launch.run(torch.ones(3, dtype=torch.int32))
+    launch.run(torch.ones(3, dtype=torch.int64))
+    assert (len(kernel.launched), launch.again.launched) == (2, [])
 
 
 COMPILE = """
@@ -169,7 +149,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvtxn.backends.driver import SCRATCH
+from kvtxn.backends.launching.repeated_launch import SCRATCH
 from kvtxn.backends.move_rows.kernel import move_rows
 
 FLAGS = dict.fromkeys(("TO_CACHE", "COUNT", "UNIFORM", "WIDE", "ONCE"), True)

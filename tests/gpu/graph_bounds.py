@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy
 import torch
+from kvtxn.backends.launching.graph_launch import replay_of
 from kvtxn.integrations.serving.graph_steps import GraphSteps
 
 from kvtxn import LayerRef, TransactionManager, TxnConfig
-from kvtxn.cuda_graphs import GRAPH_BYTES, MOST_BYTES, capture, replay_of
+from kvtxn.cuda_graphs import GRAPH_BYTES, MOST_BYTES, capture
 
 #: Launches, more than the driver's queue has places for.
 LAUNCHES = 5000

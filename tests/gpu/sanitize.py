@@ -56,8 +56,6 @@ FAMILIES: Final = {
     # Whole lives with mutants take a tool minutes each, so these have one life and single calls.
     "ledger": "any_stride or test_malformed or test_every_call or columns or _life and states",
     "bytes": "any_stride or test_checksums_of_any_layout or test_windows or _life and plain",
-    "replay": "test_replayed_states or test_every_accepted_count or test_every_way_across",
-    "replay-graphs": "test_replay_in_a_graph or test_sizes_of_states or test_device_slots_beyond",
     # Verifies have many cases, of which few are taken: what follows them has a family of its own.
     "gated-delta": "test_verify_is_as_specified",
     "gated-delta-steps": "test_a_commit_advances or are_the_re",
@@ -73,8 +71,6 @@ _OWN_FILES: Final = {
     "slices": ("backends/test_attention_launch.py",),
     "ledger": ("backends/test_audit_passes.py", "backends/test_audit_strides.py"),
     "bytes": ("backends/test_audit_bytes.py",),
-    "replay": ("recurrent/test_replay_triton.py",),
-    "replay-graphs": ("recurrent/test_replay_triton.py",),
     "gated-delta": ("recurrent/test_delta_kernels.py",),
     "gated-delta-steps": (
         "recurrent/test_delta_kernels.py",
@@ -96,7 +92,7 @@ _VERDICT: Final = re.compile(
 _KERNELS: Final = "regex=move_rows|paged_|combine|_attention|fill_tables|" + "|".join(
     (
         *("write_rows", "resolve_rows", "compare_", "list_", "do_work", "find_nan"),
-        *("advance_states", "verify_rows", "advance_rows", "names_of"),
+        *("verify_rows", "advance_rows", "names_of"),
     )
 )
 
@@ -177,7 +173,7 @@ def job(
         only = [] if tool == "initcheck" else ["--kernel-name", _KERNELS]
         command = [args.sanitizer, "--tool", tool, *only, "--error-exitcode", "99", *own]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-    if backend == "triton" and family not in ("graphs", "captured", "steps", "replay-graphs"):
+    if backend == "triton" and family not in ("graphs", "captured", "steps"):
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     start = time.monotonic()
     try:

@@ -10,6 +10,7 @@ from kernels_here import ON_GPU, importing_kernels
 from kvtxn.integrations.vllm_plugin.internals.state_tables import StateTables
 
 with importing_kernels():
+    from kvtxn.backends.launching import kernel_call
     from kvtxn.backends.recurrent import named_commits
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -75,31 +76,38 @@ def test_all_requests():
 
 
 class Driver:
-    """Stands for ``PackedLaunch``."""
+    """Stands for ``RepeatedLaunch``."""
 
-    def __init__(self, words):
-        self.words, self.programs = list(words), [SimpleNamespace(value=0) for _ in range(3)]
-        self.takes, self.launched = True, []
+    def __init__(self, compiled, grid, arguments, constants, device):
+        self.words = [
+            each.data_ptr() if isinstance(each, torch.Tensor) else each
+            for each in arguments[: len(arguments) - constants]
+        ]
+        self.programs = [SimpleNamespace(value=0) for _ in range(3)]
+        self.launched = []
 
-    def run(self) -> bool:
+    def run(self) -> None:
         self.launched.append((list(self.words), self.programs[0].value))
-        return self.takes
 
 
 def test_what_the_driver_is_given(monkeypatch):
-    """Addresses and numbers of the step alone differ; what it does not take, Triton launches."""
-    tables, made = Tables(4, aligned=False), []
+    """Addresses and numbers of the step alone differ; other alignments are Triton's."""
+
+    def launched(*given, num_warps):
+        made.append(given)
+        return "compiled"
+
+    made = []
+    monkeypatch.setattr(named_commits, "names_of", {(2, 2, 1): launched})
+    monkeypatch.setattr(kernel_call, "RepeatedLaunch", Driver)
+    tables = Tables(4, aligned=False)
     launch = tables.launch
-    monkeypatch.setattr(
-        named_commits, "names_of", {(2, 2, 1): lambda *given: made.append(given) or "compiled"}
-    )
-    monkeypatch.setattr(named_commits, "pack", lambda _, __, words, ___: Driver(words))
     sampled = torch.ones(40, dtype=torch.int32)
     starts, first = torch.arange(48, dtype=torch.int32), tables.first
     for tensor in (sampled, starts, first):
         assert not tensor.data_ptr() % 16
     launch.run(sampled, starts, 40, first)
-    driver = launch.packed
+    driver = launch.again
     before = list(driver.words)
     launch.run(sampled[4:30], starts[8:], 32, first)
     [(words, programs)] = driver.launched
@@ -108,7 +116,4 @@ def test_what_the_driver_is_given(monkeypatch):
     assert ([words[at] for at in (0, 1, 9, 10)], programs) == ([*step], 1)
     launch.run(sampled[1:], starts, 39, first)  # not aligned
     assert (len(driver.launched), len(made)) == (1, 2)
-    driver.takes = False
-    launch.run(sampled, starts, 40, first)
-    assert launch.packed is not driver
-    assert len(made) == 3
+    assert launch.again is driver

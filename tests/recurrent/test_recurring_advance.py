@@ -11,7 +11,8 @@ from kernels_here import ON_GPU, importing_kernels
 
 with importing_kernels():
     from kvtxn.backends.gated_delta import DeltaLayers, recurring, reference
-    from kvtxn.backends.move_rows.launch import KernelCall
+    from kvtxn.backends.launching import kernel_call
+    from kvtxn.backends.launching.kernel_call import KernelCall
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 LENGTHS, SLOTS = [4, 1, 3, 2], [1, 2, 3, 4]
@@ -68,16 +69,18 @@ def test_states_are_the_references(crossing):
 
 
 class Driver:
-    """Stands for ``PackedLaunch``, and notes what would be launched."""
+    """Stands for ``RepeatedLaunch``, and notes what would be launched."""
 
-    def __init__(self, compiled, grid, arguments, device):
-        self.words = list(arguments)
+    def __init__(self, compiled, grid, arguments, constants, device):
+        self.words = [
+            each.data_ptr() if isinstance(each, torch.Tensor) else each
+            for each in arguments[: len(arguments) - constants]
+        ]
         self.programs = [SimpleNamespace(value=size) for size in grid]
-        self.takes, self.launched = True, []
+        self.launched = []
 
-    def run(self) -> bool:
+    def run(self) -> None:
         self.launched.append((list(self.words), [each.value for each in self.programs]))
-        return self.takes
 
 
 @pytest.fixture
@@ -85,10 +88,10 @@ def packed(monkeypatch):
     """A launch that was packed; Triton's own launches are noted, and make none."""
     calls = []
     monkeypatch.setattr(KernelCall, "run", lambda call: calls.append(call) or "compiled")
-    monkeypatch.setattr(recurring, "pack", Driver)
+    monkeypatch.setattr(kernel_call, "RepeatedLaunch", Driver)
     steps = Steps()
     steps.launch.run(torch.ones(4, dtype=torch.int32, device=DEVICE), steps.starts, 4)
-    assert steps.launch.packed.launched == []
+    assert steps.launch.again.launched == []
     return steps, calls
 
 
@@ -100,7 +103,7 @@ def test_the_driver_is_given_what_differs(packed):
     counts = torch.ones(8, dtype=torch.int32, device=DEVICE)
     starts = torch.zeros(12, dtype=torch.int32, device=DEVICE)
     steps.launch.run(counts, starts, 3)
-    [(words, grid)] = steps.launch.packed.launched
+    [(words, grid)] = steps.launch.again.launched
     assert len(calls) == 1
     assert grid == [first.grid[0], 3, 2]
     names = [name for name in first.arguments if not name.isupper()]
@@ -115,16 +118,9 @@ def test_triton_launches_what_was_compiled_for_other_addresses(packed):
     """An address that is no multiple of 16 wants another kernel; the packed one stays."""
     steps, calls = packed
     odd = torch.ones(9, dtype=torch.int32, device=DEVICE)[1:]
-    driver = steps.launch.packed
+    driver = steps.launch.again
     steps.launch.run(odd, steps.starts, 4)
     assert len(calls) == 2
     assert calls[-1].arguments["count"] is odd
-    assert steps.launch.packed is driver
+    assert steps.launch.again is driver
     assert driver.launched == []
-
-
-def test_triton_launches_where_the_driver_does_not(packed):
-    steps, calls = packed
-    steps.launch.packed.takes = False
-    steps.launch.run(torch.ones(4, dtype=torch.int32, device=DEVICE), steps.starts, 4)
-    assert len(calls) == 2

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ....cuda_graphs import GraphCache, capture, replay_of
+from ....backends.launching.graph_launch import replay_of
+from ....cuda_graphs import GraphCache, capture
 from .state_tables import StateCommits, StateTables, VerifyStep
 
 #: Branches of a graph: eight layers at one request fill an H200 about once.

@@ -1,4 +1,4 @@
-"""Launching a compiled Triton kernel through CUDA's driver, its arguments packed once.
+"""Launching a compiled Triton kernel again through CUDA's driver, its arguments packed once.
 
 Triton's launcher takes every argument apart in every launch, which costs the host several times
 what the driver's own call does. The driver wants the address of each argument. Here the arguments
@@ -23,10 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..log import get_logger
+from ...log import get_logger
 
 log = get_logger()
 
+#: Triton compiles a kernel for addresses that are multiples of this, and one for others.
+ALIGNED: Final = 16
 #: Addresses of scratch memory behind the arguments; null, as these kernels use none.
 SCRATCH: Final = 2
 #: What a compiled kernel must not ask for: what a launch here does not arrange.
@@ -36,68 +38,84 @@ _UNUSUAL: Final = (
 )
 
 
-class PackedLaunch:
-    """A launch whose arguments are packed.
+class RepeatedLaunch:
+    """A compiled kernel with its arguments, launched again after some of them were set.
+
+    It keeps no tensor alive: the caller must, as long as it launches.
 
     Args:
         compiled: what Triton compiled, launched at least once.
         grid: the sizes of the launch's grid.
-        arguments: addresses and numbers, without constants.
-        device: the number of the launch's device.
+        arguments: all arguments in the order of the kernel's signature, constants last.
+        constants: the number of the constants.
+        device: of the launch.
+        trial: the launch by which ``works`` tries the driver.
 
     Attributes:
-        words: int64, the arguments; a word that is set counts from the next launch on.
+        compiled: as given.
+        words: int64, the arguments without constants, then null for scratch memory; a word that is
+            set counts from the next launch on.
         programs: the sizes of the grid; a ``value`` that is set counts likewise.
+        by_driver: True as long as the driver takes the launch; Triton makes it otherwise.
     """
 
     __slots__ = (
-        *("_arguments", "_at", "_compiled", "_device", "_fixed", "_launch", "_stream"),
-        *("_stream_of", "programs", "words"),
+        *("_arguments", "_at", "_constants", "_device", "_fixed", "_launch", "_stream"),
+        *("_stream_of", "by_driver", "compiled", "programs", "words"),
     )
 
     def __init__(
-        self, compiled: Any, grid: tuple[int, int, int], arguments: Sequence[int], device: int
+        self,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        arguments: Sequence[Any],
+        constants: int,
+        device: torch.device,
+        *,
+        trial: bool = False,
     ) -> None:
-        self._compiled: Final = compiled  # as long as this lives, so does the driver's handle
-        number, metadata = len(arguments) + SCRATCH, compiled.metadata
-        self.words: Final = (ctypes.c_int64 * number)(*arguments)
-        begin = ctypes.addressof(self.words)
-        self._at: Final = (ctypes.c_void_p * number)(*range(begin, begin + 8 * number, 8))
-        threads = metadata.num_warps * metadata.target.warp_size
+        self.compiled: Final = compiled  # as long as this lives, so does the driver's handle
+        end = len(arguments) - constants
+        self._constants: Final = tuple(arguments[end:])
+        self.words: Final = (ctypes.c_int64 * (end + SCRATCH))(*map(address_of, arguments[:end]))
         self.programs: Final = tuple(map(ctypes.c_uint, grid))
+        self.by_driver = all(grid) and _is_usual(compiled) and (trial or _drives(device))
+        if self.by_driver:
+            self._prepare(_number(device))
+
+    def _prepare(self, device: int) -> None:
+        """Note what the driver's call needs."""
+        number, metadata = len(self.words), self.compiled.metadata
+        begin = ctypes.addressof(self.words)
+        self._at = (ctypes.c_void_p * number)(*range(begin, begin + 8 * number, 8))
+        threads = metadata.num_warps * metadata.target.warp_size
         sizes = map(ctypes.c_uint, (threads, 1, 1, metadata.shared))
-        self._fixed: Final = (ctypes.c_void_p(compiled.function), *self.programs, *sizes)
-        self._launch: Final = _launcher()
-        self._stream_of: Final = triton.runtime.driver.active.get_current_stream
-        self._device: Final = device
+        self._fixed = (ctypes.c_void_p(self.compiled.function), *self.programs, *sizes)
+        self._launch = _launcher()
+        self._stream_of = triton.runtime.driver.active.get_current_stream
+        self._device = device
         self._stream = self._stream_of(device)
         self._arguments = *self._fixed, ctypes.c_void_p(self._stream), self._at, None
 
-    def run(self) -> bool:
-        """Launch on the current stream; tells whether the driver took it."""
-        stream = self._stream_of(self._device)
-        if stream != self._stream:
-            self._stream = stream
-            self._arguments = *self._fixed, ctypes.c_void_p(stream), self._at, None
-        return bool(self._launch(*self._arguments) == 0)
+    def run(self) -> None:
+        """Launch on the current stream."""
+        if self.by_driver:
+            stream = self._stream_of(self._device)
+            if stream != self._stream:
+                self._stream = stream
+                self._arguments = *self._fixed, ctypes.c_void_p(stream), self._at, None
+            if self._launch(*self._arguments) == 0:
+                return
+            self.by_driver = False  # Triton says what is wrong
+        grid = tuple(size.value for size in self.programs)
+        self.compiled[grid](*self.words[:-SCRATCH], *self._constants)
 
 
-def pack(
-    compiled: Any, grid: tuple[int, int, int], arguments: Sequence[int], device: torch.device
-) -> PackedLaunch | None:
-    """Pack a launch; None where Triton has to launch.
-
-    Args:
-        compiled: what Triton compiled, launched at least once.
-        grid: the sizes of the launch's grid.
-        arguments: addresses and numbers, without constants.
-        device: of the launch.
-    """
+def _drives(device: torch.device) -> bool:
+    """Tell whether the driver launches on a device."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return None  # to try the driver first would spoil a capture
-    if not works(_number(device)) or not _is_usual(compiled):
-        return None
-    return PackedLaunch(compiled, grid, arguments, _number(device))
+        return False  # to try the driver first would spoil a capture
+    return works(_number(device))
 
 
 def _number(device: torch.device) -> int:
@@ -149,14 +167,16 @@ def works(device: int) -> bool:
         device: its number.
     """
     try:
-        given = torch.arange(6, device=f"cuda:{device}")
+        where = torch.device("cuda", device)
+        given = torch.arange(6, device=where)
         out, grid = torch.zeros_like(given), (3, 2, 1)
         compiled = _add[grid](given, 1, 0, out, 0, 3)
         once = out.tolist() == [number + 3 for number in range(6)]
-        arguments = (given.data_ptr(), -(1 << 40), -5, out.data_ptr(), 9)
-        again = _is_usual(compiled) and PackedLaunch(compiled, grid, arguments, device).run()
+        arguments = (given, -(1 << 40), -5, out, 9, 3)
+        again = RepeatedLaunch(compiled, grid, arguments, 1, where, trial=True)
+        again.run()
         right = out.tolist() == [number - 3 * (1 << 40) - 14 for number in range(6)]
-        found, why = once and again and right, "the result was another one"
+        found, why = once and again.by_driver and right, "the result was another one"
     except Exception as error:
         found, why = False, repr(error)
     if not found:
