@@ -24,28 +24,19 @@ SUITES: Final = {
         "kernels.recurrent",
         "GPU time of verify steps over recurrent states: stock, exact, and the replay",
     ),
-    "counters": (
-        "kernels.counters",
-        "bytes that commit and undo write, by hardware counters (needs ncu)",
-    ),
     "steps": ("host.engine_step", "host time that windows add to a step of an engine on a GPU"),
-    "readings": (
-        "host.metrics_reading",
-        "time of one reading of an engine's counters, in-process and multi-process",
-    ),
     "vllm": ("engines.command", "whole vLLM engines: stock against deferred and undo"),
     "capacity": (
         "engines.capacity",
         "requests that a hybrid's cache holds at once: as vLLM reports, and as seen running",
     ),
     "soak": ("soak.command", "an engine with windows for long: what is lost, left, or grows"),
-    "report": ("engines.rerender", "Markdown and a plot from the JSON files of `kvtxn bench vllm`"),
+    "report": ("engines.rerender", "Markdown from the JSON files of `kvtxn bench vllm`"),
 }
 
 #: By measurement: the packages without which it does not start; GPUs apart.
 NEEDS_OF: Final[Mapping[str, Sequence[str]]] = {
-    "readings": ("numpy", "tabulate", "vllm"),
-    "vllm": ("matplotlib", "numpy", "tabulate", "vllm"),
+    "vllm": ("numpy", "tabulate", "vllm"),
     "capacity": ("tabulate", "vllm"),
     "soak": ("vllm",),
     "report": ("tabulate",),

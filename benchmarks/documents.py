@@ -22,7 +22,6 @@ from .common.markdown import machine_line, table, words
 from .engines import capacity
 from .engines import report as vllm_report
 from .host import engine_step
-from .host import metrics_reading as readings
 from .kernels import backends, recurrent
 from .soak import verdict as soak
 
@@ -111,42 +110,6 @@ def models() -> str:
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
-def sweeps() -> str:
-    """Tabulate commits by rows, drafts per request and layers, against stock and a copy."""
-    parts = ("requests", "drafts", "layers", "rows")
-    by_shape: dict[tuple[int, ...], dict[float, dict[str, float]]] = {}
-    for name in ("h200-scaling", "h200-drafts", "h200-layers"):
-        found = load(name)
-        for row in found["rows"]:
-            by_shape.setdefault(tuple(row[p] for p in parts), {})[row["accepted"]] = row["us"]
-    rows = []
-    for shape, at in by_shape.items():
-        every, some = at[1.0], at[0.3]
-        cells = [f"{every['stock']:.0f}", f"{every['commit']:.1f}"]
-        cells += [
-            f"{every['stock'] / every['commit']:.1f}",
-            f"{every['commit'] / every['floor']:.2f}",
-        ]
-        cells += [f"{some['commit']:.1f}", f"{some['stock'] / some['commit']:.1f}"]
-        rows.append([*map(str, shape), *cells])
-    header = [*parts, "stock writes", "commit all drafts", "times faster", "of the copy"]
-    header += ["commit 30 %", "times faster"]
-    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}, and others."
-
-
-def counters() -> str:
-    """Tabulate the bytes that commits write, by the hardware's counters."""
-    found = load("h200-counters")
-    by_share: dict[float, list[str]] = {}
-    for row in found["rows"]:
-        per = f"{32 * row['l2_write_sectors'] / row['bytes']:.3f}" if row["bytes"] else "-"
-        by_share.setdefault(row["accepted"], []).extend([f"{row['bytes'] / 1e6:.2f}", per])
-    rows = [[f"{share:.0%}", *cells] for share, cells in by_share.items()]
-    header = ["accepted", "commit, MB", "L2 writes per byte"]
-    header += ["undo's save, MB", "L2 writes per byte", "undo's restore, MB", "L2 writes per byte"]
-    return f"{table(header, rows)}\n\n{machine_line(found['machine'])}."
-
-
 def sanitizer() -> str:
     """Complaints of compute-sanitizer about each family of kernels."""
     found = load("h200-sanitizer")
@@ -182,22 +145,17 @@ def host_gpu() -> str:
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
-def vllm_speed(*names: str, without: str = "") -> str:
-    """Tokens per second of whole engines, relative to stock's in the same rounds.
-
-    ``without`` names a policy whose code has changed since its measurement; it is left out.
-    """
+def vllm_speed(*names: str) -> str:
+    """Tabulate tokens per second of whole engines, relative to stock's in the same rounds."""
     parts = []
     for name in names:
         found = load(name)
-        for cell in found["cells"]:
-            cell["engines"].pop(without, None)
         settings = found["settings"]
         parts.append(f"{settings['model']}, {settings['drafter']}, k = {settings['drafts']}:")
         parts += [vllm_report.speed(found["cells"]), vllm_report.method(found)]
         parts += [missing] if (missing := vllm_report.unmeasured(found)) else []
         more = f"`kvtxn bench report benchmarks/results/{name}.json`"
-        parts.append(f"{machine_line(found['machine'])}. Latency, windows and a plot: {more}.")
+        parts.append(f"{machine_line(found['machine'])}. Latency and windows: {more}.")
     return "\n\n".join(parts)
 
 
@@ -301,8 +259,6 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "host": host,
     "kernels": kernels,
     "models": models,
-    "sweeps": sweeps,
-    "counters": counters,
     "sanitizer": sanitizer,
     "attention": attention,
     "host-gpu": host_gpu,
@@ -316,14 +272,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
         load("h200-vllm-llama3-8b-eagle-joint")["cells"]
     ),
     "vllm-gpu-host": lambda: vllm_report.clocked(load("h200-vllm-host-bound-ngram")),
-    "vllm-gpu-one-engine": lambda: vllm_speed(
-        "h200-vllm-undo-one-engine", "h200-vllm-undo-one-engine-8b"
-    ),
-    "vllm-gpu-undo": lambda: vllm_speed(
-        "h200-vllm-llama3-8b-eagle-undo", "h200-vllm-llama3-8b-ngram-undo", without="deferred"
-    ),
     "vllm-cpu-audit": lambda: vllm_speed("cpu-vllm-ledger"),
-    "readings": lambda: readings.report(load("cpu-readings")),
     "steps": lambda: engine_step.report(load("h200-steps-against")),
     "backends-blocks": lambda: backends.report(load("h200-backends-blocks")),
     "backends": lambda: backends.report(load("h200-backends")),

@@ -45,10 +45,6 @@ RUNS: dict[str, tuple[object, ...]] = {
         *("--clock", "--first-token-rounds", 3, "--context", 40, "--tokens", 16, "--drafts", 3),
         *("--output", "smoke", "--folder", "results"),
     ),
-    "bench-one-engine": (
-        *("bench", "vllm", "--policies", "stock", "undo", "--one-engine", "--requests", 3),
-        *("--rounds", 3, "--clock", "--tokens", 24, "--output", "smoke", "--folder", "results"),
-    ),
     "demo": ("demo", "--count", 2, "--max-tokens", 32, "--json"),
 }
 

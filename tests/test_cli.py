@@ -388,7 +388,7 @@ def test_help_says_what_each_command_needs(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     said = capsys.readouterr().out
-    assert "deferred and undo (needs matplotlib, numpy, tabulate and vllm)" in said
+    assert "deferred and undo (needs numpy, tabulate and vllm)" in said
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ IMPORTS = {
     "triton": "kvtxn.backends.triton_executor",
     "transformers": "kvtxn.integrations.transformers_cache",
     "testing": "kvtxn.testing",
-    "bench": "kvtxn.benchmarks.engines.plot, matplotlib",
+    "bench": "kvtxn.benchmarks.common.markdown, tabulate",
 }
 
 

@@ -13,16 +13,13 @@ from ..common import paired_stats as paired
 from . import audits
 from .child import Measured
 from .load import SCENARIOS, Point, Work
-from .process import Engine, Switched
+from .process import Engine
 
 Counters = list[dict[str, float]]
 
-#: An engine that takes turns with others, in a process of its own or switched on and off.
-Takes = Engine | Switched
-
 
 def measure(
-    engines: Sequence[Takes],
+    engines: Sequence[Engine],
     point: Point,
     work: Callable[[int], Work],
     rounds: int,
@@ -76,7 +73,7 @@ def measure(
 
 
 def _turns(
-    engines: Sequence[Takes], work: Callable[[int], Work], rounds: int
+    engines: Sequence[Engine], work: Callable[[int], Work], rounds: int
 ) -> dict[str, list[Measured]]:
     """Let every engine run once a round; returns its runs by label."""
     runs: dict[str, list[Measured]] = {engine.spec.label: [] for engine in engines}

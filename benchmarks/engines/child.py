@@ -16,7 +16,6 @@ from ...integrations.vllm_plugin.internals.measuring import (
     reported_requests,
     running_requests,
     set_acceptance,
-    switch_windows,
     together,
 )
 from .audits import Audited, memory
@@ -70,10 +69,7 @@ def _obey(llm: Any, pipe: Connection[Any, Any], active: bool) -> bool:
     if command == "stop":
         frontend.shut_down(llm)
         return False
-    if command == "switch":
-        llm.collective_rpc(switch_windows, args=(work,))
-        pipe.send((False, None))
-    elif command == "snapshot":
+    if command == "snapshot":
         from ...integrations.vllm_plugin import snapshots
 
         pipe.send((False, snapshots(llm) if active else []))

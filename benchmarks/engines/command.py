@@ -9,12 +9,11 @@ or the end of the time leaves out is listed as not measured.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -28,10 +27,10 @@ from . import files as vllm_files
 from . import hybrids
 from . import options as vllm_options
 from .audits import AUDITS, complaints
-from .cell import Takes, measure
+from .cell import measure
 from .load import Point, make
 from .models import DRAFTERS, MODELS, Model
-from .process import Engine, EngineSpec, Switched, running
+from .process import Engine, EngineSpec, running
 
 add_arguments = vllm_options.add_arguments
 
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         arguments = engine_arguments(args, MODELS[args.model], Path(folder))
         text = MODELS[args.model].text(Path(arguments["model"]))
-        with _running(specs(args, arguments), one_engine=args.one_engine) as engines:
+        with running(specs(args, arguments)) as engines:
             result["conditions"] |= _conditions(engines)
             result["cells"] = []
             try:
@@ -87,19 +86,8 @@ def _reason(error: BaseException) -> str:
     return f"the run ended with {type(error).__name__}"
 
 
-@contextlib.contextmanager
-def _running(found: Sequence[EngineSpec], *, one_engine: bool) -> Iterator[Sequence[Takes]]:
-    """Start an engine for each spec, or one engine that serves all specs in turn."""
-    if not one_engine:
-        with running(found) as engines:
-            yield engines
-        return
-    with running([next(spec for spec in found if spec.policy != "stock")]) as [engine]:
-        yield [Switched(engine, spec) for spec in found]
-
-
 def _measure(
-    args: argparse.Namespace, engines: Sequence[Takes], point: Point, text: Sequence[int] | int
+    args: argparse.Namespace, engines: Sequence[Engine], point: Point, text: Sequence[int] | int
 ) -> dict[str, Any]:
     """Measure one cell; every engine must be ready."""
     work = partial(
@@ -120,17 +108,13 @@ def _measure(
     )
 
 
-def _conditions(engines: Sequence[Takes]) -> dict[str, Any]:
+def _conditions(engines: Sequence[Engine]) -> dict[str, Any]:
     """List the other conditions of a run: processors, settings, environment, state of the GPU."""
     spec = engines[0].spec
-    memory = {
-        engine.spec.label: engine.memory()
-        for engine in engines
-        if isinstance(engine, Engine) and engine.spec.audited
-    }
+    memory = {engine.spec.label: engine.memory() for engine in engines if engine.spec.audited}
     return {
         **({"audit_memory": memory} if memory else {}),
-        "engines": len({id(getattr(each, "engine", each)) for each in engines}),
+        "engines": len(engines),
         "processors": os.cpu_count(),
         "announced": {engine.spec.label: engine.announced() for engine in engines},
         "arguments": {key: value for key, value in spec.arguments.items() if key != "model"},

@@ -1,4 +1,4 @@
-"""The files of a ``kvtxn bench vllm`` result: JSON, and Markdown and a plot made from it.
+"""The files of a ``kvtxn bench vllm`` result: JSON, and Markdown made from it.
 
 The JSON has ``common.machine`` (hardware, versions, commit, command), ``settings`` (the options),
 ``conditions`` (what else held: engine arguments, environment, what the plug-in announced, and in
@@ -36,7 +36,7 @@ def write(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
 
 
 def publish(path: Path) -> list[Path]:
-    """Make Markdown and plot from a JSON file, where tabulate and matplotlib are installed.
+    """Make Markdown from a JSON file, where tabulate is installed.
 
     Returns:
         The paths of all files of the result that exist now.
@@ -47,14 +47,9 @@ def publish(path: Path) -> list[Path]:
         text = vllm_report.report(result)
         made.append(path.with_suffix(".md"))
         made[-1].write_text(text)
-        if result["cells"]:
-            from .plot import draw
-
-            made.append(path.with_suffix(".png"))
-            draw(result, made[-1])
     except ModuleNotFoundError as error:
         again = f"pip install 'kvtxn[bench]', then kvtxn bench report {path}"
-        print(f"Markdown and a plot need {error.name}: {again}", file=sys.stderr)
+        print(f"Markdown needs {error.name}: {again}", file=sys.stderr)
     return [each for each in made if each.exists()]
 
 

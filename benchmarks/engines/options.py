@@ -25,8 +25,8 @@ Start one vLLM engine per policy, side by side, and let them take turns at the s
 'ledger' and 'bytes' are stock with kvtxn's audit alone; the exit code is 1 if it found a
 violation, or could not judge every request.
 Without options this is a smoke test: a tiny model with random weights, under a minute on two
-CPU cores. What comes out is NAME.json, NAME.md and NAME.png (a plot, where matplotlib is
-installed; `kvtxn bench report NAME.json` makes both again)."""
+CPU cores. What comes out is NAME.json and NAME.md (`kvtxn bench report NAME.json` makes it
+again)."""
 
 _LISTS: Final = "\n".join(
     [
@@ -72,12 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODE",
         help="how sampled ids become accepted counts (TxnConfig.acceptance): an engine for each "
         f"policy and mode; on CPUs alone. Of {', '.join(ACCEPTANCE_MODES)}",
-    )
-    what.add_argument(
-        "--one-engine",
-        action="store_true",
-        help="one engine under undo, whose windows are switched off where it is stock's turn: no "
-        "two engines differ less",
     )
     what.add_argument("--batch", type=natural, help="most requests that run at once; default: all")
     what.add_argument(
@@ -193,13 +187,6 @@ def check(args: argparse.Namespace) -> None:
             "bench vllm",
             "--mask-modes has no effect on a GPU: the commit's own launch counts there",
             hint="leave it out",
-        )
-    if args.one_engine and (set(args.policies) != {"stock", "undo"} or args.mask_modes):
-        raise ConfigError(
-            "bench vllm",
-            "--one-engine is stock and undo by turns; no other policy leaves the forward as it is",
-            expected="--policies stock undo and no --mask-modes",
-            got=" ".join([*args.policies, *(args.mask_modes or ())]),
         )
     if args.first_token_rounds and all(SCENARIOS[load.scenario].mixed for load in loads):
         raise ConfigError(

@@ -24,7 +24,7 @@ from .child import Held, Measured
 from .hybrids import RECURRENT
 from .load import Work
 
-__all__ = ["Engine", "EngineError", "EngineSpec", "Switched", "running"]
+__all__ = ["Engine", "EngineError", "EngineSpec", "running"]
 
 #: Settings of an engine's process, unless the user's own environment has them; the second lets
 #: rates of acceptance be set in its workers.
@@ -132,10 +132,6 @@ class Engine:
         held: Held = self.process.ask(("hold", work), "while its requests were counted")
         return held
 
-    def switch(self, on: bool) -> None:
-        """Let steps from now on have windows, or be stock's; for an engine under ``undo``."""
-        self.process.ask(("switch", on), "while its windows were switched")
-
     def snapshot(self) -> list[dict[str, float]]:
         """Read the plug-in's counters per rank; empty for stock."""
         found: list[dict[str, float]]
@@ -185,45 +181,3 @@ class Engine:
     def log(self) -> str:
         """Read all that the engine has printed."""
         return self.process.log()
-
-
-@attrs.frozen(eq=False)
-class Switched:
-    """A running engine under ``undo`` that stands for stock while its windows are off.
-
-    What differs between two engines of one configuration (the kernels that each of them compiled,
-    where its memory lies) is the same here. Only under ``undo``: under ``deferred`` the captured
-    forward itself is another.
-
-    Attributes:
-        engine: one with windows.
-        spec: the engine to stand for; windows are on unless its policy is ``"stock"``.
-    """
-
-    engine: Engine
-    spec: EngineSpec
-
-    def run(self, work: Work) -> Measured:
-        """Run the work's requests once, with windows on or off as the policy in ``spec`` says."""
-        self.engine.switch(self.spec.policy != "stock")
-        return self.engine.run(work)
-
-    def snapshot(self) -> list[dict[str, float]]:
-        """Read the plug-in's counters per rank; empty for stock."""
-        if self.spec.policy == "stock":
-            return []
-        self.engine.switch(True)
-        return self.engine.snapshot()
-
-    def audited(self) -> list[Audited]:
-        """Return nothing: an audit cannot be switched off and on."""
-        return []
-
-    def clock(self, work: Work) -> list[dict[str, float] | None]:
-        """Run the work once with windows on, and return their host times by rank."""
-        self.engine.switch(True)
-        return self.engine.clock(work)
-
-    def announced(self) -> str | None:
-        """Find the plug-in's line in the log; None for stock."""
-        return None if self.spec.policy == "stock" else self.engine.announced()

@@ -162,8 +162,6 @@ def method(result: Mapping[str, Any]) -> str:
         f"an interval that holds the true median with {sure:.1f} % (sign test; the order within "
         "a round rotates)."
     )
-    if result["settings"].get("one_engine"):
-        text += " Both are one engine, its windows switched on and off."
     if ratios[0]["confidence"] < LEVEL:
         return f"{text} Too few rounds to show a difference: that takes six."
     if len(result["cells"]) > 1:
@@ -271,8 +269,7 @@ def conditions(result: Mapping[str, Any]) -> str:
     facts = result["conditions"]
     lines = [f"{machine_line(result['machine'])}."]
     lines += [f"{label}: `{line}`" for label, line in facts["announced"].items() if line]
-    one = facts["engines"] == 1
-    engines = "One engine" if one else f"{facts['engines']} engines at once"
+    engines = "One engine" if facts["engines"] == 1 else f"{facts['engines']} engines at once"
     lines.append(
         f"{engines} on {facts['processors']} processors, "
         f"{facts['started']}, {facts['seconds']:.0f} s."

@@ -1,6 +1,6 @@
-"""``kvtxn bench report``: Markdown and a plot from result files of ``kvtxn bench vllm``.
+"""``kvtxn bench report``: Markdown from result files of ``kvtxn bench vllm``.
 
-For files that come from a machine without matplotlib, or from a release that wrote other text.
+For files that come from a machine without tabulate, or from a release that wrote other text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write NAME.md and NAME.png beside each file."""
+    """Write NAME.md beside each file."""
     for path in args.files:
         found = _format(path)
         if found != vllm_files.FORMAT:

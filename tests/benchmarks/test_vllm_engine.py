@@ -11,12 +11,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import attrs
 import numpy
 import pytest
 import torch
 from kvtxn.benchmarks.engines.load import Work
-from kvtxn.benchmarks.engines.process import Engine, EngineError, EngineSpec, Switched
+from kvtxn.benchmarks.engines.process import Engine, EngineError, EngineSpec
 from kvtxn.integrations.vllm_plugin.internals.measuring import (
     set_acceptance,
     switch_windows,
@@ -269,22 +268,6 @@ def test_a_time_limit_from_outside_leaves_nothing_behind(pretended, tmp_path):
     assert bench.wait(timeout=60) == 128 + signal.SIGTERM
     until(lambda: gone(engine))
     assert not (tmp_path / "out").exists()
-
-
-def test_one_engine_is_stock_and_undo_by_turns(start):
-    """Before a repetition, and before its counters are read, its windows are on or off."""
-    engine = start("works", "undo")
-    engine.ready()
-    off, on = (
-        Switched(engine, attrs.evolve(engine.spec, policy=policy)) for policy in ("stock", "undo")
-    )
-    work = Work(prompts=[[1]], max_tokens=1)
-    for each in (off, on, off):
-        assert each.run(work).generated == 1
-    assert off.snapshot() == []
-    assert on.snapshot() == [{"kvtxn_active": 1.0}]
-    switched = [line for line in engine.log().splitlines() if line.startswith("switch_windows")]
-    assert switched == [f"switch_windows {on}" for on in (False, True, False, True)]
 
 
 def test_steps_are_switched():

@@ -279,7 +279,7 @@ AUDITS = {
 
 #: Runs of ``tests/command_runs.py``, likewise.
 COMMANDS = {
-    **{"bench": 90, "demo": 40, "bench-one-engine": 20, "soak": 25, "soak-SaysOther": 25},
+    **{"bench": 90, "demo": 40, "soak": 25, "soak-SaysOther": 25},
     **dict.fromkeys(("soak-LosesBlocks", "soak-KeepsBytes"), 15),
 }
 

@@ -28,7 +28,7 @@ ALONE = ("bfloat16",)
 
 
 @pytest.mark.parametrize("asked", ["auto", "deferred", "undo"])
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 def test_backends_that_would_change_the_policy_of_latent_attention_are_named(asked, version):
     """VLLM chooses among them when it loads the model; the plug-in decides then."""
     facts = attrs.evolve(LATENT, version=version)
