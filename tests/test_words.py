@@ -1,0 +1,70 @@
+"""The documents keep their sentences short.
+
+A sentence is measured as a reader sees it: without links' targets, code blocks, tables and
+generated parts. Code in backticks counts as one word.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+#: Document -> the most words that its sentences may have on average. Lower them, never raise them.
+AVERAGES = {
+    "README.md": 15,
+    "integrations/README.md": 13,
+    "kvtxn/README.md": 15,
+}
+
+#: The most words of one sentence.
+LONGEST = 30
+
+#: Parts of a document that are no sentences of its author's.
+NO_PROSE = (
+    re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL),
+    re.compile(r"<!-- ([\w.-]+) -->.*?<!-- /\1 -->", re.DOTALL),
+    re.compile(r"^\|.*$", re.MULTILINE),
+    re.compile(r"^#+ .*$", re.MULTILINE),
+)
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a Markdown text, each on one line."""
+    for pattern in NO_PROSE:
+        text = pattern.sub("\n\n", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "`code`", text)
+    text = re.sub(r"^ *(?:[-*]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    ends = re.compile(r"(?<=[.!?:])[)\"*_]* +(?=[A-Z`*(\"\[]|vLLM|kvtxn|numba)")
+    return [line for part in paragraphs for line in ends.split(part) if len(line.split()) > 1]
+
+
+def lengths(text: str) -> list[int]:
+    """Return the number of words of each sentence."""
+    return [len(re.findall(r"[\w`][\w`.,'/-]*", line)) for line in sentences(text)]
+
+
+@pytest.mark.parametrize("document", AVERAGES)
+def test_no_sentence_is_long(document):
+    """No sentence has more than ``LONGEST`` words."""
+    text = (ROOT / document).read_text()
+    long = [line for line in sentences(text) if lengths(line)[0] > LONGEST]
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize("document", AVERAGES)
+def test_sentences_are_short_on_average(document):
+    """The mean number of words is within the bound of the document."""
+    assert mean(lengths((ROOT / document).read_text())) <= AVERAGES[document]
+
+
+def test_a_long_sentence_is_noticed():
+    """Code, tables and generated parts are left out; what remains is measured."""
+    text = "One two.\n\n```\n# a b c\n```\n| a b |\n\n<!-- x -->\nA b c d.\n<!-- /x -->\n"
+    assert lengths(text + f"\n- {'word ' * 31}end. [Two words](link.md).") == [2, 32, 2]
