@@ -16,9 +16,12 @@ ROOT = Path(__file__).parent.parent
 
 #: Document -> the most words that its sentences may have on average. Lower them, never raise them.
 AVERAGES = {
+    "CONTRIBUTING.md": 13,
     "README.md": 15,
+    "benchmarks/README.md": 15,
+    "integrations/FAULTS.md": 14,
     "integrations/README.md": 13,
-    "kvtxn/README.md": 15,
+    "kvtxn/README.md": 14,
 }
 
 #: The most words of one sentence.
@@ -28,7 +31,7 @@ LONGEST = 30
 NO_PROSE = (
     re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL),
     re.compile(r"<!-- ([\w.-]+) -->.*?<!-- /\1 -->", re.DOTALL),
-    re.compile(r"^\|.*$", re.MULTILINE),
+    re.compile(r"^ *\|.*$", re.MULTILINE),
     re.compile(r"^#+ .*$", re.MULTILINE),
 )
 
@@ -42,29 +45,30 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"^ *(?:[-*]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
     ends = re.compile(r"(?<=[.!?:])[)\"*_]* +(?=[A-Z`*(\"\[]|vLLM|kvtxn|numba)")
-    return [line for part in paragraphs for line in ends.split(part) if len(line.split()) > 1]
+    return [line for part in paragraphs for line in ends.split(part) if length(line)]
 
 
-def lengths(text: str) -> list[int]:
-    """Return the number of words of each sentence."""
-    return [len(re.findall(r"[\w`][\w`.,'/-]*", line)) for line in sentences(text)]
+def length(sentence: str) -> int:
+    """Return the number of words of a sentence."""
+    return len(re.findall(r"[\w`][\w`.,'/-]*", sentence))
 
 
 @pytest.mark.parametrize("document", AVERAGES)
 def test_no_sentence_is_long(document):
     """No sentence has more than ``LONGEST`` words."""
     text = (ROOT / document).read_text()
-    long = [line for line in sentences(text) if lengths(line)[0] > LONGEST]
+    long = [line for line in sentences(text) if length(line) > LONGEST]
     assert not long, "\n".join(long)
 
 
 @pytest.mark.parametrize("document", AVERAGES)
 def test_sentences_are_short_on_average(document):
     """The mean number of words is within the bound of the document."""
-    assert mean(lengths((ROOT / document).read_text())) <= AVERAGES[document]
+    assert mean(map(length, sentences((ROOT / document).read_text()))) <= AVERAGES[document]
 
 
 def test_a_long_sentence_is_noticed():
     """Code, tables and generated parts are left out; what remains is measured."""
     text = "One two.\n\n```\n# a b c\n```\n| a b |\n\n<!-- x -->\nA b c d.\n<!-- /x -->\n"
-    assert lengths(text + f"\n- {'word ' * 31}end. [Two words](link.md).") == [2, 32, 2]
+    text += f"\n- {'word ' * 31}end. [Two words](link.md)."
+    assert list(map(length, sentences(text))) == [2, 32, 2]
