@@ -41,10 +41,10 @@ class TritonExecutor(Executor):
     Slots are kept in one fixed buffer and undo's rows in another, so that a window allocates
     nothing and a captured commit finds them again.
 
-    Code that captures launches in graphs of its own uses these ways in beside the protocol:
-    ``use_slots`` (the slots are read where that code keeps them), ``plan_commit`` or ``plan_move``
-    (what a launch moves), and ``kernel_call`` and ``advance_calls`` (the launches themselves, as
-    data).
+    These methods are not part of the protocol; code that captures launches in its own graphs uses
+    them: ``use_slots`` (the slots are read where that code keeps them), ``plan_commit`` or
+    ``plan_move`` (what a launch moves), and ``kernel_call`` and ``advance_calls`` (the launches
+    themselves, as data).
 
     Attributes:
         programs: programs that fill the device; 1 if it is no GPU.

@@ -47,8 +47,8 @@ class WindowContext:
             the counters are copied before it.
         reads_back: True if the rows are copied before a deferred commit, so that it can be undone.
         replays: True if a layer has states that take rows in at commit.
-        selecting: names of the layers with states of which a commit selects one; their settled
-            rows are written by the commit as well.
+        selecting: names of the layers for which a commit selects one staged state; the commit also
+            writes their settled rows.
         copies_states: True if the states of replayed layers are copied before they take rows in;
             without the copies they could not be undone, nor advanced again after a failure.
         on_end: called when a window has ended, before its debug event.
@@ -147,13 +147,13 @@ def check_saved(name: str, members: Sequence[LayerRef], num_rows: int, saved: ob
 
 
 def _rows_of(ref: LayerRef, num_rows: int) -> list[str]:
-    """Say what tensors a layer's saved rows are, one per plane."""
+    """Describe the tensors of a layer's saved rows, one per plane, for an error."""
     planes = [([num_rows, *plane.row_shape], plane.cells.element_size()) for plane in ref.planes]
     return [f"{shape} of {size} bytes" for shape, size in planes]
 
 
 def _given(parts: object) -> list[str] | str:
-    """Say the same of what an executor returned."""
+    """Describe the tensors that an executor returned, for an error."""
     if not isinstance(parts, Sequence):
         return f"a {type(parts).__name__}"
     return [

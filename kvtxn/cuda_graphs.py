@@ -1,6 +1,7 @@
 """Capture launches as a CUDA graph in the middle of serving, and keep a bounded number of graphs.
 
-One wrapper of torch's capture, one launch of a graph, and the cache that an engine's graphs share.
+One wrapper of torch's graph capture, one launch of a graph, and the cache that an engine's graphs
+share.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GRAPH_BYTES: Final = 112 << 10
 #: than a thousandth of a large GPU's memory, which the KV cache goes without.
 MOST_BYTES: Final = 64 << 20
 
-#: Launches again what was captured.
+#: Replays the captured launches.
 Replay = Callable[[], None]
 
 
@@ -73,7 +74,7 @@ def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 def _launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-    """Return the driver's launch of a graph; what torch does around it takes the host longer.
+    """Return the driver's launch of a graph, which is quicker than torch's ``replay``.
 
     The launch gives Python's lock away, since it waits while the device's queue is full: the queue
     may wait for a host function that needs the lock. The driver launches in the thread's own
@@ -144,7 +145,7 @@ class GraphCache:
 
         Returns:
             A function that launches the graph, and counts as its use. None if ``make`` returned
-            None, or if the graph alone takes more than the bound.
+            None, or if the one graph takes more than the bound.
         """
         before = _bytes_outside_torch()
         launch = make()

@@ -1,4 +1,4 @@
-"""The extras of kvtxn's own distribution: which of them brings a module that is missing."""
+"""The extras of kvtxn's own distribution, and the extra that brings a missing module."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bringing(
     Args:
         error: the error of the import.
         prefer: name of the extra that brings all that the caller needs, if there is one; other
-            extras may bring this module alone.
+            extras may bring only this module.
         needs: other modules that the caller needs; those that are missing are named, too.
 
     Returns:

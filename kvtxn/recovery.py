@@ -4,9 +4,9 @@
 executor; they return a ``Failure``, from which the window takes its next state. An exception that
 leaves this file means that the repair failed too: the bytes are unknown.
 
-The repairs of rows are idempotent and built on ``kvtxn.row_io`` alone, so it does not matter how
-far the executor got, nor why it stopped. A repair of replayed states is not idempotent, because a
-state must take each row in exactly once: see ``kvtxn.recurrent.replay``.
+The repairs of rows are idempotent and use only ``kvtxn.row_io``, so it does not matter how far the
+executor got, nor why it stopped. A repair of replayed states is not idempotent, because a state
+must take each row in exactly once: see ``kvtxn.recurrent.replay``.
 
 No state is written before the commit, settled rows included, so that an abort leaves all states of
 the window as they were, and the caller can repeat the step.
@@ -214,7 +214,7 @@ def _recover(
 
 
 def _holds(context: WindowContext, ref: LayerRef) -> bool:
-    """Tell whether this layer's drafts wait for commit even in a window that fell back."""
+    """Return whether this layer's drafts wait for commit even in a window that fell back."""
     return ref.kind.overwrites and context.policy == "deferred"
 
 

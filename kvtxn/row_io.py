@@ -88,7 +88,7 @@ def write(plane: Plane, rows: Tensor, selection: Selection) -> None:
     payload = words(rows)[selection.source]
     if selection.live is not None:
         payload = torch.where(selection.live, payload, plane.cells[index])
-    # torch allows writes to a tensor that was made in inference mode in that mode alone.
+    # torch allows writes to a tensor that was made in inference mode only in that mode.
     with torch.inference_mode() if plane.cells.is_inference() else nullcontext():
         plane.cells.index_put_(index, payload)
 
@@ -114,7 +114,7 @@ def write_layers(
 ) -> None:
     """Write ``rows`` of every layer at the row positions of ``mask``; ``slots`` are by group.
 
-    Of the masked rows that share a slot of a ring or state, only the last one is written.
+    If masked rows share a slot of a ring or state, only the last one is written.
     """
     layers = tuple(layers)
     chosen = {}

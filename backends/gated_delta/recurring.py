@@ -27,8 +27,9 @@ class RecurringAdvance:
         layers: the layers.
         sources: int32 ``[groups, most_requests]``, any strides, the slots; filled for each step.
         longest: the most rows of a request.
-        boundary: int32 ``[most_requests]``, see ``advance_gated_delta``; filled likewise.
-        snapshots: int32 ``[groups, most_requests]``, likewise.
+        boundary: int32 ``[most_requests]``, see ``advance_gated_delta``; filled for each step.
+        snapshots: int32 ``[groups, most_requests]``, see ``advance_gated_delta``; filled for each
+            step.
 
     Attributes:
         packed: the launch as the driver takes it; None before the first one, or where Triton
@@ -71,7 +72,7 @@ class RecurringAdvance:
             packed.programs[1].value = requests
             if packed.run():
                 return
-            self.packed = None  # Triton says what is wrong
+            self.packed = None  # Triton raises the right error
         programs, _, layers = self._call.grid
         given = self._call.arguments | {"count": count, "starts": starts}
         call = attrs.evolve(self._call, grid=(programs, requests, layers), arguments=given)

@@ -1,8 +1,8 @@
 """Verify and commit of gated delta nets in torch: the specification of the kernels.
 
-The mathematics are those of vLLM's ``fused_sigmoid_gating_delta_rule_update``:
-``g = -exp(A_log) * softplus(a + dt_bias)``, ``beta = sigmoid(b)``, all in float32.
-These functions read numbers on the host, so no CUDA graph can capture them.
+It computes the same as vLLM's ``fused_sigmoid_gating_delta_rule_update``: ``g = -exp(A_log) *
+softplus(a + dt_bias)``, ``beta = sigmoid(b)``, all in float32. These functions read numbers on the
+host, so no CUDA graph can capture them.
 """
 
 from __future__ import annotations

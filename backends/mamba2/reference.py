@@ -1,8 +1,8 @@
 """Verify of Mamba-2 layers in torch: the specification of the kernel.
 
-The mathematics are those of vLLM's ``selective_state_update``: ``dt`` gets its bias and goes
-through softplus, and the decay is ``exp(dt * A)``, all in float32. This function reads numbers on
-the host, so no CUDA graph can capture it.
+It computes the same as vLLM's ``selective_state_update``: ``dt`` gets its bias and goes through
+softplus, and the decay is ``exp(dt * A)``, all in float32. This function reads numbers on the host,
+so no CUDA graph can capture it.
 """
 
 from __future__ import annotations

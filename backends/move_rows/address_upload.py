@@ -13,7 +13,7 @@ from torch import Tensor
 class AddressBook:
     """Uploads the addresses of a window's rows into one device table, in stream order.
 
-    The host writes into a ring of pinned pages, each of which is copied asynchronously. A page is
+    The host writes into a ring of pinned pages, and each page is copied asynchronously. A page is
     written again only after its last copy was made; if the host is so far ahead that the copy is
     still pending, a fresh page takes its place, so the host never waits.
 
@@ -54,7 +54,7 @@ class AddressBook:
 
     @property
     def capturing(self) -> bool:
-        """Tell whether the current stream is being captured in a graph."""
+        """Return whether the current stream is being captured in a graph."""
         return self._cuda and torch.cuda.is_current_stream_capturing()
 
     def _page(self) -> _Page:
@@ -83,7 +83,7 @@ class _Page:
         self._sent = torch.cuda.Event() if pinned else None
 
     def busy(self) -> bool:
-        """Tell whether the last upload may still be pending."""
+        """Return whether the last upload may still be pending."""
         return self._sent is not None and not self._sent.query()
 
     def send(self, addresses: tuple[int, ...], table: Tensor) -> None:

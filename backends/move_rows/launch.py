@@ -40,7 +40,7 @@ class KernelCall:
     Attributes:
         kernel: a Triton function.
         grid: the three sizes of the launch's grid.
-        arguments: by the kernel's own names, constants included, all of them and in the order of
+        arguments: all of them, constants included, by the kernel's own names and in the order of
             its signature.
         warps: warps per program.
         options: further options of Triton's compiler.
@@ -61,14 +61,14 @@ class KernelCall:
 class CachedLaunch:
     """A launch that recurs: only the acceptance, its argument ``accepted``, differs.
 
-    Triton looks at every argument of a launch to find the kernel that was compiled for such
-    arguments, which takes longer than the launch. Here it does so once; from then on the compiled
-    kernel is called with addresses that were noted down.
+    Triton inspects every argument of a launch to find the kernel compiled for their types and
+    alignments, which takes longer than the launch. Here it does so once. Later runs call the
+    compiled kernel with stored addresses.
 
     Args:
-        call: the first launch; it holds every tensor whose address is noted down.
-        packs: let the driver launch with packed arguments, where it can. Of such a kernel every
-            number has to be an argument that Triton does not specialise.
+        call: the first launch; it keeps alive every tensor whose address is stored.
+        packs: let the driver launch with packed arguments, if it can. Then Triton must not
+            specialise any number among the kernel's arguments.
 
     Attributes:
         packed: the launch as the driver takes it; None before the first launch, or where Triton
@@ -99,7 +99,7 @@ class CachedLaunch:
             packed.words[self._at] = accepted.data_ptr()
             if packed.run():
                 return
-            self.packed = None  # Triton says what is wrong
+            self.packed = None  # Triton raises the right error
         if self._compiled is not None and same:
             self._compiled(*self._before, accepted, *self._after)
             return

@@ -64,7 +64,7 @@ NUM_FIELDS = tl.constexpr(len(FIELDS))
 _WIDE: Final = 16
 
 #: A recurrent state is far longer than a row of keys: it is cut into pieces of so many units, and
-#: each piece has a line of its own, and with it programs of its own.
+#: each piece has its own line, and so its own programs.
 _PIECE: Final = 2048
 
 

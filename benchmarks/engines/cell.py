@@ -88,7 +88,7 @@ def _turns(
 
 
 def summary(runs: Sequence[Measured], short: Sequence[Measured] = ()) -> dict[str, Any]:
-    """Sum up one engine's rounds, and those that were run for the first token alone."""
+    """Sum up one engine's rounds, and its extra rounds for the time to first token."""
     speeds = [run.generated / run.seconds for run in runs]
     return {
         "tokens_per_s": {
@@ -141,7 +141,7 @@ def progress(before: Counters, after: Counters) -> dict[str, Any]:
         }
         for old, new in zip(before, after, strict=True)
     ]
-    windows = ranks[0].get("kvtxn_windows_total", 0)  # an engine may have an audit alone
+    windows = ranks[0].get("kvtxn_windows_total", 0)  # an engine may have an audit and no windows
     steps = windows + ranks[0].get("kvtxn_bypassed_windows_total", 0)
     return {"counters": ranks, "coverage": windows / steps if steps else None}
 
@@ -167,7 +167,7 @@ def first_tokens(mine: Mapping[str, Any], stock: Mapping[str, Any]) -> list[floa
     """Return the time to first token divided by stock's, for each round that has both.
 
     Args:
-        mine: an engine of a cell, as in a result; those of older results may lack times.
+        mine: an engine of a cell, as in a result; an engine of an older result may lack times.
         stock: stock's engine of the same cell, as in a result.
     """
     both = zip(_first_token_rounds(mine), _first_token_rounds(stock), strict=True)

@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own, and the commands that this process sends it.
+"""A vLLM engine in its own process, and the commands that this process sends it.
 
-Engines of several policies live side by side and take turns, so that what is compared was
-measured within seconds of each other.
+Engines of several policies live side by side and take turns, so that compared numbers were measured
+within seconds of each other.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Engine:
         """End the process and every process that it started; read its counters before.
 
         Args:
-            patience: seconds in which an engine that is well may end by itself.
+            patience: seconds in which a healthy engine may end by itself.
         """
         self.process.stop(("stop", None), patience)
 
@@ -189,15 +189,15 @@ class Engine:
 
 @attrs.frozen(eq=False)
 class Switched:
-    """A running engine under ``undo`` that stands for stock while its windows are off.
+    """A running engine under ``undo`` that is measured as stock while its windows are off.
 
-    What differs between two engines of one configuration (the kernels that each of them compiled,
-    where its memory lies) is the same here. Only under ``undo``: under ``deferred`` the captured
-    forward itself is another.
+    So compiled kernels and addresses are equal, which differ between two engines of one
+    configuration. It works only under ``undo``: under ``deferred`` the captured forward differs
+    from stock's.
 
     Attributes:
         engine: one with windows.
-        spec: the engine to stand for; windows are on unless its policy is ``"stock"``.
+        spec: the engine that is measured; windows are on unless its policy is ``"stock"``.
     """
 
     engine: Engine

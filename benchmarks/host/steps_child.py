@@ -38,7 +38,7 @@ def benchmark() -> tuple[Any, Any]:
 
 
 def find_kvtxn_in(folder: str) -> None:
-    """Let Python find kvtxn in a folder alone: an editable installation would fill its gaps."""
+    """Let Python find kvtxn only in one folder: an editable installation would fill its gaps."""
     sys.path.insert(0, folder)
     sys.meta_path[:] = [each for each in sys.meta_path if "Editable" not in str(each)]
 

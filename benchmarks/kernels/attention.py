@@ -139,7 +139,7 @@ class Pass:
         )
 
     def attention(self) -> None:
-        """Attend alone, over rows that are in the caches already."""
+        """Run only the attention, over rows that are in the caches already."""
         for ref in self.load.refs:
             self._attend(*_sides(ref), self.table)
 

@@ -16,7 +16,7 @@ from ...cli import natural
 from ..common import machine
 from ..common.model_shapes import Case
 
-#: What ncu counts -> the name in the results.
+#: Counter of ncu -> the name in the results.
 _METRICS: Final = {
     "lts__t_sectors_op_write.sum": "l2_write_sectors",
     "dram__bytes_write.sum": "dram_bytes_written",

@@ -139,7 +139,7 @@ class FastStates:
 
 
 class FastMamba2(FastStates):
-    """The same of a model with Mamba-2 layers; no kernel of vLLM's applies their gated norm."""
+    """The same for a model with Mamba-2 layers, whose gated norm no vLLM kernel applies."""
 
     parts = ("verify", "commit")
 

@@ -1,6 +1,6 @@
 """GPU time of verify steps over recurrent states: stock, ``recurrent="exact"``, and the replay.
 
-Everything is measured in one run, by graph replays in turn, each of which finds its states cold:
+Everything is measured in one run, by graph replays in turn, each with cold states:
 
 - ``stock``: the engine's operator of all layers, which writes a state per row;
 - ``stage``, ``read``, ``commit``: what ``exact`` does in its place: keep the rows, verify without
@@ -10,7 +10,8 @@ Everything is measured in one run, by graph replays in turn, each of which finds
 - ``replay``: the library's commit of a replayed layer, one launch, and ``floor``: a plain copy of
   as many bytes as the states have, one read and one written.
 
-No case is timed before ``exact`` left stock's states, and the others those of their references.
+Each case is timed only after ``exact`` left stock's states, and the others the states of their
+references.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         case = StateCase(model, dtype, requests, drafts)
         try:
             row = measure(case, torch.device("cuda"))
-        except Exception as error:  # what was measured before is kept
+        except Exception as error:  # earlier measurements are kept
             found["left_out"].append({**attrs.asdict(case), "why": repr(error)[:500]})
             print(f"{case} is left out: {error!r}", flush=True)
         else:
@@ -321,9 +322,9 @@ def report(found: Mapping[str, Any]) -> str:
 
 
 def sentence(found: Mapping[str, Any]) -> str:
-    """Say in a sentence what a verify step takes of stock's time, at the most requests and at one.
+    """Return a sentence on a verify step's share of stock's time, at the most requests and at one.
 
-    Of Qwen3.5-9B with float32 states, beside vLLM's fused kernel.
+    It is about Qwen3.5-9B with float32 states, compared with vLLM's fused kernel.
     """
     kernel = "vLLM's, fused"
     rows = [

@@ -18,8 +18,8 @@ class Progress:
     """Says which workload is played, how many requests are done, and the seconds since the begin.
 
     On a terminal the line is written anew in its place, and is gone at the end. Elsewhere, in a log
-    of CI say, there is one line in ``every`` seconds. It has a thread of its own: a request may
-    take minutes, and so may the engine's start.
+    of CI say, there is one line in ``every`` seconds. It runs in its own thread, since a request
+    may take minutes, and so may the engine's start.
 
     Args:
         command: the command's name, the first words of each line.
@@ -62,7 +62,7 @@ class Progress:
         self._doing, self._done = workload, done
 
     def interrupt(self) -> None:
-        """Say that the user ends the job early, and what comes now."""
+        """Print that the job ends early, and what happens next."""
         begin, end = (_ANEW, "") if self._in_place else ("", "\n")
         what = "interrupted: asking the engine what it found so far; once more to end at once"
         self._write(f"{begin}{self._command}: {what}{end}")
@@ -84,5 +84,5 @@ class Progress:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except OSError:  # nobody reads it any more
+        except OSError:  # the reader is gone
             self._ended.set()

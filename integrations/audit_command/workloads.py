@@ -78,8 +78,8 @@ class Client(Protocol):
         """Clear the prefix cache; an engine that is busy may refuse.
 
         Args:
-            running: preempt all requests that run, so that nothing is in use; an engine with a
-                connector is left alone.
+            running: preempt all requests that run, so that nothing is in use; has no effect with a
+                connector.
         """
 
 

@@ -29,7 +29,7 @@ class Release:
 
     Attributes:
         version: its number.
-        checked: which of ``CHECKS`` were made; empty for one that was recorded and nothing more.
+        checked: which of ``CHECKS`` were made; empty if the release was only recorded.
         hooks: its hook points by dotted name; those that it lacks are left out.
         left_out: what the release's checks left out, and why, a part of a sentence: methods of
             speculation, such as "mtp", none of whose engines was run on a GPU, and attention
@@ -59,7 +59,7 @@ class Move:
     now: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Say what moved; of parameters or fields, those that came and went."""
+        """Describe a change; for parameters or fields, name those that were added and removed."""
         added = [f"+{each}" for each in self.now if each not in self.was]
         left = [f"-{each}" for each in self.was if each not in self.now]
         changes = " ".join(left + added) or "in another order"
