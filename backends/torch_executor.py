@@ -54,7 +54,7 @@ class TorchExecutor(Executor):
         txn.count(kept)
 
     def advance(self, txn: Txn, accepted: Tensor) -> None:
-        """Let the reference advance the states."""
+        """Advance the states by the reference implementation."""
         replay.advance(txn, accepted)
 
     def restore(self, txn: Txn) -> None:

@@ -71,7 +71,7 @@ def kernels() -> str:
     return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
 
 
-#: Ways in which attention reads a window, and what the table calls them.
+#: Ways in which attention reads a window, and their names in the table.
 _WAYS: Final = {
     "slots": "stock's calls by slot",
     "own": "`w.attend`'s kernel",
@@ -288,7 +288,7 @@ DOCUMENTS: Final = (
     Path("integrations/README.md"),
 )
 
-#: Runs with too few rounds for times, beside other engines: what they say is that no bit differs.
+#: Runs with too few rounds for times, beside other engines; they only show that no bit differs.
 _BITS: Final = ("backends", "backends-blocks")
 
 #: Marker -> the function that generates the part between the markers.

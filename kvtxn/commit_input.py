@@ -59,7 +59,7 @@ def as_counts(accepted: Tensor | SampledIds) -> Tensor:
 
 
 def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Tensor | SampledIds:
-    """Turn what a caller gave to ``commit`` into one of the four forms that executors take.
+    """Turn the argument of ``commit`` into one of the four forms that executors take.
 
     ``Window.commit`` calls it first, so that a wrong argument changes nothing. Values of the host
     are checked in full. A tensor on the device is checked only by shape and dtype, since reading
@@ -145,7 +145,7 @@ def _without_array(accepted: object) -> Any:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell a tensor whose numbers lie in memory from sparse, nested and quantised ones."""
+    """Return whether a tensor's numbers lie in memory; not if sparse, nested or quantised."""
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
@@ -188,7 +188,7 @@ def _check_device(accepted: Tensor, device: torch.device) -> None:
 
 
 def _is_nested(accepted: object) -> bool:
-    """Tell a path (two dimensions) from counts or a mask (one)."""
+    """Return whether this is a path (two dimensions) and not counts or a mask (one)."""
     if hasattr(accepted, "ndim"):
         return bool(accepted.ndim == 2)
     if not isinstance(accepted, Sequence) or isinstance(accepted, str):

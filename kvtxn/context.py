@@ -92,7 +92,7 @@ class WindowContext:
         return txn
 
     def save(self, txn: Txn, group: str) -> None:
-        """Let the executor save a group's rows; the first result of each group is checked.
+        """Call the executor's ``save`` for a group; the first result of each group is checked.
 
         Raises:
             KVTxnError: it is not what ``Executor.save`` has to return.
@@ -119,7 +119,7 @@ class WindowContext:
 
 
 def check_saved(name: str, members: Sequence[LayerRef], num_rows: int, saved: object) -> None:
-    """Refuse what an executor's ``save`` returned, if it is not what the contract asks for.
+    """Refuse a result of an executor's ``save`` that breaks the contract.
 
     Args:
         name: the executor's.

@@ -180,7 +180,7 @@ def _bytes_outside_torch() -> int:
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """Give the stream that captures on a device use: the default stream cannot be captured."""
+    """Return the stream for captures on a device, since the default stream cannot be captured."""
     return torch.cuda.Stream(device)
 
 

@@ -302,7 +302,7 @@ class Executor(abc.ABC):
         """
 
     def advance(self, txn: Txn, accepted: Tensor) -> None:
-        """Let the states of the staged replayed layers take in their settled and kept rows.
+        """Update the states of the staged replayed layers by their settled and kept rows.
 
         Nothing is counted. An executor that is ``atomic`` has advanced all states of the window if
         it returns, and none if it raises.

@@ -70,7 +70,7 @@ def _distribution(module: str) -> str:
 
 
 def missing(name: str) -> str | None:
-    """Say that the package for which an extra is named is not installed; None if it is.
+    """Return a sentence if the package for which an extra is named is missing, else None.
 
     Args:
         name: the package's, and the extra's; None is returned for a name that no extra has.

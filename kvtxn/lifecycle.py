@@ -84,7 +84,7 @@ class Lifecycle:
     # -- failures ------------------------------------------------------------------
 
     def go_direct(self, operation: str, error: Exception, *layers: StagedLayer) -> None:
-        """Go DIRECT after a failure before commit; or end the window and raise ``error``.
+        """Go to state DIRECT after a failure before commit, or end the window and raise.
 
         Rows of staged layers that wait are written now, since an accepted row may be among them.
 

@@ -81,7 +81,7 @@ def go_direct(
 
 
 def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> Failure | None:
-    """Let the executor commit; if it fails, finish the commit, or restore the caches.
+    """Call the executor's ``commit``; if it fails, finish the commit, or restore the caches.
 
     Returns:
         None if the executor committed; else the failure, after its repair.
@@ -108,7 +108,7 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
 
 
 def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> None:
-    """Let the executor advance the states of the staged replayed layers, if there are any.
+    """Call the executor's ``advance`` for the staged replayed layers, if there are any.
 
     If a failure may need the states as they were, they are copied to ``txn.states_before`` first.
     Sets ``txn.advanced`` once the executor has returned.
@@ -152,7 +152,7 @@ def commit_failed(
 
 
 def restore(context: WindowContext, txn: Txn) -> Failure | None:
-    """Let the executor put the saved rows back; if it fails, the reference does."""
+    """Call the executor's ``restore``; if it fails, the reference puts the saved rows back."""
     try:
         context.executor.restore(txn)
     except Exception as error:

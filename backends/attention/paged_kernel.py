@@ -14,7 +14,7 @@ from .online_softmax import as_numbers, fold, fold_fresh, in_window, load_rows, 
 
 @triton.jit
 def in_ring(at: tl.tensor, ring: tl.tensor, RING: tl.constexpr) -> tl.tensor:
-    """Give the place of each position ``at`` among its request's slots."""
+    """Return the place of each position ``at`` among its request's slots."""
     return at % ring if RING else at
 
 

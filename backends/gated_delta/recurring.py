@@ -56,7 +56,7 @@ class RecurringAdvance:
         self.packed: PackedLaunch | None = None
 
     def run(self, count: Tensor, starts: Tensor, requests: int) -> None:
-        """Let the states of all layers take in the kept rows of each request.
+        """Update the states of all layers by the kept rows of each request.
 
         Args:
             count: int ``[requests]`` or longer, on the device: the rows that each request keeps,

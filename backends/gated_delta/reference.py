@@ -45,7 +45,7 @@ def verify_gated_delta(
     scale: float,
     normalise: bool = True,
 ) -> None:
-    """Do what ``step.verify_gated_delta`` does."""
+    """Compute ``step.verify_gated_delta`` in torch, row by row; same arguments and effects."""
     ends = starts.tolist()
     recurrence = GatedDelta(key.shape[1])
     for number, source in enumerate(sources.tolist()):
@@ -79,7 +79,7 @@ def advance_gated_delta(
     boundary: Tensor | None = None,
     snapshots: Tensor | None = None,
 ) -> None:
-    """Do what ``step.advance_gated_delta`` does."""
+    """Compute ``step.advance_gated_delta`` in torch, row by row; same arguments and effects."""
     ends, counts = starts.tolist(), count.tolist()
     until = counts if boundary is None else boundary.tolist()
     for state, rows, group in zip(layers.states, layers.rows, layers.groups, strict=True):

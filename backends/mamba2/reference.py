@@ -29,7 +29,7 @@ def verify_mamba2(
     out: Tensor,
     kept: DeltaRows,
 ) -> None:
-    """Do what ``step.verify_mamba2`` does."""
+    """Compute ``step.verify_mamba2`` in torch, row by row; same arguments and effects."""
     ends = starts.tolist()
     recurrence = Mamba2(A.float(), B.shape[1], D.float())
     for number, source in enumerate(sources.tolist()):

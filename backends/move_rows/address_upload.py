@@ -39,7 +39,7 @@ class AddressBook:
         self.version = 0
 
     def write(self, addresses: Sequence[int]) -> Tensor:
-        """Give the device table that holds ``addresses`` for launches made from now on.
+        """Return the device table that holds ``addresses`` for launches made from now on.
 
         A launch that is captured in a graph gets a table of its own.
         """
@@ -58,7 +58,7 @@ class AddressBook:
         return self._cuda and torch.cuda.is_current_stream_capturing()
 
     def _page(self) -> _Page:
-        """Give the next page that may be written."""
+        """Return the next page that may be written."""
         self._next = (self._next + 1) % len(self._pages)
         page = self._pages[self._next]
         if page.busy():

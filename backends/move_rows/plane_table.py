@@ -161,7 +161,7 @@ def build_plane_table(
 
 
 def _common(lines: Sequence[dict[str, int]], name: str) -> int:
-    """Give the number that all lines have in a column; 0 if they differ."""
+    """Return the number that all lines have in a column; 0 if they differ."""
     values = {line[name] for line in lines}
     return values.pop() if len(values) == 1 else 0
 

@@ -70,7 +70,7 @@ def owners(rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.const
 def draft_numbers(
     rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.constexpr
 ) -> tl.tensor:
-    """Give each row's number among its request's drafts, int ``[ROWS]``; negative if settled."""
+    """Return each row's number among its request's drafts, int ``[ROWS]``; negative if settled."""
     _, position, per_request, settled = layout
     if UNIFORM:
         number = rows - rows // per_request * per_request - settled

@@ -133,7 +133,7 @@ class Engine:
         return held
 
     def switch(self, on: bool) -> None:
-        """Let steps from now on have windows, or be stock's; for an engine under ``undo``."""
+        """Switch windows on or off for the next steps, in an engine under ``undo``."""
         self.process.ask(("switch", on), "while its windows were switched")
 
     def snapshot(self) -> list[dict[str, float]]:
@@ -143,7 +143,7 @@ class Engine:
         return found
 
     def audited(self) -> list[Audited]:
-        """Read what the audit has read and found since its start, by rank; empty without an audit.
+        """Read the audit's counts since its start, by rank; empty without an audit.
 
         Raises:
             EngineError: the audit of a rank does not watch, or does not watch any more.
@@ -157,7 +157,7 @@ class Engine:
         return found
 
     def memory(self) -> list[dict[str, int] | None]:
-        """Read by rank what the audit takes on the device, see ``audits.memory``."""
+        """Read by rank the audit's memory on the device, see ``audits.memory``."""
         found: list[dict[str, int] | None]
         found = self.process.ask(("memory", None), "while its audit was measured")
         return found

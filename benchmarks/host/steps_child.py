@@ -44,7 +44,7 @@ def find_kvtxn_in(folder: str) -> None:
 
 
 def stay_on_one_core() -> None:
-    """Keep this thread on the core that the other checkout's process takes, too.
+    """Keep this thread on the core that the other checkout's process also uses.
 
     Cores of one machine differ by half in speed, with their clock and with their neighbours' work.
     Both processes may share a core, since only one of them measures at a time.

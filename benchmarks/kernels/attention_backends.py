@@ -115,7 +115,7 @@ class BackendLoad(abc.ABC):
         """Make numbers of the model's dtype."""
         return torch.randn(size, generator=self.made, device=self.device).to(NUMBER)
 
-    # -- what a step does beside its layers ---------------------------------------------
+    # -- work of a step besides its layers -----------------------------------------------
 
     def around(self) -> tuple[Tensor, Any]:
         """Make the table by slot before the first layer, and commit after the last one.

@@ -33,7 +33,7 @@ BACKENDS: Final[Mapping[str, bool]] = {
     "FLASH_ATTN_MLA": False,
 }
 
-#: Layers of the model whose time is said; what a step does once is spread over them.
+#: Layers of the model whose time is reported; work done once per step is spread over them.
 LAYERS: Final = 32
 
 

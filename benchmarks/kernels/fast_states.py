@@ -27,7 +27,7 @@ class FastStates:
 
     Attributes:
         kept: the staged rows of each layer.
-        parts: what a step consists of.
+        parts: the parts of a step.
     """
 
     parts: tuple[str, ...] = ("verify", "norm", "commit")

@@ -48,7 +48,7 @@ class VerifyOps(abc.ABC):
         self._launch(turn.table, turn.before)
 
     def stage(self, turn: Turn) -> None:
-        """Keep the rows, and name the states to the kernels."""
+        """Store the rows for later calls, and set the states that the kernels work on."""
         self._tables.name_sources(0, turn.table)
         self._keep()
 

@@ -72,7 +72,7 @@ class SoakClient(EngineClient):
         account: the account, which several clients share.
         patience: seconds after which a request counts as lost.
         keeps: keep some requests, for ``kept``.
-        engine_args: the engine's arguments, by which it is asked what it can do.
+        engine_args: the engine's arguments, which decide what requests it can serve.
     """
 
     def __init__(

@@ -172,7 +172,7 @@ class _Kept:
         self.first: Final = len(self._before)
 
     def keep(self, piece: Piece, number: int, report: Mapping[str, Any]) -> None:
-        """Take over what a piece says so far, and print a line for each new sample."""
+        """Store a piece's report so far, and print a line for each new sample."""
         with self._lock:
             told = len(self._reports.get(number, {"samples": ()})["samples"])
             own = {**report, "samples": list(report["samples"])}  # its thread adds to them

@@ -121,7 +121,7 @@ class _Soak:
                 tell({"sample": await self._sample(begin)})
 
     async def _play(self) -> None:
-        """Let each workload make its requests, all at the same time."""
+        """Run the requests of all workloads at the same time."""
         begin, before = time.monotonic(), self._counts.tokens
         plays = []
         for name, client in self._clients.items():
@@ -133,7 +133,7 @@ class _Soak:
         self._rounds += 1
 
     async def _asked_again(self) -> list[Said]:
-        """Ask some of the requests once more, when the prefix cache is empty, and all at once."""
+        """Repeat some of the requests, all at once, with an empty prefix cache."""
         await self._rest()
         pairs = [(client, said) for client in self._clients.values() for said in client.kept()]
         answers = await asyncio.gather(
@@ -209,7 +209,7 @@ class HostUse:
 
 
 def host_use() -> HostUse:
-    """Read what this process and all that it started take of the host."""
+    """Read the host's memory and time of this process and of all its children."""
     give_back()
     parents, sizes, ticks = dict[int, int](), dict[int, int](), dict[int, int]()
     for process in map(int, filter(str.isdecimal, os.listdir("/proc"))):

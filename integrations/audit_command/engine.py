@@ -93,7 +93,7 @@ def _run(job: Job, progress: Progress) -> Found | Refused | None:
 
 @contextlib.contextmanager
 def _ending_early(process: EngineProcess, progress: Progress) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM in the block end the workloads; the next one is as before.
+    """Make the first SIGINT or SIGTERM in the block end the workloads; the next one acts as usual.
 
     Only the main thread can hear of signals; in another one nothing changes.
     """
@@ -196,7 +196,7 @@ async def _serve(job: Job, pipe: Connection[Any, Any]) -> Found | Refused:
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None], pipe: Connection[Any, Any]) -> bool:
-    """Do work until it ends, or until ``STOP`` comes; tell whether it came to its end."""
+    """Do work until it ends, or until ``STOP`` comes; return whether it ended by itself."""
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
 
     def stop() -> None:  # nothing but STOP comes, or the caller is gone
@@ -244,7 +244,7 @@ def offloading(device: str, store: int) -> dict[str, Any]:
 
 
 def _named(recording: dict[str, Any]) -> dict[str, Any]:
-    """Give requests the names that the client gave them: vLLM puts random digits behind each."""
+    """Restore the client's names of requests, to which vLLM adds random digits."""
 
     def own(name: str | None) -> str | None:
         return name and _RANDOM.sub("", name)

@@ -15,7 +15,7 @@ _ANEW: Final = "\r\x1b[K"
 
 
 class Progress:
-    """Says which workload is played, how many requests are done, and the seconds since the begin.
+    """Prints the running workload, the number of requests done, and the seconds so far.
 
     On a terminal the line is written anew in its place, and is gone at the end. Elsewhere, in a log
     of CI say, there is one line in ``every`` seconds. It runs in its own thread, since a request
@@ -58,7 +58,7 @@ class Progress:
             self._write(_ANEW)
 
     def show(self, workload: str, done: int) -> None:
-        """Note how many requests of a job are done; the next line says so."""
+        """Record how many requests of a job are done, for the next line."""
         self._doing, self._done = workload, done
 
     def interrupt(self) -> None:

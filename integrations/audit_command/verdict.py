@@ -30,7 +30,7 @@ MEANING: Final[Mapping[str, str]] = {
     "ranks": "ranks wrote different rows",
 }
 
-#: By finding: what a connector brought.
+#: By finding: the fault of a row that a connector brought.
 _BROUGHT: Final[Mapping[str, str]] = {
     "unwritten": "nobody had written it when it was stored",
     "rejected": "what was stored was a draft that was rejected",

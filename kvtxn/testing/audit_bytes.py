@@ -253,7 +253,7 @@ class FlipsABit(ByteMutant):
     """A bit of a row or state changes in memory."""
 
     def harm(self, step: Step) -> None:
-        """Flip a bit of what a running request will read."""
+        """Flip a bit of a row that a running request will read."""
         request = self.random.choice(self.running) if self.running else None
         if request is None or request.computed < 4 or self.random.random() < 0.6:
             return

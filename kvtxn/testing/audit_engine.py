@@ -94,7 +94,7 @@ class SmallEngine(Telling):
                 columns.append(self.take(group))
 
     def take_hits(self, request: Request) -> None:
-        """Give a request the blocks that a hash finds, but leave at least one token to compute."""
+        """Give a request its cached blocks, but leave at least one token to compute."""
         size = max((g.block_size for g in self.row_groups), default=1)
         if any(g.ring is not None for g in self.row_groups) or self.state_groups:
             return
@@ -238,7 +238,7 @@ class SmallEngine(Telling):
                 table.append(self.take(group))
 
     def publish(self, request: Request, end: int) -> None:
-        """Let others find the blocks that are full at ``end``, as soon as the step is scheduled."""
+        """Publish the blocks that are full at ``end``, as soon as the step is scheduled."""
         size = max((g.block_size for g in self.row_groups), default=1)
         for group in self.row_groups:
             if group.ring is not None:

@@ -227,7 +227,7 @@ class ReadsTheWrongColumn(Mutant):
 
 
 class NeverTellsCounts(Mutant):
-    """The accepted count stays what it was at first."""
+    """The next step always gets an accepted count of 0."""
 
     kinds = frozenset({"state"})
     needs = "states"

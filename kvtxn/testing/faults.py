@@ -64,7 +64,7 @@ class Faults:
         self._armed[at] = (when, nth)
 
     def disarm(self) -> None:
-        """Let everything work again."""
+        """Remove all armed faults, so that every method works again."""
         self._armed.clear()
 
     def due(self, operation: str) -> str | None:

@@ -114,7 +114,7 @@ class ReplayBoundaries(KitBase):
 def _crossing(
     rig: ReplayRig, batch: ReplayBatch, boundary: Sequence[int], without: Sequence[int] = ()
 ) -> ReplayBatch:
-    """Give each request, but padding and those ``without``, a boundary after so many rows."""
+    """Return the batch with boundaries, except for padding and requests in ``without``."""
     crossings = {}
     for group in _GROUPS:
         free = sorted(set(range(EVERY[0].num_states)) - {*batch.states[group]})

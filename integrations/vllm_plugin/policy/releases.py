@@ -31,7 +31,7 @@ class Release:
         version: its number.
         checked: which of ``CHECKS`` were made; empty if the release was only recorded.
         hooks: its hook points by dotted name; those that it lacks are left out.
-        left_out: what the release's checks left out, and why, a part of a sentence: methods of
+        left_out: the omissions of the release's checks, and why, a part of a sentence: methods of
             speculation, such as "mtp", none of whose engines was run on a GPU, and attention
             backends in capitals, such as "FLASH_ATTN_MLA", of which something was not measured.
     """
