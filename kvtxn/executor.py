@@ -297,8 +297,9 @@ class Executor(abc.ABC):
         Args:
             txn: the window; every layer is staged (or, under ``undo``, written by the caller).
             accepted: int ``[num_requests]``, possibly out of range, or bool ``[num_rows]``. For
-                executors that declare ``takes_ids``, also ``SampledIds``; for those that declare
-                ``trees``, in a tree window, int ``[num_requests, columns]``, possibly no path.
+                executors that declare ``takes_ids``, also ``SampledIds``; for executors that
+                declare ``trees``, in a tree window, int ``[num_requests, columns]``, possibly no
+                path.
         """
 
     def advance(self, txn: Txn, accepted: Tensor) -> None:

@@ -36,7 +36,7 @@ def bringing(
         error: the error of the import.
         prefer: name of the extra that brings all that the caller needs, if there is one; other
             extras may bring only this module.
-        needs: other modules that the caller needs; those that are missing are named, too.
+        needs: other modules that the caller needs; missing ones are named, too.
 
     Returns:
         The extra; None for other errors, and for a module that no extra brings.

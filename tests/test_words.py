@@ -1,4 +1,4 @@
-"""The documents keep their sentences short.
+"""The documents keep their sentences short, and docstrings name their subjects.
 
 A sentence is measured as a reader sees it: without links' targets, code blocks, tables and
 generated parts. Code in backticks counts as one word.
@@ -6,6 +6,7 @@ generated parts. Code in backticks counts as one word.
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from statistics import mean
@@ -26,6 +27,15 @@ AVERAGES = {
 
 #: The most words of one sentence.
 LONGEST = 30
+
+#: Folders whose docstrings name the object and not a stand-in for it.
+FOLDERS = (
+    *("backends/attention", "backends/gated_delta", "backends/mamba2", "backends/move_rows"),
+    *("benchmarks", "integrations/vllm_plugin/policy", "kvtxn/testing"),
+)
+
+#: Words that stand for an object without naming it.
+VAGUE = re.compile(r"\b(those that|what is told|(is|are|was|were) told|nobody's|likewise)\b", re.I)
 
 #: Parts of a document that are no sentences of its author's.
 NO_PROSE = (
@@ -72,3 +82,22 @@ def test_a_long_sentence_is_noticed():
     text = "One two.\n\n```\n# a b c\n```\n| a b |\n\n<!-- x -->\nA b c d.\n<!-- /x -->\n"
     text += f"\n- {'word ' * 31}end. [Two words](link.md)."
     assert list(map(length, sentences(text))) == [2, 32, 2]
+
+
+@pytest.mark.parametrize("document", AVERAGES)
+def test_documents_name_the_object(document):
+    """No prose of a document has a word of ``VAGUE``."""
+    prose = sentences((ROOT / document).read_text())
+    assert not [line for line in prose if VAGUE.search(line)]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_name_the_object(folder):
+    """No docstring of a folder has a word of ``VAGUE``."""
+    vague = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                docstring = " ".join((ast.get_docstring(node) or "").split())
+                vague += [f"{path}: {word[0]}" for word in VAGUE.finditer(docstring)]
+    assert not vague, "\n".join(vague)

@@ -175,7 +175,7 @@ class _OfAudit(_Clock):
         self._told = 0  # the watch's number of steps at the last call
         self._had_forward = False
         tells, graphs = hasattr(runner, _TELL), getattr(runner, _GRAPHS, None)
-        # A wrapper takes time, too: of calls within that one, it is for those that begin a part.
+        # A wrapper takes time, too: it is subtracted for calls within this one that begin a part.
         names = ("change", *_FORWARDS, "end_step") if tells else _WATCHED
         own = [(runner, _TELL)] if tells else []
         own += [] if graphs is None else [(graphs, _REPLAY)]

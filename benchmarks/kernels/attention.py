@@ -1,7 +1,7 @@
 """Attention of a verify pass: stock write and attention, against two ways to read a window.
 
 All layers of a model, FlashAttention 3 from vLLM's wheel where it is called, over caches larger
-than the L2. ``attention`` alone, with no write at all, is the floor of those that call it.
+than the L2. ``attention`` alone, with no write at all, is the floor of all candidates that call it.
 """
 
 from __future__ import annotations

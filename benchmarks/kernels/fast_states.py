@@ -129,7 +129,7 @@ class FastStates:
     def _reference(self, layer: int, turn: Turn, states: Tensor) -> Tensor:
         """Return the states of one layer after a step, from those before it."""
         load, kept = self._load, self._room()
-        slots = torch.cat([states[:1], states])  # the first one is nobody's
+        slots = torch.cat([states[:1], states])  # the first one belongs to no request
         sources = torch.arange(1, len(slots), device=load.device, dtype=torch.int32)
         where = slots, sources, load.starts, torch.empty_like(self._out), kept
         self._refer(self._given[layer], *where)

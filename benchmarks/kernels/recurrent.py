@@ -50,7 +50,7 @@ _PARTS: Final = ("stage", "read", "commit")
 _CAPTURED: Final = ("stage", "read", "together")
 _EVERY: Final = ("stock", *_PARTS, "together")
 
-#: Parts of a step with ``fast``; the norm is one of stock's fused kernel's, which Mamba-2 lacks.
+#: Parts of a step with ``fast``; the norm is part of stock's fused kernel; Mamba-2 has none.
 _FAST: Final = ("verify", "norm", "commit")
 
 #: Calls by which the host's time is measured.
@@ -348,7 +348,7 @@ def sentence(found: Mapping[str, Any]) -> str:
 
 
 def fast_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tabulate the fast kernels against each of stock's; nothing if no row has them."""
+    """Tabulate the fast kernels against each of stock's kernels; "" if no row has them."""
     lines = []
     for row in rows:
         fast = row.get("fast") or {"of_stock": {}}

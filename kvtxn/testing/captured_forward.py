@@ -29,7 +29,7 @@ HELD: Final = "held"
 #: Settled and draft rows of each request.
 Shape = tuple[Sequence[int], Sequence[int]]
 
-#: Rows of a forward with held tensors beyond those that a window may have.
+#: Rows of a forward with held tensors beyond the rows that a window may have.
 _MORE: Final = 2
 
 

@@ -13,8 +13,8 @@ from . import releases
 
 _RELEASES: Final = releases.load()
 
-#: The release with the most checks among those that leave nothing out; the newest, if several have
-#: as many.
+#: The release with the most checks among all that leave nothing out; the newest, if several have as
+#: many.
 MOST_CHECKED: Final = max(
     reversed(_RELEASES), key=lambda each: (not each.left_out, len(each.checked))
 ).version
