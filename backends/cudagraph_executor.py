@@ -1,9 +1,10 @@
 """The CUDA-graph executor: a commit is one graph launch, over fixed buffers.
 
-It wraps the Triton executor and captures its commit once per *bucket* of rows; where the acceptance
-is copied, once per bucket of its length as well, as a request may have no row. A replay reads slots
-(padded with -1), layout and acceptance from fixed buffers and the staged rows through a table of
-addresses; it writes the caches. Before each replay every address that a graph holds is compared,
+It wraps the Triton executor and captures its commit once per *bucket* of rows; If the acceptance is
+copied, it also captures once per bucket of the acceptance's length, since a request may have no
+row. A replay reads slots (padded with -1), layout and acceptance from fixed buffers and the staged
+rows through a table of addresses; it writes the caches. Before each replay every address that a
+graph holds is compared,
 always: a cache that moved is an error, never a wild write. The graphs are in the executor's
 ``GraphCache``.
 
@@ -227,7 +228,7 @@ class CudaGraphExecutor(Executor):
         return None if replay is None else _Captured(replay, layout, source, plan)
 
     def capture(self, run: Callable[[bool], None]) -> Graph:
-        """Call ``run(True)``, which compiles what is needed, and capture ``run(False)``.
+        """Call ``run(True)``, which compiles every kernel, and capture ``run(False)``.
 
         Where there are no CUDA graphs, a subclass may return something that runs it again.
         """

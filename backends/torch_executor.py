@@ -54,11 +54,11 @@ class TorchExecutor(Executor):
         txn.count(kept)
 
     def advance(self, txn: Txn, accepted: Tensor) -> None:
-        """Let the reference advance the states."""
+        """Advance the states by the reference implementation."""
         replay.advance(txn, accepted)
 
     def restore(self, txn: Txn) -> None:
-        """Put back what was there before every draft row whose group was saved."""
+        """Restore the old bytes of every draft row whose group was saved."""
         saved = [ref for ref in self.layers if ref.name in txn.saved]
         write_layers(saved, txn.saved, txn.slots, txn.permit(txn.layout.is_draft))
 

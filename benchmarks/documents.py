@@ -28,30 +28,30 @@ from .soak import verdict as soak
 
 def load(name: str) -> dict[str, Any]:
     """Read a result file."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
 
 
 def host() -> str:
     """Host time of an idle window."""
-    found = load("host-cpu")
+    result = load("host-cpu")
     rows = [
         [
             r["policy"],
             str(r["requests"]),
             *(f"{r[p]:.0f}" for p in ("begin", "stage", "commit", "all")),
         ]
-        for r in found["rows"]
+        for r in result["rows"]
     ]
-    header = ["policy", "requests", "begin", f"stage, {found['layers']} layers", "commit", "all"]
-    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    header = ["policy", "requests", "begin", f"stage, {result['layers']} layers", "commit", "all"]
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(result['machine'])}."
 
 
 def kernels() -> str:
     """GPU time of one commit for all layers, against stock's writes and a plain copy."""
-    found = load("h200-kernels")
+    result = load("h200-kernels")
     by_rows: dict[int, dict[float, dict[str, float]]] = {}
-    for row in found["rows"]:
+    for row in result["rows"]:
         by_rows.setdefault(row["rows"], {})[row["accepted"]] = row["us"]
     rows = [
         [
@@ -67,10 +67,10 @@ def kernels() -> str:
     ]
     header = ["rows", "stock, 32 writes", "commit all drafts", "copy of equal bytes"]
     header += ["commit 30 %", "commit none", "undo 30 %, on top of stock"]
-    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(result['machine'])}."
 
 
-#: Ways in which attention reads a window, and what the table calls them.
+#: Ways in which attention reads a window, and their names in the table.
 _WAYS: Final = {
     "slots": "stock's calls by slot",
     "own": "`w.attend`'s kernel",
@@ -79,10 +79,10 @@ _WAYS: Final = {
 
 def attention() -> str:
     """GPU time of 32 layers of attention that reads the window, against stock."""
-    found = load("h200-attention")
-    ways = [way for way in _WAYS if way in found["rows"][0]["us"]]
+    result = load("h200-attention")
+    ways = [way for way in _WAYS if way in result["rows"][0]["us"]]
     rows = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         us = row["us"]
         times = [f"{us['attention']:.0f}", f"{us['stock']:.0f}"]
         for way in ways:
@@ -91,14 +91,14 @@ def attention() -> str:
     header = ["requests, context", "attention alone", "stock: write + attention"]
     for way in ways:
         header += [f"{_WAYS[way]} + commit", "of stock"]
-    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(result['machine'])}."
 
 
 def models() -> str:
     """Tabulate one commit of all drafts in windows of other models."""
-    found = load("h200-models")
+    result = load("h200-models")
     rows = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         if row["accepted"] == 1.0:
             us = row["us"]
             stock = f"{us['stock']:.0f}" if "stock" in us else "-"
@@ -107,25 +107,25 @@ def models() -> str:
             rows.append([row["model"], str(row["layers"]), str(row["rows"]), *times])
     header = ["model", "layers", "rows", "stock writes", "commit all drafts"]
     header += ["copy of equal bytes", "of the copy"]
-    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(result['machine'])}."
 
 
 def sanitizer() -> str:
     """Complaints of compute-sanitizer about each family of kernels."""
-    found = load("h200-sanitizer")
+    result = load("h200-sanitizer")
     by_family: dict[tuple[str, str], dict[str, str]] = {}
-    for row in found["rows"]:
+    for row in result["rows"]:
         said = f"{row['complaints']} in {row['passed']} cases" if row["clean"] else "not clean"
         by_family.setdefault((row["executor"], row["family"]), {})[row["tool"]] = said
-    tools = sorted({row["tool"] for row in found["rows"]})
+    tools = sorted({row["tool"] for row in result["rows"]})
     rows = [
         [f"`{executor}`", family, *(said.get(tool, "-") for tool in tools)]
         for (executor, family), said in by_family.items()
     ]
     header = ["executor", "family", *tools]
-    again = [row for row in found["rows"] if "commit" in row]
+    again = [row for row in result["rows"] if "commit" in row]
     later = sorted({f"`{row['family']}` at {row['commit']}" for row in again})
-    text = f"{table(header, rows)}\n\nComplaints. {machine_line(found['machine'])}"
+    text = f"{table(header, rows)}\n\nComplaints. {machine_line(result['machine'])}"
     return f"{text}; {', '.join(later)}." if later else f"{text}."
 
 
@@ -136,44 +136,44 @@ def host_gpu() -> str:
         ("`triton`, layer by layer", "h200-host-triton"),
         ("`cudagraph`, layer by layer", "h200-host-cudagraph"),
     ):
-        found = load(name)
-        for r in found["rows"]:
+        result = load(name)
+        for r in result["rows"]:
             if r["policy"] == "deferred":
                 times = [f"{r[part]:.0f}" for part in ("begin", "stage", "commit", "all")]
                 rows.append([what, str(r["requests"]), *times])
-    header = ["", "requests", "begin", f"stage, {found['layers']} layers", "commit", "all"]
-    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(found['machine'])}."
+    header = ["", "requests", "begin", f"stage, {result['layers']} layers", "commit", "all"]
+    return f"{table(header, rows)}\n\nMicroseconds. {machine_line(result['machine'])}."
 
 
 def vllm_speed(*names: str) -> str:
     """Tabulate tokens per second of whole engines, relative to stock's in the same rounds."""
     parts = []
     for name in names:
-        found = load(name)
-        settings = found["settings"]
+        result = load(name)
+        settings = result["settings"]
         parts.append(f"{settings['model']}, {settings['drafter']}, k = {settings['drafts']}:")
-        parts += [vllm_report.speed(found["cells"]), vllm_report.method(found)]
-        parts += [missing] if (missing := vllm_report.unmeasured(found)) else []
+        parts += [vllm_report.speed(result["cells"]), vllm_report.method(result)]
+        parts += [missing] if (missing := vllm_report.unmeasured(result)) else []
         more = f"`kvtxn bench report benchmarks/results/{name}.json`"
-        parts.append(f"{machine_line(found['machine'])}. Latency and windows: {more}.")
+        parts.append(f"{machine_line(result['machine'])}. Latency and windows: {more}.")
     return "\n\n".join(parts)
 
 
 def headline() -> str:
     """Write the README's sentence on throughput under ``deferred`` as a share of stock's."""
-    found = load("h200-vllm-llama3-8b-eagle-joint")
-    return vllm_report.headline(found)
+    result = load("h200-vllm-llama3-8b-eagle-joint")
+    return vllm_report.headline(result)
 
 
 def hybrids() -> str:
     """Write the README's sentences on hybrids: at equal memory, and the kernels' time."""
-    found = load("h200-vllm-qwen3.5-9b-equal-memory")
-    [cell] = found["cells"]
+    result = load("h200-vllm-qwen3.5-9b-equal-memory")
+    [cell] = result["cells"]
     exact, fast = (
         cell["engines"][name]["of_stock"]["tokens_per_s"]["median"] for name in ("exact", "fast")
     )
     return (
-        f"In a KV cache in which stock holds {found['settings']['equal_cache']} requests of "
+        f"In a KV cache in which stock holds {result['settings']['equal_cache']} requests of "
         f"Qwen3.5-9B, {cell['requests']} of them ran with **{exact:.1f} times stock's tokens per "
         f"second** with `exact`, and {fast:.1f} times with `fast`. "
         f"{recurrent.sentence(load('h200-recurrent'))}"
@@ -186,8 +186,8 @@ def states_chosen() -> str:
     counts = list(next(iter(times.values())))
     header = ["the states' kernels of a verify step, part of stock's time", "1 request"]
     rows = [
-        [f"vLLM's {kernel} kernel", *(f"{found[count]:.2f}" for count in counts)]
-        for kernel, found in times.items()
+        [f"vLLM's {kernel} kernel", *(f"{result[count]:.2f}" for count in counts)]
+        for kernel, result in times.items()
     ]
     lengths = list(dict.fromkeys(tokens for tokens, _ in held))
     room = [
@@ -209,7 +209,7 @@ def releases() -> str:
     several, some = supported.MORE_GPU_RELEASES, supported.GPU_RELEASES
     places = {
         "GPUs": several,
-        "one GPU": [each for each in some if each not in several],
+        "one GPU": [release for release in some if release not in several],
         "CPUs": supported.RELEASES,
     }
     said = [f"{_listed(versions)} on {place}" for place, versions in places.items() if versions]
@@ -229,7 +229,7 @@ def metrics() -> str:
     for family in (ACTIVE, *FAMILIES, *AUDIT_FAMILIES):
         labels = [family.label] if family.label else []
         labels += ["rank"] if family.per_rank else []
-        rows.append([f"`{family.name}`", ", ".join(f"`{each}`" for each in labels), family.help])
+        rows.append([f"`{family.name}`", ", ".join(f"`{label}`" for label in labels), family.help])
     return words(["metric", "labels", "meaning"], rows)
 
 
@@ -246,7 +246,7 @@ DOCUMENTS: Final = (
     Path("integrations/README.md"),
 )
 
-#: Runs with too few rounds for times, beside other engines: what they say is that no bit differs.
+#: Runs with too few rounds for times, beside other engines; they only show that no bit differs.
 _BITS: Final = ("backends", "backends-blocks")
 
 #: Marker -> the function that generates the part between the markers.
@@ -279,7 +279,7 @@ SECTIONS: Final[dict[str, Callable[[], str]]] = {
     "backends-0.33.0": lambda: "\n\n".join(
         [
             backends.report(load("h200-backends-0.33.0")),
-            *map(backends.bits, (load(f"bits-{each}-0.33.0") for each in _BITS)),
+            *map(backends.bits, (load(f"bits-{name}-0.33.0") for name in _BITS)),
         ]
     ),
     "recurrent": lambda: recurrent.report(load("h200-recurrent")),

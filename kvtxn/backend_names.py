@@ -1,7 +1,7 @@
 """The names of backends, known without importing any of them.
 
 ``TxnConfig`` checks a backend's name when it is built; ``kvtxn.registry`` loads the class that the
-name stands for. Both need the names alone, so the names live here, below both.
+name stands for. Both need only the names, so the names live here, below both.
 """
 
 from __future__ import annotations

@@ -278,5 +278,5 @@ def check_offsets(layer: str, caches: list[Tensor], *tables: Tensor) -> list[Ten
 
 
 def _is_table(table: object) -> bool:
-    """Tell whether ``table`` is a tensor of ints in three dimensions."""
+    """Return whether ``table`` is a tensor of ints in three dimensions."""
     return isinstance(table, Tensor) and table.ndim == 3 and table.dtype in _INTS

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Let the flush at the end of the process succeed: what waits cannot be written."""
+    """Let the flush at the end of the process succeed, since the pipe is closed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -171,7 +171,7 @@ def _entries() -> dict[str, EntryPoint]:
 
 
 def _summary(entry: EntryPoint) -> str:
-    """Return a command's line of help, and what it needs that is not installed."""
+    """Return a command's line of help, and the missing packages that it needs."""
     try:
         says = _literals(entry)
         line = str(says["help"] if "help" in says else entry.load().help)
@@ -181,12 +181,12 @@ def _summary(entry: EntryPoint) -> str:
 
 
 def needed(modules: Sequence[str]) -> str:
-    """Say in brackets which packages a command needs, for the end of its line of help."""
+    """List the packages that a command needs, in brackets, for the end of its line of help."""
     return f" (needs {extras.listed(modules)})" if modules else ""
 
 
 def _literals(entry: EntryPoint) -> dict[str, Any]:
-    """Read ``help`` and ``NEEDS`` from the source of a command that is a module of Python's.
+    """Read ``help`` and ``NEEDS`` from the source of a command's Python module.
 
     Returns:
         Those of the two that are literals at the top of the module; none for other objects.
@@ -204,7 +204,7 @@ def _literals(entry: EntryPoint) -> dict[str, Any]:
 
 
 def _reason(error: Exception, command: str) -> str:
-    """Say why a command cannot be imported, and how to install what is missing, if known."""
+    """Return why a command cannot be imported, and how to install missing packages, if known."""
     remedy = _remedy(error, command) if isinstance(error, ModuleNotFoundError) else None
     return remedy or f"{error!r}; install what it needs"
 
@@ -212,7 +212,8 @@ def _reason(error: Exception, command: str) -> str:
 def _remedy(error: ModuleNotFoundError, command: str) -> str | None:
     """Name all that a command lacks, and the extra of kvtxn that brings it; None if no extra does.
 
-    Of several extras the command's namesake is taken, which brings all that the command needs.
+    If several extras have it, the command's namesake is taken, since it brings all that the command
+    needs.
     """
     needs = [*getattr(error, "modules", ()), *_literals(_entries()[command]).get("NEEDS", ())]
     extra = extras.bringing(error, command, needs)

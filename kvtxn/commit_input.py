@@ -4,8 +4,8 @@ Four forms say which draft rows are accepted: counts, one per request; a mask, o
 a path, for draft trees; and ``SampledIds``, the token ids that a sampler returned.
 
 Host values (ints, sequences, CPU tensors) are checked in full and refused when out of range.
-Device tensors are checked by shape and dtype alone, because reading them would wait for the
-device; the executors clamp counts and cut paths.
+Device tensors are checked only by shape and dtype, because reading them would wait for the device;
+the executors clamp counts and cut paths.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ def as_counts(accepted: Tensor | SampledIds) -> Tensor:
 
 
 def as_accepted(accepted: object, layout: RowLayout, device: torch.device) -> Tensor | SampledIds:
-    """Turn what a caller gave to ``commit`` into one of the four forms that executors take.
+    """Turn the argument of ``commit`` into one of the four forms that executors take.
 
     ``Window.commit`` calls it first, so that a wrong argument changes nothing. Values of the host
-    are checked in full. A tensor on the device is checked by shape and dtype alone, since its
-    values could only be read by waiting, and is returned as it is.
+    are checked in full. A tensor on the device is checked only by shape and dtype, since reading
+    its values would wait for the device. It is returned as it is.
 
     Args:
         accepted: an int for every request, a sequence or tensor of counts, a mask of rows, the
             sampled ids, or, for draft trees, paths. A window without a tree, or whose trees do not
-            branch, takes every form; a window with branches takes paths alone.
+            branch, takes every form; a window with branches takes only paths.
         layout: the requests and rows of the window.
         device: the device of the caches.
 
@@ -138,14 +138,14 @@ def _host_counts(accepted: object, layout: RowLayout) -> Tensor:
 
 
 def _without_array(accepted: object) -> Any:
-    """Return an array of another library as Python numbers: torch does not take each of them."""
+    """Return another library's array as Python numbers; torch cannot read all of them."""
     if isinstance(accepted, Tensor) or not hasattr(accepted, "__array__"):
         return accepted
     return accepted.tolist() if hasattr(accepted, "tolist") else accepted
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell a tensor whose numbers lie in memory from sparse, nested and quantised ones."""
+    """Return whether a tensor's numbers lie in memory; not if sparse, nested or quantised."""
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
@@ -188,7 +188,7 @@ def _check_device(accepted: Tensor, device: torch.device) -> None:
 
 
 def _is_nested(accepted: object) -> bool:
-    """Tell a path (two dimensions) from counts or a mask (one)."""
+    """Return whether this is a path (two dimensions) and not counts or a mask (one)."""
     if hasattr(accepted, "ndim"):
         return bool(accepted.ndim == 2)
     if not isinstance(accepted, Sequence) or isinstance(accepted, str):

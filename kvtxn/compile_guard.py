@@ -28,7 +28,7 @@ def outside_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _Res
     """Return ``function`` in a wrapper that Python runs even if its caller is compiled.
 
     Use it in a method that begins with ``if torch.compiler.is_compiling()``. The condition is true
-    for the compiler alone, which traces only functions that name ``torch``. The wrapper is made at
+    only for the compiler, which traces only functions that name ``torch``. The wrapper is made at
     the first call, since making it at import would import the compiler, which takes long.
     """
     if function not in _outside:
@@ -53,7 +53,7 @@ _RUNNERS: Final = ("torch._inductor", "torch._functorch")
 
 
 def within_graph() -> bool:
-    """Tell whether a compiled graph is among the callers; cheap if no compiler was imported.
+    """Return whether a compiled graph is among the callers; cheap if no compiler was imported.
 
     A tensor does not show that it comes from a compiled graph, so the call stack is searched.
     """

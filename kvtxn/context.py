@@ -89,7 +89,7 @@ class WindowContext:
         return txn
 
     def save(self, txn: Txn, group: str) -> None:
-        """Let the executor save a group's rows; the first result of each group is checked.
+        """Call the executor's ``save`` for a group; the first result of each group is checked.
 
         Raises:
             KVTxnError: it is not what ``Executor.save`` has to return.
@@ -116,7 +116,7 @@ class WindowContext:
 
 
 def check_saved(name: str, members: Sequence[LayerRef], num_rows: int, saved: object) -> None:
-    """Refuse what an executor's ``save`` returned, if it is not what the contract asks for.
+    """Refuse a result of an executor's ``save`` that breaks the contract.
 
     Args:
         name: the executor's.
@@ -144,13 +144,13 @@ def check_saved(name: str, members: Sequence[LayerRef], num_rows: int, saved: ob
 
 
 def _rows_of(ref: LayerRef, num_rows: int) -> list[str]:
-    """Say what tensors a layer's saved rows are, one per plane."""
+    """Describe the tensors of a layer's saved rows, one per plane, for an error."""
     planes = [([num_rows, *plane.row_shape], plane.cells.element_size()) for plane in ref.planes]
     return [f"{shape} of {size} bytes" for shape, size in planes]
 
 
 def _given(parts: object) -> list[str] | str:
-    """Say the same of what an executor returned."""
+    """Describe the tensors that an executor returned, for an error."""
     if not isinstance(parts, Sequence):
         return f"a {type(parts).__name__}"
     return [

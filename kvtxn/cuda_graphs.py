@@ -25,7 +25,7 @@ GRAPH_BYTES: Final = 112 << 10
 #: than a thousandth of a large GPU's memory, which the KV cache goes without.
 MOST_BYTES: Final = 64 << 20
 
-#: Launches again what was captured.
+#: Replays the captured launches.
 Replay = Callable[[], None]
 
 
@@ -98,7 +98,7 @@ class GraphCache:
 
         Returns:
             A function that launches the graph, and counts as its use. None if ``make`` returned
-            None, or if the graph alone takes more than the bound.
+            None, or if the one graph takes more than the bound.
         """
         before = _bytes_outside_torch()
         launch = make()
@@ -133,7 +133,7 @@ def _bytes_outside_torch() -> int:
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """Give the stream that captures on a device use: the default stream cannot be captured."""
+    """Return the stream for captures on a device, since the default stream cannot be captured."""
     return torch.cuda.Stream(device)
 
 

@@ -25,7 +25,7 @@ help: Final = "versions, devices, backends, and the choice of 'auto' with its re
 GROUP: Final = "kvtxn.reports"
 #: The entry of an integration's section that is printed only if it is asked for.
 MATRIX: Final = "matrix"
-#: The entry that explains that one, and is printed with it alone.
+#: The entry that explains that one, and is printed only with it.
 LEGEND: Final = "legend"
 #: Columns of the page.
 WIDTH: Final = 100
@@ -199,7 +199,7 @@ def _section(name: str, values: dict[str, Any], *, matrix: bool) -> list[str]:
     Args:
         name: the integration's.
         values: its entries; one that is a dict takes one line, one that is a list a line for each.
-        matrix: print the matrix of engines, too, and not its length alone.
+        matrix: print the matrix of engines, and not only its length.
     """
     lines = []
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Draft trees: several guesses for each position, of which commit keeps one path.
+"""Draft trees: several guesses for each position; commit keeps one path.
 
 A draft row is a node of its request's tree. The parent of a node is another draft row of the same
 request, or the last settled row. Draft row ``i`` of a request has the slot of row position ``i``,
@@ -86,7 +86,7 @@ class Tree:
 
     @property
     def chain(self) -> Tensor:
-        """The ways of ``table`` alone, int64 ``[num_rows, depth]``."""
+        """Only the ways of ``table``, int64 ``[num_rows, depth]``."""
         return self.table[:, 1:]
 
     def sources(self, request: Tensor, place: Tensor, path: Tensor) -> Tensor:

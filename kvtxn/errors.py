@@ -192,10 +192,10 @@ class BackendUnavailableError(KVTxnError, RuntimeError):
 
 
 def meant(value: object, known: Iterable[str]) -> str | None:
-    """Return a hint that names what a misspelled name probably stands for.
+    """Return a hint with the name that a misspelled name is probably meant to be.
 
     Args:
-        value: what the caller wrote.
+        value: the name that the caller wrote.
         known: the names that exist.
 
     Returns:

@@ -15,9 +15,9 @@ The contract, which ``kvtxn.testing.ExecutorConformance`` tests:
   window it also writes the kept rows to their new row positions, under every policy.
 - ``restore`` puts every draft row back (``undo``).
 - In layers whose ``kind.overwrites`` (rings, states), several rows of a request may have one
-  slot. Of the rows that a call writes to a slot, after its mask, the last one in row order ends up
-  in it: executors that move rows in parallel leave the other rows out. Rows that a call *puts
-  back* have distinct slots, except that under ``undo`` saved copies of one slot are equal.
+  slot. If a call writes several rows to one slot, after its mask, the last one in row order ends up
+  in it: executors that move rows in parallel leave the other rows out. Rows that a call *puts back*
+  have distinct slots, except that under ``undo`` saved copies of one slot are equal.
 - An executor lets go of staged rows when their window ends, so that the caller may reuse the
   memory.
 - Tensors given to ``attend`` have any strides, and their sizes no bound.
@@ -269,7 +269,7 @@ class Executor(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Say in a sentence why this executor cannot run on ``device``; return None if it can."""
+        """Return the reason why this executor cannot run on ``device``; None if it can."""
 
     def own_slots(self, group: str, slots: Tensor) -> Tensor:
         """Return the window's own int64 copy of a group's slots; it may be a fixed buffer."""
@@ -298,12 +298,13 @@ class Executor(abc.ABC):
         Args:
             txn: the window; every layer is staged (or, under ``undo``, written by the caller).
             accepted: int ``[num_requests]``, possibly out of range, or bool ``[num_rows]``. For
-                executors that declare ``takes_ids``, also ``SampledIds``; for those that declare
-                ``trees``, in a tree window, int ``[num_requests, columns]``, possibly no path.
+                executors that declare ``takes_ids``, also ``SampledIds``; for executors that
+                declare ``trees``, in a tree window, int ``[num_requests, columns]``, possibly no
+                path.
         """
 
     def advance(self, txn: Txn, accepted: Tensor) -> None:
-        """Let the states of the staged replayed layers take in their settled and kept rows.
+        """Update the states of the staged replayed layers by their settled and kept rows.
 
         Nothing is counted. If it raises, some states may have advanced: the window puts them back
         from ``txn.states_before``, also where the executor is ``atomic``.

@@ -1,4 +1,4 @@
-"""The extras of kvtxn's own distribution: which of them brings a module that is missing."""
+"""The extras of kvtxn's own distribution, and the extra that brings a missing module."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def bringing(
     Args:
         error: the error of the import.
         prefer: name of the extra that brings all that the caller needs, if there is one; other
-            extras may bring this module alone.
-        needs: other modules that the caller needs; those that are missing are named, too.
+            extras may bring only this module.
+        needs: other modules that the caller needs; missing ones are named, too.
 
     Returns:
         The extra; None for other errors, and for a module that no extra brings.
@@ -70,7 +70,7 @@ def _distribution(module: str) -> str:
 
 
 def missing(name: str) -> str | None:
-    """Say that the package for which an extra is named is not installed; None if it is.
+    """Return a sentence if the package for which an extra is named is missing, else None.
 
     Args:
         name: the package's, and the extra's; None is returned for a name that no extra has.

@@ -1,9 +1,9 @@
 """Hooks: callbacks for the end of a window, such as an offload or transfer connector's.
 
-No row may leave a cache before it is committed. A connector that copies rows in an ``on_commit``
-hook alone never copies a rejected one. The hook is called when the commit's work is enqueued, so
-work that it enqueues on the same stream runs after the commit. It is given the slots of the
-accepted rows as tensors on the device, without waiting for the device.
+No row may leave a cache before it is committed. A connector that copies rows only in an
+``on_commit`` hook never copies a rejected one. The hook is called when the commit's work is
+enqueued, so work that it enqueues on the same stream runs after the commit. It is given the slots
+of the accepted rows as tensors on the device, without waiting for the device.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _check_apart(refs: Iterable[LayerRef]) -> None:
 
 
 def _share(one: Plane, other: Plane) -> bool:
-    """Tell whether two layers' planes share memory; with offset tables, only equal parts do."""
+    """Return whether two layers' planes share memory; with offset tables, only equal parts do."""
     if one.offsets is None and other.offsets is None:
         return overlap(one.cells, other.cells)
     return one.part == other.part and begin(one.cells) == begin(other.cells)
@@ -87,9 +87,9 @@ class CacheMemory:
     """The memory of a manager's caches, which must stay where and as large as it was.
 
     Views of a cache keep its old memory alive when the caller's tensor gets another one, by
-    ``set_``, ``.data =`` or ``resize_``: rows would be written where nobody reads them, without an
-    error. Addresses and sizes are compared; strides and dtypes, which would take as long again, are
-    not.
+    ``set_``, ``.data =`` or ``resize_``: rows would be written to the old memory, which is never
+    read, without an error. Addresses and sizes are compared; strides and dtypes, which would take
+    as long again, are not.
 
     Args:
         refs: the layers.

@@ -90,8 +90,8 @@ class LayerRef:
         kind: the rules of the layer's slots: ``"paged"`` (one row per slot), ``"ring"`` (rows a
             whole ring apart share a slot) or ``"recurrent"`` (one slot per request); see
             ``SlotKind``.
-        given: the parts of a row that ``stage`` takes: those that planes store, or, for a replayed
-            layer, the inputs of its recurrences.
+        given: the parts of a row that ``stage`` takes: the ones that planes store, or, for a
+            replayed layer, the inputs of its recurrences.
         kept: the parts of a row that wait for the commit.
         memory: the caller's tensors that a window writes, each with its address when the layer was
             described; see ``kvtxn.layer_set.CacheMemory``.

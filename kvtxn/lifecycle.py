@@ -1,7 +1,7 @@
 """``Lifecycle``: the state of one window, the effect of a failure on it, and its end.
 
 Every kind of window has one: a ``Window``, and a window over a captured forward. State changes,
-recovery, counters, hooks and log events at the end of a window exist here alone.
+recovery, counters, hooks and log events at the end of a window exist only here.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Lifecycle:
     # -- failures ------------------------------------------------------------------
 
     def go_direct(self, operation: str, error: Exception, *layers: StagedLayer) -> None:
-        """Go DIRECT after a failure before commit; or end the window and raise ``error``.
+        """Go to state DIRECT after a failure before commit, or end the window and raise.
 
         Rows of staged layers that wait are written now, since an accepted row may be among them.
 
@@ -184,7 +184,7 @@ class Lifecycle:
                 self.txn.staged = {}
 
     def _is_captured(self) -> bool:
-        """Tell whether this window's commit went into a CUDA graph, which reads its rows again."""
+        """Return whether a CUDA graph captured this window's commit and so reads its rows again."""
         on_gpu = self.context.device.type == "cuda"
         return on_gpu and torch.cuda.is_current_stream_capturing()
 

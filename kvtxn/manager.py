@@ -306,7 +306,7 @@ class TransactionManager:
 
         The callback is called on the committing thread once the commit's work is enqueued: work
         that it enqueues on that stream sees the accepted rows, and no rejected one. It is called
-        for windows that fell back to direct writes, and not for those that FAILED. Inside a
+        for windows that fell back to direct writes, and not for windows that FAILED. Inside a
         CUDA-graph capture it is called once, and the work that it enqueues is captured.
 
         A hook that raises changes neither bytes nor state, and the other hooks are called:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Tell whether two elements of ``tensor`` may share memory."""
+    """Return whether two elements of ``tensor`` may share memory."""
     below = 0
     for stride, size in _dims(tensor):
         if stride <= below:
@@ -25,7 +25,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors share an element; neither may overlap itself.
+    """Return whether two tensors share an element; neither may overlap itself.
 
     False also where this is unknown: the tensors are interleaved and their strides differ.
     """
@@ -58,7 +58,7 @@ def _dims(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _reached(distance: int, dims: Sequence[tuple[int, int, int]]) -> bool:
-    """Tell whether differences of indices add up to ``distance``.
+    """Return whether differences of indices add up to ``distance``.
 
     Args:
         distance: in elements.

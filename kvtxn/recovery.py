@@ -4,9 +4,9 @@
 executor; they return a ``Failure``, from which the window takes its next state. An exception that
 leaves this file means that the repair failed too: the bytes are unknown.
 
-The repairs of rows are idempotent and built on ``kvtxn.row_io`` alone, so it does not matter how
-far the executor got, nor why it stopped. A repair of replayed states is not idempotent, because a
-state must take each row in exactly once: see ``kvtxn.recurrent.replay``.
+The repairs of rows are idempotent and use only ``kvtxn.row_io``, so it does not matter how far the
+executor got, nor why it stopped. A repair of replayed states is not idempotent, because a state
+must take each row in exactly once: see ``kvtxn.recurrent.replay``.
 
 No state is written before the commit, settled rows included, so that an abort leaves all states of
 the window as they were, and the caller can repeat the step.
@@ -81,7 +81,7 @@ def go_direct(
 
 
 def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> Failure | None:
-    """Let the executor commit; if it fails, finish the commit, or restore the caches.
+    """Call the executor's ``commit``; if it fails, finish the commit, or restore the caches.
 
     Returns:
         None if the executor committed; else the failure, after its repair.
@@ -108,7 +108,7 @@ def commit(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> F
 
 
 def _advance(context: WindowContext, txn: Txn, accepted: Tensor | SampledIds) -> None:
-    """Let the executor advance the states of the staged replayed layers, if there are any.
+    """Call the executor's ``advance`` for the staged replayed layers, if there are any.
 
     The states are copied to ``txn.states_before`` first: without the copies they could not be
     undone, nor advanced again after a failure. Sets ``txn.advanced`` once the executor returned.
@@ -151,7 +151,7 @@ def commit_failed(
 
 
 def restore(context: WindowContext, txn: Txn) -> Failure | None:
-    """Let the executor put the saved rows back; if it fails, the reference does."""
+    """Call the executor's ``restore``; if it fails, the reference puts the saved rows back."""
     try:
         context.executor.restore(txn)
     except Exception as error:
@@ -213,7 +213,7 @@ def _recover(
 
 
 def _holds(context: WindowContext, ref: LayerRef) -> bool:
-    """Tell whether this layer's drafts wait for commit even in a window that fell back."""
+    """Return whether this layer's drafts wait for commit even in a window that fell back."""
     return ref.kind.overwrites and context.policy == "deferred"
 
 

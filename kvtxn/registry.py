@@ -69,7 +69,7 @@ def register(name: str, executor: type[Executor]) -> None:
 
 
 def _defect(executor: object) -> str | None:
-    """Say why an object is not a usable executor class; None if it is one."""
+    """Return why an object is not a usable executor class; None if it is one."""
     if not isinstance(executor, type) or not issubclass(executor, Executor):
         return "is not an Executor subclass"
     if executor.__abstractmethods__:
@@ -88,7 +88,7 @@ def _defect(executor: object) -> str | None:
 
 
 def _wrong_call(executor: type[Executor], name: str, given: tuple[str, ...]) -> str | None:
-    """Say why a method cannot be called with these arguments, by position; None if it can."""
+    """Return why a method cannot be called with these arguments, by position; None if it can."""
     try:
         signature = inspect.signature(getattr(executor, name))
     except (TypeError, ValueError):  # written in another language
@@ -158,7 +158,7 @@ def ask(name: str, device: torch.device) -> str | None:
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Say why ``name`` cannot run on ``device``; None if it can."""
+    """Return why ``name`` cannot run on ``device``; None if it can."""
     try:
         return ask(name, device)
     except BackendUnavailableError as error:

@@ -127,7 +127,7 @@ def write(plane: Plane, rows: Tensor, selection: Selection, known: Places | None
         stored = _read(plane, selection.target, known)
         payload = torch.where(selection.live, payload, stored)
     places = _places(plane, selection.target, known)
-    # torch allows writes to a tensor that was made in inference mode in that mode alone.
+    # torch allows writes to a tensor that was made in inference mode only in that mode.
     with torch.inference_mode() if plane.cells.is_inference() else nullcontext():
         if plane.offsets is None:
             plane.cells.index_put_(places, payload)
@@ -162,7 +162,7 @@ def write_layers(
 ) -> None:
     """Write ``rows`` of every layer at the row positions of ``mask``; ``slots`` are by group.
 
-    Of the masked rows that share a slot of a ring or state, only the last one is written.
+    If masked rows share a slot of a ring or state, only the last one is written.
     """
     layers = tuple(layers)
     chosen = {}

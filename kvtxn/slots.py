@@ -25,7 +25,7 @@ Slots = OneMapping | Mapping[str, OneMapping] | None
 
 
 def _laps(slots: list[int], ring_size: int, layout: RowLayout) -> bool:
-    """Tell whether rows that share a slot are of one request, a multiple of the ring apart."""
+    """Return whether rows that share a slot are of one request, a multiple of the ring apart."""
     first: dict[int, tuple[int, int]] = {}
     for request, (start, end) in enumerate(pairwise(layout.starts)):
         for row in range(start, end):
@@ -52,7 +52,7 @@ def _content(slots: Tensor) -> Tensor | list[int]:
 
 
 def _same(first: Tensor | list[int], second: Tensor) -> bool:
-    """Tell whether slots were given before: by content on the host, on a device by address."""
+    """Return whether slots were given before: by content on the host, on a device by address."""
     if isinstance(first, list):
         return second.is_cpu and second.tolist() == first
     return (second.data_ptr(), second.shape, second.dtype) == (
@@ -80,7 +80,7 @@ class SlotRules:
     Attributes:
         limits: slots in the smallest cache of each group.
         kinds: the kind of the slots of each group.
-        replayed: groups of replayed layers alone.
+        replayed: groups that have only replayed layers.
         device: the device of the caches.
         max_rows: the most rows that a window may have.
         check_range: True if slots on a device have to be checked here, not by the executor.

@@ -80,7 +80,7 @@ TRANSITIONS: Final[Mapping[tuple[WindowState, Event], WindowState]] = MappingPro
 
 
 def allowed(state: WindowState, event: Event) -> bool:
-    """Tell whether ``event`` may happen in ``state``."""
+    """Return whether ``event`` may happen in ``state``."""
     return (state, event) in TRANSITIONS
 
 

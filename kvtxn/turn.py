@@ -51,5 +51,5 @@ class Turn:
         )
 
     def end(self) -> None:
-        """Let the next window begin."""
+        """Release the manager, so that the next window may begin."""
         self.window = None

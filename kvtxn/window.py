@@ -108,7 +108,7 @@ class Window:
         self._mappings.operation = "stage"
 
     def _map(self, group: str, slots: OneMapping) -> None:
-        """Give a group its slots; under ``undo`` save the rows that they hold."""
+        """Set a group's slots; under ``undo`` save the rows that they hold."""
         context, life = self._context, self._life
         tensor = self._mappings.add(group, slots)
         if life.txn is None:
@@ -201,7 +201,7 @@ class Window:
             self._life.go(Event.STAGE_LAST)
 
     def _write_staged(self, txn: Txn, layer: StagedLayer) -> None:
-        """Let the executor write the rows that are written at staging."""
+        """Call the executor's ``stage``, which writes the rows that are written at staging."""
         if self._life.state is WindowState.DIRECT:
             self._life.or_fail(lambda: recovery.stage_direct(self._context, txn, [layer]))
             return
@@ -402,7 +402,7 @@ class Window:
     # -- failures and the end ------------------------------------------------------
 
     def fall_back(self, operation: str, error: Exception) -> None:
-        """Give the window up because the caller's own code failed; write staged rows directly.
+        """End the window because the caller's own code failed; write staged rows directly.
 
         From here on the caller writes the rows of layers that are not staged, and commit only
         counts. Not for windows with a draft tree, whose commit has to move staged rows.

@@ -44,7 +44,7 @@ def requests_of(layout: RowLayout, device: torch.device) -> Requests:
 
 
 def power(value: int) -> int:
-    """Give the least power of two that is neither below ``value`` nor below 16."""
+    """Return the least power of two that is at least ``value`` and at least 16."""
     return max(16, 1 << (value - 1).bit_length())
 
 
@@ -112,7 +112,7 @@ class AttnCall:
         return cls(layout, ref, query, fresh, args, requests, shape, _compute(query, ref))
 
     def constants(self) -> dict[str, Any]:
-        """Give the kernel's constants that do not depend on how the work is divided."""
+        """Return the kernel's constants that do not depend on how the work is divided."""
         shape, args = self.shape, self.args
         return {
             "FRESH": self.fresh is not None,

@@ -1,7 +1,7 @@
 """Attention over the paged cache, the window's own rows included: one launch, or two.
 
-Programs share a request's cached rows in slices; the last slice takes the fresh rows as well.
-If there is one slice only, that is all; else ``combine`` merges the slices' results.
+Programs share a request's cached rows in slices; the last slice also takes the fresh rows. If there
+is one slice only, that is all; else ``combine`` merges the slices' results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .online_softmax import as_numbers, fold, fold_fresh, in_window, load_rows, 
 
 @triton.jit
 def in_ring(at: tl.tensor, ring: tl.tensor, RING: tl.constexpr) -> tl.tensor:
-    """Give the place of each position ``at`` among its request's slots."""
+    """Return the place of each position ``at`` among its request's slots."""
     return at % ring if RING else at
 
 
@@ -227,7 +227,7 @@ def paged_attention(
             v = v.to(COMPUTE)
             top, total, out = fold(q, k, v, allowed, top, total, out, k_scaled, cap, CAPPED)
         if FRESH:
-            mine = tl.where(split == splits - 1, count, 0)  # the last slice alone
+            mine = tl.where(split == splits - 1, count, 0)  # only the last slice
             top, total, out = fold_fresh(
                 q, top, total, out,
                 (

@@ -70,5 +70,5 @@ def tile_for(
 
 
 def _floor_power(value: int) -> int:
-    """Give the greatest power of two that is not above ``value``; 1 below that."""
+    """Return the greatest power of two that is at most ``value``, and at least 1."""
     return 1 << (max(1, value).bit_length() - 1)

@@ -31,7 +31,7 @@ def _column(line: tl.tensor, at: tl.constexpr, TYPE: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _wide(base: tl.tensor, offsets: tl.tensor, RUN: tl.constexpr) -> tl.tensor:
     """Return pointers, and tell the compiler that each ``RUN`` of a line are 16 bytes."""
-    pointers = base + offsets  # the compiler forgets what it is told of an argument
+    pointers = base + offsets  # the compiler forgets a hint about an argument
     if RUN > 1:
         if len(pointers.shape) == 2:
             pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 16)), (1, RUN))
@@ -109,7 +109,8 @@ def advance_rows(
         starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
         boundary: int32 ``[num_requests]``, contiguous, if ``SNAPSHOTS``: the rows after which a
             state is a snapshot.
-        snapshots: int32 ``[groups, num_requests]``, the slot of each snapshot; 0 or less is none.
+        snapshots: int32 ``[groups, num_requests]``, the slot of each snapshot; 0 or less means no
+            snapshot.
         source_stride: elements between requests in ``sources``.
         group_stride: elements between groups in ``sources``.
         snapshot_stride: elements between groups in ``snapshots``, whose requests are neighbours.

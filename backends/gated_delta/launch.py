@@ -29,7 +29,7 @@ _TYPES: Final = {
 
 @attrs.frozen
 class Tile:
-    """The size of a program, and of what it takes at once.
+    """The size of a kernel's program: the rows, tiles and warps that it takes at once.
 
     Attributes:
         values: rows of a head's state, a power of two.
@@ -52,7 +52,7 @@ _MANY_BYTES: Final = 32 << 20
 
 #: By dtype of the states: the fastest ones for Qwen3.5's layer at 1 to 16 requests, at 16 (float32)
 #: or 32 (bfloat16) and more, and in commits; on an H200, with 4 and with 7 drafts, at
-#: 7a8dcc8a663d. float16 was not timed, and takes those of bfloat16.
+#: 7a8dcc8a663d. float16 was not timed, and takes the tiles of bfloat16.
 _VERIFY_FEW: Final = {
     torch.float32: Tile(16),
     **dict.fromkeys((torch.bfloat16, torch.float16), Tile(32)),
@@ -103,7 +103,7 @@ def launch_verify(
         scale: factor of the queries.
         normalise: divide queries and keys by their length.
         longest: the most rows of a request; None is all rows of ``out``.
-        tile: None takes that of ``verify_tile_for``.
+        tile: None takes the tile of ``verify_tile_for``.
 
     Raises:
         LayerError: a request may have more than ``MOST_ROWS`` rows.

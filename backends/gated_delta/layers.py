@@ -75,10 +75,10 @@ class DeltaLayers:
 
 
 def check_state(operation: str, state: Tensor, rows: DeltaRows) -> None:
-    """Refuse a state that the kernels cannot take, or rows that are not of such a layer.
+    """Refuse a state that the kernels cannot take, or staged rows that do not fit the state.
 
     Raises:
-        LayerError: it is such a state, or they are such rows.
+        LayerError: the state or the rows are refused.
     """
     sizes = state.shape[1:]
     dense = state.ndim == 4 and state[:1].is_contiguous() and state.dtype in STATES
@@ -116,8 +116,8 @@ def check_rows(
 
     Args:
         operation: for the message.
-        given: query, key, value, a, b, A_log and dt_bias. Tensors may have rows that no request
-            has, as those of captured graphs do.
+        given: query, key, value, a, b, A_log and dt_bias. Tensors may have more rows than the
+            requests, as in captured graphs.
         state: as ``check_state`` lets it pass.
         out: room for the outputs.
         rows: room for the staged rows.

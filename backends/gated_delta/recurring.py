@@ -24,8 +24,9 @@ class RecurringAdvance:
         layers: the layers.
         sources: int32 ``[groups, most_requests]``, any strides, the slots; filled for each step.
         longest: the most rows of a request.
-        boundary: int32 ``[most_requests]``, see ``advance_gated_delta``; filled likewise.
-        snapshots: int32 ``[groups, most_requests]``, likewise.
+        boundary: int32 ``[most_requests]``, see ``advance_gated_delta``; filled for each step.
+        snapshots: int32 ``[groups, most_requests]``, see ``advance_gated_delta``; filled for each
+            step.
 
     Attributes:
         again: launches what was compiled; None before the first launch, and under Triton's
@@ -51,7 +52,7 @@ class RecurringAdvance:
         self.again: RepeatedLaunch | None = None
 
     def run(self, count: Tensor, starts: Tensor, requests: int) -> None:
-        """Let the states of all layers take in the kept rows of each request.
+        """Update the states of all layers by the kept rows of each request.
 
         Args:
             count: int ``[requests]`` or longer, on the device: the rows that each request keeps,

@@ -1,8 +1,8 @@
 """Verify and commit of gated delta nets in torch: the specification of the kernels.
 
-The mathematics are those of vLLM's ``fused_sigmoid_gating_delta_rule_update``:
-``g = -exp(A_log) * softplus(a + dt_bias)``, ``beta = sigmoid(b)``, all in float32.
-These functions read numbers on the host, so no CUDA graph can capture them.
+It computes the same as vLLM's ``fused_sigmoid_gating_delta_rule_update``: ``g = -exp(A_log) *
+softplus(a + dt_bias)``, ``beta = sigmoid(b)``, all in float32. These functions read numbers on the
+host, so no CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def verify_gated_delta(
     scale: float,
     normalise: bool = True,
 ) -> None:
-    """Do what ``step.verify_gated_delta`` does."""
+    """Compute ``step.verify_gated_delta`` in torch, row by row; same arguments and effects."""
     ends = starts.tolist()
     recurrence = GatedDelta(key.shape[1])
     for number, source in enumerate(sources.tolist()):
@@ -79,7 +79,7 @@ def advance_gated_delta(
     boundary: Tensor | None = None,
     snapshots: Tensor | None = None,
 ) -> None:
-    """Do what ``step.advance_gated_delta`` does."""
+    """Compute ``step.advance_gated_delta`` in torch, row by row; same arguments and effects."""
     ends, counts = starts.tolist(), count.tolist()
     until = counts if boundary is None else boundary.tolist()
     for state, rows, group in zip(layers.states, layers.rows, layers.groups, strict=True):

@@ -30,22 +30,22 @@ def verify_gated_delta(
 ) -> None:
     """Compute the outputs of a verify step's rows in one layer; write no state; stage the rows.
 
-    A row sees its request's state with the request's rows up to itself taken in. Sums are in
-    float32. ``out`` and ``kept`` are written for the rows of requests that have a state, and are
-    left alone elsewhere.
+    A row's output is computed from the state after its request's rows up to and including it. Sums
+    are in float32. Only rows of requests that have a state are written in ``out`` and ``kept``.
 
     Args:
         query: ``[num_rows, key_heads, key_size]``; rows any distance apart, a row contiguous.
         key: like ``query``.
-        value: ``[num_rows, heads, value_size]``, likewise.
-        a: ``[num_rows, heads]``, likewise; the decay is
-            ``exp(-exp(A_log) * softplus(a + dt_bias))``.
+        value: ``[num_rows, heads, value_size]``, strides like ``query``'s.
+        a: ``[num_rows, heads]``, strides like ``query``'s; the decay is ``exp(-exp(A_log) *
+            softplus(a + dt_bias))``.
         b: like ``a``; a row is written with the strength ``sigmoid(b)``.
         A_log: ``[heads]``.
         dt_bias: ``[heads]``.
         state: ``[slots, heads, value_size, key_size]``, of a dtype of ``STATES``; one slot is
             contiguous, the distance between slots is any.
-        sources: int32 ``[num_requests]``, any stride: the slot of each request; 0 or less is none.
+        sources: int32 ``[num_requests]``, any stride: the slot of each request; 0 or less for a
+            request without a state.
         starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
         out: ``[num_rows, heads, value_size]``, rows any distance apart, a row contiguous.
         kept: room for the rows, at the same numbers.
@@ -80,26 +80,27 @@ def advance_gated_delta(
     boundary: Tensor | None = None,
     snapshots: Tensor | None = None,
 ) -> None:
-    """Let the states of all layers take in the kept rows of each request: one launch.
+    """Update the states of all layers by the kept rows of each request, in one launch.
 
-    A state of whose rows none is kept is neither read nor written. A state is rounded to its dtype
-    once, after its last row. A compiler may fuse products and sums.
+    If no row of a request is kept, its state is neither read nor written. A state is rounded to its
+    dtype once, after its last row. A compiler may fuse products and sums.
 
-    A request that has a slot in ``snapshots``, and that takes in at least ``boundary`` rows, leaves
-    the state after exactly that many rows there as well.
+    If a request has a slot in ``snapshots`` and keeps at least ``boundary`` rows, the state after
+    exactly ``boundary`` rows is also written to that slot.
 
     Args:
         layers: states and staged rows of all layers.
         sources: int32 ``[groups, num_requests]``, any strides: the slot of each request's state
-            in the layers of each group; 0 or less is none. Requests have distinct slots.
+            in the layers of each group; 0 or less for a request without a state. Requests have
+            distinct slots.
         count: int32 ``[num_requests]``, contiguous, the rows that each request keeps, from its
-            first row on: accepted drafts and the settled row before them; 0 leaves the state
-            alone. More than the request has count as all.
+            first row on: accepted drafts and the settled row before them; 0 leaves the state as it
+            is. More than the request has count as all.
         starts: int32 ``[num_requests + 1]``, as for ``verify_gated_delta``.
-        longest: the most rows that a request may have; None is all rows for which there is room.
+        longest: the most rows that a request may have; None is the number of staged rows.
         boundary: int32 ``[num_requests]``, contiguous, 1 or more.
-        snapshots: int32 ``[groups, num_requests]``, a group contiguous; 0 or less is none. No
-            request has these slots as its own. Given with ``boundary`` or not at all.
+        snapshots: int32 ``[groups, num_requests]``, a group contiguous; 0 or less for no snapshot.
+            No request has these slots as its own. Given with ``boundary`` or not at all.
 
     Raises:
         LayerError: a request may have too many rows, or a layer's group has no line of ``sources``.

@@ -103,13 +103,13 @@ def runs(
     """Load rows of ``KEY_SIZE`` numbers, four threads to a line of ``4 * RUN``.
 
     First come the first lines of all rows, then the second ones, and so on: so a compiler gives
-    neighbouring lines, which are those of different rows, to different threads.
+    neighbouring lines, which belong to different rows, to different threads.
 
     Args:
         rows: pointers ``[lines]`` to the row of each line.
         inside: bool ``[lines]``; numbers of other rows are 0.
         ROWS: number of rows.
-        KEY_SIZE: as for ``verify_rows``, like those that follow.
+        KEY_SIZE: see ``verify_rows``, as for all below.
         KEYS: a power of two.
         RUN: numbers that a thread loads at once; no more, so that threads hold alike.
         ALIGNED: each run begins on a multiple of its size.

@@ -3,7 +3,7 @@
 Memory contract of ``verify_rows``:
 
 - A program has ``TILES`` times ``VALUES`` rows of one head's state of one request. It reads them
-  once, and writes the outputs and corrected values of these rows alone. The programs of a head's
+  once, and writes only the outputs and corrected values of these rows. The programs of a head's
   first rows write the decays; of those, the ones of the first head of each key head write the keys.
   So no two programs write one byte.
 - A request whose slot is 0 or less, or that has no rows, is skipped: nothing is read or written.
@@ -41,11 +41,11 @@ def rows_of(
     LONGEST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Take one row after another in, on the products alone.
+    """Take in one row after another, working on the products and not on the state.
 
     Args:
         seen: ``[VALUES, 2 * COLUMNS]``, the state times keys and queries.
-        wanted: likewise, the values of the rows.
+        wanted: ``[VALUES, 2 * COLUMNS]``, the values of the rows.
         among: ``[2 * COLUMNS, 2 * COLUMNS]``, keys times keys and queries.
         decay: ``[2 * COLUMNS]``.
         strength: ``[2 * COLUMNS]``.
@@ -54,7 +54,7 @@ def rows_of(
         COLUMNS: columns of keys.
 
     Returns:
-        Corrected values in the columns of keys, and outputs in those of queries.
+        The corrected values, by columns of keys, and the outputs, by columns of queries.
     """
     columns = tl.arange(0, 2 * COLUMNS)
     corrected = tl.zeros([VALUES, 2 * COLUMNS], dtype=tl.float32)
@@ -100,19 +100,19 @@ def verify_tile(
         values: ``[VALUES]``, the tile's rows of the state.
         pairs: keys and queries, as ``runs`` loads them.
         factor: ``[2 * COLUMNS]``, of keys and queries.
-        among: as for ``rows_of``, like the next two.
+        among: see ``rows_of``, as for the next two.
         decay: of each row.
         strength: of each row.
         live: bool ``[2 * COLUMNS]``, the columns of the request's rows.
-        asks: bool likewise, the columns of queries.
+        asks: bool ``[2 * COLUMNS]``, the columns of queries.
         made: pointers ``[1, 2 * COLUMNS]`` to the head's outputs in each row.
-        staged: likewise, to its corrected values.
-        VALUE_SIZE: as for ``verify_rows``, like those that follow.
-        KEYS: likewise.
-        VALUES: likewise.
-        LONGEST: likewise.
-        COLUMNS: likewise.
-        RUN: likewise.
+        staged: pointers ``[1, 2 * COLUMNS]`` to the head's corrected values in each row.
+        VALUE_SIZE: see ``verify_rows``, as for all below.
+        KEYS: see ``verify_rows``.
+        VALUES: see ``verify_rows``.
+        LONGEST: see ``verify_rows``.
+        COLUMNS: see ``verify_rows``.
+        RUN: see ``verify_rows``.
     """
     split_state: tl.constexpr = now.dtype != tl.bfloat16
     split: tl.constexpr = pairs.dtype != tl.bfloat16
@@ -171,7 +171,7 @@ def verify_rows(
 
     Args:
         query: ``[num_rows, KEY_HEADS, KEY_SIZE]``, a row contiguous, as are all rows here.
-        key: likewise.
+        key: shape and strides like ``query``'s.
         value: ``[num_rows, HEADS, VALUE_SIZE]``.
         a: ``[num_rows, HEADS]``.
         b: ``[num_rows, HEADS]``.
@@ -185,7 +185,7 @@ def verify_rows(
         kept_value: float32 ``[num_rows, HEADS, VALUE_SIZE]``, contiguous.
         kept_decay: float32 ``[num_rows, HEADS]``, contiguous.
         scale: factor of the queries.
-        query_stride: elements between rows; likewise the next six.
+        query_stride: elements between rows, as are the next six.
         key_stride: of keys.
         value_stride: of values.
         a_stride: of a.
@@ -200,8 +200,8 @@ def verify_rows(
         KEYS: a power of two, at least ``KEY_SIZE``.
         VALUES: rows of a tile, a multiple of 16.
         LONGEST: the most rows of a request; further ones are left out.
-        COLUMNS: a power of two, at least ``LONGEST``, and 4 or more: the columns of keys; those of
-            queries are as many.
+        COLUMNS: a power of two, at least ``LONGEST``, and 4 or more: the number of columns of keys;
+            there are as many of queries.
         RUN: numbers of the state in 16 bytes.
         ALIGNED: each run of keys begins on 16 bytes in the state, and on a multiple of its size in
             queries and keys.

@@ -3,9 +3,9 @@
 ``verify_mamba2`` computes the outputs of one layer's rows. It reads each state once, writes none,
 and stages what a commit needs: B, ``x * dt``, and decays.
 
-A state takes a row in as that of a gated delta net does, ``state * decay + value (x) key``. So the
-staged rows are ``gated_delta.DeltaRows``, with B for the keys and ``x * dt`` for the corrected
-values, and ``gated_delta.advance_gated_delta`` commits them, for all layers in one launch.
+A row updates the state as in a gated delta net: ``state * decay + value (x) key``. So the staged
+rows are ``gated_delta.DeltaRows``, with B for the keys and ``x * dt`` for the corrected values, and
+``gated_delta.advance_gated_delta`` commits them, for all layers in one launch.
 
 ``reference`` has the same function in torch: the specification, and what runs on a CPU.
 """

@@ -32,7 +32,7 @@ def launch_verify(
 
     Args:
         given: x, dt, B, C, A, D and dt_bias.
-        state: as for ``step.verify_mamba2``, like all that follow.
+        state: see ``step.verify_mamba2``, as for all below.
         sources: the slots.
         starts: the first rows.
         out: room for the outputs.

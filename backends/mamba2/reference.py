@@ -1,8 +1,8 @@
 """Verify of Mamba-2 layers in torch: the specification of the kernel.
 
-The mathematics are those of vLLM's ``selective_state_update``: ``dt`` gets its bias and goes
-through softplus, and the decay is ``exp(dt * A)``, all in float32. This function reads numbers on
-the host, so no CUDA graph can capture it.
+It computes the same as vLLM's ``selective_state_update``: ``dt`` gets its bias and goes through
+softplus, and the decay is ``exp(dt * A)``, all in float32. This function reads numbers on the host,
+so no CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def verify_mamba2(
     out: Tensor,
     kept: DeltaRows,
 ) -> None:
-    """Do what ``step.verify_mamba2`` does."""
+    """Compute ``step.verify_mamba2`` in torch, row by row; same arguments and effects."""
     ends = starts.tolist()
     recurrence = Mamba2(A.float(), B.shape[1], D.float())
     for number, source in enumerate(sources.tolist()):

@@ -37,9 +37,9 @@ def verify_mamba2(
     Args:
         x: ``[num_rows, heads, head_size]``, after the convolution and its activation; rows any
             distance apart, a row contiguous.
-        dt: ``[num_rows, heads]``, likewise, before its bias and softplus; the decay is
+        dt: ``[num_rows, heads]``, strides like ``x``'s, before its bias and softplus; the decay is
             ``exp(softplus(dt + dt_bias) * A)``.
-        B: ``[num_rows, groups, state_size]``, likewise.
+        B: ``[num_rows, groups, state_size]``, strides like ``x``'s.
         C: like ``B``.
         A: ``[heads]``, negative.
         D: ``[heads]``, the factor of x in the output.
@@ -74,8 +74,8 @@ def _check_rows(given: Sequence[Tensor], state: Tensor, out: Tensor, rows: Delta
     """Refuse rows of other sizes than the state's, or whose elements are not neighbours.
 
     Args:
-        given: the arguments of ``verify_mamba2`` from ``x`` to ``dt_bias``. Tensors may have rows
-            that no request has, as those of captured graphs do.
+        given: the arguments of ``verify_mamba2`` from ``x`` to ``dt_bias``. Tensors may have more
+            rows than the requests, as in captured graphs.
         state: as ``check_state`` lets it pass.
         out: room for the outputs.
         rows: room for the staged rows.

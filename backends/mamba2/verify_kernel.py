@@ -3,7 +3,7 @@
 Memory contract of ``verify_rows``:
 
 - A program has ``VALUES`` rows of one head of one request's state. It reads them once, and writes
-  the outputs and the staged values of these rows alone. The programs of a head's first rows write
+  only the outputs and the staged values of these rows. The programs of a head's first rows write
   the decays, the ones of a group's first rows the keys. So no two programs write one byte.
 - A request that has no rows is skipped: nothing is read or written. The outputs of a request whose
   slot is 0 or less are zeros, and nothing else is written for it.
@@ -68,18 +68,18 @@ def rows_of(
     """Load what a program needs of its request's rows: all at once, before anything is stored.
 
     Args:
-        x: as for ``verify_rows``, like the next three.
-        dt: likewise.
-        A: likewise.
-        dt_bias: likewise.
+        x: see ``verify_rows``.
+        dt: see ``verify_rows``.
+        A: see ``verify_rows``.
+        dt_bias: see ``verify_rows``.
         row: the request's first row.
         most: the rows that it has, and that are computed.
         head: the program's head.
         values: ``[VALUES]``, the program's rows of that head.
-        x_stride: as for ``verify_rows``, like all that follow.
-        dt_stride: likewise.
-        HEAD_SIZE: likewise.
-        LONGEST: likewise.
+        x_stride: see ``verify_rows``.
+        dt_stride: see ``verify_rows``.
+        HEAD_SIZE: see ``verify_rows``.
+        LONGEST: see ``verify_rows``.
 
     Returns:
         x ``[VALUES]``, dt and decay of each row, float32.
@@ -141,7 +141,7 @@ def verify_rows(
         x: ``[num_rows, HEADS, HEAD_SIZE]``, a row contiguous, as are all rows here.
         dt: ``[num_rows, HEADS]``, before its bias and softplus.
         B: ``[num_rows, GROUPS, STATE_SIZE]``.
-        C: likewise.
+        C: shape and strides like ``B``'s.
         A: ``[HEADS]``, negative.
         D: ``[HEADS]``.
         dt_bias: ``[HEADS]``.
@@ -152,7 +152,7 @@ def verify_rows(
         kept_key: float32 ``[num_rows, GROUPS, STATE_SIZE]``, contiguous.
         kept_value: float32 ``[num_rows, HEADS, HEAD_SIZE]``, contiguous.
         kept_decay: float32 ``[num_rows, HEADS]``, contiguous.
-        x_stride: elements between rows; likewise the next three.
+        x_stride: elements between rows, as are the next three.
         dt_stride: of dt.
         b_stride: of B.
         c_stride: of C.

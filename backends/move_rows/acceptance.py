@@ -24,8 +24,8 @@ class AcceptanceArg:
         kind: the form of ``tensor``, a number of ``Accept``.
         tensor: on the device, contiguous; see ``Accept`` for shapes and dtypes.
         columns: ids or nodes per request, for ``IDS`` and ``PATH``.
-        placeholder: the id that stands for nothing, for ``IDS``.
-        vocabulary: the first id that counts as nothing, for ``IDS``.
+        placeholder: the id that means "no token", for ``IDS``.
+        vocabulary: ids from here on mean "no token", for ``IDS``.
     """
 
     kind: int
@@ -36,7 +36,7 @@ class AcceptanceArg:
 
 
 def acceptance_arg(accepted: Tensor | SampledIds | None, layout: RowLayout) -> AcceptanceArg:
-    """Find the form of an acceptance, and make the kernel's arguments from the acceptance.
+    """Turn an acceptance into the arguments of the kernel that reads it.
 
     Args:
         accepted: counts, mask, ids or, for ``layout.tree``, paths; None if there is none.

@@ -15,7 +15,7 @@ from ..launching.host_memory import memoryview_of
 class AddressBook:
     """Uploads the addresses of a window's rows into one device table, in stream order.
 
-    The host writes into a ring of pinned pages, each of which is copied asynchronously. A page is
+    The host writes into a ring of pinned pages, and each page is copied asynchronously. A page is
     written again only after its last copy was made; if the host is so far ahead that the copy is
     still pending, a fresh page takes its place, so the host never waits.
 
@@ -41,7 +41,7 @@ class AddressBook:
         self.version = 0
 
     def write(self, addresses: Sequence[int]) -> Tensor:
-        """Give the device table that holds ``addresses`` for launches made from now on.
+        """Return the device table that holds ``addresses`` for launches made from now on.
 
         A launch that is captured in a graph gets a table of its own.
         """
@@ -56,11 +56,11 @@ class AddressBook:
 
     @property
     def capturing(self) -> bool:
-        """Tell whether the current stream is being captured in a graph."""
+        """Return whether the current stream is being captured in a graph."""
         return self._cuda and torch.cuda.is_current_stream_capturing()
 
     def _page(self) -> _Page:
-        """Give the next page that may be written."""
+        """Return the next page that may be written."""
         self._next = (self._next + 1) % len(self._pages)
         page = self._pages[self._next]
         if page.busy():
@@ -85,7 +85,7 @@ class _Page:
         self._sent = torch.cuda.Event() if pinned else None
 
     def busy(self) -> bool:
-        """Tell whether the last upload may still be pending."""
+        """Return whether the last upload may still be pending."""
         return self._sent is not None and not self._sent.query()
 
     def send(self, addresses: tuple[int, ...], table: Tensor) -> None:

@@ -67,9 +67,10 @@ def slots_outside(
     GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Say, per lane, if any slot that it looked at is neither -1 nor inside its group's caches.
+    """Find slots that are neither -1 nor inside the caches of their group.
 
-    The lanes of a program look at all slots of all known groups. Returns int32 ``[CHUNK]``.
+    The lanes of a program share all slots of all known groups. Returns int32 ``[CHUNK]``: 1 for
+    each lane that found one.
     """
     lanes = tl.arange(0, CHUNK)
     bad = tl.zeros([CHUNK], dtype=tl.int32)
@@ -105,8 +106,8 @@ def count_rows(
     once if any group has a slot for it. With ``OVERWRITES`` there always is that line, and the
     lines of rings and states count slots. Only one program of a launch runs this.
 
-    ``layout`` and ``acceptance`` are those of ``move_rows.selection``; ``allowed`` is 0 if the
-    launch is refused and writes nothing, else 1; all other arguments are those of ``move_rows``.
+    See ``move_rows.selection`` for ``layout`` and ``acceptance``; ``allowed`` is 0 if the launch is
+    refused and writes nothing, else 1; ``move_rows`` describes all other arguments.
     """
     lanes = tl.arange(0, CHUNK)
     ALONE: tl.constexpr = GROUPS == 1 and not OVERWRITES

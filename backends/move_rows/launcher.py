@@ -68,7 +68,8 @@ class MoveLauncher:
         if plan.direct is not None:  # its addresses are arguments that differ in every window
             self.call(plan, layout, counters, acceptance, slots, count=count).run()
             return
-        # Objects by identity: what is remembered keeps them alive, so no other gets their id.
+        # Objects by identity: the stored references keep them alive, so no other object gets their
+        # id.
         key = (
             *(id(plan.planes), id(plan.addresses), plan.select, plan.to_cache, plan.known),
             *(id(layout), id(counters), id(slots), count),

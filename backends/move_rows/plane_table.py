@@ -64,7 +64,7 @@ NUM_FIELDS = tl.constexpr(len(FIELDS))
 _WIDE: Final = 16
 
 #: A recurrent state is far longer than a row of keys: it is cut into pieces of so many units, and
-#: each piece has a line of its own, and with it programs of its own.
+#: each piece has its own line, and so its own programs.
 _PIECE: Final = 2048
 
 
@@ -161,7 +161,7 @@ def build_plane_table(
 
 
 def _common(lines: Sequence[dict[str, int]], name: str) -> int:
-    """Give the number that all lines have in a column; 0 if they differ."""
+    """Return the number that all lines have in a column; 0 if they differ."""
     values = {line[name] for line in lines}
     return values.pop() if len(values) == 1 else 0
 

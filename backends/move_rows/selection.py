@@ -7,7 +7,7 @@ They take the first two as tuples:
   row's request and to its number among the request's drafts (-1 for settled rows), both unread if
   ``UNIFORM``; then the rows of each request and how many of them are settled, read if ``UNIFORM``.
 - ``acceptance`` is ``(accepted, columns, placeholder, vocabulary, trees, depth)``: arguments of
-  ``move_rows.kernel.move_rows``, which says what they are; ``Accept`` says which of them are read.
+  ``move_rows.kernel.move_rows``, which describes them; ``Accept`` says which of them are read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Accept:
     PATH: Final = 5
 
 
-# Kernels read global numbers only if they are constants of Triton's: the same under the same names.
+# Kernels read global numbers only as ``tl.constexpr``: the same numbers under the same names.
 ALL = tl.constexpr(Select.ALL)
 SETTLED = tl.constexpr(Select.SETTLED)
 DRAFT = tl.constexpr(Select.DRAFT)
@@ -61,7 +61,7 @@ PATH = tl.constexpr(Accept.PATH)
 
 @triton.jit
 def owners(rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.constexpr) -> tl.tensor:
-    """Give the request of each of ``rows``, int ``[ROWS]``; 0 where ``live`` is false."""
+    """Return the request of each row, int ``[ROWS]``; 0 where ``live`` is false."""
     request, _, per_request, _ = layout
     return rows // per_request if UNIFORM else tl.load(request + rows, mask=live, other=0)
 
@@ -70,7 +70,7 @@ def owners(rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.const
 def draft_numbers(
     rows: tl.tensor, live: tl.tensor, layout: tl.tuple, UNIFORM: tl.constexpr
 ) -> tl.tensor:
-    """Give each row's number among its request's drafts, int ``[ROWS]``; negative if settled."""
+    """Return each row's number among its request's drafts, int ``[ROWS]``; negative if settled."""
     _, position, per_request, settled = layout
     if UNIFORM:
         number = rows - rows // per_request * per_request - settled
@@ -83,7 +83,7 @@ def draft_numbers(
 def path_sources(
     rows: tl.tensor, live: tl.tensor, owner: tl.tensor, number: tl.tensor, acceptance: tl.tuple
 ) -> tl.tensor:
-    """Give the row that the accepted path puts in the place of each of ``rows``; -1 for none.
+    """Return, for each row's place, the row that the accepted path puts there; -1 for none.
 
     The path names a node for each place. The node is taken if the path up to it is that node's own
     way from the root; so a path that leaves its tree is cut there, whatever follows.
@@ -167,7 +167,7 @@ def selected(
     ACCEPT: tl.constexpr,
     UNIFORM: tl.constexpr,
 ) -> tl.tensor:
-    """Find those of ``rows`` (of places, with ``PATH``) that a launch moves, bool ``[ROWS]``.
+    """Return the rows (with ``PATH``: the places) that a launch moves, bool ``[ROWS]``.
 
     Args:
         rows: int ``[ROWS]``.
@@ -206,10 +206,10 @@ def superseded(
 ) -> tl.tensor:
     """Find the rows in ``chosen`` whose slot a later selected row has, too: int32 ``[ROWS]``.
 
-    Of rows that share a slot of a ring or a state only the last selected one is written. Two rows
-    of a request may share a slot if they lie a multiple of ``reuse`` apart, so the search goes on
-    in steps of ``reuse`` until no row of the program has a successor in its request. It ends at
-    once if the ring is longer than a request's rows, or if ``reuse`` is 0.
+    If rows share a slot of a ring or a state, only the last selected one is written. Two rows of a
+    request may share a slot if they lie a multiple of ``reuse`` apart, so the search goes on in
+    steps of ``reuse`` until no row of the program has a successor in its request. It ends at once
+    if the ring is longer than a request's rows, or if ``reuse`` is 0.
 
     Args:
         rows: int ``[ROWS]``.

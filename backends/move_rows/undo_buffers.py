@@ -27,7 +27,7 @@ class UndoBuffers:
         self._views: dict[tuple[str, int], LayerRows] = {}
 
     def of(self, group: str, num_rows: int) -> LayerRows:
-        """Give the first rows of a group's buffers, by layer name; the same at every call."""
+        """Return the first rows of a group's buffers, by layer name; the same at every call."""
         views = self._views.get((group, num_rows))
         if views is None:
             made = {ref.name: self._buffers_of(ref) for ref in self._members[group]}
@@ -36,7 +36,7 @@ class UndoBuffers:
         return views
 
     def _buffers_of(self, ref: LayerRef) -> tuple[Tensor, ...]:
-        """Give a layer's buffers, one per plane."""
+        """Return a layer's buffers, one per plane."""
         if ref.name not in self._buffers:
             self._buffers[ref.name] = tuple(
                 _room(self._max_rows, plane.row_shape, plane.cells) for plane in ref.planes

@@ -105,7 +105,7 @@ def _processor() -> str:
 
 @contextlib.contextmanager
 def _first_gpu() -> Iterator[tuple[Any, Any] | None]:
-    """Give pynvml and its handle on the first GPU; None without a GPU or without pynvml."""
+    """Return pynvml and its handle on the first GPU; None without a GPU or without pynvml."""
     try:
         import pynvml
 

@@ -37,7 +37,7 @@ class Experts:
 
     Attributes:
         number: the experts of a layer.
-        chosen: those that a token takes.
+        chosen: experts that each token takes.
         inner: width of an expert, and of the one that every token takes.
     """
 

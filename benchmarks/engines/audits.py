@@ -1,7 +1,7 @@
-"""Engines of ``kvtxn bench vllm`` that an audit watches: what it read, found, and takes.
+"""Engines of ``kvtxn bench vllm`` with an audit: its rows read, its violations, and its cost.
 
-An audited engine is stock vLLM with kvtxn's audit alone. Everything here is asked of the engine
-by the plug-in's own functions, which are the same on every device.
+An audited engine is stock vLLM with kvtxn's audit and without windows. Everything here is asked of
+the engine by the plug-in's own functions, which are the same on every device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Audited:
 
 
 def between(before: Sequence[Audited], after: Sequence[Audited]) -> dict[str, Any]:
-    """Sum up what the audits of all ranks read and found between two readings.
+    """Sum up the rows read and violations of all ranks' audits between two readings.
 
     Args:
         before: by rank.
@@ -79,7 +79,7 @@ def between(before: Sequence[Audited], after: Sequence[Audited]) -> dict[str, An
 
 
 def memory(worker: Any) -> dict[str, int] | None:
-    """Say what a worker's audit takes on its device, beside what the formula says.
+    """Return the memory of a worker's audit on its device, beside the formula's.
 
     Args:
         worker: vLLM's worker, with kvtxn's audit active in it.

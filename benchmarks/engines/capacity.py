@@ -34,7 +34,7 @@ from .load import Work
 from .models import MODELS, Model
 from .process import EngineSpec, running
 
-#: What vLLM's prefix cache does with states: nothing, or keep those at the ends of blocks.
+#: vLLM's cache modes for states: none are kept, or those at the ends of blocks are.
 CACHES: Final = {"none": False, "align": True}
 
 #: Tokens that each request generates; those before them are its prompt.
@@ -207,7 +207,7 @@ def cut(model: Model, layers: int) -> Model:
 
 
 def work_of(length: int, reported: float, model: Model) -> Work:
-    """Make more requests of ``length`` tokens than fit, no two of which begin alike."""
+    """Make more requests of ``length`` tokens than fit; no two begin with the same tokens."""
     draw = random.Random(0)
     count, prompt = round(_MORE * reported) + 4, length - _TOKENS - 8
     prompts = [[draw.randrange(2, model.shape.vocab) for _ in range(prompt)] for _ in range(count)]

@@ -75,7 +75,7 @@ def measure(
 def _turns(
     engines: Sequence[Engine], work: Callable[[int], Work], rounds: int
 ) -> dict[str, list[Measured]]:
-    """Let every engine run once a round; returns its runs by label."""
+    """Run every engine once per round; return its runs by label."""
     runs: dict[str, list[Measured]] = {engine.spec.label: [] for engine in engines}
     for turn in range(rounds):
         for place in paired.order(len(engines), turn):
@@ -85,7 +85,7 @@ def _turns(
 
 
 def summary(runs: Sequence[Measured], short: Sequence[Measured] = ()) -> dict[str, Any]:
-    """Sum up one engine's rounds, and those that were run for the first token alone."""
+    """Sum up one engine's rounds, and its extra rounds for the time to first token."""
     speeds = [run.generated / run.seconds for run in runs]
     return {
         "tokens_per_s": {
@@ -138,7 +138,7 @@ def progress(before: Counters, after: Counters) -> dict[str, Any]:
         }
         for old, new in zip(before, after, strict=True)
     ]
-    windows = ranks[0].get("kvtxn_windows_total", 0)  # an engine may have an audit alone
+    windows = ranks[0].get("kvtxn_windows_total", 0)  # an engine may have an audit and no windows
     steps = windows + ranks[0].get("kvtxn_bypassed_windows_total", 0)
     return {"counters": ranks, "coverage": windows / steps if steps else None}
 
@@ -164,7 +164,7 @@ def first_tokens(mine: Mapping[str, Any], stock: Mapping[str, Any]) -> list[floa
     """Return the time to first token divided by stock's, for each round that has both.
 
     Args:
-        mine: an engine of a cell, as in a result; those of older results may lack times.
+        mine: an engine of a cell, as in a result; an engine of an older result may lack times.
         stock: stock's engine of the same cell, as in a result.
     """
     both = zip(_first_token_rounds(mine), _first_token_rounds(stock), strict=True)

@@ -1,4 +1,4 @@
-"""The engine's side of ``engines.process``: runs in a process of its own."""
+"""The engine's side of ``engines.process``, which runs in its own process."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Held:
 
 
 def hold(llm: Any, work: Work) -> Held:
-    """Run requests that come at once, and count those that run at once."""
+    """Run requests that arrive together, and count how many run at a time."""
     engine, lengths = llm.llm_engine, work.lengths()
     before = _preempted(llm)
     for number, prompt in enumerate(work.prompts):

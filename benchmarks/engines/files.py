@@ -4,8 +4,8 @@ The JSON has ``common.machine`` (hardware, versions, commit, command), ``setting
 ``conditions`` (what else held: engine arguments, environment, what the plug-in announced, and in
 ``ended`` what kept cells from being measured) and ``cells``: a load and, under ``engines``, for
 each what its rounds gave, what the plug-in counted meanwhile per rank, and ``of_stock``, the
-comparison. An engine with an audit has in ``audit`` what it read and found in the whole cell, and
-``conditions`` in ``audit_memory`` what it takes, by engine and rank.
+comparison. For an engine with an audit, ``audit`` counts the rows read and the violations of the
+whole cell. ``audit_memory`` in ``conditions`` has the audit's bytes, by engine and rank.
 ``tests/benchmarks/test_bench_vllm.py`` has all names and types.
 """
 

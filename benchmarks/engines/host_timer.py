@@ -2,8 +2,8 @@
 
 Whole engines scatter by more than what a window costs the host. So the plug-in's own calls in a
 step are timed where they happen, in a run that is not measured otherwise: all that it does before
-the forward (``begin``), and after it (``commit``). What the host does for the GPU alone, and the
-GPU's own time, is not in it. On a CPU an audit's comparisons are the host's work, too.
+the forward (``begin``), and after it (``commit``). The time of the GPU itself, and the host's other
+work for it, are not included. On a CPU an audit's comparisons are the host's work, too.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Clock(abc.ABC):
         return call
 
     def _label(self, owner: Any, name: str) -> str:
-        """Return what ``_took`` is told of a call."""
+        """Return the label under which ``_took`` records a call."""
         return name
 
     @abc.abstractmethod
@@ -172,17 +172,17 @@ class _OfAudit(_Clock):
     def __init__(self, runner: Any, watch: Any) -> None:
         self._watch = watch
         self._begun = 0  # how many times a step or a forward was heard to begin
-        self._told = 0  # the steps that the watch was told of, when a call was heard last
+        self._told = 0  # the watch's number of steps at the last call
         self._had_forward = False
         tells, graphs = hasattr(runner, _TELL), getattr(runner, _GRAPHS, None)
-        # A wrapper takes time, too: of calls within that one, it is for those that begin a part.
+        # A wrapper takes time, too: it is subtracted for calls within this one that begin a part.
         names = ("change", *_FORWARDS, "end_step") if tells else _WATCHED
         own = [(runner, _TELL)] if tells else []
         own += [] if graphs is None else [(graphs, _REPLAY)]
         super().__init__([*own, *((watch, name) for name in names if hasattr(watch, name))])
 
     def stop(self) -> dict[str, float] | None:
-        """Remove the wrappers, and return the times, those of the last step included."""
+        """Remove the wrappers, and return the times, the last step's included."""
         self._step_ends(counts=self._had_forward)
         return super().stop()
 

@@ -17,10 +17,10 @@ _BYTES: Final = 2
 
 
 def configuration(shape: Shape) -> dict[str, Any]:
-    """Return what the configuration of a hybrid has beside a Llama's.
+    """Return the fields of a hybrid's configuration that a Llama's lacks.
 
-    That of Nemotron-H with states of Mamba-2; else Qwen3-Next's with a mixture of experts, and
-    Qwen3.5's without.
+    The configuration is Nemotron-H's for states of Mamba-2, Qwen3-Next's for a mixture of experts,
+    and else Qwen3.5's.
     """
     states = _states(shape)
     if states.kind == "mamba2":
@@ -124,7 +124,7 @@ def equal_cache_bytes(shape: Shape, requests: int, tokens: int, drafts: int) -> 
         drafts: per request and step.
     """
     each, page = _pages(shape, tokens, drafts, "stock")
-    return (requests * each + 2) * page  # one block is nobody's
+    return (requests * each + 2) * page  # block 0 belongs to no request
 
 
 def _pages(shape: Shape, tokens: int, drafts: int, policy: str) -> tuple[int, int]:

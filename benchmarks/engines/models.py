@@ -59,7 +59,7 @@ class Model:
         return f"{self.shape.layers} layers of {self.shape.hidden}, {kind}{weights}"
 
     def arguments(self, folder: Path, max_length: int) -> dict[str, Any]:
-        """Give the arguments of ``vllm.LLM`` that name the model.
+        """Return the arguments of ``vllm.LLM`` that name the model.
 
         Args:
             folder: for a configuration, or the model's files, where they have to be written.

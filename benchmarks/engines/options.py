@@ -1,4 +1,4 @@
-"""The options of ``kvtxn bench vllm``: what they are, and which go together."""
+"""The options of ``kvtxn bench vllm``: their definitions, and which go together."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what would have no effect, before an engine starts."""
+    """Refuse options that would have no effect, before an engine starts."""
     loads = points(args)
     hybrid, policies = MODELS[args.model].shape.states is not None, set(args.policies)
     if policies - {"stock", *RECURRENT} if hybrid else policies & set(RECURRENT):

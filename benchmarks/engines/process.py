@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own, and the commands that this process sends it.
+"""A vLLM engine in its own process, and the commands that this process sends it.
 
-Engines of several policies live side by side and take turns, so that what is compared was
-measured within seconds of each other.
+Engines of several policies live side by side and take turns, so that compared numbers were measured
+within seconds of each other.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Engine:
         return found
 
     def audited(self) -> list[Audited]:
-        """Read what the audit has read and found since its start, by rank; empty without an audit.
+        """Read the audit's counts since its start, by rank; empty without an audit.
 
         Raises:
             EngineError: the audit of a rank does not watch, or does not watch any more.
@@ -153,7 +153,7 @@ class Engine:
         return found
 
     def memory(self) -> list[dict[str, int] | None]:
-        """Read by rank what the audit takes on the device, see ``audits.memory``."""
+        """Read by rank the audit's memory on the device, see ``audits.memory``."""
         found: list[dict[str, int] | None]
         found = self.process.ask(("memory", None), "while its audit was measured")
         return found
@@ -174,7 +174,7 @@ class Engine:
         """End the process and every process that it started; read its counters before.
 
         Args:
-            patience: seconds in which an engine that is well may end by itself.
+            patience: seconds in which a healthy engine may end by itself.
         """
         self.process.stop(("stop", None), patience)
 

@@ -61,10 +61,10 @@ def unmeasured(result: Mapping[str, Any]) -> str:
 
 
 def speed(cells: Sequence[Cell]) -> str:
-    """Tabulate tokens per second, and each policy's as a share of stock's in the same round.
+    """Tabulate tokens per second of stock, and each policy's share of it in the same round.
 
-    Beside that its time per token, as a share likewise: the first token of each request left out,
-    whose time scatters most. Last, the rounds of all cells together.
+    Beside it stands the share of stock's time per token, without each request's first token, whose
+    time scatters most. Last, the rounds of all cells together.
     """
     policies = by_policy(cells[0])
     rows = []
@@ -208,7 +208,7 @@ def windows(cells: Sequence[Cell]) -> str:
         for label in by_policy(cell):
             engine = cell["engines"][label]
             count: Mapping[str, float] = next(iter(engine["counters"]), {})
-            if "kvtxn_windows_total" not in count:  # another stock, or an audit alone
+            if "kvtxn_windows_total" not in count:  # stock, or an audit without windows
                 continue
             staged, kept = count["kvtxn_rows_staged_total"], count["kvtxn_rows_committed_total"]
             rows.append(

@@ -1,11 +1,11 @@
 """``kvtxn bench steps --against``: steps of two checkouts by turns, each measured by its own code.
 
-Each checkout has a process of its own on the same GPU. In a round both measure the same steps, one
-right after the other, and which goes first alternates; the ratio is taken within the round.
+Each checkout has its own process on the same GPU. In a round both measure the same steps, one right
+after the other, and which goes first alternates; the ratio is taken within the round.
 
 One process differs from the next of the same code by up to a tenth, with where its objects lie in
-memory. So both processes are started anew several times, and the interval is that of the starts'
-ratios: rounds of one start are not independent of each other.
+memory. So both processes are started anew several times, and the interval is taken over the ratios
+of starts: rounds of one start are not independent of each other.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measured(new: EngineProcess, old: EngineProcess, asked: Steps, rounds: int) 
 
     Args:
         new: the process of this kvtxn.
-        old: that of the other checkout.
+        old: the process of the other checkout.
         asked: policy, requests, and whether batches change.
         rounds: how many count.
     """

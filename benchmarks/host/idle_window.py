@@ -1,7 +1,7 @@
 """Host time of an idle window: begin, stage every layer by reference, commit.
 
-Nothing settled and nothing accepted, so hardly a byte moves: what is left is
-the price of asking. ``--profile`` says where it goes.
+Nothing settled and nothing accepted, so hardly a byte moves: the time left is the host's own work.
+``--profile`` says where it goes.
 """
 
 from __future__ import annotations

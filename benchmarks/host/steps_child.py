@@ -38,13 +38,13 @@ def benchmark() -> tuple[Any, Any]:
 
 
 def find_kvtxn_in(folder: str) -> None:
-    """Let Python find kvtxn in a folder alone: an editable installation would fill its gaps."""
+    """Let Python find kvtxn only in one folder: an editable installation would fill its gaps."""
     sys.path.insert(0, folder)
     sys.meta_path[:] = [each for each in sys.meta_path if "Editable" not in str(each)]
 
 
 def stay_on_one_core() -> None:
-    """Keep this thread on the core that the other checkout's process takes, too.
+    """Keep this thread on the core that the other checkout's process also uses.
 
     Cores of one machine differ by half in speed, with their clock and with their neighbours' work.
     Both processes may share a core, since only one of them measures at a time.

@@ -1,7 +1,7 @@
 """Attention of a verify pass: stock write and attention, against two ways to read a window.
 
 All layers of a model, FlashAttention 3 from vLLM's wheel where it is called, over caches larger
-than the L2. ``attention`` alone, with no write at all, is the floor of those that call it.
+than the L2. ``attention`` alone, with no write at all, is the floor of all candidates that call it.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Pass:
         )
 
     def attention(self) -> None:
-        """Attend alone, over rows that are in the caches already."""
+        """Run only the attention, over rows that are in the caches already."""
         for ref in self.load.refs:
             self._attend(*_sides(ref), self.table)
 

@@ -67,7 +67,7 @@ class BackendLoad(abc.ABC):
     Args:
         case: what to measure.
         device: where.
-        layers: number of layers; None makes as many as leave none of them in the L2.
+        layers: number of layers; None makes enough of them that none stays in the L2.
 
     Attributes:
         caches: whole caches with spare rows, as vLLM's layers have them.
@@ -115,7 +115,7 @@ class BackendLoad(abc.ABC):
         """Make numbers of the model's dtype."""
         return torch.randn(size, generator=self.made, device=self.device).to(NUMBER)
 
-    # -- what a step does beside its layers ---------------------------------------------
+    # -- work of a step besides its layers -----------------------------------------------
 
     def around(self) -> tuple[Tensor, Any]:
         """Make the table by slot before the first layer, and commit after the last one.
@@ -159,7 +159,7 @@ class BackendLoad(abc.ABC):
         ]
 
     def forget_drafts(self) -> None:
-        """Overwrite the drafts' own slots, so that nobody finds them there."""
+        """Overwrite the drafts' own slots, so that a read of these slots shows in the outputs."""
         drafts = self.slots[self.layout.position >= 0]
         for each in self.whole:
             each.flatten(0, 1).view(torch.uint8)[drafts] = 37

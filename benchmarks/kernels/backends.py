@@ -26,14 +26,14 @@ from .timer import samples
 if TYPE_CHECKING:
     from .attention_backends import BackendCase, BackendLoad
 
-#: Names of vLLM's, and whether the cache may have 8-bit rows.
+#: vLLM's names of backends, and whether the cache may have 8-bit rows.
 BACKENDS: Final[Mapping[str, bool]] = {
     "TRITON_ATTN": True,
     "TRITON_MLA": True,
     "FLASH_ATTN_MLA": False,
 }
 
-#: Layers of the model whose time is said; what a step does once is spread over them.
+#: Layers of the model whose time is reported; work done once per step is spread over them.
 LAYERS: Final = 32
 
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         case = BackendCase(backend, requests, context, fp8, block)
         try:
             row = measure(case, torch.device("cuda"), args.rounds)
-        except Exception as error:  # what was measured before is kept
+        except Exception as error:  # earlier measurements are kept
             found["left_out"].append({**attrs.asdict(case), "why": repr(error)[:500]})
             print(f"{case} is left out: {error!r}"[:600], flush=True)
         else:
@@ -139,7 +139,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def bits(found: Mapping[str, Any]) -> str:
-    """Say by how many layers a result's rows differ, and leave its times out."""
+    """Return a table of the number of layers whose bits differ, without times."""
     rows = found["rows"]
     backends = ", ".join(dict.fromkeys(row["backend"] for row in rows))
     sizes = ", ".join(map(str, sorted({row["block_size"] for row in rows})))

@@ -27,7 +27,7 @@ class FastStates:
 
     Attributes:
         kept: the staged rows of each layer.
-        parts: what a step consists of.
+        parts: the parts of a step.
     """
 
     parts: tuple[str, ...] = ("verify", "norm", "commit")
@@ -129,7 +129,7 @@ class FastStates:
     def _reference(self, layer: int, turn: Turn, states: Tensor) -> Tensor:
         """Return the states of one layer after a step, from those before it."""
         load, kept = self._load, self._room()
-        slots = torch.cat([states[:1], states])  # the first one is nobody's
+        slots = torch.cat([states[:1], states])  # the first one belongs to no request
         sources = torch.arange(1, len(slots), device=load.device, dtype=torch.int32)
         where = slots, sources, load.starts, torch.empty_like(self._out), kept
         self._refer(self._given[layer], *where)
@@ -139,7 +139,7 @@ class FastStates:
 
 
 class FastMamba2(FastStates):
-    """The same of a model with Mamba-2 layers; no kernel of vLLM's applies their gated norm."""
+    """The same for a model with Mamba-2 layers, whose gated norm no vLLM kernel applies."""
 
     parts = ("verify", "commit")
 

@@ -1,6 +1,6 @@
 """GPU time of verify steps over recurrent states: stock, ``recurrent="exact"`` and ``"fast"``.
 
-Everything is measured in one run, by graph replays in turn, each of which finds its states cold:
+Everything is measured in one run, by graph replays in turn, each with cold states:
 
 - ``stock``: the engine's operator of all layers, which writes a state per row;
 - ``stage``, ``read``, ``commit``: what ``exact`` does in its place: keep the rows, verify without
@@ -48,7 +48,7 @@ _PARTS: Final = ("stage", "read", "commit")
 _CAPTURED: Final = ("stage", "read", "together")
 _EVERY: Final = ("stock", *_PARTS, "together")
 
-#: Parts of a step with ``fast``; the norm is one of stock's fused kernel's, which Mamba-2 lacks.
+#: Parts of a step with ``fast``; the norm is part of stock's fused kernel; Mamba-2 has none.
 _FAST: Final = ("verify", "norm", "commit")
 
 #: Calls by which the host's time is measured.
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         case = StateCase(model, dtype, requests, drafts)
         try:
             row = measure(case, torch.device("cuda"))
-        except Exception as error:  # what was measured before is kept
+        except Exception as error:  # earlier measurements are kept
             found["left_out"].append({**attrs.asdict(case), "why": repr(error)[:500]})
             print(f"{case} is left out: {error!r}", flush=True)
         else:
@@ -308,9 +308,9 @@ def report(found: Mapping[str, Any]) -> str:
 
 
 def sentence(found: Mapping[str, Any]) -> str:
-    """Say in a sentence what a verify step takes of stock's time, at the most requests and at one.
+    """Return a sentence on a verify step's share of stock's time, at the most requests and at one.
 
-    Of Qwen3.5-9B with float32 states, beside vLLM's fused kernel.
+    It is about Qwen3.5-9B with float32 states, compared with vLLM's fused kernel.
     """
     kernel = "vLLM's, fused"
     rows = [
@@ -334,7 +334,7 @@ def sentence(found: Mapping[str, Any]) -> str:
 
 
 def fast_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tabulate the fast kernels against each of stock's; nothing if no row has them."""
+    """Tabulate the fast kernels against each of stock's kernels; "" if no row has them."""
     lines = []
     for row in rows:
         fast = row.get("fast") or {"of_stock": {}}

@@ -1,6 +1,6 @@
 """A kernel that verifies over a recurrent state as engines do, writing the state after each row.
 
-It stands for an engine's own where there is none.
+It is used where no engine's own kernel is installed.
 """
 
 from __future__ import annotations

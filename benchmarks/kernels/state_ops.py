@@ -1,4 +1,4 @@
-"""Verify operators over recurrent states: what they have in common, and a stand-in for engines'.
+"""Verify operators over recurrent states: their common interface, and a stand-in for engines'.
 
 Each one verifies as vLLM does, writing a state per row; and as a window does: without a write, then
 with a commit of one state per request. Both take the same kernel.
@@ -26,9 +26,9 @@ class VerifyOps(abc.ABC):
 
     Attributes:
         name: of the kernel.
-        exact: whether the kernel can verify without writing a state; if not, it is stock's alone.
+        exact: whether the kernel can verify without writing a state; if not, only stock uses it.
         nbytes: bytes that were allocated for the rows that wait for a commit, and for the tables.
-        formula: the same by formula; None where the kernel is none of vLLM's.
+        formula: the same by formula; None if the kernel is not vLLM's.
     """
 
     name: str
@@ -48,7 +48,7 @@ class VerifyOps(abc.ABC):
         self._launch(turn.table, turn.before)
 
     def stage(self, turn: Turn) -> None:
-        """Keep the rows, and name the states to the kernels."""
+        """Store the rows for later calls, and set the states that the kernels work on."""
         self._tables.name_sources(0, turn.table)
         self._keep()
 

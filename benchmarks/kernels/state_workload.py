@@ -46,7 +46,8 @@ class StateWorkload:
         turns: number of steps; None makes enough.
 
     Attributes:
-        states: ``[layers, num_blocks, heads, value_size, key_size]``; block 0 is nobody's.
+        states: ``[layers, num_blocks, heads, value_size, key_size]``; block 0 belongs to no
+            request.
         turns: steps over distinct blocks.
         starts: int32 ``[num_requests + 1]``, the first row of each request, and the end.
     """

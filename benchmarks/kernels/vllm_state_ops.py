@@ -50,7 +50,7 @@ class _Metadata:
 
 
 class VllmOps(VerifyOps):
-    """A kernel of vLLM's, and what the plug-in does around it."""
+    """A kernel of vLLM, with the plug-in's work around it."""
 
     name = "vLLM's, Triton"
     kind: str
@@ -59,7 +59,7 @@ class VllmOps(VerifyOps):
     _streams: list[torch.cuda.Stream] | None = None
 
     def _make_layers(self, cls: type[_Layer], **own: Any) -> None:
-        """Make what stands for vLLM's layers."""
+        """Make stand-ins for vLLM's layers."""
         load = self._load
         self._layers = [
             cls(prefix=f"layer.{number}", kv_cache=(None, state), tp_size=1, **own)
@@ -138,7 +138,7 @@ class GatedDeltaOps(VllmOps):
         ]
 
     def _layer_class(self) -> type[_Layer]:
-        """Return the class of what stands for vLLM's layers."""
+        """Return the class of the stand-ins for vLLM's layers."""
         return _Layer
 
     def _widths(self, keys: int, values: int) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ class FusedOps(GatedDeltaOps):
 
     @classmethod
     def takes(cls, load: StateWorkload) -> bool:
-        """Tell whether there is such a kernel, and it takes these states."""
+        """Return whether vLLM has the kernel, and it takes these states."""
         case, shape = load.case, load.case.shape
         return (
             load.device.type == "cuda"

@@ -30,7 +30,7 @@ class Workload:
 
     Args:
         case: the point of the benchmark to measure.
-        blocks: blocks per cache; several times what a window needs where None.
+        blocks: blocks per cache; None makes several times as many as a window needs.
         windows: number of windows; None makes enough that each finds its data cold.
         by_rows: a row's heads lie side by side, so that rows follow each other evenly.
 

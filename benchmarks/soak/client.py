@@ -24,10 +24,10 @@ class Account:
 
     Attributes:
         asked: requests that were made.
-        finished: those that ended with all of their tokens.
-        aborted: those that were aborted in the middle.
-        lost: those that did neither.
-        why: of the first lost ones, in words.
+        finished: requests that ended with all of their tokens.
+        aborted: requests that were aborted in the middle.
+        lost: requests that did neither.
+        why: the reasons of the first lost requests, in words.
         numbers: a number for each request's name: an abort ends all requests of a name.
     """
 
@@ -72,7 +72,7 @@ class SoakClient(EngineClient):
         account: the account, which several clients share.
         patience: seconds after which a request counts as lost.
         keeps: keep some requests, for ``kept``.
-        engine_args: the engine's arguments, by which it is asked what it can do.
+        engine_args: the engine's arguments, which decide what requests it can serve.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class SoakClient(EngineClient):
         return next(self._account.numbers)
 
     def _keep(self, said: Said) -> None:
-        """Keep each of the requests since the last ``kept`` with the same chance."""
+        """Keep a uniform random sample of the requests since the last ``kept``."""
         self._seen += 1
         if len(self._kept) < _KEPT:
             self._kept.append(said)

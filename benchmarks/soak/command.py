@@ -152,9 +152,9 @@ def _before(path: Path | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Kept:
-    """The pieces of a soak, and the file that has them, no more than seconds behind.
+    """The pieces of a soak, and their file, which is at most seconds behind.
 
-    Pieces that are played at once wait for this: an engine stands still while what it says is not
+    Pieces that are played at once wait for this: an engine stands still while its output is not
     read. So the machine, which takes a second to describe, is described once.
 
     Args:
@@ -172,7 +172,7 @@ class _Kept:
         self.first: Final = len(self._before)
 
     def keep(self, piece: Piece, number: int, report: Mapping[str, Any]) -> None:
-        """Take over what a piece says so far, and print a line for each new sample."""
+        """Store a piece's report so far, and print a line for each new sample."""
         with self._lock:
             told = len(self._reports.get(number, {"samples": ()})["samples"])
             own = {**report, "samples": list(report["samples"])}  # its thread adds to them
@@ -215,7 +215,7 @@ def _play(args: argparse.Namespace, engine_args: dict[str, Any], kept: _Kept) ->
         )
         keep = partial(kept.keep, piece, number)
         report = pieces.run(piece, not args.no_texts, keep, stops)
-        if ends.is_set():  # its engine was ended with the command: what it had done stands
+        if ends.is_set():  # its engine was ended with the command: its results so far count
             report |= {"error": None, "cut": True}
         keep(report)
         kept.write()
@@ -227,13 +227,13 @@ def _play(args: argparse.Namespace, engine_args: dict[str, Any], kept: _Kept) ->
             for each in done:
                 each.result()
         except BaseException:
-            ends.set()  # no other piece begins, and those that are played have their engines ended
+            ends.set()  # no other piece begins, and the engines of running pieces are ended
             kept.write()
             raise
 
 
 def line(number: int, sample: Mapping[str, Any]) -> str:
-    """Say in a line how far a piece is."""
+    """Return a line about the progress of a piece."""
     return (
         f"piece {number}, {sample['at']:.0f} s: {sample['steps']} steps, {sample['committed']} "
         f"windows, {sample['asked']} requests, {sample['lost']} lost, {sample['missing']} blocks "

@@ -1,8 +1,8 @@
 """An EAGLE drafter for the demo's model, fitted in seconds: one linear map.
 
 The map takes the embedding of the last token and the model's last hidden state to the next hidden
-state, by least squares over sentences that the model reads, and over what it says to random
-prompts. The drafter's layer adds nothing to it. So windows keep some rows and reject others.
+state, by least squares over sentences that the model reads, and over its answers to random prompts.
+The drafter's layer adds nothing to it. So windows keep some rows and reject others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine of a soak, in a process of its own: rounds of mixed requests, and samples in between.
+"""The engine of a soak, in its own process: rounds of mixed requests, and samples in between.
 
 A sample is taken where nothing runs: there no request may be left, every block has to be free, no
 window may be open, and memory is what stays.
@@ -110,7 +110,7 @@ class _Soak:
     async def run(self, tell: Tell) -> None:
         """Play rounds, two at least, until the time is over; tell samples in between."""
         begin, at, now = time.monotonic(), 0.0, 0.0
-        await self._play()  # what the first requests make once is none of the samples' business
+        await self._play()  # memory that the first requests allocate once must not count as growth
         tell({"sample": await self._sample(begin)})
         while now < self._piece.seconds:
             await self._play()
@@ -121,7 +121,7 @@ class _Soak:
                 tell({"sample": await self._sample(begin)})
 
     async def _play(self) -> None:
-        """Let each workload make its requests, all at the same time."""
+        """Run the requests of all workloads at the same time."""
         begin, before = time.monotonic(), self._counts.tokens
         plays = []
         for name, client in self._clients.items():
@@ -133,7 +133,7 @@ class _Soak:
         self._rounds += 1
 
     async def _asked_again(self) -> list[Said]:
-        """Ask some of the requests once more, when the prefix cache is empty, and all at once."""
+        """Repeat some of the requests, all at once, with an empty prefix cache."""
         await self._rest()
         pairs = [(client, said) for client in self._clients.values() for said in client.kept()]
         answers = await asyncio.gather(
@@ -201,7 +201,7 @@ class HostUse:
 
     Attributes:
         memory: bytes that no file backs.
-        cpu: seconds of processors so far; those of processes that have ended are not in it.
+        cpu: processors' seconds so far, without those of processes that have ended.
     """
 
     memory: int
@@ -209,7 +209,7 @@ class HostUse:
 
 
 def host_use() -> HostUse:
-    """Read what this process and all that it started take of the host."""
+    """Read the host's memory and time of this process and of all its children."""
     give_back()
     parents, sizes, ticks = dict[int, int](), dict[int, int](), dict[int, int]()
     for process in map(int, filter(str.isdecimal, os.listdir("/proc"))):
@@ -230,5 +230,5 @@ def host_use() -> HostUse:
 
 #: In the user's and in the system's code: fields 14 and 15 of a process's ``stat``, from 3 on.
 _TIMES: Final = slice(11, 13)
-#: Counts of vLLM's that a sample has.
+#: vLLM's counters that a sample has.
 _STEPS: Final = ("steps", "tokens", "preempted", "drafted", "accepted", "cached", "loaded")

@@ -1,4 +1,4 @@
-"""One piece of a soak: its engine and a stock engine, side by side, and what they say."""
+"""One piece of a soak: its engine and a stock engine, side by side, and their reports."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _listen(
     stock: EngineProcess | None,
     keep: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Collect what the engines say until the soaked one has ended, and stock has judged."""
+    """Collect the engines' reports until the soaked one has ended, and stock has judged."""
     judge = None if stock is None else _Judge(stock, report["texts"])
     while told := soaked.answer("while it ran"):
         if "sample" in told:
@@ -103,7 +103,7 @@ class _Judge:
 
     Args:
         stock: its process, which has been told to start.
-        total: what it finds is added to this.
+        total: the findings are added to this.
 
     Attributes:
         waits: answers that it still owes, that to its start included.
@@ -114,7 +114,7 @@ class _Judge:
         self._started, self.waits = False, 1
 
     def take(self, batch: Sequence[Said]) -> None:
-        """Ask about some texts, and hear whatever it has found meanwhile."""
+        """Send some texts to be judged, and collect the findings that are ready."""
         self._stock.send(batch)
         self.waits += 1
         while self.waits and self._stock.has_answered():

@@ -1,4 +1,4 @@
-"""A stock engine in a process of its own, which says what the texts of a soak have to be."""
+"""A stock engine in its own process, which generates the texts that a soak must give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from ...integrations.audit_command.workloads import Tokens
 from .client import Said
 
-#: What the stock engine has not: windows, and whatever rows could come from.
+#: Settings that the stock engine drops: windows, and every other source of cached rows.
 _WITHOUT: Final = ("additional_config", "kv_transfer_config", "scheduler_cls", "async_scheduling")
 
 #: Bits of a logit's fraction that two engines agree on, by the engine's dtype: a logit's last bits
@@ -79,7 +79,7 @@ def _answers(llm: Any, batch: Sequence[Said]) -> list[Tokens]:
 
 
 def _parting(text: Tokens, stock: Tokens) -> int:
-    """Return the first place in which two texts differ; the shorter one may just end there."""
+    """Return the index at which two texts differ first; the shorter one may end there."""
     both = enumerate(zip(text, stock, strict=False))
     return next((place for place, (a, b) in both if a != b), min(len(text), len(stock)))
 

@@ -1,4 +1,4 @@
-"""The verdict on a soak: sums over its pieces, slopes within them, and what is wrong."""
+"""The verdict on a soak: sums over its pieces, slopes within them, and a list of problems."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Slope:
 
 
 def slope(series: Sequence[Sequence[tuple[float, float]]]) -> Slope:
-    """Find how values change with time, within each of several series, pooled.
+    """Estimate one slope of values over time, pooled over several series.
 
-    The interval is that of Sen (1968), by the normal approximation of Kendall's statistic, which is
-    summed over series; what differs between series does not count.
+    The interval is Sen's (1968), by the normal approximation of Kendall's statistic. The statistic
+    is summed over series, so differences between series do not count.
 
     Args:
         series: pairs of a time and a value each.
@@ -81,7 +81,7 @@ def slope(series: Sequence[Sequence[tuple[float, float]]]) -> Slope:
 
 
 def _late(samples: Sequence[Sample]) -> list[Sample]:
-    """Leave out what was sampled while caches and stores filled."""
+    """Leave out samples taken while caches and stores filled."""
     end = samples[-1]["at"] if samples else 0.0
     return [each for each in samples if each["at"] >= _WARMING * end]
 
@@ -182,14 +182,14 @@ class Verdict:
         return "\n".join([*lines, *(f"WRONG: {each}" for each in self.wrong or ())])
 
 
-#: What is summed over the last samples of pieces.
+#: Counts that are summed over the last samples of pieces.
 _SUMMED: Final = (
     *("steps", "tokens", "preempted", "drafted", "accepted", "loaded", "cached"),
     *("asked", "finished", "aborted", "lost"),
     *("windows", "committed", "fell_back", "bypassed"),
     *("rows_staged", "rows_committed", "rows_rejected"),
 )
-#: What has to be 0 in each sample; the largest of a piece counts.
+#: Counts that must be 0 in each sample; the largest of a piece is reported.
 _ZEROS: Final = ("open", "missing", "running")
 _TEXTS: Final = ("texts", "same", "near", "other")
 
@@ -230,7 +230,7 @@ def judge(pieces: Sequence[Mapping[str, Any]], *, windows: bool) -> Verdict:
 
 
 def _ended(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say which pieces did not come to their end."""
+    """List the pieces that did not reach their end."""
     return [
         f"piece {number} ended early: {piece['error']}"
         for number, piece in enumerate(pieces)
@@ -241,7 +241,7 @@ def _ended(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
 def _counted(
     sums: Mapping[str, int], pieces: Sequence[Mapping[str, Any]], windows: bool
 ) -> list[str]:
-    """Say which counts are not as they must be."""
+    """List the counts that have a wrong value."""
     why = [reason for piece in pieces for each in piece["samples"][-1:] for reason in each["why"]]
     refused = sum(not each["cleared"] for piece in pieces for each in piece["samples"])
     resolved = sums["rows_committed"] + sums["rows_rejected"]
@@ -266,7 +266,7 @@ def _counted(
 
 
 def _grown(host: Slope, device: Slope, change: Slope) -> list[str]:
-    """Say what surely grows or falls."""
+    """List the measures whose whole interval grows or falls too much."""
     said = []
     if host.low > HOST_LIMIT:
         said.append(f"the host's memory grows: {host} MiB per hour")
@@ -311,7 +311,7 @@ def _column(verdict: Verdict) -> list[str]:
 
 
 def _cut(sums: Mapping[str, int]) -> str:
-    """Say how many pieces went on when the command was ended, if any did."""
+    """Return a sentence on the pieces that still ran when the command was ended, if any."""
     return f", {sums['cut']} cut off" if sums["cut"] else ""
 
 

@@ -22,7 +22,7 @@ class EngineClient:
         engine: vLLM's ``AsyncLLM``.
         sizes: its sizes.
         job: the job, with all arguments that the engine was started with.
-        tell: is told how many requests are done.
+        tell: is called with the number of requests that are done.
 
     Attributes:
         done: requests that came to an end, whichever.
@@ -154,9 +154,9 @@ class EngineClient:
         await asyncio.gather(*map(one, prompts))
 
     async def settle(self) -> None:
-        """Make one last short request, so that the engine is told of the ends of all others.
+        """Make one last short request, so that the engine processes the ends of all others.
 
-        It is none of the workload's, so it counts only if it fails.
+        It is not part of the workload, so it counts only if it fails.
         """
         failed = len(self.failed)
         await self.ask(self.phrase(4), 2)

@@ -1,4 +1,4 @@
-"""``kvtxn audit``: run a vLLM engine under the ledger, say what was found, and draw it."""
+"""``kvtxn audit``: run a vLLM engine under the ledger, and print and draw the violations."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _json(text: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Name a JSON value that is not as expected, without what is in it."""
+    """Name the type of an unexpected JSON value, without its content."""
     if isinstance(value, Mapping):
         return f"an object with {', '.join(map(repr, value)) or 'nothing'}"
     return type(value).__name__

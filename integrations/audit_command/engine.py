@@ -1,4 +1,4 @@
-"""An engine under audit, in a process of its own: it plays a workload, and reports."""
+"""An engine under audit, in its own process: it plays a workload, and reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MEMORY_STORE: Final = {
 _TOO_FEW_BLOCKS: Final = "larger than the available KV cache memory"
 #: Times the blocks of a model with one group of layers; no more are tried.
 _MOST_ROOM: Final = 16
-#: What to do with an engine that no workload of this command fits.
+#: The advice for an engine that no workload of this command fits.
 _WATCH_IT: Final = (
     'start it with additional_config={"kvtxn": {"audit": "ledger"}}, send it requests of your own, '
     "and ask audit_report(llm)"
@@ -43,14 +43,15 @@ _RANDOM: Final = re.compile(r"-[0-9a-f]{8}$")
 
 
 def run(job: Job, progress: Progress) -> Found | Refused:
-    """Play the workloads in a fresh process; ``progress`` is told how many requests are done.
+    """Play the workloads in a fresh process; report the requests that are done to ``progress``.
 
-    A SIGINT or SIGTERM once the engine runs ends the workloads early, and the answer is what was
-    found until then. Another one ends everything at once, as one before the engine runs does.
+    A SIGINT or SIGTERM while the engine runs ends the workloads early, and the result covers the
+    time until then. A second signal ends everything at once, and so does one before the engine
+    runs.
 
-    How many blocks one request needs is known to vLLM alone, and depends on the model's groups of
-    layers. So an engine that a workload gave too few is started again with more, if its log is here
-    to tell so: at the log level "debug" the user has it.
+    Only vLLM knows how many blocks one request needs, since that depends on the model's groups of
+    layers. So an engine with too few blocks is started again with more. Its log says so, and at the
+    log level "debug" only the user has the log: then it is not started again.
 
     Raises:
         EngineError: the engine's process failed; the message ends with its last words.
@@ -63,7 +64,7 @@ def run(job: Job, progress: Progress) -> Found | Refused:
 
 
 def _run(job: Job, progress: Progress) -> Found | Refused | None:
-    """Do what ``run`` says, once; returns None if the engine has too few blocks by its workload."""
+    """Run the engine once, as in ``run``; returns None if the workload gave it too few blocks."""
     environment = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
     process = EngineProcess(
         calling(f"{__package__}.engine", "serve"),
@@ -92,7 +93,7 @@ def _run(job: Job, progress: Progress) -> Found | Refused | None:
 
 @contextlib.contextmanager
 def _ending_early(process: EngineProcess, progress: Progress) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM in the block end the workloads; the next one is as before.
+    """Make the first SIGINT or SIGTERM in the block end the workloads; the next one acts as usual.
 
     Only the main thread can hear of signals; in another one nothing changes.
     """
@@ -119,7 +120,7 @@ def _ending_early(process: EngineProcess, progress: Progress) -> Iterator[None]:
 
 
 def _has_few_blocks(job: Job) -> bool:
-    """Tell whether a workload says how many blocks the engine has."""
+    """Return whether a workload says how many blocks the engine has."""
     return "num_gpu_blocks_override" not in job.engine_args and any(
         WORKLOADS[name].few_blocks for name in job.workloads
     )
@@ -195,7 +196,7 @@ async def _serve(job: Job, pipe: Connection[Any, Any]) -> Found | Refused:
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None], pipe: Connection[Any, Any]) -> bool:
-    """Do work until it ends, or until ``STOP`` comes; tell whether it came to its end."""
+    """Do work until it ends, or until ``STOP`` comes; return whether it ended by itself."""
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
 
     def stop() -> None:  # nothing but STOP comes, or the caller is gone
@@ -243,7 +244,7 @@ def offloading(device: str, store: int) -> dict[str, Any]:
 
 
 def _named(recording: dict[str, Any]) -> dict[str, Any]:
-    """Give requests the names that the client gave them: vLLM puts random digits behind each."""
+    """Restore the client's names of requests, to which vLLM adds random digits."""
 
     def own(name: str | None) -> str | None:
         return name and _RANDOM.sub("", name)

@@ -19,7 +19,7 @@ class Job:
         prompts: the prompts of the user's file.
         requests: requests to make, at least.
         seed: of the workload's random numbers.
-        room: times the blocks that an engine is given of which a workload wants few.
+        room: factor on the number of blocks, for workloads that give the engine few.
         log_level: log level of kvtxn and vLLM in the engine's process; "debug" shows both logs.
     """
 
@@ -32,7 +32,7 @@ class Job:
     log_level: str = "error"
 
 
-#: The command that ends a job early; the answer is what was found until then.
+#: The command that ends a job early; the result covers the time until then.
 STOP: Final = "stop"
 
 
@@ -63,8 +63,8 @@ class Found:
         aborted: requests that the workload aborted.
         failed: the reasons of requests that the engine refused or did not finish.
         seconds: wall time of the workloads, the engine's start not included.
-        interrupted: the user ended the job before its end: requests that were not done are none of
-            ``requests``.
+        interrupted: the user ended the job before its end: ``requests`` lacks those that were not
+            done.
     """
 
     engine: dict[str, str]

@@ -15,11 +15,11 @@ _ANEW: Final = "\r\x1b[K"
 
 
 class Progress:
-    """Says which workload is played, how many requests are done, and the seconds since the begin.
+    """Prints the running workload, the number of requests done, and the seconds so far.
 
     On a terminal the line is written anew in its place, and is gone at the end. Elsewhere, in a log
-    of CI say, there is one line in ``every`` seconds. It has a thread of its own: a request may
-    take minutes, and so may the engine's start.
+    of CI say, there is one line in ``every`` seconds. It runs in its own thread, since a request
+    may take minutes, and so may the engine's start.
 
     Args:
         command: the command's name, the first words of each line.
@@ -58,11 +58,11 @@ class Progress:
             self._write(_ANEW)
 
     def show(self, workload: str, done: int) -> None:
-        """Note how many requests of a job are done; the next line says so."""
+        """Record how many requests of a job are done, for the next line."""
         self._doing, self._done = workload, done
 
     def interrupt(self) -> None:
-        """Say that the user ends the job early, and what comes now."""
+        """Print that the job ends early, and what happens next."""
         begin, end = (_ANEW, "") if self._in_place else ("", "\n")
         what = "interrupted: asking the engine what it found so far; once more to end at once"
         self._write(f"{begin}{self._command}: {what}{end}")
@@ -84,5 +84,5 @@ class Progress:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except OSError:  # nobody reads it any more
+        except OSError:  # the reader is gone
             self._ended.set()

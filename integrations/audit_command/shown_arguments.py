@@ -1,7 +1,7 @@
 """The engine arguments that a page or a record may show: none that can hold a secret.
 
-Arguments are shown by name, since vLLM adds some with each release: what is not known to be
-harmless, such as ``hf_token`` or a connector's keys, shows as ``...``.
+Arguments are shown by name, since vLLM adds some with each release: every value that is not known
+to be harmless, such as ``hf_token`` or a connector's keys, shows as ``...``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _plain(names: str) -> dict[str, None]:
     return dict.fromkeys(names.split())
 
 
-#: The arguments that are shown. Of a mapping's, those that are named in it in turn.
+#: The arguments that are shown. A mapping names the keys of a nested argument that are shown.
 _SHOWN: Final[Mapping[str, Any]] = {
     **_plain(
         """

@@ -1,4 +1,4 @@
-"""``kvtxn trace``: run the demo's model with windows, and draw what they do to the cache."""
+"""``kvtxn trace``: run the demo's model with windows, and draw their effect on the cache."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ...audit.violation import DIFFERENCES, VERBS
 
 #: Columns of the page.
 WIDTH: Final = 100
-#: Violations that are told one by one; the HTML page has all of them.
+#: Violations that are described one by one; the HTML page has all of them.
 TOLD: Final = 8
 
 #: By kind: the sentence's subject, for one violation and for several.
@@ -30,7 +30,7 @@ MEANING: Final[Mapping[str, str]] = {
     "ranks": "ranks wrote different rows",
 }
 
-#: By finding: what a connector brought.
+#: By finding: the fault of a row that a connector brought.
 _BROUGHT: Final[Mapping[str, str]] = {
     "unwritten": "nobody had written it when it was stored",
     "rejected": "what was stored was a draft that was rejected",
@@ -39,7 +39,7 @@ _BROUGHT: Final[Mapping[str, str]] = {
     "bytes": "its bytes are not those that were stored",
 }
 
-#: By finding: what was wrong, once it was said who had written it.
+#: By finding: the fault, to be added to a sentence that names the writer.
 _AFTER_THAT: Final[Mapping[str, str]] = {
     "rejected": ", a draft that was rejected",
     "draft": ", a draft that nobody had accepted yet",
@@ -47,7 +47,7 @@ _AFTER_THAT: Final[Mapping[str, str]] = {
     "owner": ": the state of the same tokens, but of another request",
 }
 
-#: By finding: what was wrong where nobody knows who had written it.
+#: By finding: the fault, if the writer is not known.
 _UNKNOWN_WRITER: Final[Mapping[str, str]] = {
     "unwritten": "nobody had written it since its block was handed out",
     "draft": "it was the row of a draft that nobody had accepted yet",
@@ -150,7 +150,7 @@ def judge(
 
 
 def _ended(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Say of which ranks the audit ended before the engine did: later reads were not compared."""
+    """Name the ranks whose audit ended early: their later reads were not compared."""
     name = "kvtxn_audit_active"
     return [
         f"The audit of rank {rank} ended by an error after {_count(steps, 'step')}, and what was "
@@ -162,7 +162,7 @@ def _ended(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _unwatched(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Say of how many KV-cache groups nothing is known; the stages of a pipeline differ."""
+    """Return a sentence on unwatched KV-cache groups; pipeline stages may differ."""
     number = max((int(each.get("kvtxn_audit_unwatched_groups", 0)) for each in counters), default=0)
     if not number:
         return []
@@ -173,7 +173,7 @@ def _unwatched(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _compared(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Say how many rows and states had their bytes compared, if an audit was to do that."""
+    """Return a sentence on rows and states whose bytes were compared, if any were to be."""
     name = "bytes_compared_total"
     if not any(f"kvtxn_audit_{name}" in each for each in counters):
         return []
@@ -182,7 +182,7 @@ def _compared(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _unverified(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Say how many rows and states were believed."""
+    """Return a sentence on the rows and states that were taken for right without a comparison."""
     number = _total(counters, "rows_unverified_total")
     if not number:
         return []
@@ -193,7 +193,7 @@ def _unverified(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:
-    """Say of how many requests the ledger could not judge a step, and why."""
+    """Return a sentence on requests that could not be judged in a step, with the reasons."""
     counts = {reason: _total(counters, f"unjudged_total_{reason}") for reason in _UNJUDGED}
     return [
         f"{_count(number, 'request')} of steps {_UNJUDGED[reason]}."
@@ -203,7 +203,7 @@ def _unjudged(counters: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def tell(violation: Mapping[str, Any]) -> str:
-    """Tell one violation: who read what, and who wrote it."""
+    """Describe one violation: the request that read, the row, and who wrote it."""
     request, found = violation["request"] or "a request", violation["found"]
     begin = f"In step {violation['step']} {request}"
     if violation["kind"] == "ranks":
@@ -234,7 +234,7 @@ def tell(violation: Mapping[str, Any]) -> str:
 
 
 def _written(violation: Mapping[str, Any]) -> str:
-    """Tell who wrote what was read, when, and for which tokens."""
+    """Describe the write of a row: by which request, in which step, and for which tokens."""
     writer = violation["written_request"] or "a request whose name is not known any more"
     who = "the same request" if writer == violation["request"] else writer
     said = f"{who} had written it"
@@ -251,7 +251,7 @@ def _written(violation: Mapping[str, Any]) -> str:
 
 
 def _differs(violation: Mapping[str, Any]) -> str:
-    """Tell what differs, where positions and tokens do not show it to people."""
+    """Describe the difference, if positions and tokens do not show it."""
     differs = violation["differs"]
     return "" if differs in (None, "position", "tokens") else f", {DIFFERENCES[differs]}"
 

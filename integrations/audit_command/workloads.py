@@ -78,8 +78,8 @@ class Client(Protocol):
         """Clear the prefix cache; an engine that is busy may refuse.
 
         Args:
-            running: preempt all requests that run, so that nothing is in use; an engine with a
-                connector is left alone.
+            running: preempt all requests that run, so that nothing is in use; has no effect with a
+                connector.
         """
 
 
@@ -165,7 +165,7 @@ async def sessions(client: Client) -> None:
 
 
 async def prefix(client: Client) -> None:
-    """Ask with common beginnings, some in one step, others after the first has ended."""
+    """Make requests with common beginnings, some in one step, others after the first has ended."""
     while client.made < client.budget:
         roots = [client.phrase(share(client, 0.2)) for _ in range(2)]
         for _ in range(3):
@@ -182,7 +182,7 @@ async def prefix(client: Client) -> None:
 
 
 async def preempt(client: Client) -> None:
-    """Ask more than the cache has blocks for: some requests are preempted, and computed again.
+    """Make more requests than the cache has blocks for: some are preempted, and computed again.
 
     Once a round all that run are, by a reset of the prefix cache.
     """

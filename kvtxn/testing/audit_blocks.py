@@ -72,7 +72,7 @@ class Pool:
         return block
 
     def share(self, block: int) -> int:
-        """Give a block that a hash has found to one more request."""
+        """Share a block of the prefix cache with one more request."""
         if self.users[block] == 0:
             self.free.remove(block)
         self.users[block] += 1
@@ -87,12 +87,12 @@ class Pool:
             self.free.append(block)
 
     def publish(self, block: int, key: object) -> None:
-        """Let a hash find a block, unless it finds another block already."""
+        """Publish a block under a hash, unless the hash has another block already."""
         if key not in self.found and block not in self.hash_of:
             self.found[key] = block
             self.hash_of[block] = key
 
     def forget(self) -> None:
-        """Let no hash find any block."""
+        """Remove all blocks from the prefix cache."""
         self.found.clear()
         self.hash_of.clear()

@@ -1,4 +1,4 @@
-"""A small engine with caches, for scrubs: each forward writes bytes and reads those of others.
+"""A small engine with caches, for scrubs: each forward writes its rows' bytes and reads other rows.
 
 Nothing is computed: rows and states are noise, other noise each time that a row is computed again,
 and a request's output is the sum of all that its last row reads, so that a NaN comes through.
@@ -253,7 +253,7 @@ class FlipsABit(ByteMutant):
     """A bit of a row or state changes in memory."""
 
     def harm(self, step: Step) -> None:
-        """Flip a bit of what a running request will read."""
+        """Flip a bit of a row that a running request will read."""
         request = self.random.choice(self.running) if self.running else None
         if request is None or request.computed < 4 or self.random.random() < 0.6:
             return
@@ -264,7 +264,7 @@ class FlipsABit(ByteMutant):
 
 
 class WritesAStrayRow(ByteMutant):
-    """A kernel writes one row more than it was told to, over a row of any request."""
+    """A kernel writes one row too many, over a row of any request."""
 
     def write_rows(self, name: str, slots: Tensor) -> None:
         """Write one slot more, of a request that has been computed."""

@@ -1,8 +1,8 @@
 """A small engine without a model: blocks, tables, drafts, prefix caching, preemption, sessions.
 
-The engine does what engines do around a forward pass, with random tokens in place of a model, and
-reports each step to one or several ledgers. Each operation in which an engine can go wrong is a
-method of its own, which ``audit_mutants`` overrides.
+The engine manages requests, blocks and drafts like an LLM engine, with random tokens in place of a
+model, and reports each step to one or several ledgers. Each operation in which an engine can go
+wrong is a method, which ``audit_mutants`` overrides.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SmallEngine(Telling):
                 columns.append(self.take(group))
 
     def take_hits(self, request: Request) -> None:
-        """Give a request the blocks that a hash finds, but leave at least one token to compute."""
+        """Give a request its cached blocks, but leave at least one token to compute."""
         size = max((g.block_size for g in self.row_groups), default=1)
         if any(g.ring is not None for g in self.row_groups) or self.state_groups:
             return
@@ -238,7 +238,7 @@ class SmallEngine(Telling):
                 table.append(self.take(group))
 
     def publish(self, request: Request, end: int) -> None:
-        """Let others find the blocks that are full at ``end``, as soon as the step is scheduled."""
+        """Publish the blocks that are full at ``end``, as soon as the step is scheduled."""
         size = max((g.block_size for g in self.row_groups), default=1)
         for group in self.row_groups:
             if group.ring is not None:
@@ -287,7 +287,7 @@ class SmallEngine(Telling):
         return accepted
 
     def next_told(self, accepted: int) -> int:
-        """Return the accepted count that the next step is told."""
+        """Return the accepted count that the next step gets."""
         return accepted
 
     def slide(self, group: RowGroup, request: Request) -> None:
@@ -301,5 +301,5 @@ class SmallEngine(Telling):
                 table[column] = NULL_BLOCK
 
     def is_read(self, group: RowGroup) -> bool:
-        """Tell whether layers of another group, which may see further, read these rows."""
+        """Return whether layers of another group, which may see further, read these rows."""
         return any(g.reads == group.name for g in self.groups.values())

@@ -40,7 +40,7 @@ _REQUESTS: Final = 24
 
 @attrs.define
 class Tally:
-    """Counts of what was compared, and the time it took.
+    """Counts of compared rows and states, and the time it took.
 
     Attributes:
         rows: rows that were read and compared.
@@ -71,13 +71,13 @@ class TimedLedger(Ledger):
     seconds = 0.0
 
     def write(self, step: Step) -> None:
-        """Do what ``Ledger.write`` says."""
+        """Call ``Ledger.write``, and add its time to ``seconds``."""
         begin = time.perf_counter()
         super().write(step)
         self.seconds += time.perf_counter() - begin
 
     def check(self, step: Step) -> None:
-        """Do what ``Ledger.check`` says."""
+        """Call ``Ledger.check``, and add its time to ``seconds``."""
         begin = time.perf_counter()
         super().check(step)
         self.seconds += time.perf_counter() - begin
@@ -85,7 +85,7 @@ class TimedLedger(Ledger):
     def resolve(
         self, accepted: Any, sampled: Any = None, *, besides: int = 0, later: bool = False
     ) -> None:
-        """Do what ``Ledger.resolve`` says."""
+        """Call ``Ledger.resolve``, and add its time to ``seconds``."""
         begin = time.perf_counter()
         super().resolve(accepted, sampled, besides=besides, later=later)
         self.seconds += time.perf_counter() - begin
@@ -102,7 +102,7 @@ class LongEngine(ConnectedEngine):
         self.beginnings = [[self.token() for _ in range(1000)] for _ in range(4)]
 
     def around(self) -> None:
-        """Let requests come, end, be preempted, go on and be stored, and run a step."""
+        """Add, end, preempt, continue and store random requests, and run a step."""
         chance = self.random
         if len(self.running) + len(self.waiting) < _REQUESTS - 2 and chance.random() < 0.5:
             beginning = chance.choice(self.beginnings)[: chance.randint(0, 1000)]
@@ -135,7 +135,7 @@ def fuzz(reads: int, seed: int = 0, steps: int = 300) -> Tally:
         steps: forward passes of one engine.
 
     Returns:
-        What was compared, and the violations that were found: there should be none.
+        Counts of the rows compared, and the violations: there should be none.
     """
     tally = Tally()
     for number in itertools.count(seed):

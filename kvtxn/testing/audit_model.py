@@ -91,7 +91,7 @@ class LedgerModel:
     # -- requests and blocks -----------------------------------------------------------------
 
     def admit(self, request: str, tokens: Sequence[int], *, extras: Iterable[int] = ()) -> int:
-        """Do what ``Ledger.admit`` does."""
+        """Model of ``Ledger.admit`` with token prefixes in dicts."""
         before = self.requests.get(request)
         line = self._free.pop() if before is None else before.line
         durable = 0 if before is None else min(before.durable, len(tokens))
@@ -103,19 +103,19 @@ class LedgerModel:
         return line
 
     def release(self, request: str) -> None:
-        """Do what ``Ledger.release`` does."""
+        """Model of ``Ledger.release`` with token prefixes in dicts."""
         found = self.requests.pop(request, None)
         if found is not None:
             self._free.append(found.line)
 
     def hand_out(self, group: str, blocks: Sequence[int]) -> None:
-        """Do what ``Ledger.hand_out`` does."""
+        """Model of ``Ledger.hand_out`` with token prefixes in dicts."""
         pool = self._pool(group)
         for word in [w for w in self.words if w[0] == pool and w[1] in blocks]:
             del self.words[word]
 
     def copy(self, group: str, source: Sequence[int], target: Sequence[int]) -> None:
-        """Do what ``Ledger.copy`` does."""
+        """Model of ``Ledger.copy`` with token prefixes in dicts."""
         pool = self._pool(group)
         was = {w: content for w, content in self.words.items() if w[0] == pool}
         for here, there in zip(source, target, strict=True):
@@ -141,7 +141,7 @@ class LedgerModel:
     # -- steps -------------------------------------------------------------------------------
 
     def write(self, step: Step) -> None:
-        """Do what ``Ledger.write`` does."""
+        """Model of ``Ledger.write`` with token prefixes in dicts."""
         self.step += 1
         rows = list(self._rows(step))
         for index, (request, first, count, _start, _drafts) in enumerate(rows):
@@ -212,7 +212,7 @@ class LedgerModel:
         return self._word(name, slot)
 
     def check(self, step: Step) -> None:
-        """Do what ``Ledger.check`` does."""
+        """Model of ``Ledger.check`` with token prefixes in dicts."""
         for index, (request, first, count, _start, _drafts) in enumerate(self._rows(step)):
             for name, table in step.tables.items():
                 if count:
@@ -231,7 +231,7 @@ class LedgerModel:
     def resolve(
         self, accepted: Sequence[int], sampled: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Do what ``Ledger.resolve`` does."""
+        """Model of ``Ledger.resolve`` with token prefixes in dicts."""
         assert self._open is not None
         step, rows = self._open
         for index, (request, first, count, start, drafts) in enumerate(rows):
@@ -255,18 +255,18 @@ class LedgerModel:
     # -- blocks that others read -------------------------------------------------------------
 
     def publish(self, request: str, group: str, table: list[int], first: int, end: int) -> None:
-        """Do what ``Ledger.publish`` does."""
+        """Model of ``Ledger.publish`` with token prefixes in dicts."""
         self._look("published", self.requests[request], group, table, first, end)
 
     def publish_state(self, request: str, group: str, block: int, length: int) -> None:
-        """Do what ``Ledger.publish_state`` does."""
+        """Model of ``Ledger.publish_state`` with token prefixes in dicts."""
         self._look("published", self.requests[request], group, [block], length - 1, length)
         self.owners[(group, block)] = None
 
     def export(
         self, request: str, group: str, table: list[int], first: int, end: int
     ) -> list[Row | str | None]:
-        """Do what ``Ledger.export`` does; the result is for this model's ``import_rows``."""
+        """Model of ``Ledger.export``; the result is for this model's ``import_rows``."""
         self._look("exported", self.requests[request], group, table, first, end)
         return [self.words.get(self._through(group, table, p)[1]) for p in range(first, end)]  # type: ignore[arg-type]
 
@@ -274,7 +274,7 @@ class LedgerModel:
         self, request: str, group: str, table: list[int], first: int, end: int,
         digests: Sequence[Row | str | None] | None = None,
     ) -> None:  # fmt: skip
-        """Do what ``Ledger.import_rows`` does."""
+        """Model of ``Ledger.import_rows`` with token prefixes in dicts."""
         known = self.requests[request]
         telling = known.telling if known.imported else -1
         known.imported, known.told, known.telling = True, -1, telling
@@ -297,14 +297,14 @@ class LedgerModel:
     def export_state(
         self, request: str, group: str, block: int, length: int
     ) -> list[Row | str | None]:
-        """Do what ``Ledger.export_state`` does."""
+        """Model of ``Ledger.export_state`` with token prefixes in dicts."""
         return self.export(request, group, [block], length - 1, length)
 
     def import_state(
         self, request: str, group: str, block: int, length: int,
         digest: Sequence[Row | str | None] | None = None,
     ) -> None:  # fmt: skip
-        """Do what ``Ledger.import_state`` does."""
+        """Model of ``Ledger.import_state`` with token prefixes in dicts."""
         self.import_rows(request, group, [block], length - 1, length, digest)
         self.owners[(group, block)] = None
 

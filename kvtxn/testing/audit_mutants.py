@@ -215,7 +215,7 @@ class CountsABlockAsLoaded(Mutant):
 
 
 class ReadsTheWrongColumn(Mutant):
-    """The next step goes on from another column than that of the accepted drafts."""
+    """The next step goes on from a column that is not the accepted drafts'."""
 
     kinds = frozenset({"state"})
     needs = "states"
@@ -227,7 +227,7 @@ class ReadsTheWrongColumn(Mutant):
 
 
 class NeverTellsCounts(Mutant):
-    """The accepted count stays what it was at first."""
+    """The next step always gets an accepted count of 0."""
 
     kinds = frozenset({"state"})
     needs = "states"
@@ -250,7 +250,7 @@ class DropsAState(Mutant):
 
 
 class KeepsAnOldState(Mutant):
-    """A new request goes on from what is in its state's block, which was not zeroed."""
+    """A new request goes on from the old state in its block, which was not zeroed."""
 
     kinds = frozenset({"state"})
     needs = "states"
@@ -339,7 +339,7 @@ class LoadsAnotherState(Mutant):
 
 
 class CountsAStateAsLoaded(Mutant):
-    """A connector says that it brought rows and states, and brought the rows alone."""
+    """A connector reports rows and states, but brought only the rows."""
 
     kinds = frozenset({"state"})
     needs = "states"

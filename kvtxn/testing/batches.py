@@ -68,7 +68,7 @@ class Batch:
         return owners
 
     def kept(self, accepted: Sequence[int]) -> list[bool]:
-        """Tell for each row if it is kept when ``accepted`` has the accepted drafts per request."""
+        """Return for each row whether it is kept, by the accepted drafts of each request."""
         return [draft is not None and draft < accepted[request] for request, draft in self.owners]
 
     def count(self, kept: Sequence[bool], groups: Sequence[str]) -> tuple[int, int]:

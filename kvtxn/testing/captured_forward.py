@@ -23,13 +23,13 @@ from .rig import Rig
 #: Storage for waiting drafts: allocated by the windows, or given by the engine.
 PLACES: Final = ("own", "given")
 
-#: Storage of its own kind: the tensors that the forward itself makes, held by ``CapturedRows``.
+#: The storage in which the forward's own tensors hold the rows, through ``CapturedRows``.
 HELD: Final = "held"
 
 #: Settled and draft rows of each request.
 Shape = tuple[Sequence[int], Sequence[int]]
 
-#: Rows of a forward with held tensors beyond those that a window may have.
+#: Rows of a forward with held tensors beyond the rows that a window may have.
 _MORE: Final = 2
 
 
@@ -83,7 +83,7 @@ class CapturedForward:
 
     @property
     def leaves_saving(self) -> bool:
-        """Tell whether windows are begun before their old rows are saved."""
+        """Return whether windows are begun before their old rows are saved."""
         return self._saves and self._rig.policy == "undo" and self._can_save
 
     def save_before(self) -> None:

@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class InjectedFault(RuntimeError):
-    """The error of an executor that was told to fail."""
+    """The error that an armed fault makes an executor raise."""
 
 
 @attrs.define
 class Faults:
-    """The faults that are armed, and those that were raised.
+    """The faults that are armed, and the faults that were raised.
 
     Attributes:
         error: makes the exception to raise.
@@ -64,7 +64,7 @@ class Faults:
         self._armed[at] = (when, nth)
 
     def disarm(self) -> None:
-        """Let everything work again."""
+        """Remove all armed faults, so that every method works again."""
         self._armed.clear()
 
     def due(self, operation: str) -> str | None:

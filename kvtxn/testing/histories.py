@@ -124,7 +124,7 @@ class Histories:
                     self._base.adopt(cache.name, slot, row)
 
     def expected(self, settled: Sequence[Sequence[Token]] = ()) -> Replay:
-        """Work out the content of the caches from the lists of tokens alone.
+        """Work out the content of the caches only from the lists of tokens.
 
         Args:
             settled: by request, tokens that an aborted window wrote, to rows and rings alone.

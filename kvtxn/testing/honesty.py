@@ -25,7 +25,7 @@ from .trees import expect_moved, padded
 
 
 class Honesty(KitBase):
-    """The declared capabilities are exactly those that work."""
+    """The declared capabilities are exactly the capabilities that work."""
 
     def test_the_declaration_is_well_formed(self, kit: Kit) -> None:
         """The capabilities have the right type and known policies, and the executor has a name."""
@@ -138,7 +138,7 @@ def that_claims(executor: type[Executor], **claims: Any) -> type[Executor]:
 
 
 def works(attempt: Any) -> bool:
-    """Tell whether an attempt ends without an exception; wrong bytes raise one."""
+    """Return whether an attempt ends without an exception; wrong bytes raise one."""
     try:
         attempt()
     except Exception:

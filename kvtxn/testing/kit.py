@@ -18,7 +18,7 @@ from .rig import VARIED, Backend, Rig, registered
 
 T = TypeVar("T")
 
-#: Every policy; a test skips those that the backend does not declare.
+#: Every policy; a test skips policies that the backend does not declare.
 POLICIES: Final = ("deferred", "undo", "direct")
 
 #: Policies that keep rejected rows out of the cache.

@@ -101,7 +101,7 @@ def _ints(memory: Tensor) -> list[int]:
 
 
 def _describe(cache: TestCache, index: int, actual: Sequence[int], expected: Sequence[int]) -> str:
-    """Say in one sentence how many words of a memory differ, and which slots they belong to."""
+    """Return a sentence on the words of a memory that differ, and on the slots they belong to."""
     wrong = {i for i, pair in enumerate(zip(actual, expected, strict=True)) if pair[0] != pair[1]}
     slots = [
         slot

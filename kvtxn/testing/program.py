@@ -113,7 +113,7 @@ class Program(RuleBasedStateMachine):
         self.faults.disarm()
         return len(self.faults.fired) > before
 
-    # -- what a caller does -------------------------------------------------------------
+    # -- calls of a correct caller --------------------------------------------------------
 
     @_none_open
     @rule(
@@ -238,7 +238,7 @@ class Program(RuleBasedStateMachine):
         self.stage_the_rest(None)
         self.abort(fault, True)
 
-    # -- what a caller must not do --------------------------------------------------------
+    # -- calls that must be refused -------------------------------------------------------
 
     @_some_missing
     @rule()

@@ -106,7 +106,7 @@ class CapturedWindows(KitBase):
 
     @pytest.mark.parametrize("policy", ["undo", "direct"])
     def test_only_where_rows_wait(self, kit: Kit, policy: str) -> None:
-        """Rows are given under ``deferred`` alone: else the forward writes them to the caches."""
+        """Rows are given only under ``deferred``: else the forward writes them to the caches."""
         rows = CapturedForward(kit.rig("deferred", SIMPLE), HELD).windows.rows
         rig = kit.rig(policy, SIMPLE)
         slots = torch.full((1, 9), -1, dtype=torch.int64, device=rig.device)

@@ -57,7 +57,7 @@ class Discipline(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_nothing_but_padding(self, kit: Kit, policy: str) -> None:
-        """A window of padding alone runs to its end, and changes no byte and no counter of rows."""
+        """A window of only padding runs to its end, and changes no byte and no counter of rows."""
         rig = kit.rig(policy)
         for accepted in ([0, 0], [3, 2]):
             rig.run(rig.batch(padding=1.0), accepted)

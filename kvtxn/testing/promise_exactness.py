@@ -36,7 +36,7 @@ EXTREMES: Final[dict[str, Callable[[Batch, Rig], list[int]]]] = {
 
 
 class Exactness(KitBase):
-    """After commit, every byte of every cache equals a replay of the kept rows alone."""
+    """After commit, every byte of every cache equals a replay of only the kept rows."""
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("fmt", [*FORMATS, WIDE.name])

@@ -182,7 +182,7 @@ def _drive(rig: Rig, batch: Batch, counts: Sequence[int] | None) -> Window:
 def either(
     rig: Rig, batch: Batch, mask: Sequence[bool] | None = None, layers: int | None = None
 ) -> None:
-    """Let the oracle accept the old or the staged word, for each word of the rows."""
+    """Make the oracle accept the old or the staged word, for each word of the rows."""
     for cache in rig.caches[:layers]:
         slots = batch.slots[cache.spec.group]
         for number, row in enumerate(batch.rows[cache.name]):

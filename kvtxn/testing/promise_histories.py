@@ -1,4 +1,4 @@
-"""Rings and states over many windows: their content follows from the accepted tokens alone."""
+"""Rings and states over many windows: their content follows only from the accepted tokens."""
 
 from __future__ import annotations
 

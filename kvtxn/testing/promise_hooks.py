@@ -38,7 +38,7 @@ class Offloader:
         rig.manager.on_abort(self.store)
 
     def store(self, window: EndedWindow) -> None:
-        """Copy the durable rows from the caches; after an abort these are settled rows alone."""
+        """Copy the durable rows from the caches; after an abort these are only settled rows."""
         aborted = window.state is WindowState.ABORTED
         (self.aborted if aborted else self.committed).append(window.number)
         for ref in self._rig.refs:
@@ -99,7 +99,7 @@ class Hooks(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_it_is_told_of_nothing_before_commit(self, kit: Kit, policy: str) -> None:
-        """No hook is called at begin or at staging; ``on_abort`` is told of settled rows alone."""
+        """No hook is called at begin or staging; ``on_abort`` gets only settled rows' slots."""
         rig = kit.rig(policy)
         offloader = Offloader(rig)
         for end in ("commit", "abort"):
@@ -118,7 +118,7 @@ class Hooks(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_an_abort_between_layers(self, kit: Kit, policy: str) -> None:
-        """If a layer is missing, no row is in every layer, and ``on_abort`` is told of none."""
+        """If a layer is missing, no row is in every layer, and ``on_abort`` gets no slots."""
         rig = kit.rig(policy)
         offloader = Offloader(rig)
         batch = rig.batch()

@@ -151,8 +151,8 @@ class AllOrNothing(KitBase):
     def test_a_staged_view_of_the_cache(self, kit: Kit) -> None:
         """A settled row that is written over a staged one is noticed, and the commit refused.
 
-        The window sees such a write by torch's version counter alone: an executor that writes
-        without torch calls ``torch.autograd.graph.increment_version`` after each write.
+        Only torch's version counter shows the window such a write: an executor that writes without
+        torch calls ``torch.autograd.graph.increment_version`` after each write.
         """
         rig = kit.rig("deferred", [LayerSpec(block_size=4)], staging="auto")
         ref = rig.refs[0]

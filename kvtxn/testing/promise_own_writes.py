@@ -134,7 +134,7 @@ class OwnWrites(KitBase):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_reading_writes_nothing(self, kit: Kit, policy: str) -> None:
-        """Attention between the stagings leaves caches, commit and counters alone."""
+        """Attention between the stagings changes neither caches nor commit nor counters."""
         kit.need_attention()
         rig = kit.rig(policy, [_spec(), _spec("hnd")])
         sequences = make_sequences(rig, *PASTS["uneven"], "native")

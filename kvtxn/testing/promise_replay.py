@@ -23,7 +23,7 @@ from .rig import registered
 
 _CONV: Final = StateSpec("short_conv", FORMATS["bf16"], "gapped", key_size=7)
 
-#: Layers of every family; convolution windows beside three of them, one alone.
+#: Layers of every family: three with a convolution window beside them, and a convolution by itself.
 EVERY: Final = (
     ReplayedSpec((_CONV, StateSpec("gated_delta", layout="gapped"))),
     ReplayedSpec((StateSpec("kda", FORMATS["bf16"], "permuted"), _CONV), group="kda"),
@@ -151,7 +151,7 @@ class Replays(KitBase):
 
     @pytest.mark.parametrize("paged", [True, False])
     def test_counts_of_replayed_rows(self, kit: Kit, paged: bool) -> None:
-        """A row counts once per window; bytes are those of a state, once per request."""
+        """A row counts once per window; the bytes of a state count once per request."""
         rig = replay_rig(kit, paged=(LayerSpec(num_blocks=12),) if paged else ())
         batch = rig.batch(((1, 1, 1), (3, 4, 2)), [2, 0, 2])
         rig.run(batch)

@@ -101,7 +101,7 @@ class ReplayBoundaries(KitBase):
         rig.check(f"{at} failed")
 
     def test_device_slots_beyond(self, kit: Kit) -> None:
-        """If a slot beyond is outside its cache, known to the device alone, nothing is written."""
+        """If a slot beyond is outside its cache, known only on the device, nothing is written."""
         kit.need_cuda()
         for bad in (-2, 10**6, 2**33):
             rig = replay_rig(kit)
@@ -114,7 +114,7 @@ class ReplayBoundaries(KitBase):
 def _crossing(
     rig: ReplayRig, batch: ReplayBatch, boundary: Sequence[int], without: Sequence[int] = ()
 ) -> ReplayBatch:
-    """Give each request, but padding and those ``without``, a boundary after so many rows."""
+    """Return the batch with boundaries, except for padding and requests in ``without``."""
     crossings = {}
     for group in _GROUPS:
         free = sorted(set(range(EVERY[0].num_states)) - {*batch.states[group]})

@@ -1,4 +1,4 @@
-"""Promise 6 for replayed layers: nothing waits for the device, which alone knows the counts."""
+"""Promise 6 for replayed layers: nothing waits for the device, which has the counts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ReplayOnDevice(KitBase):
             rig.check(f"counts {wild}")
 
     def test_device_slots_of_replayed_states(self, kit: Kit) -> None:
-        """If a state's slot is outside its cache, known to the device alone, nothing is written."""
+        """If a state's slot on the device is outside its cache, nothing is written."""
         kit.need_cuda()
         for group, bad in itertools.product(("state", "kda", "default"), (-2, 10**6, 2**33)):
             rig = replay_rig(kit)

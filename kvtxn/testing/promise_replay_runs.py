@@ -60,7 +60,7 @@ class ReplayRuns(KitBase):
     @pytest.mark.parametrize("fmt", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("family", ["gated_delta", "kda", "mamba2", "short_conv"])
     def test_a_run_of_the_kept_rows_alone(self, kit: Kit, family: str, fmt: torch.dtype) -> None:
-        """States and kept rows' outputs agree bit for bit with a run of the kept rows alone."""
+        """States and kept rows' outputs agree bit for bit with a run of only the kept rows."""
         replay_rig(kit, EVERY[:1])  # skips the test if the executor replays nothing
         with_drafts, kept_only = (_Model(kit, family, fmt) for _ in range(2))
         rng = random.Random(3)

@@ -62,7 +62,7 @@ class ReplaySizes(KitBase):
     @pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
     @pytest.mark.parametrize("family", FAMILIES)
     def test_a_state_that_takes_nothing_in(self, kit: Kit, family: str, fmt: str) -> None:
-        """Each of its bits stays, those of a zero's sign and of a NaN included."""
+        """Each of its bits stays, including a zero's sign and a NaN's payload."""
         rig = _small(kit, family, fmt)
         batch = rig.batch(((0, 0, 0), (2, 0, 1)), [0, 0, 0])
         _fill(rig, batch)

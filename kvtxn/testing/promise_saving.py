@@ -32,7 +32,7 @@ class SavingForwards(KitBase):
 
     @pytest.mark.parametrize("saver", SAVERS)
     def test_saving_forwards_of_changing_shape(self, kit: Kit, saver: str) -> None:
-        """Shapes and padding change; a replay without a window saves for nobody."""
+        """Shapes and padding change; a replay without a window saves rows that are never used."""
         rig = kit.rig("undo")
         forward = saving(rig, saver)
         for name in ("one", "uneven", "seventeen-rows", "uneven", "one"):
@@ -81,7 +81,7 @@ class SavingForwards(KitBase):
     @pytest.mark.parametrize("form", ["sampled", "counts"])
     @pytest.mark.parametrize("on_error", ["fallback", "raise"])
     def test_a_forward_that_did_not_save(self, kit: Kit, on_error: str, form: str) -> None:
-        """A commit cannot put rows back that nobody saved: it keeps all, as stock does."""
+        """A commit cannot restore rows that were not saved: it keeps all, as stock does."""
         rig = kit.rig("undo", on_error=on_error)
         forward = CapturedForward(rig, saves=True)
         if not forward.leaves_saving:

@@ -1,4 +1,4 @@
-"""Failures, counts and hooks of windows over a captured forward, equal to those of any window."""
+"""Failures, counts and hooks of windows over a captured forward are as in any window."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class StepEndings(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_hooks_are_told_of_accepted_rows_alone(self, kit: Kit, policy: str) -> None:
-        """Hooks are called after the work is enqueued; ``on_abort`` is told of settled rows."""
+        """Hooks are called after the work is enqueued; ``on_abort`` gets settled rows' slots."""
         rig = kit.rig(policy)
         forward, offloader = CapturedForward(rig), Offloader(rig)
         numbers: dict[str, list[int]] = {"commit": [], "abort": []}
@@ -170,7 +170,7 @@ class StepEndings(KitBase):
     @pytest.mark.parametrize("ran", ["whole", "some", "none"])
     @pytest.mark.parametrize("policy", POLICIES)
     def test_an_abort_tells_how_far_the_forward_came(self, kit: Kit, policy: str, ran: str) -> None:
-        """``on_abort`` is told of settled rows only if the whole forward ran."""
+        """``on_abort`` gets the slots of settled rows only if the whole forward ran."""
         rig = kit.rig(policy)
         forward, offloader = CapturedForward(rig), Offloader(rig)
         batch = rig.batch(SHAPE)

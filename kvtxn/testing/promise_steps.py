@@ -137,7 +137,7 @@ class CapturedSteps(KitBase):
 
     @pytest.mark.parametrize("policy", TRANSACTIONAL)
     def test_a_commit_that_is_checked(self, kit: Kit, policy: str) -> None:
-        """Debug mode compares every commit with the reference, in captured windows as well."""
+        """Debug mode compares every commit with the reference, in captured windows too."""
         rig = kit.rig(policy, debug=True)
         forward = CapturedForward(rig)
         for _ in range(2):

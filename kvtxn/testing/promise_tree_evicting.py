@@ -1,4 +1,4 @@
-"""Draft trees over rings and states: a state becomes that of the path's last node.
+"""Draft trees over rings and states: after commit a state is the one of the path's last node.
 
 A node has the slot of its row position, as in other caches. In a ring the ring position follows
 from the node's row, not from its depth; in a state there is only one slot. So the branches differ

@@ -160,7 +160,7 @@ def _seen(
 
 
 def _can_hold(cache: TestCache, value: float) -> bool:
-    """Tell whether rows of this format, or the scales beside them, can hold such a value."""
+    """Return whether rows of this format, or the scales beside them, can hold such a value."""
     return cache.spec.fmt.scaling == "row" or _fits(cache.spec.fmt.dtype, value)
 
 
@@ -176,5 +176,5 @@ def _poison(cache: TestCache, rows: int, value: float) -> list[Tensor]:
 
 
 def _fits(dtype: torch.dtype, value: float) -> bool:
-    """Tell whether a dtype can hold a value: float8_e4m3fn has no infinities."""
+    """Return whether a dtype can hold a value: float8_e4m3fn has no infinities."""
     return dtype.is_floating_point and (math.isnan(value) or dtype is not torch.float8_e4m3fn)

@@ -44,7 +44,7 @@ class ReplayBatch:
     crossings: Mapping[str, tuple[list[int], list[int]]] = attrs.Factory(dict)
 
     def of_request(self, request: int, kept: Sequence[bool]) -> list[int]:
-        """List the rows that a request's state takes in: settled ones, and those of ``kept``."""
+        """List the rows that a request's state takes in: settled rows, and the kept drafts."""
         return [
             row
             for row, (owner, draft) in enumerate(self.rows.owners)

@@ -174,7 +174,7 @@ class StateMemory:
     def take_in(
         self, slot: int, rows: Sequence[Sequence[Tensor]], boundary: int = 0, beyond: int = -1
     ) -> None:
-        """Let the expected state take these rows in; past a boundary, two states.
+        """Take these rows into the expected state; past a boundary, into two states.
 
         Args:
             slot: the slot of the state; -1 is none.

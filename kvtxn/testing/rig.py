@@ -156,7 +156,7 @@ class Rig:
     def write(
         self, batch: Batch, mask: Sequence[bool], layers: Sequence[int] | None = None
     ) -> None:
-        """Let the oracle write the masked rows of some layers; None is all layers."""
+        """Write the masked rows of some layers in the oracle; None means all layers."""
         for index in range(len(self.caches)) if layers is None else layers:
             cache = self.caches[index]
             slots = batch.slots[cache.spec.group]

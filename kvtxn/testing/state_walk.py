@@ -111,7 +111,7 @@ class Walk:
         calls[event]()
 
     def _fall_back(self) -> None:
-        """Let the executor fail at its next call."""
+        """Make the executor fail at its next call."""
         for operation in OPERATIONS:
             self.faults.arm(operation)
         if self.window.state is WindowState.OPEN:
@@ -120,7 +120,7 @@ class Walk:
             self.attend()
 
     def _fail(self) -> None:
-        """Let the executor fail, and the repair after it."""
+        """Make the executor fail, and the repair after it."""
         if self.window.state.is_final:
             self._fall_back()
             return

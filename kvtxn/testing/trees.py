@@ -89,7 +89,7 @@ def expect_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
 
 
 def write_moved(rig: Rig, batch: Batch, paths: Paths) -> None:
-    """Let the oracle write the rows of the paths to their row positions."""
+    """Write the rows of the paths to their row positions in the oracle."""
     for cache in rig.caches:
         slots, rows = batch.slots[cache.spec.group], batch.rows[cache.name]
         for slot, row in zip(slots, moved(batch, paths), strict=True):

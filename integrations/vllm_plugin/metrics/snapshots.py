@@ -1,9 +1,9 @@
 """kvtxn's counters in vLLM's front end: on the ``/metrics`` page, and after an engine's end.
 
-The workers count; the front end asks them with a call of vLLM's own. A server asks every few
-seconds, so a scrape finds the numbers in place and never waits for an engine. No step has anything
-to do with it: between two steps each rank reads a few integers from its device. ``snapshots`` asks
-an ``LLM``, which is asked once more right before it is shut down or collected.
+The workers count; the front end asks them through vLLM's ``collective_rpc``. A server asks every
+few seconds, so a scrape finds the numbers in place and never waits for an engine. No step has
+anything to do with it: between two steps each rank reads a few integers from its device.
+``snapshots`` asks an ``LLM``, which is asked once more right before it is shut down or collected.
 """
 
 from __future__ import annotations

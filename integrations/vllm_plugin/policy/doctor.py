@@ -42,7 +42,7 @@ SPARE_BLOCKS: Final = (
 
 
 def report(engine_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Report what kvtxn would do in the vLLM that is installed.
+    """Report the policy that kvtxn would take in the installed vLLM.
 
     Args:
         engine_args: arguments of the engine to judge, as for ``LLM(...)``; None for the plainest
@@ -125,13 +125,13 @@ def _by_attention(asked: str, facts: EngineFacts, found: Decision) -> str:
 
 
 def _policies(facts: EngineFacts, gone: str | None) -> list[str]:
-    """Say what each policy that a user may ask for becomes, one line each."""
+    """Return one line for each policy setting: the policy that it would give."""
     found = {policy: _decide(policy, facts, gone) for policy in POLICIES}
     return [f"{policy} -> {each.policy} ({each.reason})" for policy, each in found.items()]
 
 
 def _earlier_stages(facts: EngineFacts, gone: str | None) -> dict[str, Any]:
-    """Say the same of pipeline stages before the last one; empty for an engine without any."""
+    """Return such lines for pipeline stages before the last one, if there are any."""
     if facts.pipeline_parallel == 1:
         return {}
     return {"policies on earlier stages": _policies(attrs.evolve(facts, last_stage=False), gone)}
@@ -152,7 +152,7 @@ def _moved(facts: EngineFacts) -> dict[str, Any]:
 def _asked(
     wanted: PluginSettings | None, facts: EngineFacts, config: Foreign, gone: str | None = None
 ) -> list[str]:
-    """Say what becomes of the user's settings, one line each.
+    """Return one line for each of the user's settings: its effect.
 
     Args:
         wanted: the settings; None without any.
@@ -184,7 +184,7 @@ class _Outcome:
 
     @property
     def lacks(self) -> bool:
-        """True if the user does not get what is asked for; "auto" is any policy."""
+        """True if the engine does not get the user's policy; "auto" fits any."""
         if self.asked == "auto" or self.setting == "policy":
             return self.found == "off"
         return self.found != self.asked
@@ -195,7 +195,7 @@ class _Outcome:
 
 
 def _states(asked: str, facts: EngineFacts) -> _Outcome:
-    """Say how recurrent states are held, and what the other setting would bring."""
+    """Return lines on how recurrent states are held, and on the other setting's gain."""
     if facts.device != "cuda":
         return _Outcome("recurrent", asked, asked)
     found = "exact" if asked == "auto" else asked

@@ -21,7 +21,7 @@ OTHER_STATES: Final = "other recurrent layers"
 class EngineFacts:
     """A vLLM engine, or one of its workers; the defaults describe the plainest one.
 
-    The configuration says the first block of fields, the loaded model the second block.
+    The first block of fields comes from the configuration, the second block from the loaded model.
 
     Attributes:
         version: vLLM's release.
@@ -33,8 +33,8 @@ class EngineFacts:
         tensor_parallel: number of ranks that share every layer's heads.
         pipeline_parallel: number of pipeline stages.
         context_parallel: number of ranks that share one sequence's cache.
-        connectors: names of the KV connectors, which move rows in and out of the cache; those that
-            a MultiConnector has, instead of itself.
+        connectors: names of the KV connectors, which move rows in and out of the cache; a
+            MultiConnector is replaced by its parts.
         mla: the model has multi-head latent attention.
         recurrent: kind of the layers that keep a state instead of rows: one of ``KNOWN_STATES``,
             or ``OTHER_STATES``; None without such layers.
@@ -49,10 +49,10 @@ class EngineFacts:
             stock.
         cached_states: the prefix cache keeps states at block boundaries.
         state_dtype: dtype of the states; None if it is not known before the model is loaded.
-        inner_states: prompts leave states in their middle for the prefix cache, those of gated
-            delta nets, so that they need not be cut there.
-        odd_states: what rules windows over these states out, a sentence; known where a model is not
-            loaded yet. A loaded one has its layers looked at by ``held_states``.
+        inner_states: the kernel of prompts stores gated delta nets' states at block boundaries for
+            the prefix cache, so prompts need not be cut there.
+        odd_states: reason why kvtxn cannot hold this model's states, if it is known before loading.
+            The layers of a loaded model are checked by ``held_states``.
         microbatches: vLLM cuts the batch into overlapping halves.
         adaptive: the number of drafts to verify changes from step to step.
         batch_invariant: a request's sums must not depend on the other requests in its batch.

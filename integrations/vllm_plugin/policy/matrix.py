@@ -31,7 +31,7 @@ MIXED_FAST: Final = 'Nemotron-H, Granite 4, Falcon-H1, Mamba-2 with "recurrent":
 CONVOLVED: Final = 'LFM2 with "recurrent": "exact"'
 SHARED: Final = "Gemma3n (layers share rows)"
 
-#: For each family of models, the facts that differ from those of a plain model.
+#: For each family of models, the facts in which it differs from a plain model.
 FAMILIES: Final[Mapping[str, Changes]] = {
     PLAIN: {},
     LATENT: {"mla": True},
@@ -177,7 +177,7 @@ ONLY: Final[Mapping[tuple[str, str], Mapping[tuple[str, str], str]]] = {
 }
 
 
-#: What a row says; printed above the matrix.
+#: How to read a row; printed above the matrix.
 LEGEND: Final = (
     "a row: models on attention backends | dtypes, or formats of the KV cache | workers: what "
     "policy 'auto' becomes, and the others that can be had 'by name' (why)",

@@ -18,5 +18,5 @@ MEASURED: Final[Mapping[str, Any]] = json.loads(
 
 
 def of_stock(name: str) -> dict[int, float]:
-    """Return shares of stock's time by number of requests, or of its requests by their tokens."""
+    """Return shares of stock's time by requests, or multiples of its requests by tokens."""
     return {int(count): share for count, share in MEASURED[name]["of_stock"].items()}

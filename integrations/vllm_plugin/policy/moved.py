@@ -18,7 +18,7 @@ class Comparison:
     Attributes:
         version: the checked release.
         compared: number of hook points that were compared.
-        moves: those that are not the same.
+        moves: the hook points that differ.
     """
 
     version: str
@@ -32,7 +32,7 @@ class Comparison:
 
 
 def is_checked(version: str, device: str) -> bool:
-    """Tell whether a release was checked on a device."""
+    """Return whether a release was checked on a device."""
     return version in supported.releases_for(device)
 
 

@@ -32,7 +32,7 @@ CORE: Final = (
     *("-k", "test_equals_stock and llama- and (one or eight)"),
 )
 
-#: Checks that go with another one: those that only some engines of a release need.
+#: Checks that need another check first, since only some engines of a release need them.
 _AFTER: Final[Mapping[str, str]] = {
     "states": "cpu",
     **dict.fromkeys(("gpus", "gpu-stages", "gpu-backends", "gpu-states"), "gpu"),
@@ -99,7 +99,7 @@ def _unknown(name: str, root: Path) -> str | None:
 def _run_core() -> tuple[int, str]:
     """Run the core of the grid; return its exit code, and why it shows nothing, if it does not.
 
-    pytest's exit code is 0 as well where every test was skipped: on a machine that cannot run them.
+    pytest's exit code is also 0 if every test was skipped, on a machine that cannot run them.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "core.xml")

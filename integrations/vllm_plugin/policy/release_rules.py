@@ -16,7 +16,7 @@ _TRIAL: Final = (
 
 
 def on_trial(facts: EngineFacts) -> bool:
-    """Tell whether windows depend on a self-test: the user lets them, and nothing was checked."""
+    """Return whether windows need a self-test: nothing was checked, the user allows it."""
     return facts.unchecked and facts.version not in supported.releases_for(facts.device)
 
 

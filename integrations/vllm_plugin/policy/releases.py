@@ -29,9 +29,9 @@ class Release:
 
     Attributes:
         version: its number.
-        checked: which of ``CHECKS`` were made; empty for one that was recorded and nothing more.
-        hooks: its hook points by dotted name; those that it lacks are left out.
-        left_out: what the release's checks left out, and why, a part of a sentence: methods of
+        checked: which of ``CHECKS`` were made; empty if the release was only recorded.
+        hooks: its hook points by dotted name; missing ones are left out.
+        left_out: the omissions of the release's checks, and why, a part of a sentence: methods of
             speculation, such as "mtp", none of whose engines was run on a GPU, and attention
             backends in capitals, such as "FLASH_ATTN_MLA", of which something was not measured.
     """
@@ -59,7 +59,7 @@ class Move:
     now: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Say what moved; of parameters or fields, those that came and went."""
+        """Describe a change; for parameters or fields, name the added and the removed ones."""
         added = [f"+{each}" for each in self.now if each not in self.was]
         left = [f"-{each}" for each in self.was if each not in self.now]
         changes = " ".join(left + added) or "in another order"
@@ -127,7 +127,7 @@ def nearest(version: str, check: str, releases: Sequence[Release]) -> Release:
 
 
 def read_hooks(sources: Sources, names: Iterable[str]) -> dict[str, Found]:
-    """Read hook points from a release's source files; those that it lacks are left out."""
+    """Read hook points from a release's source files; missing ones are left out."""
     found = {name: sources.find(name) for name in names}
     return {name: hook for name, hook in found.items() if hook is not None}
 
@@ -140,7 +140,7 @@ def moves(
     Args:
         before: the hook points of a checked release.
         now: those of the other one.
-        names: the hook points to compare; those that the checked release lacks are left out.
+        names: the hook points to compare; any that the checked release lacks are left out.
     """
     found = []
     for name in names:

@@ -24,7 +24,7 @@ _TRIAL: Final = '; "unchecked": true lets "recurrent": "exact" start'
 
 #: Releases in the examples. There are none of these numbers: the tests list the first as checked on
 #: a CPU and on one GPU and for nothing else, the second as checked for all but "gpu-stages", the
-#: third not at all. So no example depends on what is listed.
+#: third not at all. So no example depends on the listed releases.
 ON_ONE_GPU: Final = "0.97.0"
 WITHOUT_STAGES: Final = "0.98.0"
 UNLISTED: Final = "0.99.0"

@@ -16,7 +16,7 @@ from .release_rules import RELEASE_RULES, TRIAL_RULES
 from .rule_type import ON_ONE_GPU, WITHOUT_STAGES, Decision, Rule, connector, lacking
 from .state_rules import STATE_RULES
 
-#: Shares of stock's time that latent attention takes by blocks of one row, where it is too much.
+#: Shares of stock's time of latent attention over blocks of one row, where they are too large.
 _LEAST, _MOST, _LARGE = (
     MEASURED[name]["of_stock"]
     for name in (
@@ -28,22 +28,22 @@ _LEAST, _MOST, _LARGE = (
 
 
 def _attends(facts: EngineFacts) -> bool:
-    """Tell whether kvtxn's own attention would read the window: on a CPU, without states."""
+    """Return whether kvtxn's own attention would read the window: on a CPU, without states."""
     return facts.device == "cpu" and facts.recurrent is None
 
 
 def _early(facts: EngineFacts) -> bool:
-    """Tell whether a worker learns what was accepted some steps later than the last stage."""
+    """Return whether a worker gets accepted counts some steps later than the last stage does."""
     return facts.pipeline_parallel > 1 and facts.runner != "v1" and not facts.last_stage
 
 
 def _opened(facts: EngineFacts) -> bool:
-    """Tell whether windows may run on such stages: they were checked, or the user lets them."""
+    """Return whether windows may run on early stages: that was checked, or the user allows it."""
     return facts.version in supported.STAGE_RELEASES or facts.unchecked
 
 
 def _rows_unchecked(facts: EngineFacts) -> bool:
-    """Tell whether drafts were not seen waiting, with this release, under an attention on a GPU.
+    """Return whether an attention on a GPU was not checked with waiting drafts in this release.
 
     Before the model is loaded, latent attention is one of several, none of them FLASH_ATTN.
     """
@@ -53,7 +53,7 @@ def _rows_unchecked(facts: EngineFacts) -> bool:
     return facts.device == "cuda" and (named or latent)
 
 
-#: A worker with such a stage.
+#: A worker of a stage before the last one.
 _EARLY: Final = {"device": "cuda", "runner": "v2", "pipeline_parallel": 2, "last_stage": False}
 
 #: Windows whose time is more than stock's, or was not measured; a user who names a policy gets it.

@@ -27,7 +27,7 @@ class Found:
 
     Attributes:
         takes: names of parameters, without ``self``; of a class, names of its own fields.
-        source: 12 hexadecimal digits, the hash of the syntax tree; of a class, of its fields alone.
+        source: 12 hexadecimal digits, the hash of the syntax tree; for a class, only of its fields.
     """
 
     takes: tuple[str, ...]

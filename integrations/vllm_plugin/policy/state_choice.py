@@ -63,7 +63,7 @@ def rule_in_words() -> str:
 
 
 def measured_exact() -> str:
-    """Say what time "exact" was measured to take, with many requests and with few."""
+    """Return words on the measured time of "exact", with many requests and with few."""
     fused, triton = (by_requests(found) for found in EXACT_OF_STOCK.values())
     return (
         f"on an H200 the states' kernels of a verify step took {fused} (Qwen3.5-9B, 4 drafts, "
@@ -72,14 +72,14 @@ def measured_exact() -> str:
 
 
 def by_requests(found: Mapping[int, float]) -> str:
-    """Say what part of stock's time was taken with how many requests."""
+    """Return words that list shares of stock's time by number of requests."""
     (least, part), *others = found.items()
     more = ", ".join(f"{part:.2f} with {count}" for count, part in others)
     return f"{part:.2f} of stock's time with {least} request, {more}"
 
 
 def takes(facts: EngineFacts) -> str:
-    """Say what an engine gains where "auto" took "exact".
+    """Return a sentence on an engine's gain if "auto" took "exact".
 
     Args:
         facts: of an engine in which no rule of the table speaks against windows.
@@ -91,7 +91,7 @@ def takes(facts: EngineFacts) -> str:
 
 
 def _auto(facts: EngineFacts) -> bool:
-    """Tell whether the rule is to decide about states that kvtxn knows."""
+    """Return whether the setting is "auto", for states that kvtxn knows."""
     return facts.states == "auto" and facts.recurrent in KNOWN_STATES
 
 
@@ -100,7 +100,7 @@ def _on_gpu(facts: EngineFacts) -> bool:
 
 
 def _unmeasured(facts: EngineFacts) -> bool:
-    """Tell whether bits or time of "exact" are not known with such states."""
+    """Return whether "exact" was not compared or timed with this kind and dtype of states."""
     return facts.recurrent != GATED_DELTA or facts.state_dtype != MEASURED_STATES
 
 

@@ -35,24 +35,24 @@ _CHECKED: Final[Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]]] = {
 
 
 def _known(facts: EngineFacts) -> bool:
-    """Tell whether kvtxn knows the operators of the model's recurrent layers on this device."""
+    """Return whether kvtxn knows the operators of the model's recurrent layers on this device."""
     if facts.recurrent == OLMO_DELTA:
         return facts.device == "cuda"
     return facts.device in _CHECKED and facts.recurrent in KNOWN_STATES
 
 
 def _asked(facts: EngineFacts) -> bool:
-    """Tell whether states are to be in the windows, of layers that kvtxn knows."""
+    """Return whether the user asks for states in the windows, and kvtxn knows their layers."""
     return _known(facts) and facts.states != "off"
 
 
 def _on_gpu(facts: EngineFacts) -> bool:
-    """Tell whether states are to be in the windows of an engine on a GPU."""
+    """Return whether the user asks for states in the windows of an engine on a GPU."""
     return _asked(facts) and facts.device == "cuda"
 
 
 def _foreign_dtype(facts: EngineFacts) -> bool:
-    """Tell whether vLLM itself does not take the model's dtype."""
+    """Return whether vLLM itself does not take the model's dtype."""
     return facts.device == "cpu" and facts.recurrent == GATED_DELTA and facts.dtype != "bfloat16"
 
 
@@ -63,7 +63,7 @@ def _checked_dtypes(facts: EngineFacts) -> set[str]:
 
 
 def _unchecked(facts: EngineFacts) -> bool:
-    """Tell whether kvtxn was not checked with the dtypes of the model and of its states."""
+    """Return whether kvtxn was not checked with the dtypes of the model and of its states."""
     known = facts.recurrent in _CHECKED.get(facts.device, ())
     if not known or _foreign_dtype(facts):
         return False
@@ -72,7 +72,7 @@ def _unchecked(facts: EngineFacts) -> bool:
 
 
 def _held(facts: EngineFacts) -> bool:
-    """Tell whether nothing speaks against states in the windows of an engine on a CPU."""
+    """Return whether windows of an engine on a CPU can hold its states."""
     if facts.device == "cuda" or facts.states in ("fast", "auto"):
         return False
     known = facts.version in supported.STATE_RELEASES and not facts.cached_states
@@ -82,24 +82,24 @@ def _held(facts: EngineFacts) -> bool:
 
 
 def _over_ranks(facts: EngineFacts) -> bool:
-    """Tell whether states may be spread over ranks: that was checked, or the user lets them."""
+    """Return whether states may be spread over ranks: that was checked, or the user allows it."""
     if facts.recurrent == GATED_DELTA:
         return True
     return facts.device == "cuda" and _on_trial(facts)
 
 
 def _on_trial(facts: EngineFacts) -> bool:
-    """Tell whether the user lets windows hold states where that was not compared with stock."""
+    """Return whether the user allows states in windows where that was not compared with stock."""
     return facts.unchecked and facts.states != "auto"
 
 
-#: Says why an engine with other recurrent layers cannot have "fast".
+#: The reason why an engine with other recurrent layers cannot have "fast".
 NO_FAST_FORM: Final = (
     "kvtxn has fast kernels for the gated delta nets of Qwen and for Mamba-2 layers, and none for "
     "{recurrent}"
 )
 
-#: By value of ``recurrent``, what it does on a GPU; the doctor and the documents say it.
+#: By value of ``recurrent``: its effect on a GPU, as in the doctor and the documents.
 PROMISES: Final[Mapping[str, str]] = {
     "exact": "vLLM's own kernels verify and commit: states and tokens are stock's to the bit",
     "fast": "kvtxn's kernels verify and commit, each state is read once per verify and written "
@@ -112,16 +112,16 @@ PROMISES: Final[Mapping[str, str]] = {
 FAST_OF_STOCK: Final = of_stock("fast")
 
 
-#: The part of stock's time that a whole engine of that model takes per token with "fast", likewise.
+#: The same for a whole engine of that model: its time per token as a part of stock's.
 FAST_PER_TOKEN: Final = of_stock("fast, per token")
 
 
-#: The same of an engine of Nemotron-H 8B.
+#: The same for an engine of Nemotron-H 8B.
 FAST_PER_TOKEN_OF_MAMBA2: Final = of_stock("fast, per token of Mamba-2")
 
 
 def measured_fast(recurrent: str | None) -> str:
-    """Say what "fast" was measured to bring to models with such recurrent layers."""
+    """Return words on the measured gain of "fast" for models with these recurrent layers."""
     if recurrent == MAMBA2:
         return (
             f"on an H200 a token of a whole engine took {by_requests(FAST_PER_TOKEN_OF_MAMBA2)} "
@@ -135,7 +135,7 @@ def measured_fast(recurrent: str | None) -> str:
 
 
 def without_fast_form(facts: EngineFacts) -> bool:
-    """Tell whether kvtxn knows a model's recurrent layers, and has no fast kernels for them."""
+    """Return whether kvtxn knows a model's recurrent layers, and has no fast kernels for them."""
     return facts.recurrent in (OLMO_DELTA, SHORT_CONV)
 
 

@@ -13,7 +13,8 @@ from . import releases
 
 _RELEASES: Final = releases.load()
 
-#: Of the releases that leave nothing out, the one with which most was checked, and the newest such.
+#: The release with the most checks among all that leave nothing out; the newest, if several have as
+#: many.
 MOST_CHECKED: Final = max(
     reversed(_RELEASES), key=lambda each: (not each.left_out, len(each.checked))
 ).version
@@ -28,7 +29,7 @@ GPU_RELEASES: Final = releases.checked_for("gpu", _RELEASES)
 MORE_GPU_RELEASES: Final = releases.checked_for("gpus", _RELEASES)
 
 #: By release among ``GPU_RELEASES``: methods of speculation that were not run there, and attention
-#: backends of which something was not measured, and why.
+#: backends that were not measured in full, and why.
 LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = {
     release.version: release.left_out for release in _RELEASES if release.left_out
 }
@@ -57,7 +58,7 @@ def state_releases_for(device: str) -> tuple[str, ...]:
 
 
 def is_listed(version: str) -> bool:
-    """Tell whether something was checked with a release, so that its configuration is known."""
+    """Return whether something was checked with a release, so that its configuration is known."""
     return version in RELEASES or version in GPU_RELEASES
 
 
@@ -103,13 +104,13 @@ def read_rows(version: str, *, unchecked: bool) -> tuple[str, ...]:
 
     Args:
         version: vLLM's release.
-        unchecked: windows may run with what was not checked, after a self-test.
+        unchecked: windows may run with unchecked backends, after a self-test.
     """
     return READ_ROWS if unchecked or version in ROW_RELEASES else READ_ROWS[:1]
 
 
 def reads_no_rows(attention: str | None, flash: int | None) -> str:
-    """Say why an attention backend does not read blocks of one row; "" if nothing is known.
+    """Return why an attention backend does not read blocks of one row; "" if nothing is known.
 
     Args:
         attention: the backend's name; None if it is not known yet.
@@ -170,16 +171,16 @@ def lacking(attention: str | None, wanted: Sequence[str]) -> str:
 #:
 #: - ExampleConnector reads within the forward, but only blocks of a request that begins in this
 #:   step, and such a request has no drafts. (Of a prompt that is longer than a step vLLM's
-#:   connector stores blocks that are not computed yet: whatever an earlier request left there.)
-#: - OffloadingConnector notes blocks when the step is over, and reads them when the next one
-#:   begins; the stream that copies waits for the runner's own. Those are full blocks of tokens
-#:   that the scheduler has seen accepted, so no later window writes to them.
-#: - SimpleCPUOffloadConnector reads full blocks of accepted tokens, too, once the step is over.
-#: - NixlConnector lets another engine read blocks of a request that has ended, until that engine
-#:   has them. The scheduler hears of an end after the commit of the request's last step, and nobody
-#:   writes to those blocks from then on. (With ``bidirectional_kv_xfer`` vLLM counts rows of drafts
-#:   past a stop among those that are handed back: such an engine has another connector.)
-#: - DecodeBenchConnector reads nothing. It fills blocks of requests that begin.
+#:   connector stores blocks that are not computed yet: an earlier request's old rows.) -
+#: OffloadingConnector notes blocks when the step is over, and reads them when the next one
+#: begins; the stream that copies waits for the runner's own. Those are full blocks of tokens   that
+#: the scheduler has seen accepted, so no later window writes to them. - SimpleCPUOffloadConnector
+#: reads full blocks of accepted tokens, too, once the step is over. - NixlConnector lets another
+#: engine read blocks of a request that has ended, until that engine   has them. The scheduler
+#: learns of an end after the commit of the request's last step, and those blocks are not written
+#: from then on. (With ``bidirectional_kv_xfer`` vLLM counts rows of drafts   past a stop as handed
+#: back: an engine with that setting counts as another connector.) - DecodeBenchConnector reads
+#: nothing. It fills blocks of requests that begin.
 #:
 #: MultiConnector only passes calls on: it may have any of these.
 CONNECTORS_CHECKED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -195,7 +196,7 @@ CONNECTORS_WITHIN_FORWARD: Final = (
     *("FlexKVConnectorV1", "HiSparseConnector", "LMCacheConnectorV1", "MoRIIOConnector"),
 )
 
-#: Connectors that take rows after a step, but never ran in the tests, or on CPUs alone: they need a
+#: Connectors that take rows after a step, but never ran in the tests, or only on CPUs: they need a
 #: service beside them, or a network.
 CONNECTORS_AFTER_STEP: Final = (
     *("HF3FSKVConnector", "LMCacheMPConnector", "MooncakeConnector", "MooncakeStoreConnector"),

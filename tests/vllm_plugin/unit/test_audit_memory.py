@@ -83,9 +83,9 @@ def test_the_example_is_right():
     """Its sizes, as the guide has them, give its bytes."""
     text = " ".join(GUIDE.split())
     (numbers,) = re.findall(
-        r"With ([\d,]+) blocks of (\d+) rows, `max_num_seqs` (\d+), `max_model_len` ([\d,]+), "
-        r"(\d+) drafts, one group and a connector the ledger takes ([\d,]+) bytes, (\d+) MB of "
-        r"them for the requests' tokens, and with (\d+) layers the scrub ([\d,]+) more",
+        r"take ([\d,]+) blocks of (\d+) rows, `max_num_seqs` (\d+), `max_model_len` ([\d,]+), "
+        r"(\d+) drafts, one group and a connector. The ledger takes ([\d,]+) bytes, (\d+) MB of "
+        r"them for the requests' tokens. With (\d+) layers the scrub takes ([\d,]+) more",
         text,
     )
     blocks, size, seqs, length, drafts, ledger, tokens, layers, scrub = (
