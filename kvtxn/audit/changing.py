@@ -45,6 +45,8 @@ class Changing:
     def __init__(self, books: Books, passes: Passes, roster: Roster) -> None:
         self.books: Final = books
         self.passes: Final = passes
+        self.graphs: Final = passes.graph_steps(passes)
+        self.input: Final = passes.step_input(passes)
         self._roster: Final = roster
         self.device: Final = books.words.device
         self._bytes: ByteBooks | None = None
@@ -53,7 +55,7 @@ class Changing:
 
     def watch_bytes(self, books: ByteBooks) -> None:
         """Keep the books of a scrub up to date when blocks change hands."""
-        self.passes.settle()
+        self.graphs.settle()
         self._bytes = books
 
     @property
@@ -176,7 +178,7 @@ class Changing:
         """
         if gone is _NONE and admissions is _NONE:  # the usual change: requests get blocks
             if given is not None and (blocks := self._blocks(given)):
-                waits = self._bytes is None and self.passes.hand_out_later(blocks)
+                waits = self._bytes is None and self.graphs.hand_out(blocks)
                 if not waits:
                     self.passes.change(Change((), blocks, None, self._seals()))
             return []

@@ -52,7 +52,7 @@ class Exchange(Moving):
                 "copy", "source and target differ in length", expected=f"{len(given)} targets",
                 got=len(wanted), hint="name a target for each source; nothing was changed",
             )  # fmt: skip
-        self.passes.settle()
+        self.graphs.settle()
         pool, there, here = self._pool(place), self._upload(wanted), self._upload(given)
         pool.index_copy_(0, there, pool.index_select(0, here))
         if self._bytes is not None:
@@ -190,7 +190,7 @@ class Exchange(Moving):
         writer = self.line(request if stored_by is None else stored_by, operation="origins")
         end = books.sizes.max_length + 1
         first = self._upload(checks.bounded("origins", "firsts", firsts, end))
-        self.passes.settle()
+        self.graphs.settle()
         before = [books.own[line, (first - back).clamp(min=0)] for back in range(3)]
         step = books.counters[book.STEP].expand_as(first)
         serial = books.facts[book.SERIAL, writer].expand_as(first)
@@ -302,7 +302,7 @@ class Exchange(Moving):
         writers = self._bringer(line, end - first)
         if origin is not None:
             writers = self._storer(operation, origin, digests, end - first)
-        self.passes.settle()
+        self.graphs.settle()
         where = self._words(place, table, first, end)
         books.words[where] = words
         if self._bytes is not None:

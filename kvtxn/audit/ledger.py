@@ -14,7 +14,7 @@ from . import arguments, checks
 from . import books as book
 from .backends import choose
 from .books import Sizes
-from .digest import MAX_POSITION, UNWRITTEN, Key
+from .digest import UNWRITTEN, Key
 from .findings import Findings
 from .glance import Glance
 from .groups import Group
@@ -97,7 +97,7 @@ class Ledger(Replays):
 
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches."""
-        self.passes.settle()
+        self.graphs.settle()
         self._roster.clear()
         self.books.words.fill_(UNWRITTEN)
         self.books.owners.fill_(NOBODY)
@@ -118,7 +118,7 @@ class Ledger(Replays):
             self._bytes.seals.zero_()
             self._bytes.compared.zero_()
         self.findings.restart()
-        self.passes.restart()
+        self.graphs.restart()
         self._parted = False
 
     # -- steps -------------------------------------------------------------------------------
@@ -164,16 +164,11 @@ class Ledger(Replays):
             self.passes.check(step)
 
     def write_and_check(self, step: Step) -> None:
-        """Call ``write`` and then ``check``, which is quicker on a CPU if nothing comes between.
+        """Call ``write`` and then ``check``.
 
         Raises:
             ConfigError: as in ``write``.
         """
-        known = not self._on_gpu and isinstance(step, Step) and step in self._buffers
-        if known and self.passes.write_and_check(step):
-            self._open, self._checked, self._unread = step, step, False
-            self._later.clear()
-            return
         self.write(step)
         self.check(step)
 
@@ -228,13 +223,9 @@ class Ledger(Replays):
                 "resolve", "no step waits to be resolved", expected="one that was written",
                 got="none", hint="call write first, and resolve each step once",
             )  # fmt: skip
-        if type(besides) is int and 0 <= besides < MAX_POSITION and not self._later:  # told quickly
-            given, later = (step, accepted, sampled, besides), later and self._bytes is None
-            if (later and self.passes.resolve_later(*given)) or self.passes.resolve_again(*given):
-                self._open, self._unread = None, False
-                return
         besides = arguments.tokens_besides("resolve", besides)
-        if not self._resolved_at_once(step, accepted, sampled, besides):
+        later = later and self._bytes is None and not self._later
+        if not (later and self.graphs.resolve(step, accepted, sampled, besides)):
             counts, ids = self.outcome("resolve", step, accepted, sampled, besides)
             with self._as_written():
                 self.passes.resolve(step, counts, ids, besides)
@@ -250,18 +241,12 @@ class Ledger(Replays):
             ConfigError: as in ``write``.
         """
         self.require("take_back", step, after=True)
-        self.passes.settle()
+        self.graphs.settle()
         self._unwrite(step)
         if step is self._open:
             self.books.counters[book.OPEN] = 0
             self._open, self._unread = None, False
             self._later.clear()
-
-    def _resolved_at_once(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
-        """Resolve a step on a CPU in the usual case; tells whether this is it."""
-        given = accepted, sampled, step.lines.shape[0], self.device
-        usual = not (self._on_gpu or self._later) and checks.are_there(*given)
-        return usual and self.passes.resolve_taken(step, accepted, sampled, besides)
 
     def outcome(
         self, operation: str, step: Step, accepted: Any, sampled: Any = None, besides: int = 0
@@ -272,7 +257,7 @@ class Ledger(Replays):
             AcceptanceError: they do not fit the step; ``operation`` can be called again.
         """
         usual = checks.are_there(accepted, sampled, step.lines.shape[0], self.device)
-        if usual and (self._on_gpu or self.passes.takes(step, accepted, besides, released=True)):
+        if usual and (self._on_gpu or self.input.takes(step, accepted, besides, released=True)):
             return accepted, sampled
         return checks.check_outcome(operation, self.books, step, accepted, sampled, besides)
 
@@ -286,7 +271,7 @@ class Ledger(Replays):
             step: the last step, after its ``resolve``.
         """
         self.require("kept", step, after=True)
-        self.passes.settle()
+        self.graphs.settle()
         return self.books.facts[book.KEPT].index_select(0, step.lines.long().clamp(min=0))
 
     # -- what came of it -----------------------------------------------------------------------
@@ -334,7 +319,7 @@ class Ledger(Replays):
             spare: an earlier copy that nobody looks at any more, whose memory is used again.
             prints: copy the fingerprints, too; as it was for ``spare``.
         """
-        return self.findings.glance(spare, prints=prints, steps=self.passes.num_steps)
+        return self.findings.glance(spare, prints=prints, steps=self.graphs.num_steps)
 
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return what ``compare_ranks`` compares: by step and group, a word. Waits for the device.

@@ -13,7 +13,7 @@ from . import arguments, checks
 from .arguments import listed
 from .books import Books
 from .exchange import Exchange
-from .goes_on import GoesOn, Grown, Put
+from .graph_steps import LinesInPlace, NewBlocks, Repeat
 from .passes import Passes
 from .roster import Roster
 from .step import Step
@@ -47,7 +47,7 @@ class Replays(Exchange):
             ConfigError: as in ``write``.
         """
         self.require("launch_step", step)
-        self.passes.launch_step(step)
+        self.graphs.launch(step)
 
     def replayed(self, step: Step | None) -> None:
         """Begin a step whose ``write`` and ``check`` a replay of a CUDA graph does.
@@ -66,12 +66,12 @@ class Replays(Exchange):
             self.require("replayed", step)
             self._open, self._unread = step, False
             self._later.clear()
-        self.passes.replayed(step)
+        self.graphs.replayed(step)
 
     def can_wait(self, accepted: Tensor, sampled: Tensor) -> bool:
         """Tell whether the outcome of the last step can wait until the next one is known.
 
-        It is told by the call of ``going_on`` then or, before anything else, by
+        It is told by the call of ``repeat`` then or, before anything else, by
         ``resolve_waiting``. Ask when the step's launches or replay were made.
 
         Args:
@@ -79,7 +79,7 @@ class Replays(Exchange):
             sampled: likewise.
         """
         step = self._waits(accepted, sampled)
-        return step is not None and self.passes.can_wait(step, accepted, sampled)
+        return step is not None and self.graphs.can_wait(step, accepted, sampled)
 
     def _waits(self, accepted: object, sampled: object) -> Step | None:
         """Return the step that these end, if nothing but the passes speaks against waiting."""
@@ -99,7 +99,7 @@ class Replays(Exchange):
         step, told = self._waits(accepted, sampled), False
         if step is not None:
             given = accepted.contiguous(), sampled.contiguous()
-            told = self.passes.resolve_later(step, *given, besides)
+            told = self.graphs.resolve(step, *given, besides)
         if not told:
             got = f"{type(accepted).__name__} and {type(sampled).__name__}"
             if step is not None:
@@ -113,20 +113,20 @@ class Replays(Exchange):
             )
         self._open = None
 
-    def going_on(
+    def repeat(
         self,
         step: Step,
         accepted: Tensor,
         sampled: Tensor,
         besides: int,
         groups: Sequence[str | None],
-    ) -> GoesOn | None:
-        """Return a call that ends the last step and begins it anew, as often as an engine does so.
+    ) -> Repeat | None:
+        """Return a call that ends the last step and begins one of the same layout.
 
-        That is how most steps of an engine follow each other: with the same requests and the same
-        numbers of drafts, written by the same graph. Each of ``resolve``, ``change`` and
-        ``replayed`` costs the host more than what it has to do there, as other code has run for
-        milliseconds since the last one; this call stands for all three.
+        Most steps of an engine have the requests and the numbers of drafts of the step before, and
+        are written by the same graph. The call stands for ``resolve``, ``change`` and ``replayed``:
+        three calls cost the host more than the work in them, as other code has run for milliseconds
+        since the last one.
 
         Args:
             step: the last step, as it was given to ``replayed``; its outcome can wait.
@@ -137,7 +137,7 @@ class Replays(Exchange):
                 ledger does not know.
 
         Returns:
-            The call, ``GoesOn.tell``. It is given an outcome of that form, and, for each request
+            The call, ``Repeat.same``. It is given an outcome of that form, and, for each request
             that gets blocks, its new ones by group. Where it is False the three calls have to be
             made. After True the outcome of the step that begins can wait as well.
             None if there is no such call for this step.
@@ -145,44 +145,43 @@ class Replays(Exchange):
         Raises:
             ConfigError: a group is unknown.
         """
-        besides = arguments.tokens_besides("going_on", besides)
-        groups = listed("going_on", "groups", groups, "a list of names")
+        besides = arguments.tokens_besides("repeat", besides)
+        groups = listed("repeat", "groups", groups, "a list of names")
         if step is not self._open or not self.can_wait(accepted, sampled):
             return None
         places = [
-            None if name is None else checks.place_of("going_on", self.books, name)
-            for name in groups
+            None if name is None else checks.place_of("repeat", self.books, name) for name in groups
         ]
-        return self.passes.going_on(accepted, sampled, besides, places)
+        return self.graphs.repeat(accepted, sampled, besides, places)
 
-    def go_on_with(
+    def repeat_fewer(
         self,
-        goes_on: GoesOn,
+        repeat: Repeat,
         step: Step,
         accepted: Tensor,
         sampled: Tensor,
-        grown: Grown,
-        put: Put,
+        new_blocks: NewBlocks,
+        lines: LinesInPlace,
     ) -> bool:
         """End the last step, and begin one that lacks some of its requests, in one call.
 
         Args:
-            goes_on: what ``going_on`` returned.
+            repeat: what ``repeat`` returned.
             step: the step that begins, in the buffers that the graph reads; it was given to
                 ``replayed`` before.
             accepted: as for ``resolve``.
             sampled: likewise.
-            grown: for each request that gets blocks its new ones, by the groups of ``going_on``.
-            put: the tensor in which the graph finds its requests' lines, and these lines.
+            new_blocks: for each request that gets blocks its new ones, by the groups of ``repeat``.
+            lines: the tensor in which the graph finds its requests' lines, and these lines.
 
         Returns:
-            As for the call of ``going_on``.
+            As for the call of ``repeat``.
 
         Raises:
             ConfigError: the step does not fit the ledger.
         """
-        self.require("go_on_with", step)
-        if not goes_on.tell_fewer(step, accepted, sampled, grown, put):
+        self.require("repeat_fewer", step)
+        if not repeat.fewer(step, accepted, sampled, new_blocks, lines):
             return False
         self._open = step
         return True
@@ -201,7 +200,7 @@ class Replays(Exchange):
         if step is self._checked is not None and (after or self._on_gpu):
             return
         known = isinstance(step, Step) and step in self._buffers
-        if not known or not (self._on_gpu or self.passes.takes(step, released=after)):
+        if not known or not (self._on_gpu or self.input.takes(step, released=after)):
             checks.check_step(operation, self.books, step, released=after)
             self._buffers.add(step)
         self._checked = step
