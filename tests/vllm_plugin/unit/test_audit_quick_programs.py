@@ -170,7 +170,7 @@ def books(rig):
     watch, ledger = rig.watch, rig.watch.ledger
     watch._catch_up()
     ledger.graphs.settle()
-    found, names = ledger.books, sorted(ledger._roster._lines)
+    found, names = ledger.books, sorted(ledger._requests._lines)
     lines = [ledger.line(name) for name in names]
     parts = found.words, found.owners, found.fingerprints, found.found, found.own[lines]
     told = names, lines, watch._buffer.all.tolist(), sorted(watch._left), watch.steps
