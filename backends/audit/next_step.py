@@ -89,7 +89,7 @@ class NextStep:
         blocks: blocks in the record of the next step.
         lines: lines in it.
         resolves: it has the outcome of the last step.
-        told: how many times anything was told but by ``GoingOn.tell``.
+        told: number of other calls than ``RecordRepeat.same``; one more makes a repeat invalid.
         free_until: the device has read what was in the records of the steps before this one.
         memory: the records, row by row.
         held: the tensors of the outcome that was put last.

@@ -8,19 +8,17 @@ between two steps waits for the next graph, which begins with all three.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Mapping
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from ...audit.beginning import Beginning
 from ...audit.books import Books
 from ...audit.byte_books import ByteBooks
 from ...audit.changes import Change
 from ...audit.digest import REJECTED
 from ...audit.group_lines import group_lines
-from ...audit.groups import Place
 from ...audit.passes import Passes, Stretch
 from ...audit.rows import first_of
 from ...audit.step import Step
@@ -28,17 +26,18 @@ from ...audit.violation import KIND_NUMBER
 from ..launching.repeated_launch import ALIGNED
 from . import change_kernel, compare_kernel, resolve_kernel, write_kernel
 from .byte_passes import TritonBytePasses
-from .going_on import GoingOn
+from .graph_steps import TritonGraphSteps
 from .launches import Launches
+from .pending_changes import PendingChanges
 from .plan import Addresses, contiguous
 from .staging import Staging
-from .waiting import Waiting
+from .step_input import TritonStepInput
 
 #: Tokens of a request that begins, at a time.
 _TOKENS: Final = 512
 #: Rows that a program writes at a time.
 _ROWS: Final = 128
-#: Draft rows that a program marks at a time, and sampled tokens that it counts.
+#: Draft rows that a program marks at a time.
 _DRAFTS: Final = 16
 #: Stands for each number that 32 bits do not hold: no cache has so many blocks.
 _NO_BLOCK: Final = (1 << 31) - 1
@@ -61,9 +60,13 @@ class TritonPasses(Passes):
 
     Attributes:
         splits: programs that share one request's rows of one group.
+        pending: what waits for the next step.
+        staging: memory by which numbers come to the device.
     """
 
     name = "triton"
+    graph_steps = TritonGraphSteps
+    step_input = TritonStepInput
     splits: ClassVar[int] = 8
 
     @classmethod
@@ -74,21 +77,18 @@ class TritonPasses(Passes):
     def __init__(self, books: Books) -> None:
         super().__init__(books)
         device = books.words.device
-        self._on_gpu: Final = device.type == "cuda"
         self._groups: Final = group_lines(books)
         self._key: Final = books.key.constants(device)
         self._num_groups: Final = len(books.layout.places)
         self._addresses: Final = {what: Addresses(books) for what in ("slots", "tables", "sources")}
         self._held: dict[str, dict[str, Tensor]] = {}
-        self._staging: Final = Staging(device)
-        self._waiting: Final = Waiting(books, self._key)
-        self._next: Final = self._waiting.next
+        self.staging: Final = Staging(device)
+        self.pending: Final = PendingChanges(books, self._key)
         self._changing: Final = Launches(change_kernel.change_books, 2, device)
         self._putting: Final = Launches(change_kernel.put_numbers, 1, device)
-        self._counting: Final = Launches(change_kernel.count_tokens, 1, device)
         self._writing: Final = Launches(write_kernel.write_rows, 6, device)
         self._checking: Final = Launches(compare_kernel.compare_rows, 5, device)
-        self._going_on: Final = Launches(compare_kernel.compare_states, 4, device)
+        self._comparing_states: Final = Launches(compare_kernel.compare_states, 4, device)
         self._resolving: Final = Launches(resolve_kernel.resolve_rows, 4, device)
         lines, columns = books.own.shape
         self._constants: Final = (columns, lines, len(books.journal), len(books.found))
@@ -97,15 +97,6 @@ class TritonPasses(Passes):
         padding = torch.full((1,), -1, device=device)
         nothing = torch.zeros(2, dtype=torch.int64, device=device)
         self._padding: Final = Step(padding, nothing, nothing[:1], nothing[:0], {})
-
-    def restart(self) -> None:
-        """Begin anew, as ``Passes.restart`` describes."""
-        self._waiting.restart()
-
-    def begin(self, beginning: Beginning) -> None:
-        """Begin requests, as ``Passes.begin`` describes."""
-        self.settle()
-        self._change(beginning.packed, beginning.num_tokens, beginning.num_requests, 0, 0, None)
 
     def change(self, change: Change) -> None:
         """Put in place what a step changes, as ``Passes.change`` describes."""
@@ -121,7 +112,7 @@ class TritonPasses(Passes):
         handed = sum([len(blocks) for _, blocks in given])
         numbers.extend(change.released)
         pieces.append(memoryview(numbers))
-        packed = self._staging.put(pieces)
+        packed = self.staging.put(pieces)
         self._change(packed, *begun, handed, len(change.released), change.seals)
 
     def _change(
@@ -143,113 +134,42 @@ class TritonPasses(Passes):
         kind = seals is None, packed.data_ptr() % ALIGNED
         self._changing.launch((requests + blocks + 1, 1, 1), arguments, kind, _VARY)
 
-    def hand_out_later(self, given: Sequence[tuple[Place, Sequence[int]]]) -> bool:
-        """Hand out blocks with the next step, as ``Passes.hand_out_later`` describes."""
-        return self._next.add(given)
-
-    def resolve_later(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
-        """Resolve the last step before the next one, as ``Passes.resolve_later`` describes."""
-        return self._waiting.resolve_later(step, accepted, sampled, besides)
-
-    def can_wait(self, step: Step, accepted: Tensor, sampled: Tensor) -> bool:
-        """Tell whether an outcome can wait, as ``Passes.can_wait`` describes."""
-        return self._waiting.can_wait(step, accepted, sampled)
-
-    def going_on(
-        self, accepted: Tensor, sampled: Tensor, besides: int, places: Sequence[Place | None]
-    ) -> GoingOn | None:
-        """Return a call for steps like the last one, as ``Passes.going_on`` describes."""
-        if not self._waiting.graphs_save or self._next.is_read():
-            return None  # the outcome of the step that begins could not wait, or blocks could not
-        return GoingOn(self._waiting, accepted, sampled, besides, places)
-
-    def put_later(self, target: Tensor, numbers: Sequence[int]) -> bool:
-        """Put numbers in place before the next step, as ``Passes.put_later`` describes."""
-        return self._next.put_lines(target, numbers)
-
     def settle(self) -> None:
-        """Do what waits for the next step, as ``Passes.settle`` describes."""
-        waiting = self._next
-        waiting.told += 1
-        if waiting.resolves:
-            waiting.resolves = False
-            self._waiting.resolve_last()
-        if waiting.blocks:
-            pairs, count = waiting.take()
+        """Do what waits for the next step, as ``GraphSteps.settle`` describes."""
+        record = self.pending.next
+        record.told += 1
+        if record.resolves:
+            record.resolves = False
+            self.pending.resolve_last()
+        if record.blocks:
+            pairs, count = record.take()
             self._change(pairs, 0, 0, count, 0, None)
-        if waiting.lines:
-            target, lines = waiting.take_lines()
-            self._put(target[: len(lines)], lines)
+        if record.lines:
+            target, lines = record.take_lines()
+            self.put_numbers(target[: len(lines)], lines)
 
-    def launch_step(self, step: Step) -> None:
-        """Launch what a graph begins with, as ``Passes.launch_step`` describes."""
-        self.settle()
-        self._waiting.use(step)
-        self._waiting.take()
-        self._write(step)
-        self.check(step)
-        if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
-            self._next.launched()
-
-    def replayed(self, step: Step | None) -> None:
-        """Hear that a graph writes a step, as ``Passes.replayed`` describes."""
-        self._waiting.replayed(step)
-
-    @property
-    def num_steps(self) -> int | None:
-        """The steps that were launched, as ``Passes.num_steps`` describes."""
-        return self._next.steps if self._next.used else None
-
-    def put(self, target: Tensor, numbers: Sequence[int] | Tensor) -> None:
-        """Copy numbers of the host, as ``Passes.put`` describes."""
-        if not len(target):
-            return
-        if self._next.lines:
-            self.settle()
-        self._next.told += 1
-        given = numbers if isinstance(numbers, Tensor) else memoryview(array("q", numbers))
-        self._put(target, self._staging.put([given]))
-
-    def _put(self, target: Tensor, packed: Tensor) -> None:
+    def put_numbers(self, target: Tensor, packed: Tensor) -> None:
         """Launch ``put_numbers``."""
         count = target.shape[0]
         kind = target.dtype, packed.data_ptr() % ALIGNED, target.data_ptr() % ALIGNED
         grid = (-(-count // _TOKENS), 1, 1)
         self._putting.launch(grid, (packed, target, count, _TOKENS), kind)
 
-    def count(
-        self,
-        ids: Tensor,
-        left_out: Tensor,
-        end: int,
-        counts: Tensor,
-        kept: Tensor,
-        drafts: Tensor | None = None,
-    ) -> None:
-        """Count sampled tokens, as ``Passes.count`` describes."""
-        ids = ids.contiguous()
-        number, width = ids.shape
-        tensors = (ids, left_out, counts, kept)
-        kind = tuple([(each.dtype, each.data_ptr() % ALIGNED) for each in tensors])
-        self._counting.launch((number, 1, 1), (*tensors, width, end, _DRAFTS), kind)
-        if drafts is not None:
-            counts.clamp_(max=drafts + 1)
-
     def write(self, step: Step) -> None:
         """Note the rows that a step writes, as ``Passes.write`` describes."""
         self.settle()
-        self._next.launched()
-        self._write(step)
-        self._waiting.written(step)
+        self.pending.next.launched()
+        self.write_rows(step)
+        self.pending.written(step)
 
-    def _write(self, step: Step) -> None:
+    def write_rows(self, step: Step) -> None:
         """Launch what notes the rows of a step."""
         if step.sources or step.told is not None:
             self._compare_states(step)
-        saves = self._waiting.saves(step)
+        saves = self.pending.saves(step)
         if self._writing.again(step, number=saves):
             return
-        saved = self._waiting.saved or (self._unread, self._unread)
+        saved = self.pending.saved or (self._unread, self._unread)
         step = contiguous(step)
         step = step if len(step.lines) else self._padding  # no launch has no program
         books, requests = self.books, len(step.lines)
@@ -267,7 +187,7 @@ class TritonPasses(Passes):
 
     def _compare_states(self, step: Step) -> None:
         """Compare the states that a step continues, and its counts, before it writes."""
-        if self._going_on.again(step):
+        if self._comparing_states.again(step):
             return
         step = contiguous(step)
         books = self.books
@@ -279,7 +199,7 @@ class TritonPasses(Passes):
             step.first is None, self._num_groups, _ENTRIES,
         )  # fmt: skip
         recurs = self._as_they_are("sources", step.sources)
-        self._going_on.first(step, (len(step.lines), 1, 1), arguments, recurs=recurs)
+        self._comparing_states.first(step, (len(step.lines), 1, 1), arguments, recurs=recurs)
 
     def check(self, step: Step) -> None:
         """Check the rows that a step reads, as ``Passes.check`` describes."""
@@ -327,13 +247,6 @@ class TritonPasses(Passes):
     def byte_passes(self, books: ByteBooks) -> TritonBytePasses:
         """Return the kernels of a scrub over the same ledger."""
         return TritonBytePasses(books, self._groups, self._key, self._table, self._as_they_are)
-
-    def resolve_again(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
-        """Resolve a step as before, as ``Passes.resolve_again`` describes."""
-        self._next.told += 1
-        given = (accepted,) if sampled is None else (accepted, sampled)
-        waits = self._next.blocks or self._next.lines
-        return not waits and self._resolving.again(step, given, besides)
 
     def resolve(
         self, step: Step, accepted: Tensor, sampled: Tensor | None, besides: int = 0

@@ -18,7 +18,7 @@ OUTSIDE_BUFFERS: Final = -1
 
 @compiled
 def begin_requests(packed, num_tokens, num_requests, key, own, facts):
-    """Begin requests; see ``Passes.begin``. ``packed`` is that of ``Beginning``."""
+    """Begin requests; see ``TorchPasses.begin``. ``packed`` is that of ``Beginning``."""
     for number in range(num_requests):
         given = packed[num_tokens + number * FIELDS :]
         line, begin, count, digest = given[LINE], given[BEGIN], given[COUNT], given[SEED]
@@ -62,7 +62,7 @@ def copy_step(
     starts, positions, tokens, slots, tables, lengths,
     own_starts, own_positions, own_tokens, own_slots, own_tables, first, drafts, number,
 ):  # fmt: skip
-    """Copy a step; see ``Passes.copy_step``. Tuples have an array for each group.
+    """Copy a step; see ``StepInput.copy_step``. Tuples have an array for each group.
 
     Returns:
         1 if all known lengths are right, 0 if some are not, and ``OUTSIDE_BUFFERS`` if nothing was
@@ -97,7 +97,7 @@ def copy_step(
 
 @compiled
 def count_tokens(ids, left_out, drafts, end, counts, kept):
-    """Count sampled tokens; see ``Passes.count``."""
+    """Count sampled tokens; see ``StepInput.count``."""
     for index in range(ids.shape[0]):
         found = 0
         for column in range(ids.shape[1]):
@@ -110,7 +110,7 @@ def count_tokens(ids, left_out, drafts, end, counts, kept):
 
 @compiled
 def reaches(lines, starts, first, drafts, ends):
-    """Tell whether a request's rows before its drafts reach a position; see ``Passes.reaches``."""
+    """Tell whether rows before the drafts reach a position; see ``StepInput.reaches``."""
     for index in range(len(lines)):
         settled = first[index] + starts[index + 1] - starts[index]
         if len(drafts):

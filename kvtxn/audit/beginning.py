@@ -26,7 +26,7 @@ NUM_FIELDS: Final = 6
 
 @attrs.frozen(eq=False)
 class Beginning:
-    """Requests that begin together, as ``Passes.begin`` takes them.
+    """Requests that begin together, as ``TorchPasses.begin`` takes them.
 
     Attributes:
         packed: int64, the tokens of one request after another, then the fields of each request.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -12,24 +12,28 @@ from torch import Tensor
 from ..errors import WindowStateError
 from . import arguments, checks
 from . import books as book
+from .admission import Admission, admissions_of
 from .backends import choose
 from .books import Sizes
-from .digest import MAX_POSITION, UNWRITTEN, Key
+from .byte_books import ByteBooks
+from .digest import UNWRITTEN, Key
 from .findings import Findings
 from .glance import Glance
-from .groups import Group
-from .passes import Passes
+from .graph_steps import LinesInPlace, NewBlocks, Repeat
+from .groups import Group, Place
+from .ledger_state import Ints, LedgerState
+from .passes import Passes, Stretch
 from .ranks import Fingerprints, compare_ranks
-from .replays import Replays
+from .request_changes import NONE, RequestChanges
 from .roster import Roster
+from .state_moves import StateMoves
 from .step import Step
+from .transfers import RowTransfers
 from .violation import NOBODY, Violation
-
-#: Requests are as they are.
-_AS_THEY_ARE: Final = nullcontext()
+from .waiting_outcomes import WaitingOutcomes
 
 
-class Ledger(Replays):
+class Ledger:
     """A record of the token prefix that each slot's row was computed from, compared at each read.
 
     An engine calls the ledger at each forward pass, in this order, all on one stream::
@@ -88,23 +92,34 @@ class Ledger(Replays):
         backend: str | type[Passes] = "auto",
     ) -> None:
         sizes = Sizes(max_requests, max_length, journal, capacity)
-        books = arguments.new_books(key, groups, sizes, device)
-        self.groups: Final = tuple(place.group for place in books.layout.places.values())
-        passes = choose(backend, books.words.device)(books)
-        super().__init__(books, passes, Roster(max_requests))
-        self.findings: Final = Findings(self.books, self.groups, self._roster)
+        self.books: Final = arguments.new_books(key, groups, sizes, device)
+        self.device: Final = self.books.words.device
+        self.groups: Final = tuple(place.group for place in self.books.layout.places.values())
+        self.passes: Final = choose(backend, self.device)(self.books)
+        self.graphs: Final = self.passes.graph_steps(self.passes)
+        self.input: Final = self.passes.step_input(self.passes)
+        requests = Roster(max_requests)
+        self._state: Final = LedgerState(self.books, self.passes, self.graphs, self.input, requests)
+        self._requests: Final = requests
+        self._changes: Final = RequestChanges(self._state)
+        self._transfers: Final = RowTransfers(self._state)
+        self._states: Final = StateMoves(self._state)
+        self._outcomes: Final = WaitingOutcomes(self._state)
+        self.findings: Final = Findings(self.books, self.groups, requests)
+        self._checked: Step | None = None
+        self._buffers: Final[WeakSet[Step]] = WeakSet()  # steps whose tensors were checked
+        self._on_gpu: Final = self.device.type != "cpu"
         self._parted = False
 
     def reset(self) -> None:
         """Forget every row and every request; call it when the engine clears its caches."""
-        self.passes.settle()
-        self._roster.clear()
+        self.graphs.settle()
+        self._requests.clear()
         self.books.words.fill_(UNWRITTEN)
         self.books.owners.fill_(NOBODY)
         self.books.facts[book.SERIAL].fill_(NOBODY)
         self.books.counters[book.OPEN] = 0
-        self._open, self._unread = None, False
-        self._later.clear()
+        self._state.end()
 
     def restart(self) -> None:
         """Forget everything, what was counted and found included; the books stay where they are."""
@@ -114,12 +129,139 @@ class Ledger(Replays):
         books.counters[book.LIMIT] = books.sizes.capacity
         books.journal.fill_(NOBODY)
         books.fingerprints.zero_()
-        if self._bytes is not None:
-            self._bytes.seals.zero_()
-            self._bytes.compared.zero_()
+        if self._state.bytes is not None:
+            self._state.bytes.seals.zero_()
+            self._state.bytes.compared.zero_()
         self.findings.restart()
-        self.passes.restart()
+        self.graphs.restart()
         self._parted = False
+
+    def watch_bytes(self, books: ByteBooks) -> None:
+        """Keep the books of a scrub up to date when blocks change hands."""
+        self.graphs.settle()
+        self._state.bytes = books
+
+    @property
+    def has_bytes(self) -> bool:
+        """True if a scrub keeps checksums beside this ledger."""
+        return self._state.bytes is not None
+
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, str) and request in self._requests
+
+    def line(self, request: str, *, operation: str = "line") -> int:
+        """Return the line of a request.
+
+        Args:
+            request: the request's name.
+            operation: the call that needs the line, for the message.
+
+        Raises:
+            ConfigError: the request was not admitted, or was released.
+        """
+        return self._requests.line(request, operation)
+
+    def lines_of(self, requests: Sequence[str]) -> list[int] | None:
+        """Return the lines of requests; None if one of them is not admitted.
+
+        Raises:
+            ConfigError: these are no names.
+        """
+        return self._requests.lines_of(requests)
+
+    # -- requests and blocks -----------------------------------------------------------------
+
+    def admit(
+        self,
+        request: str,
+        tokens: Sequence[int] | Tensor,
+        *,
+        extras: Iterable[int] = (),
+        embedded: Mapping[int, int] | None = None,
+    ) -> int:
+        """Begin a request, or give a resumed or continued request's tokens again.
+
+        Args:
+            request: the request's name.
+            tokens: int ``[n]``, all tokens that are the request's own, from its first: the prompt,
+                and the tokens generated before. They replace the tokens given earlier.
+            extras: ints of 64 bits that stand for anything that changes all its K and V, such as a
+                LoRA; their order counts.
+            embedded: by position, a hash of the content embedded there in place of a token.
+
+        Returns:
+            The request's line, for ``Step.lines``; it keeps the line until it is released.
+
+        Raises:
+            CapacityError: no line is left, or the request is too long.
+            ConfigError: the tokens are no token ids, ``extras`` no ints, or ``embedded`` is not of
+                the tokens' positions.
+        """
+        return self.admit_all([Admission(request, tokens, extras, embedded)])[0]
+
+    def admit_all(self, admissions: Iterable[Admission]) -> list[int]:
+        """Begin several requests, or give their tokens again, in one copy to the device.
+
+        Args:
+            admissions: the requests, none of them twice; see ``admit``. An iterator is read once.
+
+        Returns:
+            The line of each.
+
+        Raises:
+            CapacityError: as in ``admit``; nothing was changed.
+            ConfigError: as in ``admit``, a request is named twice, or one is no ``Admission``;
+                nothing was changed.
+        """
+        return self.change(admissions=admissions_of("admit_all", admissions))
+
+    def release(self, request: str) -> None:
+        """End a request that finished, was aborted, or was preempted; an unknown name is harmless.
+
+        The rows of the request stay, and are right for any request with the same tokens.
+
+        Raises:
+            ConfigError: the name is no text.
+        """
+        self.change([request])
+
+    def hand_out(self, group: str, blocks: Ints) -> None:
+        """Mark the rows of blocks as unwritten, because the engine gives the blocks to a request.
+
+        Args:
+            group: any group of the pool that the blocks come from.
+            blocks: int ``[n]`` on the host, without blocks that a prefix cache hands over with
+                their rows.
+
+        Raises:
+            ConfigError: the group is unknown, or a block is not one of its blocks.
+        """
+        checks.place_of("hand_out", self.books, group)
+        self.change(given={group: blocks})
+
+    def change(
+        self,
+        gone: Iterable[str] = NONE,
+        admissions: Iterable[Admission] = NONE,
+        given: Mapping[str, Ints] | None = None,
+    ) -> list[int]:
+        """Do all that a step changes before its forward: ``release``, ``admit_all``, ``hand_out``.
+
+        It does not wait for the device.
+
+        Args:
+            gone: names of the requests that ended; a request may be among those that come, too.
+            admissions: the requests that come, as for ``admit_all``.
+            given: the blocks that are handed out, by group, as for ``hand_out``.
+
+        Returns:
+            The line of each request that comes.
+
+        Raises:
+            CapacityError: as in ``admit``; nothing was changed.
+            ConfigError: as in the three calls; nothing was changed.
+        """
+        return self._changes.change(gone, admissions, given)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -135,8 +277,7 @@ class Ledger(Replays):
         """
         self.require("write", step)
         self.passes.write(step)
-        self._open, self._unread = step, True
-        self._later.clear()
+        self._state.begin(step, unread=True)
 
     def check(self, step: Step) -> None:
         """Compare all rows that the step reads, its own included; call it after ``write``.
@@ -146,53 +287,31 @@ class Ledger(Replays):
             WindowStateError: the step was not written (of which a GPU's ledger knows if none was),
                 or was checked or resolved already.
         """
-        other = False
-        if step is not self._open:
+        state, other = self._state, False
+        if step is not state.step:
             self.require("check", step)
-            other = self._open is not None and not (self._on_gpu or step.is_like(self._open))
-        if other or not self._unread:
-            none = "none written yet" if self._open is None else "one that was checked"
+            other = state.step is not None and not (self._on_gpu or step.is_like(state.step))
+        if other or not state.unread:
+            none = "none written yet" if state.step is None else "one that was checked"
             raise WindowStateError(
                 "check",
                 "no step waits to be checked",
                 expected="one check of each step, after its write and before its resolve",
-                got="another one than was written" if other and self._unread else none,
+                got="another one than was written" if other and state.unread else none,
                 hint="call write(step) first; nothing was compared",
             )
-        self._unread = False
-        with self._as_written():
+        state.unread = False
+        with state.as_written():
             self.passes.check(step)
 
     def write_and_check(self, step: Step) -> None:
-        """Call ``write`` and then ``check``, which is quicker on a CPU if nothing comes between.
+        """Call ``write`` and then ``check``.
 
         Raises:
             ConfigError: as in ``write``.
         """
-        known = not self._on_gpu and isinstance(step, Step) and step in self._buffers
-        if known and self.passes.write_and_check(step):
-            self._open, self._checked, self._unread = step, step, False
-            self._later.clear()
-            return
         self.write(step)
         self.check(step)
-
-    def _as_written(self) -> AbstractContextManager[None]:
-        """Hide the requests that came since the open step was written.
-
-        They may have lines of requests of the step that were released since.
-        """
-        return self._hide_later() if self._later else _AS_THEY_ARE
-
-    @contextmanager
-    def _hide_later(self) -> Iterator[None]:
-        serials, lines = self.books.facts[book.SERIAL], self._upload(self._later)
-        theirs = serials.index_select(0, lines)
-        serials.index_fill_(0, lines, NOBODY)
-        try:
-            yield
-        finally:
-            serials.index_copy_(0, lines, theirs)
 
     def resolve(
         self,
@@ -222,24 +341,19 @@ class Ledger(Replays):
             WindowStateError: no step was written, or the last one is resolved already.
             AcceptanceError: the arguments do not fit the step, which can be resolved still.
         """
-        step = self._open
+        step = self._state.step
         if step is None:
             raise WindowStateError(
                 "resolve", "no step waits to be resolved", expected="one that was written",
                 got="none", hint="call write first, and resolve each step once",
             )  # fmt: skip
-        if type(besides) is int and 0 <= besides < MAX_POSITION and not self._later:  # told quickly
-            given, later = (step, accepted, sampled, besides), later and self._bytes is None
-            if (later and self.passes.resolve_later(*given)) or self.passes.resolve_again(*given):
-                self._open, self._unread = None, False
-                return
         besides = arguments.tokens_besides("resolve", besides)
-        if not self._resolved_at_once(step, accepted, sampled, besides):
+        later = later and self._state.bytes is None and not self._state.later
+        if not (later and self.graphs.resolve(step, accepted, sampled, besides)):
             counts, ids = self.outcome("resolve", step, accepted, sampled, besides)
-            with self._as_written():
+            with self._state.as_written():
                 self.passes.resolve(step, counts, ids, besides)
-        self._open, self._unread = None, False
-        self._later.clear()
+        self._state.end()
 
     def take_back(self, step: Step) -> None:
         """End a step whose forward failed: its rows and states are unwritten for all readers.
@@ -250,18 +364,11 @@ class Ledger(Replays):
             ConfigError: as in ``write``.
         """
         self.require("take_back", step, after=True)
-        self.passes.settle()
-        self._unwrite(step)
-        if step is self._open:
+        self.graphs.settle()
+        self._state.unwrite(step)
+        if step is self._state.step:
             self.books.counters[book.OPEN] = 0
-            self._open, self._unread = None, False
-            self._later.clear()
-
-    def _resolved_at_once(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
-        """Resolve a step on a CPU in the usual case; tells whether this is it."""
-        given = accepted, sampled, step.lines.shape[0], self.device
-        usual = not (self._on_gpu or self._later) and checks.are_there(*given)
-        return usual and self.passes.resolve_taken(step, accepted, sampled, besides)
+            self._state.end()
 
     def outcome(
         self, operation: str, step: Step, accepted: Any, sampled: Any = None, besides: int = 0
@@ -272,7 +379,7 @@ class Ledger(Replays):
             AcceptanceError: they do not fit the step; ``operation`` can be called again.
         """
         usual = checks.are_there(accepted, sampled, step.lines.shape[0], self.device)
-        if usual and (self._on_gpu or self.passes.takes(step, accepted, besides, released=True)):
+        if usual and (self._on_gpu or self.input.takes(step, accepted, besides, released=True)):
             return accepted, sampled
         return checks.check_outcome(operation, self.books, step, accepted, sampled, besides)
 
@@ -286,8 +393,346 @@ class Ledger(Replays):
             step: the last step, after its ``resolve``.
         """
         self.require("kept", step, after=True)
-        self.passes.settle()
+        self.graphs.settle()
         return self.books.facts[book.KEPT].index_select(0, step.lines.long().clamp(min=0))
+
+    # -- steps that captured graphs write ---------------------------------------------------
+
+    def launch_step(self, step: Step) -> None:
+        """Launch what ``write`` and ``check`` launch, so that a CUDA graph captures it.
+
+        A replay writes and checks what the step's tensors hold by then; a step all of whose lines
+        are -1 is a step of nobody's. Call this once before it is captured. The step has to be kept
+        for as long as the graph is replayed. Nobody else's calls are in between, and the ledger is
+        told of each replay by ``replayed``.
+
+        Raises:
+            ConfigError: as in ``write``.
+        """
+        self.require("launch_step", step)
+        self.graphs.launch(step)
+
+    def replayed(self, step: Step | None) -> None:
+        """Begin a step whose ``write`` and ``check`` a replay of a CUDA graph does.
+
+        Call it before the replay.
+
+        Args:
+            step: has the rows that the replay finds in the tensors that were captured, in tensors
+                of its own or in the same ones. Requests that the captured step has beyond these are
+                padding. None: the replay finds padding alone.
+
+        Raises:
+            ConfigError: as in ``write``.
+        """
+        if step is not None:
+            self.require("replayed", step)
+            self._state.begin(step, unread=False)
+        self.graphs.replayed(step)
+
+    def can_wait(self, accepted: Tensor, sampled: Tensor) -> bool:
+        """Tell whether the outcome of the last step can wait until the next one is known.
+
+        It is told by the call of ``repeat`` then or, before anything else, by
+        ``resolve_waiting``. Ask when the step's launches or replay were made.
+
+        Args:
+            accepted: as for ``resolve``.
+            sampled: likewise.
+        """
+        return self._outcomes.can_wait(accepted, sampled)
+
+    def resolve_waiting(self, accepted: Tensor, sampled: Tensor, besides: int) -> None:
+        """End the last step with an outcome that has waited, as ``resolve`` does.
+
+        Raises:
+            WindowStateError: ``can_wait`` did not say so, or something else came first. The step's
+                tensors may be another step's by now, so that the outcome cannot be told any more.
+        """
+        self._outcomes.resolve_waiting(accepted, sampled, besides)
+
+    def repeat(
+        self,
+        step: Step,
+        accepted: Tensor,
+        sampled: Tensor,
+        besides: int,
+        groups: Sequence[str | None],
+    ) -> Repeat | None:
+        """Return a call that ends the last step and begins one of the same layout.
+
+        Most steps of an engine have the requests and the numbers of drafts of the step before, and
+        are written by the same graph. The call stands for ``resolve``, ``change`` and ``replayed``:
+        three calls cost the host more than the work in them, as other code has run for milliseconds
+        since the last one.
+
+        Args:
+            step: the last step, as it was given to ``replayed``; its outcome can wait.
+            accepted: as for ``resolve``: the counts that the call is given first, or such ones.
+            sampled: likewise, the ids.
+            besides: as for ``resolve``.
+            groups: names of the groups by which the call is given blocks; None for one that the
+                ledger does not know.
+
+        Returns:
+            The call, ``Repeat.same``. It is given an outcome of that form, and, for each request
+            that gets blocks, its new ones by group. Where it is False the three calls have to be
+            made. After True the outcome of the step that begins can wait as well.
+            None if there is no such call for this step.
+
+        Raises:
+            ConfigError: a group is unknown.
+        """
+        return self._outcomes.repeat(step, accepted, sampled, besides, groups)
+
+    def repeat_fewer(
+        self,
+        repeat: Repeat,
+        step: Step,
+        accepted: Tensor,
+        sampled: Tensor,
+        new_blocks: NewBlocks,
+        lines: LinesInPlace,
+    ) -> bool:
+        """End the last step, and begin one that lacks some of its requests, in one call.
+
+        Args:
+            repeat: what ``repeat`` returned.
+            step: the step that begins, in the buffers that the graph reads; it was given to
+                ``replayed`` before.
+            accepted: as for ``resolve``.
+            sampled: likewise.
+            new_blocks: for each request that gets blocks its new ones, by the groups of ``repeat``.
+            lines: the tensor in which the graph finds its requests' lines, and these lines.
+
+        Returns:
+            As for the call of ``repeat``.
+
+        Raises:
+            ConfigError: the step does not fit the ledger.
+        """
+        self.require("repeat_fewer", step)
+        if not repeat.fewer(step, accepted, sampled, new_blocks, lines):
+            return False
+        self._state.step = step
+        return True
+
+    def require(self, operation: str, step: Step, *, after: bool = False) -> None:
+        """Check a step: its tensors when it is first given, and on a CPU their values each time.
+
+        Args:
+            operation: the call that was given the step, for the message.
+            step: the step.
+            after: its forward is done, so its requests may have been released.
+
+        Raises:
+            ConfigError: the step does not fit the ledger.
+        """
+        if step is self._checked is not None and (after or self._on_gpu):
+            return
+        known = isinstance(step, Step) and step in self._buffers
+        if not known or not (self._on_gpu or self.input.takes(step, released=after)):
+            checks.check_step(operation, self.books, step, released=after)
+            self._buffers.add(step)
+        self._checked = step
+
+    # -- rows and states that are copied, that leave and that come ---------------------------
+
+    def copy(self, group: str, source: Ints, target: Ints) -> None:
+        """Record that the engine copied whole blocks or states.
+
+        Args:
+            group: the group of the blocks.
+            source: int ``[n]`` on the host, the blocks copied from.
+            target: int ``[n]`` on the host, the blocks copied to, all different.
+
+        Raises:
+            ConfigError: the group is unknown, or the blocks are not such blocks.
+        """
+        self._transfers.copy(group, source, target)
+
+    def publish(self, request: str, group: str, table: Ints, first: int, end: int) -> None:
+        """Check rows that other requests can find by their tokens from now on (prefix caching).
+
+        Args:
+            request: the request by whose tokens the rows are found.
+            group: the group of the rows.
+            table: int ``[blocks]``, the request's block table.
+            first: the first position.
+            end: the position after the last.
+
+        Raises:
+            ConfigError: the request or the group is unknown, or the positions are no positions.
+        """
+        self._transfers.publish(self.inspect, request, group, table, first, end)
+
+    def publish_state(self, request: str, group: str, block: int, length: int) -> None:
+        """Check a state that other requests can find by its tokens and continue from now on.
+
+        Args:
+            request: the request by whose tokens the state is found.
+            group: the group of the state.
+            block: the block that holds the state.
+            length: the number of tokens that the state has taken in.
+
+        Raises:
+            ConfigError: the request, the group or the block is unknown, or the length is none.
+        """
+        self._transfers.publish_state(self.inspect, request, group, block, length)
+
+    def export(self, request: str, group: str, table: Ints, first: int, end: int) -> Tensor:
+        """Check rows that leave the engine: of the request's tokens, and not of an open draft.
+
+        Call this when a connector takes the rows, with the request whose tokens they are stored
+        under. A wrong row is reported as ``exported``: once, until it is written again. The row of
+        an open draft is not wrong, but must not leave yet; each export of it is reported. Open are
+        the drafts of the request's last step until ``resolve``. Before its first step it has none,
+        so rows that it found in the cache may leave.
+
+        The arguments and errors are those of ``publish``.
+
+        Returns:
+            int64 ``[end - first]`` on the ledger's device, the ``digests`` for ``import_rows``.
+        """
+        return self._transfers.export(self.inspect, request, group, table, first, end)
+
+    def export_state(self, request: str, group: str, block: int, length: int) -> Tensor:
+        """Check a state that leaves the engine: after exactly the request's first tokens.
+
+        The arguments and errors are those of ``publish_state``.
+
+        Returns:
+            int64 ``[1]`` on the ledger's device, the ``digest`` for ``import_state``.
+        """
+        return self._transfers.export_state(self.inspect, request, group, block, length)
+
+    def import_rows(
+        self,
+        request: str,
+        group: str,
+        table: Ints,
+        first: int,
+        end: int,
+        digests: Tensor | None = None,
+        origin: Tensor | None = None,
+    ) -> None:
+        """Record rows that were loaded from outside for a request; reads compare them later.
+
+        Call this when the rows are in their blocks, after ``hand_out`` and before the step that
+        reads them. A row that is not of the request's tokens is reported at once, as ``imported``,
+        and not again when the request's next step reads it.
+
+        Args:
+            request: the request that gets the rows.
+            group: the group of the rows.
+            table: int ``[blocks]`` on the host, the request's block table.
+            first: the first position.
+            end: the position after the last.
+            digests: int64 ``[end - first]``, the result of ``export`` for the rows that were
+                brought, in this engine or one with its key. None: the rows are assumed to be of
+                the request's tokens, as those of a connector that keeps no digests have to be, and
+                counted in ``kvtxn_audit_rows_unverified_total``.
+            origin: int64 ``[6]``, the result of ``origins`` for the first of the rows when this
+                ledger exported them; reports then name who stored them, and for which tokens.
+                None: reports name the request that gets the rows.
+
+        Raises:
+            ConfigError: as in ``publish``; or a block of the rows is not one of the group's, there
+                is not one digest per row, or an origin is there without digests.
+        """
+        self._transfers.import_rows(
+            self.inspect, request, group, table, first, end, digests, origin
+        )
+
+    def origins(
+        self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
+    ) -> Tensor:
+        """Return who stores runs of rows, for ``import_rows`` when they come back.
+
+        Args:
+            request: the request whose tokens the rows are stored under.
+            group: the group of the rows.
+            firsts: int ``[n]`` on the host, the position of the first row of each run.
+            stored_by: the request that stores them; None: the same one.
+
+        Returns:
+            int64 ``[n, 6]`` on the ledger's device: the step, the storing request's serial number,
+            the position, the digest up to the row before, and the terms of the two tokens before.
+
+        Raises:
+            ConfigError: as in ``publish``.
+        """
+        return self._transfers.origins(request, group, firsts, stored_by=stored_by)
+
+    def import_state(
+        self, request: str, group: str, block: int, length: int, digest: Tensor | None = None
+    ) -> None:
+        """Record a state that was loaded from outside for a request; a step compares it later.
+
+        As after ``publish_state``, any request with the same tokens may continue it.
+
+        Args:
+            request: the request that gets the state.
+            group: the group of the state.
+            block: the block that the state was loaded into.
+            length: the number of tokens that the state has taken in.
+            digest: int64 ``[1]``, the result of ``export_state``; None as in ``import_rows``.
+
+        Raises:
+            ConfigError: as in ``publish_state``; or there is not one digest.
+        """
+        self._transfers.import_state(self.inspect, request, group, block, length, digest)
+
+    def words_of(self, operation: str, place: Place, table: Ints, first: int, end: int) -> Tensor:
+        """Return the indices in ``Books.words`` of rows that a table must have, or of a state.
+
+        Raises:
+            ConfigError: the positions are no positions, or a block is not one of the group's.
+        """
+        return self._transfers.words_of(operation, place, table, first, end)
+
+    def inspect(self, stretch: Stretch) -> None:
+        """Check rows of many requests at once, as ``publish`` or ``export`` do for one request.
+
+        Numbers that lie outside the ledger are left out, as in a step on a GPU.
+
+        Raises:
+            ConfigError: a group is unknown, or a tensor does not fit.
+        """
+        checks.check_stretch(self.books, stretch)
+        self.passes.inspect(stretch)
+
+    def carry(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Record that the engine copied states, where the device alone knows which; never waits.
+
+        Args:
+            copies: by group of states, int ``[n]`` twice on the ledger's device, as many of each
+                group: the blocks copied from, and those copied to, all different; -1 for none.
+
+        Raises:
+            ConfigError: a group is unknown or has no states, or the blocks do not fit together.
+        """
+        self._states.carry(copies)
+
+    def leave(
+        self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None
+    ) -> None:
+        """Record states that the engine has written once it knew which drafts stay; never waits.
+
+        Call it after ``resolve``, for an engine that writes one state per request then, and none
+        per draft. The step's ``slots`` have -1 for the rows of such requests.
+
+        Args:
+            lines: int ``[num_requests]``, those of the step.
+            blocks: by group of states, int ``[num_requests]`` on the ledger's device, the block
+                that got the state; -1 for none.
+            lengths: int ``[num_requests]``, the tokens that each state has taken in; where that is
+                more than were kept, there is none. None: after each request's last kept row.
+
+        Raises:
+            ConfigError: a group is unknown or has no states, or blocks do not fit the lines.
+        """
+        self._states.leave(lines, blocks, lengths)
 
     # -- what came of it -----------------------------------------------------------------------
 
@@ -323,8 +768,8 @@ class Ledger(Replays):
         Those of a scrub are among them if there is one.
         """
         found = self.findings.counters()
-        if self._bytes is not None:
-            found["kvtxn_audit_bytes_compared_total"] = int(self._bytes.compared)
+        if self._state.bytes is not None:
+            found["kvtxn_audit_bytes_compared_total"] = int(self._state.bytes.compared)
         return found
 
     def glance(self, spare: Glance | None = None, *, prints: bool = True) -> Glance:
@@ -334,7 +779,7 @@ class Ledger(Replays):
             spare: an earlier copy that nobody looks at any more, whose memory is used again.
             prints: copy the fingerprints, too; as it was for ``spare``.
         """
-        return self.findings.glance(spare, prints=prints, steps=self.passes.num_steps)
+        return self.findings.glance(spare, prints=prints, steps=self.graphs.num_steps)
 
     def fingerprints(self, glance: Glance | None = None) -> dict[int, dict[str, int]]:
         """Return what ``compare_ranks`` compares: by step and group, a word. Waits for the device.

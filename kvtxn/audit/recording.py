@@ -165,11 +165,6 @@ class RecordingLedger(Ledger):
             requests, rows, drafts = requests + 1, rows + count, drafts + draft
         self._steps.append([requests, rows, drafts, 0])
 
-    def write_and_check(self, step: Step) -> None:
-        """Do what ``Ledger.write_and_check`` says, and record it."""
-        self.write(step)
-        self.check(step)
-
     def resolve(
         self,
         accepted: Tensor | Sequence[int],
@@ -179,7 +174,7 @@ class RecordingLedger(Ledger):
         later: bool = False,
     ) -> None:
         """Do what ``Ledger.resolve`` says, and record it; what was kept is looked at now."""
-        step = self._open
+        step = self._state.step
         super().resolve(accepted, sampled, besides=besides)
         assert step is not None  # or the ledger has raised
         kept_of, own = _numbers(accepted), _numbers(self.kept(step))

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..host_values import to_device
 from . import books as book
 from .beginning import AGAIN, BEGIN, COUNT, LINE, SEED, SERIAL, Beginning
+from .changes import Change
 from .digest import EMBEDDED, REJECTED, UNWRITTEN, as_word
 from .groups import Place
 from .notes import note
@@ -31,7 +33,7 @@ from .rows import (
     word_at,
 )
 from .step import Step
-from .violation import FOUND_NUMBER, KIND_NUMBER
+from .violation import FOUND_NUMBER, KIND_NUMBER, NOBODY
 
 _FOREIGN = FOUND_NUMBER["foreign"]
 
@@ -48,8 +50,22 @@ class TorchPasses(Passes):
 
     # -- writing -----------------------------------------------------------------------------
 
+    def change(self, change: Change) -> None:
+        """Do what ``Passes.change`` says."""
+        books = self.books
+        device = books.words.device
+        if change.released:
+            lines = to_device(change.released, device, torch.int64)
+            books.facts[book.SERIAL].index_fill_(0, lines, NOBODY)
+        for place, blocks in change.given:
+            there = to_device(blocks, device, torch.int64)
+            for words in (books.words,) if change.seals is None else (books.words, change.seals):
+                place.pool_of(words).index_fill_(0, there, UNWRITTEN)
+        if change.coming is not None:
+            self.begin(change.coming.beginning(device))
+
     def begin(self, beginning: Beginning) -> None:
-        """Do what ``Passes.begin`` says."""
+        """Begin requests, as ``Passes.change`` describes."""
         books, tokens = self.books, beginning.tokens
         fields = beginning.fields.unbind(1)
         lines, begins, counts, seeds = (fields[at] for at in (LINE, BEGIN, COUNT, SEED))

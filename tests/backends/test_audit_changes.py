@@ -80,9 +80,9 @@ def test_blocks_that_are_handed_out_are_not_sealed(pair):  # noqa: F811
 def test_numbers_are_put_into_a_tensor(pair, dtype):  # noqa: F811
     for ledger in pair("plain"):
         target = torch.full((700,), -5, dtype=dtype, device=DEVICE)
-        ledger.passes.put(target[:600], torch.arange(600))
-        ledger.passes.put(target[600:603], [3, 1 << 20, 0])
-        ledger.passes.put(target[:0], [])
+        ledger.input.put(target[:600], torch.arange(600))
+        ledger.input.put(target[600:603], [3, 1 << 20, 0])
+        ledger.input.put(target[:0], [])
         assert target.tolist() == [*range(600), 3, 1 << 20, 0, *[-5] * 97]
 
 
@@ -96,7 +96,7 @@ def test_sampled_tokens_are_counted(pair, dtype):  # noqa: F811
         for ledger in pair("plain"):
             counts = torch.full((6,), -5, device=DEVICE)
             kept = torch.full((6, width), -5, device=DEVICE)
-            ledger.passes.count(ids, left_out, 50, counts, kept)
+            ledger.input.count(ids, left_out, 50, counts, kept)
             own = [
                 [token if 0 <= token < 50 and not out else -1 for token in row]
                 for row, out in zip(ids.tolist(), left_out.tolist()[:6], strict=True)
@@ -105,7 +105,7 @@ def test_sampled_tokens_are_counted(pair, dtype):  # noqa: F811
             found = [sum(token >= 0 for token in row) for row in own]
             assert counts.tolist() == found
             drafts = torch.arange(6, device=DEVICE)
-            ledger.passes.count(ids, left_out, 50, counts, kept, drafts)
+            ledger.input.count(ids, left_out, 50, counts, kept, drafts)
             assert counts.tolist() == [min(n, i + 1) for i, n in enumerate(found)]
 
 

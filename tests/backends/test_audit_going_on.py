@@ -1,4 +1,4 @@
-"""``Ledger.going_on``: a step that follows one like it is told in one call, when it is replayed."""
+"""``Ledger.repeat``: a step that follows one like it is told in one call, when it is replayed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Steps:
 @pytest.mark.parametrize("later", [False, True], ids=["as a whole", "in its parts"])
 def test_what_waited_is_resolved_although_the_buffers_have_the_next_step(later):
     """In one call, or in the usual ones; and at once where nothing can wait."""
-    steps, waiting, goes_on, at_once = Steps(), None, None, 0
+    steps, waiting, repeat, at_once = Steps(), None, None, 0
     ledger = steps.ledgers[1]
     for turn in range(8):
         fed = steps.feed()
@@ -113,8 +113,8 @@ def test_what_waited_is_resolved_although_the_buffers_have_the_next_step(later):
             ledger.change(given={"full": waiting[2][0][0]})
             ledger.replayed(steps.step)
         else:
-            goes_on = goes_on or ledger.going_on(steps.step, *waiting[:2], 1, ["full"])
-            assert goes_on.tell(*waiting)
+            repeat = repeat or ledger.repeat(steps.step, *waiting[:2], 1, ["full"])
+            assert repeat.same(*waiting)
             at_once += 1
         steps.replay()
         assert_equal_books(*steps.ledgers)
@@ -122,7 +122,7 @@ def test_what_waited_is_resolved_although_the_buffers_have_the_next_step(later):
         if not ledger.can_wait(*waiting[:2]):  # on a GPU, until it has passed an event
             ledger.resolve(*waiting[:2], besides=1)
             ledger.change(given={"full": waiting[2][0][0]})
-            waiting = goes_on = None
+            waiting = repeat = None
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
     assert later or at_once > 3
@@ -158,8 +158,8 @@ OTHERWISE = {
     "its outcome waits": lambda ledger, step, *outcome: ledger.resolve_waiting(*outcome, 1),
     "nobody's replay": lambda ledger, step, *outcome: ledger.replayed(None),
     "another replay": lambda ledger, step, *outcome: ledger.replayed(step),
-    "numbers wait": lambda ledger, step, *outcome: ledger.passes.put_later(step.lines, [1, 0]),
-    "numbers came": lambda ledger, step, *outcome: ledger.passes.put(step.lines, [1, 0]),
+    "numbers wait": lambda ledger, step, *outcome: ledger.graphs.put(step.lines, [1, 0]),
+    "numbers came": lambda ledger, step, *outcome: ledger.input.put(step.lines, [1, 0]),
     "a graph is captured": lambda ledger, step, *outcome: ledger.launch_step(step),
     "all was forgotten": lambda ledger, step, *outcome: ledger.reset(),
 }
@@ -169,11 +169,11 @@ OTHERWISE = {
 def test_where_something_else_came_the_usual_calls_are_needed(otherwise):
     steps = Steps()
     ledger, outcome = steps.ledgers[1], first(steps)
-    goes_on = ledger.going_on(steps.step, *outcome, 1, ["full"])
+    repeat = ledger.repeat(steps.step, *outcome, 1, ["full"])
     otherwise(ledger, steps.step, *outcome)
-    before = ledger.passes.num_steps
-    assert not goes_on.tell(*outcome, [])
-    assert ledger.passes.num_steps == before
+    before = ledger.graphs.num_steps
+    assert not repeat.same(*outcome, [])
+    assert ledger.graphs.num_steps == before
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_there_is_no_call_after_something_else(otherwise):
     steps = Steps()
     ledger, outcome = steps.ledgers[1], first(steps)
     OTHERWISE[otherwise](ledger, steps.step, *outcome)
-    assert ledger.going_on(steps.step, *outcome, 1, ["full"]) is None
+    assert ledger.repeat(steps.step, *outcome, 1, ["full"]) is None
 
 
 LATER = {
@@ -215,7 +215,7 @@ def test_tokens_besides_are_a_number(besides):
     ledger, outcome = steps.ledgers[1], first(steps)
     for call in (
         lambda: ledger.resolve_waiting(*outcome, besides),
-        lambda: ledger.going_on(steps.step, *outcome, besides, ["full"]),
+        lambda: ledger.repeat(steps.step, *outcome, besides, ["full"]),
         lambda: ledger.resolve(*outcome, besides=besides, later=True),
     ):
         with pytest.raises(AcceptanceError, match="besides is not valid"):
@@ -228,11 +228,11 @@ def test_an_outcome_without_ids_does_not_wait():
     ledger, (counts, ids) = steps.ledgers[1], first(steps)
     assert not ledger.can_wait(counts, None)
     assert not ledger.can_wait(counts.tolist(), ids)
-    assert ledger.going_on(steps.step, counts, None, 1, ["full"]) is None
+    assert ledger.repeat(steps.step, counts, None, 1, ["full"]) is None
     with pytest.raises(WindowStateError, match="got Tensor and NoneType"):
         ledger.resolve_waiting(counts, None, 1)
     with pytest.raises(ConfigError, match="groups"):
-        ledger.going_on(steps.step, counts, ids, 1, "full")
+        ledger.repeat(steps.step, counts, ids, 1, "full")
 
 
 def test_there_is_no_call_where_graphs_do_not_save_their_steps():
@@ -254,7 +254,7 @@ def test_there_is_no_call_where_graphs_do_not_save_their_steps():
     outcome = steps.sample(fed, one_too_many=0)[:2]
     if DEVICE == "cpu":
         assert ledger.can_wait(*outcome)
-    assert ledger.going_on(steps.step, *outcome, 1, ["full"]) is None
+    assert ledger.repeat(steps.step, *outcome, 1, ["full"]) is None
 
 
 def test_blocks_that_cannot_be_told_at_once():
@@ -262,15 +262,15 @@ def test_blocks_that_cannot_be_told_at_once():
     steps = Steps()
     ledger, outcome = steps.ledgers[1], first(steps)
     with pytest.raises(ConfigError, match="'other' is not a group of the ledger"):
-        ledger.going_on(steps.step, *outcome, 1, ["other"])
-    goes_on = ledger.going_on(steps.step, *outcome, 1, [None, "full"])
-    before = ledger.passes.num_steps
-    assert not goes_on.tell(*outcome, [([], [1 << 40])])
-    assert not goes_on.tell(*outcome, [([], [3]), ([], [-1])])
-    assert not goes_on.tell(*outcome, [([], [3] * (MOST + 1))])
-    assert ledger.passes.num_steps == before
-    assert goes_on.tell(*outcome, [([1 << 40], [3] * MOST)])
-    assert ledger.passes.num_steps == before + 1
+        ledger.repeat(steps.step, *outcome, 1, ["other"])
+    repeat = ledger.repeat(steps.step, *outcome, 1, [None, "full"])
+    before = ledger.graphs.num_steps
+    assert not repeat.same(*outcome, [([], [1 << 40])])
+    assert not repeat.same(*outcome, [([], [3]), ([], [-1])])
+    assert not repeat.same(*outcome, [([], [3] * (MOST + 1))])
+    assert ledger.graphs.num_steps == before
+    assert repeat.same(*outcome, [([1 << 40], [3] * MOST)])
+    assert ledger.graphs.num_steps == before + 1
 
 
 def test_forms_that_cannot_be_read_from_their_addresses():
@@ -279,14 +279,14 @@ def test_forms_that_cannot_be_read_from_their_addresses():
     ledger, (counts, ids) = steps.ledgers[1], first(steps)
     assert not ledger.can_wait(counts.short(), ids)
     assert not ledger.can_wait(counts, ids[:1])
-    assert ledger.going_on(steps.step, counts.short(), ids, 1, ["full"]) is None
-    goes_on = ledger.going_on(steps.step, counts, ids, 1, ["full"])
+    assert ledger.repeat(steps.step, counts.short(), ids, 1, ["full"]) is None
+    repeat = ledger.repeat(steps.step, counts, ids, 1, ["full"])
     steps.feed()
-    assert not goes_on.tell(counts, ids.t().contiguous().t(), [])
-    assert not goes_on.tell(counts[:1], ids, [])
-    assert not goes_on.tell(counts, ids[:, :1].contiguous(), [])
-    assert not goes_on.tell(counts.short(), ids, [])
-    assert not goes_on.tell(counts, ids.int(), [])
+    assert not repeat.same(counts, ids.t().contiguous().t(), [])
+    assert not repeat.same(counts[:1], ids, [])
+    assert not repeat.same(counts, ids[:, :1].contiguous(), [])
+    assert not repeat.same(counts.short(), ids, [])
+    assert not repeat.same(counts, ids.int(), [])
     with pytest.raises(WindowStateError, match="cannot be told later"):
         ledger.resolve_waiting(counts.short(), ids, 1)
     ledger.resolve_waiting(counts, ids.t().contiguous().t(), 1)
@@ -306,17 +306,17 @@ def test_a_torch_ledgers_outcomes_do_not_wait():
 def steady(steps):
     """Take steps until one was told in one call; returns that call, and what waits."""
     ledger, waiting = steps.ledgers[1], first(steps)
-    goes_on = ledger.going_on(steps.step, *waiting, 1, ["full"])
+    repeat = ledger.repeat(steps.step, *waiting, 1, ["full"])
     fed = steps.feed()
-    assert goes_on.tell(*waiting, [])
+    assert repeat.same(*waiting, [])
     steps.replay()
-    return goes_on, steps.sample(fed, one_too_many=0)
+    return repeat, steps.sample(fed, one_too_many=0)
 
 
 def test_a_request_left():
     """The step before is resolved with its own requests, and each one after it goes on alone."""
     steps = Steps()
-    goes_on, waiting = steady(steps)
+    repeat, waiting = steady(steps)
     ledger = steps.ledgers[1]
     lines = steps.leave()
     for turn in range(4):
@@ -325,9 +325,9 @@ def test_a_request_left():
         fed = steps.feed()
         steps.step.lines.copy_(before)
         if turn == 0:
-            assert ledger.go_on_with(goes_on, steps.now, *waiting, (steps.step.lines, lines))
+            assert ledger.repeat_fewer(repeat, steps.now, *waiting, (steps.step.lines, lines))
         else:
-            assert goes_on.tell(*waiting)
+            assert repeat.same(*waiting)
         steps.replay()
         assert steps.step.lines.tolist() == lines
         assert_equal_books(*steps.ledgers)
@@ -347,48 +347,48 @@ def test_a_request_left():
 @pytest.mark.parametrize("otherwise", [each for each in OTHERWISE if each != "all was forgotten"])
 def test_a_request_that_left_is_not_told_after_something_else(otherwise):
     steps = Steps()
-    goes_on, (counts, ids, grown) = steady(steps)
+    repeat, (counts, ids, grown) = steady(steps)
     ledger, lines = steps.ledgers[1], steps.leave()
     OTHERWISE[otherwise](ledger, steps.step, counts, ids)
-    before = ledger.passes.num_steps
+    before = ledger.graphs.num_steps
     put = steps.step.lines, lines
-    assert not ledger.go_on_with(goes_on, steps.now, counts, ids, grown, put)
-    assert ledger.passes.num_steps == before
+    assert not ledger.repeat_fewer(repeat, steps.now, counts, ids, grown, put)
+    assert ledger.graphs.num_steps == before
 
 
 def test_too_many_lines_are_not_told_at_once():
     steps = Steps()
-    goes_on, (counts, ids, grown) = steady(steps)
+    repeat, (counts, ids, grown) = steady(steps)
     lines, target = [-1] * (MOST_LINES + 1), torch.zeros(MOST_LINES + 1, device=DEVICE).long()
     steps.leave()
-    before = steps.ledgers[1].passes.num_steps
-    assert not goes_on.tell_fewer(steps.now, counts, ids, grown, (target, lines))
-    assert steps.ledgers[1].passes.num_steps == before
-    assert goes_on.tell_fewer(steps.now, counts, ids, grown, (target, lines[1:]))
+    before = steps.ledgers[1].graphs.num_steps
+    assert not repeat.fewer(steps.now, counts, ids, grown, (target, lines))
+    assert steps.ledgers[1].graphs.num_steps == before
+    assert repeat.fewer(steps.now, counts, ids, grown, (target, lines[1:]))
 
 
 def test_there_is_no_call_while_a_launch_reads_the_record():
     """A device that is behind reads it later, and would find other blocks or lines there."""
     for settled in (
         lambda ledger, step: (ledger.hand_out("full", [3]), ledger.publish("a", "full", [0], 0, 1)),
-        lambda ledger, step: (ledger.passes.put_later(step.lines, [0, 1]), ledger.passes.settle()),
+        lambda ledger, step: (ledger.graphs.put(step.lines, [0, 1]), ledger.passes.settle()),
     ):
         steps = Steps()
         ledger, outcome = steps.ledgers[1], first(steps)
-        goes_on = ledger.going_on(steps.step, *outcome, 1, ["full"])
+        repeat = ledger.repeat(steps.step, *outcome, 1, ["full"])
         settled(ledger, steps.step)
-        assert not goes_on.tell(*outcome, [([9],)])
-        assert ledger.going_on(steps.step, *outcome, 1, ["full"]) is None
+        assert not repeat.same(*outcome, [([9],)])
+        assert ledger.repeat(steps.step, *outcome, 1, ["full"]) is None
         if ledger.can_wait(*outcome):  # what the launch does not read can be told
             ledger.resolve_waiting(*outcome, 1)
 
 
 def test_a_call_is_good_until_another_one_tells_of_fewer_requests():
     steps = Steps()
-    goes_on, (counts, ids, grown) = steady(steps)
+    repeat, (counts, ids, grown) = steady(steps)
     ledger = steps.ledgers[1]
-    other = ledger.going_on(steps.step, counts, ids, 1, ["full"])
+    other = ledger.repeat(steps.step, counts, ids, 1, ["full"])
     put = steps.step.lines, steps.leave()
-    assert ledger.go_on_with(goes_on, steps.now, counts, ids, grown, put)
-    assert not other.tell(counts, ids, [])
-    assert goes_on.tell(counts[1:], ids[1:], [])
+    assert ledger.repeat_fewer(repeat, steps.now, counts, ids, grown, put)
+    assert not other.same(counts, ids, [])
+    assert repeat.same(counts[1:], ids[1:], [])

@@ -21,31 +21,38 @@ from kvtxn.testing.audit_mutants import MUTANTS
 
 with importing_kernels():
     from kvtxn.backends.audit import next_step
+    from kvtxn.backends.audit.graph_steps import TritonGraphSteps
     from kvtxn.backends.audit.next_step import MOST, MOST_LINES, RECORDS, NextStep
+
+
+class Deferring(TritonGraphSteps):
+    """Counts the outcomes that wait."""
+
+    def resolve(self, *given):
+        deferred = super().resolve(*given)
+        self._recorded.deferred += deferred
+        return deferred
 
 
 class Replayed(FewPrograms):
     """Passes of which two steps of three are written by graphs, whose launches are made here."""
 
+    graph_steps = Deferring
+
     def __init__(self, books):
         super().__init__(books)
-        self._next.used = True
-        self._waiting.make_room(256)
+        self.pending.next.used = True
+        self.pending.make_room(256)
         self._turn = itertools.count()
         self.waited = self.resolved = self.deferred = 0
 
-    def resolve_later(self, *given):
-        deferred = super().resolve_later(*given)
-        self.deferred += deferred
-        return deferred
-
     def write(self, step):
-        self.resolved += self._next.resolves
+        self.resolved += self.pending.next.resolves
         if next(self._turn) % 3:
-            self.waited += self._next.blocks
-            self.replayed(step)
-            self._waiting.take()
-            self._write(step)
+            self.waited += self.pending.next.blocks
+            self.pending.replayed(step)
+            self.pending.take()
+            self.write_rows(step)
         else:
             super().write(step)
 
@@ -79,7 +86,7 @@ def resolves_later(ledger):
 def let_wait(ledger):
     """Let the first blocks wait, too: on a GPU they do once it has passed an event."""
     if ON_GPU:
-        ledger.passes._next.add([])
+        ledger.passes.pending.next.add([])
         torch.cuda.synchronize()
 
 
@@ -143,7 +150,7 @@ def test_no_other_call_comes_before_what_was_handed_out(pair, make):
         waits = ledger is ledgers[1]
         assert bool(int(ledger.books.words[4]) != UNWRITTEN) == waits
         make(ledger)
-    assert ledgers[1].passes._next.blocks == 0
+    assert ledgers[1].passes.pending.next.blocks == 0
     assert_equal_books(*ledgers)
     assert [str(v) for v in ledgers[0].violations()] == [str(v) for v in ledgers[1].violations()]
 
@@ -162,7 +169,7 @@ def test_a_replay_takes_what_was_handed_out_for_it(pair):
         ledger.hand_out("full", [number + 10, number + 20])
         assert int((words == UNWRITTEN).sum()) == 0
         ledger.replayed(None)
-        passes._waiting.take()
+        passes.pending.take()
         fresh = [number, number + 10, number + 20]
         assert (words == UNWRITTEN).any(1).nonzero().flatten().tolist() == fresh
         assert (words == UNWRITTEN).all(1).sum() == 3
@@ -170,7 +177,7 @@ def test_a_replay_takes_what_was_handed_out_for_it(pair):
     assert not launched
     words.fill_(77)
     ledger.hand_out("full", [5])
-    passes.hand_out_later([(ledger.books.layout.places["full"], [1] * MOST)])
+    ledger.graphs.hand_out([(ledger.books.layout.places["full"], [1] * MOST)])
     ledger.hand_out("full", [*range(30)] * 5)
     assert len(launched) == 2
     assert (words == UNWRITTEN).all(1).nonzero().flatten().tolist() == [*range(30)]
@@ -183,8 +190,8 @@ def replay_of(ledger, step):
     ledger.launch_step(step)
     if not ON_GPU:
         return lambda: (
-            ledger.passes._waiting.take(),
-            ledger.passes._write(step),
+            ledger.passes.pending.take(),
+            ledger.passes.write_rows(step),
             ledger.passes.check(step),
         )
     graph = torch.cuda.CUDAGraph()
@@ -226,7 +233,7 @@ def test_a_graph_follows_steps_whose_blocks_change_hands():
         table[0, turn % 4] = read
         ledgers[0].write(step)
         ledgers[0].check(step)
-        assert ledgers[1].passes._next.blocks == 2
+        assert ledgers[1].passes.pending.next.blocks == 2
         ledgers[1].replayed(step)
         replay()
         if turn % 4 == 3:
@@ -267,8 +274,8 @@ def test_a_graph_resolves_the_step_before_it(dtype):
         launches = getattr(passes, name)
         made = launches.launch
         launches.launch = lambda *given, made=made: (launched.append(given), made(*given))[1]
-    own = passes._waiting.resolve_last
-    passes._waiting.resolve_last = lambda: (launched.append("settled"), own())
+    own = passes.pending.resolve_last
+    passes.pending.resolve_last = lambda: (launched.append("settled"), own())
     for turn in range(8):
         rows = []
         for index, request in enumerate(known):
@@ -302,14 +309,14 @@ def test_a_graph_resolves_the_step_before_it(dtype):
         for ledger in ledgers:
             ledger.resolve(counts, ids, besides=1, later=True)
             ledger.hand_out("full", [int(tables[1, (len(known[1]) + 2) // 4])])
-        assert passes._next.resolves
+        assert passes.pending.next.resolves
         assert not launched
         del ids, counts  # the ledger holds what it needs
         if turn % 3 == 2:
             words = ledgers[1].books.words.clone()
             passes.settle()
             assert_equal_books(*ledgers)
-            passes._waiting.take()
+            passes.pending.take()
             assert_equal_books(*ledgers)  # once is enough
             changed |= not torch.equal(words, ledgers[1].books.words)
     assert changed
@@ -323,22 +330,22 @@ def test_lines_are_put_by_the_next_step(pair):
     ledger = pair("plain")[1]
     passes, target = ledger.passes, torch.full((9,), -7, device=DEVICE)
     let_wait(ledger)
-    assert passes.put_later(target, [3, 1, -1])
-    assert not passes.put_later(target, [5])
+    assert ledger.graphs.put(target, [3, 1, -1])
+    assert not ledger.graphs.put(target, [5])
     assert target.tolist() == [-7] * 9
-    passes.replayed(None)
-    passes._waiting.take()
+    ledger.replayed(None)
+    passes.pending.take()
     assert target.tolist() == [3, 1, -1] + [-7] * 6
     passes.books.counters[STEP] += 1
-    assert passes.put_later(target, [4, 4, 4, 4])
-    passes.put(target[1:2], [9])
+    assert ledger.graphs.put(target, [4, 4, 4, 4])
+    ledger.input.put(target[1:2], [9])
     assert target.tolist() == [4, 9, 4, 4] + [-7] * 5
-    assert not passes.put_later(target, [5])  # its record is read by a launch already
-    passes.replayed(None)
-    passes._waiting.take()
+    assert not ledger.graphs.put(target, [5])  # its record is read by a launch already
+    ledger.replayed(None)
+    passes.pending.take()
     passes.books.counters[STEP] += 1
     assert target.tolist() == [4, 9, 4, 4] + [-7] * 5
-    assert not passes.put_later(target, [0] * (MOST_LINES + 1))
+    assert not ledger.graphs.put(target, [0] * (MOST_LINES + 1))
 
 
 def test_replays_that_nobody_told_of_are_noticed(pair):

@@ -1,4 +1,4 @@
-"""Steps on a CPU whose buffers come again: examined, written and compared in one compiled call."""
+"""Steps on a CPU whose buffers come again: compiled passes do what those in torch do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kvtxn.backends.audit_numba import NumbaPasses
 
 from kvtxn.audit import Step
-from kvtxn.audit.step_buffers import StepBuffers
+from kvtxn.audit.step_input import StepBuffers
 from kvtxn.audit.torch_passes import TorchPasses
 from kvtxn.errors import AcceptanceError, ConfigError
 from kvtxn.testing.audit_life import new_ledger
@@ -161,7 +161,7 @@ def test_blocks_that_are_filled_are_told_from_others(pair):
         line_a, line_b = step.lines.tolist()
         for a, b, reached in ((7, 4, False), (6, 4, True), (7, 3, True), (5, 9, True)):
             ends[line_a], ends[line_b] = a, b
-            assert ledger.passes.reaches(step, ends) is reached, (a, b)
+            assert ledger.input.reaches(step, ends) is reached, (a, b)
 
 
 @pytest.mark.parametrize("passes", [TorchPasses, NumbaPasses])
@@ -189,7 +189,7 @@ def test_a_step_is_copied_out_of_an_engines_buffers(passes, alike):
     )
     first, drafts = zeros(3), torch.tensor([1, 9, 50])
     for _ in range(2):
-        assert ledger.passes.copy_step(theirs, own, first, drafts, 2)
+        assert ledger.input.copy_step(theirs, own, first, drafts, 2)
         assert own.starts.tolist() == [0, 3, 5, 0]
         assert own.positions.tolist() == [4, 5, 6, 0, 1, 0]
         assert own.tokens.tolist() == [7, 8, 9, 10, 11, 0]
@@ -200,11 +200,11 @@ def test_a_step_is_copied_out_of_an_engines_buffers(passes, alike):
         ]
         assert (first.tolist(), drafts.tolist()) == ([4, 0, 0], [1, 2, 50])
     theirs.lengths[0][1] = 3
-    assert not ledger.passes.copy_step(theirs, own, first, drafts, 2)
+    assert not ledger.input.copy_step(theirs, own, first, drafts, 2)
     unknown = attrs.evolve(theirs, lengths=theirs.lengths[1:] * 2)
-    assert ledger.passes.copy_step(unknown, own, first, drafts, 2)
+    assert ledger.input.copy_step(unknown, own, first, drafts, 2)
     theirs.lengths[0][1], theirs.tokens[0] = 2, 70
-    assert ledger.passes.copy_step(theirs, own, first, drafts, 2)
+    assert ledger.input.copy_step(theirs, own, first, drafts, 2)
     assert own.tokens[0] == 70
 
 
@@ -244,7 +244,7 @@ def test_a_step_outside_its_buffers_is_refused(passes, broken, message):
     theirs, own = engine_buffers(torch.int32), engine_buffers(torch.int64)
     own = attrs.evolve(own, tokens=zeros(6), lengths=())
     first, drafts = zeros(4), zeros(4)
-    assert ledger.passes.copy_step(theirs, own, first, drafts, 2)
+    assert ledger.input.copy_step(theirs, own, first, drafts, 2)
     for name, given in broken.items():
         real = getattr(theirs, name)
         if isinstance(given, tuple):
@@ -254,10 +254,10 @@ def test_a_step_outside_its_buffers_is_refused(passes, broken, message):
         theirs = attrs.evolve(theirs, **{name: tampered})
     own.tokens.fill_(-5)
     with pytest.raises(ConfigError, match=f"copy_step: .*{message}.*nothing was copied"):
-        ledger.passes.copy_step(theirs, own, first, drafts, 2)
+        ledger.input.copy_step(theirs, own, first, drafts, 2)
     assert (own.tokens == -5).all()
     with pytest.raises(ConfigError, match="fewer requests than the step"):
-        ledger.passes.copy_step(engine_buffers(torch.int32), own, first, drafts, 5)
+        ledger.input.copy_step(engine_buffers(torch.int32), own, first, drafts, 5)
 
 
 @pytest.mark.parametrize("passes", [TorchPasses, NumbaPasses])
@@ -265,6 +265,6 @@ def test_a_step_of_a_model_without_rows_is_copied(passes):
     ledger = new_ledger("plain", backend=passes)
     theirs = StepBuffers(torch.tensor([0, 2]), torch.tensor([4, 5]), torch.tensor([7, 8]), (), ())
     own = StepBuffers(zeros(2), zeros(2), zeros(2), (), ())
-    assert ledger.passes.copy_step(theirs, own, first := zeros(1), zeros(1), 1)
+    assert ledger.input.copy_step(theirs, own, first := zeros(1), zeros(1), 1)
     assert own.tokens.tolist() == [7, 8]
     assert first.tolist() == [4]

@@ -114,7 +114,7 @@ class DeviceWatch(Watch):
         self._catch_up()
         self.begun = self.waits = False
         self._hide()
-        self.ledger.passes.settle()
+        self.ledger.graphs.settle()
 
     def forget(self) -> None:
         """Forget every row and request, as the caches' content is lost; keep what was counted."""

@@ -38,7 +38,7 @@ class FilledBlocks:
         """Check the blocks that a step fills, since other requests may already find them."""
         at = first_of(self._ledger.books, step)
         for group, ends in self._next:
-            if self._ledger.passes.reaches(step, ends):
+            if self._ledger.input.reaches(step, ends):
                 first = ends[step.lines] - group.block_size
                 settled = at + rows.starts.diff()
                 settled = settled if rows.drafts is None else settled - rows.drafts

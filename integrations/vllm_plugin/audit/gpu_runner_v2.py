@@ -75,7 +75,7 @@ class AuditedGpuRunnerV2(NotesMode, AuditedRunner):
         lines = audited_v2.lines(self) if connectors.connector() is None else None
         watch = open_device_watch(self, audited_v2.lacking(self), lines, WatchedConnectorV2)
         if watch is not None:
-            self.kvtxn_reader = audited_v2.StepReader(self, watch.groups, watch.ledger.passes)
+            self.kvtxn_reader = audited_v2.StepReader(self, watch.groups, watch.ledger.input)
             self.kvtxn_waits = watch.transfers is not None or bool(watch.states)
             if watch.can_be_in_graphs() and audited_v2.graphs_find_rows(self):
                 self.kvtxn_let_graphs_watch(watch)

@@ -55,9 +55,9 @@ class AuditedGpuRunnerV1(AuditedRunnerV1):
         self.kvtxn_copies = None
         watch = open_device_watch(self, None, None)
         if watch is not None:
-            passes = watch.ledger.passes
-            self.kvtxn_step_reader = audited_v1.StepReader(self, watch.groups, passes)
-            self.kvtxn_sampled_reader = audited_v1.SampledReader(self, passes)
+            given = watch.ledger.input
+            self.kvtxn_step_reader = audited_v1.StepReader(self, watch.groups, given)
+            self.kvtxn_sampled_reader = audited_v1.SampledReader(self, given)
             if watch.states:
                 self.kvtxn_state_reader = new_state_reader(self, watch)
             if watch.kept_states and carried_states.lacks_context(self):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from ....audit import RecordingLedger, Step
-from ....audit.goes_on import GoesOn, Grown
+from ....audit.graph_steps import NewBlocks, Repeat
 from ..internals.audited import Rows
 from .device_watch import LOOK_SOON, DeviceWatch
 from .watch import Watch
@@ -25,7 +25,7 @@ class GraphWatch(DeviceWatch):
         super().__init__(*given, **named)
         self._captured: Final[list[Step]] = []  # graphs have the addresses of their tensors
         self._idle = 0  # replays that were for no step, and counted as one by the device
-        self._goes_on: GoesOn | None = None  # the ledger's call for a step like the last one
+        self._repeat: Repeat | None = None  # the ledger's call for a step like the last one
         self._quiet_until = 0  # the next step at which more is due than that call
         #: Replayed steps, by the number of requests, and whether they had no drafts.
         self._sized: Final[dict[tuple[int, bool], Step]] = {}
@@ -66,7 +66,7 @@ class GraphWatch(DeviceWatch):
             included: the graph writes and checks the step.
         """
         self._catch_up()
-        self.waits, self._goes_on = False, None
+        self.waits, self._repeat = False, None
         if self.stopped or self._due is None:
             self._hide()  # a forward of nobody's, to keep ranks in step, say
             if included:
@@ -79,7 +79,7 @@ class GraphWatch(DeviceWatch):
         else:
             self._write_and_check()
 
-    def go_on(self, grown: Grown) -> bool:
+    def repeat(self, grown: NewBlocks) -> bool:
         """Tell the ledger all at once: what was sampled last, new blocks, and the same step again.
 
         It is the one call of a steady step, whose graph is replayed next.
@@ -90,40 +90,40 @@ class GraphWatch(DeviceWatch):
         Returns:
             False if these have to be told one after the other; nothing was told then.
         """
-        outcome, goes_on, number = self.outcome, self._goes_on, self.steps + 1
-        if goes_on is None or number >= self._quiet_until:
-            goes_on = self._goes_on = self._going_on(number)
-        if goes_on is None or outcome is None:
+        outcome, repeat, number = self.outcome, self._repeat, self.steps + 1
+        if repeat is None or number >= self._quiet_until:
+            repeat = self._repeat = self._find_repeat(number)
+        if repeat is None or outcome is None:
             return False
         accepted, sampled = outcome
-        if not goes_on.tell(accepted, sampled, grown):
+        if not repeat.same(accepted, sampled, grown):
             return False
         self.steps, self.outcome, self.waits = number, None, True
         self.under_way = self._last
         return True
 
-    def go_on_without(self, gone: Iterable[str], names: Sequence[str], grown: Grown) -> bool:
+    def repeat_without(self, gone: Iterable[str], names: Sequence[str], grown: NewBlocks) -> bool:
         """Tell the ledger the same, and that some requests of the last step ended.
 
         Args:
             gone: names of requests that ended.
             names: those of the step, which a graph wrote with as many requests before.
-            grown: as for ``go_on``.
+            grown: as for ``repeat``.
 
         Returns:
-            As ``go_on``.
+            As ``repeat``.
         """
-        outcome, goes_on, number = self.outcome, self._goes_on, self.steps + 1
+        outcome, repeat, number = self.outcome, self._repeat, self.steps + 1
         last, lines = self._last, self.ledger.lines_of(names)
         step = None if last is None else self._sized.get((len(names), last.drafts is None))
         if outcome is None or step is None or lines is None:
             return False
-        if goes_on is None or number >= self._quiet_until:
-            goes_on = self._goes_on = self._going_on(number)
-        if goes_on is None:
+        if repeat is None or number >= self._quiet_until:
+            repeat = self._repeat = self._find_repeat(number)
+        if repeat is None:
             return False
         put = self._buffer.all, self._buffer.padded(lines)
-        if not self.ledger.go_on_with(goes_on, step, *outcome, grown, put):
+        if not self.ledger.repeat_fewer(repeat, step, *outcome, grown, put):
             return False
         self._batch = list(names), self._buffer.holds(len(lines))
         self._left.update(dict.fromkeys(gone))
@@ -131,7 +131,7 @@ class GraphWatch(DeviceWatch):
         self.under_way = self._last = step
         return True
 
-    def _going_on(self, number: int) -> GoesOn | None:
+    def _find_repeat(self, number: int) -> Repeat | None:
         """Look at what is due at a step, and find the ledger's call for one like the last.
 
         Args:
@@ -146,12 +146,12 @@ class GraphWatch(DeviceWatch):
         self._look(number)
         waits = self._glance is not None
         self._quiet_until = number + 1 if waits else (number // LOOK_SOON + 1) * LOOK_SOON
-        if self._goes_on is not None:
-            return self._goes_on
+        if self._repeat is not None:
+            return self._repeat
         names: list[str | None] = [None] * (1 + max(index for _, index in self._numbers))
         for name, index in self._numbers:
             names[index] = name
-        return self.ledger.going_on(step, *outcome, 1, names)
+        return self.ledger.repeat(step, *outcome, 1, names)
 
     def counters(self) -> dict[str, float]:
         """Return the audit's counters; replays that were for no step count as none."""

@@ -8,14 +8,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ....audit.passes import Passes
+from ....audit import Ledger
 
 
 class LineBuffer:
     """Lines of requests that stay in one place; -1 behind those of the batch.
 
     Args:
-        passes: put them there.
+        ledger: puts them there.
         number: the most lines.
         device: of the steps.
 
@@ -24,8 +24,8 @@ class LineBuffer:
         shown: the first so many are not all -1.
     """
 
-    def __init__(self, passes: Passes, number: int, device: torch.device | str) -> None:
-        self._passes: Final = passes
+    def __init__(self, ledger: Ledger, number: int, device: torch.device | str) -> None:
+        self._ledger: Final = ledger
         with torch.inference_mode(False):  # steps write into it in inference mode or not
             self.all: Final = torch.full((number,), -1, device=device)
         self.shown = 0
@@ -42,8 +42,8 @@ class LineBuffer:
             int64 ``[len(lines)]``, their place; the same object for as many lines.
         """
         padded = self.padded(lines)
-        if not (later and self._passes.put_later(self.all, padded)):
-            self._passes.put(self.all[: len(padded)], padded)
+        if not (later and self._ledger.graphs.put(self.all, padded)):
+            self._ledger.input.put(self.all[: len(padded)], padded)
         return self.holds(len(lines))
 
     def padded(self, lines: Sequence[int]) -> list[int]:

@@ -147,9 +147,9 @@ class AuditedRunnerV1(AuditedRunner):
         """Open a ledger over new caches; if that is impossible, log why and return None."""
         watch = open_watch(self)
         if watch is not None:
-            passes = watch.ledger.passes
-            self.kvtxn_reader = audited_cpu.StepReader(self, watch.groups, passes)
-            self.kvtxn_samples = audited_cpu.SampledReader(self, passes)
+            given = watch.ledger.input
+            self.kvtxn_reader = audited_cpu.StepReader(self, watch.groups, given)
+            self.kvtxn_samples = audited_cpu.SampledReader(self, given)
         return watch
 
     def _update_states(self, scheduler_output: Any) -> Any:

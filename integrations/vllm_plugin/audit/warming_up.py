@@ -35,10 +35,10 @@ def launch_all(
     slots = dict.fromkeys((*groups, *states), one - 1)
     sources = dict.fromkeys(states, one - 1)
     told = one - 1 if states else None
-    passes = ledger.passes
+    step_input = ledger.input
     for target in (one.clone(), tokens.clone()):
-        passes.put(target, [0])
-    passes.count(tokens[None], tokens.bool(), 1, one.clone(), one[None].clone())
+        step_input.put(target, [0])
+    step_input.count(tokens[None], tokens.bool(), 1, one.clone(), one[None].clone())
     # Counts as the two runners have them, with drafts and without.
     for drafts, counts in ((None, tokens), (tokens, tokens), (None, one), (tokens, one)):
         step = Step(

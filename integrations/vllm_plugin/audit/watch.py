@@ -125,7 +125,7 @@ class Watch(WatchedOutputs):
         self._batch: tuple[list[str], Tensor] | None = None
         self._forms: dict[tuple[int, int], tuple[object, Step, Copies]] = {}
         number = self.ledger.books.sizes.max_requests
-        self._buffer: Final = LineBuffer(self.ledger.passes, number, device)
+        self._buffer: Final = LineBuffer(self.ledger, number, device)
         self._replayed = False  # the step that comes next is a graph that checks it
         self._filled: Final = FilledBlocks(self.ledger, groups)
         self.found: Final = FoundViolations(self.ledger, rank)

@@ -52,7 +52,7 @@ class WatchingGraphs:
         if included and watch.outcome is not None and changes is not None and prepared is not None:
             try:
                 grown = self.reader.goes_on(prepared[0], changes)
-                if (grown is not None and watch.go_on(grown)) or (
+                if (grown is not None and watch.repeat(grown)) or (
                     grown is None and self._goes_on_without(prepared[0], changes)
                 ):
                     runner.kvtxn_changes = runner.kvtxn_prepared = None
@@ -66,7 +66,7 @@ class WatchingGraphs:
         grown = self.reader.lacks_requests(batch, changes)
         if grown is None:
             return False
-        if not self.watch.go_on_without(*audited_v2.gone_and_left(batch, changes), grown):
+        if not self.watch.repeat_without(*audited_v2.gone_and_left(batch, changes), grown):
             return False
         self.reader.went_on(batch)
         return True

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ....audit import RowGroup
-from ....audit.passes import Passes
-from ....audit.step_buffers import StepBuffers
+from ....audit.step_input import StepBuffers, StepInput
 from . import audited, audited_v1, given_forwards
 from .audited import Rows
 
@@ -26,12 +25,12 @@ class StepReader:
     Args:
         runner: the runner, with its KV cache.
         groups: the groups to read, by name.
-        passes: copies what the runner says.
+        step_input: copies what the runner says.
     """
 
-    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], passes: Passes) -> None:
+    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], step_input: StepInput) -> None:
         self._runner: Final = runner
-        self._passes: Final = passes
+        self._input: Final = step_input
         self._sizes: Final = {name: group.block_size for name, group in groups.items()}
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
         self._layers: Final = {name: given_forwards.layers_of(runner, name) for name in groups}
@@ -81,7 +80,7 @@ class StepReader:
             ),
             lengths=tuple(runner.seq_lens for _ in tables),
         )
-        self._passes.copy_step(source, self._own, self._first, self._drafts, 0)
+        self._input.copy_step(source, self._own, self._first, self._drafts, 0)
 
     def _table(self, name: str) -> Any:
         return self._runner.input_batch.block_table[self._numbers[name]]
@@ -100,7 +99,7 @@ class StepReader:
         if drafts:  # a scheduler at fault may count drafts whose rows the step does not have
             self._drafted[:number] = metadata.num_draft_tokens
         source, odd = self._read_groups(number, tokens, positions)
-        right = self._passes.copy_step(source, self._own, self._first, self._drafts, number)
+        right = self._input.copy_step(source, self._own, self._first, self._drafts, number)
         known = self._known.get((number, drafts))
         if known is None:
             known = self._rows(number, drafts)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....audit import RowGroup
-from ....audit.passes import Passes
+from ....audit.step_input import StepInput
 from . import audited
 from .audited import Rows
 from .gpu_step_reader import GpuStepReader
@@ -31,11 +31,11 @@ class StepReader(GpuStepReader[Rows]):
     Args:
         runner: the runner, with its KV cache.
         groups: the groups to read, by name.
-        passes: puts numbers of the host into buffers.
+        step_input: puts numbers of the host into buffers.
     """
 
-    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], passes: Passes) -> None:
-        super().__init__(runner, passes)
+    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], step_input: StepInput) -> None:
+        super().__init__(runner, step_input)
         self._groups: Final = dict(groups)
         number = int(runner.max_num_reqs)
         with torch.inference_mode(False):  # steps write into them in inference mode or not
@@ -110,12 +110,12 @@ class SampledReader:
 
     Args:
         runner: the runner.
-        passes: counts on the device.
+        step_input: counts on the device.
     """
 
-    def __init__(self, runner: Any, passes: Passes) -> None:
+    def __init__(self, runner: Any, step_input: StepInput) -> None:
         self._runner: Final = runner
-        self._passes: Final = passes
+        self._input: Final = step_input
         self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -135,7 +135,7 @@ class SampledReader:
             counts, kept = self._buffers_of(width, ids.device)
             found = self._known[number, width] = counts[:number], kept[:number]
         discarded = runner.discard_request_mask.gpu
-        self._passes.count(ids, discarded, int(runner.input_batch.vocab_size), *found, drafts)
+        self._input.count(ids, discarded, int(runner.input_batch.vocab_size), *found, drafts)
         return found
 
     def _buffers_of(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....audit import RowGroup
-from ....audit.passes import Passes
+from ....audit.step_input import StepInput
 from . import audited, batches
 from .audited import NO_CHANGES, Arrival, Changes, Rows
 from .gpu_step_reader import GpuStepReader
@@ -135,7 +135,7 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
     Args:
         runner: the runner, with its KV cache.
         groups: the groups to read, by name.
-        passes: puts numbers of the host into buffers.
+        step_input: puts numbers of the host into buffers.
 
     Attributes:
         in_graphs: captured forwards read the rows themselves, as ``in_place`` describes them.
@@ -145,8 +145,8 @@ class StepReader(GpuStepReader[tuple[Rows, bool]]):
     in_graphs: bool = False
     placed: bool = False
 
-    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], passes: Passes) -> None:
-        super().__init__(runner, passes)
+    def __init__(self, runner: Any, groups: Mapping[str, RowGroup], step_input: StepInput) -> None:
+        super().__init__(runner, step_input)
         self._numbers: Final = {name: int(name.partition(".")[2]) for name in groups}
         self._names: list[str] = []
 

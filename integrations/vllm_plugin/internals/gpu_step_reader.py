@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ....audit.passes import Passes
+from ....audit.step_input import StepInput
 from . import audited
 
 #: Sets of tensors that are remembered; beyond, all are forgotten.
@@ -23,12 +23,12 @@ class GpuStepReader(Generic[Known]):
 
     Args:
         runner: the runner.
-        passes: puts numbers of the host into buffers.
+        step_input: puts numbers of the host into buffers.
     """
 
-    def __init__(self, runner: Any, passes: Passes) -> None:
+    def __init__(self, runner: Any, step_input: StepInput) -> None:
         self._runner: Final = runner
-        self._passes: Final = passes
+        self._input: Final = step_input
         self._known: Final[dict[tuple[int, ...], Known]] = {}
         self._lasting: tuple[Any, ...] = ()
         number, device = int(runner.max_num_reqs), torch.device(runner.device)
@@ -61,7 +61,7 @@ class GpuStepReader(Generic[Known]):
         self._total = int(drafts.sum()) if (drafts == self._most).all() else -1
         if (known != drafts).any():  # while prompts come, there are more and more without drafts
             known[:] = drafts
-            self._passes.put(there, drafts.tolist())
+            self._input.put(there, drafts.tolist())
 
     def _forget_drafts(self) -> None:
         """Forget which drafts are in place, because the device puts others there."""

@@ -66,7 +66,7 @@ def rig(monkeypatch, request):
     context = SimpleNamespace(slot_mapping={}, attn_metadata=given)
     monkeypatch.setattr(given_forwards, "context", lambda: context)
     ledger = Ledger(list(groups.values()), max_requests=4, max_length=32)
-    reader = audited_cpu.StepReader(runner, groups, ledger.passes)
+    reader = audited_cpu.StepReader(runner, groups, ledger.input)
     return SimpleNamespace(runner=runner, metadata=metadata, reader=reader, context=context)
 
 

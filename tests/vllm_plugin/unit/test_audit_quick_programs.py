@@ -71,8 +71,8 @@ def rigged(make, monkeypatch, seed, *, quick, **asked):
 
         setattr(rig.watch, name, counting)
 
-    counted("go_on")
-    counted("go_on_without")
+    counted("repeat")
+    counted("repeat_without")
     return rig
 
 
@@ -169,8 +169,8 @@ def books(rig):
     """All that is known of a rig's rows and requests."""
     watch, ledger = rig.watch, rig.watch.ledger
     watch._catch_up()
-    ledger.passes.settle()
-    found, names = ledger.books, sorted(ledger._roster._lines)
+    ledger.graphs.settle()
+    found, names = ledger.books, sorted(ledger._requests._lines)
     lines = [ledger.line(name) for name in names]
     parts = found.words, found.owners, found.fingerprints, found.found, found.own[lines]
     told = names, lines, watch._buffer.all.tolist(), sorted(watch._left), watch.steps
@@ -201,4 +201,4 @@ def test_programs_leave_the_same_books(seed, faults, monkeypatch):
     counters = [rig.watch.counters() for rig in rigs]
     assert counters[0] == counters[1]
     assert counters[0]["kvtxn_audit_active"] == 1
-    assert rigs[0].went["go_on", True] + rigs[0].went["go_on_without", True] >= 3
+    assert rigs[0].went["repeat", True] + rigs[0].went["repeat_without", True] >= 3

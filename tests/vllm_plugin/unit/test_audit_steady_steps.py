@@ -27,12 +27,12 @@ def made(monkeypatch):
 
 @pytest.fixture
 def steady(made, monkeypatch):
-    """A rig whose requests go on with as many drafts in each step; and what ``go_on`` said."""
+    """A rig whose requests go on with as many drafts in each step; and what ``repeat`` said."""
     rig = made(Graphed, capture=Capture(monkeypatch))
     monkeypatch.setattr(rig.watch.ledger, "require", lambda *given, **named: None)
     rig.chance, rig.went = Steady(), []
-    go_on = rig.watch.go_on
-    rig.watch.go_on = lambda grown: (rig.went.append(go_on(grown)), rig.went[-1])[1]
+    repeat = rig.watch.repeat
+    rig.watch.repeat = lambda grown: (rig.went.append(repeat(grown)), rig.went[-1])[1]
     rig.add("one", [*range(1, 8)])
     rig.add("two", [*range(11, 20)])
     for _ in range(3):
@@ -129,14 +129,14 @@ def test_an_error_of_the_audit_ends_the_audit_alone(steady, part, monkeypatch):
     rig = steady
     owner, name = {
         "kvtxn_reader": (rig.runner.kvtxn_reader, "goes_on"),
-        "kvtxn_audit": (rig.watch.ledger, "going_on"),
+        "kvtxn_audit": (rig.watch.ledger, "repeat"),
     }[part]
 
     def fails(*given):
         raise AttributeError("it is called something else now")
 
     monkeypatch.setattr(owner, name, fails)
-    rig.watch._goes_on = None
+    rig.watch._repeat = None
     rig.step()
     assert rig.watch.counters()["kvtxn_audit_active"] == 0
     for _ in range(2):
@@ -147,14 +147,14 @@ def test_an_error_of_the_audit_ends_the_audit_alone(steady, part, monkeypatch):
 def test_a_steady_step_takes_the_host_few_functions(steady, monkeypatch):
     """Each of them, found in memory anew in each step, takes the host as long as what it does."""
     rig, watching = steady, steady.runner.kvtxn_watching
-    monkeypatch.delattr(rig.watch, "go_on")  # the fixture's
+    monkeypatch.delattr(rig.watch, "repeat")  # the fixture's
     let_draft(rig)
     for _ in range(2):
         rig.step()
     entered = functions_of(watching, monkeypatch)
     for _ in range(2):
         rig.step()
-    assert entered == ["before_replay", "goes_on", "go_on", "tell"] * 2
+    assert entered == ["before_replay", "goes_on", "repeat", "same"] * 2
 
 
 def functions_of(watching, monkeypatch):
@@ -188,8 +188,8 @@ def leaving(made, monkeypatch):
     rig.add("four", [*range(41, 50)])
     for _ in range(3):
         rig.step()
-    go_on = rig.watch.go_on_without
-    rig.watch.go_on_without = lambda *given: (rig.went.append(go_on(*given)), rig.went[-1])[1]
+    repeat = rig.watch.repeat_without
+    rig.watch.repeat_without = lambda *given: (rig.went.append(repeat(*given)), rig.went[-1])[1]
     rig.end(rig.running[1])
     return rig
 
@@ -235,7 +235,7 @@ def test_other_steps_that_lack_a_request_are_told_one_thing_after_the_other(leav
     elif why == "unknown":
         rig.watch._sized.clear()
     else:
-        rig.watch._quiet_until, rig.watch._goes_on = 0, None
+        rig.watch._quiet_until, rig.watch._repeat = 0, None
         rig.replay(8)  # nobody's
     for _ in range(3):
         rig.step()
@@ -246,12 +246,12 @@ def test_other_steps_that_lack_a_request_are_told_one_thing_after_the_other(leav
 
 def test_a_step_that_lacks_a_request_takes_the_host_few_functions(leaving, monkeypatch):
     rig, watching = leaving, leaving.runner.kvtxn_watching
-    monkeypatch.delattr(rig.watch, "go_on_without")  # the fixture's
+    monkeypatch.delattr(rig.watch, "repeat_without")  # the fixture's
     entered = functions_of(watching, monkeypatch)
     rig.step()
     few = ["before_replay", "goes_on", "_goes_on_without", "lacks_requests", "gone_and_left"]
-    few += ["go_on_without", "lines_of", "lines_of", "padded", "go_on_with", "tell_fewer", "tell"]
-    few += ["went_on", "holds", "went_on"]
+    few += ["repeat_without", "lines_of", "lines_of", "padded", "repeat_fewer", "fewer", "same"]
+    few += ["repeated", "holds", "went_on"]
     assert [each for each in entered if each[0] != "<"] == few
 
 
@@ -270,7 +270,7 @@ def test_a_call_that_is_refused_has_looked_once(leaving, refuses, monkeypatch):
     if refuses == "step":
         rig.watch._sized.clear()
     else:
-        rig.watch.ledger.go_on_with = lambda *given: False
+        rig.watch.ledger.repeat_fewer = lambda *given: False
     before = rig.watch.steps
     rig.step()
     assert rig.went == [False]

@@ -100,7 +100,7 @@ def test_drafters_that_write_into_the_buffers_before_the_step_is_sealed(window):
     rig.watch.drafts_late = True
     rig.watch.begin()
     work(rig)
-    step = rig.watch.ledger._open or rig.watch.ledger._checked
+    step = rig.watch.ledger._state.step or rig.watch.ledger._checked
     buffers = {each.data_ptr() for each in rig.runner.block_tables.slot_mappings}
     assert not buffers & {each.data_ptr() for each in step.slots.values()}
     assert rig.watch.report() == []

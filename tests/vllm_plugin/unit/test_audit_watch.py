@@ -311,7 +311,7 @@ def drawn(ids, rows, discarded=(False,)):
         max_num_reqs=len(ids),
     )
     output = SimpleNamespace(sampled_token_ids=torch.tensor(ids, dtype=torch.int32))
-    reader = audited_cpu.SampledReader(runner, watch().ledger.passes)
+    reader = audited_cpu.SampledReader(runner, watch().ledger.input)
     return reader.of_step(output, rows)
 
 

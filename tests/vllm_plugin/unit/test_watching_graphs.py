@@ -242,11 +242,11 @@ def test_steps_of_the_same_requests_and_drafts_are_told_without_being_read(monke
 def test_drafts_are_put_in_place_where_others_are(monkeypatch):
     """While prompts come there are none; so it is for each request more."""
     rig, _ = started(monkeypatch)
-    reader, passes = rig.runner.kvtxn_reader, rig.watch.ledger.passes
-    puts, put = [], passes.put
+    reader, given = rig.runner.kvtxn_reader, rig.watch.ledger.input
+    puts, put = [], given.put
     there = reader._there.data_ptr()
     noted = lambda target, numbers: (puts.append(target.data_ptr() == there), put(target, numbers))  # noqa: E731
-    monkeypatch.setattr(passes, "put", noted)
+    monkeypatch.setattr(given, "put", noted)
     for number in range(3):
         rig.add(f"request {number}", prompt(number, 40))
         rig.step(chunk=3)

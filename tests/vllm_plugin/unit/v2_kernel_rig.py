@@ -6,6 +6,7 @@ from kernels_here import importing_kernels
 
 with importing_kernels():
     from kvtxn.backends.audit import TritonPasses
+    from kvtxn.backends.audit.graph_steps import TritonGraphSteps
 
 from kvtxn.integrations.vllm_plugin.audit import opening
 from kvtxn.integrations.vllm_plugin.internals import ranks
@@ -21,12 +22,31 @@ class FewPrograms(TritonPasses):
     splits = 1
 
 
+class StandInGraphs(TritonGraphSteps):
+    """A step is launched once to try it; each launch after that is a replay, and no more."""
+
+    def __init__(self, passes):
+        super().__init__(passes)
+        self.captured = []
+
+    def launch(self, step):
+        if step in self.captured:
+            self._pending.take()
+            self._recorded.write_rows(step)
+            self._recorded.check(step)
+        else:
+            self.captured.append(step)
+            super().launch(step)
+
+
 class Graphed(FewPrograms):
     """The same in a rig whose graphs are stand-ins: a replay makes the launches and no more."""
 
+    graph_steps = StandInGraphs
+
     def __init__(self, books):
         super().__init__(books)
-        self.captured, self.alone = [], []
+        self.alone = []
         for name in ("_resolving", "_putting", "_changing"):
             launches = getattr(self, name)
             made = launches.launch
@@ -34,15 +54,6 @@ class Graphed(FewPrograms):
                 self.alone.append(name),
                 made(*given),
             )[1]
-
-    def launch_step(self, step):
-        if step in self.captured:
-            self._waiting.take()
-            self._write(step)
-            self.check(step)
-        else:
-            self.captured.append(step)
-            super().launch_step(step)
 
 
 def rig_maker(monkeypatch):

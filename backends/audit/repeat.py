@@ -1,4 +1,4 @@
-"""``GoingOn``: a step that follows one like it, told to the next step's record in one call.
+"""``RecordRepeat``: a step like the last one, filled into the next step's record in one call.
 
 An engine's own code runs for milliseconds between two calls, so each function and each object that
 a call needs comes from the host's memory, and costs more than what is done there. So this is one
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...audit.goes_on import Grown, Put
+from ...audit.graph_steps import LinesInPlace, NewBlocks
 from ...audit.groups import Place
 from ...audit.step import Step
 from .next_step import (
@@ -34,39 +34,39 @@ from .next_step import (
     TARGET,
     outcome_row,
 )
-from .waiting import Waiting
+from .pending_changes import PendingChanges
 
 
-class GoingOn:
-    """Tells the record of the next step how the last one ended, and which blocks are handed out.
+class RecordRepeat:
+    """Fills the outcome of the last step and new blocks into the record of the next step.
 
-    It is good until anything else is told, to whomever: each call after that returns False. See
-    ``GoesOn``.
+    It is valid until another call changes the record; each call after that returns False. See
+    ``Repeat``.
 
     Args:
-        waiting: has the records.
+        pending: has the records.
         accepted: an outcome of a form that can wait: the counts, int32 or int64 ``[num_requests]``.
         sampled: the ids, int32 or int64 ``[num_requests, n]``.
         besides: as for ``Passes.resolve``.
-        places: for each group by which blocks are told, where its words are; None for a group that
-            the ledger does not know.
+        places: for each group by which blocks are given its place; None for a group that the ledger
+            does not watch.
     """
 
     __slots__ = (
-        *("_counts", "_device", "_following", "_ids", "_places", "_row", "_shapes", "_told"),
-        "_waiting",
+        *("_counts", "_device", "_record", "_ids", "_places", "_row", "_shapes", "_told"),
+        "_pending",
     )
 
     def __init__(
         self,
-        waiting: Waiting,
+        pending: PendingChanges,
         accepted: Tensor,
         sampled: Tensor,
         besides: int,
         places: Sequence[Place | None],
     ) -> None:
-        self._waiting, self._following = waiting, waiting.next
-        self._told = waiting.next.told
+        self._pending, self._record = pending, pending.next
+        self._told = pending.next.told
         self._counts, self._ids = accepted.dtype, sampled.dtype
         self._shapes, self._device = (accepted.shape, sampled.shape), accepted.get_device()
         self._row = memoryview(outcome_row(accepted, sampled, besides))
@@ -76,24 +76,24 @@ class GoingOn:
             if place is not None
         ]
 
-    def tell(self, accepted: Tensor, sampled: Tensor, grown: Grown) -> bool:
-        """Tell that the last step ended, and that a graph writes the same one again.
+    def same(self, accepted: Tensor, sampled: Tensor, new_blocks: NewBlocks) -> bool:
+        """End the last step; a graph writes a step of the same requests next.
 
         The tensors are held until another outcome takes their place.
 
         Args:
             accepted: as for the class; as it is now until the step after this one.
             sampled: likewise.
-            grown: for each request that gets blocks the numbers of its new ones, by group.
+            new_blocks: for each request that gets blocks the numbers of its new ones, by group.
 
         Returns:
-            False if anything else was told since, if the outcome has another form, if the blocks do
-            not fit or are not all the groups', or if the device may not have read what this would
-            replace, or what the step after it will. Nothing was told then.
+            False if another call changed the record since, if the outcome has another form, if the
+            blocks do not fit or are not all the groups', or if the device may not have read what
+            this would replace, or what the step after it will. Nothing was changed then.
         """
-        following = self._following
-        step, shapes = following.steps + 1, self._shapes
-        if following.told != self._told or step + 1 >= following.free_until:
+        record = self._record
+        step, shapes = record.steps + 1, self._shapes
+        if record.told != self._told or step + 1 >= record.free_until:
             return False
         if accepted.dtype is not self._counts or sampled.dtype is not self._ids:
             return False
@@ -103,11 +103,11 @@ class GoingOn:
             return False
         if accepted.get_device() != self._device or sampled.get_device() != self._device:
             return False
-        memory, begin, row = following.memory, step % RECORDS * COLUMNS, self._row
-        if grown:
+        memory, begin, row = record.memory, step % RECORDS * COLUMNS, self._row
+        if new_blocks:
             at = first = begin + BLOCKS
             for index, base, stride, end in self._places:
-                for tables in grown:
+                for tables in new_blocks:
                     for block in tables[index]:
                         if at == first + 2 * MOST or not 0 <= block < end:
                             return False
@@ -118,37 +118,42 @@ class GoingOn:
             memory[begin + HANDED_OUT] = step
         row[OUTCOME], row[ACCEPTED], row[SAMPLED] = step, accepted.data_ptr(), sampled.data_ptr()
         memory[begin : begin + len(row)] = row
-        following.held, following.steps = (accepted, sampled), step
+        record.held, record.steps = (accepted, sampled), step
         return True
 
-    def tell_fewer(
-        self, step: Step, accepted: Tensor, sampled: Tensor, grown: Grown, put: Put
+    def fewer(
+        self,
+        step: Step,
+        accepted: Tensor,
+        sampled: Tensor,
+        new_blocks: NewBlocks,
+        lines: LinesInPlace,
     ) -> bool:
-        """Tell the same of a step that lacks requests of the last one.
+        """End the last step; a graph writes a step that lacks some of its requests next.
 
         Args:
             step: the step that begins, with at most as many rows as the last one.
-            accepted: as for ``tell``.
+            accepted: as for ``same``.
             sampled: likewise.
-            grown: likewise.
-            put: the arguments of ``NextStep.put_lines``.
+            new_blocks: likewise.
+            lines: the arguments of ``NextStep.put_lines``.
 
         Returns:
-            As ``tell``; False, too, if there are too many lines.
+            As ``same``; False, too, if there are too many lines.
         """
-        target, lines = put
-        if len(lines) > MOST_LINES or not self.tell(accepted, sampled, grown):
+        target, numbers = lines
+        if len(numbers) > MOST_LINES or not self.same(accepted, sampled, new_blocks):
             return False
-        following = self._following
-        memory, begin = following.memory, following.steps % RECORDS * COLUMNS
+        record = self._record
+        memory, begin = record.memory, record.steps % RECORDS * COLUMNS
         at = begin + FIRST_LINE
-        memory[at : at + len(lines)] = memoryview(array("q", lines))
-        memory[begin + TARGET], memory[begin + NUM_LINES] = target.data_ptr(), len(lines)
-        memory[begin + LINES] = following.steps
-        following.target = target
+        memory[at : at + len(numbers)] = memoryview(array("q", numbers))
+        memory[begin + TARGET], memory[begin + NUM_LINES] = target.data_ptr(), len(numbers)
+        memory[begin + LINES] = record.steps
+        record.target = target
         number = self._row[REQUESTS] = step.lines.shape[0]
         self._shapes = (torch.Size([number]), torch.Size([number, sampled.shape[1]]))
-        self._waiting.went_on(step)
-        following.told += 1
-        self._told = following.told
+        self._pending.repeated(step)
+        record.told += 1
+        self._told = record.told
         return True

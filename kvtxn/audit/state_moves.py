@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Final
 
 import attrs
 import torch
@@ -14,8 +15,8 @@ from ..host_values import to_device
 from . import books as book
 from . import checks
 from .arguments import listed, mapped
-from .changing import Changing
 from .digest import as_word
+from .ledger_state import LedgerState
 from .violation import NOBODY
 
 
@@ -34,21 +35,20 @@ class _Groups:
     salts: Tensor
 
 
-class Moving(Changing):
-    """The calls of a ledger about states that come to their blocks by no row of a step."""
+class StateMoves:
+    """States that come to their blocks by no row of a step.
 
-    _known_groups: dict[tuple[str, ...], _Groups] | None = None
+    Args:
+        state: the ledger's state.
+    """
+
+    def __init__(self, state: LedgerState) -> None:
+        self._state: Final = state
+        self._books: Final = state.books
+        self._known_groups: dict[tuple[str, ...], _Groups] = {}
 
     def carry(self, copies: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Record that the engine copied states, where the device alone knows which; never waits.
-
-        Args:
-            copies: by group of states, int ``[n]`` twice on the ledger's device, as many of each
-                group: the blocks copied from, and those copied to, all different; -1 for none.
-
-        Raises:
-            ConfigError: a group is unknown or has no states, or the blocks do not fit together.
-        """
+        """Do what ``Ledger.carry`` says."""
         pairs = mapped("carry", "copies", copies, "by name of the group, two tensors")
         if not pairs:
             return
@@ -62,46 +62,32 @@ class Moving(Changing):
         tensors = {f"{name}, source": pair[0] for name, pair in pairs.items()}
         tensors |= {f"{name}, target": pair[1] for name, pair in pairs.items()}
         found = self._stacked("carry", tensors)
-        self.passes.settle()
+        self._state.graphs.settle()
         one, other = found.chunk(2)
         copied = (one >= 0) & (one < groups.blocks) & (one != other)
-        words = self.books.words[groups.base + torch.where(copied, one, 0) * groups.stride]
+        words = self._books.words[groups.base + torch.where(copied, one, 0) * groups.stride]
         self._put_states(groups, other, copied, words, torch.full_like(one, NOBODY), None)
 
     def leave(
         self, lines: Tensor, blocks: Mapping[str, Tensor], lengths: Tensor | None = None
     ) -> None:
-        """Record states that the engine has written once it knew which drafts stay; never waits.
-
-        Call it after ``resolve``, for an engine that writes one state per request then, and none
-        per draft. The step's ``slots`` have -1 for the rows of such requests.
-
-        Args:
-            lines: int ``[num_requests]``, those of the step.
-            blocks: by group of states, int ``[num_requests]`` on the ledger's device, the block
-                that got the state; -1 for none.
-            lengths: int ``[num_requests]``, the tokens that each state has taken in; where that is
-                more than were kept, there is none. None: after each request's last kept row.
-
-        Raises:
-            ConfigError: a group is unknown or has no states, or blocks do not fit the lines.
-        """
+        """Do what ``Ledger.leave`` says."""
         given = mapped("leave", "blocks", blocks, "by name of the group, a tensor")
         if not given:
             return
-        groups, facts = self._groups_of("leave", [*given]), self.books.facts
+        groups, facts = self._groups_of("leave", [*given]), self._books.facts
         told = {"lines": lines} if lengths is None else {"lines": lines, "lengths": lengths}
         stacked = self._stacked("leave", {**told, **given})
         found = stacked[len(told) :]
-        self.passes.settle()
-        known = (stacked[0] >= 0) & (stacked[0] < self.books.sizes.max_requests)
+        self._state.graphs.settle()
+        known = (stacked[0] >= 0) & (stacked[0] < self._books.sizes.max_requests)
         line = torch.where(known, stacked[0], 0)
         serial, kept = facts[book.SERIAL][line], facts[book.DURABLE][line].clamp(min=0)
         chosen = known & (serial >= 0)
         if lengths is not None:
             chosen &= (stacked[1] >= 0) & (stacked[1] <= kept)
             kept = torch.where(chosen, stacked[1], 0)
-        words = as_word(self.books.own[line, kept] + groups.salts)
+        words = as_word(self._books.own[line, kept] + groups.salts)
         writer = self._written_by(line, serial, kept)
         self._put_states(groups, found, chosen, words, serial.expand_as(found), writer)
 
@@ -111,39 +97,40 @@ class Moving(Changing):
         Returns:
             int64 ``[num_requests, JOURNAL_PLACES]``.
         """
-        own = self.books.own
+        own = self._books.own
         ends = [(kept - back).clamp(min=0) for back in range(4)]
         terms = [own[line, one] - own[line, other] for one, other in pairwise(ends)]
-        step = self.books.counters[book.STEP].expand_as(line)
+        step = self._books.counters[book.STEP].expand_as(line)
         return torch.stack([step, serial, kept - 1, *terms], 1)
 
     def _groups_of(self, operation: str, names: Sequence[str]) -> _Groups:
         """Return what the words of groups lie by; it is sent to the device once."""
-        if self._known_groups is None:
-            self._known_groups = {}
         key = tuple(names)
         if key not in self._known_groups:
-            places = [checks.place_of(operation, self.books, name, states=True) for name in names]
+            places = [checks.place_of(operation, self._books, name, states=True) for name in names]
             columns = [
                 [book.JOURNAL_PLACES + place.index for place in places],
                 [place.base for place in places],
                 [place.stride for place in places],
                 [place.owners for place in places],
                 [place.group.num_blocks for place in places],
-                [self.books.salts[name] for name in names],
+                [self._books.salts[name] for name in names],
             ]
             with torch.inference_mode(False):
-                numbers = to_device(torch.tensor(columns), self.device, torch.int64)
+                numbers = to_device(torch.tensor(columns), self._state.device, torch.int64)
             self._known_groups[key] = _Groups(*(column[:, None] for column in numbers))
         return self._known_groups[key]
 
     def _stacked(self, operation: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return tensors of one length on the device as one, int64 ``[len(tensors), n]``."""
         every = [checks.ints(operation, name, each, "[n]") for name, each in tensors.items()]
-        if len({(each.shape, each.device) for each in every}) > 1 or every[0].device != self.device:
+        if (
+            len({(each.shape, each.device) for each in every}) > 1
+            or every[0].device != self._state.device
+        ):
             raise ConfigError(
                 operation, "tensors do not fit together",
-                expected=f"tensors of one length on {self.device}",
+                expected=f"tensors of one length on {self._state.device}",
                 got=", ".join(f"{list(each.shape)} on {each.device}" for each in every),
                 hint="give a number for each request, -1 for none; nothing was changed",
             )  # fmt: skip
@@ -173,9 +160,9 @@ class Moving(Changing):
         where = groups.base + block * groups.stride
         # Sums modulo 2^64: what is not chosen adds nothing, wherever it points to.
         for known, at, new in (
-            (self.books.words, where, words),
-            (self.books.owners, groups.owners + block, owners),
-            (self._seals(), where, torch.zeros_like(block)),
+            (self._books.words, where, words),
+            (self._books.owners, groups.owners + block, owners),
+            (self._state.seals, where, torch.zeros_like(block)),
         ):
             if known is not None:
                 more = torch.where(there, new - known[at], 0)
@@ -184,16 +171,9 @@ class Moving(Changing):
 
     def _journal_states(self, groups: _Groups, places: Tensor, writer: Tensor | None) -> None:
         """Write a journal entry for each block: a report names whoever wrote there last."""
-        width = self.books.journal.shape[1]
+        width = self._books.journal.shape[1]
         entries = places.new_full((*places.shape, width), NOBODY)
         if writer is not None:
             entries[..., : book.JOURNAL_PLACES] = writer
         column = groups.column[..., None].expand(*places.shape, 1)
-        self._append(entries.scatter_(2, column, places[..., None]).flatten(0, 1))
-
-    def _append(self, entries: Tensor) -> None:
-        """Append entries to the journal, int64 ``[n, JOURNAL_PLACES + num_groups]``."""
-        books, rows, size = self.books, len(entries), self.books.sizes.journal
-        number = books.counters[book.JOURNALLED] + torch.arange(rows, device=self.device)
-        books.journal[number[-size:] % size] = entries[-size:]
-        books.counters[book.JOURNALLED] += rows
+        self._state.append(entries.scatter_(2, column, places[..., None]).flatten(0, 1))

@@ -1,4 +1,4 @@
-"""``Waiting``: what waits for the next step, and the launches that take it in.
+"""``PendingChanges``: what waits for the next step, and the launches that take it in.
 
 They are made at the beginning of a graph, before those that write and check its step. The outcome
 of the last step can wait because all that it needs of that step's tensors, in which an engine
@@ -26,7 +26,7 @@ _REQUESTS: Final = 32
 _INTS: Final = (torch.int32, torch.int64)
 
 
-class Waiting:
+class PendingChanges:
     """The changes that wait for the next step of one ledger.
 
     Args:
@@ -94,33 +94,33 @@ class Waiting:
         self._last = step if self.saves(step) else None
 
     def replayed(self, step: Step | None) -> None:
-        """Hear that a graph writes a step, as ``Passes.replayed`` describes."""
+        """Hear that a graph writes a step, as ``GraphSteps.replayed`` describes."""
         self.next.launched()
         saves = step is not None and self.graphs_save and self.saves(step)
         self._last = step if saves else None
 
-    def went_on(self, step: Step) -> None:
-        """Hear that a graph writes a step that it saves, and that the next step was told so."""
+    def repeated(self, step: Step) -> None:
+        """Record that the captured graph of the next step saves this step itself."""
         self._last = step
 
     def resolve_later(self, step: Step, accepted: Any, sampled: Any, besides: int) -> bool:
-        """Let an outcome wait, as ``Passes.resolve_later`` describes."""
-        waiting = self.next
-        if step is not self._last or waiting.blocks or waiting.lines:
+        """Let an outcome wait, as ``GraphSteps.resolve`` describes."""
+        record = self.next
+        if step is not self._last or record.blocks or record.lines:
             return False
         if not self._can_read(step, accepted, sampled):
             return False
-        if not waiting.resolve(accepted, sampled, besides):
+        if not record.resolve(accepted, sampled, besides):
             return False
         self._last = None
         return True
 
     def can_wait(self, step: Step, accepted: Tensor, sampled: Tensor) -> bool:
-        """Tell whether the outcome of a step can wait, as ``Passes.can_wait`` describes."""
-        waiting = self.next
-        if step is not self._last or waiting.blocks or waiting.lines:
+        """Tell whether the outcome of a step can wait, as ``GraphSteps.can_wait`` describes."""
+        record = self.next
+        if step is not self._last or record.blocks or record.lines:
             return False
-        return self._can_read(step, accepted, sampled) and waiting.may_fill()
+        return self._can_read(step, accepted, sampled) and record.may_fill()
 
     def _can_read(self, step: Step, accepted: Any, sampled: Any) -> bool:
         """Tell whether an outcome of a step can be read from its addresses."""

@@ -1,0 +1,336 @@
+"""Blocks of a ledger that are handed out, copied, published, and that leave or come from outside.
+
+A connector's integration stores, beside the rows of a block, the digests that ``export`` returns,
+under the same key; when the connector brings the rows, it gives these digests to ``import_rows``.
+Rows that are stored under another request's tokens are then found when they are loaded, and rows
+that are loaded into another block than was said are found when they are read. States go the same
+way through ``export_state`` and ``import_state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from . import books as book
+from . import checks
+from .arguments import described
+from .digest import UNWRITTEN, as_word
+from .groups import Place
+from .ledger_state import Ints, LedgerState
+from .passes import Stretch
+from .rows import through
+from .violation import NOBODY
+
+#: Compares rows, as ``Ledger.inspect`` does.
+Inspect = Callable[[Stretch], None]
+
+
+class RowTransfers:
+    """Rows and states of a ledger that are copied, published, exported and imported.
+
+    Block numbers are the scheduler's, so they are given on the host; a wrong one is refused
+    before anything is written. A block table may also be on the device where it is only read.
+
+    Args:
+        state: the ledger's state.
+    """
+
+    def __init__(self, state: LedgerState) -> None:
+        self._state: Final = state
+        self._books: Final = state.books
+
+    def copy(self, group: str, source: Ints, target: Ints) -> None:
+        """Do what ``Ledger.copy`` says."""
+        place = checks.place_of("copy", self._books, group)
+        end = place.group.num_blocks
+        given = checks.bounded("copy", "source", source, end)
+        wanted = checks.bounded("copy", "target", target, end, distinct=True)
+        if len(given) != len(wanted):
+            raise ConfigError(
+                "copy", "source and target differ in length", expected=f"{len(given)} targets",
+                got=len(wanted), hint="name a target for each source; nothing was changed",
+            )  # fmt: skip
+        self._state.graphs.settle()
+        pool, there, here = self._pool(place), self._state.upload(wanted), self._state.upload(given)
+        pool.index_copy_(0, there, pool.index_select(0, here))
+        if self._state.bytes is not None:
+            self._state.bytes.copy(place, here, there)
+        if place.group.is_state:
+            self._books.owners[place.owners + there] = NOBODY
+        rows = torch.arange(place.stride, device=self._state.device)
+        where = place.base + there[:, None] * place.stride + rows
+        self._journal(place, where.flatten(), None)
+
+    def publish(
+        self, inspect: Inspect, request: str, group: str, table: Ints, first: int, end: int
+    ) -> None:
+        """Do what ``Ledger.publish`` says."""
+        place = checks.place_of("publish", self._books, group, states=False)
+        self._inspect(inspect, "publish", "published", request, place, table, first, end)
+
+    def publish_state(
+        self, inspect: Inspect, request: str, group: str, block: int, length: int
+    ) -> None:
+        """Do what ``Ledger.publish_state`` says."""
+        place = self._place_of_state("publish_state", group, block)
+        end = checks.whole("publish_state", "length", length, 1, self._books.sizes.max_length)
+        self._inspect(inspect, "publish_state", "published", request, place, [block], end - 1, end)
+        self._books.owners[place.owners + block] = NOBODY
+
+    def export(
+        self, inspect: Inspect, request: str, group: str, table: Ints, first: int, end: int
+    ) -> Tensor:
+        """Do what ``Ledger.export`` says."""
+        place = checks.place_of("export", self._books, group, states=False)
+        return self._export(inspect, "export", request, place, table, first, end)
+
+    def export_state(
+        self, inspect: Inspect, request: str, group: str, block: int, length: int
+    ) -> Tensor:
+        """Do what ``Ledger.export_state`` says."""
+        place = self._place_of_state("export_state", group, block)
+        checks.whole("export_state", "length", length, 1, self._books.sizes.max_length)
+        return self._export(inspect, "export_state", request, place, [block], length - 1, length)
+
+    def import_rows(
+        self,
+        inspect: Inspect,
+        request: str,
+        group: str,
+        table: Ints,
+        first: int,
+        end: int,
+        digests: Tensor | None = None,
+        origin: Tensor | None = None,
+    ) -> None:
+        """Do what ``Ledger.import_rows`` says."""
+        place = checks.place_of("import_rows", self._books, group, states=False)
+        blocks = self._blocks_of(place, table, first, end)
+        self._import(inspect, "import_rows", request, place, blocks, first, end, digests, origin)
+
+    def origins(
+        self, request: str, group: str, firsts: Ints, *, stored_by: str | None = None
+    ) -> Tensor:
+        """Do what ``Ledger.origins`` says."""
+        place = checks.place_of("origins", self._books, group, states=False)
+        books, line = self._books, self._state.requests.line(request, operation="origins")
+        writer = self._state.requests.line(
+            request if stored_by is None else stored_by, operation="origins"
+        )
+        end = books.sizes.max_length + 1
+        first = self._state.upload(checks.bounded("origins", "firsts", firsts, end))
+        self._state.graphs.settle()
+        before = [books.own[line, (first - back).clamp(min=0)] for back in range(3)]
+        step = books.counters[book.STEP].expand_as(first)
+        serial = books.facts[book.SERIAL, writer].expand_as(first)
+        terms = [before[0] - before[1], before[1] - before[2]]
+        last = before[0] + books.salts[place.written]
+        return torch.stack([step, serial, first, last, *terms], 1)
+
+    def import_state(
+        self,
+        inspect: Inspect,
+        request: str,
+        group: str,
+        block: int,
+        length: int,
+        digest: Tensor | None = None,
+    ) -> None:
+        """Do what ``Ledger.import_state`` says."""
+        place = self._place_of_state("import_state", group, block)
+        checks.whole("import_state", "length", length, 1, self._books.sizes.max_length)
+        self._import(inspect, "import_state", request, place, [block], length - 1, length, digest)
+        self._books.owners[place.owners + block] = NOBODY
+
+    def words_of(self, operation: str, place: Place, table: Ints, first: int, end: int) -> Tensor:
+        """Do what ``Ledger.words_of`` says."""
+        if place.group.is_state:
+            checks.bounded(operation, "table", table, place.group.num_blocks)
+        else:
+            table = self._blocks_of(place, table, first, end, operation)
+        self._span(operation, first, end)
+        return self._words(place, table, first, end)
+
+    def _place_of_state(self, operation: str, group: str, block: int) -> Place:
+        """Return the place of a group of states that has this block."""
+        place = checks.place_of(operation, self._books, group, states=True)
+        checks.whole(operation, "block", block, 0, place.group.num_blocks - 1)
+        return place
+
+    def _span(self, operation: str, first: int, end: int) -> None:
+        """Refuse a stretch of positions that a request cannot have."""
+        checks.whole(operation, "first", first, 0, self._books.sizes.max_length)
+        checks.whole(operation, "end", end, first, self._books.sizes.max_length)
+
+    def _blocks_of(
+        self, place: Place, table: Ints, first: int, end: int, operation: str = "import_rows"
+    ) -> Tensor:
+        """Return a table whose blocks of these positions are blocks of the group."""
+        self._span(operation, first, end)
+        group = place.group
+        given = checks.ints(operation, "table", table, "[blocks]")
+        columns = range(first // group.block_size, -(-end // group.block_size))
+        if group.ring is not None:
+            columns = range(-(-min(end, group.ring) // group.block_size))
+        if len(given) < columns.stop:
+            raise ConfigError(
+                operation, "the table is too short", expected=f"{columns.stop} blocks",
+                got=len(given), hint="name the blocks of all rows; nothing was changed",
+            )  # fmt: skip
+        checks.bounded(operation, "table", given[columns.start : columns.stop], group.num_blocks)
+        return given
+
+    def _export(
+        self,
+        inspect: Inspect,
+        operation: str,
+        request: str,
+        place: Place,
+        table: Ints,
+        first: int,
+        end: int,
+    ) -> Tensor:
+        self._inspect(inspect, operation, "exported", request, place, table, first, end)
+        where = self._words(place, table, first, end)
+        words = self._books.words
+        return torch.where(where >= 0, words[where.clamp(min=0)], UNWRITTEN)
+
+    def _import(
+        self,
+        inspect: Inspect,
+        operation: str,
+        request: str,
+        place: Place,
+        table: Ints,
+        first: int,
+        end: int,
+        digests: Tensor | None,
+        origin: Tensor | None = None,
+    ) -> None:
+        books, line = self._books, self._state.requests.line(request, operation=operation)
+        self._span(operation, first, end)
+        if digests is None:
+            books.counters[book.UNVERIFIED] += end - first
+            salt = books.salts[place.written]
+            words = as_word(books.own[line, first + 1 : end + 1] + salt)
+        else:
+            given = checks.ints(operation, "digests", digests)
+            if given.dtype is not torch.int64 or len(given) != end - first or given.is_meta:
+                raise ConfigError(
+                    operation, "digests are not those of the rows",
+                    expected=f"int64 [{end - first}], not on the device meta",
+                    got=f"{described(given)} on {given.device}",
+                    hint="give what export returned for these rows; nothing was changed",
+                )  # fmt: skip
+            words = given.to(self._state.device, non_blocking=True)
+        writers = self._bringer(line, end - first)
+        if origin is not None:
+            writers = self._storer(operation, origin, digests, end - first)
+        self._state.graphs.settle()
+        where = self._words(place, table, first, end)
+        books.words[where] = words
+        if self._state.bytes is not None:
+            self._state.bytes.seals[where] = UNWRITTEN
+        self._journal(place, where, writers)
+        facts = books.facts[:, line]
+        # The request gets other rows: only what was told of these holds for its next step.
+        telling = torch.where(facts[book.TOLD] == book.IMPORTED, facts[book.TELLING], -1)
+        facts[book.TOLD], facts[book.TELLING] = book.IMPORTED, telling
+        self._inspect(inspect, operation, "imported", request, place, table, first, end)
+        if place.group.is_state:
+            facts[book.TELLING] = telling  # of rows before the state nothing was said
+
+    def _bringer(self, line: int, count: int) -> Tensor:
+        """Return what journal entries say of rows that a connector brings for a request.
+
+        Returns:
+            int64 ``[count, JOURNAL_PLACES]``.
+        """
+        shape = count, book.JOURNAL_PLACES
+        writers = torch.full(shape, NOBODY, dtype=torch.int64, device=self._state.device)
+        writers[:, book.JOURNAL_STEP] = self._books.counters[book.STEP]
+        writers[:, book.JOURNAL_SERIAL] = self._books.facts[book.SERIAL, line]
+        writers[:, book.JOURNAL_POSITION] = book.BROUGHT
+        return writers
+
+    def _storer(self, operation: str, origin: Tensor, digests: Tensor | None, count: int) -> Tensor:
+        """Return what journal entries say of rows whose origin is known; as ``_bringer``.
+
+        A digest less the one before is the term of a token; what was stored of no token has none
+        that decodes to its position, and ``violation.decode`` leaves it out.
+        """
+        known = checks.ints(operation, "origin", origin, "[6]")
+        if digests is None or known.dtype is not torch.int64 or len(known) != 6:
+            raise ConfigError(
+                operation, "origin is not that of the rows", expected="int64 [6], with digests",
+                got=described(known) if digests is not None else "no digests",
+                hint="give what origins returned when the rows left; nothing was changed",
+            )  # fmt: skip
+        step, serial, first, before, last, older = known.to(self._state.device).unbind()
+        words = digests.to(self._state.device)
+        terms = torch.cat([torch.stack([older, last]), torch.cat([before[None], words]).diff()])
+        position = first + torch.arange(count, device=self._state.device)
+        return torch.stack(
+            [
+                step.expand(count),
+                serial.expand(count),
+                book.BROUGHT - 1 - position,
+                *(terms[2 - back : 2 - back + count] for back in range(3)),
+            ],
+            1,
+        )
+
+    def _words(self, place: Place, table: Ints, first: int, end: int) -> Tensor:
+        """Return the indices in ``Books.words`` of rows, int64 ``[end - first]``; -1 outside."""
+        position = torch.arange(first, end, device=self._state.device)
+        blocks = self._state.upload(table)[None]
+        if not blocks.shape[1]:
+            return torch.full_like(position, -1)
+        return through(place, blocks, torch.zeros_like(position), position)
+
+    def _inspect(
+        self,
+        inspect: Inspect,
+        operation: str,
+        kind: str,
+        request: str,
+        place: Place,
+        table: Ints,
+        first: int,
+        end: int,
+    ) -> None:
+        """Compare the rows of one request with the digests of its tokens."""
+        self._span(operation, first, end)
+        blocks = self._state.upload(checks.ints(operation, "table", table, "[blocks]"))[None]
+        number = self._state.requests.line(request, operation=operation)
+        line, low, high = self._state.upload([number, first, end]).unbind()
+        if not blocks.shape[1]:
+            blocks = torch.full_like(line[None, None], -1)
+        tables = {place.group.name: blocks}
+        inspect(Stretch(line[None], low[None], high[None], tables, kind))
+
+    def _pool(self, place: Place, words: Tensor | None = None) -> Tensor:
+        """Return the words of a group's pool, ``[num_blocks, stride]``."""
+        return place.pool_of(self._books.words if words is None else words)
+
+    def _journal(self, place: Place, where: Tensor, writers: Tensor | None) -> None:
+        """Write journal entries for rows that no step wrote.
+
+        Args:
+            place: the rows' group.
+            where: int64 ``[n]``, the indices of their words.
+            writers: int64 ``[n, JOURNAL_PLACES]``, see ``books``; None if the writer is not known.
+        """
+        width = self._books.journal.shape[1]
+        entries = torch.full(
+            (len(where), width), NOBODY, dtype=torch.int64, device=self._state.device
+        )
+        if writers is not None:
+            entries[:, : book.JOURNAL_PLACES] = writers
+        entries[:, book.JOURNAL_PLACES + place.index] = where
+        self._state.append(entries)
