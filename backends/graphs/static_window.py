@@ -8,7 +8,6 @@ are in the executor's ``GraphCache``: a layout whose graph had to go launches as
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
@@ -24,6 +23,7 @@ from ...layout import RowLayout
 from ...log import get_logger
 from ..launching.graph_launch import replay_of
 from ..launching.kernel_call import KernelCall
+from ..launching.recurring_graphs import RecurringGraphs
 from ..move_rows.acceptance import AcceptanceArg, acceptance_arg
 from ..move_rows.launch import CachedLaunch, MovePlan
 from ..move_rows.selection import Accept
@@ -63,7 +63,7 @@ class StaticLaunches(CapturedLaunches):
         programs: int,
     ) -> None:
         self._max_rows = executor.config.max_rows
-        self._graphs = executor.graphs
+        self.graphs = executor.graphs
         self._device = places.slots.device
         self._save, self._commit = save, commit
         self._arrange = arrange
@@ -92,7 +92,7 @@ class StaticLaunches(CapturedLaunches):
 
     def keep(self, launch: Callable[[], None], dropped: Callable[[], None]) -> Replay | None:
         """Capture a launch that ran before, and keep it; see ``GraphCache.add``."""
-        return self._graphs.add(lambda: self.captured(launch), dropped)
+        return self.graphs.add(lambda: self.captured(launch), dropped)
 
     def captured(self, launch: Callable[[], None]) -> Replay | None:
         """Capture a launch that ran before; return None if capturing is impossible or fails."""
@@ -129,7 +129,7 @@ class StaticLayout(LayoutLaunches):
         self._layout = layout
         self._run: CachedLaunch | None = None
         self.replays: dict[int, Callable[[], None]] = {}
-        self._seen: Counter[int] = Counter()
+        self._recurring = RecurringGraphs(launches.graphs, _MOST_SEEN)
 
     def save(self) -> None:
         """Save the drafts' rows; the first call arranges the launch, which replaces this method."""
@@ -180,16 +180,7 @@ class StaticLayout(LayoutLaunches):
         """Count an acceptance's address; capture the commit if this address recurs."""
         assert self._run is not None
         place = sampled.data_ptr()
-        if len(self._seen) > _MOST_SEEN:
-            self._seen.clear()
-        self._seen[place] += 1
-        if self._seen[place] == _OFTEN:
+        if self._recurring.recurs(place, _OFTEN):
             launch = partial(self._run.run, sampled)
-            replay = self._launches.keep(launch, partial(self._drop, place))
-            if replay is not None:
-                self.replays[place] = replay
-
-    def _drop(self, place: int) -> None:
-        """Forget a graph; it is captured again when its acceptance was seen there as often."""
-        del self.replays[place]
-        self._seen[place] = 0
+            make = partial(self._launches.captured, launch)
+            self._recurring.capture(place, make, self.replays, place)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 
-def replay_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+class Graph(Protocol):
+    """A captured launch: a ``torch.cuda.CUDAGraph``, or a stand-in of one without a GPU."""
+
+    def replay(self) -> None:
+        """Launch again, over the same buffers."""
+
+
+def replay_of(graph: Graph) -> Callable[[], None]:
     """Return what replays a graph on the current stream, in as little of the host's time as can be.
 
     It keeps the graph, which must draw no random numbers: torch tells those apart in its own

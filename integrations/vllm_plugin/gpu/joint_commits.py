@@ -8,12 +8,12 @@ its states by themselves, and then its rows; so does one whose graph had to go, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 from torch import Tensor
 
+from ....backends.launching.recurring_graphs import RecurringGraphs
 from ....captured.launches import LayoutLaunches
 from ....captured.shared import StepPlan
 from ....captured.window import CapturedWindow
@@ -44,8 +44,7 @@ class JointCommits:
 
     def __init__(self, states: HeldStates, graphs: GraphCache) -> None:
         self._states = self.noted = states
-        self._graphs = graphs
-        self._seen: Counter[tuple[int, int]] = Counter()
+        self._recurring = RecurringGraphs(graphs, _MOST_SEEN)
 
     def commit(self, window: CapturedWindow | None, sampled: Tensor) -> Callable[[], None] | None:
         """Commit the states, or return the launch that commits both; see ``Beside``.
@@ -78,19 +77,12 @@ class JointCommits:
         """Commit the states; capture both commits if this kind of step recurs."""
         states, plan = self._states, window.plan
         launches = None
-        if window.to_launch() is not None and self._recurs(plan, place):
+        known = window.to_launch() is not None
+        if known and self._recurring.recurs((id(plan), place), _OFTEN):
             launches = states.launches(sampled, plan.num_requests)
         states.commit(sampled)
         if launches is not None and plan.launches is not None:
             self._capture(plan, plan.launches, sampled, launches)
-
-    def _recurs(self, plan: StepPlan, place: int) -> bool:
-        """Count a kind of step; tell whether it is to be captured now."""
-        if len(self._seen) > _MOST_SEEN:
-            self._seen.clear()
-        key = id(plan), place
-        self._seen[key] += 1
-        return self._seen[key] == _OFTEN
 
     def _capture(
         self, plan: StepPlan, rows: LayoutLaunches, sampled: Tensor, launches: Callable[[], None]
@@ -101,14 +93,7 @@ class JointCommits:
         def make() -> Replay | None:
             return rows.capture_with(sampled, launches, self._states.make)
 
-        def dropped() -> None:
-            del plan.together[place]
-            self._seen[id(plan), place] = 0
-
         try:
-            both = self._graphs.add(make, dropped)
+            self._recurring.capture((id(plan), place), make, plan.together, place)
         except Exception as error:  # both commits still work, one after the other
             log.debug("joint_commits.not_captured", error=repr(error))
-            return
-        if both is not None:
-            plan.together[place] = both
